@@ -1,0 +1,100 @@
+"""Every error that memascend raises, and what each one carries."""
+
+from __future__ import annotations
+
+__all__ = [
+    "BudgetError",
+    "ConfigError",
+    "CorruptionError",
+    "MemascendError",
+    "MemoryLimitError",
+    "StorageError",
+    "TimeoutExpired",
+    "UsageError",
+]
+
+
+class MemascendError(Exception):
+    """The base of every error that memascend raises by itself."""
+
+
+class ConfigError(MemascendError, ValueError):
+    """An option, model or optimizer is wrong or refused; the message says what works."""
+
+
+class BudgetError(MemascendError, MemoryError):
+    """A memory budget is too small.
+
+    Attributes:
+        smallest: the budget that works, in bytes.
+    """
+
+    smallest: int
+
+    def __init__(self, message: str, *, smallest: int) -> None:
+        super().__init__(message)
+        self.smallest = smallest
+
+
+class MemoryLimitError(MemascendError, MemoryError):
+    """The machine, or the cgroup that the process runs in, does not have the memory that was asked for.
+
+    Raised before the memory is touched: the kernel would answer by killing the process.
+
+    Attributes:
+        needed: bytes that were asked for.
+        available: bytes that could be had.
+    """
+
+    needed: int
+    available: int
+
+    def __init__(self, message: str, *, needed: int, available: int) -> None:
+        super().__init__(message)
+        self.needed = needed
+        self.available = available
+
+
+class StorageError(MemascendError, OSError):
+    """A device failed, is full, mounted, foreign or in use, or its store is unfinished or unclosed.
+
+    Attributes:
+        errno: the system's error number, or None where the system was not asked.
+        path: the file or device.
+        offset: where on that device, in bytes, or None.
+        nbytes: how many bytes the operation was about, or None.
+    """
+
+    path: str | None
+    offset: int | None
+    nbytes: int | None
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        errno: int | None = None,
+        path: str | None = None,
+        offset: int | None = None,
+        nbytes: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.errno = errno
+        self.path = path
+        self.offset = offset
+        self.nbytes = nbytes
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class CorruptionError(StorageError):
+    """A checksum or a format is wrong; the message names the parameter, chunk and offset."""
+
+
+class UsageError(MemascendError, RuntimeError):
+    """A call that cannot be exact, or cannot be made now; the message says what to do instead."""
+
+
+class TimeoutExpired(MemascendError, TimeoutError):
+    """A `timeout=` ran out; the message says what was waited for."""

@@ -1,0 +1,2 @@
+//! Microbenchmarks of host memory.
+fn main() {}

@@ -1,0 +1,292 @@
+//! The arena: exact-size slots, planned once, then frozen.
+//!
+//! A lease takes a slot of the smallest class that holds it, never of a larger one: a plan that admits a set of leases
+//! then admits them in every order. Taking and returning is a few atomic operations and never allocates.
+
+use std::{
+    collections::BTreeMap,
+    ptr::NonNull,
+    sync::{
+        Arc,
+        atomic::{AtomicU8, AtomicUsize, Ordering::Relaxed},
+    },
+    time::{Duration, Instant},
+};
+
+use crate::{
+    Error, Holder, Layout, Lease, OwnerId, OwnerStats, Region, Result,
+    free_list::{FreeList, Taken},
+    owners::{Counters, Owners},
+};
+
+/// How often a waiting caller is asked whether it still wants to wait: often enough for Ctrl-C to feel immediate.
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
+/// The owner mark of a slot that is free.
+const NOBODY: u8 = u8::MAX;
+
+/// How long to wait for a lease, and who may end the wait early.
+pub struct Wait<'a> {
+    /// `None` waits for ever, zero not at all.
+    pub timeout: Option<Duration>,
+    /// Called every 50 ms of waiting; `false` gives up. `None` never does.
+    pub keep_waiting: Option<&'a mut dyn FnMut() -> bool>,
+}
+
+impl Wait<'static> {
+    /// Takes what is free now, or fails.
+    #[must_use]
+    pub fn never() -> Self {
+        Self::at_most(Duration::ZERO)
+    }
+
+    /// Waits until `timeout` has passed.
+    #[must_use]
+    pub fn at_most(timeout: Duration) -> Self {
+        Self { timeout: Some(timeout), keep_waiting: None }
+    }
+
+    /// Waits until there is one.
+    #[must_use]
+    pub fn forever() -> Self {
+        Self { timeout: None, keep_waiting: None }
+    }
+}
+
+/// What one class holds.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ClassStats {
+    /// Bytes of a slot.
+    pub bytes: usize,
+    /// How many slots.
+    pub count: usize,
+    /// Slots leased now.
+    pub in_use: usize,
+    /// The most slots that were leased at once.
+    pub peak: usize,
+}
+
+/// What an arena holds and did.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ArenaStats {
+    /// Bytes that the plan asked for: the sum of all slots.
+    pub capacity_bytes: usize,
+    /// Bytes that the slots take up, alignment included.
+    pub reserved_bytes: usize,
+    /// Bytes of the slots leased now.
+    pub in_use_bytes: usize,
+    /// Bytes of the arena's own tables, on the heap.
+    pub table_bytes: usize,
+    /// What the living leases asked for, its peak, and the waits of all owners.
+    pub total: OwnerStats,
+    /// By class, smallest first.
+    pub classes: Vec<ClassStats>,
+    /// By owner, in the order of their first lease.
+    pub owners: Vec<(String, OwnerStats)>,
+}
+
+/// A region divided into slots. See the module's description.
+#[derive(Debug)]
+pub struct Arena {
+    shared: Arc<Shared>,
+}
+
+/// What leases keep alive.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    region: Region,
+    layout: Layout,
+    classes: Box<[Class]>,
+    owners: Owners,
+    total: Counters,
+}
+
+#[derive(Debug)]
+struct Class {
+    free: FreeList,
+    in_use: AtomicUsize,
+    peak: AtomicUsize,
+    /// Who holds each slot, for the errors that name them; [`NOBODY`] where it is free.
+    holders: Box<[AtomicU8]>,
+}
+
+impl Arena {
+    /// Divides `region` into slots of `classes`, given as (bytes, count). A region belongs to one living arena.
+    pub fn new(region: &Region, classes: &[(usize, usize)]) -> Result<Self> {
+        let shared = region.claim(|| {
+            let layout = Layout::new(classes, region.bytes())?;
+            let classes = layout.classes().iter().map(|class| Class::new(class.count)).collect();
+            Ok(Arc::new(Shared {
+                region: region.clone(),
+                layout,
+                classes,
+                owners: Owners::new(),
+                total: Counters::default(),
+            }))
+        })?;
+        Ok(Self { shared })
+    }
+
+    /// The owner called `name`, entered at its first call. Leases by a known owner allocate nothing.
+    pub fn owner(&self, name: &str) -> Result<OwnerId> {
+        self.shared.owners.named(name)
+    }
+
+    /// Takes `nbytes` for `owner`, from the smallest class that holds them.
+    pub fn lease(&self, nbytes: usize, owner: OwnerId, mut wait: Wait<'_>) -> Result<Lease> {
+        let shared = &self.shared;
+        shared.region.inner().usable()?;
+        let class = shared.layout.class_for(nbytes)?;
+        shared.region.inner().enter()?;
+        let slot = match shared.classes[class].free.try_take() {
+            Some(slot) => Ok(slot),
+            None => shared.wait_for(class, nbytes, owner, &mut wait),
+        };
+        let slot = slot.inspect_err(|_| shared.region.inner().leave())?;
+        shared.classes[class].taken(slot, owner);
+        shared.owners.counters(owner).taken(nbytes);
+        shared.total.taken(nbytes);
+        Ok(Lease { shared: Arc::clone(shared), class, slot, asked_bytes: nbytes, owner })
+    }
+
+    /// The slots.
+    #[must_use]
+    pub fn layout(&self) -> &Layout {
+        &self.shared.layout
+    }
+
+    /// What it holds and did.
+    #[must_use]
+    pub fn stats(&self) -> ArenaStats {
+        let Shared { layout, classes, owners, total, .. } = &*self.shared;
+        let classes: Vec<ClassStats> = layout
+            .classes()
+            .iter()
+            .zip(classes)
+            .map(|(planned, class)| ClassStats {
+                bytes: planned.bytes,
+                count: planned.count,
+                in_use: class.in_use.load(Relaxed),
+                peak: class.peak.load(Relaxed),
+            })
+            .collect();
+        let slots: usize = layout.classes().iter().map(|class| class.count).sum();
+        ArenaStats {
+            capacity_bytes: layout.asked_bytes(),
+            reserved_bytes: layout.reserved_bytes(),
+            in_use_bytes: classes.iter().map(|class| class.bytes * class.in_use).sum(),
+            table_bytes: size_of::<Shared>() + slots * SLOT_TABLE_BYTES + classes.len() * CLASS_TABLE_BYTES,
+            total: total.read(),
+            classes,
+            owners: owners.read(),
+        }
+    }
+}
+
+/// Heap bytes per slot: its link in the free list and its holder.
+const SLOT_TABLE_BYTES: usize = size_of::<u32>() + size_of::<AtomicU8>();
+/// Heap bytes per class.
+const CLASS_TABLE_BYTES: usize = size_of::<Class>() + size_of::<crate::ClassLayout>();
+
+impl Class {
+    #[expect(clippy::cast_possible_truncation, reason = "the layout bounds the number of slots far below")]
+    fn new(count: usize) -> Self {
+        Self {
+            free: FreeList::new(count as u32),
+            in_use: AtomicUsize::new(0),
+            peak: AtomicUsize::new(0),
+            holders: std::iter::repeat_with(|| AtomicU8::new(NOBODY)).take(count).collect(),
+        }
+    }
+
+    fn taken(&self, slot: u32, owner: OwnerId) {
+        self.holders[slot as usize].store(owner.index(), Relaxed);
+        let held = self.in_use.fetch_add(1, Relaxed) + 1;
+        if held > self.peak.load(Relaxed) {
+            self.peak.fetch_max(held, Relaxed);
+        }
+    }
+
+    fn given(&self, slot: u32) {
+        self.holders[slot as usize].store(NOBODY, Relaxed);
+        self.in_use.fetch_sub(1, Relaxed);
+    }
+}
+
+impl Shared {
+    pub(crate) fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    pub(crate) fn address(&self, class: usize, slot: u32) -> NonNull<u8> {
+        let class = &self.layout.classes()[class];
+        // SAFETY: the layout keeps every slot inside the region, whose start this is.
+        unsafe { self.region.inner().start().add(class.offset + slot as usize * class.stride) }
+    }
+
+    /// Ends every wait for a lease.
+    pub(crate) fn close(&self) {
+        for class in &self.classes {
+            class.free.close();
+        }
+    }
+
+    pub(crate) fn give_back(&self, lease: &Lease) {
+        let region = self.region.inner();
+        if region.forked() {
+            // The slot is the parent's, and a lock may have been copied in the middle of a hold.
+            return;
+        }
+        self.total.given(lease.asked_bytes);
+        self.owners.counters(lease.owner).given(lease.asked_bytes);
+        let class = &self.classes[lease.class];
+        class.given(lease.slot);
+        class.free.give(lease.slot);
+        region.leave();
+    }
+
+    /// The slow path: every slot of the class is taken.
+    #[cold]
+    fn wait_for(&self, class: usize, asked_bytes: usize, owner: OwnerId, wait: &mut Wait<'_>) -> Result<u32> {
+        let began = Instant::now();
+        // A timeout past the clock's range is for ever.
+        let deadline = wait.timeout.and_then(|timeout| began.checked_add(timeout));
+        let ended = loop {
+            let now = Instant::now();
+            let next_poll = now + POLL_INTERVAL;
+            let until = deadline.map_or(next_poll, |deadline| deadline.min(next_poll));
+            match self.classes[class].free.take(Some(until)) {
+                Taken::Slot(slot) => break Ok(slot),
+                Taken::Closed => break Err(Error::Closed),
+                Taken::Late if deadline.is_some_and(|deadline| Instant::now() >= deadline) => {
+                    break Err(self.timed_out(class, asked_bytes, began.elapsed()));
+                }
+                Taken::Late => {
+                    if wait.keep_waiting.as_mut().is_some_and(|keep_waiting| !keep_waiting()) {
+                        break Err(Error::Interrupted { asked_bytes });
+                    }
+                }
+            }
+        };
+        let waited = began.elapsed();
+        self.owners.counters(owner).waited(waited);
+        self.total.waited(waited);
+        ended
+    }
+
+    fn timed_out(&self, class: usize, asked_bytes: usize, waited: Duration) -> Error {
+        let mut slots = BTreeMap::<u8, usize>::new();
+        for holder in &self.classes[class].holders {
+            *slots.entry(holder.load(Relaxed)).or_default() += 1;
+        }
+        slots.remove(&NOBODY);
+        let name = |index| self.owners.name(OwnerId::from_index(index)).to_owned();
+        let planned = &self.layout.classes()[class];
+        Error::TimedOut {
+            asked_bytes,
+            class_bytes: planned.bytes,
+            class_count: planned.count,
+            waited,
+            holders: slots.into_iter().map(|(index, slots)| Holder { owner: name(index), slots }).collect(),
+        }
+    }
+}

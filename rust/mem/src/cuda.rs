@@ -1,0 +1,208 @@
+//! Pins memory for CUDA through `libcuda.so.1`, found at run time and never linked.
+//!
+//! Only a process that computes with CUDA has a context, and registering makes sense only there. So nothing here
+//! creates one: the current context is used, else the primary context that the process already holds on some device.
+
+use std::{
+    ffi::{CStr, c_char, c_int, c_uint, c_void},
+    ptr::{self, NonNull},
+};
+
+/// `CU_MEMHOSTREGISTER_PORTABLE`: pinned for every context, whichever device computes.
+const REGISTER_PORTABLE: c_uint = 0x01;
+const LIBRARY: &CStr = c"libcuda.so.1";
+
+type CuResult = c_int;
+type Context = *mut c_void;
+
+/// How to look for the library.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Search {
+    /// Only where the process has loaded it already; otherwise it cannot have a context.
+    Loaded,
+    /// Load it if need be.
+    Load,
+}
+
+/// The driver's functions that are used here.
+#[derive(Clone, Copy)]
+struct Driver {
+    init: unsafe extern "C" fn(c_uint) -> CuResult,
+    error_name: unsafe extern "C" fn(CuResult, *mut *const c_char) -> CuResult,
+    device_count: unsafe extern "C" fn(*mut c_int) -> CuResult,
+    current: unsafe extern "C" fn(*mut Context) -> CuResult,
+    push: unsafe extern "C" fn(Context) -> CuResult,
+    pop: unsafe extern "C" fn(*mut Context) -> CuResult,
+    primary_state: unsafe extern "C" fn(c_int, *mut c_uint, *mut c_int) -> CuResult,
+    primary_retain: unsafe extern "C" fn(*mut Context, c_int) -> CuResult,
+    primary_release: unsafe extern "C" fn(c_int) -> CuResult,
+    register: unsafe extern "C" fn(*mut c_void, usize, c_uint) -> CuResult,
+    unregister: unsafe extern "C" fn(*mut c_void) -> CuResult,
+}
+
+/// Memory that is registered with CUDA until this is dropped.
+pub(crate) struct Registration {
+    driver: Driver,
+    start: NonNull<u8>,
+    /// The device whose primary context was retained to register; `None`: a context was current.
+    retained: Option<c_int>,
+}
+
+// SAFETY: the driver's functions may be called from any thread; the address is only handed to them.
+unsafe impl Send for Registration {}
+// SAFETY: `&Registration` has no operations.
+unsafe impl Sync for Registration {}
+
+impl std::fmt::Debug for Registration {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Registration").field("start", &self.start).finish_non_exhaustive()
+    }
+}
+
+impl Registration {
+    /// Registers `bytes` at `start`, or says why not.
+    ///
+    /// # Safety
+    /// The range must stay mapped until the registration is dropped.
+    pub(crate) unsafe fn new(start: NonNull<u8>, bytes: usize, search: Search) -> Result<Self, String> {
+        let driver = Driver::find(search)?;
+        let mut registration = Self { driver, start, retained: None };
+        driver.enter(&mut registration.retained)?;
+        // SAFETY: the caller keeps the range mapped; a context is current.
+        let code = unsafe { (driver.register)(start.as_ptr().cast(), bytes, REGISTER_PORTABLE) };
+        driver.leave(registration.retained);
+        if code == 0 {
+            return Ok(registration);
+        }
+        registration.give_up_context();
+        // What was not registered must not be unregistered.
+        std::mem::forget(registration);
+        Err(format!("cuMemHostRegister of {bytes} bytes failed: {}", driver.name_of(code)))
+    }
+
+    /// Forgets the registration without touching CUDA: for a forked child, which has no part in the parent's context.
+    pub(crate) fn abandon(self) {
+        std::mem::forget(self);
+    }
+
+    fn give_up_context(&mut self) {
+        if let Some(device) = self.retained.take() {
+            // SAFETY: pairs with the retain in `enter`.
+            unsafe { (self.driver.primary_release)(device) };
+        }
+    }
+}
+
+impl Drop for Registration {
+    fn drop(&mut self) {
+        // A thread without a context (autograd's, a finalizer's) may be the one that drops: any context will do for
+        // portable memory. Without one the driver is shutting down and has let go of the memory by itself.
+        let mut entered = None;
+        if self.driver.enter(&mut entered).is_ok() {
+            // SAFETY: registered in `new` and not unregistered since.
+            unsafe { (self.driver.unregister)(self.start.as_ptr().cast()) };
+            self.driver.leave(entered);
+            if let Some(device) = entered {
+                // SAFETY: pairs with the retain in `enter`.
+                unsafe { (self.driver.primary_release)(device) };
+            }
+        }
+        self.give_up_context();
+    }
+}
+
+impl Driver {
+    fn find(search: Search) -> Result<Self, String> {
+        let mode = libc::RTLD_NOW | libc::RTLD_LOCAL | if search == Search::Loaded { libc::RTLD_NOLOAD } else { 0 };
+        // SAFETY: a null-terminated name; libcuda's initialisers are safe to run.
+        let library = unsafe { libc::dlopen(LIBRARY.as_ptr(), mode) };
+        let Some(library) = NonNull::new(library) else {
+            return Err(match search {
+                Search::Loaded => "this process does not use CUDA (libcuda.so.1 is not loaded)".into(),
+                Search::Load => "libcuda.so.1 was not found: there is no NVIDIA driver, or it is not on the loader's \
+                                 path"
+                    .into(),
+            });
+        };
+        let symbol = |name: &CStr| {
+            // SAFETY: the library is loaded and never closed; the name is null-terminated.
+            let found = unsafe { libc::dlsym(library.as_ptr(), name.as_ptr()) };
+            NonNull::new(found).ok_or_else(|| format!("libcuda.so.1 has no {}", name.to_string_lossy()))
+        };
+        // SAFETY: each name is the CUDA driver API's function of the type that the field has; the library stays loaded.
+        #[expect(clippy::multiple_unsafe_ops_per_block, reason = "one reason holds for every field")]
+        #[expect(clippy::missing_transmute_annotations, reason = "the fields have the types")]
+        unsafe {
+            Ok(Self {
+                init: std::mem::transmute(symbol(c"cuInit")?),
+                error_name: std::mem::transmute(symbol(c"cuGetErrorName")?),
+                device_count: std::mem::transmute(symbol(c"cuDeviceGetCount")?),
+                current: std::mem::transmute(symbol(c"cuCtxGetCurrent")?),
+                push: std::mem::transmute(symbol(c"cuCtxPushCurrent_v2")?),
+                pop: std::mem::transmute(symbol(c"cuCtxPopCurrent_v2")?),
+                primary_state: std::mem::transmute(symbol(c"cuDevicePrimaryCtxGetState")?),
+                primary_retain: std::mem::transmute(symbol(c"cuDevicePrimaryCtxRetain")?),
+                primary_release: std::mem::transmute(symbol(c"cuDevicePrimaryCtxRelease_v2")?),
+                register: std::mem::transmute(symbol(c"cuMemHostRegister_v2")?),
+                unregister: std::mem::transmute(symbol(c"cuMemHostUnregister")?),
+            })
+        }
+    }
+
+    /// Makes a context current on this thread: the one that is, else a primary context that is active already.
+    /// Writes into `retained` which device's it was; `leave` takes it off the thread again.
+    fn enter(&self, retained: &mut Option<c_int>) -> Result<(), String> {
+        let mut context = ptr::null_mut();
+        // SAFETY: `context` is valid for writes.
+        let code = unsafe { (self.current)(&raw mut context) };
+        if code == 0 && !context.is_null() {
+            return Ok(());
+        }
+        let mut devices = 0;
+        // SAFETY: cuInit takes 0 by its definition.
+        let mut code = unsafe { (self.init)(0) };
+        if code == 0 {
+            // SAFETY: `devices` is valid for writes.
+            code = unsafe { (self.device_count)(&raw mut devices) };
+        }
+        if code != 0 {
+            return Err(format!("CUDA is not usable: {}", self.name_of(code)));
+        }
+        for device in 0..devices {
+            let (mut flags, mut active) = (0, 0);
+            // SAFETY: both are valid for writes; the device exists.
+            let code = unsafe { (self.primary_state)(device, &raw mut flags, &raw mut active) };
+            // SAFETY: `context` is valid for writes; the device exists.
+            if code != 0 || active == 0 || unsafe { (self.primary_retain)(&raw mut context, device) } != 0 {
+                continue;
+            }
+            // SAFETY: retained just now.
+            if unsafe { (self.push)(context) } == 0 {
+                *retained = Some(device);
+                return Ok(());
+            }
+            // SAFETY: pairs with the retain above.
+            unsafe { (self.primary_release)(device) };
+        }
+        Err("no CUDA context in this process: call torch.cuda.init() before, and move a tensor to the device".into())
+    }
+
+    fn leave(&self, entered: Option<c_int>) {
+        if entered.is_some() {
+            let mut context = ptr::null_mut();
+            // SAFETY: pops what `enter` pushed on this thread.
+            unsafe { (self.pop)(&raw mut context) };
+        }
+    }
+
+    fn name_of(&self, code: CuResult) -> String {
+        let mut name = ptr::null();
+        // SAFETY: `name` is valid for writes.
+        let known = unsafe { (self.error_name)(code, &raw mut name) } == 0 && !name.is_null();
+        if !known {
+            return format!("CUDA error {code}");
+        }
+        // SAFETY: the driver returned a static null-terminated string.
+        unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned()
+    }
+}

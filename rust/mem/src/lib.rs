@@ -1,0 +1,31 @@
+//! Host memory that is planned once: regions, pinning, the arena and the chunk ring.
+//!
+//! A [`Region`] is page-aligned memory on huge pages, pinned where that can be had. An [`Arena`] divides one into
+//! exact-size slots, once; leasing and returning them never allocates and never fragments. A [`ChunkRing`] is the
+//! arena's special case of one size. A [`Lease`] is an RAII hold on a slot. Every byte is counted under an owner's name.
+
+mod arena;
+mod cuda;
+mod error;
+mod fork;
+mod free_list;
+mod layout;
+mod lease;
+mod limits;
+mod mapping;
+mod owners;
+mod region;
+mod ring;
+mod sync;
+
+pub use arena::{Arena, ArenaStats, ClassStats, Wait};
+pub use error::{Error, Holder, Result};
+#[doc(hidden)]
+pub use free_list::{FreeList, Taken};
+pub use layout::{ClassLayout, Layout};
+pub use lease::Lease;
+pub use limits::{Headroom, MemoryLimits, memory_limits};
+pub use mapping::{huge_page_bytes, page_bytes};
+pub use owners::{OWNERS_MAX, OwnerId, OwnerStats};
+pub use region::{OnFork, Pin, Pinned, Region, RegionStats, regions};
+pub use ring::ChunkRing;

@@ -1,0 +1,180 @@
+//! How much memory this process may still take and pin: the machine's, its cgroup's, its `RLIMIT_MEMLOCK`.
+//!
+//! Asked before memory is populated, because past a cgroup's limit the kernel does not fail a call: it kills.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+/// A bound on new memory and what sets it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Headroom {
+    /// Bytes that can still be had.
+    pub available_bytes: usize,
+    /// What sets the bound, in words for an error message.
+    pub limited_by: String,
+}
+
+/// The limits on this process's memory, as they are now.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MemoryLimits {
+    /// The tightest bound of all.
+    pub headroom: Headroom,
+    /// The smallest memory limit of the cgroups that the process is in, and that cgroup's folder.
+    pub cgroup: Option<(usize, PathBuf)>,
+    /// `RLIMIT_MEMLOCK`, soft and hard; `None` is unlimited.
+    pub memlock: (Option<usize>, Option<usize>),
+}
+
+/// Reads the limits. Costs a few small files.
+#[must_use]
+pub fn memory_limits() -> MemoryLimits {
+    let machine = Headroom {
+        available_bytes: meminfo("MemAvailable").unwrap_or(usize::MAX),
+        limited_by: "free memory of the machine".into(),
+    };
+    let groups = cgroups();
+    let headroom = groups
+        .iter()
+        .map(|group| Headroom {
+            available_bytes: group.limit.saturating_sub(group.held),
+            limited_by: format!("memory cgroup {} with a limit of {} bytes", group.folder.display(), group.limit),
+        })
+        .chain([machine])
+        .min_by_key(|headroom| headroom.available_bytes)
+        .unwrap_or(Headroom { available_bytes: usize::MAX, limited_by: "nothing".into() });
+    let cgroup = groups.into_iter().map(|group| (group.limit, group.folder)).min();
+    MemoryLimits { headroom, cgroup, memlock: memlock() }
+}
+
+/// One cgroup with a limit.
+struct Group {
+    limit: usize,
+    /// What it holds that cannot be reclaimed at once: its usage less the page cache of files.
+    held: usize,
+    folder: PathBuf,
+}
+
+/// The file names of one cgroup version: limit, usage, and the counters of reclaimable page cache.
+struct Files {
+    limit: &'static str,
+    usage: &'static str,
+    cache: [&'static str; 2],
+}
+
+const V1: Files = Files {
+    limit: "memory.limit_in_bytes",
+    usage: "memory.usage_in_bytes",
+    cache: ["total_inactive_file", "total_active_file"],
+};
+const V2: Files = Files { limit: "memory.max", usage: "memory.current", cache: ["inactive_file", "active_file"] };
+
+/// The cgroups with a memory limit that this process is in, its own first, then its parents.
+fn cgroups() -> Vec<Group> {
+    let memberships = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+    let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+    let mut groups = Vec::new();
+    for line in memberships.lines() {
+        let mut fields = line.splitn(3, ':');
+        let (Some(_), Some(controllers), Some(path)) = (fields.next(), fields.next(), fields.next()) else { continue };
+        let (kind, files) = if controllers.is_empty() {
+            ("cgroup2", &V2)
+        } else if controllers.split(',').any(|controller| controller == "memory") {
+            ("cgroup", &V1)
+        } else {
+            continue;
+        };
+        let Some((root, mount)) = mounts.lines().find_map(|line| cgroup_mount(line, kind)) else { continue };
+        // Inside a container the mount may show a part of the tree; what lies above it cannot be read.
+        let below = Path::new(path).strip_prefix(&root).unwrap_or(Path::new(""));
+        let own = mount.join(below);
+        groups
+            .extend(own.ancestors().take_while(|folder| folder.starts_with(&mount)).filter_map(|at| group(at, files)));
+    }
+    groups
+}
+
+/// (root, mount point) of a line of mountinfo, if it is the mount of `kind` that holds the memory controller.
+fn cgroup_mount(line: &str, kind: &str) -> Option<(PathBuf, PathBuf)> {
+    let (left, right) = line.split_once(" - ")?;
+    let mut right = right.split(' ');
+    if right.next()? != kind {
+        return None;
+    }
+    let options = right.nth(1)?;
+    if kind == "cgroup" && !options.split(',').any(|option| option == "memory") {
+        return None;
+    }
+    let mut left = left.split(' ').skip(3);
+    Some((left.next()?.into(), left.next()?.into()))
+}
+
+fn group(folder: &Path, files: &Files) -> Option<Group> {
+    let number = |name: &str| fs::read_to_string(folder.join(name)).ok()?.trim().parse::<usize>().ok();
+    let limit = number(files.limit)?;
+    // Version 1 writes "no limit" as the largest multiple of a page.
+    if limit >= isize::MAX as usize / 4096 * 4096 {
+        return None;
+    }
+    let stat = fs::read_to_string(folder.join("memory.stat")).unwrap_or_default();
+    let cache: usize = stat
+        .lines()
+        .filter_map(|line| line.split_once(' '))
+        .filter(|(name, _)| files.cache.contains(name))
+        .filter_map(|(_, value)| value.trim().parse::<usize>().ok())
+        .sum();
+    Some(Group { limit, held: number(files.usage)?.saturating_sub(cache), folder: folder.into() })
+}
+
+fn meminfo(name: &str) -> Option<usize> {
+    let text = fs::read_to_string("/proc/meminfo").ok()?;
+    let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
+    value.trim().strip_suffix(" kB")?.trim().parse::<usize>().ok()?.checked_mul(1024)
+}
+
+fn memlock() -> (Option<usize>, Option<usize>) {
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: `limit` is valid for writes of its type.
+    let result = unsafe { libc::getrlimit(libc::RLIMIT_MEMLOCK, &raw mut limit) };
+    let bytes = |value| if value == libc::RLIM_INFINITY { None } else { usize::try_from(value).ok() };
+    if result == 0 { (bytes(limit.rlim_cur), bytes(limit.rlim_max)) } else { (None, None) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_machine_has_memory() {
+        let limits = memory_limits();
+        assert!(limits.headroom.available_bytes > 1 << 20, "{limits:?}");
+        assert!(limits.headroom.available_bytes <= meminfo("MemTotal").unwrap_or(usize::MAX));
+    }
+
+    #[test]
+    fn a_mountinfo_line_gives_root_and_mount_point() {
+        let line = "36 25 0:31 /docker/ab /sys/fs/cgroup/memory rw,nosuid shared:11 - cgroup cgroup rw,memory";
+        assert_eq!(cgroup_mount(line, "cgroup"), Some(("/docker/ab".into(), "/sys/fs/cgroup/memory".into())));
+        assert_eq!(cgroup_mount(line, "cgroup2"), None);
+        assert_eq!(cgroup_mount("36 25 0:31 / /cpu rw - cgroup cgroup rw,cpu", "cgroup"), None);
+    }
+
+    #[test]
+    fn a_cgroup_is_read_with_its_cache_taken_off() {
+        let folder = std::env::temp_dir().join(format!("memascend-cgroup-{}", std::process::id()));
+        fs::create_dir_all(&folder).unwrap_or_else(|error| panic!("{error}"));
+        for (name, text) in [
+            ("memory.max", "1000000\n"),
+            ("memory.current", "600000\n"),
+            ("memory.stat", "anon 400000\ninactive_file 150000\nactive_file 50000\nfile 200000\n"),
+        ] {
+            fs::write(folder.join(name), text).unwrap_or_else(|error| panic!("{error}"));
+        }
+        let read = group(&folder, &V2).map(|group| (group.limit, group.held));
+        assert_eq!(read, Some((1_000_000, 400_000)));
+        fs::write(folder.join("memory.max"), "max\n").unwrap_or_else(|error| panic!("{error}"));
+        assert!(group(&folder, &V2).is_none());
+        fs::remove_dir_all(&folder).unwrap_or_else(|error| panic!("{error}"));
+    }
+}

@@ -1,0 +1,183 @@
+//! Pages from the kernel: mapped between guard pages, on huge pages, populated before use.
+//!
+//! The order matters: `MADV_HUGEPAGE` before `MADV_POPULATE_WRITE`, because what has been populated with 4 KiB pages
+//! stays on 4 KiB pages; populate before mlock, because mlock would populate too.
+
+use std::{
+    fs::File,
+    io::{self, BufRead, BufReader},
+    ptr::{self, NonNull},
+    sync::OnceLock,
+};
+
+use crate::{Error, Result};
+
+/// The size of a page, as the kernel says.
+#[must_use]
+pub fn page_bytes() -> usize {
+    static BYTES: OnceLock<usize> = OnceLock::new();
+    *BYTES.get_or_init(|| {
+        // SAFETY: sysconf has no preconditions.
+        let bytes = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
+        usize::try_from(bytes).ok().filter(|bytes| bytes.is_power_of_two()).unwrap_or(4096)
+    })
+}
+
+/// The size of a transparent huge page; `None` where the kernel has none or they are switched off.
+#[must_use]
+pub fn huge_page_bytes() -> Option<usize> {
+    const DIRECTORY: &str = "/sys/kernel/mm/transparent_hugepage";
+    let enabled = std::fs::read_to_string(format!("{DIRECTORY}/enabled")).ok()?;
+    if enabled.contains("[never]") {
+        return None;
+    }
+    std::fs::read_to_string(format!("{DIRECTORY}/hpage_pmd_size"))
+        .ok()?
+        .trim()
+        .parse()
+        .ok()
+        .filter(|bytes: &usize| bytes.is_power_of_two() && *bytes > page_bytes())
+}
+
+/// Readable and writable zeroed pages with a guard page on either side.
+///
+/// The guards turn an overrun into a fault at the byte that did it, and keep the kernel from merging this mapping with
+/// a neighbour, so that `/proc/self/smaps` speaks of it alone.
+#[derive(Debug)]
+pub(crate) struct Mapping {
+    start: NonNull<u8>,
+    bytes: usize,
+}
+
+// SAFETY: the mapping is plain memory, owned by this value; who may touch which bytes is decided by the leases.
+unsafe impl Send for Mapping {}
+// SAFETY: as above; `&Mapping` gives out an address, and dereferencing that is unsafe where it happens.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    /// Maps and populates `bytes`, a multiple of the page size.
+    pub(crate) fn new(bytes: usize) -> Result<Self> {
+        let failed = |call| move |source| Error::System { call, nbytes: bytes, source };
+        // Below one huge page there is nothing to align for.
+        let align = huge_page_bytes().filter(|&huge| bytes >= huge).unwrap_or(page_bytes());
+        let mapping = reserve(bytes, align).map_err(failed("mmap"))?;
+        mapping.advise(libc::MADV_HUGEPAGE).or_else(no_such_advice).map_err(failed("madvise(MADV_HUGEPAGE)"))?;
+        mapping.populate().map_err(failed("madvise(MADV_POPULATE_WRITE)"))?;
+        Ok(mapping)
+    }
+
+    pub(crate) fn start(&self) -> NonNull<u8> {
+        self.start
+    }
+
+    pub(crate) fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Children of a fork see zeros here, and the parent's pages are not shared with them.
+    pub(crate) fn wipe_on_fork(&self) -> Result<()> {
+        self.advise(libc::MADV_WIPEONFORK).map_err(|source| Error::System {
+            call: "madvise(MADV_WIPEONFORK)",
+            nbytes: self.bytes,
+            source,
+        })
+    }
+
+    /// Locks the pages into memory until they are unmapped.
+    pub(crate) fn lock(&self) -> io::Result<()> {
+        // SAFETY: the range is mapped and ours.
+        checked(unsafe { libc::mlock(self.start.as_ptr().cast(), self.bytes) })
+    }
+
+    /// How many bytes lie on huge pages now, from `/proc/self/smaps`; 0 where that cannot be read.
+    pub(crate) fn huge_bytes(&self) -> usize {
+        let Ok(smaps) = File::open("/proc/self/smaps") else { return 0 };
+        let start = format!("{:x}-", self.start.as_ptr().addr());
+        BufReader::new(smaps)
+            .lines()
+            .map_while(io::Result::ok)
+            .skip_while(|line| !line.starts_with(&start))
+            .find_map(|line| line.strip_prefix("AnonHugePages:")?.trim().strip_suffix(" kB")?.parse::<usize>().ok())
+            .map_or(0, |kib| kib * 1024)
+    }
+
+    fn advise(&self, advice: libc::c_int) -> io::Result<()> {
+        // SAFETY: the range is mapped and ours; none of the advice used here takes its contents away.
+        checked(unsafe { libc::madvise(self.start.as_ptr().cast(), self.bytes, advice) })
+    }
+
+    /// Faults every page in now, so that the run never does and a shortage shows here.
+    fn populate(&self) -> io::Result<()> {
+        match retry_interrupted(|| self.advise(libc::MADV_POPULATE_WRITE)) {
+            // Before Linux 5.14 the advice is unknown: touch each page.
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
+                for offset in (0..self.bytes).step_by(page_bytes()) {
+                    // SAFETY: inside the mapping, which nobody else knows yet.
+                    unsafe { self.start.as_ptr().wrapping_add(offset).write_volatile(0) };
+                }
+                Ok(())
+            }
+            result => result,
+        }
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        let (outer, outer_bytes) = with_guards(self.start, self.bytes);
+        // SAFETY: exactly what `reserve` left mapped; whoever owns the mapping has seen to it that no lease remains.
+        let result = checked(unsafe { libc::munmap(outer.cast(), outer_bytes) });
+        debug_assert!(result.is_ok(), "munmap: {result:?}");
+    }
+}
+
+/// Maps `bytes` at a multiple of `align`, with a guard page before and after.
+fn reserve(bytes: usize, align: usize) -> io::Result<Mapping> {
+    let too_much = || io::Error::from_raw_os_error(libc::ENOMEM);
+    let total = bytes.checked_add(align + 2 * page_bytes()).ok_or_else(too_much)?;
+    // SAFETY: a new anonymous mapping at an address that the kernel chooses.
+    let base = unsafe {
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+        libc::mmap(ptr::null_mut(), total, libc::PROT_NONE, flags, -1, 0)
+    };
+    if base == libc::MAP_FAILED {
+        return Err(io::Error::last_os_error());
+    }
+    let base: *mut u8 = base.cast();
+    let start = base.wrapping_add((base.addr() + page_bytes()).next_multiple_of(align) - base.addr());
+    let start = NonNull::new(start).ok_or_else(too_much)?;
+    let mapping = Mapping { start, bytes };
+    let (outer, outer_bytes) = with_guards(start, bytes);
+    let before = outer.addr() - base.addr();
+    for (address, length) in [(base, before), (outer.wrapping_add(outer_bytes), total - before - outer_bytes)] {
+        if length > 0 {
+            // SAFETY: part of the mapping made above, outside what `mapping` owns.
+            checked(unsafe { libc::munmap(address.cast(), length) })?;
+        }
+    }
+    // SAFETY: the inner pages of the mapping made above.
+    checked(unsafe { libc::mprotect(start.as_ptr().cast(), bytes, libc::PROT_READ | libc::PROT_WRITE) })?;
+    Ok(mapping)
+}
+
+fn with_guards(start: NonNull<u8>, bytes: usize) -> (*mut u8, usize) {
+    (start.as_ptr().wrapping_sub(page_bytes()), bytes + 2 * page_bytes())
+}
+
+fn checked(result: libc::c_int) -> io::Result<()> {
+    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// A kernel built without an advice answers EINVAL; that is no error.
+fn no_such_advice(error: io::Error) -> io::Result<()> {
+    if error.raw_os_error() == Some(libc::EINVAL) { Ok(()) } else { Err(error) }
+}
+
+fn retry_interrupted(mut call: impl FnMut() -> io::Result<()>) -> io::Result<()> {
+    loop {
+        match call() {
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            result => return result,
+        }
+    }
+}
