@@ -1,0 +1,127 @@
+# The only place where commands live: people, hooks and CI call these.
+# Needs cargo, Python 3.11 or newer with venv, gcc and make; everything else is installed into .venv.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export PYO3_PYTHON := $(abspath $(BIN)/python)
+# Wheels for this many-Linux level install wherever torch's own do.
+COMPATIBILITY := manylinux_2_28
+
+RUST_SOURCES := Cargo.toml Cargo.lock $(shell find rust -name '*.rs' -o -name Cargo.toml)
+PYTHON_SOURCES := $(shell find python triton_kernels -name '*.py' -o -name '*.pyi' -o -name '*.json')
+
+.PHONY: help
+help: ## List the commands
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+# --- set-up -------------------------------------------------------------------
+
+.PHONY: setup
+setup: $(VENV)/installed ## Environment, torch, Rust build, install (the others do it by themselves)
+
+$(BIN)/uv: requirements/dev.lock
+	@command -v cargo >/dev/null || { echo "cargo is missing: install Rust from https://rustup.rs"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11 ..."; exit 1; }
+	$(PYTHON) -m venv --clear $(VENV) \
+		|| { echo "python's venv module is missing: apt-get install python3-venv"; exit 1; }
+	awk '/^[a-z]/{p=0} /^uv==/{p=1} p' requirements/dev.lock > $(VENV)/uv.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r $(VENV)/uv.lock
+	@touch $@
+
+$(VENV)/synced: $(BIN)/uv
+	$(BIN)/uv pip sync --quiet --python $(BIN)/python --require-hashes requirements/dev.lock
+	@touch $@
+
+$(VENV)/installed: $(VENV)/synced $(RUST_SOURCES) pyproject.toml
+	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/maturin develop --quiet --release --locked
+	@touch $@
+
+# --- use ----------------------------------------------------------------------
+
+.PHONY: demo
+demo: setup ## Show what memascend does, on this machine, in a minute
+	$(BIN)/memascend demo
+
+.PHONY: wheel
+wheel: $(VENV)/synced ## Build dist/*.whl for any Linux of this processor, and the sdist
+	rm -rf dist
+	$(BIN)/maturin build --zig --compatibility $(COMPATIBILITY) --out dist
+	$(BIN)/maturin sdist --out dist
+
+# --- check --------------------------------------------------------------------
+
+.PHONY: lint
+lint: setup ## Formatting, lints and types, of Rust and Python
+	cargo fmt --check
+	cargo clippy --workspace --all-targets --locked -- -D warnings
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m mypy.stubtest memascend._core
+
+.PHONY: fmt
+fmt: $(VENV)/synced ## Format everything
+	cargo fmt
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix --quiet .
+
+.PHONY: test
+test: setup test-rust test-loom ## The tests of every push
+	$(BIN)/pytest -m "not slow and not soak"
+
+.PHONY: test-rust
+test-rust: $(VENV)/synced
+	cargo test --quiet --locked --workspace
+
+# The model checker replaces the atomics and locks, so this is a build of its own.
+.PHONY: test-loom
+test-loom:
+	RUSTFLAGS="--cfg loom" cargo test --quiet --locked --release -p memascend-mem --test loom --target-dir target/loom
+
+.PHONY: test-all
+test-all: test test-valgrind test-oldest ## Everything: slow tests, Valgrind, the oldest supported torch
+	$(BIN)/pytest -m "slow and not soak"
+
+.PHONY: test-valgrind
+test-valgrind:
+	@command -v valgrind >/dev/null || { echo "valgrind is missing: apt-get install valgrind"; exit 1; }
+	CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER="valgrind --quiet --error-exitcode=99 --leak-check=full --errors-for-leak-kinds=definite" \
+		PROPTEST_CASES=20 cargo test --quiet --locked -p memascend-mem --target-dir target/valgrind
+
+.PHONY: test-oldest
+test-oldest: setup
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python .venv-oldest
+	$(BIN)/uv pip install --quiet --python .venv-oldest/bin/python -r requirements/oldest.lock
+	.venv-oldest/bin/maturin develop --quiet --release --locked
+	.venv-oldest/bin/pytest -m "not slow and not soak"
+
+.PHONY: soak
+soak: setup ## Tests that run for minutes
+	$(BIN)/pytest -m soak --timeout 1800
+
+.PHONY: bench
+bench: setup ## Benchmarks: tables with ratios, and pictures in benchmarks/results
+	cargo bench --locked --workspace
+	$(BIN)/memascend bench memory --picture benchmarks/results/host_memory.png
+	$(BIN)/python benchmarks/import_cost.py
+
+# --- keep ---------------------------------------------------------------------
+
+.PHONY: lock
+lock: $(VENV)/synced ## Renew the locks of the development environment
+	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --upgrade \
+		requirements/dev.in -o requirements/dev.lock
+	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --upgrade \
+		requirements/oldest.in -o requirements/oldest.lock
+	cargo update
+
+.PHONY: clean
+clean: ## Remove everything that the commands made
+	rm -rf $(VENV) .venv-* target dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,171 @@
+"""`memascend doctor`: what this machine offers, what will be slower and what will fail, and what to do about it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from memascend import memory
+from memascend.cli.show import bytes_shown, table
+from memascend.errors import MemascendError
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable, Iterable, Iterator
+
+SUMMARY = "Say what this machine offers and what to do about what it lacks."
+
+# One huge page and a little more: enough to see what regions get here.
+_PROBE_BYTES = 8 << 20
+# The instruction sets that the kernels are written for, widest first, as /proc/cpuinfo names them.
+_INSTRUCTION_SETS = ("avx512f", "avx512_bf16", "avx2", "fma", "f16c", "asimd", "bf16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One line of the report."""
+
+    subject: str
+    found: str
+    verdict: Literal["fine", "slower", "fails"] = "fine"
+    advice: str = ""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("--storage", metavar="P", help="also look at this folder, file or device")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the report; 1 where something will fail."""
+    findings = list(examine(options.storage))
+    failed = any(finding.verdict == "fails" for finding in findings)
+    if options.json:
+        print(json.dumps({"ok": not failed, "findings": [asdict(finding) for finding in findings]}, indent=2))
+        return int(failed)
+    rows = [(finding.subject, finding.verdict, finding.found) for finding in findings]
+    print(table(("what", "verdict", "found"), rows))
+    for finding in findings:
+        if finding.advice:
+            print(f"\n{finding.subject}: {finding.advice}")
+    return int(failed)
+
+
+def examine(storage: str | None) -> Iterator[Finding]:
+    """Look at everything, in the order in which it is shown."""
+    checks: list[Callable[[], Iterable[Finding]]] = [
+        _system,
+        _processor,
+        _memory,
+        _memlock,
+        _regions,
+        _torch,
+        _triton,
+    ]
+    for check in checks:
+        yield from check()
+    if storage is not None:
+        yield from _storage(Path(storage))
+
+
+def _system() -> Iterator[Finding]:
+    yield Finding(subject="system", found=f"{platform.system()} {platform.release()} {platform.machine()}")
+    yield Finding(subject="python", found=platform.python_version())
+
+
+def _processor() -> Iterator[Finding]:
+    cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    flags = {
+        flag for line in cpuinfo if line.startswith(("flags", "Features")) for flag in line.partition(":")[2].split()
+    }
+    has = [name for name in _INSTRUCTION_SETS if name in flags]
+    cores = len(os.sched_getaffinity(0))
+    wide = {"avx512f", "avx2", "asimd"} & flags
+    yield Finding(
+        subject="processor",
+        found=f"{cores} cores, {' '.join(has) or 'no vector instructions that are used here'}",
+        verdict="fine" if wide else "slower",
+        advice="" if wide else "the portable arithmetic is used, several times slower than with AVX2",
+    )
+
+
+def _memory() -> Iterator[Finding]:
+    limits = memory.limits()
+    yield Finding(subject="memory", found=f"{bytes_shown(limits['available'])} free ({limits['limited_by']})")
+    if limits["cgroup_limit"] is not None:
+        yield Finding(subject="cgroup limit", found=f"{bytes_shown(limits['cgroup_limit'])} ({limits['cgroup']})")
+
+
+def _memlock() -> Iterator[Finding]:
+    soft = memory.limits()["memlock_soft"]
+    if soft is None or os.geteuid() == 0:
+        found = "unlimited" if soft is None else f"{bytes_shown(soft)}, which does not bind root"
+        yield Finding(subject="memlock limit", found=found)
+        return
+    yield Finding(
+        subject="memlock limit",
+        found=bytes_shown(soft),
+        verdict="slower",
+        advice="buffers past this limit are not pinned; raise it with `ulimit -l`, `memlock` in "
+        "/etc/security/limits.conf, LimitMEMLOCK= in systemd, or `docker run --ulimit memlock=-1`",
+    )
+
+
+def _regions() -> Iterator[Finding]:
+    try:
+        region = memory.Region(_PROBE_BYTES, owner="doctor")
+    except MemascendError as error:
+        yield Finding(subject="regions", found="none to be had", verdict="fails", advice=str(error))
+        return
+    with region:
+        huge, why_not_huge = region.huge_bytes, region.why_not_huge
+        yield Finding(
+            subject="huge pages",
+            found=f"{bytes_shown(huge)} of {bytes_shown(region.mapped_bytes)}",
+            verdict="slower" if why_not_huge else "fine",
+            advice=why_not_huge or "",
+        )
+        yield Finding(
+            subject="pinning",
+            found=region.pinned or "none",
+            verdict="fine" if region.pinned else "slower",
+            advice="" if region.pinned else region.why_not or "",
+        )
+
+
+def _torch() -> Iterator[Finding]:
+    import torch
+
+    yield Finding(subject="torch", found=f"{torch.__version__}, {torch.get_num_threads()} threads")
+    if not torch.cuda.is_available():
+        yield Finding(subject="GPU", found="none; models compute on the CPU")
+        return
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        yield Finding(subject=f"GPU {index}", found=f"{properties.name}, {bytes_shown(properties.total_memory)}")
+
+
+def _triton() -> Iterator[Finding]:
+    if importlib.util.find_spec("triton") is None:
+        yield Finding(subject="triton", found="not installed; on a GPU torch's own operations are used")
+    else:
+        yield Finding(subject="triton", found=importlib.metadata.version("triton"))
+
+
+def _storage(path: Path) -> Iterator[Finding]:
+    folder = path if path.is_dir() else path.parent
+    if not folder.is_dir():
+        yield Finding(subject="storage", found=str(path), verdict="fails", advice=f"{folder} does not exist: make it")
+        return
+    if not os.access(folder, os.W_OK):
+        yield Finding(subject="storage", found=str(path), verdict="fails", advice=f"{folder} cannot be written")
+        return
+    room = os.statvfs(folder)
+    yield Finding(subject="storage", found=f"{path}, {bytes_shown(room.f_bavail * room.f_frsize)} free")

@@ -1,0 +1,283 @@
+"""Host memory that is planned once: regions, arenas, chunk rings, leases, and what they hold.
+
+Sizes are in bytes and exact; times are in seconds. Errors: `ConfigError` for a wrong argument, `BudgetError` for a
+region too small for its plan, `MemoryLimitError` where the machine or its cgroup does not have the memory,
+`TimeoutExpired` where a wait ran out, `UsageError` for what was closed, returned or belongs to another process.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from memascend import _core
+from memascend.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from types import TracebackType
+
+    import torch
+
+__all__ = ["Arena", "ChunkRing", "Layout", "Lease", "Region", "layout", "limits", "regions"]
+
+
+class Region:
+    """Page-aligned memory on huge pages, pinned as well as can be had, populated before use.
+
+    Exactly `nbytes`, rounded up to the page and to nothing else. The memory goes back to the system when the region is
+    closed and the last tensor in it is gone.
+    """
+
+    __slots__ = ("_core",)
+
+    def __init__(
+        self,
+        nbytes: int,
+        pin: Literal["auto", "mlock", "cuda", False] = "auto",
+        *,
+        on_fork: Literal["copy", "wipe"] = "copy",
+        owner: str = "region",
+    ) -> None:
+        """Map the memory.
+
+        Args:
+            nbytes: how much.
+            pin: "auto" takes the best that can be had (`pinned` says what, `why_not` why no more); "mlock" or "cuda"
+                insists, and is a ConfigError with the reason and the remedy where it cannot be had; False pins nothing.
+            on_fork: what a forked child sees of it: "copy" as of all other memory; "wipe" zeros, and this process
+                keeps its huge pages and shares nothing with the child.
+            owner: the name under which `regions()` lists it.
+
+        Raises:
+            MemoryLimitError: the machine or its cgroup does not have the memory. Nothing was taken.
+        """
+        self._core = _core.Region(nbytes, pin, on_fork, owner)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes asked for."""
+        return self._core.nbytes
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes mapped: `nbytes` rounded up to the page."""
+        return self._core.mapped_bytes
+
+    @property
+    def pinned(self) -> Literal["mlock", "cuda", False]:
+        """How it is pinned."""
+        return self._core.pinned
+
+    @property
+    def why_not(self) -> str | None:
+        """Why it is not pinned better, where more was wished for."""
+        return self._core.why_not
+
+    @property
+    def huge_bytes(self) -> int:
+        """Bytes that lie on huge pages now. Asks the kernel, which takes milliseconds."""
+        return self._core.huge_bytes
+
+    @property
+    def why_not_huge(self) -> str | None:
+        """Why fewer bytes lie on huge pages than could; None where all do."""
+        return self._core.why_not_huge
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close()` was called."""
+        return self._core.closed
+
+    def close(self) -> None:
+        """End new leases and every wait for one; unmap now, or with the last tensor. Twice is fine."""
+        self._core.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"pinned={self.pinned!r}"
+        return f"Region({self.nbytes} bytes, {state})"
+
+
+class Lease:
+    """A hold on bytes of an arena or a ring. It goes back when it and every tensor in it are gone."""
+
+    __slots__ = ("_core",)
+
+    def __init__(self, core: _core.Lease) -> None:
+        self._core = core
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes asked for."""
+        return self._core.nbytes
+
+    def tensor(self, shape: int | tuple[int, ...] | list[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor in the leased bytes, without a copy; its contents are what was there before.
+
+        The lease lives exactly as long as the last view of the tensor, whatever becomes of this object.
+
+        Raises:
+            ConfigError: the tensor does not fit.
+            UsageError: the lease was returned.
+        """
+        import torch
+
+        shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        if any(size < 0 for size in shape):
+            raise ConfigError(f"a tensor's sizes are 0 or more, not {shape}")
+        if str(dtype).startswith("torch.q"):
+            # torch crashes on a quantized view of plain bytes.
+            raise ConfigError(f"a lease cannot hold the quantized type {dtype}; take the integers underneath")
+        needed = math.prod(shape) * dtype.itemsize
+        if needed > self.nbytes:
+            raise ConfigError(
+                f"a tensor of shape {shape} and {dtype} needs {needed} bytes; the lease holds {self.nbytes}"
+            )
+        buffer = self._core.buffer()
+        if torch.is_inference_mode_enabled():
+            # A tensor that is made inside inference_mode could never be written outside of it.
+            with torch.inference_mode(mode=False):
+                return _tensor(buffer, shape, dtype)
+        return _tensor(buffer, shape, dtype)
+
+    def release(self) -> None:
+        """Return an unused lease at once.
+
+        Raises:
+            UsageError: a tensor still lives in it, or it was returned before.
+        """
+        self._core.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._core.returned:
+            self.release()
+
+    def __repr__(self) -> str:
+        return f"Lease({self.nbytes} bytes{', returned' if self._core.returned else ''})"
+
+
+def _tensor(buffer: _core.LeaseBuffer, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    import torch
+
+    elements = math.prod(shape)
+    if elements == 0:
+        # torch makes no empty tensor of a buffer; it would hold nothing anyway.
+        return torch.empty(shape, dtype=dtype)
+    flat = torch.frombuffer(buffer, dtype=dtype, count=elements)
+    return flat if len(shape) == 1 else flat.view(shape)
+
+
+class Arena:
+    """A region divided into exact-size slots, planned once: leasing never allocates, fragments or surprises.
+
+    A lease takes a slot of the smallest class that holds it and never one of a larger class, so leases that the plan
+    admits are granted in every order.
+    """
+
+    __slots__ = ("_core",)
+
+    def __init__(self, region: Region, classes: Mapping[int, int]) -> None:
+        """Divide `region` into `classes`, given as {bytes: count}. A region belongs to one living arena.
+
+        Raises:
+            BudgetError: the region is too small; `smallest` is the region that works.
+            UsageError: the region is closed or belongs to an arena that lives.
+        """
+        self._core = _core.Arena(region._core, dict(classes))  # noqa: SLF001
+
+    def lease(self, nbytes: int, timeout: float | None = None, owner: str = "user") -> Lease:
+        """Take `nbytes`, waiting up to `timeout` seconds (None: until there are). Ctrl-C ends the wait.
+
+        Raises:
+            ConfigError: no class is large enough: it could never be granted.
+            TimeoutExpired: all slots stayed taken; the message says by whom.
+            UsageError: the region was closed, also while waiting.
+        """
+        return Lease(self._core.lease(nbytes, timeout, owner))
+
+    def stats(self) -> dict[str, Any]:
+        """What is held and was waited for.
+
+        "capacity" (bytes planned), "reserved" (with alignment), "in_use" (of the slots taken), "bytes" (asked for by
+        the living leases) and its "peak", "leases", "waits", "wait_seconds", "tables" (bytes of the arena's own
+        records), "classes" (a list of "bytes", "count", "in_use", "peak") and "owners" (by name: "bytes", "peak",
+        "leases", "waits", "wait_seconds").
+        """
+        return self._core.stats()
+
+
+class ChunkRing:
+    """Equal chunks for staging, handed between threads."""
+
+    __slots__ = ("_core", "region")
+
+    def __init__(self, chunk_bytes: int, count: int, pin: Literal["auto", "mlock", "cuda", False] = "auto") -> None:
+        """Make `count` chunks of `chunk_bytes` in a region of their own, pinned as `Region` says."""
+        chunks = {chunk_bytes: count}
+        self.region = Region(layout(chunks).reserved, pin, owner="chunk ring")
+        self._core = _core.ChunkRing(self.region._core, chunk_bytes, count)  # noqa: SLF001
+
+    def lease(self, timeout: float | None = None, owner: str = "user") -> Lease:
+        """Take a chunk; waiting and errors as `Arena.lease`."""
+        return Lease(self._core.lease(timeout, owner))
+
+    def stats(self) -> dict[str, Any]:
+        """As `Arena.stats`."""
+        return self._core.stats()
+
+    def close(self) -> None:
+        """Close the ring's region; see `Region.close`."""
+        self.region.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Layout:
+    """What a plan takes: bytes asked for, and bytes reserved once every slot is aligned for I/O."""
+
+    __slots__ = ("asked", "reserved")
+
+    def __init__(self, asked: int, reserved: int) -> None:
+        self.asked = asked
+        self.reserved = reserved
+
+    def __repr__(self) -> str:
+        return f"Layout(asked={self.asked}, reserved={self.reserved})"
+
+
+def layout(classes: Mapping[int, int]) -> Layout:
+    """What an arena of `classes` ({bytes: count}) takes: `Region(layout(classes).reserved)` fits it."""
+    return Layout(*_core.memory_layout(dict(classes)))
+
+
+def limits() -> dict[str, Any]:
+    """The limits on this process's memory now, in bytes.
+
+    "available" and what it is "limited_by"; "cgroup_limit" and "cgroup" (None without one); "memlock_soft" and
+    "memlock_hard" (None: unlimited); the sizes of a "page" and a "huge_page" (None: switched off).
+    """
+    return _core.memory_limits()
+
+
+def regions() -> list[dict[str, Any]]:
+    """Every region that is mapped now: its "owner", "bytes" and how it is "pinned"."""
+    return _core.memory_regions()

@@ -1,0 +1,17 @@
+//! `memascend._core`: the Rust crates translated to Python, and nothing else.
+//!
+//! Each function extracts its arguments, releases the GIL around the work and wraps the result. One file per crate that
+//! is translated; `errors` is the one place that turns errors into exceptions, `arguments` the one that checks numbers.
+
+mod arguments;
+mod errors;
+mod memory;
+
+use pyo3::prelude::*;
+
+/// The module. Python code imports it only through `memascend.memory` and its like.
+#[pymodule]
+fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    memory::register(module)
+}

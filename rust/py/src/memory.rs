@@ -1,0 +1,336 @@
+//! `rust/mem` for Python: regions, arenas, rings, leases, and what they hold.
+
+use std::{
+    ffi::c_int,
+    sync::{Arc, Mutex, PoisonError},
+};
+
+use memascend_mem::{self as mem, ArenaStats, Layout, OnFork, OwnerStats, Pin, Pinned, Wait};
+use pyo3::{
+    ffi,
+    prelude::*,
+    types::{PyBool, PyDict, PyString},
+};
+
+use crate::{
+    arguments::{size, timeout},
+    errors::{config_error, memory_error, usage_error},
+};
+
+pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<Region>()?;
+    module.add_class::<Arena>()?;
+    module.add_class::<ChunkRing>()?;
+    module.add_class::<Lease>()?;
+    module.add_class::<LeaseBuffer>()?;
+    module.add_function(wrap_pyfunction!(memory_layout, module)?)?;
+    module.add_function(wrap_pyfunction!(memory_limits, module)?)?;
+    module.add_function(wrap_pyfunction!(memory_regions, module)?)
+}
+
+/// Page-aligned memory outside Python's heap. See `memascend.memory.Region`.
+#[pyclass(frozen, module = "memascend._core")]
+struct Region {
+    inner: mem::Region,
+}
+
+#[pymethods]
+impl Region {
+    #[new]
+    #[pyo3(signature = (nbytes, pin, on_fork, owner))]
+    fn new(nbytes: &Bound<'_, PyAny>, pin: &Bound<'_, PyAny>, on_fork: &str, owner: &str) -> PyResult<Self> {
+        let py = nbytes.py();
+        let nbytes = size("nbytes", nbytes)?;
+        let pin = wish(pin)?;
+        let on_fork = match on_fork {
+            "copy" => OnFork::Copy,
+            "wipe" => OnFork::Wipe,
+            other => return Err(config_error(py, format!("on_fork must be \"copy\" or \"wipe\", not {other:?}"))),
+        };
+        let inner = py.detach(|| mem::Region::new(nbytes, pin, on_fork, owner));
+        Ok(Self { inner: inner.map_err(|error| memory_error(py, &error))? })
+    }
+
+    #[getter]
+    fn nbytes(&self) -> usize {
+        self.inner.asked_bytes()
+    }
+
+    #[getter]
+    fn mapped_bytes(&self) -> usize {
+        self.inner.bytes()
+    }
+
+    #[getter]
+    fn pinned<'py>(&self, py: Python<'py>) -> Bound<'py, PyAny> {
+        shown(py, self.inner.pinned())
+    }
+
+    #[getter]
+    fn why_not(&self) -> Option<&str> {
+        self.inner.why_not()
+    }
+
+    #[getter]
+    fn huge_bytes(&self, py: Python<'_>) -> usize {
+        py.detach(|| self.inner.huge_bytes())
+    }
+
+    #[getter]
+    fn why_not_huge(&self, py: Python<'_>) -> Option<String> {
+        py.detach(|| self.inner.why_not_huge())
+    }
+
+    #[getter]
+    fn closed(&self) -> bool {
+        self.inner.is_closed()
+    }
+
+    fn close(&self, py: Python<'_>) {
+        py.detach(|| self.inner.close());
+    }
+}
+
+/// A region divided into slots. See `memascend.memory.Arena`.
+#[pyclass(frozen, module = "memascend._core")]
+struct Arena {
+    inner: mem::Arena,
+}
+
+#[pymethods]
+impl Arena {
+    #[new]
+    fn new(py: Python<'_>, region: &Region, classes: &Bound<'_, PyDict>) -> PyResult<Self> {
+        let inner = mem::Arena::new(&region.inner, &planned(classes)?);
+        Ok(Self { inner: inner.map_err(|error| memory_error(py, &error))? })
+    }
+
+    fn lease(&self, nbytes: &Bound<'_, PyAny>, seconds: Option<f64>, owner: &str) -> PyResult<Lease> {
+        let py = nbytes.py();
+        let nbytes = size("nbytes", nbytes)?;
+        let owner = self.inner.owner(owner).map_err(|error| memory_error(py, &error))?;
+        waiting(py, seconds, |wait| self.inner.lease(nbytes, owner, wait))
+    }
+
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        stats(py, &self.inner.stats())
+    }
+}
+
+/// Chunks of one size. See `memascend.memory.ChunkRing`.
+#[pyclass(frozen, module = "memascend._core")]
+struct ChunkRing {
+    inner: mem::ChunkRing,
+}
+
+#[pymethods]
+impl ChunkRing {
+    #[new]
+    fn new(region: &Region, chunk_bytes: &Bound<'_, PyAny>, count: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let inner = mem::ChunkRing::new(&region.inner, size("chunk_bytes", chunk_bytes)?, size("count", count)?);
+        Ok(Self { inner: inner.map_err(|error| memory_error(count.py(), &error))? })
+    }
+
+    fn lease(&self, py: Python<'_>, seconds: Option<f64>, owner: &str) -> PyResult<Lease> {
+        let owner = self.inner.owner(owner).map_err(|error| memory_error(py, &error))?;
+        waiting(py, seconds, |wait| self.inner.lease(owner, wait))
+    }
+
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        stats(py, &self.inner.stats())
+    }
+}
+
+/// A hold on a slot; the buffers made of it hold it too. See `memascend.memory.Lease`.
+#[pyclass(frozen, module = "memascend._core")]
+struct Lease {
+    nbytes: usize,
+    /// `None` once returned.
+    inner: Mutex<Option<Arc<mem::Lease>>>,
+}
+
+const RETURNED: &str = "this lease was returned already; take another one";
+const IN_USE: &str = "a tensor still lives in this lease; drop every view of it, the lease goes back with the last one";
+
+#[pymethods]
+impl Lease {
+    #[getter]
+    fn nbytes(&self) -> usize {
+        self.nbytes
+    }
+
+    #[getter]
+    fn returned(&self) -> bool {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner).is_none()
+    }
+
+    fn buffer(&self, py: Python<'_>) -> PyResult<LeaseBuffer> {
+        let held = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
+        held.as_ref().map(|lease| LeaseBuffer { lease: Arc::clone(lease) }).ok_or_else(|| usage_error(py, RETURNED))
+    }
+
+    fn release(&self, py: Python<'_>) -> PyResult<()> {
+        let mut held = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
+        let lease = held.take().ok_or_else(|| usage_error(py, RETURNED))?;
+        match Arc::try_unwrap(lease) {
+            Ok(lease) => {
+                drop(lease);
+                Ok(())
+            }
+            Err(lease) => {
+                *held = Some(lease);
+                Err(usage_error(py, IN_USE))
+            }
+        }
+    }
+}
+
+/// The bytes of a lease as a writable buffer; the lease lives as long as this object.
+#[pyclass(frozen, module = "memascend._core")]
+struct LeaseBuffer {
+    lease: Arc<mem::Lease>,
+}
+
+#[pymethods]
+impl LeaseBuffer {
+    /// # Safety
+    /// Called by the interpreter with a view to fill.
+    unsafe fn __getbuffer__(slf: &Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
+        let lease = &slf.get().lease;
+        // A lease is smaller than isize::MAX: the layout sees to it.
+        let length = ffi::Py_ssize_t::try_from(lease.len())?;
+        // SAFETY: the interpreter passes a valid view; the bytes live as long as `slf`, which the view comes to hold.
+        let failed =
+            unsafe { ffi::PyBuffer_FillInfo(view, slf.as_ptr(), lease.as_ptr().as_ptr().cast(), length, 0, flags) };
+        if failed == 0 { Ok(()) } else { Err(PyErr::fetch(slf.py())) }
+    }
+}
+
+/// Where the slots of a plan would lie: (bytes asked for, bytes reserved).
+#[pyfunction]
+fn memory_layout(classes: &Bound<'_, PyDict>) -> PyResult<(usize, usize)> {
+    let layout = Layout::unbounded(&planned(classes)?).map_err(|error| memory_error(classes.py(), &error))?;
+    Ok((layout.asked_bytes(), layout.reserved_bytes()))
+}
+
+/// The limits on this process's memory, as they are now.
+#[pyfunction]
+fn memory_limits(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
+    let limits = py.detach(mem::memory_limits);
+    let dict = PyDict::new(py);
+    dict.set_item("available", limits.headroom.available_bytes)?;
+    dict.set_item("limited_by", limits.headroom.limited_by)?;
+    dict.set_item("cgroup_limit", limits.cgroup.as_ref().map(|(bytes, _)| bytes))?;
+    dict.set_item("cgroup", limits.cgroup.as_ref().map(|(_, folder)| folder.display().to_string()))?;
+    dict.set_item("memlock_soft", limits.memlock.0)?;
+    dict.set_item("memlock_hard", limits.memlock.1)?;
+    dict.set_item("page", mem::page_bytes())?;
+    dict.set_item("huge_page", mem::huge_page_bytes())?;
+    Ok(dict)
+}
+
+/// The regions that are mapped now.
+#[pyfunction]
+fn memory_regions(py: Python<'_>) -> PyResult<Vec<Bound<'_, PyDict>>> {
+    let region = |stats: mem::RegionStats| {
+        let dict = PyDict::new(py);
+        dict.set_item("owner", stats.owner)?;
+        dict.set_item("bytes", stats.bytes)?;
+        dict.set_item("pinned", shown(py, stats.pinned))?;
+        Ok(dict)
+    };
+    mem::regions().into_iter().map(region).collect()
+}
+
+/// Waits with the GIL released, and lets Ctrl-C through.
+#[expect(clippy::redundant_closure_for_method_calls, reason = "the method's lifetime is not general enough")]
+fn waiting(
+    py: Python<'_>,
+    seconds: Option<f64>,
+    lease: impl FnOnce(Wait<'_>) -> mem::Result<mem::Lease> + Send,
+) -> PyResult<Lease> {
+    let timeout = timeout(py, seconds)?;
+    let mut signal = None;
+    let taken = py.detach(|| {
+        let mut keep_waiting = || match Python::attach(|py| py.check_signals()) {
+            Ok(()) => true,
+            Err(raised) => {
+                signal = Some(raised);
+                false
+            }
+        };
+        lease(Wait { timeout, keep_waiting: Some(&mut keep_waiting) })
+    });
+    match (taken, signal) {
+        (Ok(lease), _) => Ok(Lease { nbytes: lease.len(), inner: Mutex::new(Some(Arc::new(lease))) }),
+        (Err(_), Some(raised)) => Err(raised),
+        (Err(error), None) => Err(memory_error(py, &error)),
+    }
+}
+
+fn wish(pin: &Bound<'_, PyAny>) -> PyResult<Pin> {
+    let word = pin.cast::<PyString>().ok().map(ToString::to_string);
+    let no = pin.cast::<PyBool>().is_ok_and(|wish| !wish.is_true());
+    match word.as_deref() {
+        Some("auto") => Ok(Pin::Auto),
+        Some("mlock") => Ok(Pin::Mlock),
+        Some("cuda") => Ok(Pin::Cuda),
+        None if no => Ok(Pin::Off),
+        _ => {
+            let shown = pin.repr()?;
+            Err(config_error(pin.py(), format!("pin must be \"auto\", \"mlock\", \"cuda\" or False, not {shown}")))
+        }
+    }
+}
+
+fn shown(py: Python<'_>, pinned: Pinned) -> Bound<'_, PyAny> {
+    match pinned {
+        Pinned::No => PyBool::new(py, false).to_owned().into_any(),
+        Pinned::Mlock => PyString::new(py, "mlock").into_any(),
+        Pinned::Cuda => PyString::new(py, "cuda").into_any(),
+    }
+}
+
+fn planned(classes: &Bound<'_, PyDict>) -> PyResult<Vec<(usize, usize)>> {
+    classes
+        .iter()
+        .map(|(bytes, count)| Ok((size("a class's bytes", &bytes)?, size("a class's count", &count)?)))
+        .collect()
+}
+
+fn stats<'py>(py: Python<'py>, stats: &ArenaStats) -> PyResult<Bound<'py, PyDict>> {
+    let dict = owner_stats(py, &stats.total)?;
+    dict.set_item("capacity", stats.capacity_bytes)?;
+    dict.set_item("reserved", stats.reserved_bytes)?;
+    dict.set_item("in_use", stats.in_use_bytes)?;
+    dict.set_item("tables", stats.table_bytes)?;
+    let classes: PyResult<Vec<_>> = stats
+        .classes
+        .iter()
+        .map(|class| {
+            let dict = PyDict::new(py);
+            dict.set_item("bytes", class.bytes)?;
+            dict.set_item("count", class.count)?;
+            dict.set_item("in_use", class.in_use)?;
+            dict.set_item("peak", class.peak)?;
+            Ok(dict)
+        })
+        .collect();
+    dict.set_item("classes", classes?)?;
+    let owners = PyDict::new(py);
+    for (name, held) in &stats.owners {
+        owners.set_item(name, owner_stats(py, held)?)?;
+    }
+    dict.set_item("owners", owners)?;
+    Ok(dict)
+}
+
+fn owner_stats<'py>(py: Python<'py>, stats: &OwnerStats) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    dict.set_item("bytes", stats.bytes)?;
+    dict.set_item("peak", stats.peak_bytes)?;
+    dict.set_item("leases", stats.leases)?;
+    dict.set_item("waits", stats.waits)?;
+    dict.set_item("wait_seconds", stats.waited.as_secs_f64())?;
+    Ok(dict)
+}
