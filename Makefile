@@ -77,12 +77,12 @@ test: setup test-rust test-loom ## The tests of every push
 
 .PHONY: test-rust
 test-rust: $(VENV)/synced
-	cargo test --quiet --locked --workspace
+	timeout 900 cargo test --quiet --locked --workspace
 
 # The model checker replaces the atomics and locks, so this is a build of its own.
 .PHONY: test-loom
 test-loom:
-	RUSTFLAGS="--cfg loom" cargo test --quiet --locked --release -p memascend-mem --test loom --target-dir target/loom
+	RUSTFLAGS="--cfg loom" timeout 600 cargo test --locked --release -p memascend-mem --test loom --target-dir target/loom
 
 .PHONY: test-all
 test-all: test test-valgrind test-oldest ## Everything: slow tests, Valgrind, the oldest supported torch

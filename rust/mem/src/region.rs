@@ -98,7 +98,7 @@ unsafe impl Send for Inner {}
 // SAFETY: as above; everything else in here is synchronised.
 unsafe impl Sync for Inner {}
 
-/// Fields drop in this order: CUDA lets go of the memory before the kernel does.
+/// What [`Inner::let_go`] takes apart: CUDA lets go of the memory before the kernel does.
 struct Pages {
     registration: Option<Registration>,
     mapping: Mapping,
@@ -198,7 +198,7 @@ impl Region {
 
     /// Ends new leases and every wait for one. Unmaps now, or when the last living lease goes. Twice is fine.
     pub fn close(&self) {
-        if self.inner.generation == fork::generation() {
+        if !self.inner.forked() {
             let arena = locked(&self.inner.arena).upgrade();
             if let Some(arena) = arena {
                 arena.close();
@@ -244,7 +244,7 @@ impl Inner {
 
     /// Whether this process may use the region.
     pub(crate) fn usable(&self) -> Result<()> {
-        if self.generation != fork::generation() {
+        if self.forked() {
             Err(Error::Forked)
         } else if self.users.load(Ordering::Acquire) & CLOSED != 0 {
             Err(Error::Closed)
@@ -275,20 +275,25 @@ impl Inner {
     }
 
     fn unmap(&self) {
-        drop(locked(&self.pages).take());
+        let pages = locked(&self.pages).take();
+        self.let_go(pages);
+    }
+
+    fn let_go(&self, pages: Option<Pages>) {
+        let Some(Pages { registration, mapping }) = pages else { return };
+        match registration {
+            // The child of a fork owns its copy of the pages, and no part of the parent's CUDA context.
+            Some(registration) if self.forked() => registration.abandon(),
+            registration => drop(registration),
+        }
+        drop(mapping);
     }
 }
 
 impl Drop for Inner {
     fn drop(&mut self) {
         let pages = self.pages.get_mut().unwrap_or_else(PoisonError::into_inner).take();
-        let Some(Pages { registration, mapping }) = pages else { return };
-        match registration {
-            // The child of a fork owns its copy of the pages, and no part of the parent's CUDA context.
-            Some(registration) if self.generation != fork::generation() => registration.abandon(),
-            registration => drop(registration),
-        }
-        drop(mapping);
+        self.let_go(pages);
     }
 }
 
@@ -301,7 +306,7 @@ pub fn regions() -> Vec<RegionStats> {
     let inners: Vec<Arc<Inner>> = locked(&LIVING).iter().filter_map(Weak::upgrade).collect();
     inners
         .iter()
-        .filter(|inner| inner.generation == fork::generation() && locked(&inner.pages).is_some())
+        .filter(|inner| !inner.forked() && locked(&inner.pages).is_some())
         .map(|inner| RegionStats { owner: inner.owner.clone(), bytes: inner.bytes, pinned: inner.pinned })
         .collect()
 }

@@ -1,0 +1,181 @@
+//! Regions as the kernel sees them: exact sizes, guard pages, pinning, closing, forks.
+#![cfg(not(loom))]
+
+use std::time::Duration;
+
+use memascend_mem::{Arena, Error, OnFork, Pin, Pinned, Region, Wait, huge_page_bytes, page_bytes, regions};
+
+fn listed(owner: &str) -> Vec<usize> {
+    regions().into_iter().filter(|region| region.owner == owner).map(|region| region.bytes).collect()
+}
+
+/// Runs `child` in a fork and returns how it ended: its exit status, or minus the signal that killed it.
+fn forked(child: impl FnOnce() -> bool) -> i32 {
+    // SAFETY: the child only touches memory and exits without running anything of the parent's.
+    let pid = unsafe { libc::fork() };
+    assert!(pid >= 0, "fork failed");
+    if pid == 0 {
+        let status = i32::from(!child());
+        // SAFETY: always allowed.
+        unsafe { libc::_exit(status) };
+    }
+    let mut status = 0;
+    // SAFETY: `status` is valid for writes; the child is ours.
+    assert_eq!(unsafe { libc::waitpid(pid, &raw mut status, 0) }, pid);
+    if libc::WIFSIGNALED(status) { -libc::WTERMSIG(status) } else { libc::WEXITSTATUS(status) }
+}
+
+#[test]
+fn a_region_is_rounded_to_the_page_and_to_nothing_else() -> Result<(), Error> {
+    for bytes in [1, page_bytes(), page_bytes() + 1, 3_000_001, 5 << 20] {
+        let region = Region::new(bytes, Pin::Off, OnFork::Copy, "exact")?;
+        assert_eq!(region.asked_bytes(), bytes);
+        assert_eq!(region.bytes(), bytes.next_multiple_of(page_bytes()));
+        assert_eq!(listed("exact"), [region.bytes()]);
+    }
+    assert_eq!(listed("exact"), [0_usize; 0]);
+    Ok(())
+}
+
+#[test]
+fn what_cannot_be_is_refused() {
+    for bytes in [0, usize::MAX, usize::MAX / 2] {
+        assert!(matches!(
+            Region::new(bytes, Pin::Auto, OnFork::Copy, "no"),
+            Err(Error::Invalid(_) | Error::OutOfMemory { .. })
+        ));
+    }
+    let error = Region::new(1 << 46, Pin::Auto, OnFork::Copy, "no").err();
+    assert!(matches!(error, Some(Error::OutOfMemory { needed_bytes, .. }) if needed_bytes == 1 << 46), "{error:?}");
+}
+
+#[test]
+fn large_regions_lie_on_huge_pages() -> Result<(), Error> {
+    let Some(huge) = huge_page_bytes() else { return Ok(()) };
+    let region = Region::new(4 * huge + page_bytes(), Pin::Off, OnFork::Copy, "huge")?;
+    assert!(region.huge_bytes() == 4 * huge || region.why_not_huge().is_some());
+    let small = Region::new(page_bytes(), Pin::Off, OnFork::Copy, "small")?;
+    assert_eq!((small.huge_bytes(), small.why_not_huge()), (0, None));
+    Ok(())
+}
+
+#[test]
+fn pinning_says_what_it_got() -> Result<(), Error> {
+    let off = Region::new(page_bytes(), Pin::Off, OnFork::Copy, "off")?;
+    assert_eq!((off.pinned(), off.why_not()), (Pinned::No, None));
+    let auto = Region::new(page_bytes(), Pin::Auto, OnFork::Copy, "auto")?;
+    assert!(auto.pinned() == Pinned::Cuda || auto.why_not().is_some_and(|why| why.contains("CUDA")));
+    assert!(matches!(
+        Region::new(page_bytes(), Pin::Cuda, OnFork::Copy, "cuda"),
+        Ok(_) | Err(Error::PinRefused { .. })
+    ));
+    Ok(())
+}
+
+#[test]
+fn guard_pages_stop_an_overrun_on_either_side() -> Result<(), Error> {
+    let region = Region::new(3 * page_bytes(), Pin::Off, OnFork::Copy, "guards")?;
+    let arena = Arena::new(&region, &[(3 * page_bytes(), 1)])?;
+    let lease = arena.lease(3 * page_bytes(), arena.owner("test")?, Wait::never())?;
+    let start = lease.as_ptr().as_ptr();
+    let write = |offset: isize| {
+        forked(|| {
+            // SAFETY: not safe, that is the point: it happens in a child, which the fault ends.
+            unsafe { start.wrapping_offset(offset).write_volatile(1) };
+            true
+        })
+    };
+    let last = isize::try_from(lease.len() - 1).unwrap_or(0);
+    assert_eq!(write(0), 0);
+    assert_eq!(write(last), 0);
+    assert_eq!(write(last + 1), -libc::SIGSEGV);
+    assert_eq!(write(-1), -libc::SIGSEGV);
+    Ok(())
+}
+
+#[test]
+fn a_closed_region_lives_as_long_as_its_leases() -> Result<(), Error> {
+    let region = Region::new(2 * page_bytes(), Pin::Auto, OnFork::Copy, "closing")?;
+    let arena = Arena::new(&region, &[(page_bytes(), 2)])?;
+    let owner = arena.owner("test")?;
+    let mut lease = arena.lease(page_bytes(), owner, Wait::never())?;
+    region.close();
+    region.close();
+    assert!(matches!(arena.lease(1, owner, Wait::never()), Err(Error::Closed)));
+    assert!(matches!(Arena::new(&region, &[(1, 1)]), Err(Error::Closed)));
+    lease.as_mut_slice().fill(7);
+    assert_eq!(listed("closing").len(), 1);
+    drop(lease);
+    assert_eq!(listed("closing").len(), 0, "unmapped with its last lease, though arena and region still have handles");
+    assert_eq!(region.huge_bytes(), 0);
+    Ok(())
+}
+
+#[test]
+fn closing_ends_a_wait() -> Result<(), Error> {
+    let region = Region::new(page_bytes(), Pin::Off, OnFork::Copy, "waiting")?;
+    let arena = Arena::new(&region, &[(page_bytes(), 1)])?;
+    let owner = arena.owner("test")?;
+    let _held = arena.lease(1, owner, Wait::never())?;
+    std::thread::scope(|scope| {
+        let waiter = scope.spawn(|| arena.lease(1, owner, Wait::forever()).err());
+        std::thread::sleep(Duration::from_millis(30));
+        region.close();
+        assert!(matches!(waiter.join(), Ok(Some(Error::Closed))));
+    });
+    Ok(())
+}
+
+#[test]
+fn a_region_belongs_to_one_arena_at_a_time() -> Result<(), Error> {
+    let region = Region::new(page_bytes(), Pin::Off, OnFork::Copy, "one")?;
+    let arena = Arena::new(&region, &[(64, 1)])?;
+    assert!(matches!(Arena::new(&region, &[(64, 1)]), Err(Error::RegionTaken)));
+    let lease = arena.lease(64, arena.owner("test")?, Wait::never())?;
+    drop(arena);
+    assert!(matches!(Arena::new(&region, &[(64, 1)]), Err(Error::RegionTaken)), "a lease keeps its arena");
+    drop(lease);
+    assert!(Arena::new(&region, &[(64, 1)]).is_ok());
+    Ok(())
+}
+
+#[test]
+fn waiting_can_be_given_up() -> Result<(), Error> {
+    let region = Region::new(page_bytes(), Pin::Off, OnFork::Copy, "giving up")?;
+    let arena = Arena::new(&region, &[(64, 1)])?;
+    let owner = arena.owner("test")?;
+    let _held = arena.lease(64, owner, Wait::never())?;
+    let mut polls = 0;
+    let mut keep_waiting = || {
+        polls += 1;
+        polls < 3
+    };
+    let ended = arena.lease(64, owner, Wait { timeout: None, keep_waiting: Some(&mut keep_waiting) });
+    assert!(matches!(ended, Err(Error::Interrupted { asked_bytes: 64 })));
+    assert_eq!(polls, 3);
+    assert_eq!(arena.stats().total.waits, 1);
+    Ok(())
+}
+
+#[test]
+fn a_fork_sees_what_was_chosen_and_harms_nothing() -> Result<(), Error> {
+    for (on_fork, seen) in [(OnFork::Copy, 7), (OnFork::Wipe, 0)] {
+        let region = Region::new(page_bytes(), Pin::Auto, on_fork, "forked")?;
+        let arena = Arena::new(&region, &[(64, 2)])?;
+        let owner = arena.owner("test")?;
+        let mut lease = arena.lease(64, owner, Wait::never())?;
+        lease.as_mut_slice().fill(7);
+        let status = forked(|| {
+            let refused = matches!(arena.lease(64, owner, Wait::never()), Err(Error::Forked));
+            let right = lease.as_slice().iter().all(|&byte| byte == seen);
+            lease.as_mut_slice().fill(9);
+            region.close();
+            refused && right && listed("forked").is_empty()
+        });
+        assert_eq!(status, 0);
+        assert!(lease.as_slice().iter().all(|&byte| byte == 7), "the child wrote into the parent's memory");
+        assert!(arena.lease(64, owner, Wait::never()).is_ok(), "the child took or closed the parent's slots");
+        assert_eq!(arena.stats().total.leases, 1);
+    }
+    Ok(())
+}

@@ -1,0 +1,62 @@
+"""What all tests share: root-only tests are skipped and counted elsewhere, and a run can insist that none is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.get_closest_marker("root") and os.geteuid() != 0:
+            item.add_marker(pytest.mark.skip(reason="needs root"))
+        if item.get_closest_marker("gpu") and not _has_gpu():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _has_gpu():
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _skipped_for_root(session_or_reporter):
+    return [report for report in session_or_reporter.stats.get("skipped", []) if "needs root" in str(report.longrepr)]
+
+
+def pytest_terminal_summary(terminalreporter, exitstatus, config):  # noqa: ARG001
+    skipped = len(_skipped_for_root(terminalreporter))
+    terminalreporter.write_line(f"root-only tests skipped: {skipped}")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session, exitstatus):
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    insists = os.environ.get("MEMASCEND_REQUIRE_ROOT") == "1"
+    if insists and exitstatus == 0 and reporter and _skipped_for_root(reporter):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.fixture
+def python():
+    """Runs a program in an interpreter of its own; its output is returned, a failure shows it whole."""
+
+    def run(program, *arguments, env=None, status=0, timeout=100):
+        done = subprocess.run(
+            [sys.executable, "-W", "error", "-c", program, *map(str, arguments)],
+            env={**os.environ, **(env or {})},
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+        assert done.returncode == status, f"status {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done.stdout + done.stderr
+
+    return run

@@ -1,0 +1,84 @@
+"""The command line: what it prints and how it ends."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from memascend.cli import main
+from memascend.cli.show import bytes_shown, seconds_shown, table
+
+
+def test_doctor_prints_one_screen(capsys):
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    for subject in ("system", "processor", "memory", "memlock limit", "huge pages", "pinning", "torch", "triton"):
+        assert subject in out
+    assert len(out.splitlines()) < 50
+
+
+def test_doctor_prints_json(capsys, tmp_path):
+    assert main(["doctor", "--json", "--storage", str(tmp_path)]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"] is True
+    assert {"subject", "found", "verdict", "advice"} == set(report["findings"][0])
+    assert {finding["verdict"] for finding in report["findings"]} <= {"fine", "slower", "fails"}
+
+
+def test_doctor_names_storage_that_will_fail(capsys, tmp_path):
+    assert main(["doctor", "--storage", str(tmp_path / "no" / "such")]) == 1
+    assert "does not exist" in capsys.readouterr().out
+
+
+def test_demo_runs(capsys):
+    assert main(["demo"]) == 0
+    assert "TimeoutExpired" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["doctor", "--nonsense"], ["bench"]])
+def test_wrong_usage_is_two(capsys, arguments):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert "usage:" in capsys.readouterr().err
+
+
+def test_the_module_is_the_command():
+    done = subprocess.run([sys.executable, "-m", "memascend", "--help"], capture_output=True, text=True, check=True)
+    for command in ("doctor", "demo", "bench"):
+        assert command in done.stdout
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m memascend doctor | head -c 1; exit ${{PIPESTATUS[0]}}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "shown"),
+    [
+        (0, "0 bytes"),
+        (1023, "1023 bytes"),
+        (1024, "1 KiB"),
+        (1535, "1.5 KiB"),
+        (1023 << 10, "1023 KiB"),
+        (5 << 40, "5 TiB"),
+    ],
+)
+def test_sizes_are_shown_in_binary_units(nbytes, shown):
+    assert bytes_shown(nbytes) == shown
+
+
+@pytest.mark.parametrize(("seconds", "shown"), [(2, "2 s"), (0.0015, "1.5 ms"), (3.25e-6, "3.25 us"), (4e-8, "40 ns")])
+def test_durations_are_shown(seconds, shown):
+    assert seconds_shown(seconds) == shown
+
+
+def test_numbers_stand_to_the_right():
+    assert table(("a", "size"), [("x", "1"), ("long", "12")]) == "a     size\n----  ----\nx        1\nlong    12"

@@ -1,0 +1,110 @@
+"""Who may know whom: the crates, the crates of others, and the Python modules, as ARCHITECTURE.md draws them."""
+
+import ast
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# What each crate of ours may use: crates of ours, then crates of others. Tests and benches may use more.
+CRATES = {
+    "memascend-mem": ({}, {"libc", "thiserror", "loom"}),
+    "memascend-py": ({"memascend-mem"}, {"pyo3"}),
+}
+# Crates of others that belong to one layer alone.
+RESERVED = {"pyo3": "memascend-py", "io-uring": "memascend-nvme"}
+
+# Each module and the modules of ours that it may import; a package stands for everything in it.
+MODULES = {
+    "memascend": {"errors", "kernels", "memory"},
+    "memascend.__main__": {"cli"},
+    "memascend.errors": set(),
+    "memascend.plan": {"errors"},
+    "memascend.memory": {"errors", "_core"},
+    "memascend.kernels": {"errors", "_core"},
+    "memascend.cli": {"errors", "memory", "plan", "kernels"},
+}
+# The only modules that may import the extension.
+FACES = {"memascend.memory", "memascend.nvme", "memascend.engine", "memascend.kernels"}
+
+
+def crates():
+    metadata = subprocess.run(
+        ["cargo", "metadata", "--format-version=1", "--no-deps", "--locked"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+        text=True,
+    )
+    return {package["name"]: package for package in json.loads(metadata.stdout)["packages"]}
+
+
+def test_crates_depend_on_what_their_layer_may_know():
+    found = crates()
+    assert set(found) == set(CRATES)
+    for name, package in found.items():
+        ours, others = CRATES[name]
+        used = {dependency["name"] for dependency in package["dependencies"] if dependency["kind"] is None}
+        assert used <= {*ours, *others}, f"{name} may not use {used - {*ours, *others}}"
+
+
+def test_crates_of_others_stay_in_their_layer():
+    for name, package in crates().items():
+        for dependency in package["dependencies"]:
+            owner = RESERVED.get(dependency["name"], name)
+            assert owner == name, f"only {owner} may use {dependency['name']}"
+
+
+@pytest.mark.parametrize("library", ["libcuda", "dlopen"])
+def test_only_one_file_opens_the_cuda_driver(library):
+    users = [path for path in (ROOT / "rust").rglob("src/*.rs") if library in path.read_text()]
+    assert users == [ROOT / "rust/mem/src/cuda.rs"]
+
+
+def python_files():
+    package = ROOT / "python/memascend"
+    for path in sorted(package.rglob("*.py")):
+        parts = ["memascend", *path.relative_to(package).with_suffix("").parts]
+        yield path, ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(path):
+    """The modules of ours that a file imports, also inside functions and for type checkers."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            names = [
+                f"{node.module}.{alias.name}" if node.module == "memascend" else node.module for alias in node.names
+            ]
+        else:
+            continue
+        yield from (name for name in names if name and name.split(".")[0] == "memascend")
+
+
+def layer_of(module):
+    """The longest name in MODULES that the module is or lies in."""
+    names = [name for name in MODULES if module == name or (module.startswith(f"{name}.") and name != "memascend")]
+    assert names, f"{module} stands in no layer: enter it in this test and in ARCHITECTURE.md"
+    return max(names, key=len)
+
+
+@pytest.mark.parametrize(("path", "module"), [pytest.param(*found, id=found[1]) for found in python_files()])
+def test_modules_import_what_their_layer_may_know(path, module):
+    layer = layer_of(module)
+    for imported in imports(path):
+        inside = imported.startswith(layer) and layer != "memascend"
+        first = imported.split(".")[1] if "." in imported else ""
+        assert inside or first in MODULES[layer], f"{module} may not import {imported}"
+        if first == "_core":
+            assert layer in FACES, f"{module} may not import the extension"
+
+
+def test_no_rust_file_is_a_drawer():
+    for path in [*(ROOT / "rust").rglob("*.rs"), *(ROOT / "python").rglob("*.py")]:
+        assert not re.search(r"util|common|helper|misc|_v\d", path.stem), f"{path.name} says nothing of its subject"

@@ -1,0 +1,306 @@
+"""Regions, arenas, rings and leases as API.md's users call them: results, errors, waiting."""
+
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+import memascend
+from memascend.memory import Arena, ChunkRing, Lease, Region, layout, limits, regions
+
+KIB = 1024
+
+
+@pytest.fixture
+def arena():
+    with Region(64 * KIB) as region:
+        yield Arena(region, {16 * KIB: 2, 4 * KIB: 4})
+
+
+def test_a_region_is_what_was_asked_for():
+    with Region(3_000_001, owner="exact") as region:
+        assert region.nbytes == 3_000_001
+        assert region.mapped_bytes == -(-3_000_001 // limits()["page"]) * limits()["page"]
+        assert {"owner": "exact", "bytes": region.mapped_bytes, "pinned": region.pinned} in regions()
+    assert region.closed
+    assert not [listed for listed in regions() if listed["owner"] == "exact"]
+
+
+def test_huge_pages_are_counted():
+    with Region(8 << 20) as region:
+        assert region.huge_bytes == 8 << 20 or region.why_not_huge
+
+
+@pytest.mark.parametrize("wish", ["auto", False])
+def test_pinning_says_what_it_got(wish):
+    with Region(4 * KIB, pin=wish) as region:
+        assert region.pinned in ({False} if wish is False else {"cuda", "mlock", False})
+        assert (region.why_not is None) == (wish is False or region.pinned == "cuda")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is there")
+def test_an_explicit_pin_that_cannot_be_had_is_refused():
+    with pytest.raises(memascend.ConfigError, match=r"cannot be pinned as asked: (libcuda|no CUDA)"):
+        Region(4 * KIB, pin="cuda")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((0,), "cannot be mapped"),
+        ((-1,), "nbytes must be an integer from 0"),
+        ((1.5,), "nbytes must be an integer"),
+        (("1",), "nbytes must be an integer"),
+        ((2**70,), "nbytes must be an integer"),
+        ((4096, "gpu"), "pin must be"),
+        ((4096, True), "pin must be"),
+        ((4096, None), "pin must be"),
+    ],
+)
+def test_wrong_arguments_of_a_region(arguments, says):
+    with pytest.raises(memascend.ConfigError, match=says):
+        Region(*arguments)
+
+
+def test_more_memory_than_there_is_is_refused_before_it_is_touched():
+    with pytest.raises(memascend.MemoryLimitError, match="can be had") as caught:
+        Region(1 << 46)
+    assert caught.value.needed == 1 << 46
+    assert 0 < caught.value.available < 1 << 46
+    assert isinstance(caught.value, MemoryError)
+
+
+def test_a_lease_becomes_a_tensor_and_goes_back_with_it(arena):
+    tensor = arena.lease(16 * KIB).tensor((64, 64), torch.float32)
+    tensor.fill_(1.5)
+    assert tensor.sum().item() == 64 * 64 * 1.5
+    assert arena.stats()["in_use"] == 16 * KIB
+    del tensor
+    assert arena.stats()["in_use"] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.bool, torch.uint8])
+def test_every_dtype_is_held_without_a_copy(arena, dtype):
+    lease = arena.lease(100 * dtype.itemsize)
+    one, other = lease.tensor(100, dtype), lease.tensor((10, 10), dtype)
+    one.fill_(1)
+    assert other.eq(1).all()
+    assert one.data_ptr() == other.data_ptr()
+
+
+@pytest.mark.parametrize("shape", [(), 0, (0, 3), (2, 0), 5, (1, 2, 3), [4, 4], torch.Size([2, 2])])
+def test_every_shape(arena, shape):
+    tensor = arena.lease(4 * KIB).tensor(shape, torch.float32)
+    assert tensor.shape == torch.Size([shape] if isinstance(shape, int) else shape)
+
+
+def test_what_does_not_fit_is_refused(arena):
+    lease = arena.lease(4 * KIB)
+    with pytest.raises(memascend.ConfigError, match="needs 4100 bytes; the lease holds 4096"):
+        lease.tensor(1025, torch.float32)
+    with pytest.raises(memascend.ConfigError, match="0 or more"):
+        lease.tensor((-1, 4), torch.float32)
+    with pytest.raises(memascend.ConfigError, match="quantized"):
+        lease.tensor(4, torch.qint8)
+    with pytest.raises(memascend.ConfigError, match=r"can never be granted: the largest class of this arena is 16384"):
+        arena.lease(16 * KIB + 1)
+    with pytest.raises(memascend.ConfigError, match="at least one byte"):
+        arena.lease(0)
+
+
+def test_a_returned_lease_is_an_error_and_no_crash(arena):
+    lease = arena.lease(4 * KIB)
+    lease.release()
+    assert arena.stats()["leases"] == 0
+    with pytest.raises(memascend.UsageError, match="returned already"):
+        lease.release()
+    with pytest.raises(memascend.UsageError, match="returned already"):
+        lease.tensor(1, torch.uint8)
+
+
+def test_a_lease_in_use_is_not_returned(arena):
+    lease = arena.lease(4 * KIB)
+    tensor = lease.tensor(4 * KIB, torch.uint8)
+    with pytest.raises(memascend.UsageError, match="a tensor still lives"):
+        lease.release()
+    tensor.fill_(3)
+    del tensor
+    lease.release()
+
+
+def test_a_lease_is_a_context(arena):
+    with arena.lease(4 * KIB) as lease:
+        assert isinstance(lease, Lease)
+    with arena.lease(4 * KIB) as lease:
+        lease.release()
+    assert arena.stats()["leases"] == 0
+
+
+def test_a_lease_takes_the_smallest_class_and_never_a_larger_one(arena):
+    held = [arena.lease(4 * KIB, owner="small") for _ in range(4)]
+    with pytest.raises(memascend.TimeoutExpired, match=r"class of 4096, 4 slots.*held by: \"small\" 4") as caught:
+        arena.lease(100, timeout=0)
+    assert isinstance(caught.value, TimeoutError)
+    held.append(arena.lease(4 * KIB + 1))
+    assert arena.stats()["classes"] == [
+        {"bytes": 4 * KIB, "count": 4, "in_use": 4, "peak": 4},
+        {"bytes": 16 * KIB, "count": 2, "in_use": 1, "peak": 1},
+    ]
+
+
+def test_who_holds_what_is_counted_by_name(arena):
+    held = [arena.lease(3000, owner="units"), arena.lease(16 * KIB, owner="update")]
+    stats = arena.stats()
+    assert (stats["bytes"], stats["in_use"], stats["capacity"]) == (3000 + 16 * KIB, 20 * KIB, 48 * KIB)
+    assert stats["owners"]["units"]["bytes"] == stats["owners"]["units"]["peak"] == 3000
+    held.clear()
+    stats = arena.stats()
+    assert (stats["bytes"], stats["peak"], stats["owners"]["update"]["peak"]) == (0, 3000 + 16 * KIB, 16 * KIB)
+
+
+def test_owners_are_bounded(arena):
+    for index in range(255):
+        arena.lease(1, owner=f"owner {index}").release()
+    with pytest.raises(memascend.ConfigError, match="255 owners are named already"):
+        arena.lease(1, owner="one more")
+
+
+def test_a_region_too_small_for_its_plan_says_what_works():
+    plan = {1_000_003: 3, 77: 5}
+    needed = 3 * 1_000_003 + 5 * 77
+    page = limits()["page"]
+    with Region(needed - page) as region, pytest.raises(memascend.BudgetError) as caught:
+        Arena(region, plan)
+    assert caught.value.smallest == needed
+    with Region(caught.value.smallest) as region:
+        stats = Arena(region, plan).stats()
+        assert needed == stats["capacity"] <= stats["reserved"] <= region.mapped_bytes
+    with Region(layout(plan).reserved) as region:
+        stats = Arena(region, plan).stats()
+        assert stats["capacity"] == layout(plan).asked == needed
+        assert stats["reserved"] == layout(plan).reserved
+        assert stats["reserved"] - needed <= 0.02 * needed
+
+
+@pytest.mark.parametrize(
+    "plan", [{}, {0: 1}, {1: 0}, {-1: 1}, {1: -1}, {1.5: 1}, {"4096": 1}, {1 << 62: 2}, {1: 1 << 40}]
+)
+def test_impossible_plans_are_refused(plan):
+    with Region(4096) as region, pytest.raises(memascend.ConfigError):
+        Arena(region, plan)
+
+
+def test_a_region_belongs_to_one_arena():
+    with Region(4096) as region:
+        first = Arena(region, {4096: 1})
+        with pytest.raises(memascend.UsageError, match="already belongs to an arena"):
+            Arena(region, {4096: 1})
+        del first
+        Arena(region, {4096: 1})
+
+
+def test_a_closed_region_is_an_error_and_its_tensors_live_on():
+    region = Region(8 * KIB, owner="closing")
+    arena = Arena(region, {4 * KIB: 2})
+    tensor = arena.lease(4 * KIB).tensor(4 * KIB, torch.uint8).fill_(5)
+    unused = arena.lease(4 * KIB)
+    region.close()
+    region.close()
+    for call in (lambda: arena.lease(1), lambda: Arena(region, {1: 1})):
+        with pytest.raises(memascend.UsageError, match="closed"):
+            call()
+    assert tensor.eq(5).all()
+    assert unused.tensor(1, torch.uint8).shape == (1,)
+    assert [listed for listed in regions() if listed["owner"] == "closing"]
+    del tensor, unused
+    assert not [listed for listed in regions() if listed["owner"] == "closing"]
+    assert (region.nbytes, region.huge_bytes) == (8 * KIB, 0)
+
+
+def test_a_wait_ends_when_another_thread_gives_back(arena):
+    held = [arena.lease(16 * KIB) for _ in range(2)]
+    timer = threading.Timer(0.1, lambda: held.pop().release())
+    timer.start()
+    began = time.monotonic()
+    arena.lease(16 * KIB, timeout=60, owner="waiter")
+    timer.join()
+    assert time.monotonic() - began >= 0.09
+    waiter = arena.stats()["owners"]["waiter"]
+    assert waiter["waits"] == 1
+    assert waiter["wait_seconds"] >= 0.09
+
+
+def test_a_wait_ends_at_its_timeout(arena):
+    held = [arena.lease(16 * KIB) for _ in range(2)]
+    began = time.monotonic()
+    with pytest.raises(memascend.TimeoutExpired, match=r'within 0\.1.. s; held by: "user" 2'):
+        arena.lease(16 * KIB, timeout=0.1)
+    assert 0.1 <= time.monotonic() - began < 30
+    assert len(held) == 2
+
+
+@pytest.mark.parametrize("timeout", [-1, float("nan")])
+def test_wrong_timeouts_are_refused(arena, timeout):
+    with pytest.raises(memascend.ConfigError, match="timeout must be"):
+        arena.lease(1, timeout=timeout)
+
+
+def test_an_endless_timeout_is_allowed(arena):
+    arena.lease(1, timeout=float("inf")).release()
+
+
+def test_a_wait_lets_other_threads_run_and_answers_ctrl_c(arena):
+    held = [arena.lease(16 * KIB) for _ in range(2)]
+    # From another thread: it can only run if the waiting one has released the GIL.
+    timer = threading.Timer(0.2, lambda: signal.raise_signal(signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        arena.lease(16 * KIB)
+    timer.join()
+    held.clear()
+    arena.lease(16 * KIB, timeout=0).release()
+
+
+def test_closing_ends_a_wait():
+    region = Region(4096)
+    arena = Arena(region, {4096: 1})
+    held = arena.lease(4096)
+    timer = threading.Timer(0.1, region.close)
+    timer.start()
+    with pytest.raises(memascend.UsageError, match="closed"):
+        arena.lease(4096)
+    timer.join()
+    held.release()
+
+
+def test_a_ring_hands_out_chunks():
+    with ChunkRing(64 * KIB, 3) as ring:
+        chunks = [ring.lease(owner="io") for _ in range(3)]
+        assert {chunk.nbytes for chunk in chunks} == {64 * KIB}
+        with pytest.raises(memascend.TimeoutExpired, match=r'"io" 3'):
+            ring.lease(timeout=0)
+        tensors = [chunk.tensor(64 * KIB, torch.uint8) for chunk in chunks]
+        assert len({tensor.data_ptr() for tensor in tensors}) == 3
+        assert all(tensor.data_ptr() % 4096 == 0 for tensor in tensors)
+        del chunks, tensors
+        assert ring.stats()["in_use"] == 0
+    with pytest.raises(memascend.UsageError, match="closed"):
+        ring.lease()
+
+
+@pytest.mark.parametrize(("chunk_bytes", "count"), [(0, 1), (4096, 0), (-1, 2), (4096, 1.5)])
+def test_impossible_rings_are_refused(chunk_bytes, count):
+    with pytest.raises(memascend.ConfigError):
+        ChunkRing(chunk_bytes, count)
+
+
+def test_reprs_say_what_they_are(arena):
+    with Region(4096) as region:
+        assert repr(region) == f"Region(4096 bytes, pinned={region.pinned!r})"
+    assert repr(region) == "Region(4096 bytes, closed)"
+    lease = arena.lease(10)
+    assert repr(lease) == "Lease(10 bytes)"
+    lease.release()
+    assert repr(lease) == "Lease(10 bytes, returned)"

@@ -1,0 +1,139 @@
+"""CUDA registration, against a stand-in for the driver that counts, and on a real device where there is one."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import ctypes, os, sys
+from pathlib import Path
+import memascend
+from memascend.memory import Arena, Region, regions
+"""
+LOADED = "driver = ctypes.CDLL('libcuda.so.1')\n"
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory):
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    assert compiler, "the Rust build needs a C compiler, so there is one"
+    folder = tmp_path_factory.mktemp("driver")
+    source = Path(__file__).with_name("libcuda.c")
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", folder / "libcuda.so.1", source], check=True)
+    return folder
+
+
+@pytest.fixture
+def cuda(driver, python, tmp_path):
+    def run(program, mode=""):
+        log = tmp_path / "log"
+        log.write_text("")
+        environment = {"LD_LIBRARY_PATH": str(driver), "FAKE_CUDA_LOG": str(log), "FAKE_CUDA": mode}
+        output = python(PROGRAM + program, env=environment)
+        return output, [line.split() for line in log.read_text().splitlines()]
+
+    return run
+
+
+def test_auto_takes_cuda_where_the_process_uses_it(cuda):
+    _, log = cuda(
+        LOADED
+        + """
+region = Region(5000)
+assert region.pinned == "cuda" and region.why_not is None, region.why_not
+assert [listed["pinned"] for listed in regions()] == ["cuda"]
+region.close()
+assert driver.fakeRetained() == 0
+"""
+    )
+    (_, first, start, nbytes), (_, second, same, _) = log
+    assert (first, second) == ("register", "unregister")
+    assert start == same
+    assert int(nbytes) == 8192
+
+
+def test_auto_does_not_load_the_driver(cuda):
+    output, log = cuda(
+        """
+region = Region(4096)
+assert region.pinned != "cuda"
+assert "libcuda.so.1 is not loaded" in region.why_not
+assert "libcuda" not in Path("/proc/self/maps").read_text()
+"""
+    )
+    assert (output, log) == ("", [])
+
+
+def test_an_explicit_wish_loads_it(cuda):
+    _, log = cuda("Region(4096, pin='cuda').close()")
+    assert [line[1] for line in log] == ["register", "unregister"]
+
+
+@pytest.mark.parametrize(("mode", "says"), [("nocontext", "no CUDA context"), ("refuse", "CUDA_ERROR_OUT_OF_MEMORY")])
+def test_a_refusal_is_explained(cuda, mode, says):
+    output, log = cuda(
+        LOADED
+        + """
+region = Region(4096)
+assert region.pinned != "cuda"
+print(region.why_not)
+try:
+    Region(4096, pin="cuda")
+except memascend.ConfigError as error:
+    print(error)
+assert driver.fakeRetained() == 0
+""",
+        mode,
+    )
+    assert output.count(says) == 2
+    assert log == []
+
+
+def test_the_memory_stays_registered_until_the_last_lease_is_gone(cuda):
+    cuda(
+        LOADED
+        + """
+region = Region(4096)
+arena = Arena(region, {4096: 1})
+buffer = arena.lease(4096)._core.buffer()
+region.close()
+log = Path(os.environ["FAKE_CUDA_LOG"])
+assert "unregister" not in log.read_text()
+del buffer
+assert "unregister" in log.read_text()
+"""
+    )
+
+
+def test_a_forked_child_does_not_unregister(cuda):
+    _, log = cuda(
+        LOADED
+        + """
+region = Region(4096)
+child = os.fork()
+if child == 0:
+    region.close()
+    del region
+    sys.exit(0)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+del region
+"""
+    )
+    assert [line[1] for line in log] == ["register", "unregister"]
+    assert log[0][0] == log[1][0]
+
+
+@pytest.mark.gpu
+def test_a_real_device_copies_from_a_region():
+    import torch
+
+    from memascend.memory import Arena, Region
+
+    torch.zeros(1, device="cuda")
+    region = Region(8 << 20)
+    assert region.pinned == "cuda"
+    tensor = Arena(region, {8 << 20: 1}).lease(8 << 20).tensor(2 << 20, torch.float32).normal_()
+    assert tensor.is_pinned()
+    assert torch.equal(tensor.to("cuda", non_blocking=True).cpu(), tensor)

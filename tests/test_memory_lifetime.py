@@ -1,0 +1,225 @@
+"""A lease lives exactly as long as the last view of it: through threads, collection, forks, errors and the end."""
+
+import gc
+import os
+import threading
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+import memascend
+from memascend.memory import Arena, Region, regions
+
+
+@pytest.fixture
+def arena():
+    region = Region(1 << 20, owner="lifetime")
+    yield Arena(region, {4096: 8})
+    region.close()
+    gc.collect()
+    assert not [listed for listed in regions() if listed["owner"] == "lifetime"]
+
+
+def mappings():
+    return len(Path("/proc/self/maps").read_text().splitlines())
+
+
+def leases(arena):
+    return arena.stats()["leases"]
+
+
+def test_the_last_view_decides_in_whatever_order_they_go(arena):
+    lease = arena.lease(4096)
+    base = lease.tensor((32, 32), torch.float32).fill_(2)
+    views = [base[1:], base.t(), base.view(-1)[5:], base.detach(), base.view(torch.int32)]
+    del lease, base
+    while views:
+        assert leases(arena) == 1
+        assert views[0].numel() > 0
+        views.pop(len(views) // 2)
+    assert leases(arena) == 0
+
+
+def test_a_view_in_a_graph_holds_the_lease(arena):
+    weight = arena.lease(4096).tensor((32, 32), torch.float32).fill_(1).requires_grad_()
+    loss = (weight * 2).exp().sum()
+    holder = weight.view(-1)
+    del weight
+    assert leases(arena) == 1
+    loss.backward()
+    del loss, holder
+    gc.collect()
+    assert leases(arena) == 0
+
+
+def test_a_cycle_is_collected(arena):
+    class Node:
+        pass
+
+    node = Node()
+    node.self, node.tensor = node, arena.lease(4096).tensor(4096, torch.uint8)
+    gone = weakref.ref(node)
+    del node
+    gc.collect()
+    assert gone() is None
+    assert leases(arena) == 0
+
+
+def test_an_exception_gives_everything_back(arena):
+    def fail():
+        held = arena.lease(4096).tensor(4096, torch.uint8)
+        raise ZeroDivisionError(held.shape)
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    gc.collect()
+    assert leases(arena) == 0
+
+
+def test_the_last_view_may_die_in_another_thread(arena):
+    box = [arena.lease(4096).tensor(4096, torch.uint8)]
+    thread = threading.Thread(target=box.clear)
+    thread.start()
+    thread.join()
+    assert leases(arena) == 0
+
+
+def test_threads_take_and_drop_without_losing_one(arena):
+    failures = []
+
+    def work(mark):
+        try:
+            for _ in range(300):
+                tensor = arena.lease(4096, timeout=60, owner=f"thread {mark}").tensor(1024, torch.int32)
+                tensor.fill_(mark)
+                if not tensor.eq(mark).all():
+                    failures.append(f"thread {mark} saw another's bytes")
+                # Before the next is taken: threads that hold one and wait for another block each other.
+                del tensor
+        except Exception as error:
+            failures.append(repr(error))
+
+    threads = [threading.Thread(target=work, args=(mark,)) for mark in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert leases(arena) == 0
+    assert arena.stats()["classes"][0]["peak"] <= 8
+
+
+def test_a_tensor_made_in_inference_mode_is_an_ordinary_one(arena):
+    with torch.inference_mode():
+        tensor = arena.lease(4096).tensor(1024, torch.float32)
+    assert not tensor.is_inference()
+    tensor.requires_grad_().sum().backward()
+
+
+def test_ten_thousand_cycles_leak_nothing(arena):
+    def cycle(count):
+        for _ in range(count):
+            arena.lease(4096).tensor((32, 32), torch.float32).view(-1)[3:]
+
+    def resident():
+        with open("/proc/self/statm") as statm:
+            return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    cycle(1000)
+    gc.collect()
+    before, descriptors = resident(), len(os.listdir("/proc/self/fd"))
+    cycle(10_000)
+    gc.collect()
+    # Each cycle that leaked its smallest object would show as half a megabyte at least.
+    assert resident() - before < 500_000
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert leases(arena) == 0
+
+
+def test_regions_that_come_and_go_leak_nothing():
+    mapped = mappings()
+    for _ in range(300):
+        with Region(1 << 20) as region:
+            Arena(region, {4096: 4}).lease(4096).tensor(1, torch.uint8)
+    gc.collect()
+    assert mappings() < mapped + 20
+
+
+# Forking a process that runs threads is what is tested here: the child does nothing but what a child may.
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+@pytest.mark.parametrize(("on_fork", "seen"), [("copy", 7), ("wipe", 0)])
+def test_a_forked_child_harms_nothing(on_fork, seen):
+    region = Region(8 << 20, on_fork=on_fork)
+    arena = Arena(region, {4 << 20: 2})
+    tensor = arena.lease(4 << 20).tensor(4 << 20, torch.uint8).fill_(7)
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            right = tensor[0].item() == seen and tensor[-1].item() == seen
+            try:
+                arena.lease(1)
+            except memascend.UsageError as error:
+                right = right and "fork" in str(error)
+            else:
+                right = False
+            tensor[:4096] = 9
+            del tensor
+            region.close()
+            del arena, region
+            gc.collect()
+            status = 0 if right else 2
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert tensor.eq(7).all()
+    assert leases(arena) == 1
+    arena.lease(1, timeout=0).release()
+
+
+CHILD_THAT_EXITS = """
+import os, sys, torch
+from memascend.memory import Arena, Region
+region = Region(4 << 20)
+arena = Arena(region, {4096: 2})
+tensor = arena.lease(4096).tensor(1024, torch.float32).fill_(3)
+child = os.fork()
+if child == 0:
+    sys.exit(0)  # runs every finaliser of the child's copy
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+with open("/proc/self/smaps") as smaps:
+    locked = sum(int(line.split()[1]) for line in smaps if line.startswith("Locked:"))
+assert region.pinned != "mlock" or locked >= 4 << 10, locked
+assert tensor.eq(3).all() and arena.stats()["leases"] == 1
+"""
+
+
+def test_a_child_that_exits_neither_unmaps_nor_unpins(python):
+    python(CHILD_THAT_EXITS.replace("import os,", "import warnings; warnings.simplefilter('ignore'); import os,"))
+
+
+@pytest.mark.parametrize(
+    "ending",
+    [
+        "pass",
+        "sys.exit(0)",
+        "del lease, arena, region",
+        "builtins.kept = (tensor, lease, arena, region)",
+        "threading.Thread(target=lambda: arena.lease(4096), daemon=True).start(); time.sleep(0.2)",
+        "atexit.register(lambda: tensor.fill_(1))",
+        "sys.modules['kept'] = tensor; del tensor, lease, arena, region",
+        "tensor.requires_grad_(); builtins.kept = (tensor * 2).sum()",
+    ],
+)
+def test_the_interpreter_ends_cleanly(python, ending):
+    program = """
+import atexit, builtins, sys, threading, time, torch
+from memascend.memory import Arena, Region
+region = Region(1 << 20)
+arena = Arena(region, {4096: 1})
+lease = arena.lease(4096)
+tensor = lease.tensor(1024, torch.float32)
+"""
+    assert python(program + ending) == ""
