@@ -9,6 +9,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 export PYO3_PYTHON := $(abspath $(BIN)/python)
+# maturin looks for zig through the first Python on the path.
+export PATH := $(abspath $(BIN)):$(PATH)
 # Wheels for this many-Linux level install wherever torch's own do.
 COMPATIBILITY := manylinux_2_28
 
@@ -88,11 +90,17 @@ test-loom:
 test-all: test test-valgrind test-oldest ## Everything: slow tests, Valgrind, the oldest supported torch
 	$(BIN)/pytest -m "slow and not soak"
 
+# Leaks are looked for where nothing forks: a forked child ends with its parent's threads gone and their memory left.
+VALGRIND := valgrind --quiet --error-exitcode=99
 .PHONY: test-valgrind
+test-valgrind: export PROPTEST_CASES := 20
 test-valgrind:
 	@command -v valgrind >/dev/null || { echo "valgrind is missing: apt-get install valgrind"; exit 1; }
-	CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER="valgrind --quiet --error-exitcode=99 --leak-check=full --errors-for-leak-kinds=definite" \
-		PROPTEST_CASES=20 cargo test --quiet --locked -p memascend-mem --target-dir target/valgrind
+	runner=CARGO_TARGET_$$(rustc --print host-tuple | tr a-z- A-Z_)_RUNNER; \
+	env "$$runner=$(VALGRIND) --leak-check=full --errors-for-leak-kinds=definite" \
+		cargo test --quiet --locked -p memascend-mem --lib --test model --target-dir target/valgrind; \
+	env "$$runner=$(VALGRIND) --child-silent-after-fork=yes" \
+		cargo test --quiet --locked -p memascend-mem --test region --target-dir target/valgrind
 
 .PHONY: test-oldest
 test-oldest: setup
