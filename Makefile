@@ -106,7 +106,7 @@ test-valgrind:
 test-oldest: setup
 	$(BIN)/uv venv --quiet --clear --python $(BIN)/python .venv-oldest
 	$(BIN)/uv pip install --quiet --python .venv-oldest/bin/python -r requirements/oldest.lock
-	.venv-oldest/bin/maturin develop --quiet --release --locked
+	VIRTUAL_ENV=$(abspath .venv-oldest) $(BIN)/maturin develop --quiet --release --locked
 	.venv-oldest/bin/pytest -m "not slow and not soak"
 
 .PHONY: soak

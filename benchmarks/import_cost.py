@@ -1,4 +1,4 @@
-"""What `import memascend` costs beside `import torch`: seconds and resident bytes, each in an interpreter of its own."""
+"""What `import memascend` costs beside `import torch`: seconds and resident bytes, each in its own interpreter."""
 
 from __future__ import annotations
 

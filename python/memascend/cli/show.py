@@ -74,7 +74,7 @@ def bars(path: Path, title: str, unit: str, series: Mapping[str, Mapping[str, fl
         axes.set_yscale("log")
     axes.set_title(title)
     axes.grid(axis="y", alpha=0.3)
-    axes.legend()
+    figure.legend(loc="outside upper center", ncols=len(series))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     plt.close(figure)
