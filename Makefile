@@ -41,7 +41,7 @@ $(VENV)/synced: $(BIN)/uv
 	@touch $@
 
 $(VENV)/installed: $(VENV)/synced $(RUST_SOURCES) pyproject.toml
-	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/maturin develop --quiet --release --locked
+	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/maturin develop --uv --quiet --release --locked
 	@touch $@
 
 # --- use ----------------------------------------------------------------------
@@ -106,7 +106,7 @@ test-valgrind:
 test-oldest: setup
 	$(BIN)/uv venv --quiet --clear --python $(BIN)/python .venv-oldest
 	$(BIN)/uv pip install --quiet --python .venv-oldest/bin/python -r requirements/oldest.lock
-	VIRTUAL_ENV=$(abspath .venv-oldest) $(BIN)/maturin develop --quiet --release --locked
+	VIRTUAL_ENV=$(abspath .venv-oldest) $(BIN)/maturin develop --uv --quiet --release --locked
 	.venv-oldest/bin/pytest -m "not slow and not soak"
 
 .PHONY: soak

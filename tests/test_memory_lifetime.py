@@ -154,6 +154,7 @@ def test_a_forked_child_harms_nothing(on_fork, seen):
     region = Region(8 << 20, on_fork=on_fork)
     arena = Arena(region, {4 << 20: 2})
     tensor = arena.lease(4 << 20).tensor(4 << 20, torch.uint8).fill_(7)
+    huge_bytes = region.huge_bytes
     child = os.fork()
     if child == 0:
         status = 1
@@ -177,6 +178,26 @@ def test_a_forked_child_harms_nothing(on_fork, seen):
     assert tensor.eq(7).all()
     assert leases(arena) == 1
     arena.lease(1, timeout=0).release()
+    if on_fork == "wipe":
+        assert region.huge_bytes == huge_bytes
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_wiping_keeps_the_parents_huge_pages_while_a_child_lives():
+    region = Region(8 << 20, on_fork="wipe")
+    tensor = Arena(region, {8 << 20: 1}).lease(8 << 20).tensor(8 << 20, torch.uint8)
+    huge_bytes = region.huge_bytes
+    until_closed, close = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(close)
+        os.read(until_closed, 1)
+        os._exit(0)
+    tensor.fill_(1)
+    assert region.huge_bytes == huge_bytes
+    os.close(until_closed)
+    os.close(close)
+    os.waitpid(child, 0)
 
 
 CHILD_THAT_EXITS = """

@@ -225,9 +225,12 @@ class ChunkRing:
     __slots__ = ("_core", "region")
 
     def __init__(self, chunk_bytes: int, count: int, pin: Literal["auto", "mlock", "cuda", False] = "auto") -> None:
-        """Make `count` chunks of `chunk_bytes` in a region of their own, pinned as `Region` says."""
+        """Make `count` chunks of `chunk_bytes` in a region of their own, pinned as `Region` says.
+
+        A forked child sees zeros in them: what is being staged is no business of a child's.
+        """
         chunks = {chunk_bytes: count}
-        self.region = Region(layout(chunks).reserved, pin, owner="chunk ring")
+        self.region = Region(layout(chunks).reserved, pin, on_fork="wipe", owner="chunk ring")
         self._core = _core.ChunkRing(self.region._core, chunk_bytes, count)  # noqa: SLF001
 
     def lease(self, timeout: float | None = None, owner: str = "user") -> Lease:

@@ -113,8 +113,8 @@ fn cgroup_mount(line: &str, kind: &str) -> Option<(PathBuf, PathBuf)> {
 fn group(folder: &Path, files: &Files) -> Option<Group> {
     let number = |name: &str| fs::read_to_string(folder.join(name)).ok()?.trim().parse::<usize>().ok();
     let limit = number(files.limit)?;
-    // Version 1 writes "no limit" as the largest multiple of a page.
-    if limit >= isize::MAX as usize / 4096 * 4096 {
+    // Version 1 writes "no limit" as the largest multiple of a page, whatever a page is.
+    if limit >= isize::MAX as usize - (1 << 20) {
         return None;
     }
     let stat = fs::read_to_string(folder.join("memory.stat")).unwrap_or_default();
