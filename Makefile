@@ -15,7 +15,6 @@ export PATH := $(abspath $(BIN)):$(PATH)
 COMPATIBILITY := manylinux_2_28
 
 RUST_SOURCES := Cargo.toml Cargo.lock $(shell find rust -name '*.rs' -o -name Cargo.toml)
-PYTHON_SOURCES := $(shell find python triton_kernels -name '*.py' -o -name '*.pyi' -o -name '*.json')
 
 .PHONY: help
 help: ## List the commands
@@ -78,12 +77,12 @@ test: setup test-rust test-loom ## The tests of every push
 	$(BIN)/pytest -m "not slow and not soak"
 
 .PHONY: test-rust
-test-rust: $(VENV)/synced
+test-rust: $(VENV)/synced ## The Rust tests alone
 	timeout 900 cargo test --quiet --locked --workspace
 
 # The model checker replaces the atomics and locks, so this is a build of its own.
 .PHONY: test-loom
-test-loom:
+test-loom: ## The model checker alone
 	RUSTFLAGS="--cfg loom" timeout 600 cargo test --locked --release -p memascend-mem --test loom --target-dir target/loom
 
 .PHONY: test-all
@@ -94,7 +93,7 @@ test-all: test test-valgrind test-oldest ## Everything: slow tests, Valgrind, th
 VALGRIND := valgrind --quiet --error-exitcode=99
 .PHONY: test-valgrind
 test-valgrind: export PROPTEST_CASES := 20
-test-valgrind:
+test-valgrind: ## The Rust tests of host memory under Valgrind
 	@command -v valgrind >/dev/null || { echo "valgrind is missing: apt-get install valgrind"; exit 1; }
 	runner=CARGO_TARGET_$$(rustc --print host-tuple | tr a-z- A-Z_)_RUNNER; \
 	env "$$runner=$(VALGRIND) --leak-check=full --errors-for-leak-kinds=definite" \
@@ -103,7 +102,7 @@ test-valgrind:
 		cargo test --quiet --locked -p memascend-mem --test region --target-dir target/valgrind
 
 .PHONY: test-oldest
-test-oldest: setup
+test-oldest: setup ## The Python tests on the oldest supported torch
 	$(BIN)/uv venv --quiet --clear --python $(BIN)/python .venv-oldest
 	$(BIN)/uv pip install --quiet --python .venv-oldest/bin/python -r requirements/oldest.lock
 	VIRTUAL_ENV=$(abspath .venv-oldest) $(BIN)/maturin develop --uv --quiet --release --locked
