@@ -139,6 +139,7 @@ impl Arena {
         shared.region.inner().enter()?;
         let slot = match shared.classes[class].free.try_take() {
             Some(slot) => Ok(slot),
+            None if wait.timeout == Some(Duration::ZERO) => Err(shared.timed_out(class, nbytes, Duration::ZERO)),
             None => shared.wait_for(class, nbytes, owner, &mut wait),
         };
         let slot = slot.inspect_err(|_| shared.region.inner().leave())?;

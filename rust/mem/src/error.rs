@@ -101,8 +101,8 @@ pub enum Error {
         holders: Vec<Holder>,
     },
 
-    /// The caller's poll function asked to stop waiting.
-    #[error("waiting for a lease of {asked_bytes} bytes was interrupted")]
+    /// The caller's poll function asked to stop.
+    #[error("waiting for {asked_bytes} bytes was interrupted")]
     Interrupted {
         /// What was asked for.
         asked_bytes: usize,

@@ -1,7 +1,7 @@
 //! Where each slot of an arena lies: computed once, exact, with at most one percent for alignment.
 //!
 //! Every class is aligned as far as that costs it at most [`SLACK_PERCENT`]: to 4 KiB for direct I/O, else to a cache
-//! line, else to what its size is a multiple of (so a tensor of any dtype that fills it is aligned). The best-aligned
+//! line, else to any dtype, else to what its size is a multiple of (so a tensor that fills it is aligned). The best-aligned
 //! classes come first, so no gaps arise between classes. If the region has no room for that, the layout gives up
 //! alignment before it gives up the plan: the last resort has no slack at all.
 
@@ -9,8 +9,8 @@ use crate::{Error, Result};
 
 /// The largest share of a class, in percent, that alignment may cost.
 const SLACK_PERCENT: usize = 1;
-/// Alignments worth having, best first: direct I/O on any device, a cache line, none beyond the size's own.
-const ALIGNMENTS: [usize; 3] = [4096, 64, 1];
+/// Alignments worth having, best first: direct I/O on any device, a cache line, any dtype, none beyond the size's own.
+const ALIGNMENTS: [usize; 4] = [4096, 64, 16, 1];
 /// A plan with more classes than this is a mistake: a model has tens of distinct unit sizes.
 const CLASSES_MAX: usize = 4096;
 /// Slots of all classes together; their numbers are 32 bits, one value marks an empty list.

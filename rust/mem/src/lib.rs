@@ -12,11 +12,13 @@ mod free_list;
 mod layout;
 mod lease;
 mod limits;
+mod living;
 mod mapping;
 mod owners;
 mod region;
 mod ring;
 mod sync;
+mod users;
 
 pub use arena::{Arena, ArenaStats, ClassStats, Wait};
 pub use error::{Error, Holder, Result};
@@ -25,7 +27,9 @@ pub use free_list::{FreeList, Taken};
 pub use layout::{ClassLayout, Layout};
 pub use lease::Lease;
 pub use limits::{Headroom, MemoryLimits, memory_limits};
-pub use mapping::{huge_page_bytes, page_bytes};
+pub use mapping::{HugePages, KeepGoing, huge_pages, page_bytes};
 pub use owners::{OWNERS_MAX, OwnerId, OwnerStats};
 pub use region::{OnFork, Pin, Pinned, Region, RegionStats, regions};
 pub use ring::ChunkRing;
+#[doc(hidden)]
+pub use users::Users;

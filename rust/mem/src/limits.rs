@@ -85,12 +85,16 @@ fn cgroups() -> Vec<Group> {
         } else {
             continue;
         };
-        let Some((root, mount)) = mounts.lines().find_map(|line| cgroup_mount(line, kind)) else { continue };
-        // Inside a container the mount may show a part of the tree; what lies above it cannot be read.
-        let below = Path::new(path).strip_prefix(&root).unwrap_or(Path::new(""));
-        let own = mount.join(below);
-        groups
-            .extend(own.ancestors().take_while(|folder| folder.starts_with(&mount)).filter_map(|at| group(at, files)));
+        // Several mounts may show parts of the tree (those of other containers too): ours is the one that shows most of
+        // what lies above our own group. Inside a container none may; then its only mount shows our group as the root.
+        let shown: Vec<(PathBuf, PathBuf)> = mounts.lines().filter_map(|line| cgroup_mount(line, kind)).collect();
+        let best = shown
+            .iter()
+            .filter(|(root, _)| Path::new(path).starts_with(root))
+            .min_by_key(|(root, _)| root.as_os_str().len());
+        let Some((root, mount)) = best.or(shown.first()) else { continue };
+        let own = mount.join(Path::new(path).strip_prefix(root).unwrap_or(Path::new("")));
+        groups.extend(own.ancestors().take_while(|folder| folder.starts_with(mount)).filter_map(|at| group(at, files)));
     }
     groups
 }

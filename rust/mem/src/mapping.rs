@@ -4,7 +4,7 @@
 //! stays on 4 KiB pages; populate before mlock, because mlock would populate too.
 
 use std::{
-    fs::File,
+    fs::{self, File},
     io::{self, BufRead, BufReader},
     ptr::{self, NonNull},
     sync::OnceLock,
@@ -23,21 +23,46 @@ pub fn page_bytes() -> usize {
     })
 }
 
-/// The size of a transparent huge page; `None` where the kernel has none or they are switched off.
-#[must_use]
-pub fn huge_page_bytes() -> Option<usize> {
-    const DIRECTORY: &str = "/sys/kernel/mm/transparent_hugepage";
-    let enabled = std::fs::read_to_string(format!("{DIRECTORY}/enabled")).ok()?;
-    if enabled.contains("[never]") {
-        return None;
-    }
-    std::fs::read_to_string(format!("{DIRECTORY}/hpage_pmd_size"))
-        .ok()?
-        .trim()
-        .parse()
-        .ok()
-        .filter(|bytes: &usize| bytes.is_power_of_two() && *bytes > page_bytes())
+/// Whether memory can lie on transparent huge pages, and of what size.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum HugePages {
+    /// Of so many bytes.
+    Of(usize),
+    /// Not at all, and why.
+    Off(&'static str),
 }
+
+/// The size of a huge page where the kernel does not tell (a container without `/sys`): that of x86-64, and of aarch64
+/// with 4 KiB pages.
+const HUGE_PAGE_BYTES_ASSUMED: usize = 2 << 20;
+
+/// Whether this process can have huge pages.
+#[must_use]
+pub fn huge_pages() -> HugePages {
+    const DIRECTORY: &str = "/sys/kernel/mm/transparent_hugepage";
+    if fs::read_to_string(format!("{DIRECTORY}/enabled")).is_ok_and(|enabled| enabled.contains("[never]")) {
+        return HugePages::Off(
+            "transparent huge pages are off; turn them on with: echo madvise | sudo tee \
+             /sys/kernel/mm/transparent_hugepage/enabled",
+        );
+    }
+    if fs::read_to_string("/proc/self/status").is_ok_and(|status| status.contains("THP_enabled:\t0")) {
+        return HugePages::Off("transparent huge pages are switched off for this process (prctl PR_SET_THP_DISABLE)");
+    }
+    let told = fs::read_to_string(format!("{DIRECTORY}/hpage_pmd_size")).ok().and_then(|text| text.trim().parse().ok());
+    let bytes: usize = told.unwrap_or(HUGE_PAGE_BYTES_ASSUMED);
+    if bytes.is_power_of_two() && bytes > page_bytes() {
+        HugePages::Of(bytes)
+    } else {
+        HugePages::Off("this kernel has no transparent huge pages")
+    }
+}
+
+/// Asked between pieces of long work; `false` ends it.
+pub type KeepGoing<'a> = &'a mut dyn FnMut() -> bool;
+
+/// How much is populated or locked between two questions: some 10 to 30 ms.
+const PIECE_BYTES: usize = 64 << 20;
 
 /// Readable and writable zeroed pages with a guard page on either side.
 ///
@@ -56,13 +81,17 @@ unsafe impl Sync for Mapping {}
 
 impl Mapping {
     /// Maps and populates `bytes`, a multiple of the page size.
-    pub(crate) fn new(bytes: usize) -> Result<Self> {
+    pub(crate) fn new(bytes: usize, keep_going: KeepGoing<'_>) -> Result<Self> {
         let failed = |call| move |source| Error::System { call, nbytes: bytes, source };
         // Below one huge page there is nothing to align for.
-        let align = huge_page_bytes().filter(|&huge| bytes >= huge).unwrap_or(page_bytes());
+        let align = match huge_pages() {
+            HugePages::Of(huge) if bytes >= huge => huge,
+            _ => page_bytes(),
+        };
         let mapping = reserve(bytes, align).map_err(failed("mmap"))?;
         mapping.advise(libc::MADV_HUGEPAGE).or_else(no_such_advice).map_err(failed("madvise(MADV_HUGEPAGE)"))?;
-        mapping.populate().map_err(failed("madvise(MADV_POPULATE_WRITE)"))?;
+        let populated = mapping.by_pieces(keep_going, populate)?;
+        populated.map_err(failed("madvise(MADV_POPULATE_WRITE)"))?;
         Ok(mapping)
     }
 
@@ -83,16 +112,25 @@ impl Mapping {
         })
     }
 
-    /// Locks the pages into memory until they are unmapped.
-    pub(crate) fn lock(&self) -> io::Result<()> {
-        // SAFETY: the range is mapped and ours.
-        checked(unsafe { libc::mlock(self.start.as_ptr().cast(), self.bytes) })
+    /// Locks the pages into memory until they are unmapped. The outer error is an interruption; then, and after a
+    /// refusal, nothing stays locked.
+    pub(crate) fn lock(&self, keep_going: KeepGoing<'_>) -> Result<io::Result<()>> {
+        let locked = self.by_pieces(keep_going, |start, bytes| {
+            // SAFETY: the range is mapped and ours.
+            checked(unsafe { libc::mlock(start.cast(), bytes) })
+        });
+        if !matches!(locked, Ok(Ok(()))) {
+            // SAFETY: the range is mapped and ours; pages that are not locked do not mind.
+            unsafe { libc::munlock(self.start.as_ptr().cast(), self.bytes) };
+        }
+        locked
     }
 
-    /// How many bytes lie on huge pages now, from `/proc/self/smaps`; 0 where that cannot be read.
-    pub(crate) fn huge_bytes(&self) -> usize {
+    /// How many bytes of the mapping that starts at `start` lie on huge pages now, from `/proc/self/smaps`; 0 where that
+    /// cannot be read, or nothing starts there.
+    pub(crate) fn huge_bytes_at(start: NonNull<u8>) -> usize {
         let Ok(smaps) = File::open("/proc/self/smaps") else { return 0 };
-        let start = format!("{:x}-", self.start.as_ptr().addr());
+        let start = format!("{:x}-", start.as_ptr().addr());
         BufReader::new(smaps)
             .lines()
             .map_while(io::Result::ok)
@@ -102,24 +140,47 @@ impl Mapping {
     }
 
     fn advise(&self, advice: libc::c_int) -> io::Result<()> {
-        // SAFETY: the range is mapped and ours; none of the advice used here takes its contents away.
-        checked(unsafe { libc::madvise(self.start.as_ptr().cast(), self.bytes, advice) })
+        advise(self.start.as_ptr(), self.bytes, advice)
     }
 
-    /// Faults every page in now, so that the run never does and a shortage shows here.
-    fn populate(&self) -> io::Result<()> {
-        match retry_interrupted(|| self.advise(libc::MADV_POPULATE_WRITE)) {
-            // Before Linux 5.14 the advice is unknown: touch each page.
-            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
-                for offset in (0..self.bytes).step_by(page_bytes()) {
-                    // SAFETY: inside the mapping, which nobody else knows yet.
-                    unsafe { self.start.as_ptr().wrapping_add(offset).write_volatile(0) };
-                }
-                Ok(())
+    /// Does `work` piece by piece, until it fails or is interrupted.
+    fn by_pieces(
+        &self,
+        keep_going: KeepGoing<'_>,
+        work: impl Fn(*mut u8, usize) -> io::Result<()>,
+    ) -> Result<io::Result<()>> {
+        for offset in (0..self.bytes).step_by(PIECE_BYTES) {
+            if offset > 0 && !keep_going() {
+                return Err(Error::Interrupted { asked_bytes: self.bytes });
             }
-            result => result,
+            let done = work(self.start.as_ptr().wrapping_add(offset), PIECE_BYTES.min(self.bytes - offset));
+            if done.is_err() {
+                return Ok(done);
+            }
         }
+        Ok(Ok(()))
     }
+}
+
+/// Faults every page in now, so that the run never does and a shortage shows here.
+fn populate(start: *mut u8, bytes: usize) -> io::Result<()> {
+    match retry_interrupted(|| advise(start, bytes, libc::MADV_POPULATE_WRITE)) {
+        // Before Linux 5.14 the advice is unknown: touch each page.
+        Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
+            for offset in (0..bytes).step_by(page_bytes()) {
+                // SAFETY: inside a mapping that nobody else knows yet.
+                unsafe { start.wrapping_add(offset).write_volatile(0) };
+            }
+            Ok(())
+        }
+        result => result,
+    }
+}
+
+/// Advises on a range of a mapping of ours.
+fn advise(start: *mut u8, bytes: usize, advice: libc::c_int) -> io::Result<()> {
+    // SAFETY: both callers pass a mapped range that is ours; none of the advice used here takes its contents away.
+    checked(unsafe { libc::madvise(start.cast(), bytes, advice) })
 }
 
 impl Drop for Mapping {

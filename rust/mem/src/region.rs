@@ -3,10 +3,7 @@
 use std::{
     fmt,
     ptr::NonNull,
-    sync::{
-        Arc, Mutex, MutexGuard, PoisonError, Weak,
-        atomic::{AtomicUsize, Ordering},
-    },
+    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
 };
 
 use crate::{
@@ -15,7 +12,9 @@ use crate::{
     cuda::{Registration, Search},
     fork,
     limits::memory_limits,
-    mapping::{Mapping, huge_page_bytes, page_bytes},
+    living::living,
+    mapping::{HugePages, KeepGoing, Mapping, huge_pages, page_bytes},
+    users::Users,
 };
 
 /// What pinning is wished for.
@@ -74,9 +73,6 @@ pub struct Region {
     inner: Arc<Inner>,
 }
 
-/// Bit of `Inner::users` that says the region was closed; the rest counts living leases.
-const CLOSED: usize = 1 << (usize::BITS - 1);
-
 pub(crate) struct Inner {
     owner: String,
     asked_bytes: usize,
@@ -86,7 +82,7 @@ pub(crate) struct Inner {
     why_not: Option<String>,
     /// The fork generation that made it.
     generation: u32,
-    users: AtomicUsize,
+    users: Users,
     /// `None` once unmapped.
     pages: Mutex<Option<Pages>>,
     /// The arena that divides the region, if one lives.
@@ -107,6 +103,17 @@ struct Pages {
 impl Region {
     /// Maps at least `nbytes`, populated and pinned as wished, accounted under `owner`.
     pub fn new(nbytes: usize, pin: Pin, on_fork: OnFork, owner: &str) -> Result<Self> {
+        Self::interruptible(nbytes, pin, on_fork, owner, &mut || true)
+    }
+
+    /// As [`Region::new`], which takes 0.1 to 0.5 s per GiB; `keep_going` is asked every 64 MiB and ends it with `false`.
+    pub fn interruptible(
+        nbytes: usize,
+        pin: Pin,
+        on_fork: OnFork,
+        owner: &str,
+        keep_going: KeepGoing<'_>,
+    ) -> Result<Self> {
         let generation = fork::watch();
         let bytes = nbytes
             .checked_next_multiple_of(page_bytes())
@@ -120,11 +127,11 @@ impl Region {
                 limited_by: headroom.limited_by,
             });
         }
-        let mapping = Mapping::new(bytes)?;
+        let mapping = Mapping::new(bytes, keep_going)?;
         if on_fork == OnFork::Wipe {
             mapping.wipe_on_fork()?;
         }
-        let (pinned, registration, why_not) = pinned(&mapping, pin)?;
+        let (pinned, registration, why_not) = pinned(&mapping, pin, keep_going)?;
         let inner = Arc::new(Inner {
             owner: owner.into(),
             asked_bytes: nbytes,
@@ -133,11 +140,11 @@ impl Region {
             pinned,
             why_not,
             generation,
-            users: AtomicUsize::new(0),
+            users: Users::new(),
             pages: Mutex::new(Some(Pages { registration, mapping })),
             arena: Mutex::new(Weak::new()),
         });
-        let mut living = locked(&LIVING);
+        let mut living = living();
         living.retain(|region| region.strong_count() > 0);
         living.push(Arc::downgrade(&inner));
         Ok(Self { inner })
@@ -170,22 +177,22 @@ impl Region {
     /// How many of its bytes lie on huge pages now. Reads `/proc/self/smaps`, which takes milliseconds.
     #[must_use]
     pub fn huge_bytes(&self) -> usize {
-        locked(&self.inner.pages).as_ref().map_or(0, |pages| pages.mapping.huge_bytes())
+        // The lock is not held while the kernel is asked: that takes long enough for a fork to fall into it.
+        if !self.inner.is_mapped() {
+            return 0;
+        }
+        Mapping::huge_bytes_at(self.inner.start)
     }
 
     /// Why less than all of it lies on huge pages; `None` where all does that can.
     #[must_use]
     pub fn why_not_huge(&self) -> Option<String> {
-        let Some(huge) = huge_page_bytes() else {
-            return Some(
-                "transparent huge pages are off; turn them on with: echo madvise | sudo tee \
-                 /sys/kernel/mm/transparent_hugepage/enabled"
-                    .into(),
-            );
+        let possible = match huge_pages() {
+            HugePages::Of(huge) => self.inner.bytes / huge * huge,
+            HugePages::Off(why) => return Some(why.into()),
         };
-        let possible = self.inner.bytes / huge * huge;
         let got = self.huge_bytes();
-        (got < possible).then(|| {
+        (got < possible && self.inner.is_mapped()).then(|| {
             format!("{got} of {possible} bytes: the machine's free memory is too fragmented, or a fork split the pages")
         })
     }
@@ -193,18 +200,21 @@ impl Region {
     /// Whether [`Region::close`] was called.
     #[must_use]
     pub fn is_closed(&self) -> bool {
-        self.inner.users.load(Ordering::Acquire) & CLOSED != 0
+        self.inner.users.is_closed()
     }
 
     /// Ends new leases and every wait for one. Unmaps now, or when the last living lease goes. Twice is fine.
     pub fn close(&self) {
-        if !self.inner.forked() {
-            let arena = locked(&self.inner.arena).upgrade();
-            if let Some(arena) = arena {
-                arena.close();
-            }
+        let nobody_left = self.inner.users.close();
+        if self.inner.forked() {
+            // A lock may have been copied in the middle of a hold; the child's copy is unmapped with its last handle.
+            return;
         }
-        if self.inner.users.fetch_or(CLOSED, Ordering::AcqRel) == 0 {
+        let arena = locked(&self.inner.arena).upgrade();
+        if let Some(arena) = arena {
+            arena.close();
+        }
+        if nobody_left {
             self.inner.unmap();
         }
     }
@@ -246,7 +256,7 @@ impl Inner {
     pub(crate) fn usable(&self) -> Result<()> {
         if self.forked() {
             Err(Error::Forked)
-        } else if self.users.load(Ordering::Acquire) & CLOSED != 0 {
+        } else if self.users.is_closed() {
             Err(Error::Closed)
         } else {
             Ok(())
@@ -260,18 +270,19 @@ impl Inner {
 
     /// Counts one more lease, unless the region is closed.
     pub(crate) fn enter(&self) -> Result<()> {
-        let count = |users| (users & CLOSED == 0).then_some(users + 1);
-        match self.users.fetch_update(Ordering::AcqRel, Ordering::Acquire, count) {
-            Ok(_) => Ok(()),
-            Err(_) => Err(Error::Closed),
-        }
+        if self.users.enter() { Ok(()) } else { Err(Error::Closed) }
     }
 
     /// Counts one lease less; the last one of a closed region unmaps.
     pub(crate) fn leave(&self) {
-        if self.users.fetch_sub(1, Ordering::AcqRel) == CLOSED + 1 {
+        if self.users.leave() {
             self.unmap();
         }
+    }
+
+    /// Whether the memory is still there. In a forked child: whether the region is open.
+    fn is_mapped(&self) -> bool {
+        if self.forked() { !self.users.is_closed() } else { locked(&self.pages).is_some() }
     }
 
     fn unmap(&self) {
@@ -297,22 +308,23 @@ impl Drop for Inner {
     }
 }
 
-/// Every region of the process, for [`regions`].
-static LIVING: Mutex<Vec<Weak<Inner>>> = Mutex::new(Vec::new());
-
 /// The regions that are mapped now: every byte of host memory that the library holds for data.
 #[must_use]
 pub fn regions() -> Vec<RegionStats> {
-    let inners: Vec<Arc<Inner>> = locked(&LIVING).iter().filter_map(Weak::upgrade).collect();
+    let inners: Vec<Arc<Inner>> = living().iter().filter_map(Weak::upgrade).collect();
     inners
         .iter()
-        .filter(|inner| !inner.forked() && locked(&inner.pages).is_some())
+        .filter(|inner| !inner.forked() && inner.is_mapped())
         .map(|inner| RegionStats { owner: inner.owner.clone(), bytes: inner.bytes, pinned: inner.pinned })
         .collect()
 }
 
 /// Pins as wished: what it got, what holds it, and why no more.
-fn pinned(mapping: &Mapping, pin: Pin) -> Result<(Pinned, Option<Registration>, Option<String>)> {
+fn pinned(
+    mapping: &Mapping,
+    pin: Pin,
+    keep_going: KeepGoing<'_>,
+) -> Result<(Pinned, Option<Registration>, Option<String>)> {
     let register = |search| {
         // SAFETY: the registration is dropped before the mapping, see `Pages`.
         unsafe { Registration::new(mapping.start(), mapping.bytes(), search) }
@@ -320,11 +332,11 @@ fn pinned(mapping: &Mapping, pin: Pin) -> Result<(Pinned, Option<Registration>, 
     let refused = |why| Error::PinRefused { why };
     match pin {
         Pin::Off => Ok((Pinned::No, None, None)),
-        Pin::Mlock => lock(mapping).map(|()| (Pinned::Mlock, None, None)).map_err(refused),
+        Pin::Mlock => lock(mapping, keep_going)?.map(|()| (Pinned::Mlock, None, None)).map_err(refused),
         Pin::Cuda => register(Search::Load).map(|held| (Pinned::Cuda, Some(held), None)).map_err(refused),
         Pin::Auto => match register(Search::Loaded) {
             Ok(held) => Ok((Pinned::Cuda, Some(held), None)),
-            Err(no_cuda) => Ok(match lock(mapping) {
+            Err(no_cuda) => Ok(match lock(mapping, keep_going)? {
                 Ok(()) => (Pinned::Mlock, None, Some(format!("not pinned for CUDA: {no_cuda}"))),
                 Err(no_lock) => {
                     (Pinned::No, None, Some(format!("not locked: {no_lock}; not pinned for CUDA: {no_cuda}")))
@@ -334,21 +346,20 @@ fn pinned(mapping: &Mapping, pin: Pin) -> Result<(Pinned, Option<Registration>, 
     }
 }
 
-/// `mlock`, or the reason and the remedy.
-fn lock(mapping: &Mapping) -> std::result::Result<(), String> {
-    mapping.lock().map_err(|error| {
-        let (soft, hard) = memory_limits().memlock;
-        let bytes = mapping.bytes();
-        match (error.raw_os_error(), soft) {
-            (Some(libc::ENOMEM | libc::EAGAIN | libc::EPERM), Some(soft)) => format!(
-                "mlock of {bytes} bytes is past RLIMIT_MEMLOCK (soft limit {soft} bytes, hard limit {}, both for the \
-                 whole process); raise it with `ulimit -l`, `memlock` in /etc/security/limits.conf, LimitMEMLOCK= in \
-                 systemd, or `docker run --ulimit memlock=-1`",
-                hard.map_or_else(|| "unlimited".into(), |hard| format!("{hard} bytes"))
-            ),
-            _ => format!("mlock of {bytes} bytes failed: {error}"),
-        }
-    })
+/// `mlock`, or the reason and the remedy; an error only where it was interrupted.
+fn lock(mapping: &Mapping, keep_going: KeepGoing<'_>) -> Result<std::result::Result<(), String>> {
+    let Err(error) = mapping.lock(keep_going)? else { return Ok(Ok(())) };
+    let (soft, hard) = memory_limits().memlock;
+    let bytes = mapping.bytes();
+    Ok(Err(match (error.raw_os_error(), soft) {
+        (Some(libc::ENOMEM | libc::EAGAIN | libc::EPERM), Some(soft)) => format!(
+            "mlock of {bytes} bytes is past RLIMIT_MEMLOCK (soft limit {soft} bytes, hard limit {}, both for the whole \
+             process); raise it with `ulimit -l`, `memlock` in /etc/security/limits.conf, LimitMEMLOCK= in systemd, or \
+             `docker run --ulimit memlock=-1`",
+            hard.map_or_else(|| "unlimited".into(), |hard| format!("{hard} bytes"))
+        ),
+        _ => format!("mlock of {bytes} bytes failed: {error}"),
+    }))
 }
 
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

@@ -5,7 +5,7 @@
 #![cfg(loom)]
 
 use loom::{sync::Arc, thread};
-use memascend_mem::{FreeList, Taken};
+use memascend_mem::{FreeList, Taken, Users};
 
 const PREEMPTIONS: usize = 3;
 
@@ -121,5 +121,40 @@ fn close_reaches_a_waiter() {
         };
         list.close();
         assert_eq!(waiter.join().ok(), Some(Taken::Closed));
+    });
+}
+
+/// However leases and the closing interleave: the memory is unmapped exactly once, and never under a lease.
+#[test]
+fn a_closed_region_is_unmapped_once_and_by_the_last() {
+    use loom::sync::atomic::{AtomicUsize, Ordering};
+    check(|| {
+        let users = Arc::new(Users::new());
+        let (inside, unmapped) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
+        let lease = |users: &Users, inside: &AtomicUsize, unmapped: &AtomicUsize| {
+            if users.enter() {
+                assert_eq!(unmapped.load(Ordering::Acquire), 0, "leased after it was unmapped");
+                inside.fetch_add(1, Ordering::AcqRel);
+                inside.fetch_sub(1, Ordering::AcqRel);
+                if users.leave() {
+                    unmapped.fetch_add(1, Ordering::AcqRel);
+                }
+            }
+        };
+        let others: Vec<_> = (0..2)
+            .map(|_| {
+                let (users, inside, unmapped) = (Arc::clone(&users), Arc::clone(&inside), Arc::clone(&unmapped));
+                thread::spawn(move || lease(&users, &inside, &unmapped))
+            })
+            .collect();
+        if users.close() {
+            assert_eq!(inside.load(Ordering::Acquire), 0, "unmapped under a lease");
+            unmapped.fetch_add(1, Ordering::AcqRel);
+        }
+        for other in others {
+            assert!(other.join().is_ok());
+        }
+        assert!(!users.enter());
+        assert_eq!(unmapped.load(Ordering::Acquire), 1);
     });
 }

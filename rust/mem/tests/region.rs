@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use memascend_mem::{Arena, Error, OnFork, Pin, Pinned, Region, Wait, huge_page_bytes, page_bytes, regions};
+use memascend_mem::{Arena, Error, HugePages, OnFork, Pin, Pinned, Region, Wait, huge_pages, page_bytes, regions};
 
 fn listed(owner: &str) -> Vec<usize> {
     regions().into_iter().filter(|region| region.owner == owner).map(|region| region.bytes).collect()
@@ -49,13 +49,95 @@ fn what_cannot_be_is_refused() {
     assert!(matches!(error, Some(Error::OutOfMemory { needed_bytes, .. }) if needed_bytes == 1 << 46), "{error:?}");
 }
 
+/// The bytes on huge pages of a mapping made by hand: what can be had here.
+#[expect(clippy::multiple_unsafe_ops_per_block, reason = "one reason holds for all of them")]
+fn huge_bytes_by_hand(bytes: usize, huge: usize) -> usize {
+    // SAFETY: a new anonymous mapping, advised, touched and unmapped within its bounds.
+    unsafe {
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+        let base = libc::mmap(std::ptr::null_mut(), bytes + huge, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0);
+        assert_ne!(base, libc::MAP_FAILED);
+        let aligned = base.cast::<u8>().wrapping_add(base.addr().next_multiple_of(huge) - base.addr());
+        libc::madvise(aligned.cast(), bytes, libc::MADV_HUGEPAGE);
+        for offset in (0..bytes).step_by(page_bytes()) {
+            aligned.wrapping_add(offset).write_volatile(1);
+        }
+        let got = huge_bytes_around(aligned.addr()).min(bytes);
+        libc::munmap(base, bytes + huge);
+        got
+    }
+}
+
+/// The bytes on huge pages of whatever mapping holds `address`.
+fn huge_bytes_around(address: usize) -> usize {
+    let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap_or_default();
+    let holds = |line: &&str| {
+        let bounds = line.split(' ').next().and_then(|range| range.split_once('-'));
+        let number = |text| usize::from_str_radix(text, 16);
+        bounds.is_some_and(|(start, end)| {
+            number(start).is_ok_and(|start| start <= address) && number(end).is_ok_and(|end| address < end)
+        })
+    };
+    let kib = |line: &str| line.strip_prefix("AnonHugePages:")?.trim().strip_suffix(" kB")?.parse::<usize>().ok();
+    smaps.lines().skip_while(|line| !holds(line)).find_map(kib).unwrap_or(0) * 1024
+}
+
 #[test]
-fn large_regions_lie_on_huge_pages() -> Result<(), Error> {
-    let Some(huge) = huge_page_bytes() else { return Ok(()) };
+fn large_regions_lie_on_huge_pages_where_there_are_any() -> Result<(), Error> {
+    let HugePages::Of(huge) = huge_pages() else { return Ok(()) };
+    let possible = huge_bytes_by_hand(4 * huge, huge);
     let region = Region::new(4 * huge + page_bytes(), Pin::Off, OnFork::Copy, "huge")?;
-    assert!(region.huge_bytes() == 4 * huge || region.why_not_huge().is_some());
+    assert!(region.huge_bytes() >= possible, "{} bytes, where {possible} can be had", region.huge_bytes());
+    assert_eq!(region.why_not_huge().is_none(), region.huge_bytes() == 4 * huge);
+    region.close();
+    assert_eq!((region.huge_bytes(), region.why_not_huge()), (0, None));
     let small = Region::new(page_bytes(), Pin::Off, OnFork::Copy, "small")?;
     assert_eq!((small.huge_bytes(), small.why_not_huge()), (0, None));
+    Ok(())
+}
+
+#[test]
+fn making_a_region_can_be_interrupted() {
+    for pin in [Pin::Off, Pin::Auto] {
+        let mut asked = 0;
+        let mut keep_going = || {
+            asked += 1;
+            asked < 3
+        };
+        let made = Region::interruptible(512 << 20, pin, OnFork::Copy, "interrupted", &mut keep_going);
+        assert!(matches!(made, Err(Error::Interrupted { asked_bytes }) if asked_bytes == 512 << 20));
+        assert_eq!(asked, 3);
+    }
+    assert_eq!(listed("interrupted").len(), 0);
+}
+
+/// A child must not find a lock held that another thread of the parent held as it was forked.
+#[test]
+fn a_fork_never_inherits_a_held_lock() -> Result<(), Error> {
+    let region = Region::new(8 << 20, Pin::Off, OnFork::Copy, "locks")?;
+    let stop = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let busy = || {
+            while !stop.load(std::sync::atomic::Ordering::Relaxed) {
+                let other = Region::new(page_bytes(), Pin::Off, OnFork::Copy, "busy");
+                let _ = (region.huge_bytes(), regions().len(), other.is_ok());
+            }
+        };
+        scope.spawn(busy);
+        scope.spawn(busy);
+        for _ in 0..100 {
+            let status = forked(|| {
+                // A deadlock ends in a signal instead of a hang.
+                // SAFETY: always allowed.
+                unsafe { libc::alarm(20) };
+                region.close();
+                let mine = Region::new(page_bytes(), Pin::Off, OnFork::Copy, "child");
+                mine.is_ok_and(|mine| listed("child").len() == 1 && region.huge_bytes() == 0 && mine.bytes() > 0)
+            });
+            assert_eq!(status, 0);
+        }
+        stop.store(true, std::sync::atomic::Ordering::Relaxed);
+    });
     Ok(())
 }
 

@@ -225,7 +225,11 @@ fn memory_limits(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
     dict.set_item("memlock_soft", limits.memlock.0)?;
     dict.set_item("memlock_hard", limits.memlock.1)?;
     dict.set_item("page", mem::page_bytes())?;
-    dict.set_item("huge_page", mem::huge_page_bytes())?;
+    let huge = match mem::huge_pages() {
+        mem::HugePages::Of(bytes) => Some(bytes),
+        mem::HugePages::Off(_) => None,
+    };
+    dict.set_item("huge_page", huge)?;
     Ok(dict)
 }
 
