@@ -6,6 +6,8 @@ import dataclasses
 
 import torch
 
+from memascend import _core
+
 from .arguments import FLOATS, flat, require, require_apart, require_same, threads_of
 from .routes import route
 from .scalars import Scalars, checked_scalars
@@ -132,10 +134,8 @@ def _update(
         return
     taken = route(master.device).name
     if taken == "rust":
-        from memascend import _core
-
         half = None if out16 is None else (out16.data_ptr(), FLOATS.index(out16.dtype))
-        _core.adamw(
+        _core.kernel_adam(
             master.data_ptr(), (grad.data_ptr(), FLOATS.index(grad.dtype)), exp_avg.data_ptr(), exp_avg_sq.data_ptr(),
             half, master.numel(), dataclasses.astuple(scalars), threads,
         )  # fmt: skip

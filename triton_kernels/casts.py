@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from memascend import _core
+
 from .arguments import FLOATS, flat, require, require_apart, require_same, threads_of
 from .routes import route
 
@@ -53,11 +55,9 @@ def _move(
         return
     taken = route(out.device).name
     if taken == "rust":
-        from memascend import _core
-
-        move = _core.accumulate if add else _core.cast
-        ends = [(tensor.data_ptr(), FLOATS.index(tensor.dtype)) for tensor in (source, out)]
-        move(*ends, out.numel(), threads)
+        move = _core.kernel_accumulate if add else _core.kernel_cast
+        read, written = ((tensor.data_ptr(), FLOATS.index(tensor.dtype)) for tensor in (source, out))
+        move(read, written, out.numel(), threads)
     elif taken == "triton":
         from .casts_jit import launch
 

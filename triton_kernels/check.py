@@ -6,9 +6,11 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from memascend import _core
+from memascend.errors import ConfigError
+
 from .arguments import FLOATS, factor_of, flat, require, require_apart, threads_of
 from .routes import route
-from memascend.errors import ConfigError
 
 __all__ = ["check_and_unscale", "check_and_unscale_reference"]
 
@@ -69,10 +71,8 @@ def check_and_unscale(
 
 
 def _check_rust(tensors: Sequence[torch.Tensor], factor: float, threads: int) -> tuple[torch.Tensor, torch.Tensor]:
-    from memascend import _core
-
-    slices = [(t.data_ptr(), t.numel(), FLOATS.index(t.dtype)) for t in tensors]
-    found, squares = _core.check_and_unscale(slices, factor, threads)
+    places = [(t.data_ptr(), FLOATS.index(t.dtype), t.numel()) for t in tensors]
+    found, squares = _core.kernel_check(places, factor, threads)
     return torch.tensor(found), torch.tensor(squares, dtype=torch.float64)
 
 

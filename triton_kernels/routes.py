@@ -8,6 +8,8 @@ import importlib.util
 
 import torch
 
+from memascend import _core
+
 __all__ = ["Route", "route"]
 
 # bfloat16 arithmetic in Triton needs Ampere; the kernels are compiled ahead of time for 8.0 and 9.0 in the tests.
@@ -51,9 +53,7 @@ def route(device: torch.device | str) -> Route:
 
 @functools.cache
 def _cpu() -> Route:
-    from memascend import _core
-
-    return Route(name="rust", why=_core.simd())
+    return Route(name="rust", why=_core.kernel_simd())
 
 
 @functools.cache

@@ -34,7 +34,7 @@ pub struct Scalars {
     pub decay: f32,
     /// What of the parameter joins the gradient; 0 where the decay is decoupled.
     pub l2: f32,
-    /// The weight of `g - m` in the first moment: `w = 1 - beta1`, or, with `from_gradient`, `-(1 - w)`.
+    /// The weight of `g - m` in the first moment: `w = 1 - beta1`, or, with `from_gradient`, `w - 1`.
     pub first_weight: f32,
     /// The first moment starts from `g` and not from `m`: torch interpolates from the nearer end.
     pub from_gradient: bool,
@@ -66,7 +66,7 @@ impl Hyperparameters {
             grad_factor: factor as f32,
             decay: if self.decoupled { (1.0 - self.lr * self.weight_decay) as f32 } else { 1.0 },
             l2: if self.decoupled { 0.0 } else { self.weight_decay as f32 },
-            first_weight: if from_gradient { -(1.0 - weight) } else { weight },
+            first_weight: if from_gradient { weight - 1.0 } else { weight },
             from_gradient,
             beta2: self.beta2 as f32,
             one_minus_beta2: (1.0 - self.beta2) as f32,
