@@ -77,7 +77,9 @@ def state_like(kind, numel, seed):
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95), (0.3, 0.9), (0.5, 0.5), (0.0, 0.0)])
 def test_the_bits_are_those_of_torch_fused(optimizer, kind, betas):
     kernel = kernels.adamw if optimizer is torch.optim.AdamW else kernels.adam
-    grid = itertools.product([1, 2, 10, 1_000, 1_000_000], [0.0, 0.01, 0.5], [(1e-3, 1e-8), (0.7, 1e-3), (0.0, 0.0)], [False, True])
+    grid = itertools.product(
+        [1, 2, 10, 1_000, 1_000_000], [0.0, 0.01, 0.5], [(1e-3, 1e-8), (0.7, 1e-3), (0.0, 0.0)], [False, True]
+    )
     for index, (step, decay, (lr, eps), maximize) in enumerate(grid):
         p, g, m, v = state_like(kind, 4096, seed=index)
         parameter = torch.nn.Parameter(p.clone())
@@ -131,7 +133,13 @@ def test_only_the_last_elements_of_torch_differ():
 @pytest.mark.parametrize("out_dtype", [None, *HALVES], ids=str)
 def test_the_reference_has_the_same_bits(decoupled, grad_dtype, out_dtype):
     p, _, m, v = state_like("usual", LONG, seed=1)
-    state = [p, randoms(LONG, grad_dtype, seed=9), m, v, None if out_dtype is None else torch.empty(LONG, dtype=out_dtype)]
+    state = [
+        p,
+        randoms(LONG, grad_dtype, seed=9),
+        m,
+        v,
+        None if out_dtype is None else torch.empty(LONG, dtype=out_dtype),
+    ]
     twin = [None if tensor is None else tensor.clone() for tensor in state]
     options = {"lr": 1e-3, "betas": (0.3, 0.999), "eps": 1e-8, "weight_decay": 0.1, "step": 7, "grad_scale": 0.3}
     (kernels.adamw if decoupled else kernels.adam)(*state, **options)
@@ -412,7 +420,11 @@ print(kernels.check_and_unscale(t, 0.3)[1].item().hex(), t.sum().item().hex())
 
 def run_forced(simd):
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=os.environ | {"MEMASCEND_SIMD": simd}, capture_output=True, text=True, check=False
+        [sys.executable, "-c", SCRIPT],
+        env=os.environ | {"MEMASCEND_SIMD": simd},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     return done.returncode, done.stdout.splitlines(), done.stderr
 

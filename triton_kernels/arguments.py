@@ -58,7 +58,9 @@ def require_same(first: tuple[str, torch.Tensor], others: Mapping[str, torch.Ten
         if other.device != tensor.device:
             raise ConfigError(f"{other_name} is on {other.device} and {name} on {tensor.device}: use one device")
         if other.shape != tensor.shape:
-            raise ConfigError(f"{other_name} has shape {tuple(other.shape)} and {name} {tuple(tensor.shape)}: they must agree")
+            raise ConfigError(
+                f"{other_name} has shape {tuple(other.shape)} and {name} {tuple(tensor.shape)}: they must agree"
+            )
         if other.numel() and other.stride() != tensor.stride() and not _same_order(other, tensor):
             raise ConfigError(
                 f"{other_name} has strides {other.stride()} and {name} {tensor.stride()}: "
@@ -78,7 +80,9 @@ def require_apart(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     Raises:
         ConfigError: two of them overlap; the message names both.
     """
-    spans = sorted((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size(), name) for name, t in tensors if t.numel())
+    spans = sorted(
+        (t.data_ptr(), t.data_ptr() + t.numel() * t.element_size(), name) for name, t in tensors if t.numel()
+    )
     for (_, end, name), (start, _, other) in itertools.pairwise(spans):
         if start < end:
             raise ConfigError(f"{name} and {other} overlap in memory: pass tensors that share no bytes")

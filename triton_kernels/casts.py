@@ -28,7 +28,9 @@ def cast(source: torch.Tensor, out: torch.Tensor, *, threads: int | None = None)
     """
     # From one 16-bit format to the other would round a value that most callers did not mean to lose.
     source_dtypes = FLOATS if isinstance(out, torch.Tensor) and out.dtype == torch.float32 else (torch.float32,)
-    _move(require("source", source, source_dtypes), require("out", out), "source", "out", threads_of(threads), add=False)
+    _move(
+        require("source", source, source_dtypes), require("out", out), "source", "out", threads_of(threads), add=False
+    )
 
 
 def accumulate(total: torch.Tensor, grad: torch.Tensor, *, threads: int | None = None) -> None:
@@ -46,9 +48,7 @@ def accumulate(total: torch.Tensor, grad: torch.Tensor, *, threads: int | None =
     _move(require("grad", grad), total, "grad", "total", threads_of(threads), add=True)
 
 
-def _move(
-    source: torch.Tensor, out: torch.Tensor, source_name: str, out_name: str, threads: int, *, add: bool
-) -> None:
+def _move(source: torch.Tensor, out: torch.Tensor, source_name: str, out_name: str, threads: int, *, add: bool) -> None:
     require_same((out_name, out), {source_name: source})
     require_apart(((source_name, source), (out_name, out)))
     if not out.numel():

@@ -119,9 +119,7 @@ def fold_kernel(squares, largest, programs, squares_out, found_out, BLOCK: tl.co
 _TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-def launch(
-    tensors: Sequence[torch.Tensor], factor: float, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
+def launch(tensors: Sequence[torch.Tensor], factor: float, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Queues the check of dense, non-empty tensors of one device; reads nothing back."""
     chunks = [triton.cdiv(t.numel(), CHUNK) for t in tensors]
     squares = torch.empty(sum(chunks), dtype=torch.float64, device=device)

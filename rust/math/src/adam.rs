@@ -64,8 +64,12 @@ fn update<G: Element, O: Element>(
 ) -> Result<()> {
     let len = state.master.len();
     let out_len = out.as_ref().map_or(len, |out| out.len());
-    let lengths =
-        [("grad", grad.len()), ("exp_avg", state.exp_avg.len()), ("exp_avg_sq", state.exp_avg_sq.len()), ("out", out_len)];
+    let lengths = [
+        ("grad", grad.len()),
+        ("exp_avg", state.exp_avg.len()),
+        ("exp_avg_sq", state.exp_avg_sq.len()),
+        ("out", out_len),
+    ];
     for (name, other) in lengths {
         if other != len {
             return Err(Error::Length { name, len: other, other: "master", other_len: len });

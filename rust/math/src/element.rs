@@ -128,11 +128,13 @@ mod tests {
     /// Nearest fp16 or bf16 by search: independent of the bit arithmetic above.
     fn nearest<E: Element>(value: f32, from_bits: fn(u16) -> E, infinity: u16) -> u16 {
         let target = f64::from(value.abs());
-        let at = |bits: u16| if bits == infinity {
-            // Where the next number would stand: what rounds to it overflows.
-            2.0 * f64::from(from_bits(infinity - 1).to_f32()) - f64::from(from_bits(infinity - 2).to_f32())
-        } else {
-            f64::from(from_bits(bits).to_f32())
+        let at = |bits: u16| {
+            if bits == infinity {
+                // Where the next number would stand: what rounds to it overflows.
+                2.0 * f64::from(from_bits(infinity - 1).to_f32()) - f64::from(from_bits(infinity - 2).to_f32())
+            } else {
+                f64::from(from_bits(bits).to_f32())
+            }
         };
         let (mut low, mut high) = (0, infinity);
         while high - low > 1 {
@@ -150,7 +152,9 @@ mod tests {
         let ties = (0..=u16::MAX).flat_map(|bits| {
             let half = f32::from_bits((u32::from(bits) << 16) | 0x8000);
             let middle = f32::from_bits(F16(bits).to_f32().to_bits().wrapping_add(0x1000));
-            [half, middle].into_iter().flat_map(|x| (-1..=1).map(move |d| f32::from_bits(x.to_bits().wrapping_add_signed(d))))
+            [half, middle]
+                .into_iter()
+                .flat_map(|x| (-1..=1).map(move |d| f32::from_bits(x.to_bits().wrapping_add_signed(d))))
         });
         spread.chain(ties).filter(|x| !x.is_nan())
     }
@@ -184,9 +188,16 @@ mod tests {
 
     #[test]
     fn f16_values_are_what_the_format_says() {
-        for (bits, value) in [(0x0001, 2.0_f32.powi(-24)), (0x03FF, 1023.0 * 2.0_f32.powi(-24)), (0x0400, 2.0_f32.powi(-14)),
-            (0x3C00, 1.0), (0x3555, 0.333_251_95), (0x7BFF, 65_504.0), (0xC000, -2.0), (0x7C00, f32::INFINITY)]
-        {
+        for (bits, value) in [
+            (0x0001, 2.0_f32.powi(-24)),
+            (0x03FF, 1023.0 * 2.0_f32.powi(-24)),
+            (0x0400, 2.0_f32.powi(-14)),
+            (0x3C00, 1.0),
+            (0x3555, 0.333_251_95),
+            (0x7BFF, 65_504.0),
+            (0xC000, -2.0),
+            (0x7C00, f32::INFINITY),
+        ] {
             assert_eq!(F16(bits).to_f32().to_bits(), value.to_bits(), "{bits:#x}");
         }
     }

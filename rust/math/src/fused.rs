@@ -33,8 +33,8 @@ impl Fused for Portable {
         // Away from zero is one up in the bits, whatever the sign.
         let outward = (error > 0.0) == (sum > 0.0);
         let odd = if outward { bits.wrapping_add(1) } else { bits.wrapping_sub(1) };
-        let inexact = (error > 0.0) | (error < 0.0);
-        let chosen = if inexact & (bits & 1 == 0) { odd } else { bits };
+        let inexact = error.abs() > 0.0;
+        let chosen = if inexact && bits & 1 == 0 { odd } else { bits };
         #[expect(clippy::cast_possible_truncation, reason = "rounding to fp32 is the purpose")]
         {
             f64::from_bits(chosen) as f32

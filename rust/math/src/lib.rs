@@ -4,7 +4,10 @@
 //! ([`Simd`]); the best one that the processor has is chosen at run time. Every instruction set and every number of
 //! threads gives the same bits. There is no pool: a call starts the threads it is told to use and ends them.
 
-#![expect(clippy::inline_always, reason = "what is not inlined into a `#[target_feature]` function is compiled for the baseline")]
+#![expect(
+    clippy::inline_always,
+    reason = "what is not inlined into a `#[target_feature]` function is compiled for the baseline"
+)]
 #![expect(clippy::many_single_char_names, reason = "p, g, m and v are the formula's names")]
 #![expect(clippy::needless_range_loop, reason = "lanes index several arrays alike, which is what vectorises")]
 

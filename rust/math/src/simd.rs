@@ -56,7 +56,9 @@ impl Simd {
     /// What `MEMASCEND_SIMD` names, or else the fastest that there is. Read once in a process.
     pub fn chosen() -> Result<Self> {
         static CHOSEN: OnceLock<Result<Simd>> = OnceLock::new();
-        CHOSEN.get_or_init(|| Self::choose(std::env::var_os(VARIABLE).map(|v| v.to_string_lossy().into_owned()))).clone()
+        CHOSEN
+            .get_or_init(|| Self::choose(std::env::var_os(VARIABLE).map(|v| v.to_string_lossy().into_owned())))
+            .clone()
     }
 
     fn choose(asked: Option<String>) -> Result<Self> {

@@ -51,15 +51,16 @@ pub(crate) fn store<F: Fused, T: Element>(out: &mut [T], streaming: bool, mut so
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
 fn copy_past_caches<T: Element>(out: &mut [T], buffer: &Buffer<T>) {
-    use std::arch::x86_64::{__m128i, _mm_load_si128, _mm_stream_si128};
+    use std::arch::x86_64::{__m128i, _mm_stream_si128};
 
-    let (from, to) = (buffer.0.as_ptr().cast::<__m128i>(), out.as_mut_ptr().cast::<__m128i>());
-    assert!(out.len() == BLOCK && to.is_aligned());
-    for line in 0..size_of::<[T; BLOCK]>() / size_of::<__m128i>() {
-        // SAFETY: the buffer is aligned to 64 bytes and `line` stays inside it.
-        let value = unsafe { _mm_load_si128(from.add(line)) };
-        // SAFETY: `out` has the buffer's length and was found to be aligned; SSE2 is part of x86-64.
-        unsafe { _mm_stream_si128(to.add(line), value) };
+    // SAFETY: any bytes of these types are a `__m128i`.
+    let (_, from, _) = unsafe { buffer.0.align_to::<__m128i>() };
+    // SAFETY: any bytes of a `__m128i` are elements of these types.
+    let (before, to, after) = unsafe { out.align_to_mut::<__m128i>() };
+    assert!(before.is_empty() && after.is_empty() && from.len() == to.len());
+    for (to, from) in to.iter_mut().zip(from) {
+        // SAFETY: a reference is valid and aligned; SSE2 is part of x86-64.
+        unsafe { _mm_stream_si128(to, *from) };
     }
 }
 

@@ -46,8 +46,17 @@ fn kernel_scalars(
     grad_scale: f64,
     maximize: bool,
 ) -> PyResult<ScalarFields> {
-    let (beta1, beta2) = betas;
-    let group = Hyperparameters { lr, beta1, beta2, eps, weight_decay, decoupled, step, grad_scale, maximize };
+    let group = Hyperparameters {
+        lr,
+        beta1: betas.0,
+        beta2: betas.1,
+        eps,
+        weight_decay,
+        decoupled,
+        step,
+        grad_scale,
+        maximize,
+    };
     let s = group.scalars().map_err(|error| math_error(py, &error))?;
     Ok((
         s.grad_factor,

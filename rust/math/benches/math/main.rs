@@ -91,7 +91,9 @@ fn main() {
     let exec = Exec::new(NonZeroUsize::MIN).unwrap_or_else(|error| panic!("{error}"));
     let mut data = Data::new(millions << 20);
     let cores = std::thread::available_parallelism().unwrap_or(NonZeroUsize::MIN);
-    show(&format!("{millions} Mi elements, medians of {ROUNDS} interleaved rounds; the ratio is to the group's first line"));
+    show(&format!(
+        "{millions} Mi elements, medians of {ROUNDS} interleaved rounds; the ratio is to the group's first line"
+    ));
     show(&format!("{:26}{:>9}{:>8}{:>10}{:>9}{:>7}", "", "threads", "simd", "Gelem/s", "GB/s", "ratio"));
     for group in GROUPS {
         for threads in if cores == NonZeroUsize::MIN { vec![cores] } else { vec![NonZeroUsize::MIN, cores] } {

@@ -1,5 +1,7 @@
 //! Memory for the benchmark, and loops that only move bytes: what the kernels are held against.
 
+#![expect(clippy::inline_always, reason = "what is not inlined is compiled for the baseline")]
+
 use std::{
     hint::black_box,
     ops::{Deref, DerefMut},
@@ -156,7 +158,7 @@ fn copy_part(from: &[Line], to: &mut [Line]) {
 /// The traffic of an optimizer step: three streams rewritten, one read, one written past the caches.
 pub(super) fn streams(state: [&mut [f32]; 3], grad: &[impl Sync], out: &mut [impl Send], threads: usize) {
     let nothing = black_box(0);
-    let [p, m, v] = state.map(|data| lines_mut(data));
+    let [p, m, v] = state.map(lines_mut);
     let (grad, out) = (lines(grad), lines_mut(out));
     let share = grad.len().div_ceil(threads);
     thread::scope(|scope| {
@@ -183,13 +185,13 @@ fn streams_part(state: [&mut [Line]; 3], grad: &[Line], out: &mut [Line], nothin
 fn past_caches(out: &mut Line, line: Line) {
     use std::arch::x86_64::{__m128i, _mm_stream_si128};
 
-    let parts: [__m128i; 4] =
-        // SAFETY: both are 64 bytes of plain integers.
-        unsafe { std::mem::transmute(line) };
-    let to = out.as_mut_ptr().cast::<__m128i>();
-    for (i, part) in parts.into_iter().enumerate() {
-        // SAFETY: within the line, which buffers align to 64 bytes; SSE2 is part of x86-64.
-        unsafe { _mm_stream_si128(to.add(i), part) };
+    // SAFETY: both are 64 bytes of plain integers.
+    let parts = unsafe { std::mem::transmute::<Line, [__m128i; 4]>(line) };
+    // SAFETY: any integers are integers of another width; buffers start at a page, so nothing is left at the ends.
+    let (_, to, _) = unsafe { out.align_to_mut::<__m128i>() };
+    for (to, part) in to.iter_mut().zip(parts) {
+        // SAFETY: a reference is valid and aligned; SSE2 is part of x86-64.
+        unsafe { _mm_stream_si128(to, part) };
     }
 }
 
