@@ -1,6 +1,7 @@
 //! The kernels against the memory: each next to a loop that moves the same bytes in as many streams, in the same run.
 //!
-//! `cargo bench -p memascend-math -- MILLIONS` for another number of elements than 64 Mi. Rounds are interleaved and
+//! `cargo bench -p memascend-math -- [MILLIONS] [WORD]`: another number of elements than 64 Mi; only the groups that
+//! have WORD in a line's name. Rounds are interleaved and
 //! medians are shown. Buffers lie on huge pages, where the system gives them.
 
 use std::{hint::black_box, num::NonZeroUsize, time::Instant};
@@ -95,7 +96,10 @@ fn main() {
         "{millions} Mi elements, medians of {ROUNDS} interleaved rounds; the ratio is to the group's first line"
     ));
     show(&format!("{:26}{:>9}{:>8}{:>10}{:>9}{:>7}", "", "threads", "simd", "Gelem/s", "GB/s", "ratio"));
-    for group in GROUPS {
+    let word =
+        std::env::args().skip(1).find(|argument| argument.parse::<usize>().is_err() && !argument.starts_with('-'));
+    let wanted = |group: &&Group| word.as_ref().is_none_or(|word| group.cases.iter().any(|case| case.0.contains(word)));
+    for group in GROUPS.iter().filter(wanted) {
         for threads in if cores == NonZeroUsize::MIN { vec![cores] } else { vec![NonZeroUsize::MIN, cores] } {
             data.compare(group, exec.with_threads(threads), threads.get(), Simd::available()[0]);
         }
