@@ -1,4 +1,4 @@
-"""The kernels on CPU tensors: torch's bits, exact flags, norms held against float64, and refusals that change nothing."""
+"""The kernels on CPU tensors: torch's bits, exact flags, norms held against float64, refusals that change nothing."""
 
 import itertools
 import math
@@ -447,11 +447,11 @@ def test_an_unknown_instruction_set_is_refused():
 def test_routes_say_why(monkeypatch):
     assert kernels.route("meta").name == "torch"
     assert "meta" in kernels.route("meta").why
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
     old = kernels.route("cuda:0")
     assert old.name == "torch"
     assert "7.5" in old.why
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     assert kernels.route("cuda:0").name == "triton"
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     assert "not installed" in kernels.route("cuda:0").why

@@ -37,10 +37,11 @@ def check(dtype, many, unscale, capability):
 
 
 def adamw(dtype, out, l2, from_gradient, capability):
-    pointers = {name: "*fp32" for name in ("master", "exp_avg", "exp_avg_sq")}
+    pointers = dict.fromkeys(("master", "exp_avg", "exp_avg_sq"), "*fp32")
+    halves = {"grad": f"*{dtype}", "out16": f"*{out or 'fp32'}"}
     return compiled(
         adamw_jit.adamw_kernel,
-        {**pointers, "grad": f"*{dtype}", "out16": f"*{out or 'fp32'}", "numel": "i64", **dict.fromkeys(SCALARS, "fp32")},
+        pointers | halves | {"numel": "i64"} | dict.fromkeys(SCALARS, "fp32"),
         {"L2": l2, "FROM_GRADIENT": from_gradient, "HAS_OUT": out is not None, "BLOCK": adamw_jit.BLOCK},
         capability, aligned=[*pointers, "grad", "out16", "numel"],
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """Kernels on gradients and optimizer state: one pass each, on CPU (Rust) and on GPU (Triton).
 
-Each kernel is a triple: the public wrapper and its torch reference in one file, the Triton body beside it in a file that
-ends in `_jit`. Nothing here imports triton before a CUDA tensor arrives, and `import memascend` does not import this.
+Each kernel is a triple: the public wrapper and its torch reference in one file, the Triton body beside it in a file
+that ends in `_jit`. Nothing here imports triton before a CUDA tensor arrives; `import memascend` does not import this.
 """
 
 from __future__ import annotations

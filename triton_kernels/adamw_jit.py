@@ -32,10 +32,7 @@ def adamw_kernel(  # type: ignore[no-untyped-def]
     v = tl.load(exp_avg_sq + offsets, mask=inside)
     if L2:
         g = tl.fma(p, l2, g)
-    if FROM_GRADIENT:
-        m = tl.fma(first_weight, g - m, g)
-    else:
-        m = tl.fma(first_weight, g - m, m)
+    m = tl.fma(first_weight, g - m, g if FROM_GRADIENT else m)
     v = tl.fma(g * one_minus_beta2, g, v * beta2)
     # `sqrt_rn` and `div_rn` round as IEEE says; the plain ones are approximations.
     denominator = tl.div_rn(tl.sqrt_rn(v), bias2_root) + eps

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
 from memascend.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
 
 __all__ = ["FLOATS", "factor_of", "flat", "require", "require_apart", "require_same", "threads_of"]
 

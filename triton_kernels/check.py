@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,6 +11,9 @@ from memascend.errors import ConfigError
 
 from .arguments import FLOATS, factor_of, flat, require, require_apart, threads_of
 from .routes import route
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
 
 __all__ = ["check_and_unscale", "check_and_unscale_reference"]
 
@@ -24,9 +27,10 @@ def check_and_unscale(
     """Multiplies gradients by `inv_scale` in place, looks for non-finites and takes their squared norm, in one pass.
 
     Each element is read as fp32, multiplied once, and rounded back to its own dtype; with `inv_scale` 1 nothing is
-    written. Flag and norm are those of the results. The flag is exact. Squares are summed in fp32 over at most a few
-    thousand elements and these sums in float64, in an order that depends on the sizes alone: the same bits on every
-    run and for any number of threads. What would overflow or vanish in fp32 is summed in float64 from the start.
+    written. Flag and norm are those of the results. The flag is exact. Squares are summed in fp32 over at most a
+    few thousand elements and these sums in float64, in an order that depends on the sizes alone: the same bits on
+    every run of a device and for any number of threads; CPU and GPU differ in the order, and so in the last bits.
+    What would overflow or vanish in fp32 is summed in float64 from the start.
 
     On CUDA the call only queues work: two launches for each dtype in the list, however many tensors there are, and no
     synchronisation until a result is read.
@@ -37,8 +41,8 @@ def check_and_unscale(
         threads: CPU only; None means `torch.get_num_threads()`.
 
     Returns:
-        `found_nonfinite` (bool) and `squared_norm` (float64), both 0-dim and on the device of the gradients. The norm is
-        inf or NaN where a non-finite was found.
+        `found_nonfinite` (bool) and `squared_norm` (float64), both 0-dim and on the device of the gradients. The
+        norm is inf or NaN where a non-finite was found.
 
     Raises:
         ConfigError: a tensor of another dtype, not contiguous, on another device, or, where `inv_scale` is not 1,
@@ -85,7 +89,7 @@ def check_and_unscale_reference(
     # The factor is rounded to fp32 once, like everywhere else, and not once for each dtype.
     factor32 = torch.tensor(factor, dtype=torch.float32, device=device)
     for tensor in tensors:
-        for piece in flat(tensor).split(PIECE_ELEMENTS):
+        for piece in torch.split(flat(tensor), PIECE_ELEMENTS):
             if factor != 1.0:
                 piece.copy_(piece.float() * factor32)
             found |= ~torch.isfinite(piece).all()

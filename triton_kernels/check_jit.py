@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 
 from .arguments import flat
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 __all__ = ["BLOCK", "CHUNK", "check_kernel", "fold_kernel", "launch"]
 

@@ -12,7 +12,7 @@ from .arguments import factor_of
 __all__ = ["Scalars", "checked_scalars"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Scalars:
     """What every element of a step is computed with; each float is one that fp32 holds.
 
@@ -68,7 +68,7 @@ def checked_scalars(
     factor = factor_of("grad_scale", grad_scale)
     lr, eps, weight_decay = numbers
     fields = _core.kernel_scalars(lr, (beta1, beta2), eps, weight_decay, decoupled, step, factor, bool(maximize))
-    return Scalars(**dict(zip((field.name for field in dataclasses.fields(Scalars)), fields, strict=True)))
+    return Scalars(*fields)
 
 
 def _pair(betas: object) -> tuple[float, float]:

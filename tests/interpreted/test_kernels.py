@@ -1,4 +1,4 @@
-"""The Triton bodies, run by the interpreter on CPU tensors, against the torch references: bit for bit where there is one result."""
+"""The Triton bodies, interpreted on CPU tensors, against the torch references: bit for bit where one is right."""
 
 import math
 

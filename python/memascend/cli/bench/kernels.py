@@ -77,7 +77,9 @@ def run(options: argparse.Namespace) -> int:
     if options.picture:
         rates = [{f"{row.name}\n{row.peer}": numel / row.seconds[i] / 1e9 for row in rows} for i in (0, 1)]
         title = f"Kernels on {numel >> 20} Mi elements, {torch.get_num_threads()} threads ({route.why})"
-        bars(Path(options.picture), title, "Gelements/s", dict(zip(("memascend", "peer"), rates, strict=True)), log=True)
+        bars(
+            Path(options.picture), title, "Gelements/s", dict(zip(("memascend", "peer"), rates, strict=True)), log=True
+        )
     return 0
 
 
@@ -104,7 +106,8 @@ def _rows(name: str, ours: Call, peers: dict[str, Call], rounds: int) -> list[Ro
     seconds = interleaved(calls, rounds)
     extra = {peer: _peak_bytes(call) for peer, call in calls.items()}
     return [
-        Row(name=name, peer=peer, seconds=(seconds[""], seconds[peer]), extra=(extra[""], extra[peer])) for peer in peers
+        Row(name=name, peer=peer, seconds=(seconds[""], seconds[peer]), extra=(extra[""], extra[peer]))
+        for peer in peers
     ]
 
 
