@@ -25,7 +25,6 @@ const SPAN_MIN: usize = 1 << 16;
 const SPANS_MAX: usize = 1024;
 
 const INFINITY: u32 = 0x7F80_0000;
-const MAGNITUDE: u32 = 0x7FFF_FFFF;
 /// Largest magnitudes whose block fp32 can sum. From 2^-50 up, what vanishes below 2^-126 weighs nothing beside the
 /// largest square; below 2^50, 2,048 squares stay under 2^111.
 const SAFE: std::ops::Range<u32> = (127 - 50) << 23..(127 + 50) << 23;
@@ -204,9 +203,9 @@ impl Sum {
         let mut peaks = [0_u32; LANES];
         for group in block.as_chunks::<LANES>().0 {
             for lane in 0..LANES {
-                let value = group[lane].to_f32();
+                let value = group[lane].magnitude();
                 squares[lane] += value * value;
-                peaks[lane] = peaks[lane].max(value.to_bits() & MAGNITUDE);
+                peaks[lane] = peaks[lane].max(value.to_bits());
             }
         }
         let peak = peaks.iter().fold(0, |a, &b| a.max(b));
@@ -218,7 +217,7 @@ impl Sum {
         } else if peak > 0 {
             for group in block.as_chunks::<LANES>().0 {
                 for lane in 0..LANES {
-                    let value = f64::from(group[lane].to_f32());
+                    let value = f64::from(group[lane].magnitude());
                     self.squares[lane] += value * value;
                 }
             }
@@ -262,7 +261,7 @@ impl<T: Element> Kernel for Search<'_, T> {
     #[inline(always)]
     fn run<F: Fused>(self) -> bool {
         self.data.chunks(BLOCK).any(|block| {
-            let peak = block.iter().fold(0, |peak: u32, value| peak.max(value.to_f32().to_bits() & MAGNITUDE));
+            let peak = block.iter().fold(0, |peak: u32, value| peak.max(value.magnitude().to_bits()));
             peak >= INFINITY || self.found.load(Ordering::Relaxed)
         })
     }

@@ -18,6 +18,9 @@ pub trait Element: Copy + Default + Send + Sync + private::Sealed + 'static {
     /// The value, exactly; a NaN gives a NaN.
     fn to_f32(self) -> f32;
 
+    /// The absolute value, exactly; a NaN gives a NaN. Cheaper than to convert first.
+    fn magnitude(self) -> f32;
+
     /// Rounds to nearest, ties to even; what is too large becomes infinity, denormals are kept, a NaN stays a NaN.
     fn from_f32(value: f32) -> Self;
 }
@@ -41,6 +44,11 @@ impl Element for f32 {
     }
 
     #[inline(always)]
+    fn magnitude(self) -> f32 {
+        self.abs()
+    }
+
+    #[inline(always)]
     fn from_f32(value: f32) -> Self {
         value
     }
@@ -52,6 +60,11 @@ impl Element for Bf16 {
     #[inline(always)]
     fn to_f32(self) -> f32 {
         f32::from_bits(u32::from(self.0) << 16)
+    }
+
+    #[inline(always)]
+    fn magnitude(self) -> f32 {
+        f32::from_bits(u32::from(self.0 & 0x7FFF) << 16)
     }
 
     // Integers, because the processor's own conversion (AVX512_BF16) flushes denormals.
@@ -76,13 +89,17 @@ impl Element for F16 {
 
     #[inline(always)]
     fn to_f32(self) -> f32 {
-        let sign = u32::from(self.0 & 0x8000) << 16;
+        f32::from_bits(u32::from(self.0 & 0x8000) << 16 | self.magnitude().to_bits())
+    }
+
+    #[inline(always)]
+    fn magnitude(self) -> f32 {
         let magnitude = u32::from(self.0 & 0x7FFF) << 13;
         // The exponent is 112 too small, also where it is that of a denormal; the product is exact.
         let scaled = (f32::from_bits(magnitude) * f32::from_bits((127 + 112) << 23)).to_bits();
         // Infinity and NaN keep their fraction and get the largest exponent.
         let special = if self.0 & 0x7FFF >= 0x7C00 { INFINITY } else { 0 };
-        f32::from_bits(sign | scaled | special)
+        f32::from_bits(scaled | special)
     }
 
     #[inline(always)]
