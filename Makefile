@@ -99,7 +99,9 @@ test-valgrind: ## The Rust tests of host memory under Valgrind
 	env "$$runner=$(VALGRIND) --leak-check=full --errors-for-leak-kinds=definite" \
 		cargo test --quiet --locked -p memascend-mem --lib --test model --target-dir target/valgrind; \
 	env "$$runner=$(VALGRIND) --child-silent-after-fork=yes" \
-		cargo test --quiet --locked -p memascend-mem --test region --target-dir target/valgrind
+		cargo test --quiet --locked -p memascend-mem --test region --target-dir target/valgrind; \
+	env "$$runner=$(VALGRIND) --leak-check=full --errors-for-leak-kinds=definite" MEMASCEND_TEST_SHORT=1 \
+		cargo test --quiet --locked -p memascend-math --target-dir target/valgrind
 
 .PHONY: test-oldest
 test-oldest: setup ## The Python tests on the oldest supported torch
@@ -115,6 +117,7 @@ soak: setup ## Tests that run for minutes
 .PHONY: bench
 bench: setup ## Benchmarks: tables with ratios, and pictures in benchmarks/results
 	cargo bench --locked --workspace
+	$(BIN)/memascend bench kernels --picture benchmarks/results/kernels.png
 	$(BIN)/memascend bench memory --picture benchmarks/results/host_memory.png
 	$(BIN)/python benchmarks/import_cost.py
 

@@ -13,7 +13,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # What each crate of ours may use: crates of ours, then crates of others. Tests and benches may use more.
 CRATES = {
     "memascend-mem": ({}, {"libc", "thiserror", "loom"}),
-    "memascend-py": ({"memascend-mem"}, {"pyo3"}),
+    "memascend-math": ({}, {"thiserror"}),
+    "memascend-py": ({"memascend-math", "memascend-mem"}, {"pyo3"}),
 }
 # Crates of others that belong to one layer alone.
 RESERVED = {"pyo3": "memascend-py", "io-uring": "memascend-nvme"}

@@ -1,7 +1,7 @@
 """What the Rust extension offers. Only memory, nvme, engine and kernels import it."""
 
 import sys
-from typing import Any, Literal, final
+from typing import Any, Literal, TypeAlias, final
 
 __all__ = [
     "Arena",
@@ -10,6 +10,12 @@ __all__ = [
     "LeaseBuffer",
     "Region",
     "__version__",
+    "kernel_accumulate",
+    "kernel_adam",
+    "kernel_cast",
+    "kernel_check",
+    "kernel_scalars",
+    "kernel_simd",
     "memory_layout",
     "memory_limits",
     "memory_regions",
@@ -72,3 +78,33 @@ class LeaseBuffer:
 def memory_layout(classes: dict[int, int]) -> tuple[int, int]: ...
 def memory_limits() -> dict[str, Any]: ...
 def memory_regions() -> list[dict[str, Any]]: ...
+
+# An address and the place of its dtype in memascend.kernels.arguments.FLOATS.
+_Place: TypeAlias = tuple[int, int]
+# The fields of memascend.kernels.scalars.Scalars, in order.
+_Scalars: TypeAlias = tuple[float, float, float, float, bool, float, float, float, float, float]
+
+def kernel_simd() -> str: ...
+def kernel_scalars(
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    decoupled: bool,
+    step: int,
+    grad_scale: float,
+    maximize: bool,
+) -> _Scalars: ...
+def kernel_check(grads: list[tuple[int, int, int]], inv_scale: float, threads: int) -> tuple[bool, float]: ...
+def kernel_adam(
+    master: int,
+    grad: _Place,
+    exp_avg: int,
+    exp_avg_sq: int,
+    out16: _Place | None,
+    numel: int,
+    scalars: _Scalars,
+    threads: int,
+) -> None: ...
+def kernel_cast(source: _Place, out: _Place, numel: int, threads: int) -> None: ...
+def kernel_accumulate(grad: _Place, total: _Place, numel: int, threads: int) -> None: ...

@@ -68,6 +68,7 @@ def examine(storage: str | None) -> Iterator[Finding]:
         _regions,
         _torch,
         _triton,
+        _kernels,
     ]
     for check in checks:
         yield from check()
@@ -157,6 +158,26 @@ def _triton() -> Iterator[Finding]:
         yield Finding(subject="triton", found="not installed; on a GPU torch's own operations are used")
     else:
         yield Finding(subject="triton", found=importlib.metadata.version("triton"))
+
+
+def _kernels() -> Iterator[Finding]:
+    import torch
+
+    from memascend import kernels
+
+    for device in ("cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))):
+        subject = f"kernels on {device}"
+        try:
+            route = kernels.route(device)
+        except MemascendError as error:
+            yield Finding(subject=subject, found="none", verdict="fails", advice=str(error))
+            continue
+        slow = route.name == "torch" or route.why == "portable"
+        advice = f"several times slower than it could be: {route.name}, because {route.why}" if slow else ""
+        if route.why == "portable":
+            advice = "arithmetic for any processor, several times slower than with AVX2, AVX-512 or NEON"
+        found = f"{route.name} ({route.why})"
+        yield Finding(subject=subject, found=found, verdict="slower" if slow else "fine", advice=advice)
 
 
 def _storage(path: Path) -> Iterator[Finding]:

@@ -1,5 +1,6 @@
 //! The one place where errors of the crates become exceptions of `memascend.errors`.
 
+use memascend_math::Error as MathError;
 use memascend_mem::Error as MemoryError;
 use pyo3::{
     prelude::*,
@@ -56,4 +57,9 @@ pub(crate) fn memory_error(py: Python<'_>, error: &MemoryError) -> PyErr {
         // Invalid, PinRefused, NoSuchClass, TooManyOwners: an argument was wrong.
         _ => config_error(py, message),
     }
+}
+
+/// What `rust/math` says: each of its errors is an argument or an option that was wrong.
+pub(crate) fn math_error(py: Python<'_>, error: &MathError) -> PyErr {
+    config_error(py, error.to_string())
 }

@@ -5,6 +5,7 @@
 
 mod arguments;
 mod errors;
+mod kernels;
 mod memory;
 
 use pyo3::prelude::*;
@@ -13,5 +14,6 @@ use pyo3::prelude::*;
 #[pymodule]
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    kernels::register(module)?;
     memory::register(module)
 }

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 SUMMARY = "Measure, and print the ratio to what else there is, from the same run."
 
 # Each module has SUMMARY, add_arguments(parser) and run(options) -> exit status.
-_SUBJECTS = ("memory",)
+_SUBJECTS = ("kernels", "memory")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,119 @@
+"""The GPU kernels: the fraction of memory bandwidth that they reach, and torch's operations beside them.
+
+    python benchmarks/kernels_gpu.py [--mebibytes N] [--json]
+
+The bandwidth is that of the best plain copy in the same run. Rounds are interleaved; medians of CUDA events are shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from typing import TYPE_CHECKING
+
+import torch
+
+from memascend import kernels
+from memascend.cli.show import table
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ROUNDS = 25
+
+
+def seconds(cases: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """Seconds of one call of each case on the device, the median of interleaved rounds."""
+    samples: dict[str, list[float]] = {name: [] for name in cases}
+    for call in cases.values():
+        call()
+    for _ in range(ROUNDS):
+        for name, call in cases.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            call()
+            end.record()
+            end.synchronize()
+            samples[name].append(start.elapsed_time(end) / 1e3)
+    return {name: statistics.median(times) for name, times in samples.items()}
+
+
+def check_rows(nbytes: int) -> list[tuple[str, str, float, float, float]]:
+    """Kernel, peer, GB/s of the kernel, fraction of the read bandwidth, times faster."""
+    rows = []
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        grad = torch.full((nbytes // dtype.itemsize,), 0.01, dtype=dtype, device="cuda")
+        copy = torch.empty_like(grad)
+        found, scale = torch.zeros(1, device="cuda"), torch.ones(1, device="cuda")
+        took = seconds(
+            {
+                "copy": lambda: copy.copy_(grad),  # noqa: B023
+                "ours": lambda: kernels.check_and_unscale(grad),  # noqa: B023
+                "isinf.any or isnan.any": lambda: grad.isinf().any() | grad.isnan().any(),  # noqa: B023
+                "_amp_foreach_non_finite_check_and_unscale_": lambda: torch._amp_foreach_non_finite_check_and_unscale_(
+                    [grad],  # noqa: B023
+                    found,  # noqa: B023
+                    scale,  # noqa: B023
+                ),
+            }
+        )
+        bandwidth = 2 * nbytes / took["copy"]
+        for peer in list(took)[2:]:
+            name = f"check {str(dtype).removeprefix('torch.')}"
+            rate = nbytes / took["ours"]
+            rows.append((name, peer, rate / 1e9, rate / bandwidth, took[peer] / took["ours"]))
+    return rows
+
+
+def adam_rows(nbytes: int) -> list[tuple[str, str, float, float, float]]:
+    """The same for an optimizer step with a bf16 gradient and a bf16 parameter."""
+    numel = nbytes // 4
+    master, m, v, grad32 = (torch.full((numel,), x, device="cuda") for x in (0.02, 1e-3, 1e-3, 1e-2))
+    grad, out = grad32.bfloat16(), master.bfloat16()
+    options = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+    parameter = torch.nn.Parameter(master)
+    parameter.grad = grad32
+    fused = torch.optim.AdamW([parameter], fused=True, **options)
+    fused.state[parameter] = {"step": torch.tensor(10.0, device="cuda"), "exp_avg": m, "exp_avg_sq": v}
+
+    def theirs() -> None:
+        grad32.copy_(grad)
+        fused.step()
+        out.copy_(master)
+
+    took = seconds(
+        {
+            "copy": lambda: m.copy_(v),
+            "ours": lambda: kernels.adamw(master, grad, m, v, out, step=10, **options),
+            "AdamW(fused=True) and casts": theirs,
+        }
+    )
+    rate, bandwidth = 28 * numel / took["ours"], 8 * numel / took["copy"]
+    ratio = took["AdamW(fused=True) and casts"] / took["ours"]
+    return [("adamw bfloat16", "AdamW(fused=True) and casts", rate / 1e9, rate / bandwidth, ratio)]
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mebibytes", type=int, default=256, help="of each tensor (default 256)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("there is no CUDA device to measure", file=sys.stderr)
+        return 1
+    nbytes = options.mebibytes << 20
+    rows = check_rows(nbytes) + adam_rows(nbytes)
+    if options.json:
+        print(json.dumps({"device": torch.cuda.get_device_name(), "bytes": nbytes, "rows": rows}, indent=2))
+        return 0
+    print(f"{torch.cuda.get_device_name()}, {options.mebibytes} MiB a tensor, {kernels.route('cuda')}\n")
+    head = ("kernel", "against", "GB/s", "of the bandwidth", "ratio")
+    print(table(head, [(n, p, f"{r:.0f}", f"{f:.2f}", f"{x:.2f}") for n, p, r, f, x in rows]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

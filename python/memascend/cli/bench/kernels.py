@@ -1,0 +1,208 @@
+"""`memascend bench kernels`: the CPU kernels against the torch operations that they replace, and DeepSpeed's cpu_adam.
+
+The peers get the same tensors, buffers for their casts that are already there, and as many threads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from memascend.cli.bench.rounds import interleaved
+from memascend.cli.show import bars, bytes_shown, seconds_shown, table
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable
+
+    import torch
+
+    Call = Callable[[], object]
+
+SUMMARY = "the CPU kernels against torch's operations and, where it is installed, DeepSpeed's cpu_adam"
+
+_STEP = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """One kernel next to one peer.
+
+    Attributes:
+        name: the kernel and its types.
+        peer: what it is held against.
+        seconds: of one call of each, medians of interleaved rounds.
+        extra: bytes that a call holds at its peak, beside its arguments.
+    """
+
+    name: str
+    peer: str
+    seconds: tuple[float, float]
+    extra: tuple[int, int]
+
+    @property
+    def ratio(self) -> float:
+        """How many times faster the kernel is."""
+        return self.seconds[1] / self.seconds[0]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("--elements", type=int, default=64, metavar="MI", help="Mi elements (default 64)")
+    parser.add_argument("--threads", type=int, default=None, metavar="N", help="default: torch's own number")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="interleaved rounds (default 5)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure and print."""
+    import torch
+
+    from memascend import kernels
+
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    numel = max(1, options.elements) << 20
+    rows = [*_check_rows(numel, options.rounds), *_cast_rows(numel, options.rounds), *_adam_rows(numel, options.rounds)]
+    route = kernels.route("cpu")
+    if options.json:
+        facts = {"elements": numel, "threads": torch.get_num_threads(), "simd": route.why}
+        result = [dataclasses.asdict(row) | {"ratio": row.ratio} for row in rows]
+        print(json.dumps(facts | {"rows": result}, indent=2))
+    else:
+        print(f"{numel >> 20} Mi elements, {torch.get_num_threads()} threads, {route.why}\n")
+        print(_shown(rows, numel))
+    if options.picture:
+        rates = [{f"{row.name}\n{row.peer}": numel / row.seconds[i] / 1e9 for row in rows} for i in (0, 1)]
+        title = f"Kernels on {numel >> 20} Mi elements, {torch.get_num_threads()} threads ({route.why})"
+        bars(
+            Path(options.picture), title, "Gelements/s", dict(zip(("memascend", "peer"), rates, strict=True)), log=True
+        )
+    return 0
+
+
+def _shown(rows: list[Row], numel: int) -> str:
+    head = ("kernel", "against", "Gelem/s", "seconds", "peer's", "ratio", "extra memory", "peer's")
+    return table(
+        head,
+        [
+            (
+                row.name,
+                row.peer,
+                f"{numel / row.seconds[0] / 1e9:.2f}",
+                *(seconds_shown(seconds) for seconds in row.seconds),
+                f"{row.ratio:.2f}",
+                *(bytes_shown(extra) for extra in row.extra),
+            )
+            for row in rows
+        ],
+    )
+
+
+def _rows(name: str, ours: Call, peers: dict[str, Call], rounds: int) -> list[Row]:
+    calls = {"": ours, **peers}
+    seconds = interleaved(calls, rounds)
+    extra = {peer: _peak_bytes(call) for peer, call in calls.items()}
+    return [
+        Row(name=name, peer=peer, seconds=(seconds[""], seconds[peer]), extra=(extra[""], extra[peer]))
+        for peer in peers
+    ]
+
+
+def _peak_bytes(call: Call) -> int:
+    """How far the resident set rises above where it was, while `call` runs."""
+    status = Path("/proc/self/status")
+
+    def field(name: str) -> int:
+        found = re.search(rf"^{name}:\s+(\d+) kB", status.read_text(), re.MULTILINE)
+        return int(found.group(1)) << 10 if found else 0
+
+    Path("/proc/self/clear_refs").write_text("5")
+    before = field("VmRSS")
+    call()
+    # What Python and the thread stacks take besides is no more than this.
+    rise = field("VmHWM") - before
+    return rise if rise > 1 << 20 else 0
+
+
+def _check_rows(numel: int, rounds: int) -> list[Row]:
+    import torch
+
+    from memascend import kernels
+
+    rows = []
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        grad = torch.full((numel,), 0.01).to(dtype)
+        rows += _rows(
+            f"check {_short(dtype)}",
+            lambda grad=grad: kernels.check_and_unscale(grad),  # type: ignore[misc]
+            {"isinf.any or isnan.any": lambda grad=grad: bool(grad.isinf().any() or grad.isnan().any())},  # type: ignore[misc]
+            rounds,
+        )
+    return rows
+
+
+def _cast_rows(numel: int, rounds: int) -> list[Row]:
+    import torch
+
+    from memascend import kernels
+
+    rows = []
+    wide = torch.full((numel,), 0.01)
+    for dtype in (torch.bfloat16, torch.float16):
+        half = torch.full((numel,), 0.01).to(dtype)
+        for source, out in ((wide, half), (half, wide)):
+            rows += _rows(
+                f"cast {_short(source.dtype)} to {_short(out.dtype)}",
+                lambda source=source, out=out: kernels.cast(source, out),  # type: ignore[misc]
+                {"copy_": lambda source=source, out=out: out.copy_(source)},  # type: ignore[misc]
+                rounds,
+            )
+    return rows
+
+
+def _adam_rows(numel: int, rounds: int) -> list[Row]:
+    import torch
+
+    from memascend import kernels
+
+    master, m, v, grad32 = (torch.full((numel,), value) for value in (0.02, 1e-3, 1e-3, 1e-2))
+    grad, out = grad32.bfloat16(), master.bfloat16()
+    parameter = torch.nn.Parameter(master)
+    parameter.grad = grad32
+    fused = torch.optim.AdamW([parameter], fused=True, **_STEP)  # type: ignore[arg-type]
+    fused.state[parameter] = {"step": torch.tensor(10.0), "exp_avg": m, "exp_avg_sq": v}
+
+    def ours() -> None:
+        kernels.adamw(master, grad, m, v, out, step=10, **_STEP)  # type: ignore[arg-type]
+
+    def cast_around(step: Call) -> Call:
+        def both() -> None:
+            grad32.copy_(grad)
+            step()
+            out.copy_(master)
+
+        return both
+
+    peers = {"AdamW(fused=True) and casts": cast_around(fused.step)}
+    deepspeed = _cpu_adam(parameter, m, v)
+    if deepspeed is not None:
+        peers["cpu_adam and casts"] = cast_around(deepspeed)
+    return _rows("adamw bfloat16 to bfloat16", ours, peers, rounds)
+
+
+def _cpu_adam(parameter: torch.nn.Parameter, m: torch.Tensor, v: torch.Tensor) -> Call | None:
+    try:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+    except ImportError:
+        return None
+    optimizer = DeepSpeedCPUAdam([parameter], adamw_mode=True, **_STEP)
+    optimizer.state[parameter] = {"step": 10, "exp_avg": m, "exp_avg_sq": v}
+    step: Call = optimizer.step
+    return step
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

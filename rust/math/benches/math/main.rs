@@ -1,0 +1,183 @@
+//! The kernels against the memory: each next to a loop that moves the same bytes in as many streams, in the same run.
+//!
+//! `cargo bench -p memascend-math -- [MILLIONS] [WORD]`: another number of elements than 64 Mi; only the groups that
+//! have WORD in a line's name. Rounds are interleaved and
+//! medians are shown. Buffers lie on huge pages, where the system gives them.
+
+use std::{hint::black_box, num::NonZeroUsize, time::Instant};
+
+use memascend_math::{
+    Bf16, Exec, F16, Floats, FloatsMut, Hyperparameters, Result, Scalars, Simd, State, accumulate, adam, cast, check,
+    check_and_unscale,
+};
+
+mod memory;
+use memory::Buffer;
+
+const ROUNDS: usize = 9;
+
+/// What a group of cases moves: the first case is the loop that the others are held against.
+struct Group {
+    bytes_per_element: usize,
+    cases: &'static [(&'static str, Case)],
+}
+
+type Case = fn(&mut Data, Exec, usize);
+
+const GROUPS: &[Group] = &[
+    Group {
+        bytes_per_element: 4,
+        cases: &[
+            ("read 4 B", |d, _, threads| memory::read(&d.p, threads)),
+            ("check f32", |d, exec, _| _ = black_box(check(Floats::F32(&d.p), exec))),
+        ],
+    },
+    Group {
+        bytes_per_element: 2,
+        cases: &[
+            ("read 2 B", |d, _, threads| memory::read(&d.grad, threads)),
+            ("check bf16", |d, exec, _| _ = black_box(check(Floats::Bf16(&d.grad), exec))),
+            ("check f16", |d, exec, _| _ = black_box(check(Floats::F16(&d.half), exec))),
+        ],
+    },
+    Group {
+        bytes_per_element: 8,
+        cases: &[
+            ("read and write 4 B", |d, _, threads| memory::rewrite(&mut d.w, threads)),
+            ("check and unscale f32", |d, exec, _| {
+                ok(check_and_unscale(FloatsMut::F32(&mut d.w), 0.999, exec).map(drop));
+            }),
+        ],
+    },
+    Group {
+        bytes_per_element: 6,
+        cases: &[
+            ("copy 4 B to 2 B", |d, _, threads| memory::copy(&d.p, &mut d.out, threads)),
+            ("cast f32 to bf16", |d, exec, _| ok(cast(Floats::F32(&d.p), FloatsMut::Bf16(&mut d.out), exec))),
+            ("cast f32 to f16", |d, exec, _| ok(cast(Floats::F32(&d.p), FloatsMut::F16(&mut d.half), exec))),
+        ],
+    },
+    Group {
+        bytes_per_element: 6,
+        cases: &[
+            ("copy 2 B to 4 B", |d, _, threads| memory::copy(&d.grad, &mut d.w, threads)),
+            ("cast bf16 to f32", |d, exec, _| ok(cast(Floats::Bf16(&d.grad), FloatsMut::F32(&mut d.w), exec))),
+            ("cast f16 to f32", |d, exec, _| ok(cast(Floats::F16(&d.half), FloatsMut::F32(&mut d.w), exec))),
+        ],
+    },
+    Group {
+        bytes_per_element: 10,
+        cases: &[
+            ("rewrite 4 B, read 2 B", |d, _, threads| memory::rewrite_with(&mut d.w, &d.grad, threads)),
+            ("accumulate bf16", |d, exec, _| ok(accumulate(&mut d.w, Floats::Bf16(&d.grad), exec))),
+        ],
+    },
+    Group {
+        bytes_per_element: 28,
+        cases: &[
+            ("4 streams read, 4 written", |d, _, threads| {
+                memory::streams([&mut d.p, &mut d.m, &mut d.v], &d.grad, &mut d.out, threads);
+            }),
+            ("adam bf16 to bf16", |d, exec, _| {
+                let state = State { master: &mut d.p, exp_avg: &mut d.m, exp_avg_sq: &mut d.v };
+                let out = FloatsMut::Bf16(&mut d.out);
+                ok(adam(state, Floats::Bf16(&d.grad), Some(out), &d.scalars, exec));
+            }),
+        ],
+    },
+];
+
+fn main() {
+    let millions = std::env::args().skip(1).find_map(|argument| argument.parse().ok()).unwrap_or(64_usize);
+    let exec = Exec::new(NonZeroUsize::MIN).unwrap_or_else(|error| panic!("{error}"));
+    let mut data = Data::new(millions << 20);
+    let cores = std::thread::available_parallelism().unwrap_or(NonZeroUsize::MIN);
+    show(&format!(
+        "{millions} Mi elements, medians of {ROUNDS} interleaved rounds; the ratio is to the group's first line"
+    ));
+    show(&format!("{:26}{:>9}{:>8}{:>10}{:>9}{:>7}", "", "threads", "simd", "Gelem/s", "GB/s", "ratio"));
+    let word =
+        std::env::args().skip(1).find(|argument| argument.parse::<usize>().is_err() && !argument.starts_with('-'));
+    let wanted = |group: &&Group| word.as_ref().is_none_or(|word| group.cases.iter().any(|case| case.0.contains(word)));
+    for group in GROUPS.iter().filter(wanted) {
+        for threads in if cores == NonZeroUsize::MIN { vec![cores] } else { vec![NonZeroUsize::MIN, cores] } {
+            data.compare(group, exec.with_threads(threads), threads.get(), Simd::available()[0]);
+        }
+        for simd in Simd::available().into_iter().skip(1) {
+            data.compare(group, exec.with_simd(simd), 1, simd);
+        }
+    }
+}
+
+struct Data {
+    p: Buffer<f32>,
+    m: Buffer<f32>,
+    v: Buffer<f32>,
+    w: Buffer<f32>,
+    grad: Buffer<Bf16>,
+    out: Buffer<Bf16>,
+    half: Buffer<F16>,
+    scalars: Scalars,
+}
+
+impl Data {
+    fn new(len: usize) -> Self {
+        let group = Hyperparameters {
+            lr: 1e-3,
+            beta1: 0.9,
+            beta2: 0.999,
+            eps: 1e-8,
+            weight_decay: 0.01,
+            decoupled: true,
+            step: 10,
+            grad_scale: 0.5,
+            maximize: false,
+        };
+        Self {
+            p: Buffer::new(len, 0, 0.25),
+            m: Buffer::new(len, 1, 0.01),
+            v: Buffer::new(len, 2, 0.02),
+            w: Buffer::new(len, 3, 1.5),
+            grad: Buffer::new(len, 4, Bf16(0x3C00)),
+            out: Buffer::new(len, 5, Bf16(0)),
+            half: Buffer::new(len, 6, F16(0x3C00)),
+            scalars: group.scalars().unwrap_or_else(|error| panic!("{error}")),
+        }
+    }
+
+    fn compare(&mut self, group: &Group, exec: Exec, threads: usize, simd: Simd) {
+        let mut samples = vec![Vec::new(); group.cases.len()];
+        for round in 0..=ROUNDS {
+            for ((_, case), samples) in group.cases.iter().zip(&mut samples) {
+                let began = Instant::now();
+                case(self, exec, threads);
+                // The first round warms up.
+                if round > 0 {
+                    samples.push(began.elapsed().as_secs_f64());
+                }
+            }
+        }
+        let medians = samples.iter_mut().map(|times| {
+            times.sort_by(f64::total_cmp);
+            times[times.len() / 2]
+        });
+        let medians: Vec<f64> = medians.collect();
+        for ((name, _), seconds) in group.cases.iter().zip(&medians) {
+            #[expect(clippy::cast_precision_loss, reason = "a figure to read")]
+            let giga = self.p.len() as f64 / seconds / 1e9;
+            #[expect(clippy::cast_precision_loss, reason = "a figure to read")]
+            let bytes = giga * group.bytes_per_element as f64;
+            let name_of = format!("{simd:?}");
+            show(&format!("{name:26}{threads:>9}{name_of:>9}{giga:>9.2}{bytes:>9.1}{:>7.2}", medians[0] / seconds));
+        }
+    }
+}
+
+fn ok(result: Result<()>) {
+    result.unwrap_or_else(|error| panic!("{error}"));
+}
+
+#[expect(clippy::print_stdout, reason = "a benchmark prints")]
+fn show(line: &str) {
+    println!("{line}");
+}

@@ -1,0 +1,225 @@
+//! Memory for the benchmark, and loops that only move bytes: what the kernels are held against.
+
+#![expect(clippy::inline_always, reason = "what is not inlined is compiled for the baseline")]
+
+use std::{
+    hint::black_box,
+    ops::{Deref, DerefMut},
+    slice, thread,
+};
+
+const HUGE: usize = 2 << 20;
+
+/// Elements on huge pages. Each buffer starts at its own distance from a multiple of 2 MiB: arrays that lie a power of
+/// two apart share cache sets and run several times slower.
+pub(super) struct Buffer<T> {
+    mapping: *mut u8,
+    mapped_bytes: usize,
+    start: *mut T,
+    len: usize,
+}
+
+impl<T: Copy> Buffer<T> {
+    pub(super) fn new(len: usize, index: usize, value: T) -> Self {
+        let offset = index * 17 * 4096;
+        let mapped_bytes = len * size_of::<T>() + offset + HUGE;
+        let (protection, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+        // SAFETY: a new private mapping touches nothing that exists.
+        let mapping = unsafe { libc::mmap(std::ptr::null_mut(), mapped_bytes, protection, flags, -1, 0) };
+        assert!(mapping != libc::MAP_FAILED, "no memory for the benchmark");
+        // SAFETY: the range was just mapped; without huge pages the figures are lower, and that is all.
+        unsafe { libc::madvise(mapping, mapped_bytes, libc::MADV_HUGEPAGE) };
+        let mapping = mapping.cast::<u8>();
+        // SAFETY: up to a multiple of 2 MiB and the offset, both inside the mapping.
+        let start = unsafe { mapping.add(mapping.align_offset(HUGE) + offset) };
+        let mut buffer = Self { mapping, mapped_bytes, start: start.cast(), len };
+        buffer.fill(value);
+        buffer
+    }
+}
+
+impl<T> Drop for Buffer<T> {
+    fn drop(&mut self) {
+        // SAFETY: mapped by `new`, and no slice of it outlives the buffer.
+        unsafe { libc::munmap(self.mapping.cast(), self.mapped_bytes) };
+    }
+}
+
+impl<T> Deref for Buffer<T> {
+    type Target = [T];
+    fn deref(&self) -> &[T] {
+        // SAFETY: zero-filled by the system and within the mapping; the element types take any bits.
+        unsafe { slice::from_raw_parts(self.start, self.len) }
+    }
+}
+
+impl<T> DerefMut for Buffer<T> {
+    fn deref_mut(&mut self) -> &mut [T] {
+        // SAFETY: as above, and the borrow is unique.
+        unsafe { slice::from_raw_parts_mut(self.start, self.len) }
+    }
+}
+
+type Line = [u64; 8];
+
+fn lines<T>(data: &[T]) -> &[Line] {
+    // SAFETY: every bit pattern is a `Line`; the middle part is aligned, and buffers start at a page.
+    unsafe { data.align_to() }.1
+}
+
+fn lines_mut<T>(data: &mut [T]) -> &mut [Line] {
+    // SAFETY: as above, and every bit pattern is an element.
+    unsafe { data.align_to_mut() }.1
+}
+
+/// Reads everything.
+pub(super) fn read<T: Sync>(data: &[T], threads: usize) {
+    let lines = lines(data);
+    thread::scope(|scope| {
+        for part in lines.chunks(lines.len().div_ceil(threads)) {
+            scope.spawn(move || black_box(wide(|| read_part(part))));
+        }
+    });
+}
+
+#[inline(always)]
+fn read_part(lines: &[Line]) -> u64 {
+    // Four lines at a time, so that no addition waits for the one before.
+    let mut sums = [[0_u64; 8]; 4];
+    for group in lines.chunks_exact(4) {
+        for (sums, line) in sums.iter_mut().zip(group) {
+            for (sum, word) in sums.iter_mut().zip(line) {
+                *sum |= word;
+            }
+        }
+    }
+    sums.as_flattened().iter().fold(0, |all, word| all | word)
+}
+
+/// Reads and writes everything in place.
+pub(super) fn rewrite<T: Send>(data: &mut [T], threads: usize) {
+    let (lines, nothing) = (lines_mut(data), black_box(0));
+    let share = lines.len().div_ceil(threads);
+    thread::scope(|scope| {
+        for part in lines.chunks_mut(share) {
+            scope.spawn(move || wide(|| part.as_flattened_mut().iter_mut().for_each(|word| *word ^= nothing)));
+        }
+    });
+}
+
+/// Rewrites fp32 in place while reading half as many bytes beside it.
+pub(super) fn rewrite_with<T: Send, S: Sync>(data: &mut [T], beside: &[S], threads: usize) {
+    let (data, beside, nothing) = (lines_mut(data), lines(beside), black_box(0));
+    let share = beside.len().div_ceil(threads);
+    thread::scope(|scope| {
+        for (part, beside) in data.chunks_mut(2 * share).zip(beside.chunks(share)) {
+            scope.spawn(move || wide(|| mixed(part, beside, nothing)));
+        }
+    });
+}
+
+#[inline(always)]
+fn mixed(data: &mut [Line], beside: &[Line], nothing: u64) {
+    for (pair, line) in data.chunks_exact_mut(2).zip(beside) {
+        for (i, word) in line.iter().enumerate() {
+            pair[0][i] ^= word & nothing;
+            pair[1][i] ^= word & nothing;
+        }
+    }
+}
+
+/// Reads all of `from` and writes all of `to`, past the caches, whatever their sizes.
+pub(super) fn copy<S: Sync, T: Send>(from: &[S], to: &mut [T], threads: usize) {
+    let (from, to) = (lines(from), lines_mut(to));
+    let (share_from, share_to) = (from.len().div_ceil(threads), to.len().div_ceil(threads));
+    thread::scope(|scope| {
+        for (from, to) in from.chunks(share_from).zip(to.chunks_mut(share_to)) {
+            scope.spawn(move || wide(|| copy_part(from, to)));
+        }
+    });
+}
+
+#[inline(always)]
+fn copy_part(from: &[Line], to: &mut [Line]) {
+    if from.len() > to.len() {
+        for (pair, out) in from.chunks_exact(2).zip(to) {
+            let mut line = pair[0];
+            line.iter_mut().zip(&pair[1]).for_each(|(a, b)| *a ^= b);
+            past_caches(out, line);
+        }
+    } else {
+        for (line, pair) in from.iter().zip(to.chunks_exact_mut(2)) {
+            past_caches(&mut pair[0], *line);
+            past_caches(&mut pair[1], *line);
+        }
+    }
+}
+
+/// The traffic of an optimizer step: three streams rewritten, one read, one written past the caches.
+pub(super) fn streams(state: [&mut [f32]; 3], grad: &[impl Sync], out: &mut [impl Send], threads: usize) {
+    let nothing = black_box(0);
+    let [p, m, v] = state.map(lines_mut);
+    let (grad, out) = (lines(grad), lines_mut(out));
+    let share = grad.len().div_ceil(threads);
+    thread::scope(|scope| {
+        let state = p.chunks_mut(2 * share).zip(m.chunks_mut(2 * share)).zip(v.chunks_mut(2 * share));
+        for (((p, m), v), (grad, out)) in state.zip(grad.chunks(share).zip(out.chunks_mut(share))) {
+            scope.spawn(move || wide(|| streams_part([p, m, v], grad, out, nothing)));
+        }
+    });
+}
+
+#[inline(always)]
+fn streams_part(state: [&mut [Line]; 3], grad: &[Line], out: &mut [Line], nothing: u64) {
+    let [p, m, v] = state.map(|data| data.chunks_exact_mut(2));
+    for (((p, m), v), (grad, out)) in p.zip(m).zip(v).zip(grad.iter().zip(out)) {
+        for data in [p, m, v] {
+            data.as_flattened_mut().iter_mut().for_each(|word| *word ^= nothing);
+        }
+        past_caches(out, *grad);
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+fn past_caches(out: &mut Line, line: Line) {
+    use std::arch::x86_64::{__m128i, _mm_stream_si128};
+
+    // SAFETY: both are 64 bytes of plain integers.
+    let parts = unsafe { std::mem::transmute::<Line, [__m128i; 4]>(line) };
+    // SAFETY: any integers are integers of another width; buffers start at a page, so nothing is left at the ends.
+    let (_, to, _) = unsafe { out.align_to_mut::<__m128i>() };
+    for (to, part) in to.iter_mut().zip(parts) {
+        // SAFETY: a reference is valid and aligned; SSE2 is part of x86-64.
+        unsafe { _mm_stream_si128(to, part) };
+    }
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn past_caches(out: &mut Line, line: Line) {
+    *out = line;
+}
+
+/// Runs a loop compiled for the widest registers that the processor has.
+fn wide<R>(work: impl FnOnce() -> R) -> R {
+    #[cfg(target_arch = "x86_64")]
+    {
+        #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+        fn avx512<R>(work: impl FnOnce() -> R) -> R {
+            work()
+        }
+        #[target_feature(enable = "avx2")]
+        fn avx2<R>(work: impl FnOnce() -> R) -> R {
+            work()
+        }
+        if is_x86_feature_detected!("avx512bw") && is_x86_feature_detected!("avx512vl") {
+            // SAFETY: just detected.
+            return unsafe { avx512(work) };
+        }
+        if is_x86_feature_detected!("avx2") {
+            // SAFETY: just detected.
+            return unsafe { avx2(work) };
+        }
+    }
+    work()
+}

@@ -1,0 +1,178 @@
+//! One step of `AdamW` or `Adam` on fp32 state, with a gradient and an output of 16 bits where they are.
+//!
+//! The sequence of operations is that of torch's fused kernel on CPU, whose bits it gives. Each element is computed by
+//! the one formula; torch rounds the second moment of the last elements of a thread's share differently.
+
+use crate::{
+    Bf16, Element, Error, Exec, F16, Floats, FloatsMut, Result, STREAM_ELEMENTS_MIN, Scalars,
+    exec::Work,
+    fused::Fused,
+    simd::{Kernel, Simd},
+    stream::{self, Fill},
+};
+
+/// Where parts are cut: a multiple of the lines of every type.
+const GRAIN: usize = 1024;
+
+/// The fp32 state of a parameter, updated in place.
+#[derive(Debug)]
+pub struct State<'a> {
+    /// The parameter.
+    pub master: &'a mut [f32],
+    /// The first moment.
+    pub exp_avg: &'a mut [f32],
+    /// The second moment.
+    pub exp_avg_sq: &'a mut [f32],
+}
+
+/// Updates `state` with `grad`, and writes the updated parameter, rounded, to `out` where there is one.
+pub fn adam(
+    state: State<'_>,
+    grad: Floats<'_>,
+    out: Option<FloatsMut<'_>>,
+    scalars: &Scalars,
+    exec: Exec,
+) -> Result<()> {
+    match grad {
+        Floats::F32(grad) => with_grad(state, grad, out, scalars, exec),
+        Floats::Bf16(grad) => with_grad(state, grad, out, scalars, exec),
+        Floats::F16(grad) => with_grad(state, grad, out, scalars, exec),
+    }
+}
+
+fn with_grad<G: Element>(
+    state: State<'_>,
+    grad: &[G],
+    out: Option<FloatsMut<'_>>,
+    scalars: &Scalars,
+    exec: Exec,
+) -> Result<()> {
+    match out {
+        None => update::<G, f32>(state, grad, None, scalars, exec),
+        Some(FloatsMut::F32(out)) => update(state, grad, Some(out), scalars, exec),
+        Some(FloatsMut::Bf16(out)) => update::<G, Bf16>(state, grad, Some(out), scalars, exec),
+        Some(FloatsMut::F16(out)) => update::<G, F16>(state, grad, Some(out), scalars, exec),
+    }
+}
+
+fn update<G: Element, O: Element>(
+    state: State<'_>,
+    grad: &[G],
+    out: Option<&mut [O]>,
+    scalars: &Scalars,
+    exec: Exec,
+) -> Result<()> {
+    let len = state.master.len();
+    let out_len = out.as_ref().map_or(len, |out| out.len());
+    let lengths = [
+        ("grad", grad.len()),
+        ("exp_avg", state.exp_avg.len()),
+        ("exp_avg_sq", state.exp_avg_sq.len()),
+        ("out", out_len),
+    ];
+    for (name, other) in lengths {
+        if other != len {
+            return Err(Error::Length { name, len: other, other: "master", other_len: len });
+        }
+    }
+    let streaming = len >= STREAM_ELEMENTS_MIN;
+    exec.run(Update { state, grad, out, scalars, streaming }, GRAIN, Simd::run);
+    Ok(())
+}
+
+struct Update<'a, G, O> {
+    state: State<'a>,
+    grad: &'a [G],
+    out: Option<&'a mut [O]>,
+    scalars: &'a Scalars,
+    streaming: bool,
+}
+
+impl<G: Element, O: Element> Work for Update<'_, G, O> {
+    fn len(&self) -> usize {
+        self.grad.len()
+    }
+
+    fn split_at(self, middle: usize) -> (Self, Self) {
+        let (master, master_after) = self.state.master.split_at_mut(middle);
+        let (exp_avg, exp_avg_after) = self.state.exp_avg.split_at_mut(middle);
+        let (exp_avg_sq, exp_avg_sq_after) = self.state.exp_avg_sq.split_at_mut(middle);
+        let (grad, grad_after) = self.grad.split_at(middle);
+        let (out, out_after) = self.out.map(|out| out.split_at_mut(middle)).unzip();
+        let after = State { master: master_after, exp_avg: exp_avg_after, exp_avg_sq: exp_avg_sq_after };
+        (
+            Self { state: State { master, exp_avg, exp_avg_sq }, grad, out, ..self },
+            Self { state: after, grad: grad_after, out: out_after, ..self },
+        )
+    }
+}
+
+impl<G: Element, O: Element> Kernel for Update<'_, G, O> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<F: Fused>(self) {
+        match self.out {
+            None => {
+                let State { master, exp_avg, exp_avg_sq } = self.state;
+                elements::<F, G, O, false>(master, self.grad, exp_avg, exp_avg_sq, &mut [], self.scalars);
+            }
+            Some(out) => {
+                let inputs = Inputs { state: self.state, grad: self.grad, scalars: self.scalars };
+                stream::store::<F, O>(out, self.streaming, inputs);
+            }
+        }
+    }
+}
+
+struct Inputs<'a, G> {
+    state: State<'a>,
+    grad: &'a [G],
+    scalars: &'a Scalars,
+}
+
+impl<G: Element, O: Element> Fill<O> for Inputs<'_, G> {
+    #[inline(always)]
+    fn fill<F: Fused>(&mut self, start: usize, out: &mut [O]) {
+        let here = start..start + out.len();
+        let State { master, exp_avg, exp_avg_sq } = &mut self.state;
+        let (p, g) = (&mut master[here.clone()], &self.grad[here.clone()]);
+        let (m, v) = (&mut exp_avg[here.clone()], &mut exp_avg_sq[here]);
+        elements::<F, G, O, true>(p, g, m, v, out, self.scalars);
+    }
+}
+
+/// The formula. Slices are arguments, and not fields, because only arguments are known not to overlap.
+#[inline(always)]
+fn elements<F: Fused, G: Element, O: Element, const OUT: bool>(
+    master: &mut [f32],
+    grad: &[G],
+    exp_avg: &mut [f32],
+    exp_avg_sq: &mut [f32],
+    out: &mut [O],
+    s: &Scalars,
+) {
+    let len = master.len();
+    let (grad, exp_avg, exp_avg_sq) = (&grad[..len], &mut exp_avg[..len], &mut exp_avg_sq[..len]);
+    let out = if OUT { &mut out[..len] } else { out };
+    // A copy: behind the reference each could change with every store.
+    let s = *s;
+    let l2 = s.l2 != 0.0;
+    for i in 0..len {
+        let p = master[i] * s.decay;
+        let g = grad[i].to_f32() * s.grad_factor;
+        // Only where there is one: an infinite parameter times zero would be a NaN.
+        let g = if l2 { F::fma(p, s.l2, g) } else { g };
+        let m = exp_avg[i];
+        let m = F::fma(s.first_weight, g - m, if s.from_gradient { g } else { m });
+        let v = F::fma(g * s.one_minus_beta2, g, exp_avg_sq[i] * s.beta2);
+        let denominator = v.sqrt() / s.bias2_root + s.eps;
+        let p = p + (m * s.step_size) / denominator;
+        master[i] = p;
+        exp_avg[i] = m;
+        exp_avg_sq[i] = v;
+        if OUT {
+            out[i] = O::from_f32(p);
+        }
+    }
+}

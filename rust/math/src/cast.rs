@@ -1,0 +1,72 @@
+//! Casts between fp32 and the 16-bit types, at the speed of a copy.
+
+use crate::{
+    Bf16, Element, Error, Exec, F16, Floats, FloatsMut, Result, STREAM_ELEMENTS_MIN,
+    exec::Work,
+    fused::Fused,
+    simd::{Kernel, Simd},
+    stream::{self, Fill},
+};
+
+/// Where parts are cut: a multiple of the lines of every type.
+const GRAIN: usize = 1024;
+
+/// Writes `source` to `out`, rounded to nearest even; at least one of the two is fp32.
+pub fn cast(source: Floats<'_>, out: FloatsMut<'_>, exec: Exec) -> Result<()> {
+    match (source, out) {
+        (Floats::F32(source), FloatsMut::F32(out)) => moved(source, out, exec),
+        (Floats::F32(source), FloatsMut::Bf16(out)) => moved(source, out, exec),
+        (Floats::F32(source), FloatsMut::F16(out)) => moved(source, out, exec),
+        (Floats::Bf16(source), FloatsMut::F32(out)) => moved(source, out, exec),
+        (Floats::F16(source), FloatsMut::F32(out)) => moved(source, out, exec),
+        (Floats::Bf16(_), FloatsMut::Bf16(_)) => Err(Error::Cast { from: Bf16::NAME, to: Bf16::NAME }),
+        (Floats::Bf16(_), FloatsMut::F16(_)) => Err(Error::Cast { from: Bf16::NAME, to: F16::NAME }),
+        (Floats::F16(_), FloatsMut::Bf16(_)) => Err(Error::Cast { from: F16::NAME, to: Bf16::NAME }),
+        (Floats::F16(_), FloatsMut::F16(_)) => Err(Error::Cast { from: F16::NAME, to: F16::NAME }),
+    }
+}
+
+fn moved<S: Element, O: Element>(source: &[S], out: &mut [O], exec: Exec) -> Result<()> {
+    if source.len() != out.len() {
+        return Err(Error::Length { name: "source", len: source.len(), other: "out", other_len: out.len() });
+    }
+    let streaming = out.len() >= STREAM_ELEMENTS_MIN;
+    exec.run(Cast { source, out, streaming }, GRAIN, Simd::run);
+    Ok(())
+}
+
+struct Cast<'a, S, O> {
+    source: &'a [S],
+    out: &'a mut [O],
+    streaming: bool,
+}
+
+impl<S: Element, O: Element> Work for Cast<'_, S, O> {
+    fn len(&self) -> usize {
+        self.source.len()
+    }
+
+    fn split_at(self, middle: usize) -> (Self, Self) {
+        let (source, source_after) = self.source.split_at(middle);
+        let (out, out_after) = self.out.split_at_mut(middle);
+        (Self { source, out, ..self }, Self { source: source_after, out: out_after, ..self })
+    }
+}
+
+impl<S: Element, O: Element> Kernel for Cast<'_, S, O> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<F: Fused>(self) {
+        stream::store::<F, O>(self.out, self.streaming, self.source);
+    }
+}
+
+impl<S: Element, O: Element> Fill<O> for &[S] {
+    #[inline(always)]
+    fn fill<F: Fused>(&mut self, start: usize, out: &mut [O]) {
+        for (out, value) in out.iter_mut().zip(&self[start..]) {
+            *out = O::from_f32(value.to_f32());
+        }
+    }
+}

@@ -1,0 +1,51 @@
+//! What can be wrong with a call, in words that say what to do.
+
+/// The result of everything in this crate that can fail.
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// What can be wrong with a call. Nothing has been written where one is returned.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// Two slices that describe the same elements differ in length.
+    #[error("{name} has {len} elements and {other} has {other_len}: they must agree")]
+    Length {
+        /// The slice that differs.
+        name: &'static str,
+        /// Its length.
+        len: usize,
+        /// What it was compared with.
+        other: &'static str,
+        /// The length of that.
+        other_len: usize,
+    },
+
+    /// A number outside the range where the formula means anything.
+    #[error("{name} is {value}: pass {wanted}")]
+    Number {
+        /// The argument.
+        name: &'static str,
+        /// What was passed.
+        value: f64,
+        /// What works.
+        wanted: &'static str,
+    },
+
+    /// Both ends of a cast are 16-bit.
+    #[error("a cast from {from} to {to}: one of the two must be float32")]
+    Cast {
+        /// The source's type.
+        from: &'static str,
+        /// The target's type.
+        to: &'static str,
+    },
+
+    /// `MEMASCEND_SIMD` names something that this processor or this crate does not have.
+    #[error("MEMASCEND_SIMD is {asked:?}: pass one of those that this processor has, {available}, or unset it")]
+    Simd {
+        /// What the variable says.
+        asked: String,
+        /// The names that work here.
+        available: String,
+    },
+}

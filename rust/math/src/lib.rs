@@ -1,0 +1,36 @@
+//! SIMD kernels on slices: overflow check with norm and unscaling, `AdamW` and `Adam`, casts.
+//!
+//! Each algorithm is written once, as a loop that the compiler vectorises, and compiled for each instruction set
+//! ([`Simd`]); the best one that the processor has is chosen at run time. Every instruction set and every number of
+//! threads gives the same bits. There is no pool: a call starts the threads it is told to use and ends them.
+
+#![expect(
+    clippy::inline_always,
+    reason = "what is not inlined into a `#[target_feature]` function is compiled for the baseline"
+)]
+#![expect(clippy::many_single_char_names, reason = "p, g, m and v are the formula's names")]
+#![expect(clippy::needless_range_loop, reason = "lanes index several arrays alike, which is what vectorises")]
+
+mod accumulate;
+mod adam;
+mod cast;
+mod check;
+mod element;
+mod error;
+mod exec;
+mod fused;
+mod mode;
+mod scalars;
+mod simd;
+mod stream;
+
+pub use accumulate::accumulate;
+pub use adam::{State, adam};
+pub use cast::cast;
+pub use check::{Check, check, check_and_unscale, has_nonfinite};
+pub use element::{Bf16, Element, F16, Floats, FloatsMut};
+pub use error::{Error, Result};
+pub use exec::{Exec, THREAD_ELEMENTS_MIN};
+pub use scalars::{Hyperparameters, Scalars};
+pub use simd::Simd;
+pub use stream::STREAM_ELEMENTS_MIN;

@@ -1,0 +1,102 @@
+//! The scalars of an Adam step, computed in f64 and rounded once to fp32, as torch's fused kernel does.
+
+use crate::{Error, Result};
+
+/// A group's hyperparameters at one step.
+#[derive(Debug, Clone, Copy)]
+pub struct Hyperparameters {
+    /// Learning rate, from 0.
+    pub lr: f64,
+    /// Decay of the first moment, in [0, 1).
+    pub beta1: f64,
+    /// Decay of the second moment, in [0, 1).
+    pub beta2: f64,
+    /// Added to the denominator, from 0.
+    pub eps: f64,
+    /// Weight decay, from 0.
+    pub weight_decay: f64,
+    /// The weight decay multiplies the parameter (`AdamW`) and does not join the gradient (`Adam`, L2).
+    pub decoupled: bool,
+    /// The number of this update, from 1.
+    pub step: u64,
+    /// What the gradient is multiplied by.
+    pub grad_scale: f64,
+    /// Ascend instead of descend.
+    pub maximize: bool,
+}
+
+/// What every element of a step is computed with.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Scalars {
+    /// What the gradient is multiplied by, negative where the loss is maximised.
+    pub grad_factor: f32,
+    /// `1 - lr * weight_decay`, which the parameter is multiplied by; 1 where the decay is L2.
+    pub decay: f32,
+    /// What of the parameter joins the gradient; 0 where the decay is decoupled.
+    pub l2: f32,
+    /// The weight of `g - m` in the first moment: `w = 1 - beta1`, or, with `from_gradient`, `w - 1`.
+    pub first_weight: f32,
+    /// The first moment starts from `g` and not from `m`: torch interpolates from the nearer end.
+    pub from_gradient: bool,
+    /// Decay of the second moment.
+    pub beta2: f32,
+    /// The weight of the squared gradient in the second moment.
+    pub one_minus_beta2: f32,
+    /// The square root of the second bias correction.
+    pub bias2_root: f32,
+    /// Added to the denominator.
+    pub eps: f32,
+    /// Minus the learning rate over the first bias correction.
+    pub step_size: f32,
+}
+
+impl Hyperparameters {
+    /// The scalars of this step.
+    #[expect(clippy::cast_possible_truncation, reason = "rounding to fp32 is the purpose")]
+    pub fn scalars(&self) -> Result<Scalars> {
+        self.checked()?;
+        let weight = (1.0 - self.beta1) as f32;
+        let from_gradient = weight >= 0.5;
+        #[expect(clippy::cast_precision_loss, reason = "2^53 steps are more than anybody takes")]
+        let step = self.step as f64;
+        let bias1 = 1.0 - self.beta1.powf(step);
+        let bias2 = 1.0 - self.beta2.powf(step);
+        let factor = if self.maximize { -self.grad_scale } else { self.grad_scale };
+        Ok(Scalars {
+            grad_factor: factor as f32,
+            decay: if self.decoupled { (1.0 - self.lr * self.weight_decay) as f32 } else { 1.0 },
+            l2: if self.decoupled { 0.0 } else { self.weight_decay as f32 },
+            first_weight: if from_gradient { weight - 1.0 } else { weight },
+            from_gradient,
+            beta2: self.beta2 as f32,
+            one_minus_beta2: (1.0 - self.beta2) as f32,
+            bias2_root: bias2.sqrt() as f32,
+            eps: self.eps as f32,
+            step_size: -(self.lr / bias1) as f32,
+        })
+    }
+
+    fn checked(&self) -> Result<()> {
+        let max = f64::from(f32::MAX);
+        let not_negative = |value: f64| (0.0..=max).contains(&value);
+        let below_one = |value: f64| (0.0..1.0).contains(&value);
+        let number = |name, value, wanted| Err(Error::Number { name, value, wanted });
+        for (name, value) in [("lr", self.lr), ("eps", self.eps), ("weight_decay", self.weight_decay)] {
+            if !not_negative(value) {
+                return number(name, value, "a finite number that is not negative");
+            }
+        }
+        for (name, value) in [("betas[0]", self.beta1), ("betas[1]", self.beta2)] {
+            if !below_one(value) {
+                return number(name, value, "a number from 0 up to, and not including, 1");
+            }
+        }
+        if self.grad_scale.is_nan() || self.grad_scale.abs() > max {
+            return number("grad_scale", self.grad_scale, "a number that is finite in fp32");
+        }
+        if self.step == 0 {
+            return number("step", 0.0, "the number of this update, which counts from 1");
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,281 @@
+//! Every kernel on every instruction set, on slices that end or begin at an inaccessible page: the same bits as an
+//! element-by-element computation, and not one byte touched beside them.
+
+use std::num::NonZeroUsize;
+
+use memascend_math::{
+    Bf16, Element, Exec, F16, Floats, FloatsMut, Hyperparameters, Simd, State, accumulate, adam, cast, check,
+    check_and_unscale, has_nonfinite,
+};
+use proptest::prelude::*;
+
+/// Memory between two inaccessible pages.
+struct Guarded {
+    mapping: *mut u8,
+    pages: usize,
+}
+
+const PAGE: usize = 4096;
+
+impl Guarded {
+    fn new(bytes: usize) -> Self {
+        let pages = bytes.div_ceil(PAGE).max(1) + 2;
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+        // SAFETY: a new private mapping touches nothing that exists.
+        let mapping = unsafe { libc::mmap(std::ptr::null_mut(), pages * PAGE, libc::PROT_NONE, flags, -1, 0) };
+        assert!(mapping != libc::MAP_FAILED);
+        let mapping = mapping.cast::<u8>();
+        // SAFETY: one page into the mapping.
+        let inside = unsafe { mapping.add(PAGE) };
+        let protection = libc::PROT_READ | libc::PROT_WRITE;
+        // SAFETY: the pages between the first and the last of the mapping.
+        assert_eq!(unsafe { libc::mprotect(inside.cast(), (pages - 2) * PAGE, protection) }, 0);
+        Self { mapping, pages }
+    }
+
+    /// `len` elements that begin right after the first guard, or end right before the second.
+    #[expect(clippy::mut_from_ref, reason = "each test takes one slice of a mapping")]
+    fn slice<T: Element>(&self, len: usize, at_end: bool) -> &mut [T] {
+        let bytes = len * size_of::<T>();
+        let offset = if at_end { (self.pages - 1) * PAGE - bytes } else { PAGE };
+        // SAFETY: within the mapping.
+        let start = unsafe { self.mapping.add(offset) }.cast::<T>();
+        // SAFETY: within the accessible pages, and aligned, since a page holds a whole number of elements.
+        unsafe { std::slice::from_raw_parts_mut(start, len) }
+    }
+}
+
+impl Drop for Guarded {
+    fn drop(&mut self) {
+        // SAFETY: mapped by `new`; no slice outlives the test that took it.
+        unsafe { libc::munmap(self.mapping.cast(), self.pages * PAGE) };
+    }
+}
+
+/// A small generator, so that megabytes of input cost nothing.
+fn noise(seed: u64) -> impl FnMut() -> u32 {
+    let mut state = seed.wrapping_mul(2).wrapping_add(1);
+    move || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 32) as u32
+    }
+}
+
+/// Values over the whole range of the type: finite, unless `wild`.
+fn values<T: Element>(out: &mut [T], seed: u64, wild: bool) {
+    let mut next = noise(seed);
+    for value in out {
+        let bits = next();
+        let x = f32::from_bits(if wild || bits & 0x7F80_0000 != 0x7F80_0000 { bits } else { bits & 0x3FFF_FFFF });
+        let rounded = T::from_f32(x);
+        *value = if wild || rounded.to_f32().is_finite() { rounded } else { T::from_f32(0.5) };
+    }
+}
+
+fn same(a: f32, b: f32) -> bool {
+    a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan())
+}
+
+fn execs(threads: usize) -> Vec<Exec> {
+    let threads = NonZeroUsize::new(threads).unwrap_or(NonZeroUsize::MIN);
+    let exec = Exec::new(threads).unwrap_or_else(|error| panic!("{error}"));
+    Simd::available().into_iter().map(|simd| exec.with_simd(simd)).collect()
+}
+
+fn lengths() -> impl Strategy<Value = usize> {
+    prop_oneof![0..100_usize, 2000..2100_usize, 4000..9000_usize]
+}
+
+/// Long enough for several threads and non-temporal stores; Valgrind gets the rest.
+fn long() -> usize {
+    if std::env::var_os("MEMASCEND_TEST_SHORT").is_some() { 70_000 } else { (1 << 20) + 4321 }
+}
+
+fn check_case<T: Element>(len: usize, seed: u64, at_end: bool, wild: bool, factor: f32, threads: usize) {
+    let memory = Guarded::new(len * size_of::<T>());
+    let mut results = Vec::new();
+    for exec in execs(threads) {
+        let data = memory.slice::<T>(len, at_end);
+        values(data, seed, wild);
+        let expected: Vec<T> = data
+            .iter()
+            .map(|x| if factor.to_bits() == 1.0_f32.to_bits() { *x } else { T::from_f32(x.to_f32() * factor) })
+            .collect();
+        let nonfinite = expected.iter().any(|x| !x.to_f32().is_finite());
+        let squares: f64 = expected.iter().map(|x| f64::from(x.to_f32()).powi(2)).sum();
+        let found = check_and_unscale(wrap_mut(data), factor, exec).unwrap_or_else(|error| panic!("{error}"));
+        assert!(data.iter().zip(&expected).all(|(a, b)| same(a.to_f32(), b.to_f32())));
+        assert_eq!(found.nonfinite, nonfinite);
+        if squares.is_finite() {
+            assert!((found.squared_norm - squares).abs() <= 1e-6 * squares, "{} against {squares}", found.squared_norm);
+        } else {
+            assert!(!found.squared_norm.is_finite());
+        }
+        let again = check(wrap(data), exec);
+        assert!(again.squared_norm.to_bits() == found.squared_norm.to_bits() || again.squared_norm.is_nan());
+        assert_eq!(has_nonfinite(wrap(data), exec), nonfinite);
+        results.push((found.nonfinite, if found.squared_norm.is_nan() { 1 } else { found.squared_norm.to_bits() }));
+    }
+    assert!(results.iter().all(|result| *result == results[0]), "{results:?}");
+}
+
+fn adam_case<G: Element, O: Element>(
+    len: usize,
+    seed: u64,
+    at_end: bool,
+    wild: bool,
+    group: Hyperparameters,
+    threads: usize,
+) {
+    let scalars = group.scalars().unwrap_or_else(|error| panic!("{error}"));
+    let floats = [0, 1, 2].map(|_| Guarded::new(len * 4));
+    let (grads, outs) = (Guarded::new(len * size_of::<G>()), Guarded::new(len * size_of::<O>()));
+    for exec in execs(threads) {
+        let [master, exp_avg, exp_avg_sq] = floats.each_ref().map(|memory| memory.slice::<f32>(len, at_end));
+        let (grad, out) = (grads.slice::<G>(len, at_end), outs.slice::<O>(len, at_end));
+        values(master, seed, wild);
+        values(exp_avg, seed + 1, wild);
+        values(exp_avg_sq, seed + 2, wild);
+        for v in exp_avg_sq.iter_mut() {
+            *v = v.abs();
+        }
+        values(grad, seed + 3, wild);
+        let before: Vec<_> = (0..len).map(|i| (master[i], grad[i].to_f32(), exp_avg[i], exp_avg_sq[i])).collect();
+        let state = State { master, exp_avg, exp_avg_sq };
+        adam(state, wrap(grad), Some(wrap_mut(out)), &scalars, exec).unwrap_or_else(|error| panic!("{error}"));
+        for (i, (p, g, m, v)) in before.into_iter().enumerate() {
+            let p = p * scalars.decay;
+            let g = g * scalars.grad_factor;
+            let g = if scalars.l2 == 0.0 { g } else { p.mul_add(scalars.l2, g) };
+            let m = scalars.first_weight.mul_add(g - m, if scalars.from_gradient { g } else { m });
+            let v = (g * scalars.one_minus_beta2).mul_add(g, v * scalars.beta2);
+            let p = p + (m * scalars.step_size) / (v.sqrt() / scalars.bias2_root + scalars.eps);
+            assert!(same(master[i], p) && same(exp_avg[i], m) && same(exp_avg_sq[i], v), "{exec:?} {i}");
+            assert!(same(out[i].to_f32(), O::from_f32(p).to_f32()), "{exec:?} {i}");
+        }
+    }
+}
+
+fn cast_case<S: Element, O: Element>(len: usize, seed: u64, at_end: bool, threads: usize) {
+    let (sources, outs) = (Guarded::new(len * size_of::<S>()), Guarded::new(len * size_of::<O>()));
+    for exec in execs(threads) {
+        let (source, out) = (sources.slice::<S>(len, at_end), outs.slice::<O>(len, at_end));
+        values(source, seed, true);
+        cast(wrap(source), wrap_mut(out), exec).unwrap_or_else(|error| panic!("{error}"));
+        assert!(source.iter().zip(&*out).all(|(s, o)| same(O::from_f32(s.to_f32()).to_f32(), o.to_f32())));
+    }
+}
+
+fn accumulate_case<G: Element>(len: usize, seed: u64, at_end: bool, threads: usize) {
+    let (totals, grads) = (Guarded::new(len * 4), Guarded::new(len * size_of::<G>()));
+    for exec in execs(threads) {
+        let (total, grad) = (totals.slice::<f32>(len, at_end), grads.slice::<G>(len, at_end));
+        values(total, seed, true);
+        values(grad, seed + 1, true);
+        let expected: Vec<f32> = total.iter().zip(&*grad).map(|(t, g)| t + g.to_f32()).collect();
+        accumulate(total, wrap(grad), exec).unwrap_or_else(|error| panic!("{error}"));
+        assert!(total.iter().zip(&expected).all(|(a, b)| same(*a, *b)));
+    }
+}
+
+/// The enum that holds a slice of the type.
+fn wrap<T: Element>(data: &[T]) -> Floats<'_> {
+    let any: &dyn std::any::Any = &T::default();
+    let (address, len) = (data.as_ptr(), data.len());
+    if any.is::<f32>() {
+        // SAFETY: the type was just found to be this one.
+        Floats::F32(unsafe { std::slice::from_raw_parts(address.cast(), len) })
+    } else if any.is::<Bf16>() {
+        // SAFETY: as above.
+        Floats::Bf16(unsafe { std::slice::from_raw_parts(address.cast::<Bf16>(), len) })
+    } else {
+        // SAFETY: the only one left.
+        Floats::F16(unsafe { std::slice::from_raw_parts(address.cast::<F16>(), len) })
+    }
+}
+
+fn wrap_mut<T: Element>(data: &mut [T]) -> FloatsMut<'_> {
+    let any: &dyn std::any::Any = &T::default();
+    let (address, len) = (data.as_mut_ptr(), data.len());
+    if any.is::<f32>() {
+        // SAFETY: the type was just found to be this one.
+        FloatsMut::F32(unsafe { std::slice::from_raw_parts_mut(address.cast(), len) })
+    } else if any.is::<Bf16>() {
+        // SAFETY: as above.
+        FloatsMut::Bf16(unsafe { std::slice::from_raw_parts_mut(address.cast::<Bf16>(), len) })
+    } else {
+        // SAFETY: the only one left.
+        FloatsMut::F16(unsafe { std::slice::from_raw_parts_mut(address.cast::<F16>(), len) })
+    }
+}
+
+fn group(decoupled: bool, beta1: f64, step: u64) -> Hyperparameters {
+    let (lr, beta2, eps, weight_decay) = (1e-3, 0.999, 1e-8, 0.1);
+    Hyperparameters { lr, beta1, beta2, eps, weight_decay, decoupled, step, grad_scale: 0.75, maximize: false }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 150, ..ProptestConfig::default() })]
+
+    #[test]
+    fn check_touches_and_finds_exactly_what_is_there(
+        len in lengths(), seed in any::<u64>(), at_end in any::<bool>(), wild in any::<bool>(),
+        factor in prop_oneof![Just(1.0_f32), Just(0.0), -2.0..2.0_f32],
+    ) {
+        let seed = seed >> 8;
+        check_case::<f32>(len, seed, at_end, wild, factor, 1);
+        check_case::<Bf16>(len, seed, at_end, wild, factor, 1);
+        check_case::<F16>(len, seed, at_end, wild, factor, 1);
+    }
+
+    #[test]
+    fn adam_is_its_formula(
+        len in lengths(), seed in any::<u64>(), at_end in any::<bool>(), wild in any::<bool>(),
+        decoupled in any::<bool>(), beta1 in prop_oneof![Just(0.9), Just(0.3), Just(0.0)], step in 1..1_000_000_u64,
+    ) {
+        let (seed, group) = (seed >> 8, group(decoupled, beta1, step));
+        adam_case::<Bf16, Bf16>(len, seed, at_end, wild, group, 1);
+        adam_case::<F16, F16>(len, seed, at_end, wild, group, 1);
+        adam_case::<f32, Bf16>(len, seed, at_end, wild, group, 1);
+    }
+
+    #[test]
+    fn casts_and_sums_are_their_formulas(len in lengths(), seed in any::<u64>(), at_end in any::<bool>()) {
+        let seed = seed >> 8;
+        cast_case::<f32, Bf16>(len, seed, at_end, 1);
+        cast_case::<f32, F16>(len, seed, at_end, 1);
+        cast_case::<Bf16, f32>(len, seed, at_end, 1);
+        cast_case::<F16, f32>(len, seed, at_end, 1);
+        cast_case::<f32, f32>(len, seed, at_end, 1);
+        accumulate_case::<Bf16>(len, seed, at_end, 1);
+        accumulate_case::<F16>(len, seed, at_end, 1);
+        accumulate_case::<f32>(len, seed, at_end, 1);
+    }
+}
+
+#[test]
+fn long_slices_on_several_threads() {
+    for (threads, at_end) in [(1, true), (2, false), (3, true), (16, true)] {
+        check_case::<f32>(long(), 1, at_end, false, 0.5, threads);
+        check_case::<Bf16>(long(), 2, at_end, false, 1.0, threads);
+        adam_case::<Bf16, Bf16>(long(), 3, at_end, true, group(true, 0.9, 5), threads);
+        cast_case::<f32, F16>(long(), 4, at_end, threads);
+        cast_case::<Bf16, f32>(long(), 5, at_end, threads);
+        accumulate_case::<Bf16>(long(), 6, at_end, threads);
+    }
+}
+
+#[test]
+fn lengths_that_differ_are_refused_and_nothing_is_written() {
+    let exec = execs(1)[0];
+    let scalars = group(true, 0.9, 1).scalars().unwrap_or_else(|error| panic!("{error}"));
+    let (mut p, mut m, mut v, grad) = (vec![1.0_f32; 8], vec![1.0; 8], vec![1.0; 8], vec![1.0_f32; 7]);
+    let state = State { master: &mut p, exp_avg: &mut m, exp_avg_sq: &mut v };
+    let refused = adam(state, Floats::F32(&grad), None, &scalars, exec);
+    assert_eq!(refused.map_err(|e| e.to_string()), Err("grad has 7 elements and master has 8: they must agree".into()));
+    assert!(accumulate(&mut p, Floats::F32(&grad), exec).is_err());
+    assert!(cast(Floats::F32(&grad), FloatsMut::F32(&mut p), exec).is_err());
+    assert!(cast(Floats::F16(&[]), FloatsMut::Bf16(&mut []), exec).is_err());
+    assert!(check_and_unscale(FloatsMut::F32(&mut p), f32::NAN, exec).is_err());
+    assert!([p, m, v].iter().flatten().all(|x| x.to_bits() == 1.0_f32.to_bits()));
+}

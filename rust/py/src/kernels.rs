@@ -1,0 +1,215 @@
+//! `rust/math` for Python: tensors arrive as addresses that `memascend.kernels` has checked.
+//!
+//! These functions trust what they get: each address points to as many elements as is said, of the type that is said,
+//! aligned for it, on the CPU, alive during the call; and those that are written overlap nothing else. Nothing but
+//! `memascend.kernels` calls them.
+
+use std::{num::NonZeroUsize, slice};
+
+use memascend_math::{self as math, Bf16, Exec, F16, Floats, FloatsMut, Hyperparameters, Scalars, Simd, State};
+use pyo3::prelude::*;
+
+use crate::errors::math_error;
+
+pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_function(wrap_pyfunction!(kernel_simd, module)?)?;
+    module.add_function(wrap_pyfunction!(kernel_scalars, module)?)?;
+    module.add_function(wrap_pyfunction!(kernel_check, module)?)?;
+    module.add_function(wrap_pyfunction!(kernel_adam, module)?)?;
+    module.add_function(wrap_pyfunction!(kernel_cast, module)?)?;
+    module.add_function(wrap_pyfunction!(kernel_accumulate, module)?)
+}
+
+/// An address and the place of its type in `memascend.kernels.arguments.FLOATS`.
+type Place = (usize, u8);
+
+/// The fields of `Scalars`, in order.
+type ScalarFields = (f32, f32, f32, f32, bool, f32, f32, f32, f32, f32);
+
+/// The instruction set that the kernels run on.
+#[pyfunction]
+fn kernel_simd(py: Python<'_>) -> PyResult<&'static str> {
+    Simd::chosen().map(Simd::name).map_err(|error| math_error(py, &error))
+}
+
+/// The scalars of an Adam step, for `memascend.kernels.scalars.Scalars`.
+#[pyfunction]
+#[expect(clippy::too_many_arguments, reason = "an optimizer's hyperparameters")]
+fn kernel_scalars(
+    py: Python<'_>,
+    lr: f64,
+    betas: (f64, f64),
+    eps: f64,
+    weight_decay: f64,
+    decoupled: bool,
+    step: u64,
+    grad_scale: f64,
+    maximize: bool,
+) -> PyResult<ScalarFields> {
+    let group = Hyperparameters {
+        lr,
+        beta1: betas.0,
+        beta2: betas.1,
+        eps,
+        weight_decay,
+        decoupled,
+        step,
+        grad_scale,
+        maximize,
+    };
+    let s = group.scalars().map_err(|error| math_error(py, &error))?;
+    Ok((
+        s.grad_factor,
+        s.decay,
+        s.l2,
+        s.first_weight,
+        s.from_gradient,
+        s.beta2,
+        s.one_minus_beta2,
+        s.bias2_root,
+        s.eps,
+        s.step_size,
+    ))
+}
+
+/// Checks and unscales each of several gradients; the flag of any, the sum of all.
+#[pyfunction]
+fn kernel_check(
+    py: Python<'_>,
+    grads: Vec<(usize, u8, usize)>,
+    inv_scale: f32,
+    threads: NonZeroUsize,
+) -> PyResult<(bool, f64)> {
+    let exec = exec(py, threads)?;
+    py.detach(|| {
+        let mut found = false;
+        let mut squares = 0.0;
+        for (address, dtype, numel) in grads {
+            // SAFETY: the module's contract.
+            let grad = unsafe { floats_mut((address, dtype), numel) };
+            let one = math::check_and_unscale(grad, inv_scale, exec)?;
+            found |= one.nonfinite;
+            squares += one.squared_norm;
+        }
+        Ok((found, squares))
+    })
+    .map_err(|error| math_error(py, &error))
+}
+
+/// One step of `AdamW` or `Adam`.
+#[pyfunction]
+#[expect(clippy::too_many_arguments, reason = "an optimizer's state")]
+fn kernel_adam(
+    py: Python<'_>,
+    master: usize,
+    grad: Place,
+    exp_avg: usize,
+    exp_avg_sq: usize,
+    out16: Option<Place>,
+    numel: usize,
+    scalars: ScalarFields,
+    threads: NonZeroUsize,
+) -> PyResult<()> {
+    let exec = exec(py, threads)?;
+    let scalars = Scalars {
+        grad_factor: scalars.0,
+        decay: scalars.1,
+        l2: scalars.2,
+        first_weight: scalars.3,
+        from_gradient: scalars.4,
+        beta2: scalars.5,
+        one_minus_beta2: scalars.6,
+        bias2_root: scalars.7,
+        eps: scalars.8,
+        step_size: scalars.9,
+    };
+    py.detach(|| {
+        let state = State {
+            // SAFETY: the module's contract.
+            master: unsafe { elements_mut(master, numel) },
+            // SAFETY: the module's contract.
+            exp_avg: unsafe { elements_mut(exp_avg, numel) },
+            // SAFETY: the module's contract.
+            exp_avg_sq: unsafe { elements_mut(exp_avg_sq, numel) },
+        };
+        // SAFETY: the module's contract.
+        let grad = unsafe { floats(grad, numel) };
+        // SAFETY: the module's contract.
+        let out = out16.map(|place| unsafe { floats_mut(place, numel) });
+        math::adam(state, grad, out, &scalars, exec)
+    })
+    .map_err(|error| math_error(py, &error))
+}
+
+/// Writes `source` to `out` in the type of `out`.
+#[pyfunction]
+fn kernel_cast(py: Python<'_>, source: Place, out: Place, numel: usize, threads: NonZeroUsize) -> PyResult<()> {
+    let exec = exec(py, threads)?;
+    // SAFETY: the module's contract.
+    let source = unsafe { floats(source, numel) };
+    // SAFETY: the module's contract.
+    let out = unsafe { floats_mut(out, numel) };
+    py.detach(|| math::cast(source, out, exec)).map_err(|error| math_error(py, &error))
+}
+
+/// Adds `grad` to the fp32 `total`.
+#[pyfunction]
+fn kernel_accumulate(py: Python<'_>, grad: Place, total: Place, numel: usize, threads: NonZeroUsize) -> PyResult<()> {
+    let exec = exec(py, threads)?;
+    // SAFETY: the module's contract.
+    let grad = unsafe { floats(grad, numel) };
+    // SAFETY: the module's contract; `total` is fp32.
+    let total = unsafe { elements_mut(total.0, numel) };
+    py.detach(|| math::accumulate(total, grad, exec)).map_err(|error| math_error(py, &error))
+}
+
+fn exec(py: Python<'_>, threads: NonZeroUsize) -> PyResult<Exec> {
+    Exec::new(threads).map_err(|error| math_error(py, &error))
+}
+
+/// # Safety
+/// The module's contract.
+unsafe fn elements<'a, T>(address: usize, numel: usize) -> &'a [T] {
+    // An empty tensor has no address.
+    if numel == 0 {
+        return &[];
+    }
+    // SAFETY: the caller says so.
+    unsafe { slice::from_raw_parts(address as *const T, numel) }
+}
+
+/// # Safety
+/// The module's contract.
+unsafe fn elements_mut<'a, T>(address: usize, numel: usize) -> &'a mut [T] {
+    if numel == 0 {
+        return &mut [];
+    }
+    // SAFETY: the caller says so.
+    unsafe { slice::from_raw_parts_mut(address as *mut T, numel) }
+}
+
+/// # Safety
+/// The module's contract.
+unsafe fn floats<'a>((address, dtype): Place, numel: usize) -> Floats<'a> {
+    match dtype {
+        // SAFETY: the caller says so.
+        0 => Floats::F32(unsafe { elements(address, numel) }),
+        // SAFETY: the caller says so; `Bf16` is its two bytes.
+        1 => Floats::Bf16(unsafe { elements::<Bf16>(address, numel) }),
+        // SAFETY: the caller says so; `F16` is its two bytes.
+        _ => Floats::F16(unsafe { elements::<F16>(address, numel) }),
+    }
+}
+
+/// # Safety
+/// The module's contract.
+unsafe fn floats_mut<'a>((address, dtype): Place, numel: usize) -> FloatsMut<'a> {
+    match dtype {
+        // SAFETY: the caller says so.
+        0 => FloatsMut::F32(unsafe { elements_mut(address, numel) }),
+        // SAFETY: the caller says so; `Bf16` is its two bytes.
+        1 => FloatsMut::Bf16(unsafe { elements_mut::<Bf16>(address, numel) }),
+        // SAFETY: the caller says so; `F16` is its two bytes.
+        _ => FloatsMut::F16(unsafe { elements_mut::<F16>(address, numel) }),
+    }
+}

@@ -1,0 +1,457 @@
+"""The kernels on CPU tensors: torch's bits, exact flags, norms held against float64, refusals that change nothing."""
+
+import itertools
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memascend import ConfigError, kernels
+from memascend.kernels.adamw import adamw_reference
+from memascend.kernels.check import check_and_unscale_reference
+from memascend.kernels.scalars import checked_scalars
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+HALVES = DTYPES[1:]
+# Past the length from which several threads and non-temporal stores are used, and not a multiple of anything.
+LONG = (1 << 20) + 12345
+
+
+def randoms(numel, dtype=torch.float32, seed=0, scale=1.0):
+    return (torch.randn(numel, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
+
+
+def any_bits(numel, seed, dtype=torch.float32):
+    """Finite values over the whole range of the format, denormals and zeros among them."""
+    kind, bits = (torch.int32, 1 << 31) if dtype == torch.float32 else (torch.int16, 1 << 15)
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randint(-bits, bits, (numel,), generator=generator).to(kind).view(dtype)
+    values[::97] = 0.0
+    return torch.where(values.isfinite(), values, torch.ones((), dtype=dtype))
+
+
+def bits(tensor):
+    return tensor.view(torch.int32 if tensor.element_size() == 4 else torch.int16)
+
+
+def same_bits(left, right):
+    """Equal bits; a NaN equals a NaN, whose payload is nobody's business."""
+    return bool(((bits(left) == bits(right)) | (left.isnan() & right.isnan())).all())
+
+
+@pytest.fixture
+def one_torch_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# --- adamw and adam against torch -------------------------------------------------
+
+
+def state_like(kind, numel, seed):
+    if kind == "usual":
+        p, g, m, v = (randoms(numel, seed=seed + i, scale=s) for i, s in enumerate((1.0, 1e-2, 1e-3, 1e-3)))
+    elif kind == "tiny":
+        p, g, m, v = (randoms(numel, seed=seed + i, scale=s) for i, s in enumerate((1e-3, 1e-38, 1e-40, 1e-20)))
+    elif kind == "huge":
+        p, g, m, v = (randoms(numel, seed=seed + i, scale=s) for i, s in enumerate((1e3, 1e18, 1e17, 1e18)))
+    elif kind == "zeros":
+        p, g, m, v = randoms(numel, seed=seed), *(torch.zeros(numel) for _ in range(3))
+        g[1::2] = -0.0
+    else:
+        p, g, m, v = (any_bits(numel, seed + i) for i in range(4))
+    return p, g, m, v.square() if kind != "bits" else v.abs()
+
+
+@pytest.mark.usefixtures("one_torch_thread")
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adam])
+@pytest.mark.parametrize("kind", ["usual", "tiny", "huge", "zeros", "bits"])
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95), (0.3, 0.9), (0.5, 0.5), (0.0, 0.0)])
+def test_the_bits_are_those_of_torch_fused(optimizer, kind, betas):
+    kernel = kernels.adamw if optimizer is torch.optim.AdamW else kernels.adam
+    grid = itertools.product(
+        [1, 2, 10, 1_000, 1_000_000], [0.0, 0.01, 0.5], [(1e-3, 1e-8), (0.7, 1e-3), (0.0, 0.0)], [False, True]
+    )
+    for index, (step, decay, (lr, eps), maximize) in enumerate(grid):
+        p, g, m, v = state_like(kind, 4096, seed=index)
+        parameter = torch.nn.Parameter(p.clone())
+        parameter.grad = g.clone()
+        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": decay, "maximize": maximize}
+        theirs = optimizer([parameter], fused=True, **options)
+        theirs.state[parameter] = {"step": torch.tensor(float(step - 1)), "exp_avg": m.clone(), "exp_avg_sq": v.clone()}
+        theirs.step()
+        kernel(p, g, m, v, None, step=step, threads=1, **options)
+        state = theirs.state[parameter]
+        for name, ours, other in (("m", m, state["exp_avg"]), ("v", v, state["exp_avg_sq"]), ("p", p, parameter.data)):
+            assert same_bits(ours, other), (name, step, decay, lr, eps, maximize)
+
+
+@pytest.mark.usefixtures("one_torch_thread")
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_many_steps_in_16_bits_stay_with_torch(dtype):
+    numel = 1 << 16
+    master, out = randoms(numel, scale=0.02), torch.empty(numel, dtype=dtype)
+    m, v = torch.zeros(numel), torch.zeros(numel)
+    parameter = torch.nn.Parameter(master.clone())
+    theirs = torch.optim.AdamW([parameter], lr=3e-4, weight_decay=0.1, fused=True)
+    for step in range(1, 21):
+        grad = randoms(numel, dtype, seed=step, scale=1e-2)
+        parameter.grad = grad.float() * 0.25
+        theirs.step()
+        kernels.adamw(
+            master, grad, m, v, out, lr=3e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1, step=step, grad_scale=0.25
+        )
+    assert same_bits(master, parameter.data)
+    assert same_bits(out, parameter.data.to(dtype))
+
+
+@pytest.mark.usefixtures("one_torch_thread")
+def test_only_the_last_elements_of_torch_differ():
+    # torch's own tail: at most 1 ulp of v, in the last numel % 16 elements. Ours is one formula.
+    p, g, m, v = state_like("usual", 4096 + 15, seed=3)
+    parameter = torch.nn.Parameter(p.clone())
+    parameter.grad = g.clone()
+    theirs = torch.optim.AdamW([parameter], fused=True)
+    theirs.state[parameter] = {"step": torch.tensor(6.0), "exp_avg": m.clone(), "exp_avg_sq": v.clone()}
+    theirs.step()
+    kernels.adamw(p, g, m, v, None, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2, step=7)
+    other = theirs.state[parameter]["exp_avg_sq"]
+    assert same_bits(v[:4096], other[:4096])
+    assert (bits(v[4096:]) - bits(other[4096:])).abs().max() <= 1
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("grad_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("out_dtype", [None, *HALVES], ids=str)
+def test_the_reference_has_the_same_bits(decoupled, grad_dtype, out_dtype):
+    p, _, m, v = state_like("usual", LONG, seed=1)
+    state = [
+        p,
+        randoms(LONG, grad_dtype, seed=9),
+        m,
+        v,
+        None if out_dtype is None else torch.empty(LONG, dtype=out_dtype),
+    ]
+    twin = [None if tensor is None else tensor.clone() for tensor in state]
+    options = {"lr": 1e-3, "betas": (0.3, 0.999), "eps": 1e-8, "weight_decay": 0.1, "step": 7, "grad_scale": 0.3}
+    (kernels.adamw if decoupled else kernels.adam)(*state, **options)
+    adamw_reference(*twin, checked_scalars(**options, maximize=False, amsgrad=False, decoupled=decoupled))
+    for left, right in zip(state, twin, strict=True):
+        assert left is None or same_bits(left, right)
+
+
+@pytest.mark.parametrize("numel", [1, 31, 1024, LONG])
+def test_threads_and_alignment_change_nothing(numel):
+    results = []
+    for threads, shift in [(1, 0), (2, 0), (3, 1), (7, 5)]:
+        p, m, v = (randoms(numel + shift, seed=i)[shift:] for i in (1, 2, 3))
+        p.copy_(randoms(numel, seed=4))
+        m.copy_(randoms(numel, seed=5))
+        v.copy_(randoms(numel, seed=6).square())
+        grad = torch.empty(numel + shift, dtype=torch.bfloat16)[shift:].copy_(randoms(numel, seed=7))
+        out = torch.empty(numel + shift, dtype=torch.bfloat16)[shift:]
+        kernels.adamw(
+            p, grad, m, v, out, lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, step=3, threads=threads
+        )
+        results.append((p, m, v, out))
+    for result in results[1:]:
+        assert all(same_bits(a, b) for a, b in zip(result, results[0], strict=True))
+
+
+def test_flushed_denormals_of_the_caller_change_nothing():
+    def run():
+        p, g, m, v = state_like("tiny", 4096, seed=2)
+        kernels.adamw(p, g, m, v, None, lr=1e-3, betas=(0.9, 0.99), eps=1e-30, weight_decay=0.1, step=3)
+        total = kernels.check_and_unscale(g, 0.5)[1]
+        return [bits(t).clone() for t in (p, m, v, g)] + [total]
+
+    expected = run()
+    state = state_like("tiny", 4096, seed=2)
+    assert torch.set_flush_denormal(True)
+    try:
+        p, g, m, v = (tensor.clone() for tensor in state)
+        kernels.adamw(p, g, m, v, None, lr=1e-3, betas=(0.9, 0.99), eps=1e-30, weight_decay=0.1, step=3)
+        total = kernels.check_and_unscale(g, 0.5)[1]
+        got = [bits(t).clone() for t in (p, m, v, g)] + [total]
+    finally:
+        torch.set_flush_denormal(False)
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+
+
+# --- check_and_unscale --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("numel", [0, 1, 31, 2048, 65_537, LONG])
+@pytest.mark.parametrize("factor", [1.0, 1 / 3, -2.0, 0.0])
+def test_check_and_unscale_is_its_reference(dtype, numel, factor):
+    tensor = randoms(numel, dtype)
+    expected = tensor.clone()
+    found, squares = kernels.check_and_unscale(tensor, factor)
+    reference = check_and_unscale_reference([expected], factor, CPU)
+    assert same_bits(tensor, expected)
+    assert found.item() is reference[0].item() is False
+    assert squares.item() == pytest.approx(reference[1].item(), rel=1e-7, abs=0)
+    assert (found.dtype, squares.dtype, found.dim(), squares.dim()) == (torch.bool, torch.float64, 0, 0)
+
+
+@given(
+    dtype=st.sampled_from(DTYPES),
+    numel=st.integers(1, 5000),
+    bad=st.lists(st.tuples(st.integers(0, 4999), st.sampled_from([math.inf, -math.inf, math.nan])), max_size=3),
+    seed=st.integers(0, 1000),
+    shift=st.integers(0, 33),
+    threads=st.integers(1, 3),
+)
+@settings(max_examples=300, deadline=None)
+def test_the_flag_is_exact(dtype, numel, bad, seed, shift, threads):
+    tensor = any_bits(numel + shift, seed, dtype)[shift:]
+    for where, value in bad:
+        tensor[where % numel] = value
+    found, squares = kernels.check_and_unscale(tensor, threads=threads)
+    assert found.item() == (not tensor.isfinite().all().item())
+    exact = tensor.double().square().sum().item()
+    assert squares.item() == pytest.approx(exact, rel=1e-6, nan_ok=True, abs=0)
+
+
+@pytest.mark.parametrize("magnitude", [1e-45, 1e-30, 2.0**-50, 1e-8, 1.0, 2.0**50, 1e25, 3.4e38])
+def test_norms_that_fp32_cannot_hold(magnitude):
+    found, squares = kernels.check_and_unscale(torch.full((100_000,), magnitude))
+    exact = torch.tensor(magnitude).double().square().item() * 100_000
+    assert not found.item()
+    assert squares.item() == pytest.approx(exact, rel=1e-6, abs=0)
+
+
+def test_the_norm_of_many_elements_loses_nothing_that_matters():
+    # 64 Mi elements of widely different sizes; a plain fp32 sum is off by percents here.
+    tensor = randoms(1 << 26) * torch.logspace(-4, 4, 1 << 13).repeat(1 << 13)
+    exact = sum(piece.double().square().sum().item() for piece in tensor.split(1 << 22))
+    assert kernels.check_and_unscale(tensor)[1].item() == pytest.approx(exact, rel=1e-8)
+
+
+def test_the_norm_has_the_same_bits_for_any_number_of_threads():
+    tensor = randoms(5 * LONG, torch.bfloat16)
+    norms = {kernels.check_and_unscale(tensor, threads=threads)[1].item() for threads in (1, 2, 3, 8, 64)}
+    assert len(norms) == 1
+
+
+def test_a_list_is_checked_as_one():
+    tensors = [randoms(1000 * i, DTYPES[i % 3], seed=i) for i in range(12)]
+    exact = sum((t * 0.5).double().square().sum().item() for t in tensors)
+    found, squares = kernels.check_and_unscale(tensors, 0.5)
+    assert not found.item()
+    assert squares.item() == pytest.approx(exact, rel=1e-6)
+    tensors[7][-1] = math.inf
+    assert kernels.check_and_unscale(iter(tensors))[0].item()
+    assert [t.item() for t in kernels.check_and_unscale([])] == [False, 0.0]
+
+
+def test_a_result_that_overflows_is_found():
+    found, squares = kernels.check_and_unscale(torch.full((10,), 60000.0, dtype=torch.float16), 2.0)
+    assert found.item()
+    assert squares.item() == math.inf
+
+
+def test_one_element_written_behind_autograds_back_is_noticed():
+    weight = torch.ones(4, requires_grad=True)
+    grad = torch.ones(4)
+    loss = (weight * grad).sum()
+    kernels.check_and_unscale(grad, 0.5)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+# --- casts --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("half", HALVES, ids=str)
+def test_every_16_bit_value_is_cast_as_torch_does(half):
+    values = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(half)
+    wide = torch.empty(len(values))
+    kernels.cast(values, wide)
+    assert same_bits(wide, values.float())
+    back = torch.empty_like(values)
+    kernels.cast(wide, back)
+    assert same_bits(back, values)
+
+
+@pytest.mark.parametrize("half", HALVES, ids=str)
+def test_casts_round_as_torch_does(half):
+    values = torch.cat([any_bits(LONG, 5), torch.tensor([math.inf, -math.inf, math.nan, 65519.9, 65520.0, -0.0])])
+    # And every tie between neighbours, with what lies next to it.
+    steps = torch.arange(0, 1 << 16)
+    ties = (steps << 16) + (0x8000 if half == torch.bfloat16 else 0x1000)
+    near = torch.cat([ties + d for d in (-1, 0, 1)]).to(torch.int32).view(torch.float32)
+    values = torch.cat([values, near, steps.to(torch.int16).view(torch.float16).float() * (1 + 2.0**-11)])
+    out = torch.empty(len(values), dtype=half)
+    kernels.cast(values, out, threads=2)
+    assert same_bits(out, values.to(half))
+    assert torch.equal(out.isnan(), values.isnan())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shift", [0, 1, 7])
+def test_cast_and_accumulate_at_any_alignment(dtype, shift):
+    source, total = randoms(LONG, dtype)[shift:], randoms(LONG + 3, seed=1)[3 + shift :]
+    out = torch.empty(LONG, dtype=torch.float32)[shift:]
+    kernels.cast(source, out)
+    assert same_bits(out, source.float())
+    expected = total + source.float()
+    kernels.accumulate(total, source)
+    assert same_bits(total, expected)
+
+
+# --- what is refused ----------------------------------------------------------------
+
+
+def arguments(**changes):
+    given = {"master": torch.ones(8), "grad": torch.ones(8), "exp_avg": torch.ones(8), "exp_avg_sq": torch.ones(8)}
+    given |= {"out16": torch.ones(8, dtype=torch.bfloat16), "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}
+    return given | {"weight_decay": 0.0, "step": 1} | changes
+
+
+SHARED = torch.ones(12)
+REFUSALS = {
+    "master is bfloat16": {"master": torch.ones(8, dtype=torch.bfloat16)},
+    "grad is float64": {"grad": torch.ones(8, dtype=torch.float64)},
+    "out16 is float32": {"out16": torch.ones(8)},
+    "master is a list": {"master": [1.0]},
+    "grad has shape": {"grad": torch.ones(9)},
+    "exp_avg_sq has shape": {"exp_avg_sq": torch.ones(0)},
+    "grad of shape .* is not contiguous": {"grad": torch.ones(8, 2)[:, 0]},
+    "exp_avg is on the meta device": {"exp_avg": torch.ones(8, device="meta")},
+    "grad has layout": {"grad": torch.ones(8).to_sparse()},
+    "overlap in memory": {"master": SHARED[:8], "exp_avg": SHARED[4:]},
+    "lr is -1": {"lr": -1.0},
+    "lr is a str": {"lr": "fast"},
+    "eps is nan": {"eps": math.nan},
+    r"betas\[1\] is 1": {"betas": (0.9, 1.0)},
+    "pass a pair": {"betas": 0.9},
+    "step is 0": {"step": 0},
+    "step is 1.5": {"step": 1.5},
+    "weight_decay is -0.1": {"weight_decay": -0.1},
+    "grad_scale is inf": {"grad_scale": math.inf},
+    "amsgrad is not supported": {"amsgrad": True},
+    "threads is 0": {"threads": 0},
+    "lazily negated": {"grad": torch._neg_view(torch.ones(8))},
+}
+
+
+@pytest.mark.parametrize("message", REFUSALS)
+@pytest.mark.parametrize("kernel", [kernels.adamw, kernels.adam])
+def test_a_bad_argument_is_refused_and_nothing_changes(message, kernel):
+    given_arguments = arguments(**REFUSALS[message])
+    tensors = [t for t in given_arguments.values() if isinstance(t, torch.Tensor) and not t.is_meta and not t.is_sparse]
+    before = [tensor.clone() for tensor in tensors]
+    with pytest.raises(ConfigError, match=message):
+        kernel(**given_arguments)
+    assert all(torch.equal(a, b) for a, b in zip(before, tensors, strict=True))
+
+
+def test_other_orders_of_the_elements():
+    def made(seed):
+        return randoms(2 * 3 * 4 * 5, seed=seed).view(2, 3, 4, 5).to(memory_format=torch.channels_last)
+
+    p, g, m, v = made(1), made(2), made(3), made(4).square()
+    twin = [t.contiguous() for t in (p, g, m, v)]
+    options = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "step": 1}
+    with pytest.raises(ConfigError, match="lay both out alike"):
+        kernels.adamw(p, twin[1], m, v, None, **options)
+    kernels.adamw(p, g, m, v, None, **options)
+    kernels.adamw(*twin, None, **options)
+    assert torch.equal(p, twin[0])
+    # A dimension of length one may have any stride.
+    kernels.adamw(torch.ones(1, 4), torch.ones(4, 1).t(), torch.ones(1, 4), torch.ones(1, 4), None, **options)
+
+
+def test_check_refuses_what_it_would_get_wrong():
+    tensor = torch.ones(8)
+    for grads, factor, message in [
+        (tensor.int(), 1.0, "int32"),
+        ([tensor, tensor.double()], 1.0, r"grads\[1\] is float64"),
+        ([tensor, tensor[4:]], 0.5, "overlap"),
+        (tensor, math.nan, "inv_scale is nan"),
+        (tensor, 1e39, "inv_scale is 1e"),
+        (tensor, None, "inv_scale is a NoneType"),
+        (torch.ones(4, 4).t()[:2], 1.0, "not contiguous"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            kernels.check_and_unscale(grads, factor)
+    # Reading twice is no harm.
+    assert kernels.check_and_unscale([tensor, tensor])[1].item() == 16.0
+    assert torch.equal(tensor, torch.ones(8))
+
+
+def test_casts_refuse_what_they_would_get_wrong():
+    half = torch.ones(4, dtype=torch.float16)
+    for source, out, message in [
+        (half, torch.ones(4, dtype=torch.bfloat16), "source is float16: pass float32"),
+        (torch.ones(4), torch.ones(5, dtype=torch.float16), "source has shape"),
+        (half.view(2, 2), torch.ones(4), "source has shape"),
+        (SHARED[:4], SHARED[2:6], "overlap"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            kernels.cast(source, out)
+    with pytest.raises(ConfigError, match="total is float16"):
+        kernels.accumulate(half, torch.ones(4))
+
+
+# --- routes -------------------------------------------------------------------------
+
+
+SCRIPT = """
+import sys, torch, memascend
+assert "memascend.kernels" not in sys.modules
+from memascend import kernels
+assert "triton" not in sys.modules
+print(kernels.route("cpu"))
+t = torch.arange(100_000, dtype=torch.float32) / 7
+print(kernels.check_and_unscale(t, 0.3)[1].item().hex(), t.sum().item().hex())
+"""
+
+
+def run_forced(simd):
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        env=os.environ | {"MEMASCEND_SIMD": simd},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.returncode, done.stdout.splitlines(), done.stderr
+
+
+def test_the_instruction_set_can_be_forced_and_the_bits_stay():
+    _, chosen, _ = run_forced("")
+    code, forced, errors = run_forced("portable")
+    assert code == 0, errors
+    assert "why='portable'" in forced[0]
+    assert chosen[1:] == forced[1:]
+
+
+def test_an_unknown_instruction_set_is_refused():
+    code, _, errors = run_forced("sse9")
+    assert code != 0
+    assert "ConfigError" in errors
+    assert "MEMASCEND_SIMD" in errors
+
+
+def test_routes_say_why(monkeypatch):
+    assert kernels.route("meta").name == "torch"
+    assert "meta" in kernels.route("meta").why
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    old = kernels.route("cuda:0")
+    assert old.name == "torch"
+    assert "7.5" in old.why
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    assert kernels.route("cuda:0").name == "triton"
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    assert "not installed" in kernels.route("cuda:0").why

@@ -1,0 +1,114 @@
+"""The kernels on a real CUDA device: against their references, without a synchronisation, and past 2^31 elements."""
+
+import math
+
+import pytest
+import torch
+
+from memascend import kernels
+from memascend.kernels.adamw import adamw_reference
+from memascend.kernels.check import check_and_unscale_reference
+from memascend.kernels.scalars import checked_scalars
+
+pytestmark = pytest.mark.gpu
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def randoms(numel, dtype=torch.float32, seed=0):
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    return torch.randn(numel, generator=generator, device="cuda").to(dtype)
+
+
+def same_bits(left, right):
+    kind = torch.int32 if left.dtype == torch.float32 else torch.int16
+    return torch.equal(left.view(kind), right.view(kind))
+
+
+def test_the_device_has_the_kernels():
+    assert kernels.route("cuda").name == "triton", kernels.route("cuda").why
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("numel", [0, 1, 4097, 1 << 20, (1 << 24) + 3])
+@pytest.mark.parametrize("factor", [1.0, 1 / 3])
+def test_check_is_its_reference(dtype, numel, factor):
+    tensor = randoms(numel, dtype)
+    expected = tensor.clone()
+    found, squares = kernels.check_and_unscale(tensor, factor)
+    reference = check_and_unscale_reference([expected], factor, tensor.device)
+    assert same_bits(tensor, expected)
+    assert found.is_cuda
+    assert squares.is_cuda
+    assert found.item() is False
+    assert squares.item() == pytest.approx(reference[1].item(), rel=1e-7, abs=0)
+    if numel:
+        tensor[numel // 2] = math.nan
+        assert kernels.check_and_unscale(tensor)[0].item() is True
+
+
+def test_hundreds_of_tensors_take_two_launches_a_dtype():
+    tensors = [randoms(1000 + 37 * i, DTYPES[i % 3], seed=i) for i in range(300)]
+    expected = [tensor.clone() for tensor in tensors]
+    kernels.check_and_unscale(tensors, 1.0)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        _, squares = kernels.check_and_unscale(tensors, 0.5)
+        torch.cuda.synchronize()
+    launches = [event.name for event in profile.events() if "kernel" in event.name]
+    assert len([name for name in launches if "check_kernel" in name or "fold_kernel" in name]) == 4
+    reference = check_and_unscale_reference(expected, 0.5, tensors[0].device)
+    assert squares.item() == pytest.approx(reference[1].item(), rel=1e-7)
+    assert all(same_bits(a, b) for a, b in zip(tensors, expected, strict=True))
+
+
+def test_nothing_waits_for_the_device():
+    tensors = [randoms(5000, seed=i) for i in range(50)]
+    kernels.check_and_unscale(tensors, 1.0)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        kernels.check_and_unscale(tensors, 0.5)
+        kernels.check_and_unscale(tensors[0], 0.5)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("out", [None, torch.bfloat16, torch.float16], ids=str)
+def test_adamw_has_the_bits_of_the_cpu(decoupled, dtype, out):
+    numel = 100_003
+    gpu = [randoms(numel, seed=1), randoms(numel, dtype, 2), randoms(numel, seed=3), randoms(numel, seed=4).square()]
+    gpu.append(torch.empty(numel, dtype=out, device="cuda") if out else None)
+    cpu, twin = ([None if t is None else t.to(where, copy=True) for t in gpu] for where in ("cpu", "cuda"))
+    options = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "step": 7, "grad_scale": 0.3}
+    for state in (gpu, cpu):
+        (kernels.adamw if decoupled else kernels.adam)(*state, **options)
+    adamw_reference(*twin, checked_scalars(**options, maximize=False, amsgrad=False, decoupled=decoupled))
+    for on_gpu, on_cpu, reference in zip(gpu, cpu, twin, strict=True):
+        assert on_gpu is None or same_bits(on_gpu.cpu(), on_cpu)
+        assert on_gpu is None or same_bits(on_gpu, reference)
+
+
+@pytest.mark.parametrize("half", DTYPES[1:], ids=str)
+def test_casts_and_sums(half):
+    wide, narrow = randoms(100_003), torch.empty(100_003, dtype=half, device="cuda")
+    kernels.cast(wide, narrow)
+    assert same_bits(narrow, wide.to(half))
+    total = randoms(100_003, seed=1)
+    expected = total + narrow.float()
+    kernels.accumulate(total, narrow)
+    assert same_bits(total, expected)
+
+
+def test_more_than_two_to_the_31_elements():
+    numel = (1 << 31) + 70_001
+    if torch.cuda.mem_get_info()[0] < 3 * numel * 2:
+        pytest.skip("needs 13 GiB of free device memory")
+    tensor = torch.ones(numel, dtype=torch.bfloat16, device="cuda")
+    tensor[-1] = 3.0
+    found, squares = kernels.check_and_unscale(tensor, 0.5)
+    assert found.item() is False
+    assert squares.item() == (numel - 1) * 0.25 + 2.25
+    assert tensor[-1].item() == 1.5
+    assert (tensor[(1 << 31) - 2 : (1 << 31) + 2] == 0.5).all()
+    tensor[-2] = math.inf
+    assert kernels.check_and_unscale(tensor)[0].item() is True

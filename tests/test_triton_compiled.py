@@ -1,0 +1,115 @@
+"""Every Triton body compiled ahead of time for sm_80 and sm_90, for each dtype that it is offered for."""
+
+import re
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from memascend.kernels import adamw_jit, casts_jit, check_jit
+
+TARGETS = [80, 90]
+FLOATS = {"fp32": triton.language.float32, "bf16": triton.language.bfloat16, "fp16": triton.language.float16}
+SCALARS = ["grad_factor", "decay", "l2", "first_weight", "beta2", "one_minus_beta2", "bias2_root", "eps", "step_size"]
+
+
+def compiled(kernel, signature, constants, capability, *, aligned=(), warps=4):
+    """Compiles one body; `aligned` names the arguments that are multiples of 16."""
+    names = kernel.arg_names
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    full = {name: "constexpr" if name in constants else signature[name] for name in names}
+    source = ASTSource(fn=kernel, signature=full, constexprs=constants, attrs=attributes)
+    options = {"num_warps": warps, "enable_fp_fusion": False}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def check(dtype, many, unscale, capability):
+    pointers = ["data", "table", "squares_out", "largest_out"]
+    return compiled(
+        check_jit.check_kernel,
+        {"data": f"*{dtype}", "numel": "i64", "table": "*i64", "count": "i32", "squares_out": "*fp64",
+         "largest_out": "*i32", "factor": "fp32"},
+        {"DTYPE": FLOATS[dtype], "MANY": many, "ALIGNED": True, "UNSCALE": unscale,
+         "CHUNK": check_jit.CHUNK, "BLOCK": check_jit.BLOCK},
+        capability, aligned=[*pointers, "numel"], warps=check_jit.WARPS,
+    )  # fmt: skip
+
+
+def adamw(dtype, out, l2, from_gradient, capability):
+    pointers = dict.fromkeys(("master", "exp_avg", "exp_avg_sq"), "*fp32")
+    halves = {"grad": f"*{dtype}", "out16": f"*{out or 'fp32'}"}
+    return compiled(
+        adamw_jit.adamw_kernel,
+        pointers | halves | {"numel": "i64"} | dict.fromkeys(SCALARS, "fp32"),
+        {"L2": l2, "FROM_GRADIENT": from_gradient, "HAS_OUT": out is not None, "BLOCK": adamw_jit.BLOCK},
+        capability, aligned=[*pointers, "grad", "out16", "numel"],
+    )  # fmt: skip
+
+
+def move(source, out, add, capability):
+    return compiled(
+        casts_jit.move_kernel, {"source": f"*{source}", "out": f"*{out}", "numel": "i64"},
+        {"ADD": add, "BLOCK": casts_jit.BLOCK}, capability, aligned=["source", "out", "numel"], warps=casts_jit.WARPS,
+    )  # fmt: skip
+
+
+def offsets_are_64_bit(binary):
+    """Each pointer that is advanced by as many lanes as a block has must be advanced by 64-bit offsets."""
+    tensors = re.findall(r"tt\.addptr .*: tensor<(\d+)x!tt\.ptr<\w+>>, tensor<\d+x(i\d+)>", binary.asm["ttir"])
+    assert tensors
+    return all(kind == "i64" for _, kind in tensors)
+
+
+@pytest.mark.parametrize("capability", TARGETS)
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("unscale", [False, True])
+def test_check_compiles(dtype, many, unscale, capability):
+    binary = check(dtype, many, unscale, capability)
+    assert binary.asm["cubin"]
+    assert offsets_are_64_bit(binary)
+    assert not (unscale and dtype == "bf16") or "cvt.rn.bf16" in binary.asm["ptx"]
+    # 16 bytes a lane, also where the address comes out of a table.
+    assert re.search(r"ld\.global[.\w:]*\.v[48]\.b32", binary.asm["ptx"])
+
+
+@pytest.mark.parametrize("capability", TARGETS)
+def test_fold_compiles(capability):
+    binary = compiled(
+        check_jit.fold_kernel,
+        {"squares": "*fp64", "largest": "*i32", "programs": "i32", "squares_out": "*fp64", "found_out": "*u8"},
+        {"BLOCK": check_jit.FOLD_BLOCK},
+        capability,
+    )
+    assert binary.asm["cubin"]
+
+
+@pytest.mark.parametrize("capability", TARGETS)
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("out", [None, "bf16", "fp16"])
+@pytest.mark.parametrize(("l2", "from_gradient"), [(False, False), (True, True)])
+def test_adamw_compiles(dtype, out, l2, from_gradient, capability):
+    binary = adamw(dtype, out, l2, from_gradient, capability)
+    assert binary.asm["cubin"]
+    assert offsets_are_64_bit(binary)
+    ptx = binary.asm["ptx"]
+    assert "div.rn.f32" in ptx
+    assert "sqrt.rn.f32" in ptx
+    assert ".ftz" not in ptx
+    assert out is None or f"cvt.rn.{out.replace('fp', 'f')}" in ptx
+    # Two of the formula, and one more where the weight decay joins the gradient: nothing else was contracted.
+    lanes = adamw_jit.BLOCK // 128
+    assert len(re.findall(r"fma\.rn\.f32\s", ptx)) == (3 if l2 else 2) * lanes
+
+
+@pytest.mark.parametrize("capability", TARGETS)
+@pytest.mark.parametrize(
+    ("source", "out", "add"),
+    [("fp32", d, False) for d in FLOATS] + [(d, "fp32", add) for d in FLOATS for add in (False, True)],
+)
+def test_casts_compile(source, out, add, capability):
+    binary = move(source, out, add, capability)
+    assert out == "fp32" or f"cvt.rn.{out.replace('fp', 'f')}" in binary.asm["ptx"]
+    assert binary.asm["cubin"]
+    assert offsets_are_64_bit(binary)

@@ -1,0 +1,14 @@
+"""Kernels on gradients and optimizer state: one pass each, on CPU (Rust) and on GPU (Triton).
+
+Each kernel is a triple: the public wrapper and its torch reference in one file, the Triton body beside it in a file
+that ends in `_jit`. Nothing here imports triton before a CUDA tensor arrives; `import memascend` does not import this.
+"""
+
+from __future__ import annotations
+
+from .adamw import adam, adamw
+from .casts import accumulate, cast
+from .check import check_and_unscale
+from .routes import Route, route
+
+__all__ = ["Route", "accumulate", "adam", "adamw", "cast", "check_and_unscale", "route"]

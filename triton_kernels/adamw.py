@@ -1,0 +1,200 @@
+"""One step of AdamW or Adam on fp32 state, with the gradient and the parameter in 16 bits where they are."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from memascend import _core
+
+from .arguments import FLOATS, flat, require, require_apart, require_same, threads_of
+from .routes import route
+from .scalars import Scalars, checked_scalars
+
+__all__ = ["adam", "adamw", "adamw_reference"]
+
+# What the reference computes at a time; its float64 temporaries take about 100 bytes an element.
+PIECE_ELEMENTS = 1 << 20
+
+
+def adamw(
+    master: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    out16: torch.Tensor | None,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    step: int,
+    grad_scale: float = 1.0,
+    maximize: bool = False,
+    amsgrad: bool = False,
+    threads: int | None = None,
+) -> None:
+    """One AdamW step in place, in one pass over memory; the same bits on CPU and on GPU, for any number of threads.
+
+    On CPU these are the bits of `torch.optim.AdamW(fused=True)` wherever its own are those of one formula: it computes
+    the second moment of the last elements of each thread's share (`numel % 16` with AVX-512) in another order.
+
+    Args:
+        master: the parameter, fp32, updated in place.
+        grad: the gradient, fp32, bf16 or fp16; only read.
+        exp_avg: first moment, fp32, updated in place.
+        exp_avg_sq: second moment, fp32, updated in place.
+        out16: receives the updated parameter rounded to nearest even, bf16 or fp16; None where there is none.
+        lr: learning rate.
+        betas: decay of the two moments, each in [0, 1).
+        eps: added to the denominator.
+        weight_decay: decoupled: the parameter is multiplied by `1 - lr * weight_decay`.
+        step: the number of this update, which counts from 1.
+        grad_scale: what the gradient is **multiplied** by, in fp32 (torch's argument of that name divides).
+        maximize: ascend instead of descend.
+        amsgrad: refused where true: its third moment is not kept.
+        threads: CPU only; None means `torch.get_num_threads()`.
+
+    Raises:
+        ConfigError: a tensor or a number is wrong; the message says which. Nothing has been changed.
+    """
+    scalars = checked_scalars(
+        lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, step=step, grad_scale=grad_scale, maximize=maximize,
+        amsgrad=amsgrad, decoupled=True,
+    )  # fmt: skip
+    _update(master, grad, exp_avg, exp_avg_sq, out16, scalars, threads_of(threads))
+
+
+def adam(
+    master: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    out16: torch.Tensor | None,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    step: int,
+    grad_scale: float = 1.0,
+    maximize: bool = False,
+    amsgrad: bool = False,
+    threads: int | None = None,
+) -> None:
+    """One Adam step: as `adamw`, but `weight_decay` times the parameter is added to the gradient (L2).
+
+    The bits are those of `torch.optim.Adam(fused=True)`, with the same exception.
+
+    Args:
+        master: the parameter, fp32, updated in place.
+        grad: the gradient, fp32, bf16 or fp16; only read.
+        exp_avg: first moment, fp32, updated in place.
+        exp_avg_sq: second moment, fp32, updated in place.
+        out16: receives the updated parameter rounded to nearest even, bf16 or fp16; None where there is none.
+        lr: learning rate.
+        betas: decay of the two moments, each in [0, 1).
+        eps: added to the denominator.
+        weight_decay: weight of the parameter in the gradient.
+        step: the number of this update, which counts from 1.
+        grad_scale: what the gradient is **multiplied** by, in fp32 (torch's argument of that name divides).
+        maximize: ascend instead of descend.
+        amsgrad: refused where true: its third moment is not kept.
+        threads: CPU only; None means `torch.get_num_threads()`.
+
+    Raises:
+        ConfigError: a tensor or a number is wrong; the message says which. Nothing has been changed.
+    """
+    scalars = checked_scalars(
+        lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, step=step, grad_scale=grad_scale, maximize=maximize,
+        amsgrad=amsgrad, decoupled=False,
+    )  # fmt: skip
+    _update(master, grad, exp_avg, exp_avg_sq, out16, scalars, threads_of(threads))
+
+
+def _update(
+    master: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    out16: torch.Tensor | None,
+    scalars: Scalars,
+    threads: int,
+) -> None:
+    state = {"master": master, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    others = {"grad": require("grad", grad)}
+    for name, tensor in state.items():
+        require(name, tensor, (torch.float32,))
+    if out16 is not None:
+        others["out16"] = require("out16", out16, (torch.bfloat16, torch.float16))
+    require_same(("master", master), state | others)
+    require_apart((state | others).items())
+    if not master.numel():
+        return
+    taken = route(master.device).name
+    if taken == "rust":
+        half = None if out16 is None else (out16.data_ptr(), FLOATS.index(out16.dtype))
+        _core.kernel_adam(
+            master.data_ptr(), (grad.data_ptr(), FLOATS.index(grad.dtype)), exp_avg.data_ptr(), exp_avg_sq.data_ptr(),
+            half, master.numel(), dataclasses.astuple(scalars), threads,
+        )  # fmt: skip
+    elif taken == "triton":
+        from .adamw_jit import launch
+
+        launch(master, grad, exp_avg, exp_avg_sq, out16, scalars)
+    else:
+        adamw_reference(master, grad, exp_avg, exp_avg_sq, out16, scalars)
+        return
+    written = [master, exp_avg, exp_avg_sq] if out16 is None else [master, exp_avg, exp_avg_sq, out16]
+    torch.autograd.graph.increment_version(written)
+
+
+def adamw_reference(
+    master: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    out16: torch.Tensor | None,
+    scalars: Scalars,
+) -> None:
+    """What the kernels compute, bit for bit, in plain torch operations; the path of devices that have no kernel."""
+    with torch.no_grad():
+        for start in range(0, master.numel(), PIECE_ELEMENTS):
+            piece = slice(start, start + PIECE_ELEMENTS)
+            p, m, v = (flat(tensor)[piece] for tensor in (master, exp_avg, exp_avg_sq))
+            new_p, new_m, new_v = _formula(p, flat(grad)[piece].float(), m, v, scalars)
+            p.copy_(new_p)
+            m.copy_(new_m)
+            v.copy_(new_v)
+            if out16 is not None:
+                flat(out16)[piece].copy_(new_p)
+
+
+def _formula(
+    p: torch.Tensor, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor, s: Scalars
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    g = g * s.grad_factor
+    p = p * s.decay
+    if s.l2 != 0:
+        g = _fma(p, torch.full_like(p, s.l2), g)
+    m = _fma(torch.full_like(g, s.first_weight), g - m, g if s.from_gradient else m)
+    v = _fma(g * s.one_minus_beta2, g, v * s.beta2)
+    # Through float64: torch's own fp32 square root on CPU is sometimes one unit off, and this is the exact one.
+    denominator = v.double().sqrt().float() / s.bias2_root + s.eps
+    return p + (m * s.step_size) / denominator, m, v
+
+
+def _fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    """`a * b + c` in fp32, rounded once.
+
+    The product of two fp32 is exact in float64. The sum is rounded to odd there, which makes the second rounding exact.
+    """
+    product, addend = a.double() * b.double(), c.double()
+    total = product + addend
+    back = total - product
+    error = (product - (total - back)) + (addend - back)
+    bits = total.view(torch.int64)
+    adjust = (error != 0) & (bits & 1 == 0) & torch.isfinite(total) & (total != 0)
+    toward = torch.where((error > 0) == (total > 0), 1, -1)
+    return torch.where(adjust, bits + toward, bits).view(torch.float64).float()

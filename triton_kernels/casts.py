@@ -1,0 +1,78 @@
+"""Casts between fp32, bf16 and fp16, and adding a 16-bit gradient to an fp32 total."""
+
+from __future__ import annotations
+
+import torch
+
+from memascend import _core
+
+from .arguments import FLOATS, flat, require, require_apart, require_same, threads_of
+from .routes import route
+
+__all__ = ["accumulate", "accumulate_reference", "cast", "cast_reference"]
+
+
+def cast(source: torch.Tensor, out: torch.Tensor, *, threads: int | None = None) -> None:
+    """Writes `source` to `out` in the dtype of `out`: fp32 to or from bf16 or fp16, rounded to nearest even.
+
+    Exact as torch's: what is too large for fp16 becomes infinity, denormals are kept, a NaN stays a NaN (its payload
+    may differ).
+
+    Args:
+        source: fp32, bf16 or fp16; only read.
+        out: of the same shape. At least one of the two is fp32; both may be, which copies.
+        threads: CPU only; None means `torch.get_num_threads()`.
+
+    Raises:
+        ConfigError: a tensor is wrong, or both are 16-bit. Nothing has been changed.
+    """
+    # From one 16-bit format to the other would round a value that most callers did not mean to lose.
+    source_dtypes = FLOATS if isinstance(out, torch.Tensor) and out.dtype == torch.float32 else (torch.float32,)
+    _move(
+        require("source", source, source_dtypes), require("out", out), "source", "out", threads_of(threads), add=False
+    )
+
+
+def accumulate(total: torch.Tensor, grad: torch.Tensor, *, threads: int | None = None) -> None:
+    """Adds `grad` to `total` in place, in fp32: `total += grad.float()`, in one pass and without a temporary.
+
+    Args:
+        total: fp32, updated in place.
+        grad: fp32, bf16 or fp16, of the same shape; only read.
+        threads: CPU only; None means `torch.get_num_threads()`.
+
+    Raises:
+        ConfigError: a tensor is wrong. Nothing has been changed.
+    """
+    total = require("total", total, (torch.float32,))
+    _move(require("grad", grad), total, "grad", "total", threads_of(threads), add=True)
+
+
+def _move(source: torch.Tensor, out: torch.Tensor, source_name: str, out_name: str, threads: int, *, add: bool) -> None:
+    require_same((out_name, out), {source_name: source})
+    require_apart(((source_name, source), (out_name, out)))
+    if not out.numel():
+        return
+    taken = route(out.device).name
+    if taken == "rust":
+        move = _core.kernel_accumulate if add else _core.kernel_cast
+        read, written = ((tensor.data_ptr(), FLOATS.index(tensor.dtype)) for tensor in (source, out))
+        move(read, written, out.numel(), threads)
+    elif taken == "triton":
+        from .casts_jit import launch
+
+        launch(source, out, add=add)
+    else:
+        (accumulate_reference if add else cast_reference)(source, out)
+        return
+    torch.autograd.graph.increment_version([out])
+
+
+def cast_reference(source: torch.Tensor, out: torch.Tensor) -> None:
+    """What `cast` means, in plain torch operations."""
+    flat(out).copy_(flat(source))
+
+
+def accumulate_reference(source: torch.Tensor, out: torch.Tensor) -> None:
+    """What `accumulate` means, in plain torch operations."""
+    flat(out).add_(flat(source))

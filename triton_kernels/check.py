@@ -1,0 +1,97 @@
+"""Is there a non-finite, what is the sum of squares, and the unscaling, in one pass over gradients."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from memascend import _core
+from memascend.errors import ConfigError
+
+from .arguments import FLOATS, factor_of, flat, require, require_apart, threads_of
+from .routes import route
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+__all__ = ["check_and_unscale", "check_and_unscale_reference"]
+
+# What the reference turns into float64 at a time: 32 MiB of temporaries, whatever the tensor.
+PIECE_ELEMENTS = 1 << 22
+
+
+def check_and_unscale(
+    grads: torch.Tensor | Iterable[torch.Tensor], inv_scale: float = 1.0, *, threads: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Multiplies gradients by `inv_scale` in place, looks for non-finites and takes their squared norm, in one pass.
+
+    Each element is read as fp32, multiplied once, and rounded back to its own dtype; with `inv_scale` 1 nothing is
+    written. Flag and norm are those of the results. The flag is exact. Squares are summed in fp32 over at most a
+    few thousand elements and these sums in float64, in an order that depends on the sizes alone: the same bits on
+    every run of a device and for any number of threads; CPU and GPU differ in the order, and so in the last bits.
+    What would overflow or vanish in fp32 is summed in float64 from the start.
+
+    On CUDA the call only queues work: two launches for each dtype in the list, however many tensors there are, and no
+    synchronisation until a result is read.
+
+    Args:
+        grads: a tensor or several, on one device, fp32, bf16 or fp16, contiguous. Sizes may be zero.
+        inv_scale: the factor, finite in fp32.
+        threads: CPU only; None means `torch.get_num_threads()`.
+
+    Returns:
+        `found_nonfinite` (bool) and `squared_norm` (float64), both 0-dim and on the device of the gradients. The
+        norm is inf or NaN where a non-finite was found.
+
+    Raises:
+        ConfigError: a tensor of another dtype, not contiguous, on another device, or, where `inv_scale` is not 1,
+            overlapping another one. Nothing has been changed.
+    """
+    tensors = [grads] if isinstance(grads, torch.Tensor) else list(grads)
+    factor = factor_of("inv_scale", inv_scale)
+    count = threads_of(threads)
+    names = ["grads"] if isinstance(grads, torch.Tensor) else [f"grads[{i}]" for i in range(len(tensors))]
+    for name, tensor in zip(names, tensors, strict=True):
+        require(name, tensor)
+        if tensor.device != tensors[0].device:
+            raise ConfigError(f"{name} is on {tensor.device} and {names[0]} on {tensors[0].device}: use one device")
+    if factor != 1.0:
+        require_apart(zip(names, tensors, strict=True))
+    device = tensors[0].device if tensors else torch.device("cpu")
+    filled = [tensor for tensor in tensors if tensor.numel()]
+    taken = route(device).name
+    if taken == "rust":
+        result = _check_rust(filled, factor, count)
+    elif taken == "triton":
+        from .check_jit import launch
+
+        result = launch(filled, factor, device)
+    else:
+        return check_and_unscale_reference(filled, factor, device)
+    if factor != 1.0:
+        torch.autograd.graph.increment_version(filled)
+    return result
+
+
+def _check_rust(tensors: Sequence[torch.Tensor], factor: float, threads: int) -> tuple[torch.Tensor, torch.Tensor]:
+    places = [(t.data_ptr(), FLOATS.index(t.dtype), t.numel()) for t in tensors]
+    found, squares = _core.kernel_check(places, factor, threads)
+    return torch.tensor(found), torch.tensor(squares, dtype=torch.float64)
+
+
+def check_and_unscale_reference(
+    tensors: Sequence[torch.Tensor], factor: float, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `check_and_unscale` means, in plain torch operations; the path of devices that have no kernel."""
+    found = torch.zeros((), dtype=torch.bool, device=device)
+    squares = torch.zeros((), dtype=torch.float64, device=device)
+    # The factor is rounded to fp32 once, like everywhere else, and not once for each dtype.
+    factor32 = torch.tensor(factor, dtype=torch.float32, device=device)
+    for tensor in tensors:
+        for piece in torch.split(flat(tensor), PIECE_ELEMENTS):
+            if factor != 1.0:
+                piece.copy_(piece.float() * factor32)
+            found |= ~torch.isfinite(piece).all()
+            squares += piece.double().square_().sum()
+    return found, squares

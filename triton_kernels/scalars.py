@@ -1,0 +1,77 @@
+"""The scalars of an Adam step, one computation for all implementations: in float64, rounded once to fp32."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from memascend import _core
+from memascend.errors import ConfigError
+
+from .arguments import factor_of
+
+__all__ = ["Scalars", "checked_scalars"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scalars:
+    """What every element of a step is computed with; each float is one that fp32 holds.
+
+    Attributes:
+        grad_factor: what the gradient is multiplied by, negative where the loss is maximised.
+        decay: `1 - lr * weight_decay`, which the parameter is multiplied by (AdamW).
+        l2: `weight_decay`, whose multiple of the parameter joins the gradient (Adam); 0 for AdamW.
+        first_weight: the weight of `g - m` in the first moment, `1 - beta1`, or, where that is one half or more,
+            minus `beta1`: torch then interpolates from the other end.
+        from_gradient: the first moment starts from `g` (the other end) and not from `m`.
+        beta2: the decay of the second moment.
+        one_minus_beta2: the weight of the squared gradient in the second moment.
+        bias2_root: the square root of the second bias correction.
+        eps: what is added to the denominator.
+        step_size: minus the learning rate over the first bias correction.
+    """
+
+    grad_factor: float
+    decay: float
+    l2: float
+    first_weight: float
+    from_gradient: bool
+    beta2: float
+    one_minus_beta2: float
+    bias2_root: float
+    eps: float
+    step_size: float
+
+
+def checked_scalars(
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    step: int,
+    grad_scale: float,
+    maximize: bool,
+    amsgrad: bool,
+    decoupled: bool,
+) -> Scalars:
+    """The scalars of step `step`, which counts from 1.
+
+    Raises:
+        ConfigError: a hyperparameter is outside the range that torch's own optimizers take.
+    """
+    numbers = [factor_of(name, x) for name, x in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay))]
+    beta1, beta2 = (factor_of(f"betas[{i}]", beta) for i, beta in enumerate(_pair(betas)))
+    if isinstance(step, bool) or not isinstance(step, int) or not 1 <= step < 1 << 53:
+        raise ConfigError(f"step is {step!r}: pass the number of this update, which counts from 1")
+    if amsgrad:
+        raise ConfigError("amsgrad is not supported: its third moment is not kept; pass amsgrad=False")
+    factor = factor_of("grad_scale", grad_scale)
+    lr, eps, weight_decay = numbers
+    fields = _core.kernel_scalars(lr, (beta1, beta2), eps, weight_decay, decoupled, step, factor, bool(maximize))
+    return Scalars(*fields)
+
+
+def _pair(betas: object) -> tuple[float, float]:
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise ConfigError(f"betas is {betas!r}: pass a pair of numbers")
+    return betas[0], betas[1]
