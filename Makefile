@@ -4,6 +4,8 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
+# The tests load the extension that the builds replace.
+.NOTPARALLEL:
 
 PYTHON ?= python3
 VENV := .venv
@@ -34,6 +36,19 @@ $(BIN)/uv: requirements/dev.lock
 	awk '/^[a-z]/{p=0} /^uv==/{p=1} p' requirements/dev.lock > $(VENV)/uv.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r $(VENV)/uv.lock
 	@touch $@
+
+# Another Python was asked for than the environment has: make it anew.
+ifeq ($(origin PYTHON),command line)
+VERSION := import sys; print(sys.version_info[:2])
+ifneq ($(shell $(PYTHON) -c '$(VERSION)'),$(shell $(BIN)/python -c '$(VERSION)' 2>/dev/null))
+.PHONY: $(BIN)/uv
+endif
+endif
+
+# The extension was removed by hand.
+ifeq ($(wildcard python/memascend/_core.abi3.so),)
+.PHONY: $(VENV)/installed
+endif
 
 $(VENV)/synced: $(BIN)/uv
 	$(BIN)/uv pip sync --quiet --python $(BIN)/python --require-hashes requirements/dev.lock
@@ -133,5 +148,5 @@ lock: $(VENV)/synced ## Renew the locks of the development environment
 
 .PHONY: clean
 clean: ## Remove everything that the commands made
-	rm -rf $(VENV) .venv-* target dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-* target dist .pytest_cache .mypy_cache .ruff_cache .hypothesis python/memascend/*.so
 	find . -name __pycache__ -prune -exec rm -rf {} +

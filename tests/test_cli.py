@@ -36,12 +36,26 @@ def test_demo_runs(capsys):
     assert "TimeoutExpired" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["doctor", "--nonsense"], ["bench"]])
+@pytest.mark.parametrize(
+    "arguments", [[], ["nonsense"], ["doctor", "--nonsense"], ["bench"], ["bench", "memory", "--window", "0"]]
+)
 def test_wrong_usage_is_two(capsys, arguments):
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2
     assert "usage:" in capsys.readouterr().err
+
+
+def test_a_command_loads_itself_alone(python):
+    python(
+        "import sys; from memascend.cli import main; main(['doctor']); assert 'memascend.cli.bench' not in sys.modules"
+    )
+
+
+def test_a_file_that_cannot_be_written_is_named(capsys, tmp_path):
+    (tmp_path / "file").touch()
+    assert main(["bench", "memory", "--picture", str(tmp_path / "file" / "x.png")]) == 1
+    assert str(tmp_path / "file") in capsys.readouterr().err
 
 
 def test_the_module_is_the_command():

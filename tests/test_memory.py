@@ -57,6 +57,7 @@ def test_an_explicit_pin_that_cannot_be_had_is_refused():
         ((4096, "gpu"), "pin must be"),
         ((4096, True), "pin must be"),
         ((4096, None), "pin must be"),
+        ((True,), "nbytes must be an integer"),
     ],
 )
 def test_wrong_arguments_of_a_region(arguments, says):
@@ -108,6 +109,39 @@ def test_what_does_not_fit_is_refused(arena):
         arena.lease(16 * KIB + 1)
     with pytest.raises(memascend.ConfigError, match="at least one byte"):
         arena.lease(0)
+    for shape, dtype in [(3, float), ((2.0, 3), torch.uint8), ("ab", torch.uint8), (None, torch.uint8)]:
+        with pytest.raises(memascend.ConfigError, match=r"torch\.dtype|sequence of integers"):
+            lease.tensor(shape, dtype)
+
+
+def test_a_tensor_is_no_view_and_on_the_cpu(arena):
+    lease = arena.lease(4 * KIB)
+    with torch.device("meta"):
+        for shape in (0, 3, (2, 2)):
+            tensor = lease.tensor(shape, torch.float32)
+            assert (tensor.device.type, tensor._is_view()) == ("cpu", False)
+
+
+def test_a_tensor_is_aligned_or_refused():
+    with Region(4096) as region:
+        roomy = Arena(region, {1001: 2})
+        held = [roomy.lease(1000).tensor(250, torch.float32) for _ in range(2)]
+        assert all(tensor.data_ptr() % 16 == 0 for tensor in held)
+    with Region(3 * 4096) as region:
+        tight = Arena(region, {1001: 11, 1277: 1})
+        assert tight.stats()["reserved"] == tight.stats()["capacity"]
+        leases = [tight.lease(1000) for _ in range(2)]
+        with pytest.raises(memascend.ConfigError, match="not aligned for torch.float32: plan its class as a multiple"):
+            [lease.tensor(250, torch.float32) for lease in leases]
+
+
+def test_what_is_not_waited_for_is_no_wait(arena):
+    held = [arena.lease(16 * KIB) for _ in range(2)]
+    for _ in range(3):
+        with pytest.raises(memascend.TimeoutExpired):
+            arena.lease(16 * KIB, timeout=0)
+    assert arena.stats()["waits"] == 0
+    assert len(held) == 2
 
 
 def test_a_returned_lease_is_an_error_and_no_crash(arena):
@@ -223,28 +257,32 @@ def test_a_wait_ends_when_another_thread_gives_back(arena):
     held = [arena.lease(16 * KIB) for _ in range(2)]
     timer = threading.Timer(0.1, lambda: held.pop().release())
     timer.start()
-    began = time.monotonic()
     arena.lease(16 * KIB, timeout=60, owner="waiter")
     timer.join()
-    assert time.monotonic() - began >= 0.09
     waiter = arena.stats()["owners"]["waiter"]
     assert waiter["waits"] == 1
-    assert waiter["wait_seconds"] >= 0.09
+    assert waiter["wait_seconds"] > 0
 
 
 def test_a_wait_ends_at_its_timeout(arena):
     held = [arena.lease(16 * KIB) for _ in range(2)]
     began = time.monotonic()
-    with pytest.raises(memascend.TimeoutExpired, match=r'within 0\.1.. s; held by: "user" 2'):
+    with pytest.raises(memascend.TimeoutExpired, match=r'within \d+\.\d+ s; held by: "user" 2'):
         arena.lease(16 * KIB, timeout=0.1)
     assert 0.1 <= time.monotonic() - began < 30
     assert len(held) == 2
 
 
-@pytest.mark.parametrize("timeout", [-1, float("nan")])
+@pytest.mark.parametrize("timeout", [-1, float("nan"), "1", b"", []])
 def test_wrong_timeouts_are_refused(arena, timeout):
     with pytest.raises(memascend.ConfigError, match="timeout must be"):
         arena.lease(1, timeout=timeout)
+
+
+@pytest.mark.parametrize("on_fork", ["keep", 1, None])
+def test_wrong_wishes_for_forks_are_refused(on_fork):
+    with pytest.raises(memascend.ConfigError, match="on_fork must be"):
+        Region(4096, on_fork=on_fork)
 
 
 def test_an_endless_timeout_is_allowed(arena):
@@ -261,6 +299,48 @@ def test_a_wait_lets_other_threads_run_and_answers_ctrl_c(arena):
     timer.join()
     held.clear()
     arena.lease(16 * KIB, timeout=0).release()
+
+
+def test_making_a_region_answers_ctrl_c():
+    timer = threading.Timer(0.005, lambda: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        timer.start()
+        while True:
+            Region(1 << 30, owner="interrupted").close()
+    timer.join()
+    assert not [listed for listed in regions() if listed["owner"] == "interrupted"]
+
+
+def test_a_finaliser_that_asks_a_lease_does_not_block_it(python):
+    # Building an exception may collect garbage, which may run code that touches the same lease.
+    python(
+        """
+import gc, torch
+from memascend.memory import Arena, Region
+import memascend
+lease = Arena(Region(4096), {4096: 1}).lease(4096)
+tensor = lease.tensor(1, torch.uint8)
+class Asks:
+    def __init__(self):
+        self.me = self
+    def __del__(self):
+        repr(lease)
+gc.set_threshold(1)
+def refused(call):
+    for _ in range(100):
+        Asks()
+        try:
+            call()
+        except memascend.UsageError:
+            pass
+refused(lease.release)
+del tensor
+lease.release()
+refused(lease.release)
+refused(lambda: lease.tensor(1, torch.uint8))
+""",
+        timeout=60,
+    )
 
 
 def test_closing_ends_a_wait():

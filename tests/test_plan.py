@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import memascend
 from memascend.cli import main
 from memascend.cli.bench.reservation import POOLS, load_models, reserve, unit_bytes
 from memascend.plan import arena_classes
@@ -48,6 +49,15 @@ def test_no_cheaper_classes_exist(windows):
         counts = {bound: max(sum(fits[size] == bound for size in window) for window in windows) for bound in bounds}
         best = min(best, cost(counts))
     assert cost(arena_classes(windows)) == best
+
+
+def test_many_sizes_are_no_burden_and_wrong_ones_are_refused():
+    classes = arena_classes([[size] for size in range(1, 401)])
+    assert classes == {400: 1}
+    for size in (0, -1):
+        with pytest.raises(memascend.ConfigError, match="at least one byte"):
+            arena_classes([[size, 5]])
+    assert arena_classes([]) == {}
 
 
 # Published sizes: the sum of all tensors, in billions of parameters.

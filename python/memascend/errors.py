@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 __all__ = [
     "BudgetError",
     "ConfigError",
@@ -35,6 +38,9 @@ class BudgetError(MemascendError, MemoryError):
         super().__init__(message)
         self.smallest = smallest
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(type(self), *self.args, smallest=self.smallest), ()
+
 
 class MemoryLimitError(MemascendError, MemoryError):
     """The machine, or the cgroup that the process runs in, does not have the memory that was asked for.
@@ -43,16 +49,19 @@ class MemoryLimitError(MemascendError, MemoryError):
 
     Attributes:
         needed: bytes that were asked for.
-        available: bytes that could be had.
+        available: bytes that could be had; None where the kernel refused without saying (RLIMIT_AS, for one).
     """
 
     needed: int
-    available: int
+    available: int | None
 
-    def __init__(self, message: str, *, needed: int, available: int) -> None:
+    def __init__(self, message: str, *, needed: int, available: int | None) -> None:
         super().__init__(message)
         self.needed = needed
         self.available = available
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(type(self), *self.args, needed=self.needed, available=self.available), ()
 
 
 class StorageError(MemascendError, OSError):
@@ -83,6 +92,10 @@ class StorageError(MemascendError, OSError):
         self.path = path
         self.offset = offset
         self.nbytes = nbytes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        attributes = {"errno": self.errno, "path": self.path, "offset": self.offset, "nbytes": self.nbytes}
+        return partial(type(self), *self.args, **attributes), ()  # type: ignore[arg-type]
 
     def __str__(self) -> str:
         return str(self.args[0])

@@ -8,6 +8,7 @@ region too small for its plan, `MemoryLimitError` where the machine or its cgrou
 from __future__ import annotations
 
 import math
+import operator
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from memascend import _core
@@ -130,23 +131,34 @@ class Lease:
         """
         import torch
 
-        shape = (shape,) if isinstance(shape, int) else tuple(shape)
-        if any(size < 0 for size in shape):
-            raise ConfigError(f"a tensor's sizes are 0 or more, not {shape}")
+        shape = _sizes(shape)
+        if not isinstance(dtype, torch.dtype):
+            raise ConfigError(f"dtype must be a torch.dtype, not {dtype!r}")
         if str(dtype).startswith("torch.q"):
             # torch crashes on a quantized view of plain bytes.
             raise ConfigError(f"a lease cannot hold the quantized type {dtype}; take the integers underneath")
-        needed = math.prod(shape) * dtype.itemsize
+        elements = math.prod(shape)
+        needed = elements * dtype.itemsize
         if needed > self.nbytes:
             raise ConfigError(
                 f"a tensor of shape {shape} and {dtype} needs {needed} bytes; the lease holds {self.nbytes}"
             )
         buffer = self._core.buffer()
+        if elements == 0:
+            # torch makes no empty tensor of a buffer; it would hold nothing anyway.
+            return torch.empty(shape, dtype=dtype, device="cpu")
         if torch.is_inference_mode_enabled():
             # A tensor that is made inside inference_mode could never be written outside of it.
             with torch.inference_mode(mode=False):
-                return _tensor(buffer, shape, dtype)
-        return _tensor(buffer, shape, dtype)
+                tensor = torch.frombuffer(buffer, dtype=dtype, count=elements)
+        else:
+            tensor = torch.frombuffer(buffer, dtype=dtype, count=elements)
+        if tensor.data_ptr() % dtype.itemsize:
+            raise ConfigError(
+                f"this slot is not aligned for {dtype}: plan its class as a multiple of {dtype.itemsize} bytes"
+            )
+        # In place, so that it is a tensor of its own and no view, as one that torch allocates.
+        return tensor.resize_(shape)
 
     def release(self) -> None:
         """Return an unused lease at once.
@@ -169,15 +181,14 @@ class Lease:
         return f"Lease({self.nbytes} bytes{', returned' if self._core.returned else ''})"
 
 
-def _tensor(buffer: _core.LeaseBuffer, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    import torch
-
-    elements = math.prod(shape)
-    if elements == 0:
-        # torch makes no empty tensor of a buffer; it would hold nothing anyway.
-        return torch.empty(shape, dtype=dtype)
-    flat = torch.frombuffer(buffer, dtype=dtype, count=elements)
-    return flat if len(shape) == 1 else flat.view(shape)
+def _sizes(shape: int | tuple[int, ...] | list[int]) -> tuple[int, ...]:
+    try:
+        sizes = (shape,) if isinstance(shape, int) else tuple(operator.index(size) for size in shape)
+    except TypeError as error:
+        raise ConfigError(f"a tensor's shape is an integer or a sequence of integers, not {shape!r}") from error
+    if any(size < 0 for size in sizes):
+        raise ConfigError(f"a tensor's sizes are 0 or more, not {sizes}")
+    return sizes
 
 
 class Arena:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from functools import cache
+from bisect import bisect_left, bisect_right
 from typing import TYPE_CHECKING
+
+from memascend.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,21 +20,26 @@ def arena_classes(windows: Sequence[Sequence[int]]) -> dict[int, int]:
     embedding and a head, say) may share slots of the larger size; what shares slots is chosen so that the arena as a
     whole is smallest. As an arena never lends a larger class than needed, each window is granted in every order.
     """
-    sizes = sorted({size for window in windows for size in window})
-
-    def slots(first: int, last: int) -> int:
-        return max(sum(sizes[first] <= size <= sizes[last] for size in window) for window in windows)
-
-    @cache
-    def cheapest(count: int) -> tuple[int, dict[int, int]]:
-        """The cost in bytes and the classes of the `count` smallest sizes."""
-        if count == 0:
-            return 0, {}
+    # What a window holds, not in which order: a model of a hundred equal blocks has a handful of different windows.
+    contents = {tuple(sorted(window)) for window in windows}
+    sizes = sorted({size for content in contents for size in content})
+    if sizes and sizes[0] < 1:
+        raise ConfigError(f"what is held in memory has at least one byte, not {sizes[0]}")
+    # best[count]: what the `count` smallest sizes cost; how many of them their largest class leaves; its slots.
+    best = [(0, 0, 0)]
+    for count in range(1, len(sizes) + 1):
+        bound = sizes[count - 1]
+        ends = [bisect_right(content, bound) for content in contents]
         options = []
         for first in range(count):
-            below, classes = cheapest(first)
-            shared = slots(first, count - 1)
-            options.append((below + sizes[count - 1] * shared, {**classes, sizes[count - 1]: shared}))
-        return min(options, key=lambda option: option[0])
-
-    return cheapest(len(sizes))[1]
+            begins = (bisect_left(content, sizes[first]) for content in contents)
+            slots = max(end - begin for begin, end in zip(begins, ends, strict=True))
+            options.append((best[first][0] + bound * slots, first, slots))
+        best.append(min(options))
+    classes = {}
+    count = len(sizes)
+    while count > 0:
+        _, first, slots = best[count]
+        classes[sizes[count - 1]] = slots
+        count = first
+    return classes

@@ -14,22 +14,29 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-# Each module has SUMMARY, add_arguments(parser) and run(options) -> exit status.
-_COMMANDS = ("doctor", "demo", "bench")
+# Each command is a module with add_arguments(parser) and run(options) -> exit status.
+_COMMANDS = {
+    "doctor": "Say what this machine offers and what to do about what it lacks.",
+    "demo": "Show what memascend does, on this machine, in under a minute.",
+    "bench": "Measure, and print the ratio to what else there is, from the same run.",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. 0: fine; 1: a named problem; 2: wrong usage."""
+    """Run one command. 0: fine; 1: a named problem; 2: wrong usage; 130: ended by Ctrl-C."""
     parser = argparse.ArgumentParser(
         prog="memascend", description="Fine-tune every parameter of a model that does not fit in memory."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name in _COMMANDS:
-        command = importlib.import_module(f"memascend.cli.{name}")
-        command_parser = commands.add_parser(name, help=command.SUMMARY, description=command.SUMMARY)
-        command.add_arguments(command_parser)
-        command_parser.set_defaults(run=command.run)
-    options = parser.parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    called = next((word for word in given if not word.startswith("-")), None)
+    for name, summary in _COMMANDS.items():
+        command_parser = commands.add_parser(name, help=summary, description=summary)
+        if name == called:
+            command = importlib.import_module(f"memascend.cli.{name}")
+            command.add_arguments(command_parser)
+            command_parser.set_defaults(run=command.run)
+    options = parser.parse_args(given)
     try:
         return int(options.run(options))
     except MemascendError as error:
@@ -41,3 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader has seen enough; what is still buffered has nowhere to go.
         sys.stdout = None
         return 0
+    except OSError as error:
+        # A file that was named cannot be read or written: the system says which and why.
+        print(f"memascend {options.command}: {error}", file=sys.stderr)
+        return 1

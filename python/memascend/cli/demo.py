@@ -15,8 +15,6 @@ from memascend.errors import TimeoutExpired
 if TYPE_CHECKING:
     import argparse
 
-SUMMARY = "Show what memascend does, on this machine, in under a minute."
-
 _WINDOW = 3
 # A small model's step: enough units for every slot of the arena to be reused many times.
 _LAYERS = 48

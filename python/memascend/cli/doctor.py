@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Iterable, Iterator
 
-SUMMARY = "Say what this machine offers and what to do about what it lacks."
-
 # One huge page and a little more: enough to see what regions get here.
 _PROBE_BYTES = 8 << 20
 # The instruction sets that the kernels are written for, widest first, as /proc/cpuinfo names them.
@@ -82,7 +80,11 @@ def _system() -> Iterator[Finding]:
 
 
 def _processor() -> Iterator[Finding]:
-    cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    try:
+        cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        yield Finding(subject="processor", found=f"unknown: {error}")
+        return
     flags = {
         flag for line in cpuinfo if line.startswith(("flags", "Features")) for flag in line.partition(":")[2].split()
     }
@@ -157,7 +159,9 @@ def _triton() -> Iterator[Finding]:
     if importlib.util.find_spec("triton") is None:
         yield Finding(subject="triton", found="not installed; on a GPU torch's own operations are used")
     else:
-        yield Finding(subject="triton", found=importlib.metadata.version("triton"))
+        # Its distribution has other names in nightly and ROCm builds of torch.
+        names = importlib.metadata.packages_distributions().get("triton", [])
+        yield Finding(subject="triton", found=importlib.metadata.version(names[0]) if names else "of unknown version")
 
 
 def _kernels() -> Iterator[Finding]:

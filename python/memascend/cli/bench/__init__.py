@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import argparse
 
-SUMMARY = "Measure, and print the ratio to what else there is, from the same run."
-
 # Each module has SUMMARY, add_arguments(parser) and run(options) -> exit status.
 _SUBJECTS = ("kernels", "memory")
 

@@ -36,9 +36,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _units(text: str) -> int:
+    units = int(text)
+    if units < 1:
+        raise ValueError(text)
+    return units
+
+
 def run(options: argparse.Namespace) -> int:
     """Measure and print."""
-    window = max(1, options.window)
+    window = options.window
     reservations = {model["model"]: reserve(unit_bytes(model), window) for model in load_models()}
     leases = _lease_seconds()
     if options.json:
