@@ -28,3 +28,10 @@ pub(crate) fn watch() -> u32 {
     });
     generation()
 }
+
+/// How many forks lie between this process and the one that loaded the library: what was made under another value
+/// belongs to a parent. Costs a relaxed load once forks are being counted.
+#[must_use]
+pub fn fork_generation() -> u32 {
+    watch()
+}

@@ -22,6 +22,7 @@ mod users;
 
 pub use arena::{Arena, ArenaStats, ClassStats, Wait};
 pub use error::{Error, Holder, Result};
+pub use fork::fork_generation;
 #[doc(hidden)]
 pub use free_list::{FreeList, Taken};
 pub use layout::{ClassLayout, Layout};

@@ -1,0 +1,249 @@
+//! Devices: files and raw block devices, opened safely, locked, and as direct as they can be.
+
+use std::{
+    fs::{self, File},
+    io,
+    os::{
+        fd::{AsFd, AsRawFd, RawFd},
+        unix::fs::{FileTypeExt, MetadataExt},
+    },
+    path::Path,
+    sync::Arc,
+};
+
+use crate::{
+    Error, Result,
+    align::{Alignment, direct_alignment},
+    file::{self, Undo},
+    fork::NotInChildren,
+    lock, raw,
+    stripe::Striping,
+};
+
+/// What kind of thing a device is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DeviceKind {
+    /// A file on a file system.
+    File,
+    /// A raw block device.
+    Raw,
+    /// Memory that plays a device.
+    Simulated,
+}
+
+/// An open device.
+#[derive(Debug)]
+pub(crate) struct Device {
+    // Fields drop in this order: the number leaves the table before it can be given to another file.
+    _not_in_children: NotInChildren,
+    file: File,
+    pub(crate) path: Arc<Path>,
+    pub(crate) kind: DeviceKind,
+    pub(crate) bytes: u64,
+    pub(crate) alignment: Alignment,
+    /// Why its I/O goes through the page cache, if it does.
+    pub(crate) why_buffered: Option<String>,
+}
+
+/// Devices that belong together, and what they hold.
+pub(crate) struct Opened {
+    pub(crate) devices: Arc<[Device]>,
+    pub(crate) size_bytes: u64,
+    pub(crate) alignment: Alignment,
+}
+
+impl Device {
+    pub(crate) fn descriptor(&self) -> RawFd {
+        self.file.as_raw_fd()
+    }
+
+    /// Opens and locks what is at `path`. Nothing is changed but that a missing file is made if `may_create`.
+    fn open(path: &Arc<Path>, may_create: bool) -> Result<(Self, Option<Undo>)> {
+        let there = match fs::metadata(path) {
+            Ok(metadata) => Some(metadata),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => None,
+            Err(error) => return Err(Error::system(path, "stat", &error)),
+        };
+        let kind = match there.map(|metadata| metadata.file_type()) {
+            None if !may_create => {
+                let name = path.display();
+                return Err(Error::Invalid(format!("{name} does not exist; pass size= to make it")));
+            }
+            Some(kind) if kind.is_block_device() => DeviceKind::Raw,
+            Some(kind) if kind.is_dir() => {
+                let name = path.display();
+                return Err(Error::Invalid(format!("{name} is a folder; name a file in it, or a raw block device")));
+            }
+            Some(kind) if !kind.is_file() => {
+                let name = path.display();
+                return Err(Error::Invalid(format!("{name} is neither a file nor a block device")));
+            }
+            _ => DeviceKind::File,
+        };
+        let exclusive = if kind == DeviceKind::Raw { libc::O_EXCL } else { 0 };
+        let (file, is_new) = match file::open(path, exclusive | libc::O_CLOEXEC, may_create) {
+            Err(error) if error.raw_os_error() == Some(libc::EBUSY) && kind == DeviceKind::Raw => {
+                return Err(raw::busy(path));
+            }
+            result => result.map_err(|error| Error::system(path, "open", &error))?,
+        };
+        let undo = if kind == DeviceKind::File { Some(file::undo(path, &file, is_new)?) } else { None };
+        lock::lock(&file, path)?;
+        let bytes = match kind {
+            DeviceKind::Raw => {
+                let bytes = raw::writable_bytes(&file, path)?;
+                raw::refuse_foreign(&file, path, bytes)?;
+                bytes
+            }
+            _ => file.metadata().map_err(|error| Error::system(path, "stat", &error))?.len(),
+        };
+        let (alignment, why_buffered) = direct(&file, path, kind)?;
+        let not_in_children = NotInChildren::new(file.as_fd());
+        let path = Arc::clone(path);
+        let device = Self { _not_in_children: not_in_children, file, path, kind, bytes, alignment, why_buffered };
+        Ok((device, undo))
+    }
+
+    /// Some file systems take the flag and fail the transfer: try one before a run depends on it.
+    fn try_direct(&mut self) -> Result<()> {
+        if self.why_buffered.is_some() || self.bytes == 0 {
+            return Ok(());
+        }
+        let Alignment { memory, block } = self.alignment;
+        let mut bytes = vec![0_u8; block + memory];
+        let pad = bytes.as_ptr().align_offset(memory);
+        loop {
+            match std::os::unix::fs::FileExt::read_at(&self.file, &mut bytes[pad..pad + block], 0) {
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if error.raw_os_error() == Some(libc::EINVAL) && self.kind == DeviceKind::File => {
+                    set_direct(&self.file, false).map_err(|error| Error::system(&self.path, "fcntl", &error))?;
+                    self.why_buffered = Some("its file system fails direct I/O".into());
+                    self.alignment = Alignment::NONE;
+                    return Ok(());
+                }
+                // Any other fault is the caller's to see, at the operation that meets it.
+                _ => return Ok(()),
+            }
+        }
+    }
+}
+
+/// Opens all of `paths`, makes room, and says what they hold together. A failure leaves everything as it was.
+pub(crate) fn open_all(paths: &[Arc<Path>], size_bytes: Option<u64>, stripe_bytes: u64) -> Result<Opened> {
+    let mut devices: Vec<Device> = Vec::new();
+    let mut undos = Vec::new();
+    for path in paths {
+        refuse_twice(&devices, path)?;
+        let (device, undo) = Device::open(path, size_bytes.is_some())?;
+        undos.push(undo);
+        devices.push(device);
+    }
+    let striping = Striping::new(devices.len(), stripe_bytes);
+    let block_of = |devices: &[Device]| {
+        let alignment = devices.iter().fold(Alignment::NONE, |all, device| all.and(device.alignment));
+        (alignment, alignment.block as u64)
+    };
+    let (alignment, block) = block_of(&devices);
+    if devices.len() > 1 && !stripe_bytes.is_multiple_of(block) {
+        return Err(Error::Invalid(format!(
+            "stripe of {stripe_bytes} bytes is not a multiple of {block}, the alignment"
+        )));
+    }
+    let smallest = devices.iter().map(|device| device.bytes).min().unwrap_or(0);
+    let wanted = match size_bytes {
+        Some(size) => striping.device_bytes(size, block).ok_or_else(|| too_large(size))?,
+        // A file whose end lies inside a block is made to end with it.
+        None if devices.len() == 1 && devices[0].kind == DeviceKind::File => {
+            smallest.checked_next_multiple_of(block).ok_or_else(|| too_large(smallest))?
+        }
+        None => smallest,
+    };
+    for (device, undo) in devices.iter_mut().zip(&undos) {
+        match device.kind {
+            DeviceKind::File => {
+                if device.bytes == 0 && size_bytes.is_none() {
+                    let name = device.path.display();
+                    return Err(Error::Invalid(format!("{name} is empty; pass size= to give it room")));
+                }
+                file::reserve(&device.path, &device.file, wanted)?;
+                file::settle(&device.path, &device.file, undo.as_ref().is_some_and(Undo::is_new))?;
+                device.bytes = device.bytes.max(wanted);
+            }
+            _ if device.bytes < wanted => {
+                let (name, bytes) = (device.path.display(), device.bytes);
+                return Err(Error::Invalid(format!(
+                    "{name} has {bytes} bytes and would need {wanted}; choose a smaller size= or a larger device"
+                )));
+            }
+            _ => {}
+        }
+        device.try_direct()?;
+    }
+    // A file that turned out to be buffered needs less.
+    let (alignment_after, _) = block_of(&devices);
+    debug_assert!(alignment_after.block <= alignment.block);
+    let capacity = striping.volume_bytes(wanted, block);
+    let found = if devices.len() == 1 && devices[0].kind == DeviceKind::File { smallest } else { capacity };
+    let size_bytes = size_bytes.unwrap_or(found).min(capacity);
+    if size_bytes == 0 {
+        return Err(Error::Invalid("a volume of 0 bytes holds nothing; pass a larger size=".into()));
+    }
+    undos.into_iter().flatten().for_each(Undo::keep);
+    Ok(Opened { devices: devices.into(), size_bytes, alignment: alignment_after })
+}
+
+fn too_large(size: u64) -> Error {
+    Error::Invalid(format!("size {size} is more than can be addressed"))
+}
+
+fn refuse_twice(devices: &[Device], path: &Arc<Path>) -> Result<()> {
+    let Ok(metadata) = fs::metadata(path) else { return Ok(()) };
+    let same = |device: &&Device| {
+        device.file.metadata().is_ok_and(|other| {
+            if metadata.file_type().is_block_device() && other.file_type().is_block_device() {
+                other.rdev() == metadata.rdev()
+            } else {
+                (other.dev(), other.ino()) == (metadata.dev(), metadata.ino())
+            }
+        })
+    };
+    match devices.iter().find(same) {
+        Some(other) => {
+            let (one, two) = (other.path.display(), path.display());
+            Err(Error::Invalid(format!("{one} and {two} are the same device; a stripe needs different ones")))
+        }
+        None => Ok(()),
+    }
+}
+
+/// Switches to direct I/O where that can be had: its alignment, or why not.
+fn direct(file: &File, path: &Arc<Path>, kind: DeviceKind) -> Result<(Alignment, Option<String>)> {
+    // On the open descriptor and not at open(): a refused open(O_CREAT | O_DIRECT) may leave a file behind.
+    match set_direct(file, true) {
+        Ok(()) => {}
+        Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
+            return Ok((Alignment::NONE, Some("its file system has no direct I/O".into())));
+        }
+        Err(error) => return Err(Error::system(path, "fcntl(O_DIRECT)", &error)),
+    }
+    if let Some(alignment) = direct_alignment(file, kind == DeviceKind::Raw) {
+        return Ok((alignment, None));
+    }
+    set_direct(file, false).map_err(|error| Error::system(path, "fcntl", &error))?;
+    Ok((Alignment::NONE, Some("the kernel has no direct I/O for this file (encryption, verity or a journal)".into())))
+}
+
+fn set_direct(file: &File, on: bool) -> io::Result<()> {
+    // SAFETY: F_GETFL takes an open descriptor and no memory.
+    let flags = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GETFL) };
+    if flags < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    let flags = if on { flags | libc::O_DIRECT } else { flags & !libc::O_DIRECT };
+    // SAFETY: F_SETFL takes an open descriptor and no memory.
+    if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETFL, flags) } < 0 {
+        Err(io::Error::last_os_error())
+    } else {
+        Ok(())
+    }
+}

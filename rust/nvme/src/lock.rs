@@ -1,0 +1,83 @@
+//! One user at a time: a lock on each file or device, and the name of whoever has it.
+
+use std::{
+    fs::{self, File},
+    io,
+    os::{fd::AsRawFd, unix::fs::MetadataExt},
+    path::Path,
+    sync::Arc,
+};
+
+use crate::{Error, Result};
+
+/// Locks the file against every other opener of ours. The lock goes with the descriptor.
+pub(crate) fn lock(file: &File, path: &Arc<Path>) -> Result<()> {
+    loop {
+        // SAFETY: flock takes an open descriptor and no memory.
+        if unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_EX | libc::LOCK_NB) } == 0 {
+            return Ok(());
+        }
+        let error = io::Error::last_os_error();
+        match error.raw_os_error() {
+            Some(libc::EINTR) => {}
+            Some(libc::EWOULDBLOCK) => return Err(in_use(file, path)),
+            // A file system without locks: nothing to go by, and nothing that could be done about it.
+            Some(libc::EOPNOTSUPP | libc::ENOLCK | libc::EINVAL) => return Ok(()),
+            _ => return Err(Error::system(path, "flock", &error)),
+        }
+    }
+}
+
+/// The error that says who has it.
+pub(crate) fn in_use(file: &File, path: &Arc<Path>) -> Error {
+    let own = std::process::id();
+    let why = match holder(file) {
+        Some(pid) if pid == own => format!("this process (pid {pid}) has it open already; close that volume first"),
+        Some(pid) => match command(pid) {
+            Some(command) => format!("in use by pid {pid} ({command}); wait for it or stop it, or use another"),
+            None => format!("in use by pid {pid}; wait for it or stop it, or use another"),
+        },
+        None => "in use by another process, which cannot be seen from here; wait for it or use another".into(),
+    };
+    Error::refused(path, libc::EBUSY, why)
+}
+
+/// Who holds a lock on the file, from `/proc/locks`.
+fn holder(file: &File) -> Option<u32> {
+    let metadata = file.metadata().ok()?;
+    let device = metadata.dev();
+    let place = format!("{:02x}:{:02x}:{}", libc::major(device), libc::minor(device), metadata.ino());
+    let locks = fs::read_to_string("/proc/locks").ok()?;
+    holder_in(&locks, &place)
+}
+
+/// The pid of the lock at `place` (major:minor:inode). Blocked waiters have a `->` before their fields.
+fn holder_in(locks: &str, place: &str) -> Option<u32> {
+    locks.lines().find_map(|line| {
+        let fields: Vec<&str> = line.split_whitespace().collect();
+        // 1: FLOCK ADVISORY WRITE 1234 fd:00:131 0 EOF
+        let &[_, "FLOCK", _, _, pid, at, ..] = fields.as_slice() else { return None };
+        if at == place { pid.parse().ok().filter(|&pid| pid > 0) } else { None }
+    })
+}
+
+fn command(pid: u32) -> Option<String> {
+    let name = fs::read_to_string(format!("/proc/{pid}/comm")).ok()?;
+    Some(name.trim().to_owned()).filter(|name| !name.is_empty())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_holder_is_found_and_waiters_are_not() {
+        let locks = "1: POSIX  ADVISORY  WRITE 77 fd:00:131 0 EOF\n\
+                     2: FLOCK  ADVISORY  WRITE 1234 fd:00:131 0 EOF\n\
+                     2: -> FLOCK  ADVISORY  WRITE 99 fd:00:132 0 EOF\n\
+                     3: FLOCK  ADVISORY  WRITE 0 fd:00:133 0 EOF\n";
+        assert_eq!(holder_in(locks, "fd:00:131"), Some(1234));
+        assert_eq!(holder_in(locks, "fd:00:132"), None);
+        assert_eq!(holder_in(locks, "fd:00:133"), None, "a holder outside our namespace has no number");
+    }
+}

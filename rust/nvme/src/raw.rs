@@ -1,0 +1,129 @@
+//! Raw block devices: opened by one, and only if nobody's data is on them.
+
+use std::{
+    fs::{self, File},
+    io,
+    os::{
+        fd::AsRawFd,
+        unix::fs::{FileExt, MetadataExt},
+    },
+    path::Path,
+    sync::Arc,
+};
+
+use crate::{
+    Error, Result, lock,
+    signature::{self, EDGE_BYTES, Edges},
+};
+
+/// `BLKROGET`, `BLKGETSIZE64`: whether a device is read-only, and its size.
+const BLKROGET: libc::c_ulong = 0x125e;
+const BLKGETSIZE64: libc::c_ulong = 0x8008_1272;
+/// What the edges are read in: satisfies the direct I/O of every device.
+const EDGE_ALIGN: usize = 4096;
+
+/// Why an exclusive open was refused with EBUSY.
+pub(crate) fn busy(path: &Arc<Path>) -> Error {
+    let why = match fs::metadata(path) {
+        Err(_) => None,
+        Ok(metadata) => {
+            let number = format!("{}:{}", libc::major(metadata.rdev()), libc::minor(metadata.rdev()));
+            mounted_at(&number)
+                .map(|at| format!("mounted at {at}; unmount it first, if nothing on it is needed"))
+                .or_else(|| held_by(&number).map(|by| format!("in use by {by} (device mapper, RAID or LVM)")))
+                .or_else(|| swaps(path).then(|| "in use as swap; run `swapoff` first".into()))
+        }
+    };
+    match (why, File::open(path)) {
+        (Some(why), _) => Error::refused(path, libc::EBUSY, why),
+        (None, Ok(file)) => lock::in_use(&file, path),
+        (None, Err(_)) => Error::refused(path, libc::EBUSY, "in use by the kernel or another process"),
+    }
+}
+
+/// The size of the device, if it may be written to.
+pub(crate) fn writable_bytes(file: &File, path: &Arc<Path>) -> Result<u64> {
+    let mut read_only: libc::c_int = 0;
+    // SAFETY: BLKROGET writes an int.
+    let result = unsafe { libc::ioctl(file.as_raw_fd(), BLKROGET, &raw mut read_only) };
+    if result == 0 && read_only != 0 {
+        return Err(Error::refused(path, libc::EROFS, "the device is read-only; see `blockdev --setrw`"));
+    }
+    let mut bytes: u64 = 0;
+    // SAFETY: BLKGETSIZE64 writes a u64.
+    let result = unsafe { libc::ioctl(file.as_raw_fd(), BLKGETSIZE64, &raw mut bytes) };
+    if result != 0 {
+        return Err(Error::system(path, "BLKGETSIZE64", &io::Error::last_os_error()));
+    }
+    if bytes == 0 {
+        return Err(Error::refused(
+            path,
+            libc::ENXIO,
+            "the device has no bytes (no medium, or a loop device without a file)",
+        ));
+    }
+    Ok(bytes)
+}
+
+/// Refuses a device that carries a signature.
+pub(crate) fn refuse_foreign(file: &File, path: &Arc<Path>, device_bytes: u64) -> Result<()> {
+    let edge = EDGE_BYTES.min(usize::try_from(device_bytes).unwrap_or(EDGE_BYTES));
+    let first = read(file, path, 0, edge)?;
+    let last = read(file, path, device_bytes - edge as u64, edge)?;
+    match signature::find(&Edges { first: &first, last: &last, device_bytes }) {
+        None => Ok(()),
+        Some(what) => {
+            let why = format!(
+                "it holds {what}, which is not ours, and everything on it would be lost; if that is meant, run: \
+                 wipefs --all {}",
+                path.display()
+            );
+            Err(Error::refused(path, libc::EEXIST, why))
+        }
+    }
+}
+
+/// Reads through whatever kind of descriptor this is: into an aligned part of a larger buffer.
+fn read(file: &File, path: &Arc<Path>, offset: u64, nbytes: usize) -> Result<Vec<u8>> {
+    let start = offset / EDGE_ALIGN as u64 * EDGE_ALIGN as u64;
+    let skip = usize::try_from(offset - start).unwrap_or(0);
+    let whole = (skip + nbytes).next_multiple_of(EDGE_ALIGN);
+    let mut memory = vec![0_u8; whole + EDGE_ALIGN];
+    let pad = memory.as_ptr().align_offset(EDGE_ALIGN);
+    let window = &mut memory[pad..pad + whole];
+    let mut got = 0;
+    while got < skip + nbytes {
+        match file.read_at(&mut window[got..], start + got as u64) {
+            Ok(0) => break,
+            Ok(more) => got += more,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(Error::system(path, "reading its signatures", &error)),
+        }
+    }
+    if got < skip + nbytes {
+        return Err(Error::refused(path, libc::EIO, "the device ends before its size"));
+    }
+    Ok(window[skip..skip + nbytes].to_vec())
+}
+
+fn mounted_at(number: &str) -> Option<String> {
+    let mounts = fs::read_to_string("/proc/self/mountinfo").ok()?;
+    mounts.lines().find_map(|line| {
+        let mut fields = line.split(' ').skip(2);
+        (fields.next()? == number).then(|| fields.nth(1).map(str::to_owned))?
+    })
+}
+
+fn held_by(number: &str) -> Option<String> {
+    let names: Vec<String> = fs::read_dir(format!("/sys/dev/block/{number}/holders"))
+        .ok()?
+        .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
+        .collect();
+    (!names.is_empty()).then(|| names.join(", "))
+}
+
+fn swaps(path: &Path) -> bool {
+    let Ok(real) = path.canonicalize() else { return false };
+    let swaps = fs::read_to_string("/proc/swaps").unwrap_or_default();
+    swaps.lines().filter_map(|line| line.split_whitespace().next()).any(|used| Path::new(used) == real)
+}

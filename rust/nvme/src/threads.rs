@@ -1,0 +1,116 @@
+//! The thread backend: `pread`, `pwrite` and `fdatasync`, for where there is no `io_uring`.
+
+use std::{
+    io,
+    sync::{Arc, Condvar, Mutex, PoisonError},
+    thread::JoinHandle,
+};
+
+use crate::{
+    backend::{Backend, block_signals},
+    device::Device,
+    operation::Kind,
+    request::{Fate, Job, Jobs, PAUSE, Request},
+    wait::locked,
+};
+
+/// Threads for one device. Four with requests of 1 MiB reach the ring's bandwidth; each waits in the kernel for most of
+/// its time.
+const THREADS_ONE_DEVICE: usize = 4;
+/// Threads for several devices, where each needs a few requests at a time.
+const THREADS_SEVERAL_DEVICES: usize = 8;
+
+pub(crate) struct Threads {
+    inbox: Arc<Inbox>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+#[derive(Default)]
+struct Inbox {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    jobs: Jobs,
+    stop: bool,
+}
+
+impl Threads {
+    pub(crate) fn start(devices: &Arc<[Device]>, queue_depth: usize) -> io::Result<Self> {
+        let most = if devices.len() == 1 { THREADS_ONE_DEVICE } else { THREADS_SEVERAL_DEVICES };
+        let mut pool = Self { inbox: Arc::default(), threads: Vec::new() };
+        for index in 0..most.min(queue_depth * devices.len()) {
+            let (inbox, devices) = (Arc::clone(&pool.inbox), Arc::clone(devices));
+            let thread = std::thread::Builder::new().name(format!("memascend-io-{index}"));
+            pool.threads.push(thread.spawn(move || serve(&inbox, &devices))?);
+        }
+        Ok(pool)
+    }
+}
+
+impl Backend for Threads {
+    fn submit(&self, job: Job) {
+        let mut state = locked(&self.inbox.state);
+        state.jobs.push(job);
+        drop(state);
+        // A job may have requests for several threads; each that takes one wakes the next.
+        self.inbox.changed.notify_one();
+    }
+}
+
+impl Drop for Threads {
+    fn drop(&mut self) {
+        locked(&self.inbox.state).stop = true;
+        self.inbox.changed.notify_all();
+        for thread in self.threads.drain(..) {
+            // A thread that panicked has answered its request by dropping it.
+            drop(thread.join());
+        }
+    }
+}
+
+fn serve(inbox: &Inbox, devices: &[Device]) {
+    block_signals();
+    let mut state = locked(&inbox.state);
+    loop {
+        if let Some(mut request) = state.jobs.next_request() {
+            let more = !state.jobs.is_empty();
+            drop(state);
+            if more {
+                inbox.changed.notify_one();
+            }
+            while let Fate::Again { pause } = request.answered(carry_out(&request, &devices[request.device])) {
+                if pause {
+                    std::thread::sleep(PAUSE);
+                }
+            }
+            drop(request);
+            state = locked(&inbox.state);
+        } else if state.stop {
+            return;
+        } else {
+            state = inbox.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+}
+
+fn carry_out(request: &Request, device: &Device) -> Result<usize, i32> {
+    let descriptor = device.descriptor();
+    let place = libc::iovec { iov_base: request.address.0.cast(), iov_len: request.bytes };
+    let offset = i64::try_from(request.offset).map_err(|_| libc::EFBIG)?;
+    let moved = match request.kind {
+        // SAFETY: the operation owns the bytes at `address` until its last request is answered.
+        Kind::Read => unsafe { libc::preadv(descriptor, &raw const place, 1, offset) },
+        // SAFETY: as above.
+        Kind::Write { durable: false } => unsafe { libc::pwritev(descriptor, &raw const place, 1, offset) },
+        Kind::Write { durable: true } => {
+            // SAFETY: as above.
+            unsafe { libc::pwritev2(descriptor, &raw const place, 1, offset, libc::RWF_DSYNC) }
+        }
+        // SAFETY: no memory is involved.
+        Kind::Flush => unsafe { libc::fdatasync(descriptor) as isize },
+    };
+    usize::try_from(moved).map_err(|_| io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO))
+}

@@ -1,0 +1,341 @@
+//! The ring backend: one thread that owns an `io_uring`, fed by a queue and an eventfd that is read through the ring.
+//!
+//! The thread only submits and reaps, so a caller that computes never delays a submission, and a ring that only one
+//! thread uses may defer its task work to that thread (`SINGLE_ISSUER`, `DEFER_TASKRUN`).
+
+use std::{
+    fs, io,
+    os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd},
+    sync::{Arc, Mutex, mpsc},
+    thread::JoinHandle,
+};
+
+use io_uring::{IoUring, Probe, opcode, squeue, types};
+
+use crate::{
+    backend::{Backend, block_signals, descriptors},
+    device::Device,
+    fork::NotInChildren,
+    operation::Kind,
+    request::{Fate, Job, Jobs, PAUSE, Request},
+    wait::locked,
+};
+
+/// Why there is no ring.
+#[derive(Debug)]
+pub(crate) struct Unavailable(pub(crate) String);
+
+/// The mark of the eventfd's read among the completions; requests have the index of their place.
+const WAKE_MARK: u64 = u64::MAX;
+
+pub(crate) struct Uring {
+    inbox: Arc<Inbox>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// What callers leave for the thread.
+struct Inbox {
+    state: Mutex<State>,
+    wake: OwnedFd,
+    _wake_not_in_children: NotInChildren,
+}
+
+#[derive(Default)]
+struct State {
+    jobs: Jobs,
+    /// The thread has seen an empty queue and may be asleep: whoever adds a job wakes it.
+    asleep: bool,
+    stop: bool,
+}
+
+impl Uring {
+    pub(crate) fn start(devices: &Arc<[Device]>, queue_depth: usize) -> Result<Self, Unavailable> {
+        let no_thread = |error: io::Error| Unavailable(format!("its thread could not be started: {error}"));
+        // SAFETY: eventfd has no preconditions.
+        let wake = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC) };
+        if wake < 0 {
+            return Err(no_thread(io::Error::last_os_error()));
+        }
+        // SAFETY: a new descriptor that nobody else owns.
+        let wake = unsafe { OwnedFd::from_raw_fd(wake) };
+        let not_in_children = NotInChildren::new(wake.as_fd());
+        let inbox = Arc::new(Inbox { state: Mutex::default(), wake, _wake_not_in_children: not_in_children });
+        let (began, begins) = mpsc::sync_channel(1);
+        let theirs = Arc::clone(&inbox);
+        let devices = Arc::clone(devices);
+        let thread = std::thread::Builder::new().name("memascend-io".into());
+        let depth = queue_depth * devices.len();
+        let run = move || {
+            block_signals();
+            // A ring of a single issuer belongs to the thread that makes it.
+            match Driver::new(&theirs, &devices, depth) {
+                Ok(mut driver) => {
+                    drop(began.send(Ok(())));
+                    driver.run();
+                }
+                Err(error) => drop(began.send(Err(error))),
+            }
+        };
+        let thread = thread.spawn(run).map_err(no_thread)?;
+        match begins.recv() {
+            Ok(Ok(())) => Ok(Self { inbox, thread: Some(thread) }),
+            Ok(Err(error)) => Err(refused(&error)),
+            Err(mpsc::RecvError) => Err(Unavailable("its thread ended at once".into())),
+        }
+    }
+
+    /// Makes a small ring and drops it.
+    pub(crate) fn probe() -> Result<(), Unavailable> {
+        make(2).map(drop).map_err(|error| refused(&error))
+    }
+}
+
+/// A ring with the operations that we use, with as little interruption of its thread as the kernel can do.
+fn make(entries: u32) -> io::Result<IoUring> {
+    let tuned = IoUring::builder().setup_single_issuer().setup_defer_taskrun().setup_clamp().build(entries);
+    let ring = match tuned {
+        // Before Linux 6.1.
+        Err(error) if error.raw_os_error() == Some(libc::EINVAL) => IoUring::new(entries)?,
+        ring => ring?,
+    };
+    let mut probe = Probe::new();
+    let known = ring.submitter().register_probe(&mut probe).is_ok()
+        && [opcode::Read::CODE, opcode::Write::CODE, opcode::Fsync::CODE].iter().all(|code| probe.is_supported(*code));
+    if known { Ok(ring) } else { Err(io::Error::from_raw_os_error(libc::EOPNOTSUPP)) }
+}
+
+fn refused(error: &io::Error) -> Unavailable {
+    let disabled = fs::read_to_string("/proc/sys/kernel/io_uring_disabled").unwrap_or_default();
+    let why = match (error.raw_os_error(), disabled.trim()) {
+        (Some(libc::EPERM), "1" | "2") => {
+            "the kernel forbids it (sysctl kernel.io_uring_disabled); set that to 0".to_owned()
+        }
+        (Some(libc::EPERM | libc::EACCES), _) => {
+            "this process may not use it (a seccomp filter, as Docker's default profile); allow io_uring_setup, \
+             io_uring_enter and io_uring_register there"
+                .into()
+        }
+        (Some(libc::ENOSYS), _) => "this kernel has none, or a seccomp filter hides it".into(),
+        (Some(libc::EOPNOTSUPP), _) => "this kernel's ring is too old: Linux 5.6 is needed".into(),
+        (Some(libc::EMFILE | libc::ENFILE), _) => "no file descriptor is left; raise `ulimit -n`".into(),
+        (Some(libc::ENOMEM), _) => {
+            "no memory for the ring (kernels before 5.12 count it as locked memory: raise `ulimit -l`)".into()
+        }
+        _ => format!("io_uring_setup failed: {error}"),
+    };
+    Unavailable(why)
+}
+
+impl Inbox {
+    fn wake(&self) {
+        let one = 1_u64;
+        // SAFETY: eight readable bytes.
+        let written = unsafe { libc::write(self.wake.as_raw_fd(), (&raw const one).cast(), size_of::<u64>()) };
+        // It can only fail when 2^64 - 2 wakes are unread.
+        debug_assert_eq!(written, 8);
+    }
+}
+
+impl Backend for Uring {
+    fn submit(&self, job: Job) {
+        let mut state = locked(&self.inbox.state);
+        state.jobs.push(job);
+        let asleep = std::mem::take(&mut state.asleep);
+        drop(state);
+        if asleep {
+            self.inbox.wake();
+        }
+    }
+}
+
+impl Drop for Uring {
+    fn drop(&mut self) {
+        locked(&self.inbox.state).stop = true;
+        self.inbox.wake();
+        if let Some(thread) = self.thread.take() {
+            // The thread never unwinds: see `AbortOnPanic`.
+            drop(thread.join());
+        }
+    }
+}
+
+/// A panic of the thread would drop requests whose memory the kernel still writes to. Nothing can be saved then.
+struct AbortOnPanic;
+
+impl Drop for AbortOnPanic {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            std::process::abort();
+        }
+    }
+}
+
+/// The thread's side.
+struct Driver<'a> {
+    inbox: &'a Inbox,
+    ring: IoUring,
+    _ring_not_in_children: NotInChildren,
+    devices: &'a [Device],
+    /// The devices are registered with the ring: a lookup less for each request.
+    fixed_files: bool,
+    /// Requests that the kernel has, by their mark.
+    places: Box<[Option<Request>]>,
+    free: Vec<usize>,
+    jobs: Jobs,
+    /// Requests to be made again.
+    again: Vec<Request>,
+    /// What the read of the eventfd fills.
+    wakes: Box<u64>,
+    /// That read is with the kernel.
+    listening: bool,
+}
+
+impl<'a> Driver<'a> {
+    fn new(inbox: &'a Inbox, devices: &'a [Device], depth: usize) -> io::Result<Self> {
+        // One entry more for the eventfd. The completion queue is twice as long, so it never overflows.
+        let entries = u32::try_from(depth + 1).map_err(|_| io::Error::from_raw_os_error(libc::EINVAL))?;
+        let ring = make(entries)?;
+        // SAFETY: the ring's descriptor, open as long as the ring.
+        let not_in_children = NotInChildren::new(unsafe { std::os::fd::BorrowedFd::borrow_raw(ring.as_raw_fd()) });
+        // A limit on descriptors may forbid it; they work unregistered too.
+        let fixed_files = ring.submitter().register_files(&descriptors(devices)).is_ok();
+        Ok(Self {
+            inbox,
+            ring,
+            _ring_not_in_children: not_in_children,
+            devices,
+            fixed_files,
+            places: std::iter::repeat_with(|| None).take(depth).collect(),
+            free: (0..depth).rev().collect(),
+            jobs: Jobs::default(),
+            again: Vec::with_capacity(depth),
+            wakes: Box::new(0),
+            listening: false,
+        })
+    }
+
+    fn run(&mut self) {
+        let _abort = AbortOnPanic;
+        loop {
+            let stop = self.collect();
+            if stop && self.free.len() == self.places.len() && !self.listening {
+                return;
+            }
+            self.enter();
+            self.reap();
+        }
+    }
+
+    /// Submits what callers left, as far as there is room, and arms the wake-up. Says whether to stop.
+    fn collect(&mut self) -> bool {
+        loop {
+            self.fill();
+            let mut state = locked(&self.inbox.state);
+            if self.free.is_empty() {
+                // The next answer brings us back here; until then there is no room for what comes.
+                return state.stop;
+            }
+            if state.jobs.is_empty() {
+                state.asleep = true;
+                let stop = state.stop;
+                drop(state);
+                if !stop {
+                    self.listen();
+                }
+                return stop;
+            }
+            self.jobs.append(&mut state.jobs);
+        }
+    }
+
+    /// Has the eventfd read, so that a wake-up is an answer.
+    fn listen(&mut self) {
+        if !self.listening {
+            self.listening = true;
+            let read = opcode::Read::new(types::Fd(self.inbox.wake.as_raw_fd()), (&raw mut *self.wakes).cast(), 8);
+            self.push(&read.build().user_data(WAKE_MARK));
+        }
+    }
+
+    /// Gives the kernel as many requests as it may have.
+    fn fill(&mut self) {
+        while let Some(&mark) = self.free.last() {
+            let Some(request) = self.again.pop().or_else(|| self.jobs.next_request()) else { return };
+            let entry = self.entry(&request).user_data(mark as u64);
+            self.free.pop();
+            // The request is in its place before the kernel can answer it.
+            self.places[mark] = Some(request);
+            self.push(&entry);
+        }
+    }
+
+    fn entry(&self, request: &Request) -> squeue::Entry {
+        if self.fixed_files {
+            // The index of a registered file instead of a descriptor.
+            let index = i32::try_from(request.device).unwrap_or(i32::MAX);
+            build(request, types::Fd(index)).flags(squeue::Flags::FIXED_FILE)
+        } else {
+            build(request, types::Fd(self.devices[request.device].descriptor()))
+        }
+    }
+
+    fn push(&mut self, entry: &squeue::Entry) {
+        // SAFETY: the memory of the entry is owned by a request in its place, or is `wakes`; both outlive the answer,
+        // because `run` ends only when nothing is with the kernel.
+        while unsafe { self.ring.submission().push(entry) }.is_err() {
+            // As many entries as places: full only if the kernel did not take some yet.
+            if self.ring.submit().is_err() {
+                std::thread::sleep(PAUSE);
+            }
+        }
+    }
+
+    /// Submits and waits for an answer. A signal, or a shortage in the kernel, is no answer; the loop comes back.
+    fn enter(&mut self) {
+        if let Err(error) = self.ring.submit_and_wait(1) {
+            match error.raw_os_error() {
+                // EBUSY: answers must be reaped first.
+                Some(libc::EINTR | libc::EBUSY) => {}
+                // EAGAIN, ENOMEM, and whatever else: nothing that was submitted is lost, so try again in a moment.
+                _ => std::thread::sleep(PAUSE),
+            }
+        }
+    }
+
+    fn reap(&mut self) {
+        let mut pause = false;
+        // Entries are copied out because an answer may lead to a submission.
+        while let Some(entry) = self.ring.completion().next() {
+            let result = entry.result();
+            if entry.user_data() == WAKE_MARK {
+                self.listening = false;
+                continue;
+            }
+            let Ok(mark) = usize::try_from(entry.user_data()) else { continue };
+            let Some(mut request) = self.places.get_mut(mark).and_then(Option::take) else { continue };
+            self.free.push(mark);
+            // Results below zero are error numbers.
+            let answer = usize::try_from(result).map_err(|_| -result);
+            if let Fate::Again { pause: slowly } = request.answered(answer) {
+                pause |= slowly;
+                self.again.push(request);
+            }
+        }
+        if pause {
+            std::thread::sleep(PAUSE);
+        }
+    }
+}
+
+#[expect(clippy::cast_possible_truncation, reason = "a request has at most REQUEST_BYTES_MAX")]
+fn build(request: &Request, file: types::Fd) -> squeue::Entry {
+    let (address, bytes) = (request.address.0, request.bytes as u32);
+    match request.kind {
+        Kind::Read => opcode::Read::new(file, address, bytes).offset(request.offset).build(),
+        Kind::Write { durable } => {
+            let flags = if durable { libc::RWF_DSYNC } else { 0 };
+            opcode::Write::new(file, address, bytes).offset(request.offset).rw_flags(flags).build()
+        }
+        Kind::Flush => opcode::Fsync::new(file).flags(types::FsyncFlags::DATASYNC).build(),
+    }
+}

@@ -1,0 +1,389 @@
+//! Volumes: one address space over one or several devices.
+
+use std::{
+    any::Any,
+    ops::Range,
+    path::{Path, PathBuf},
+    sync::{Arc, PoisonError, RwLock},
+};
+
+use memascend_mem::Wait;
+
+use crate::{
+    BackendChoice, BackendKind, Buffer, DeviceKind, Error, NotBegun, Result, Ticket, VolumeStats,
+    backend::{self, Backend},
+    bounce::Bounce,
+    device::{self, Device, Opened},
+    operation::{Address, Context, Kind, Operation},
+    request::Job,
+    stripe::{STRIPE_BYTES_DEFAULT, STRIPE_BYTES_MAX, STRIPE_BYTES_MIN, Striping},
+    traffic::{Begun, Hold},
+    wait::locked,
+};
+
+/// Requests that the kernel has at once, per device, unless the caller says otherwise. Four to eight of 1 MiB are the
+/// peak of a disk; 16 keep requests of 256 KiB and up there too, and cost nothing.
+pub const QUEUE_DEPTH_DEFAULT: usize = 16;
+/// The most that may be wished for: what `NVMe` drives have per queue.
+pub const QUEUE_DEPTH_MAX: usize = 1024;
+/// Devices of one volume. More than any machine holds, few enough that all their rings' entries fit.
+pub const DEVICES_MAX: usize = 32;
+
+/// How to open a volume. The default takes what is there.
+#[derive(Debug, Clone, Default)]
+#[non_exhaustive]
+pub struct Options {
+    /// Bytes of the volume. `None` takes what is there; a new file needs it, a larger one grows files.
+    pub size_bytes: Option<u64>,
+    /// Requests that the kernel has at once, per device; [`QUEUE_DEPTH_DEFAULT`].
+    pub queue_depth: Option<usize>,
+    /// The width of a stripe; [`STRIPE_BYTES_DEFAULT`]. The same at every open, or the bytes are elsewhere.
+    pub stripe_bytes: Option<u64>,
+    /// Which backend.
+    pub backend: BackendChoice,
+}
+
+/// What is known of a device of a volume.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DeviceInfo {
+    /// Where it is.
+    pub path: PathBuf,
+    /// What it is.
+    pub kind: DeviceKind,
+    /// What it holds.
+    pub bytes: u64,
+    /// Why its I/O goes through the page cache, if it does.
+    pub why_buffered: Option<String>,
+}
+
+/// One address space over one or several devices, striped.
+///
+/// Operations on different bytes never disturb each other, in whatever order and from whatever threads they come, also
+/// inside one block. Of operations on the same bytes, a later one that does not wait for the earlier may come first.
+///
+/// Dropping waits for everything in flight; [`close`](Self::close) does so too and says what failed unheard.
+pub struct Volume {
+    context: Arc<Context>,
+    /// `None` once closed.
+    running: RwLock<Option<Running>>,
+    devices: Vec<DeviceInfo>,
+    size_bytes: u64,
+    queue_depth: usize,
+    kind: BackendKind,
+    why_not: Option<String>,
+}
+
+/// What works for an open volume. Dropped in this order: no copies without a backend, no backend without devices.
+struct Running {
+    bounce: Bounce,
+    backend: Arc<dyn Backend>,
+    _devices: Option<Arc<[Device]>>,
+}
+
+/// What a volume knows of itself.
+pub(crate) struct Parts {
+    pub(crate) devices: Vec<DeviceInfo>,
+    pub(crate) size_bytes: u64,
+    pub(crate) queue_depth: usize,
+    pub(crate) kind: BackendKind,
+    pub(crate) why_not: Option<String>,
+}
+
+impl Volume {
+    /// Opens `paths` as one volume. A failure leaves them as they were.
+    pub fn open(paths: &[impl AsRef<Path>], options: &Options) -> Result<Self> {
+        if paths.is_empty() || paths.len() > DEVICES_MAX {
+            return Err(Error::Invalid(format!("a volume has 1 to {DEVICES_MAX} devices, not {}", paths.len())));
+        }
+        let (queue_depth, stripe_bytes) = options.checked()?;
+        let paths: Vec<Arc<Path>> = paths.iter().map(|path| Arc::from(path.as_ref())).collect();
+        let Opened { devices, size_bytes, alignment } = device::open_all(&paths, options.size_bytes, stripe_bytes)?;
+        let chosen = backend::start(options.backend, &devices, queue_depth)?;
+        let described = devices
+            .iter()
+            .map(|device| DeviceInfo {
+                path: device.path.to_path_buf(),
+                kind: device.kind,
+                bytes: device.bytes,
+                why_buffered: device.why_buffered.clone(),
+            })
+            .collect();
+        let striping = Striping::new(devices.len(), stripe_bytes);
+        let context = Context::new(paths, striping, alignment);
+        let parts = Parts { devices: described, size_bytes, queue_depth, kind: chosen.kind, why_not: chosen.why_not };
+        Ok(Self::over(context, chosen.backend, Some(devices), parts))
+    }
+
+    /// A volume over whatever backend.
+    pub(crate) fn over(
+        context: Arc<Context>,
+        backend: Arc<dyn Backend>,
+        devices: Option<Arc<[Device]>>,
+        parts: Parts,
+    ) -> Self {
+        let Parts { devices: described, size_bytes, queue_depth, kind, why_not } = parts;
+        let bounce = Bounce::new(&context, &backend);
+        let running = RwLock::new(Some(Running { bounce, backend, _devices: devices }));
+        Self { context, running, devices: described, size_bytes, queue_depth, kind, why_not }
+    }
+
+    /// Reads `buffer.len()` bytes from `offset` on.
+    pub fn read<B: Buffer>(&self, buffer: B, offset: u64) -> std::result::Result<Ticket<B>, NotBegun<B>> {
+        self.begin(Kind::Read, buffer, offset)
+    }
+
+    /// Writes the buffer to `offset`. Done means that the device has the bytes; [`flush`](Self::flush) makes them last.
+    pub fn write<B: Buffer>(&self, buffer: B, offset: u64) -> std::result::Result<Ticket<B>, NotBegun<B>> {
+        self.begin(Kind::Write { durable: false }, buffer, offset)
+    }
+
+    /// Writes the buffer to `offset`; done means that these bytes, and what the file system needs to find them, survive
+    /// a loss of power. It says nothing about other writes.
+    pub fn write_durable<B: Buffer>(&self, buffer: B, offset: u64) -> std::result::Result<Ticket<B>, NotBegun<B>> {
+        self.begin(Kind::Write { durable: true }, buffer, offset)
+    }
+
+    /// Makes every write that began before the call survive a loss of power, on every device.
+    ///
+    /// What it says of a failure stays so: after a failed flush the kernel has dropped what it could not write, and a
+    /// second flush would succeed without it. So every later one fails too. A write that failed after its ticket was
+    /// dropped is told here as well, once.
+    pub fn flush(&self, mut wait: Wait<'_>) -> Result<()> {
+        let context = &self.context;
+        context.owned.check()?;
+        context.traffic.wait_for_writes(&mut wait)?;
+        if let Some(error) = locked(&context.flush_failed).clone() {
+            return Err(error);
+        }
+        if let Some(error) = locked(&context.unclaimed).take() {
+            return Err(error);
+        }
+        let operation = {
+            let running = self.running.read().unwrap_or_else(PoisonError::into_inner);
+            let running = running.as_ref().ok_or(Error::Closed)?;
+            let begun = context.traffic.begin(false)?;
+            let units = context.paths.len() as u64;
+            let nowhere = Address(std::ptr::null_mut());
+            let operation = Operation::new(context, Kind::Flush, (0, units), nowhere, (begun, None), None);
+            running.backend.submit(Job::new(Arc::clone(&operation)));
+            operation
+        };
+        operation.wait(&mut wait)?;
+        operation.outcome().unwrap_or(Err(Error::Closed))
+    }
+
+    /// Ends new operations, waits for those in flight, ends the threads and lets go of the devices. Closing again is
+    /// fine, also after an interrupted wait. A write that failed after its ticket was dropped is told here.
+    pub fn close(&self, mut wait: Wait<'_>) -> Result<()> {
+        self.context.owned.check()?;
+        self.context.traffic.close();
+        self.context.traffic.wait_for_all(&mut wait)?;
+        drop(self.running.write().unwrap_or_else(PoisonError::into_inner).take());
+        locked(&self.context.unclaimed).take().map_or(Ok(()), Err)
+    }
+
+    /// Whether it was closed.
+    #[must_use]
+    pub fn is_closed(&self) -> bool {
+        self.context.owned.elsewhere() || self.running.read().unwrap_or_else(PoisonError::into_inner).is_none()
+    }
+
+    /// What it holds.
+    #[must_use]
+    pub fn size_bytes(&self) -> u64 {
+        self.size_bytes
+    }
+
+    /// What offsets, lengths and addresses must be multiples of to go straight from memory to disk. 1: all do.
+    #[must_use]
+    pub fn alignment(&self) -> usize {
+        self.context.block_bytes.max(self.context.memory_align)
+    }
+
+    /// Whether the page cache is bypassed on every device.
+    #[must_use]
+    pub fn is_direct(&self) -> bool {
+        self.devices.iter().all(|device| device.why_buffered.is_none())
+    }
+
+    /// Which backend it has.
+    #[must_use]
+    pub fn backend(&self) -> BackendKind {
+        self.kind
+    }
+
+    /// Why it has no better backend.
+    #[must_use]
+    pub fn why_not(&self) -> Option<&str> {
+        self.why_not.as_deref()
+    }
+
+    /// Requests that the kernel has at once, per device.
+    #[must_use]
+    pub fn queue_depth(&self) -> usize {
+        self.queue_depth
+    }
+
+    /// Its devices.
+    #[must_use]
+    pub fn devices(&self) -> &[DeviceInfo] {
+        &self.devices
+    }
+
+    /// What it has done.
+    #[must_use]
+    pub fn stats(&self) -> VolumeStats {
+        // In a forked child the lock may have been copied in the middle of a hold.
+        let in_flight = if self.context.owned.elsewhere() { 0 } else { self.context.traffic.in_flight() };
+        self.context.counters.read(in_flight as u64)
+    }
+
+    fn begin<B: Buffer>(&self, kind: Kind, buffer: B, offset: u64) -> std::result::Result<Ticket<B>, NotBegun<B>> {
+        if let Err(error) = self.context.owned.check() {
+            return Err(NotBegun { buffer, error });
+        }
+        let running = self.running.read().unwrap_or_else(PoisonError::into_inner);
+        let address = Address(buffer.as_ptr().as_ptr());
+        match self.prepare(running.as_ref(), kind, address, offset, buffer.len()) {
+            Err(error) => Err(NotBegun { buffer, error }),
+            Ok(prepared) => Ok(Ticket::new(prepared.start(&self.context, Box::new(buffer)))),
+        }
+    }
+
+    /// Everything that can fail, before anything is begun.
+    fn prepare<'a>(
+        &self,
+        running: Option<&'a Running>,
+        kind: Kind,
+        address: Address,
+        offset: u64,
+        nbytes: usize,
+    ) -> Result<Prepared<'a>> {
+        let context = &self.context;
+        let running = running.ok_or(Error::Closed)?;
+        let Some(end) = offset.checked_add(nbytes as u64).filter(|end| *end <= self.size_bytes) else {
+            return Err(Error::PastTheEnd { offset, nbytes, size_bytes: self.size_bytes });
+        };
+        let whole = offset..end;
+        let straight = straight(context, address, &whole);
+        if straight != whole {
+            running.bounce.ready()?;
+        }
+        let begun = context.traffic.begin(kind.writes())?;
+        let mut hold = None;
+        let mut blocked = false;
+        if kind.writes() && context.block_bytes > 1 && !straight.is_empty() {
+            hold = context.traffic.try_hold_shared(&straight);
+            blocked = hold.is_none();
+            if let Err(error) = if blocked { running.bounce.ready() } else { Ok(()) } {
+                context.traffic.end(begun);
+                return Err(error);
+            }
+        }
+        Ok(Prepared { running, kind, address, whole, straight, begun, hold, blocked })
+    }
+}
+
+/// An operation that nothing stands in the way of.
+struct Prepared<'a> {
+    running: &'a Running,
+    kind: Kind,
+    address: Address,
+    /// The volume's bytes that it moves.
+    whole: Range<u64>,
+    /// Those of them that go straight between memory and disk.
+    straight: Range<u64>,
+    begun: Begun,
+    /// On the blocks of `straight`, for a write.
+    hold: Option<Hold>,
+    /// One of those blocks is being changed, so that part waits its turn.
+    blocked: bool,
+}
+
+impl Prepared<'_> {
+    fn start(self, context: &Arc<Context>, buffer: Box<dyn Any + Send>) -> Arc<Operation> {
+        let Self { running: Running { bounce, backend, .. }, kind, address, whole, straight, begun, hold, blocked } =
+            self;
+        let units = whole.end - whole.start;
+        let all_straight = straight == whole && !blocked;
+        let own_hold = if all_straight { hold } else { None };
+        let operation = Operation::new(context, kind, (whole.start, units), address, (begun, own_hold), Some(buffer));
+        if units == 0 {
+            operation.finish_empty();
+        } else if all_straight {
+            backend.submit(Job::new(Arc::clone(&operation)));
+        } else {
+            let (head, tail) = (whole.start..straight.start, straight.end..whole.end);
+            if blocked {
+                bounce.wait_and_write(&operation, straight);
+            } else if !straight.is_empty() {
+                backend.submit(Job::new(operation.part(straight, hold)));
+            }
+            for edge in [head, tail] {
+                if !edge.is_empty() {
+                    bounce.copy(&operation, edge);
+                }
+            }
+        }
+        operation
+    }
+}
+
+/// The part of `whole` that may go straight between memory and disk: whole blocks at aligned addresses. Empty, at the
+/// end of `whole`, where there is none.
+fn straight(context: &Context, address: Address, whole: &Range<u64>) -> Range<u64> {
+    let block = context.block_bytes as u64;
+    let none = whole.end..whole.end;
+    let (Some(start), end) = (whole.start.checked_next_multiple_of(block), whole.end / block * block) else {
+        return none;
+    };
+    let skipped = usize::try_from(start - whole.start).unwrap_or(usize::MAX);
+    if start < end && address.plus(skipped).is_aligned(context.memory_align) { start..end } else { none }
+}
+
+impl Drop for Volume {
+    fn drop(&mut self) {
+        let running = self.running.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+        if self.context.owned.elsewhere() {
+            // The threads, the ring and the operations are the parent's; the descriptors are closed here already.
+            std::mem::forget(running);
+            return;
+        }
+        if let Some(running) = running {
+            // The kernel may still write to buffers: nothing is let go before it is done with all of them.
+            self.context.traffic.close();
+            while self.context.traffic.wait_for_all(&mut Wait::forever()).is_err() {}
+            drop(running);
+        }
+    }
+}
+
+impl std::fmt::Debug for Volume {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Volume")
+            .field("devices", &self.devices)
+            .field("size_bytes", &self.size_bytes)
+            .field("backend", &self.kind)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Options {
+    /// Checks what can be checked without a device: queue depth and stripe.
+    pub(crate) fn checked(&self) -> Result<(usize, u64)> {
+        let queue_depth = self.queue_depth.unwrap_or(QUEUE_DEPTH_DEFAULT);
+        if !(1..=QUEUE_DEPTH_MAX).contains(&queue_depth) {
+            return Err(Error::Invalid(format!("queue_depth must be 1 to {QUEUE_DEPTH_MAX}, not {queue_depth}")));
+        }
+        let stripe = self.stripe_bytes.unwrap_or(STRIPE_BYTES_DEFAULT);
+        if !(STRIPE_BYTES_MIN..=STRIPE_BYTES_MAX).contains(&stripe) || !stripe.is_multiple_of(STRIPE_BYTES_MIN) {
+            return Err(Error::Invalid(format!(
+                "stripe must be a multiple of {STRIPE_BYTES_MIN} bytes, up to {STRIPE_BYTES_MAX}, not {stripe}"
+            )));
+        }
+        if self.size_bytes == Some(0) {
+            return Err(Error::Invalid("a volume of 0 bytes holds nothing; pass a larger size=".into()));
+        }
+        Ok((queue_depth, stripe))
+    }
+}
