@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from memascend import kernels, memory
+    from memascend import kernels, memory, nvme
     from memascend.errors import (
         BudgetError,
         ConfigError,
@@ -33,9 +33,10 @@ __all__ = [
     "__version__",
     "kernels",
     "memory",
+    "nvme",
 ]
 
-_MODULES = ("kernels", "memory")
+_MODULES = ("kernels", "memory", "nvme")
 _ERRORS = tuple(name for name in __all__ if name[0].isupper())
 
 

@@ -1,7 +1,8 @@
 """What the Rust extension offers. Only memory, nvme, engine and kernels import it."""
 
 import sys
-from typing import Any, Literal, TypeAlias, final
+from collections.abc import Sequence
+from typing import Any, Literal, final
 
 __all__ = [
     "Arena",
@@ -9,13 +10,10 @@ __all__ = [
     "Lease",
     "LeaseBuffer",
     "Region",
+    "Ticket",
+    "Volume",
     "__version__",
-    "kernel_accumulate",
-    "kernel_adam",
-    "kernel_cast",
-    "kernel_check",
-    "kernel_scalars",
-    "kernel_simd",
+    "io_uring_why_not",
     "memory_layout",
     "memory_limits",
     "memory_regions",
@@ -79,32 +77,40 @@ def memory_layout(classes: dict[int, int]) -> tuple[int, int]: ...
 def memory_limits() -> dict[str, Any]: ...
 def memory_regions() -> list[dict[str, Any]]: ...
 
-# An address and the place of its dtype in memascend.kernels.arguments.FLOATS.
-_Place: TypeAlias = tuple[int, int]
-# The fields of memascend.kernels.scalars.Scalars, in order.
-_Scalars: TypeAlias = tuple[float, float, float, float, bool, float, float, float, float, float]
+@final
+class Volume:
+    def __new__(
+        cls,
+        paths: Sequence[str],
+        nbytes: int | None,
+        queue_depth: int | None,
+        stripe: int | None,
+        backend: str,
+    ) -> Volume: ...
+    def begin_at(self, write: bool, address: int, nbytes: int, keep: object, offset: int) -> Ticket: ...
+    def begin_buffer(self, write: bool, view: memoryview, offset: int) -> Ticket: ...
+    def flush(self, seconds: float | None = None) -> None: ...
+    def close(self) -> None: ...
+    @property
+    def closed(self) -> bool: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def alignment(self) -> int: ...
+    @property
+    def backend(self) -> str: ...
+    @property
+    def why_not(self) -> str | None: ...
+    @property
+    def direct(self) -> bool: ...
+    @property
+    def queue_depth(self) -> int: ...
+    def devices(self) -> list[dict[str, Any]]: ...
+    def stats(self) -> dict[str, Any]: ...
 
-def kernel_simd() -> str: ...
-def kernel_scalars(
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    decoupled: bool,
-    step: int,
-    grad_scale: float,
-    maximize: bool,
-) -> _Scalars: ...
-def kernel_check(grads: list[tuple[int, int, int]], inv_scale: float, threads: int) -> tuple[bool, float]: ...
-def kernel_adam(
-    master: int,
-    grad: _Place,
-    exp_avg: int,
-    exp_avg_sq: int,
-    out16: _Place | None,
-    numel: int,
-    scalars: _Scalars,
-    threads: int,
-) -> None: ...
-def kernel_cast(source: _Place, out: _Place, numel: int, threads: int) -> None: ...
-def kernel_accumulate(grad: _Place, total: _Place, numel: int, threads: int) -> None: ...
+@final
+class Ticket:
+    def wait(self, seconds: float | None = None) -> int: ...
+    def done(self) -> bool: ...
+
+def io_uring_why_not() -> str | None: ...

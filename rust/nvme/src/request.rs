@@ -143,7 +143,8 @@ impl Request {
         }
     }
 
-    /// Goes on at the last whole block: direct I/O knows no other place, and a short read may have been the file's end.
+    /// Goes on at the last whole block: direct I/O knows no other place. A part of a block again and again, or nothing,
+    /// is the file's end.
     fn stopped_short(&mut self, moved: usize) -> Fate {
         let whole = moved / self.operation.context.block_bytes * self.operation.context.block_bytes;
         if whole > 0 {
@@ -154,7 +155,7 @@ impl Request {
             self.tries = 0;
             return Fate::Again { pause: false };
         }
-        if self.kind == Kind::Read {
+        if self.kind == Kind::Read && (moved == 0 || self.tries >= TRIES_AT_ONCE) {
             let ended = Error::Ended {
                 path: Arc::clone(self.path()),
                 offset: self.first_offset(),

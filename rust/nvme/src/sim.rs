@@ -1,1 +1,290 @@
+//! Simulated devices with faults: short transfers, delays, reordering, errors, torn writes and losses of power.
+//!
+//! What no real device does on demand, and what only a simulated one shows: which writes survive a loss of power when
+//! nothing was flushed. Everything above the backend is the real thing. The same seed gives the same decisions; which
+//! request they fall on depends on when requests come.
 
+use std::{
+    path::{Path, PathBuf},
+    sync::{Arc, Condvar, Mutex, PoisonError},
+    thread::JoinHandle,
+    time::Duration,
+};
+
+use crate::{
+    Action, BackendKind, DeviceInfo, DeviceKind, Error, Options, Result, Volume,
+    align::Alignment,
+    backend::Backend,
+    operation::{Address, Context, Kind},
+    request::{Fate, Job, Jobs, PAUSE, Request},
+    stripe::Striping,
+    volume::Parts,
+    wait::locked,
+};
+
+/// What a simulated device takes at once without tearing.
+pub const SECTOR_BYTES: usize = 512;
+
+/// A small generator of numbers (`SplitMix64`): no test needs more.
+#[derive(Debug, Clone)]
+pub struct Rng(u64);
+
+impl Rng {
+    /// One for a seed.
+    #[must_use]
+    pub fn new(seed: u64) -> Self {
+        Self(seed)
+    }
+
+    /// The next 64 bits.
+    pub fn bits(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut mixed = self.0;
+        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        mixed ^ (mixed >> 31)
+    }
+
+    /// A number below `bound`, which is not 0.
+    #[expect(clippy::cast_possible_truncation, reason = "below a usize")]
+    pub fn below(&mut self, bound: usize) -> usize {
+        (self.bits() % bound as u64) as usize
+    }
+
+    /// True `per_mille` times in a thousand.
+    pub fn chance(&mut self, per_mille: u32) -> bool {
+        self.bits() % 1000 < u64::from(per_mille)
+    }
+}
+
+/// What goes wrong, each so many times in a thousand requests.
+#[derive(Debug, Clone, Default)]
+pub struct Faults {
+    /// What the decisions are drawn from.
+    pub seed: u64,
+    /// Transfers that move a part only.
+    pub short: u32,
+    /// Answers that are none: EINTR, EAGAIN, ENOMEM.
+    pub temporary: u32,
+    /// Errors, each on one kind of action. A write that fails may have been done in part, sector by sector.
+    pub errors: Vec<(Action, i32, u32)>,
+    /// The longest time that an answer takes.
+    pub delay: Duration,
+    /// Requests are answered in any order, not in the order in which they came.
+    pub reorder: bool,
+}
+
+/// A device in memory. Clones are the same device.
+#[derive(Debug, Clone)]
+pub struct SimDisk {
+    state: Arc<Mutex<Medium>>,
+}
+
+#[derive(Debug)]
+struct Medium {
+    /// What a read sees.
+    cached: Vec<u8>,
+    /// What survives.
+    durable: Vec<u8>,
+    /// Writes since the last flush, in the order in which they were done.
+    unflushed: Vec<(usize, Vec<u8>)>,
+}
+
+impl SimDisk {
+    /// A device of `nbytes` zeros.
+    #[must_use]
+    pub fn new(nbytes: usize) -> Self {
+        Self::of(vec![0; nbytes])
+    }
+
+    fn of(bytes: Vec<u8>) -> Self {
+        let medium = Medium { cached: bytes.clone(), durable: bytes, unflushed: Vec::new() };
+        Self { state: Arc::new(Mutex::new(medium)) }
+    }
+
+    /// What a read sees now.
+    #[must_use]
+    pub fn bytes(&self) -> Vec<u8> {
+        locked(&self.state).cached.clone()
+    }
+
+    /// The device as it may be after a loss of power now: of the writes since the last flush any may be there, in part
+    /// or in whole, whatever their order was.
+    #[must_use]
+    pub fn after_power_loss(&self, seed: u64) -> Self {
+        let medium = locked(&self.state);
+        let mut rng = Rng::new(seed);
+        let mut bytes = medium.durable.clone();
+        for (offset, written) in &medium.unflushed {
+            let (lost, torn) = (rng.chance(400), rng.chance(300));
+            for (index, sector) in written.chunks(SECTOR_BYTES).enumerate() {
+                if !lost && !(torn && rng.chance(500)) {
+                    let at = offset + index * SECTOR_BYTES;
+                    bytes[at..at + sector.len()].copy_from_slice(sector);
+                }
+            }
+        }
+        Self::of(bytes)
+    }
+
+    fn len(&self) -> usize {
+        locked(&self.state).cached.len()
+    }
+}
+
+/// Opens simulated devices as one volume. Of `options`, the backend is ignored.
+pub fn open(disks: &[SimDisk], faults: &Faults, options: &Options) -> Result<Volume> {
+    let (queue_depth, stripe_bytes) = options.checked()?;
+    let smallest = disks.iter().map(SimDisk::len).min().unwrap_or(0);
+    let striping = Striping::new(disks.len().max(1), stripe_bytes);
+    let alignment = Alignment { memory: SECTOR_BYTES, block: SECTOR_BYTES };
+    let capacity = striping.volume_bytes(smallest as u64, SECTOR_BYTES as u64);
+    if capacity == 0 || options.size_bytes.is_some_and(|size| size > capacity) {
+        return Err(Error::Invalid(format!("the simulated devices hold {capacity} bytes")));
+    }
+    let names: Vec<PathBuf> = (0..disks.len()).map(|index| format!("simulated-{index}").into()).collect();
+    let context = Context::new(names.iter().map(|name| Arc::from(name.as_path())).collect(), striping, alignment);
+    let describe = |(name, disk): (&PathBuf, &SimDisk)| DeviceInfo {
+        path: Path::new(name).to_owned(),
+        kind: DeviceKind::Simulated,
+        bytes: disk.len() as u64,
+        why_buffered: None,
+    };
+    let parts = Parts {
+        devices: names.iter().zip(disks).map(describe).collect(),
+        size_bytes: options.size_bytes.unwrap_or(capacity),
+        queue_depth,
+        kind: BackendKind::Simulated,
+        why_not: None,
+    };
+    let backend: Arc<dyn Backend> = Arc::new(Sim::start(disks, faults, queue_depth * disks.len())?);
+    Ok(Volume::over(context, backend, None, parts))
+}
+
+struct Sim {
+    inbox: Arc<Inbox>,
+    thread: Option<JoinHandle<()>>,
+}
+
+#[derive(Default)]
+struct Inbox {
+    state: Mutex<(Jobs, bool)>,
+    changed: Condvar,
+}
+
+struct Driver {
+    disks: Vec<SimDisk>,
+    faults: Faults,
+    rng: Rng,
+    depth: usize,
+}
+
+impl Sim {
+    fn start(disks: &[SimDisk], faults: &Faults, depth: usize) -> Result<Self> {
+        let inbox = Arc::new(Inbox::default());
+        let mut driver = Driver { disks: disks.to_vec(), faults: faults.clone(), rng: Rng::new(faults.seed), depth };
+        let theirs = Arc::clone(&inbox);
+        let thread = std::thread::Builder::new()
+            .name("memascend-sim".into())
+            .spawn(move || driver.serve(&theirs))
+            .map_err(|error| Error::Invalid(format!("no thread could be started: {error}")))?;
+        Ok(Self { inbox, thread: Some(thread) })
+    }
+}
+
+impl Backend for Sim {
+    fn submit(&self, job: Job) {
+        locked(&self.inbox.state).0.push(job);
+        self.inbox.changed.notify_one();
+    }
+}
+
+impl Drop for Sim {
+    fn drop(&mut self) {
+        locked(&self.inbox.state).1 = true;
+        self.inbox.changed.notify_one();
+        if let Some(thread) = self.thread.take() {
+            drop(thread.join());
+        }
+    }
+}
+
+impl Driver {
+    fn serve(&mut self, inbox: &Inbox) {
+        let mut requests: Vec<Request> = Vec::new();
+        loop {
+            let mut state = locked(&inbox.state);
+            while requests.len() < self.depth {
+                match state.0.next_request() {
+                    Some(request) => requests.push(request),
+                    None if !requests.is_empty() => break,
+                    None if state.1 => return,
+                    None => state = inbox.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+                }
+            }
+            drop(state);
+            let next = if self.faults.reorder { self.rng.below(requests.len()) } else { 0 };
+            let mut request = requests.remove(next);
+            self.delay();
+            if let Fate::Again { pause } = request.answered(self.answer(&request)) {
+                if pause {
+                    std::thread::sleep(PAUSE);
+                }
+                requests.push(request);
+            }
+        }
+    }
+
+    fn delay(&mut self) {
+        let most = usize::try_from(self.faults.delay.as_nanos()).unwrap_or(usize::MAX);
+        if most > 0 {
+            std::thread::sleep(Duration::from_nanos(self.rng.below(most) as u64));
+        }
+    }
+
+    fn answer(&mut self, request: &Request) -> std::result::Result<usize, i32> {
+        if self.rng.chance(self.faults.temporary) {
+            return Err([libc::EINTR, libc::EAGAIN, libc::ENOMEM][self.rng.below(3)]);
+        }
+        let action = request.kind.action();
+        let failing = |&&(on, _, per_mille): &&(Action, i32, u32)| on == action && self.rng.chance(per_mille);
+        let error = self.faults.errors.iter().find(failing).map(|(_, errno, _)| *errno);
+        let sectors = request.bytes / SECTOR_BYTES;
+        let short = self.rng.chance(self.faults.short) && sectors > 1;
+        let moved = if short || error.is_some() {
+            // Any number of bytes, also one that ends inside a sector.
+            1 + self.rng.below(request.bytes.max(2) - 1)
+        } else {
+            request.bytes
+        };
+        self.carry_out(request, moved);
+        error.map_or(Ok(moved), Err)
+    }
+
+    fn carry_out(&self, request: &Request, moved: usize) {
+        let mut guard = locked(&self.disks[request.device].state);
+        let medium = &mut *guard;
+        let Address(memory) = request.address;
+        let at = usize::try_from(request.offset).unwrap_or(usize::MAX);
+        match request.kind {
+            Kind::Read => {
+                let from = &medium.cached[at..at + moved];
+                // SAFETY: the operation owns `bytes` writable bytes at `address`; `moved` is no more.
+                unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), memory, moved) };
+            }
+            Kind::Write { durable } => {
+                // SAFETY: as above, readable.
+                let bytes = unsafe { std::slice::from_raw_parts(memory, moved) }.to_vec();
+                medium.cached[at..at + moved].copy_from_slice(&bytes);
+                if durable {
+                    medium.durable[at..at + moved].copy_from_slice(&bytes);
+                }
+                medium.unflushed.push((at, bytes));
+            }
+            Kind::Flush => {
+                medium.durable.copy_from_slice(&medium.cached);
+                medium.unflushed.clear();
+            }
+        }
+    }
+}

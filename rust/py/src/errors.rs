@@ -1,7 +1,9 @@
 //! The one place where errors of the crates become exceptions of `memascend.errors`.
 
-use memascend_math::Error as MathError;
+use std::path::Path;
+
 use memascend_mem::Error as MemoryError;
+use memascend_nvme::Error as NvmeError;
 use pyo3::{
     prelude::*,
     sync::PyOnceLock,
@@ -12,13 +14,17 @@ static ERRORS: PyOnceLock<Py<PyModule>> = PyOnceLock::new();
 
 /// An exception of the class that `memascend.errors` calls `class`, with its attributes as keywords.
 fn exception(py: Python<'_>, class: &str, message: String, attributes: &[(&str, Option<usize>)]) -> PyErr {
+    let keywords = PyDict::new(py);
+    match attributes.iter().try_for_each(|(name, value)| keywords.set_item(name, value)) {
+        Ok(()) => exception_with(py, class, message, &keywords),
+        Err(error) => error,
+    }
+}
+
+fn exception_with(py: Python<'_>, class: &str, message: String, keywords: &Bound<'_, PyDict>) -> PyErr {
     let make = || -> PyResult<PyErr> {
         let module = ERRORS.get_or_try_init(py, || PyModule::import(py, "memascend.errors").map(Bound::unbind))?;
-        let keywords = PyDict::new(py);
-        for (name, value) in attributes {
-            keywords.set_item(name, value)?;
-        }
-        let error = module.bind(py).getattr(class)?.call((message,), Some(&keywords))?;
+        let error = module.bind(py).getattr(class)?.call((message,), Some(keywords))?;
         Ok(PyErr::from_value(error))
     };
     make().unwrap_or_else(|error| error)
@@ -59,7 +65,44 @@ pub(crate) fn memory_error(py: Python<'_>, error: &MemoryError) -> PyErr {
     }
 }
 
-/// What `rust/math` says: each of its errors is an argument or an option that was wrong.
-pub(crate) fn math_error(py: Python<'_>, error: &MathError) -> PyErr {
-    config_error(py, error.to_string())
+/// What `rust/nvme` says, in Python's words.
+pub(crate) fn nvme_error(py: Python<'_>, error: &NvmeError) -> PyErr {
+    let message = error.to_string();
+    match error {
+        NvmeError::Device { path, offset, nbytes, errno, .. } => {
+            storage_error(py, message, Some(*errno), path, Some((*offset, *nbytes)))
+        }
+        NvmeError::Ended { path, offset, nbytes, .. } => {
+            storage_error(py, message, None, path, Some((*offset, *nbytes)))
+        }
+        NvmeError::Refused { path, errno, .. } => storage_error(py, message, *errno, path, None),
+        NvmeError::Memory(error) => memory_error(py, error),
+        NvmeError::TimedOut { .. } => exception(py, "TimeoutExpired", message, &[]),
+        NvmeError::Closed | NvmeError::Forked | NvmeError::TooMany { .. } | NvmeError::Interrupted { .. } => {
+            exception(py, "UsageError", message, &[])
+        }
+        // Invalid, PastTheEnd, NoBackend: an argument was wrong.
+        _ => config_error(py, message),
+    }
+}
+
+fn storage_error(
+    py: Python<'_>,
+    message: String,
+    errno: Option<i32>,
+    path: &Path,
+    place: Option<(u64, usize)>,
+) -> PyErr {
+    let keywords = PyDict::new(py);
+    let filled = || -> PyResult<()> {
+        keywords.set_item("errno", errno)?;
+        // Text as everywhere in Python, undecodable bytes as surrogates, and no Path object.
+        keywords.set_item("path", path.as_os_str())?;
+        keywords.set_item("offset", place.map(|(offset, _)| offset))?;
+        keywords.set_item("nbytes", place.map(|(_, nbytes)| nbytes))
+    };
+    match filled() {
+        Ok(()) => exception_with(py, "StorageError", message, &keywords),
+        Err(error) => error,
+    }
 }

@@ -7,6 +7,8 @@ mod arguments;
 mod errors;
 mod kernels;
 mod memory;
+mod nvme;
+mod waiting;
 
 use pyo3::prelude::*;
 
@@ -14,6 +16,6 @@ use pyo3::prelude::*;
 #[pymodule]
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
-    kernels::register(module)?;
-    memory::register(module)
+    memory::register(module)?;
+    nvme::register(module)
 }

@@ -13,8 +13,9 @@ use pyo3::{
 };
 
 use crate::{
-    arguments::{size, timeout},
+    arguments::size,
     errors::{config_error, memory_error, usage_error},
+    waiting::waiting,
 };
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -109,7 +110,7 @@ impl Arena {
         let py = nbytes.py();
         let nbytes = size("nbytes", nbytes)?;
         let owner = self.inner.owner(owner).map_err(|error| memory_error(py, &error))?;
-        waiting(py, seconds, |wait| self.inner.lease(nbytes, owner, wait))
+        leased(py, seconds, |wait| self.inner.lease(nbytes, owner, wait))
     }
 
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
@@ -133,7 +134,7 @@ impl ChunkRing {
 
     fn lease(&self, py: Python<'_>, seconds: Option<f64>, owner: &str) -> PyResult<Lease> {
         let owner = self.inner.owner(owner).map_err(|error| memory_error(py, &error))?;
-        waiting(py, seconds, |wait| self.inner.lease(owner, wait))
+        leased(py, seconds, |wait| self.inner.lease(owner, wait))
     }
 
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
@@ -246,30 +247,14 @@ fn memory_regions(py: Python<'_>) -> PyResult<Vec<Bound<'_, PyDict>>> {
     mem::regions().into_iter().map(region).collect()
 }
 
-/// Waits with the GIL released, and lets Ctrl-C through.
-#[expect(clippy::redundant_closure_for_method_calls, reason = "the method's lifetime is not general enough")]
-fn waiting(
+/// Waits for a lease, with the GIL released.
+fn leased(
     py: Python<'_>,
     seconds: Option<f64>,
     lease: impl FnOnce(Wait<'_>) -> mem::Result<mem::Lease> + Send,
 ) -> PyResult<Lease> {
-    let timeout = timeout(py, seconds)?;
-    let mut signal = None;
-    let taken = py.detach(|| {
-        let mut keep_waiting = || match Python::attach(|py| py.check_signals()) {
-            Ok(()) => true,
-            Err(raised) => {
-                signal = Some(raised);
-                false
-            }
-        };
-        lease(Wait { timeout, keep_waiting: Some(&mut keep_waiting) })
-    });
-    match (taken, signal) {
-        (Ok(lease), _) => Ok(Lease { nbytes: lease.len(), inner: Mutex::new(Some(Arc::new(lease))) }),
-        (Err(_), Some(raised)) => Err(raised),
-        (Err(error), None) => Err(memory_error(py, &error)),
-    }
+    let lease = waiting(py, seconds, lease)?.map_err(|error| memory_error(py, &error))?;
+    Ok(Lease { nbytes: lease.len(), inner: Mutex::new(Some(Arc::new(lease))) })
 }
 
 fn wish(pin: &Bound<'_, PyAny>) -> PyResult<Pin> {
