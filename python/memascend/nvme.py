@@ -254,11 +254,17 @@ def io_uring_why_not() -> str | None:
 
 def _check_tensor(tensor: torch.Tensor) -> None:
     if tensor.device.type != "cpu":
-        raise ConfigError(f"only CPU tensors can be read and written, and this one is on {tensor.device}; copy it first")
+        raise ConfigError(
+            f"only CPU tensors can be read and written, and this one is on {tensor.device}; copy it first"
+        )
     if str(tensor.layout) != "torch.strided" or not tensor.is_contiguous():
-        raise ConfigError("the tensor is not contiguous; pass tensor.contiguous(), or a tensor to read into and copy from")
+        raise ConfigError(
+            "the tensor is not contiguous; pass tensor.contiguous(), or a tensor to read into and copy from"
+        )
     if tensor.is_conj() or tensor.is_neg():
-        raise ConfigError("the tensor is a lazy conjugate or negative, whose memory holds other values; resolve it first")
+        raise ConfigError(
+            "the tensor is a lazy conjugate or negative, whose memory holds other values; resolve it first"
+        )
 
 
 # Volumes that are open, for the end of the interpreter.

@@ -128,6 +128,12 @@ impl Device {
     }
 }
 
+impl Drop for Device {
+    fn drop(&mut self) {
+        lock::unlock(&self.file);
+    }
+}
+
 /// Opens all of `paths`, makes room, and says what they hold together. A failure leaves everything as it was.
 pub(crate) fn open_all(paths: &[Arc<Path>], size_bytes: Option<u64>, stripe_bytes: u64) -> Result<Opened> {
     let mut devices: Vec<Device> = Vec::new();

@@ -28,6 +28,12 @@ pub(crate) fn lock(file: &File, path: &Arc<Path>) -> Result<()> {
     }
 }
 
+/// Lets go of the lock now, whoever else still refers to the open file: a ring that is being taken apart, say.
+pub(crate) fn unlock(file: &File) {
+    // SAFETY: as above. Fails only where there was no lock.
+    unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_UN) };
+}
+
 /// The error that says who has it.
 pub(crate) fn in_use(file: &File, path: &Arc<Path>) -> Error {
     let own = std::process::id();

@@ -219,6 +219,11 @@ impl<'a> Driver<'a> {
         loop {
             let stop = self.collect();
             if stop && self.free.len() == self.places.len() && !self.listening {
+                if self.fixed_files {
+                    // The kernel takes a dropped ring apart in its own time, and would keep the devices open until then.
+                    // If this fails, that is what happens.
+                    drop(self.ring.submitter().unregister_files());
+                }
                 return;
             }
             self.enter();

@@ -1,0 +1,109 @@
+"""Devices to test on: loop devices, small file systems, a file system that fails as told, child processes."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+def command(*words):
+    return subprocess.run([str(word) for word in words], check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "volume"
+
+
+@pytest.fixture(params=["io_uring", "threads"])
+def backend(request):
+    return request.param
+
+
+@pytest.fixture
+def loop(tmp_path):
+    """A function that makes a loop device of so many bytes."""
+    if os.geteuid() != 0:
+        pytest.skip("loop devices need root")
+    made = []
+
+    def make(nbytes, *options, over=None):
+        backing = over or tmp_path / f"backing-{len(made)}"
+        if over is None:
+            backing.touch()
+            os.truncate(backing, nbytes)
+        device = command("losetup", "--find", "--show", *options, backing)
+        made.append(device)
+        return device
+
+    yield make
+    for device in made:
+        subprocess.run(["losetup", "--detach", device], check=False, capture_output=True)
+
+
+@pytest.fixture
+def small_ext4(tmp_path, loop):
+    """A folder on an ext4 of 64 MiB."""
+    device = loop(64 << 20)
+    command("mkfs.ext4", "-q", "-m", "0", device)
+    folder = tmp_path / "small"
+    folder.mkdir()
+    command("mount", device, folder)
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=False, capture_output=True)
+
+
+class FaultyDisk:
+    """The one file of `faulty_fuse`, and the switch for its faults."""
+
+    def __init__(self, folder):
+        self.folder = folder / "faulty"
+        self.folder.mkdir()
+        self.control = folder / "control"
+        self.set()
+        words = [sys.executable, HERE / "faulty_fuse.py", self.folder, str(16 << 20), self.control]
+        self.server = subprocess.Popen(words, stdout=subprocess.PIPE)
+        assert self.server.stdout.readline() == b"mounted\n"
+        self.path = self.folder / "disk"
+
+    def set(self, **faults):
+        ready = self.control.with_suffix(".new")
+        ready.write_text(json.dumps(faults))
+        ready.rename(self.control)
+
+    def vanish(self):
+        self.server.kill()
+        self.server.wait()
+
+    def close(self):
+        self.vanish()
+        self.server.stdout.close()
+        subprocess.run(["umount", "--lazy", self.folder], check=False, capture_output=True)
+
+
+@pytest.fixture
+def faulty(tmp_path):
+    if os.geteuid() != 0 or not os.access("/dev/fuse", os.W_OK):
+        pytest.skip("mounting FUSE needs root and /dev/fuse")
+    disk = FaultyDisk(tmp_path)
+    yield disk
+    disk.close()
+
+
+@pytest.fixture
+def child():
+    """A function that runs Python code in a process of its own and returns what it printed."""
+
+    def run(code, *arguments, **options):
+        words = [sys.executable, "-c", textwrap.dedent(code), *(str(argument) for argument in arguments)]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=100, check=False, **options)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    return run

@@ -1,0 +1,116 @@
+"""A FUSE file system with one file, `disk`, that fails as told: a device whose faults are real to the kernel.
+
+`python faulty_fuse.py MOUNTPOINT BYTES CONTROL` serves until it is killed. CONTROL is a JSON file, read before each
+request: {"read": {"errno": 5}, "write": {"errno": 5, "torn": true}, "fsync": {"errno": 5}, "delay": 0.5}. A torn write
+stores the first half of its bytes and fails.
+"""
+
+import ctypes
+import errno
+import json
+import os
+import stat
+import struct
+import sys
+import time
+from pathlib import Path
+
+HEADER = struct.Struct("<IIQQIIII")  # length, opcode, unique, node, uid, gid, pid, padding
+REPLY = struct.Struct("<IiQ")
+ATTRIBUTES = struct.Struct("<QQQQQQIIIIIIIIII")
+LOOKUP, FORGET, GETATTR, SETATTR, OPEN, READ, WRITE = 1, 2, 3, 4, 14, 15, 16
+STATFS, RELEASE, FSYNC, FLUSH, INIT, OPENDIR, RELEASEDIR, ACCESS = 17, 18, 20, 25, 26, 27, 29, 34
+INTERRUPT, BATCH_FORGET, FALLOCATE = 36, 42, 43
+ROOT, DISK = 1, 2
+WRITE_BYTES_MAX = 128 << 10
+DIRECT_IO = 1
+
+
+class Faulty:
+    def __init__(self, mountpoint: str, nbytes: int, control: str) -> None:
+        self.disk = bytearray(nbytes)
+        self.control = Path(control)
+        self.device = os.open("/dev/fuse", os.O_RDWR)
+        libc = ctypes.CDLL(None, use_errno=True)
+        options = f"fd={self.device},rootmode=40000,user_id=0,group_id=0".encode()
+        if libc.mount(b"faulty", mountpoint.encode(), b"fuse", 6, options) != 0:
+            raise OSError(ctypes.get_errno(), "mount")
+
+    def serve(self) -> None:
+        while True:
+            try:
+                request = os.read(self.device, WRITE_BYTES_MAX + 4096)
+            except OSError as error:
+                if error.errno == errno.ENODEV:
+                    return
+                if error.errno in {errno.EINTR, errno.ENOENT}:
+                    continue
+                raise
+            _, opcode, unique, node, *_ = HEADER.unpack_from(request)
+            if opcode in {FORGET, BATCH_FORGET, INTERRUPT}:
+                continue
+            try:
+                body, error = self.answer(opcode, node, request[HEADER.size :]), 0
+            except OSError as failed:
+                body, error = b"", failed.errno or errno.EIO
+            try:
+                os.write(self.device, REPLY.pack(REPLY.size + len(body), -error, unique) + body)
+            except OSError as failed:
+                # The caller was interrupted and waits no more.
+                if failed.errno != errno.ENOENT:
+                    raise
+
+    def attributes(self, node: int) -> bytes:
+        mode = stat.S_IFDIR | 0o755 if node == ROOT else stat.S_IFREG | 0o600
+        size = 0 if node == ROOT else len(self.disk)
+        return ATTRIBUTES.pack(node, size, (size + 511) // 512, 0, 0, 0, 0, 0, 0, mode, 1, 0, 0, 0, 4096, 0)
+
+    def answer(self, opcode: int, node: int, body: bytes) -> bytes:
+        if opcode == INIT:
+            flags = 1 << 5  # writes larger than a page
+            return struct.pack(
+                "<IIIIHHIIHHI28x", 7, 31, 65536, flags, 12, 9, WRITE_BYTES_MAX, 1, WRITE_BYTES_MAX >> 12, 0, 0
+            )
+        if opcode == LOOKUP:
+            if body.rstrip(b"\0") != b"disk":
+                raise OSError(errno.ENOENT, "")
+            return struct.pack("<QQQQII", DISK, 0, 0, 0, 0, 0) + self.attributes(DISK)
+        if opcode in {GETATTR, SETATTR}:
+            return struct.pack("<QII", 0, 0, 0) + self.attributes(node)
+        if opcode in {OPEN, OPENDIR}:
+            return struct.pack("<QII", 0, DIRECT_IO if opcode == OPEN else 0, 0)
+        if opcode == STATFS:
+            return struct.pack("<QQQQQIIII24x", 1 << 20, 1 << 19, 1 << 19, 10, 10, 4096, 255, 4096, 0)
+        if opcode in {RELEASE, RELEASEDIR, FLUSH, ACCESS, FALLOCATE}:
+            return b""
+        faults = json.loads(self.control.read_text())
+        time.sleep(faults.get("delay", 0))
+        if opcode == READ:
+            _, offset, nbytes = struct.unpack_from("<QQI", body)
+            self.fail(faults.get("read"))
+            return bytes(self.disk[offset : offset + nbytes])
+        if opcode == WRITE:
+            _, offset, nbytes = struct.unpack_from("<QQI", body)
+            data = body[40 : 40 + nbytes]
+            fault = faults.get("write")
+            if not fault:
+                self.disk[offset : offset + nbytes] = data
+            elif fault.get("torn"):
+                self.disk[offset : offset + nbytes // 2] = data[: nbytes // 2]
+            self.fail(fault)
+            return struct.pack("<II", nbytes, 0)
+        if opcode == FSYNC:
+            self.fail(faults.get("fsync"))
+            return b""
+        raise OSError(errno.ENOSYS, "")
+
+    @staticmethod
+    def fail(fault: "dict[str, int] | None") -> None:
+        if fault:
+            raise OSError(fault["errno"], "")
+
+
+if __name__ == "__main__":
+    faulty = Faulty(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    print("mounted", flush=True)
+    faulty.serve()

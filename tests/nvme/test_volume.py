@@ -1,0 +1,416 @@
+"""What `memascend.nvme` promises of reads, writes, tickets and volumes."""
+
+import gc
+import os
+import random
+import stat
+import subprocess
+import sys
+import threading
+import weakref
+
+import pytest
+import torch
+
+from memascend import ConfigError, StorageError, UsageError, memory, nvme
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def volume(path, backend):
+    with nvme.open(path, size=16 * MIB, backend=backend) as volume:
+        yield volume
+
+
+def lease(nbytes):
+    region = memory.Region(nbytes, pin=False)
+    return memory.Arena(region, {nbytes: 1}).lease(nbytes).tensor(nbytes, torch.uint8)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.bool, torch.complex64]
+)
+def test_a_tensor_of_any_type_comes_back(volume, dtype):
+    tensor = torch.arange(10_007).remainder(2).to(dtype)
+    nbytes = tensor.numel() * tensor.element_size()
+    assert volume.write(tensor, 12_345).wait() == nbytes
+    back = torch.zeros_like(tensor)
+    assert volume.read(back, 12_345).wait() == nbytes
+    assert torch.equal(back, tensor)
+
+
+def test_buffers_of_all_kinds(volume, path):
+    import array
+    import mmap
+
+    volume.write(b"read-only bytes", 7).wait()
+    numbers = array.array("d", [1.0, 2.0, 3.0])
+    volume.write(numbers, 100).wait()
+    into = bytearray(15)
+    assert volume.read(into, 7).wait() == 15
+    assert into == b"read-only bytes"
+    back = array.array("d", [0.0] * 3)
+    volume.read(memoryview(back), 100).wait()
+    assert back == numbers
+    with mmap.mmap(-1, 8192) as mapped:
+        volume.read(mapped, 0).wait()
+        assert mapped[7:22] == b"read-only bytes"
+    assert volume.write(b"", 0).wait() == 0
+    assert volume.read(bytearray(), volume.size).wait() == 0
+
+
+def test_aligned_goes_straight_and_unaligned_is_right(volume):
+    tensor = lease(4 * MIB)
+    tensor.copy_(torch.randint(0, 256, (4 * MIB,), dtype=torch.uint8))
+    volume.write(tensor, MIB).wait()
+    assert volume.stats()["bounced_bytes"] == 0
+    back = lease(4 * MIB)
+    volume.read(back, MIB).wait()
+    assert torch.equal(back, tensor)
+    assert volume.stats()["bounced_bytes"] == 0
+    # The middle of an aligned buffer with an odd length still goes straight.
+    volume.write(tensor[: 3 * MIB + 5], MIB).wait()
+    assert 0 < volume.stats()["bounced_bytes"] < 4096
+    volume.write(tensor[1:1000], 77).wait()
+    part = torch.zeros(999, dtype=torch.uint8)
+    volume.read(part, 77).wait()
+    assert torch.equal(part, tensor[1:1000])
+
+
+def test_random_operations_agree_with_a_bytearray(volume):
+    choose = random.Random(5)
+    model = bytearray(volume.size)
+    volume.write(model, 0).wait()
+    for _ in range(60):
+        taken, tickets = [], []
+        for _ in range(choose.randrange(1, 12)):
+            nbytes = choose.choice([1, 100, 511, 4096, 70_001, 2 * MIB + 3])
+            offset = choose.randrange(volume.size - nbytes)
+            if any(offset < end and start < offset + nbytes for start, end in taken):
+                continue
+            taken.append((offset, offset + nbytes))
+            data = choose.randbytes(nbytes)
+            model[offset : offset + nbytes] = data
+            tickets.append(volume.write(data, offset))
+        choose.shuffle(tickets)
+        for ticket in tickets:
+            ticket.wait()
+        start = choose.randrange(volume.size - 70_000)
+        into = bytearray(choose.randrange(70_000))
+        volume.read(into, start).wait()
+        assert into == model[start : start + len(into)]
+    everything = bytearray(volume.size)
+    volume.read(everything, 0).wait()
+    assert everything == model
+
+
+def test_neighbours_in_one_block_never_undo_each_other(volume):
+    def write(thread):
+        for index in range(thread, 3000, 8):
+            volume.write(bytes([thread + 1]) * 37, index * 37)  # dropped at once
+
+    threads = [threading.Thread(target=write, args=(thread,)) for thread in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    volume.flush()
+    into = bytearray(3000 * 37)
+    volume.read(into, 0).wait()
+    assert into == b"".join(bytes([index % 8 + 1]) * 37 for index in range(3000))
+
+
+def test_memory_lives_until_the_operation_ends_and_no_longer(volume):
+    class Bytes(bytearray):
+        pass
+
+    data = Bytes(b"x" * (8 * MIB))
+    watch = weakref.ref(data)
+    ticket = volume.write(data, 3)
+    del data
+    ticket.wait()
+    gc.collect()
+    assert watch() is None, "a finished ticket holds on to nothing"
+    # Dropped: the tensor's memory must not be reused while it is written.
+    for round_ in range(15):
+        tensor = torch.full((MIB,), round_, dtype=torch.uint8)
+        volume.write(tensor, round_ * MIB + 7)
+        del tensor
+        torch.full((MIB,), 255, dtype=torch.uint8)
+    volume.flush()
+    into = torch.zeros(1000, dtype=torch.uint8)
+    for round_ in range(15):
+        volume.read(into, round_ * MIB + 7 + 500_000).wait()
+        assert into.eq(round_).all(), round_
+
+
+def test_a_buffer_in_flight_cannot_be_resized(volume):
+    data = bytearray(8 * MIB)
+    ticket = volume.read(data, 1)
+    with pytest.raises(BufferError):
+        data.extend(b"more")
+    ticket.wait()
+    data.extend(b"more")
+
+
+@pytest.mark.parametrize(
+    ("memory", "says"),
+    [
+        (torch.zeros(4, 4).t(), "not contiguous"),
+        (torch.zeros(4, device="meta"), "CPU"),
+        (torch.zeros(4, dtype=torch.complex64).conj(), "conjugate"),
+        (torch.eye(3).to_sparse(), "not contiguous"),
+        (memoryview(bytearray(10))[::2], "not contiguous"),
+        (b"constant", "read-only"),
+        ([1, 2], "not list"),
+        (None, "not NoneType"),
+    ],
+)
+def test_memory_that_cannot_be_read_into_is_refused(volume, memory, says):
+    with pytest.raises(ConfigError, match=says):
+        volume.read(memory, 0)
+    assert volume.stats()["in_flight"] == 0
+
+
+@pytest.mark.parametrize("offset", [16 * MIB, 16 * MIB - 9, 1 << 63, (1 << 64) - 1])
+def test_past_the_end_is_refused_before_anything_is_done(volume, offset):
+    before = volume.stats()
+    for begin in (volume.read, volume.write):
+        with pytest.raises(ConfigError, match="do not fit"):
+            begin(bytearray(10), offset)
+    assert volume.stats() == before
+
+
+@pytest.mark.parametrize("offset", [-1, 1.5, "0", None, 1 << 64])
+def test_an_offset_is_an_integer_from_0_up(volume, offset):
+    with pytest.raises(ConfigError, match="offset must be an integer"):
+        volume.write(b"1", offset)
+
+
+def test_a_file_is_private_reserved_and_without_header(path):
+    with nvme.open(path, size=5 * MIB) as volume:
+        volume.write(b"first", 0).wait()
+        assert volume.size == 5 * MIB
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert path.stat().st_blocks * 512 >= 5 * MIB
+    assert path.read_bytes()[:5] == b"first"
+
+
+def test_sizes(path):
+    with pytest.raises(ConfigError, match="does not exist; pass size="):
+        nvme.open(path)
+    assert not path.exists()
+    with nvme.open(path, size=10_001) as volume:
+        assert volume.size == 10_001
+        volume.write(b"end", 9_998).wait()
+        with pytest.raises(ConfigError):
+            volume.write(b"end", 9_999)
+    with nvme.open(path, size=MIB) as volume:
+        assert volume.size == MIB
+        into = bytearray(3)
+        volume.read(into, 9_998).wait()
+        assert into == b"end"
+    with nvme.open(path, size=4096) as volume:
+        assert volume.size == 4096
+    assert path.stat().st_size == MIB, "a smaller size truncates nothing"
+    with nvme.open(path) as volume:
+        assert volume.size == MIB
+
+
+def test_a_file_of_odd_length_keeps_every_byte(path):
+    path.write_bytes(bytes(range(256)) * 3 + b"tail")
+    with nvme.open(path) as volume:
+        assert volume.size == 772
+        into = bytearray(772)
+        volume.read(into, 0).wait()
+        assert into == bytes(range(256)) * 3 + b"tail"
+        volume.write(b"TAIL", 768).wait()
+    assert path.read_bytes()[768:772] == b"TAIL"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"size": 0}, "0 bytes"),
+        ({"size": -1}, "size must be"),
+        ({"size": 1 << 63}, "more than"),
+        ({"queue_depth": 0}, "queue_depth"),
+        ({"queue_depth": 100_000}, "queue_depth"),
+        ({"stripe": 1000}, "stripe"),
+        ({"backend": "aio"}, "io_uring"),
+    ],
+)
+def test_wrong_options_change_nothing(path, options, says):
+    with pytest.raises((ConfigError, StorageError), match=says):
+        nvme.open(path, **{"size": 4096, **options})
+    assert not path.exists()
+
+
+def test_wrong_paths(tmp_path, path):
+    for paths, says in [
+        ([], "1 to 32 devices"),
+        (tmp_path, "is a folder"),
+        ("/dev/null", "neither a file nor a block device"),
+        ([path, path], "same device"),
+        (b"bytes", "not a path|must be a path"),
+        ("", "not a path"),
+    ]:
+        with pytest.raises(ConfigError, match=says):
+            nvme.open(paths, size=4096)
+    with pytest.raises(StorageError) as caught:
+        nvme.open(tmp_path / "nowhere" / "file", size=4096)
+    assert caught.value.errno == 2
+    assert list(tmp_path.iterdir()) == [], "what was made on the way is gone"
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+def test_stripes(tmp_path, backend, devices):
+    paths = [tmp_path / f"device{index}" for index in range(devices)]
+    data = random.Random(1).randbytes(5 * MIB + 1234)
+    with nvme.open(paths, size=devices * 2 * MIB + 5, stripe=65536, backend=backend) as volume:
+        assert volume.size == devices * 2 * MIB + 5
+    with nvme.open(paths, size=devices * 4 * MIB, stripe=65536, backend=backend) as volume:
+        volume.write(data, 777).wait()
+        volume.flush()
+    sizes = {path.stat().st_size for path in paths}
+    assert len(sizes) == 1
+    with nvme.open(paths, stripe=65536, backend=backend) as volume:
+        into = bytearray(len(data))
+        volume.read(into, 777).wait()
+        assert into == data
+    with nvme.open(paths[0]) as first:
+        into = bytearray(100)
+        first.read(into, 777).wait()
+        assert into == data[:100]
+
+
+def test_tickets(volume):
+    ticket = volume.write(b"1" * 5000, 0)
+    assert ticket.wait() == 5000
+    assert ticket.done()
+    assert ticket.wait(timeout=0) == 5000
+    with pytest.raises(ConfigError, match="timeout"):
+        ticket.wait(timeout=-1)
+
+
+def test_close_waits_and_ends_everything(path, backend):
+    volume = nvme.open(path, size=64 * MIB, backend=backend)
+    tickets = [volume.write(bytes([index]) * (4 * MIB), index * 4 * MIB + index) for index in range(15)]
+    volume.close()
+    assert all(ticket.done() for ticket in tickets)
+    assert [ticket.wait() for ticket in tickets] == [4 * MIB] * 15
+    volume.close()
+    assert volume.closed
+    for call in (volume.flush, lambda: volume.read(bytearray(1), 0), lambda: volume.write(b"1", 0)):
+        with pytest.raises(UsageError, match="closed"):
+            call()
+    with nvme.open(path) as again:
+        into = bytearray(4 * MIB)
+        again.read(into, 9 * 4 * MIB + 9).wait()
+        assert into == bytes([9]) * (4 * MIB)
+
+
+def test_dropping_a_volume_finishes_its_writes_and_frees_the_file(path):
+    volume = nvme.open(path, size=16 * MIB)
+    ticket = volume.write(b"7" * (8 * MIB + 1), 1)
+    del volume
+    assert ticket.done()
+    with nvme.open(path) as volume:
+        into = bytearray(8 * MIB + 1)
+        volume.read(into, 1).wait()
+        assert into.count(b"7") == len(into)
+
+
+def test_no_descriptor_and_no_thread_is_left(path):
+    def held():
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    with nvme.open(path, size=MIB) as volume:
+        volume.write(b"unaligned", 1).wait()
+    before = held()
+    for backend in ["io_uring", "threads"] * 5:
+        with nvme.open(path, backend=backend) as volume:
+            volume.write(b"unaligned", 1).wait()
+            with pytest.raises(StorageError):
+                nvme.open(path)
+    assert held() == before
+
+
+def test_the_end_of_the_interpreter_drains(path, child):
+    child(
+        """
+        import sys, torch
+        from memascend import nvme
+        volume = nvme.open(sys.argv[1], size=1 << 26)
+        for index in range(16):
+            volume.write(torch.full((1 << 22,), index, dtype=torch.uint8), index << 22)
+        """,
+        path,
+    )
+    data = path.read_bytes()
+    assert all(data[index << 22 : (index + 1) << 22].count(index) == 1 << 22 for index in range(16))
+
+
+def test_32_threads_on_one_volume(path, backend):
+    failures = []
+    with nvme.open(path, size=32 * MIB, backend=backend) as volume:
+
+        def hammer(number):
+            choose = random.Random(number)
+            start, model = number * MIB, bytearray(MIB)
+            try:
+                volume.write(model, start).wait()
+                for _ in range(25):
+                    nbytes = choose.choice([3, 512, 4096, 30_000])
+                    offset = choose.randrange(MIB - nbytes)
+                    model[offset : offset + nbytes] = data = choose.randbytes(nbytes)
+                    volume.write(data, start + offset).wait()
+                into = bytearray(MIB)
+                volume.read(into, start).wait()
+                assert into == model
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=hammer, args=(number,)) for number in range(32)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not failures
+
+
+def test_tmpfs_and_what_it_says_of_itself(tmp_path):
+    folder = tmp_path / "tmpfs"
+    folder.mkdir()
+    if os.geteuid() != 0:
+        pytest.skip("mounting needs root")
+    subprocess.run(["mount", "-t", "tmpfs", "none", folder], check=True)
+    try:
+        with nvme.open(folder / "file", size=MIB) as volume:
+            volume.write(b"bytes", 3).wait()
+            into = bytearray(5)
+            volume.read(into, 3).wait()
+            assert into == b"bytes"
+            assert volume.direct == all(device["why_buffered"] is None for device in volume.devices())
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+def test_it_shows_itself(path):
+    with nvme.open(path, size=MIB, backend="threads", queue_depth=3) as volume:
+        assert "threads" in repr(volume) and str(path) in repr(volume)
+        assert (volume.backend, volume.queue_depth, volume.closed, volume.paths) == ("threads", 3, False, (str(path),))
+        (device,) = volume.devices()
+        assert device == {"path": str(path), "kind": "file", "bytes": MIB, "why_buffered": None}
+        volume.write(b"1" * 100, 5).wait()
+        volume.flush()
+        stats = volume.stats()
+        assert stats["written"]["bytes"] == 100
+        assert (stats["written"]["operations"], stats["flushes"], stats["bounced_bytes"]) == (1, 1, 100)
+    assert "closed" in repr(volume)
+
+
+def test_importing_it_does_not_import_torch(child):
+    assert child("import sys, memascend.nvme; print('torch' in sys.modules)") == "False"
+    assert sys.modules["torch"] is torch
