@@ -44,6 +44,7 @@ def loop(tmp_path):
 
     yield make
     for device in made:
+        subprocess.run(["blockdev", "--setrw", device], check=False, capture_output=True)
         subprocess.run(["losetup", "--detach", device], check=False, capture_output=True)
 
 

@@ -29,7 +29,9 @@ pub(crate) fn direct_alignment(file: &File, is_block: bool) -> Option<Alignment>
     match dioalign(file) {
         Ok(Some((0, _) | (_, 0))) => return None,
         Ok(Some((memory, block))) if memory.is_power_of_two() && block.is_power_of_two() => {
-            return Some(Alignment { memory, block });
+            // Memory at least as aligned as blocks, whatever is told: zram (Linux 6.18) says 512 and 4,096, and then
+            // overwrites foreign memory where a block crosses a page.
+            return Some(Alignment { memory: memory.max(block), block });
         }
         _ => {}
     }

@@ -1,6 +1,6 @@
 //! Backends: who carries requests to the devices.
 
-use std::{os::fd::RawFd, sync::Arc};
+use std::sync::Arc;
 
 use crate::{
     Error, Result,
@@ -98,9 +98,4 @@ pub(crate) fn block_signals() {
     // SAFETY: initialised above; a null old set is not written to.
     let blocked = unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, all.as_ptr(), std::ptr::null_mut()) };
     debug_assert_eq!(blocked, 0);
-}
-
-/// The descriptors of the devices.
-pub(crate) fn descriptors(devices: &[Device]) -> Vec<RawFd> {
-    devices.iter().map(Device::descriptor).collect()
 }

@@ -16,7 +16,8 @@ use crate::{
     align::{Alignment, direct_alignment},
     file::{self, Undo},
     fork::NotInChildren,
-    lock, raw,
+    lock::{self, Patience},
+    raw,
     stripe::Striping,
 };
 
@@ -81,11 +82,16 @@ impl Device {
             _ => DeviceKind::File,
         };
         let exclusive = if kind == DeviceKind::Raw { libc::O_EXCL } else { 0 };
-        let (file, is_new) = match file::open(path, exclusive | libc::O_CLOEXEC, may_create) {
-            Err(error) if error.raw_os_error() == Some(libc::EBUSY) && kind == DeviceKind::Raw => {
-                return Err(raw::busy(path));
+        let patience = Patience::new();
+        let (file, is_new) = loop {
+            match file::open(path, exclusive | libc::O_CLOEXEC, may_create) {
+                Err(error) if error.raw_os_error() == Some(libc::EBUSY) && kind == DeviceKind::Raw => {
+                    if !File::open(path).is_ok_and(|file| patience.is_left_for(&file)) {
+                        return Err(raw::busy(path));
+                    }
+                }
+                result => break result.map_err(|error| Error::system(path, "open", &error))?,
             }
-            result => result.map_err(|error| Error::system(path, "open", &error))?,
         };
         let undo = if kind == DeviceKind::File { Some(file::undo(path, &file, is_new)?) } else { None };
         lock::lock(&file, path)?;

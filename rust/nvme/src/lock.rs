@@ -6,12 +6,14 @@ use std::{
     os::{fd::AsRawFd, unix::fs::MetadataExt},
     path::Path,
     sync::Arc,
+    time::{Duration, Instant},
 };
 
 use crate::{Error, Result};
 
 /// Locks the file against every other opener of ours. The lock goes with the descriptor.
 pub(crate) fn lock(file: &File, path: &Arc<Path>) -> Result<()> {
+    let patience = Patience::new();
     loop {
         // SAFETY: flock takes an open descriptor and no memory.
         if unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_EX | libc::LOCK_NB) } == 0 {
@@ -20,12 +22,44 @@ pub(crate) fn lock(file: &File, path: &Arc<Path>) -> Result<()> {
         let error = io::Error::last_os_error();
         match error.raw_os_error() {
             Some(libc::EINTR) => {}
+            Some(libc::EWOULDBLOCK) if patience.is_left_for(file) => {}
             Some(libc::EWOULDBLOCK) => return Err(in_use(file, path)),
             // A file system without locks: nothing to go by, and nothing that could be done about it.
             Some(libc::EOPNOTSUPP | libc::ENOLCK | libc::EINVAL) => return Ok(()),
             _ => return Err(Error::system(path, "flock", &error)),
         }
     }
+}
+
+/// How long to wait for what a killed process still has in flight: the kernel keeps a device open, and its lock, until
+/// the last transfer is over. Longer than that takes, short for whoever waits for the error.
+const DEAD_HOLDER_WAIT: Duration = Duration::from_secs(2);
+const DEAD_HOLDER_POLL: Duration = Duration::from_millis(5);
+
+/// Patience with holders that are dead.
+pub(crate) struct Patience(Instant);
+
+impl Patience {
+    pub(crate) fn new() -> Self {
+        Self(Instant::now())
+    }
+
+    /// Waits a moment if it is worth while.
+    pub(crate) fn is_left_for(&self, file: &File) -> bool {
+        let dead = holder(file).is_some_and(|pid| !alive(pid));
+        let left = dead && self.0.elapsed() < DEAD_HOLDER_WAIT;
+        if left {
+            std::thread::sleep(DEAD_HOLDER_POLL);
+        }
+        left
+    }
+}
+
+/// Whether the process runs. One that ended and was not waited for yet (a zombie) does not.
+fn alive(pid: u32) -> bool {
+    let Ok(stat) = fs::read_to_string(format!("/proc/{pid}/stat")) else { return false };
+    // pid (name) state ...; the name may hold anything.
+    stat.rsplit_once(')').is_none_or(|(_, rest)| !rest.trim_start().starts_with(['Z', 'X']))
 }
 
 /// Lets go of the lock now, whoever else still refers to the open file: a ring that is being taken apart, say.

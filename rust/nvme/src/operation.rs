@@ -219,7 +219,12 @@ impl Operation {
 
     fn finish(&self) {
         let context = &*self.context;
-        let error = locked(&self.state).error.clone();
+        let mut state = locked(&self.state);
+        let error = state.error.clone();
+        // Before anybody can know that it has ended: whoever then asks finds everything of it settled.
+        if state.dropped {
+            self.leave_word(&mut state);
+        }
         if let Some(hold) = self.marks.hold {
             context.traffic.release(hold);
         }
@@ -227,11 +232,7 @@ impl Operation {
             self.count(error.as_ref());
             context.traffic.end(begun);
         }
-        let mut state = locked(&self.state);
         state.done = true;
-        if state.dropped {
-            self.leave_word(&mut state);
-        }
         drop(state);
         self.done.notify_all();
         if let Some(whole) = &self.marks.whole {

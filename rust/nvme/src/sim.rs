@@ -118,7 +118,8 @@ impl SimDisk {
         for (offset, written) in &medium.unflushed {
             let (lost, torn) = (rng.chance(400), rng.chance(300));
             for (index, sector) in written.chunks(SECTOR_BYTES).enumerate() {
-                if !lost && !(torn && rng.chance(500)) {
+                let gone = lost || torn && rng.chance(500);
+                if !gone {
                     let at = offset + index * SECTOR_BYTES;
                     bytes[at..at + sector.len()].copy_from_slice(sector);
                 }

@@ -13,7 +13,7 @@ use std::{
 use io_uring::{IoUring, Probe, opcode, squeue, types};
 
 use crate::{
-    backend::{Backend, block_signals, descriptors},
+    backend::{Backend, block_signals},
     device::Device,
     fork::NotInChildren,
     operation::Kind,
@@ -175,9 +175,9 @@ struct Driver<'a> {
     inbox: &'a Inbox,
     ring: IoUring,
     _ring_not_in_children: NotInChildren,
+    /// Used by descriptor and not registered with the ring: the kernel takes the ring of a killed process apart in its own
+    /// time, and registered files would stay open, and locked, until then.
     devices: &'a [Device],
-    /// The devices are registered with the ring: a lookup less for each request.
-    fixed_files: bool,
     /// Requests that the kernel has, by their mark.
     places: Box<[Option<Request>]>,
     free: Vec<usize>,
@@ -197,14 +197,11 @@ impl<'a> Driver<'a> {
         let ring = make(entries)?;
         // SAFETY: the ring's descriptor, open as long as the ring.
         let not_in_children = NotInChildren::new(unsafe { std::os::fd::BorrowedFd::borrow_raw(ring.as_raw_fd()) });
-        // A limit on descriptors may forbid it; they work unregistered too.
-        let fixed_files = ring.submitter().register_files(&descriptors(devices)).is_ok();
         Ok(Self {
             inbox,
             ring,
             _ring_not_in_children: not_in_children,
             devices,
-            fixed_files,
             places: std::iter::repeat_with(|| None).take(depth).collect(),
             free: (0..depth).rev().collect(),
             jobs: Jobs::default(),
@@ -219,11 +216,6 @@ impl<'a> Driver<'a> {
         loop {
             let stop = self.collect();
             if stop && self.free.len() == self.places.len() && !self.listening {
-                if self.fixed_files {
-                    // The kernel takes a dropped ring apart in its own time, and would keep the devices open until then.
-                    // If this fails, that is what happens.
-                    drop(self.ring.submitter().unregister_files());
-                }
                 return;
             }
             self.enter();
@@ -266,21 +258,12 @@ impl<'a> Driver<'a> {
     fn fill(&mut self) {
         while let Some(&mark) = self.free.last() {
             let Some(request) = self.again.pop().or_else(|| self.jobs.next_request()) else { return };
-            let entry = self.entry(&request).user_data(mark as u64);
+            let file = types::Fd(self.devices[request.device].descriptor());
+            let entry = build(&request, file).user_data(mark as u64);
             self.free.pop();
             // The request is in its place before the kernel can answer it.
             self.places[mark] = Some(request);
             self.push(&entry);
-        }
-    }
-
-    fn entry(&self, request: &Request) -> squeue::Entry {
-        if self.fixed_files {
-            // The index of a registered file instead of a descriptor.
-            let index = i32::try_from(request.device).unwrap_or(i32::MAX);
-            build(request, types::Fd(index)).flags(squeue::Flags::FIXED_FILE)
-        } else {
-            build(request, types::Fd(self.devices[request.device].descriptor()))
         }
     }
 

@@ -47,7 +47,7 @@ fn random_operations_agree_with_a_plain_array() {
             reorder: true,
             ..Faults::default()
         };
-        let disks: Vec<SimDisk> = (0..1 + seed % 3).map(|_| SimDisk::new(DISK_BYTES)).collect();
+        let disks: Vec<SimDisk> = (0..=seed % 3).map(|_| SimDisk::new(DISK_BYTES)).collect();
         let volume = opened(&disks, &faults);
         let size = usize::try_from(volume.size_bytes()).unwrap_or(0);
         let mut model = vec![0_u8; size];
@@ -219,9 +219,9 @@ fn what_was_flushed_survives_a_loss_of_power_and_the_rest_may_not() {
         let after = disk.after_power_loss(seed).bytes();
         assert!(after[..2048].iter().all(|byte| *byte == 1));
         assert!(after[7000..7100].iter().all(|byte| *byte == 3));
-        seen.insert(after[4096..6144].iter().filter(|byte| **byte == 2).count());
+        seen.insert(after[4096..6144].iter().map(|byte| usize::from(*byte == 2)).sum::<usize>());
     }
-    assert!(seen.contains(&0) && seen.contains(&2048) && seen.len() > 2, "lost, whole and torn: {seen:?}");
+    assert!(seen.contains(&0_usize) && seen.contains(&2048) && seen.len() > 2, "lost, whole and torn: {seen:?}");
 }
 
 #[test]

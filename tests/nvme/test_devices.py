@@ -1,0 +1,263 @@
+"""Who may open what: raw devices, foreign data, locks, forks, killed processes and forbidden rings."""
+
+import errno
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import time
+
+import pytest
+
+from memascend import ConfigError, StorageError, UsageError, nvme
+
+MIB = 1 << 20
+root = pytest.mark.root
+
+
+@root
+@pytest.mark.parametrize("sector", [512, 4096])
+def test_a_raw_device(loop, backend, sector):
+    device = loop(16 * MIB, "--sector-size", sector)
+    with nvme.open(device, backend=backend) as volume:
+        assert (volume.size, volume.direct, volume.alignment) == (16 * MIB, True, sector)
+        assert volume.devices()[0]["kind"] == "raw"
+        volume.write(b"raw" * 1000, 16 * MIB - 3000).wait()
+        volume.write(b"\x07" * 5000, 4090).wait()
+        volume.flush()
+    with nvme.open(device) as volume:
+        into = bytearray(3000)
+        volume.read(into, 16 * MIB - 3000).wait()
+        assert into == b"raw" * 1000
+    with pytest.raises(ConfigError, match="has 16777216 bytes"):
+        nvme.open(device, size=17 * MIB)
+
+
+@root
+def test_two_raw_devices_and_a_file_in_one_stripe(loop, tmp_path):
+    paths = [loop(16 * MIB), loop(16 * MIB, "--sector-size", 4096), tmp_path / "file"]
+    with nvme.open(paths, size=30 * MIB) as volume:
+        assert volume.alignment == 4096
+        data = os.urandom(7 * MIB + 11)
+        volume.write(data, 12_345).wait()
+        into = bytearray(len(data))
+        volume.read(into, 12_345).wait()
+        assert into == data
+
+
+FORMATS = {
+    "ext4": ["mkfs.ext4", "-q"],
+    "ext2": ["mkfs.ext2", "-q"],
+    "swap": ["mkswap"],
+    "xfs": ["mkfs.xfs", "-q", "-f"],
+    "btrfs": ["mkfs.btrfs", "-q", "-f"],
+    "vfat": ["mkfs.vfat"],
+    "f2fs": ["mkfs.f2fs", "-q"],
+    "ntfs": ["mkfs.ntfs", "-q", "-F"],
+    "luks": [
+        "cryptsetup",
+        "luksFormat",
+        "--batch-mode",
+        "--key-file=/proc/self/comm",
+        "--pbkdf=pbkdf2",
+        "--pbkdf-force-iterations=1000",
+    ],
+    "lvm": ["pvcreate", "-q"],
+}
+
+
+@root
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_foreign_device_is_refused_until_wiped(loop, kind):
+    tool = FORMATS[kind]
+    if shutil.which(tool[0]) is None:
+        pytest.skip(f"{tool[0]} is not installed")
+    device = loop(512 * MIB if kind in {"xfs", "btrfs", "f2fs"} else 64 * MIB)
+    subprocess.run([*tool, device], check=True, capture_output=True, input=b"")
+    first = os.pread(os.open(device, os.O_RDONLY), 1 << 17, 0)
+    with pytest.raises(StorageError, match="not ours") as caught:
+        nvme.open(device)
+    assert caught.value.path == device
+    assert "wipefs" in str(caught.value)
+    assert os.pread(os.open(device, os.O_RDONLY), 1 << 17, 0) == first, "nothing was changed"
+    subprocess.run(["wipefs", "--all", "--quiet", device], check=True)
+    nvme.open(device).close()
+
+
+def partition_table(kind):
+    """The first 1 KiB of a device with one partition."""
+    entry = bytes([0, 0, 2, 0, 0xEE if kind == "gpt" else 0x83, 255, 255, 255]) + struct.pack("<II", 2048, 4096)
+    boot = bytes(446) + entry + bytes(48) + b"\x55\xaa"
+    return boot + (b"EFI PART" + bytes(504) if kind == "gpt" else bytes(512))
+
+
+@root
+@pytest.mark.parametrize("kind", ["gpt", "dos"])
+def test_a_partition_table_is_refused(loop, kind):
+    device = loop(64 * MIB)
+    with open(device, "r+b") as file:  # noqa: PTH123
+        file.write(partition_table(kind))
+    with pytest.raises(StorageError, match="partition table"):
+        nvme.open(device)
+
+
+@root
+def test_a_mounted_device_is_refused(small_ext4):
+    device = subprocess.run(["findmnt", "-no", "SOURCE", small_ext4], capture_output=True, text=True, check=True).stdout
+    with pytest.raises(StorageError, match=f"mounted at {small_ext4}") as caught:
+        nvme.open(device.strip())
+    assert caught.value.errno == errno.EBUSY
+
+
+@root
+def test_an_open_device_cannot_be_formatted_or_opened_again(loop):
+    device = loop(64 * MIB)
+    with nvme.open(device):
+        with pytest.raises(StorageError, match=f"this process \\(pid {os.getpid()}\\)"):
+            nvme.open(device)
+        assert subprocess.run(["mkfs.ext4", "-q", device], capture_output=True, check=False).returncode != 0
+    subprocess.run(["mkfs.ext4", "-q", device], check=True)
+
+
+def holding(path, then="time.sleep(100)"):
+    code = f"import sys, time; from memascend import nvme; v = nvme.open(sys.argv[1], size=1 << 24); print(1, flush=True); {then}"
+    process = subprocess.Popen([sys.executable, "-c", code, path], stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"1\n"
+    return process
+
+
+@pytest.mark.parametrize("kind", ["file", pytest.param("raw", marks=root)])
+def test_two_processes_cannot_open_one_device(path, request, kind):
+    device = path if kind == "file" else request.getfixturevalue("loop")(16 * MIB)
+    with holding(device) as other:
+        try:
+            with pytest.raises(StorageError, match=f"in use by pid {other.pid}") as caught:
+                nvme.open(device)
+            assert caught.value.errno == errno.EBUSY
+        finally:
+            other.kill()
+    nvme.open(device, size=16 * MIB).close()
+
+
+def test_a_killed_writer_leaves_a_file_that_opens(path):
+    with holding(
+        path, "[v.write(bytes([i % 251]) * 15000, i * 16000) for i in range(1000)]; print(2, flush=True); time.sleep(9)"
+    ) as other:
+        time.sleep(0.02)
+        other.kill()
+    with nvme.open(path) as volume:
+        into = bytearray(15000)
+        for index in range(1000):
+            volume.read(into, index * 16000).wait()
+            assert set(into) <= {0, index % 251}, index
+        volume.write(into, 1).wait()
+        volume.flush()
+
+
+def test_a_forked_child_gets_a_clear_error_and_disturbs_nothing(path, backend):
+    volume = nvme.open(path, size=64 * MIB, backend=backend)
+    tickets = [volume.write(bytes([index]) * (4 * MIB), index * 4 * MIB + 1) for index in range(15)]
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            for call in (
+                lambda: volume.write(b"1", 0),
+                lambda: volume.read(bytearray(1), 0),
+                volume.flush,
+                volume.close,
+                tickets[-1].wait,
+            ):
+                try:
+                    call()
+                except UsageError as error:
+                    assert "fork" in str(error)
+                else:
+                    raise AssertionError(call)
+            assert volume.closed
+            with nvme.open(f"{path}-child", size=MIB) as own:
+                own.write(b"child", 3).wait()
+            del volume, tickets
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert [ticket.wait() for ticket in tickets] == [4 * MIB] * 15
+    volume.close()
+    with nvme.open(path) as volume:
+        into = bytearray(4 * MIB)
+        for index in range(15):
+            volume.read(into, index * 4 * MIB + 1).wait()
+            assert into == bytes([index]) * (4 * MIB)
+
+
+def test_a_child_that_outlives_its_parent_does_not_keep_the_lock(path):
+    with holding(
+        path, "import os; pid = os.fork(); pid or time.sleep(100); print(pid, flush=True); time.sleep(100)"
+    ) as other:
+        orphan = int(other.stdout.readline())
+        try:
+            other.kill()
+            other.wait()
+            nvme.open(path).close()
+        finally:
+            os.kill(orphan, 9)
+
+
+DENIED = """
+    import ctypes, struct, sys
+    from memascend import ConfigError, nvme
+    # A filter as container runtimes install it: io_uring_setup answers with an error number.
+    number, answer = 425, int(sys.argv[2])
+    program = b"".join(
+        struct.pack("HBBI", *step)
+        for step in [(0x20, 0, 0, 0), (0x15, 0, 1, number), (0x06, 0, 0, 0x00050000 | answer), (0x06, 0, 0, 0x7FFF0000)]
+    )
+    class Program(ctypes.Structure):
+        _fields_ = [("steps", ctypes.c_ushort), ("at", ctypes.c_char_p)]
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.prctl(38, 1, 0, 0, 0) == 0
+    assert libc.prctl(22, 2, ctypes.byref(Program(4, program))) == 0
+    with nvme.open(sys.argv[1], size=1 << 20) as volume:
+        volume.write(b"1" * 9999, 5).wait()
+        into = bytearray(9999)
+        volume.read(into, 5).wait()
+        assert into == b"1" * 9999
+        print(volume.backend, volume.why_not)
+    try:
+        nvme.open(sys.argv[1], backend="io_uring")
+    except ConfigError as error:
+        print(error)
+"""
+
+
+@pytest.mark.parametrize(("number", "says"), [(errno.EPERM, "seccomp"), (errno.ENOSYS, "kernel has none")])
+def test_a_process_that_may_not_use_io_uring_gets_threads(path, child, number, says):
+    chosen, refused = child(DENIED, path, number).splitlines()
+    assert chosen.startswith("threads ")
+    assert says in chosen
+    assert 'backend "io_uring" cannot be had' in refused
+
+
+def test_descriptors_that_run_out(path, child):
+    said = child(
+        """
+        import os, resource, sys
+        from memascend import MemascendError, nvme
+        resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
+        held = [os.open("/dev/null", os.O_RDONLY)]
+        volumes = []
+        try:
+            while True:
+                volumes.append(nvme.open(f"{sys.argv[1]}-{len(volumes)}", size=4096))
+        except MemascendError as error:
+            print(error)
+        for index, volume in enumerate(volumes):
+            volume.write(b"works", 0).wait()
+        print({volume.backend for volume in volumes} <= {"io_uring", "threads"}, len(volumes) > 3)
+        """,
+        path,
+    )
+    assert "too many open files" in said
+    assert said.endswith("True True")

@@ -1,0 +1,352 @@
+"""Faults that the kernel really has: full, read-only, shortened, broken, vanished and slow devices."""
+
+import ctypes
+import errno
+import os
+import signal
+import subprocess
+import threading
+import time
+
+import pytest
+
+from memascend import MemascendError, StorageError, TimeoutExpired, nvme
+
+MIB = 1 << 20
+pytestmark = pytest.mark.root
+
+
+def failed(call, *errnos):
+    """The error of a call that must fail with one of these numbers."""
+    with pytest.raises(StorageError) as caught:
+        call()
+    assert caught.value.errno in errnos, caught.value
+    return caught.value
+
+
+def works(volume, offset=0):
+    volume.write(b"works" * 100, offset).wait()
+    into = bytearray(500)
+    volume.read(into, offset).wait()
+    assert into == b"works" * 100
+
+
+def test_a_full_file_system_is_found_at_open(small_ext4):
+    path = small_ext4 / "volume"
+    error = failed(lambda: nvme.open(path, size=200 * MIB), errno.ENOSPC)
+    assert error.path == str(path)
+    assert "are free" in str(error)
+    assert not path.exists()
+    with nvme.open(path, size=10 * MIB) as volume:
+        works(volume)
+    failed(lambda: nvme.open(path, size=200 * MIB), errno.ENOSPC)
+    assert path.stat().st_size == 10 * MIB, "growing that fails leaves the file as it was"
+    with nvme.open(path) as volume:
+        works(volume, 77)
+    failed(lambda: nvme.open([small_ext4 / "one", small_ext4 / "two"], size=100 * MIB), errno.ENOSPC)
+    assert not (small_ext4 / "one").exists()
+    assert not (small_ext4 / "two").exists()
+
+
+def test_a_file_once_reserved_never_meets_a_full_file_system(small_ext4, backend):
+    with nvme.open(small_ext4 / "volume", size=20 * MIB, backend=backend) as volume:
+        with pytest.raises(OSError, match="No space"):
+            (small_ext4 / "rest").write_bytes(bytes(64 * MIB))
+        volume.write(b"f" * (20 * MIB), 0).wait()
+        volume.flush()
+
+
+def test_room_that_runs_out_behind_a_device(tmp_path, loop, backend):
+    folder = tmp_path / "tmpfs"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "none", folder], check=True)
+    try:
+        backing = folder / "backing"
+        backing.touch()
+        os.truncate(backing, 32 * MIB)
+        with nvme.open(loop(0, over=backing), backend=backend) as volume:
+            tickets = [(index, volume.write(bytes([1]) * MIB, index * MIB)) for index in range(20)]
+            errors = []
+            for index, ticket in tickets:
+                try:
+                    assert ticket.wait() == MIB
+                except StorageError as error:
+                    errors.append(error)
+                    assert index * MIB <= error.offset < (index + 1) * MIB
+            assert errors
+            assert {error.errno for error in errors} <= {errno.ENOSPC, errno.EIO}
+            into = bytearray(100)
+            assert volume.read(into, 0).wait() == 100
+            volume.stats()
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def test_a_read_only_file_system(small_ext4):
+    path = small_ext4 / "volume"
+    nvme.open(path, size=MIB).close()
+    subprocess.run(["mount", "-o", "remount,ro", small_ext4], check=True)
+    error = failed(lambda: nvme.open(path), errno.EROFS)
+    assert "read-only" in str(error)
+    failed(lambda: nvme.open(small_ext4 / "new", size=MIB), errno.EROFS)
+
+
+def test_a_read_only_device(loop, backend):
+    device = loop(16 * MIB, "--read-only")
+    error = failed(lambda: nvme.open(device), errno.EROFS, errno.EACCES)
+    assert "read-only" in str(error)
+    other = loop(16 * MIB)
+    with nvme.open(other, backend=backend) as volume:
+        works(volume)
+        subprocess.run(["blockdev", "--setro", other], check=True)
+        error = failed(volume.write(b"1" * 4096, 8192).wait, errno.EPERM, errno.EROFS, errno.EIO)
+        assert (error.path, error.offset, error.nbytes) == (other, 8192, 4096)
+        into = bytearray(5)
+        volume.read(into, 0).wait()
+        assert into == b"works", "what was there stays readable"
+
+
+def test_a_file_that_is_truncated_underneath(path, backend):
+    with nvme.open(path, size=8 * MIB, backend=backend) as volume:
+        volume.write(b"a" * (8 * MIB), 0).wait()
+        os.truncate(path, 3 * MIB + 100)
+        with pytest.raises(StorageError, match="truncated") as caught:
+            volume.read(bytearray(2 * MIB), 2 * MIB).wait()
+        assert caught.value.path == str(path)
+        assert 2 * MIB <= caught.value.offset <= 3 * MIB + 100
+        with pytest.raises(StorageError, match="truncated"):
+            volume.read(bytearray(100), 7 * MIB).wait()
+        works(volume, MIB)
+
+
+def test_a_file_size_limit_is_an_error_and_not_the_end(path, backend, child):
+    with nvme.open(path, size=8 * MIB, backend=backend):
+        pass
+    assert "EFBIG" in child(
+        """
+        import errno, resource, signal, sys
+        from memascend import StorageError, nvme
+        volume = nvme.open(sys.argv[1], backend=sys.argv[2])
+        # The limit comes after the file is there, and the signal's default action is to end the process.
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+        assert volume.write(b"1" * 4096, 0).wait() == 4096
+        try:
+            volume.write(b"1" * (1 << 20), (1 << 20) - 8192).wait()
+        except StorageError as error:
+            assert error.path == sys.argv[1] and error.offset >= (1 << 20) - 8192, error
+            print(errno.errorcode[error.errno])
+        volume.flush()
+        """,
+        path,
+        backend,
+    )
+
+
+def test_eio_on_read(loop, tmp_path, backend):
+    device = loop(16 * MIB)
+    with nvme.open(device, backend=backend) as volume:
+        volume.write(b"k" * (8 * MIB), 0).wait()
+        os.truncate(tmp_path / "backing-0", 4 * MIB)
+        error = failed(volume.read(bytearray(MIB), 10 * MIB).wait, errno.EIO)
+        assert error.path == device
+        assert 10 * MIB <= error.offset < 11 * MIB
+        into = bytearray(MIB)
+        volume.read(into, 0).wait()
+        assert into == b"k" * MIB
+
+
+def test_eio_on_write(backend):
+    made = subprocess.run(["zramctl", "--find", "--size", "64M"], capture_output=True, text=True, check=False)
+    if made.returncode != 0:
+        pytest.skip(f"no zram: {made.stderr}")
+    device = made.stdout.strip()
+    try:
+        limit = f"/sys/block/{os.path.basename(device)}/mem_limit"  # noqa: PTH119
+        with open(limit, "w") as file:  # noqa: PTH123
+            file.write("1M")
+        with nvme.open(device, backend=backend) as volume:
+            assert volume.alignment == 4096
+            tickets = [volume.write(os.urandom(MIB), index * MIB) for index in range(16)]
+            errors = []
+            for ticket in tickets:
+                try:
+                    ticket.wait()
+                except StorageError as error:
+                    errors.append(error)
+            assert errors
+            assert {error.errno for error in errors} <= {errno.EIO, errno.ENOMEM, errno.ENOSPC}
+            assert volume.stats()["failed"] == len(errors)
+            volume.write(bytes(8192), 0).wait()  # zeros take no room
+    finally:
+        subprocess.run(["zramctl", "--reset", device], check=False)
+
+
+def test_a_file_system_that_is_shut_down(small_ext4, backend):
+    volume = nvme.open(small_ext4 / "volume", size=8 * MIB, backend=backend)
+    works(volume)
+    folder = os.open(small_ext4, os.O_RDONLY)
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        flags = ctypes.c_uint32(2)
+        assert libc.ioctl(folder, ctypes.c_ulong(0x8004587D), ctypes.byref(flags)) == 0
+    finally:
+        os.close(folder)
+    failed(volume.write(b"1" * 4096, 0).wait, errno.EIO, errno.ESHUTDOWN)
+    failed(volume.flush, errno.EIO, errno.ESHUTDOWN)
+    failed(volume.flush, errno.EIO, errno.ESHUTDOWN)
+    volume.close()
+
+
+@pytest.mark.parametrize("kind", ["file", "block device"])
+def test_errors_of_a_faulty_disk(faulty, loop, backend, kind):
+    path = faulty.path if kind == "file" else loop(0, over=faulty.path)
+    with nvme.open(path, size=16 * MIB, backend=backend) as volume:
+        volume.write(b"before" * 1000, 3).wait()
+        volume.flush()
+        for number in (errno.EIO, errno.ENOSPC, errno.EROFS):
+            # A block device turns most of them into EIO.
+            expected = (number, errno.EIO)
+            faulty.set(read={"errno": number})
+            error = failed(volume.read(bytearray(4096), MIB).wait, *expected)
+            assert (error.path, error.offset, error.nbytes) == (str(path), MIB, 4096)
+            faulty.set(write={"errno": number})
+            error = failed(volume.write(bytes(4096), 2 * MIB).wait, *expected)
+            assert (error.path, error.offset, error.nbytes) == (str(path), 2 * MIB, 4096)
+            failed(volume.write(b"unaligned", 5).wait, *expected)
+        faulty.set()
+        into = bytearray(6000)
+        volume.read(into, 3).wait()
+        assert into == b"before" * 1000
+        works(volume, 4 * MIB)
+
+
+def test_a_torn_write_is_an_error_on_its_ticket(faulty, backend):
+    with nvme.open(faulty.path, backend=backend) as volume:
+        volume.write(b"0" * MIB, 0).wait()
+        faulty.set(write={"errno": errno.EIO, "torn": True})
+        tickets = [volume.write(b"1" * 65536, index * 65536) for index in range(4)]
+        for index, ticket in enumerate(tickets):
+            error = failed(ticket.wait, errno.EIO)
+            assert index * 65536 <= error.offset < (index + 1) * 65536
+            failed(ticket.wait, errno.EIO)
+        faulty.set()
+        volume.write(b"2" * 65536, 0).wait()
+        into = bytearray(MIB)
+        volume.read(into, 0).wait()
+        assert into[:65536] == b"2" * 65536
+        assert into[4 * 65536 :] == b"0" * (MIB - 4 * 65536)
+        assert set(into[65536 : 4 * 65536]) == set(b"01"), "torn, and said so"
+
+
+def test_a_failed_flush_is_never_cleared(faulty, backend):
+    volume = nvme.open(faulty.path, backend=backend)
+    volume.write(b"1" * 4096, 0).wait()
+    faulty.set(fsync={"errno": errno.EIO})
+    error = failed(volume.flush, errno.EIO)
+    assert error.path == str(faulty.path)
+    faulty.set()
+    failed(volume.flush, errno.EIO)
+    works(volume, MIB)
+    failed(volume.flush, errno.EIO)
+    volume.close()
+
+
+def test_a_write_that_fails_unheard_is_raised_by_flush_or_close(faulty, backend):
+    with nvme.open(faulty.path, backend=backend) as volume:
+        faulty.set(write={"errno": errno.ENOSPC})
+        volume.write(b"1" * 4096, 8192)
+        failed(volume.flush, errno.ENOSPC)
+        volume.flush()
+        volume.write(b"1" * 4096, 8192)
+        assert failed(volume.close, errno.ENOSPC).offset == 8192
+        volume.close()
+
+
+def test_a_device_that_vanishes(faulty, backend):
+    volume = nvme.open(faulty.path, backend=backend)
+    works(volume)
+    faulty.set(delay=0.2)
+    tickets = [volume.write(b"1" * 4096, index * 4096) for index in range(8)]
+    faulty.vanish()
+    for ticket in tickets:
+        failed(ticket.wait, errno.ENOTCONN, errno.ECONNABORTED, errno.EIO, errno.ENODEV)
+    failed(volume.read(bytearray(100), 0).wait, errno.ENOTCONN, errno.ECONNABORTED, errno.EIO, errno.ENODEV)
+    with pytest.raises(StorageError):
+        volume.flush()
+    volume.close()
+
+
+def test_a_timeout_ends_the_wait_and_not_the_operation(faulty, backend):
+    with nvme.open(faulty.path, backend=backend) as volume:
+        faulty.set(delay=0.5)
+        ticket = volume.write(b"slow" * 1000, 0)
+        with pytest.raises(TimeoutExpired, match="write of 4000 bytes at offset 0"):
+            ticket.wait(timeout=0.05)
+        with pytest.raises(TimeoutExpired):
+            volume.flush(timeout=0.01)
+        assert not ticket.done()
+        faulty.set()
+        assert ticket.wait() == 4000
+
+
+def test_waiting_lets_other_threads_run(faulty, backend):
+    with nvme.open(faulty.path, backend=backend) as volume:
+        faulty.set(delay=0.3)
+        turns = 0
+        ticket = volume.write(b"slow" * 1024, 0)
+        waiter = threading.Thread(target=ticket.wait)
+        waiter.start()
+        while waiter.is_alive():
+            turns += 1
+            time.sleep(0.001)
+        assert turns > 10
+        faulty.set()
+
+
+def test_ctrl_c_ends_a_wait_and_nothing_else(faulty, backend):
+    with nvme.open(faulty.path, backend=backend) as volume:
+        faulty.set(delay=1.0)
+        ticket = volume.write(b"slow" * 1024, 0)
+        for call in (ticket.wait, volume.flush, volume.close):
+            threading.Timer(0.1, signal.raise_signal, [signal.SIGINT]).start()
+            began = time.monotonic()
+            with pytest.raises(KeyboardInterrupt):
+                call()
+            assert not ticket.done(), time.monotonic() - began
+        faulty.set()
+        assert ticket.wait() == 4096
+    assert volume.closed
+
+
+def test_a_memlock_limit_and_an_unprivileged_user(tmp_path, child):
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    os.chown(folder, 65534, 65534)
+    backend = child(
+        """
+        import os, resource, sys
+        from memascend import nvme
+        os.chdir(sys.argv[1])  # they may not be allowed to walk there
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
+        os.setgroups([])
+        os.setgid(65534)
+        os.setuid(65534)
+        with nvme.open("volume", size=1 << 24) as volume:
+            volume.write(b"1" * (1 << 22), 5).wait()
+            into = bytearray(1 << 22)
+            volume.read(into, 5).wait()
+            assert into == b"1" * (1 << 22)
+            volume.flush()
+            print(volume.backend, os.getuid())
+        """,
+        folder,
+    )
+    assert backend in {"io_uring 65534", "threads 65534"}
+
+
+def test_errors_are_of_the_family(faulty):
+    faulty.set(read={"errno": errno.EIO})
+    with nvme.open(faulty.path) as volume, pytest.raises(OSError, match="input/output error") as caught:
+        volume.read(bytearray(10), 0).wait()
+    assert isinstance(caught.value, MemascendError)
