@@ -46,7 +46,8 @@ impl Patience {
 
     /// Waits a moment if it is worth while.
     pub(crate) fn is_left_for(&self, file: &File) -> bool {
-        let dead = holder(file).is_some_and(|pid| !alive(pid));
+        // The kernel forgets the number of a holder that has ended, and has none for one in another container.
+        let dead = holder(file).is_none_or(|pid| !alive(pid));
         let left = dead && self.0.elapsed() < DEAD_HOLDER_WAIT;
         if left {
             std::thread::sleep(DEAD_HOLDER_POLL);
