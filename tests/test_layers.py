@@ -13,21 +13,22 @@ ROOT = Path(__file__).resolve().parent.parent
 # What each crate of ours may use: crates of ours, then crates of others. Tests and benches may use more.
 CRATES = {
     "memascend-mem": ({}, {"libc", "thiserror", "loom"}),
-    "memascend-math": ({}, {"thiserror"}),
-    "memascend-py": ({"memascend-math", "memascend-mem"}, {"pyo3"}),
+    "memascend-nvme": ({"memascend-mem"}, {"io-uring", "libc", "thiserror"}),
+    "memascend-py": ({"memascend-mem", "memascend-nvme"}, {"pyo3"}),
 }
 # Crates of others that belong to one layer alone.
 RESERVED = {"pyo3": "memascend-py", "io-uring": "memascend-nvme"}
 
 # Each module and the modules of ours that it may import; a package stands for everything in it.
 MODULES = {
-    "memascend": {"errors", "kernels", "memory"},
+    "memascend": {"errors", "kernels", "memory", "nvme"},
     "memascend.__main__": {"cli"},
     "memascend.errors": set(),
     "memascend.plan": {"errors"},
     "memascend.memory": {"errors", "_core"},
+    "memascend.nvme": {"errors", "_core"},
     "memascend.kernels": {"errors", "_core"},
-    "memascend.cli": {"errors", "memory", "plan", "kernels"},
+    "memascend.cli": {"errors", "memory", "nvme", "plan", "kernels"},
 }
 # The only modules that may import the extension.
 FACES = {"memascend.memory", "memascend.nvme", "memascend.engine", "memascend.kernels"}

@@ -98,13 +98,6 @@ def faulty(tmp_path):
 
 
 @pytest.fixture
-def child():
-    """A function that runs Python code in a process of its own and returns what it printed."""
-
-    def run(code, *arguments, **options):
-        words = [sys.executable, "-c", textwrap.dedent(code), *(str(argument) for argument in arguments)]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=100, check=False, **options)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.strip()
-
-    return run
+def child(python):
+    """Runs an indented program in an interpreter of its own, and returns what it printed."""
+    return lambda program, *arguments: python(textwrap.dedent(program), *arguments).strip()

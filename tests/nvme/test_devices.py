@@ -96,7 +96,7 @@ def partition_table(kind):
 @pytest.mark.parametrize("kind", ["gpt", "dos"])
 def test_a_partition_table_is_refused(loop, kind):
     device = loop(64 * MIB)
-    with open(device, "r+b") as file:  # noqa: PTH123
+    with open(device, "r+b") as file:
         file.write(partition_table(kind))
     with pytest.raises(StorageError, match="partition table"):
         nvme.open(device)

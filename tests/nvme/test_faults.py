@@ -162,8 +162,8 @@ def test_eio_on_write(backend):
         pytest.skip(f"no zram: {made.stderr}")
     device = made.stdout.strip()
     try:
-        limit = f"/sys/block/{os.path.basename(device)}/mem_limit"  # noqa: PTH119
-        with open(limit, "w") as file:  # noqa: PTH123
+        limit = f"/sys/block/{os.path.basename(device)}/mem_limit"
+        with open(limit, "w") as file:
             file.write("1M")
         with nvme.open(device, backend=backend) as volume:
             assert volume.alignment == 4096

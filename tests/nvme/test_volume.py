@@ -399,7 +399,8 @@ def test_tmpfs_and_what_it_says_of_itself(tmp_path):
 
 def test_it_shows_itself(path):
     with nvme.open(path, size=MIB, backend="threads", queue_depth=3) as volume:
-        assert "threads" in repr(volume) and str(path) in repr(volume)
+        assert "threads" in repr(volume)
+        assert str(path) in repr(volume)
         assert (volume.backend, volume.queue_depth, volume.closed, volume.paths) == ("threads", 3, False, (str(path),))
         (device,) = volume.devices()
         assert device == {"path": str(path), "kind": "file", "bytes": MIB, "why_buffered": None}

@@ -7,12 +7,14 @@ import importlib.util
 import json
 import os
 import platform
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from memascend import memory
+from memascend.cli.finding import Finding
 from memascend.cli.show import bytes_shown, table
+from memascend.cli.storage import examine_ring, examine_storage
 from memascend.errors import MemascendError
 
 if TYPE_CHECKING:
@@ -23,16 +25,6 @@ if TYPE_CHECKING:
 _PROBE_BYTES = 8 << 20
 # The instruction sets that the kernels are written for, widest first, as /proc/cpuinfo names them.
 _INSTRUCTION_SETS = ("avx512f", "avx512_bf16", "avx2", "fma", "f16c", "asimd", "bf16")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """One line of the report."""
-
-    subject: str
-    found: str
-    verdict: Literal["fine", "slower", "fails"] = "fine"
-    advice: str = ""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,6 +56,7 @@ def examine(storage: str | None) -> Iterator[Finding]:
         _memory,
         _memlock,
         _regions,
+        examine_ring,
         _torch,
         _triton,
         _kernels,
@@ -71,7 +64,7 @@ def examine(storage: str | None) -> Iterator[Finding]:
     for check in checks:
         yield from check()
     if storage is not None:
-        yield from _storage(Path(storage))
+        yield from examine_storage(Path(storage))
 
 
 def _system() -> Iterator[Finding]:
@@ -159,38 +152,4 @@ def _triton() -> Iterator[Finding]:
     if importlib.util.find_spec("triton") is None:
         yield Finding(subject="triton", found="not installed; on a GPU torch's own operations are used")
     else:
-        # Its distribution has other names in nightly and ROCm builds of torch.
-        names = importlib.metadata.packages_distributions().get("triton", [])
-        yield Finding(subject="triton", found=importlib.metadata.version(names[0]) if names else "of unknown version")
-
-
-def _kernels() -> Iterator[Finding]:
-    import torch
-
-    from memascend import kernels
-
-    for device in ("cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))):
-        subject = f"kernels on {device}"
-        try:
-            route = kernels.route(device)
-        except MemascendError as error:
-            yield Finding(subject=subject, found="none", verdict="fails", advice=str(error))
-            continue
-        slow = route.name == "torch" or route.why == "portable"
-        advice = f"several times slower than it could be: {route.name}, because {route.why}" if slow else ""
-        if route.why == "portable":
-            advice = "arithmetic for any processor, several times slower than with AVX2, AVX-512 or NEON"
-        found = f"{route.name} ({route.why})"
-        yield Finding(subject=subject, found=found, verdict="slower" if slow else "fine", advice=advice)
-
-
-def _storage(path: Path) -> Iterator[Finding]:
-    folder = path if path.is_dir() else path.parent
-    if not folder.is_dir():
-        yield Finding(subject="storage", found=str(path), verdict="fails", advice=f"{folder} does not exist: make it")
-        return
-    if not os.access(folder, os.W_OK):
-        yield Finding(subject="storage", found=str(path), verdict="fails", advice=f"{folder} cannot be written")
-        return
-    room = os.statvfs(folder)
-    yield Finding(subject="storage", found=f"{path}, {bytes_shown(room.f_bavail * room.f_frsize)} free")
+        yield Finding(subject="triton", found=importlib.metadata.version("triton"))

@@ -1,0 +1,142 @@
+"""The doctor's look at storage: the ring, the file system or device, its room, and its speed."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from memascend import nvme
+from memascend.cli.finding import Finding
+from memascend.cli.show import bytes_shown
+from memascend.cli.transfer import blocks, transfer
+from memascend.errors import MemascendError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from memascend.nvme import Volume
+
+__all__ = ["examine_ring", "examine_storage"]
+
+# What is written and read to see the speed: enough to leave a drive's own cache behind a little, gone in seconds.
+_TRIAL_BYTES = 512 << 20
+_TRIAL_SECONDS = 1.5
+# The transfer that every disk measured was fastest with.
+_BLOCK_BYTES, _DEPTH = 1 << 20, 8
+# Below this a step of a small model takes minutes.
+_SLOW_GB_PER_SECOND = 0.5
+
+
+def examine_ring() -> Iterator[Finding]:
+    """Whether this process may use io_uring."""
+    why_not = nvme.io_uring_why_not()
+    if why_not is None:
+        yield Finding(subject="io_uring", found="to be had")
+    else:
+        advice = (
+            f"{why_not}; threads are used instead, with a little less bandwidth and several times the processor time"
+        )
+        yield Finding(subject="io_uring", found="none to be had", verdict="slower", advice=advice)
+
+
+def examine_storage(path: Path) -> Iterator[Finding]:
+    """What `path`, a folder, a file or a raw device, offers. Nothing that is there is written to."""
+    if path.is_block_device():
+        yield from _device(path)
+        return
+    folder = path if path.is_dir() else path.parent
+    if not folder.is_dir():
+        yield _fails(path, f"{folder} does not exist: make it")
+    elif os.statvfs(folder).f_flag & os.ST_RDONLY:
+        yield _fails(path, f"{folder} is on a read-only file system; remount it, or choose another")
+    elif not os.access(folder, os.W_OK | os.X_OK):
+        yield _fails(path, f"{folder} cannot be written to by this user; change its owner or mode, or choose another")
+    else:
+        yield from _folder(path, folder)
+
+
+def _fails(path: Path, advice: str) -> Finding:
+    return Finding(subject="storage", found=str(path), verdict="fails", advice=advice)
+
+
+def _folder(path: Path, folder: Path) -> Iterator[Finding]:
+    kind = _file_system(folder)
+    room = os.statvfs(folder)
+    free = room.f_bavail * room.f_frsize
+    if kind in {"tmpfs", "ramfs"}:
+        yield _fails(path, f"{folder} is a {kind}: it is memory itself, so streaming from it saves none; choose a disk")
+        return
+    yield Finding(subject="storage", found=f"{path}, {kind}, {bytes_shown(free)} free")
+    trial = min(_TRIAL_BYTES, free // 4) // _BLOCK_BYTES * _BLOCK_BYTES
+    if trial == 0:
+        yield Finding(
+            subject="room", found=bytes_shown(free), verdict="fails", advice="free some, or choose another disk"
+        )
+        return
+    # The name goes at once, so that nothing is left behind whatever happens.
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".memascend-doctor-") as file:
+        try:
+            with nvme.open(file.name, size=trial) as volume:
+                yield from _volume(volume)
+                yield from _speed(volume, write=True)
+        except MemascendError as error:
+            yield Finding(subject="storage trial", found="failed", verdict="fails", advice=str(error))
+
+
+def _device(path: Path) -> Iterator[Finding]:
+    try:
+        with nvme.open(path) as volume:
+            yield Finding(subject="storage", found=f"{path}, a raw device of {bytes_shown(volume.size)}, free to use")
+            yield from _volume(volume)
+            yield from _speed(volume, write=False)
+    except MemascendError as error:
+        yield _fails(path, str(error))
+
+
+def _volume(volume: Volume) -> Iterator[Finding]:
+    (device,) = volume.devices()
+    if volume.direct:
+        yield Finding(subject="direct I/O", found=f"yes, aligned to {volume.alignment} bytes")
+    else:
+        advice = f"{device['why_buffered']}; every byte goes through the page cache: slower, and it takes memory"
+        yield Finding(subject="direct I/O", found="no", verdict="slower", advice=advice)
+    yield Finding(subject="I/O backend", found=volume.backend, verdict="slower" if volume.why_not else "fine")
+
+
+def _speed(volume: Volume, *, write: bool) -> Iterator[Finding]:
+    with blocks(_BLOCK_BYTES, _DEPTH) as tensors:
+        if write:
+            # The first pass fills what was only reserved, which a run does once.
+            transfer(volume, tensors, "write", volume.size, _TRIAL_SECONDS)
+            written = transfer(volume, tensors, "write", 8 * volume.size, _TRIAL_SECONDS)
+            volume.flush()
+            yield _judged("sequential write", written.gb_per_second)
+        read = transfer(volume, tensors, "read", 8 * volume.size, _TRIAL_SECONDS)
+        yield _judged("sequential read", read.gb_per_second)
+        if not write:
+            yield Finding(subject="sequential write", found="not tried: it would overwrite what is on the device")
+
+
+def _judged(subject: str, gb_per_second: float) -> Finding:
+    slow = gb_per_second < _SLOW_GB_PER_SECOND
+    return Finding(
+        subject=subject,
+        found=f"{gb_per_second:.2f} GB/s",
+        verdict="slower" if slow else "fine",
+        advice="every parameter moves about 28 bytes in a step: a faster disk, or several, make it faster"
+        if slow
+        else "",
+    )
+
+
+def _file_system(folder: Path) -> str:
+    """The type of the file system that holds `folder`, from the kernel's list of mounts."""
+    device = folder.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+        fields = line.split()
+        if fields[2] == number:
+            return fields[fields.index("-") + 1]
+    return "a file system"
