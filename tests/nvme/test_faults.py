@@ -71,10 +71,10 @@ def test_room_that_runs_out_behind_a_device(tmp_path, loop, backend):
                 try:
                     assert ticket.wait() == MIB
                 except StorageError as error:
-                    errors.append(error)
-                    assert index * MIB <= error.offset < (index + 1) * MIB
+                    errors.append((index * MIB, error))
             assert errors
-            assert {error.errno for error in errors} <= {errno.ENOSPC, errno.EIO}
+            assert all(start <= error.offset < start + MIB for start, error in errors)
+            assert {error.errno for _, error in errors} <= {errno.ENOSPC, errno.EIO}
             into = bytearray(100)
             assert volume.read(into, 0).wait() == 100
             volume.stats()

@@ -40,7 +40,7 @@ def test_a_tensor_of_any_type_comes_back(volume, dtype):
     assert torch.equal(back, tensor)
 
 
-def test_buffers_of_all_kinds(volume, path):
+def test_buffers_of_all_kinds(volume):
     import array
     import mmap
 

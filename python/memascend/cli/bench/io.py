@@ -1,0 +1,242 @@
+"""`memascend bench io`: the engine beside fio and DeepSpeed's aio, interleaved in one run, with the ratios."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memascend import nvme
+from memascend.cli.bench.peers import DeepSpeed, fio, huge_pages
+from memascend.cli.bench.weights import WEIGHT_CASES, weight_cases
+from memascend.cli.show import bars, bytes_shown, table
+from memascend.cli.transfer import Speed, blocks, transfer
+from memascend.errors import ConfigError
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterator
+
+SUMMARY = "bandwidth and processor time of storage, beside fio and DeepSpeed's aio"
+
+_MIB = 1 << 20
+_PATTERNS = ("read", "write", "mixed")
+# What the headline compares: the size and depth at which every disk measured was fastest.
+_BLOCK_BYTES, _DEPTH = _MIB, 8
+_GRID_BLOCKS = (128 << 10, 256 << 10, _MIB, 4 * _MIB, 16 * _MIB)
+_GRID_DEPTHS = (1, 4, 8, 16, 32)
+# fio's buffers are bounded by the huge pages that a machine can spare.
+_FLYING_BYTES_MAX = 256 * _MIB
+
+_Case = Callable[[], Speed]
+_Results = dict[str, dict[str, Speed]]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("--storage", metavar="FOLDER", default=".", help="where the files are made (default: here)")
+    parser.add_argument("--size", type=int, metavar="MIB", default=1024, help="of each file, in MiB (default 1024)")
+    parser.add_argument("--rounds", type=int, metavar="N", default=5, help="medians of so many rounds (default 5)")
+    parser.add_argument("--grid", action="store_true", help="also 128 KiB to 16 MiB and depth 1 to 32; takes a while")
+    parser.add_argument("--raw", action="store_true", help="also a loop device as a raw one (needs root)")
+    parser.add_argument("--deepspeed", metavar="PYTHON", help="an interpreter that has DeepSpeed, to measure its aio")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure and print."""
+    if options.size < 64 or options.rounds < 1:
+        raise ConfigError("--size is at least 64 MiB and --rounds at least 1")
+    with tempfile.TemporaryDirectory(dir=options.storage, prefix=".memascend-bench-") as folder, ExitStack() as stack:
+        bench = _Bench(Path(folder), options, stack)
+        results = {"files": bench.headline()}
+        if options.raw:
+            results["raw device"] = bench.raw()
+        if options.grid:
+            results |= bench.grid()
+        weights = _medians(weight_cases(Path(folder), stack), options.rounds, "weights")
+    if options.json:
+        shown = {group: {name: _plain(speed) for name, speed in cases.items()} for group, cases in results.items()}
+        print(json.dumps({**shown, "weights": {name: _plain(speed) for name, speed in weights.items()}}, indent=2))
+    else:
+        for group, cases in results.items():
+            print(f"\n{group}\n\n{_table(cases)}")
+        print(f"\n16-bit weights, 16 MiB each, made durable\n\n{_weight_table(weights)}")
+        for line in bench.left_out:
+            print(f"\nleft out: {line}")
+    if options.picture:
+        series = _series(results["files"])
+        bars(Path(options.picture), "1 MiB, depth 8, one file unless said", "GB/s", series)
+    return 0
+
+
+class _Bench:
+    """What the measurements share: folder, sizes, peers."""
+
+    def __init__(self, folder: Path, options: argparse.Namespace, stack: ExitStack) -> None:
+        self.folder, self.rounds, self.nbytes = folder, options.rounds, options.size * _MIB
+        self.stack = stack
+        self.left_out: list[str] = []
+        self.huge = stack.enter_context(huge_pages(_FLYING_BYTES_MAX if options.grid else _BLOCK_BYTES * _DEPTH))
+        if self.huge is None:
+            self.left_out.append("fio with huge pages: this process may not mount a hugetlbfs (run as root)")
+        self.file = self._made("one")
+        self.deepspeed: DeepSpeed | None = None
+        if options.deepspeed:
+            peer = DeepSpeed(options.deepspeed, self.file, _BLOCK_BYTES, _DEPTH, min(self.nbytes, 512 * _MIB))
+            self.deepspeed = stack.enter_context(peer)
+        else:
+            self.left_out.append("DeepSpeed's aio: name an interpreter that has it with --deepspeed")
+
+    def headline(self) -> dict[str, Speed]:
+        """All ways at the size and depth that are best."""
+        halves = [self._made(f"half{index}", self.nbytes // 2) for index in range(2)]
+        cases: dict[str, _Case] = {}
+        for pattern in _PATTERNS:
+            cases |= self._pair([self.file], pattern, _BLOCK_BYTES, _DEPTH)
+            ours = self._ours
+            cases[f"{pattern}: threads"] = ours([self.file], pattern, _BLOCK_BYTES, _DEPTH, backend="threads")
+            cases[f"{pattern}: two files, striped"] = ours(halves, pattern, _BLOCK_BYTES, _DEPTH)
+            cases[f"{pattern}: unaligned"] = ours([self.file], pattern, _BLOCK_BYTES, _DEPTH, shift=100)
+            if self.deepspeed is not None and pattern != "mixed":
+                cases[f"{pattern}: DeepSpeed aio"] = lambda peer=self.deepspeed, order=pattern: peer.run(order)
+        return _medians(cases, self.rounds, "files")
+
+    def grid(self) -> _Results:
+        """Sizes and depths, with fio beside each."""
+        results = {}
+        for block in _GRID_BLOCKS:
+            for depth in _GRID_DEPTHS:
+                if block * depth <= _FLYING_BYTES_MAX:
+                    name = f"{bytes_shown(block)}, depth {depth}"
+                    cases: dict[str, _Case] = {}
+                    for pattern in _PATTERNS:
+                        cases |= self._pair([self.file], pattern, block, depth)
+                    results[name] = _medians(cases, self.rounds, name)
+        return results
+
+    def raw(self) -> dict[str, Speed]:
+        """A loop device, which is a raw device to us and to fio."""
+        device = self.stack.enter_context(_loop(self._made("backing")))
+        cases: dict[str, _Case] = {}
+        for pattern in _PATTERNS:
+            cases |= self._pair([device], pattern, _BLOCK_BYTES, _DEPTH)
+        return _medians(cases, self.rounds, "raw")
+
+    def _pair(self, paths: list[Path], pattern: str, block: int, depth: int) -> dict[str, _Case]:
+        """Ours and both ways of running fio."""
+        path, nbytes = paths[0], self.nbytes
+        cases = {
+            f"{pattern}: io_uring": self._ours(paths, pattern, block, depth),
+            f"{pattern}: fio": lambda: fio(path, pattern, block, depth, nbytes, None),
+        }
+        if self.huge is not None:
+            cases[f"{pattern}: fio, huge pages"] = lambda: fio(path, pattern, block, depth, nbytes, self.huge)
+        return cases
+
+    def _ours(
+        self, paths: list[Path], pattern: Any, block: int, depth: int, backend: Any = "auto", shift: int = 0
+    ) -> _Case:
+        """One pass of ours; `shift` moves the memory and the length off every alignment."""
+
+        def case() -> Speed:
+            with (
+                nvme.open(paths, queue_depth=max(depth, 1), backend=backend) as volume,
+                blocks(block + 4096, depth) as tensors,
+            ):
+                used = [tensor[shift : shift + block - 2 * shift] for tensor in tensors]
+                return transfer(volume, used, pattern, self.nbytes)
+
+        return case
+
+    def _made(self, name: str, nbytes: int | None = None) -> Path:
+        """A file whose every block was written once: what was only reserved is slower the first time."""
+        path = self.folder / name
+        with nvme.open(path, size=nbytes or self.nbytes) as volume, blocks(_BLOCK_BYTES, _DEPTH) as tensors:
+            transfer(volume, tensors, "write", volume.size)
+            volume.flush()
+        return path
+
+
+@contextmanager
+def _loop(backing: Path) -> Iterator[Path]:
+    words = ["losetup", "--find", "--show", "--direct-io=on", str(backing)]
+    done = subprocess.run(words, check=False, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise ConfigError(f"no loop device can be had: {done.stderr.strip()}")
+    device = done.stdout.strip()
+    try:
+        yield Path(device)
+    finally:
+        subprocess.run(["losetup", "--detach", device], check=False)
+
+
+def _medians(cases: dict[str, _Case], rounds: int, what: str) -> dict[str, Speed]:
+    """Each case once in every round; the medians of bandwidth and of processor time, each by itself."""
+    samples: dict[str, list[Speed]] = {name: [] for name in cases}
+    for index in range(rounds):
+        for done, (name, case) in enumerate(cases.items(), index * len(cases) + 1):
+            _progress(f"{what}, {name}", done, rounds * len(cases))
+            samples[name].append(case())
+    return {name: _median(speeds) for name, speeds in samples.items()}
+
+
+def _median(speeds: list[Speed]) -> Speed:
+    nbytes = speeds[0].nbytes
+    return Speed(
+        nbytes=nbytes,
+        seconds=nbytes / 1e9 / statistics.median(speed.gb_per_second for speed in speeds),
+        cpu_seconds=nbytes / 1e9 * statistics.median(speed.cpu_ms_per_gb for speed in speeds) / 1e3,
+    )
+
+
+def _progress(what: str, done: int, total: int) -> None:
+    if sys.stderr.isatty():
+        bar = "#" * (30 * done // total)
+        end = "\n" if done == total else ""
+        print(f"\r[{bar:30}] {done}/{total} {what:50.50}", end=end, file=sys.stderr, flush=True)
+
+
+def _table(cases: dict[str, Speed]) -> str:
+    """Every case; those with a ring of ours in their pattern are compared with it."""
+    rows = []
+    for name, speed in cases.items():
+        pattern, _, way = name.partition(": ")
+        ours = cases[f"{pattern}: io_uring"]
+        rows.append(
+            (
+                pattern,
+                way,
+                f"{speed.gb_per_second:.2f}",
+                f"{ours.gb_per_second / speed.gb_per_second:.2f}",
+                f"{speed.cpu_ms_per_gb:.1f}",
+                f"{ours.cpu_ms_per_gb / speed.cpu_ms_per_gb:.2f}" if speed.cpu_ms_per_gb else "-",
+            )
+        )
+    return table(("pattern", "way", "GB/s", "ours is x as fast", "CPU ms/GB", "ours takes x of it"), rows)
+
+
+def _weight_table(weights: dict[str, Speed]) -> str:
+    pages, ours = (weights[name] for name in WEIGHT_CASES)
+    ratio = ours.gb_per_second / pages.gb_per_second
+    rows = [(name, f"{speed.gb_per_second:.2f}", f"{speed.cpu_ms_per_gb:.1f}") for name, speed in weights.items()]
+    return f"{table(('way', 'GB/s', 'CPU ms/GB'), rows)}\n\nours is {ratio:.2f} times as fast"
+
+
+def _series(cases: dict[str, Speed]) -> dict[str, dict[str, float]]:
+    ways = list(dict.fromkeys(name.partition(": ")[2] for name in cases))
+    return {
+        way: {
+            pattern: cases[name].gb_per_second if (name := f"{pattern}: {way}") in cases else 0 for pattern in _PATTERNS
+        }
+        for way in ways
+    }
+
+
+def _plain(speed: Speed) -> dict[str, float]:
+    return {"gb_per_second": speed.gb_per_second, "cpu_ms_per_gb": speed.cpu_ms_per_gb}

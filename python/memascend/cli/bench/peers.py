@@ -1,0 +1,109 @@
+"""The peers of `memascend bench io`: fio, with huge pages and as people run it, and DeepSpeed's aio."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from memascend.cli.transfer import Speed
+from memascend.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import TracebackType
+
+__all__ = ["DeepSpeed", "fio", "huge_pages"]
+
+_PATTERNS = {"read": "read", "write": "write", "mixed": "rw"}
+_HUGE_PAGES = Path("/proc/sys/vm/nr_hugepages")
+_HUGE_PAGE_BYTES = 2 << 20
+
+
+@contextmanager
+def huge_pages(nbytes: int) -> Iterator[Path | None]:
+    """A file on a hugetlbfs for `fio --iomem=mmaphuge:FILE`; None where this process may not make one."""
+    with tempfile.TemporaryDirectory(prefix="memascend-huge-") as folder:
+        mounted = False
+        try:
+            before = _HUGE_PAGES.read_text()
+            # One more for what fio adds to align its buffers.
+            _HUGE_PAGES.write_text(str(int(before) + nbytes // _HUGE_PAGE_BYTES + 2))
+        except OSError:
+            yield None
+            return
+        try:
+            done = subprocess.run(["mount", "-t", "hugetlbfs", "none", folder], check=False, capture_output=True)
+            mounted = done.returncode == 0
+            yield Path(folder) / "fio" if mounted else None
+        finally:
+            if mounted:
+                subprocess.run(["umount", folder], check=False, capture_output=True)
+            _HUGE_PAGES.write_text(before)
+
+
+def fio(path: Path, pattern: str, block: int, depth: int, nbytes: int, huge: Path | None) -> Speed:
+    """Run fio with io_uring and direct I/O; its own clock and its own account of processor time."""
+    if shutil.which("fio") is None:
+        raise ConfigError("fio is not installed: apt-get install fio")
+    words = [
+        "fio",
+        "--name=peer",
+        f"--filename={path}",
+        f"--rw={_PATTERNS[pattern]}",
+        f"--bs={block}",
+        f"--iodepth={depth}",
+        f"--size={nbytes}",
+        "--ioengine=io_uring",
+        "--direct=1",
+        "--allow_mounted_write=1",
+        "--output-format=json",
+    ]
+    if huge is not None:
+        words.append(f"--iomem=mmaphuge:{huge}")
+    done = subprocess.run(words, check=False, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise ConfigError(f"fio failed: {done.stderr.strip() or done.stdout.strip()}")
+    job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
+    moved = job["read"]["io_bytes"] + job["write"]["io_bytes"]
+    seconds = max(job["read"]["runtime"], job["write"]["runtime"]) / 1e3
+    return Speed(nbytes=moved, seconds=seconds, cpu_seconds=(job["usr_cpu"] + job["sys_cpu"]) / 100 * seconds)
+
+
+class DeepSpeed:
+    """DeepSpeed's aio with its own pinned buffer, in a Python of its own that waits for orders."""
+
+    def __init__(self, python: str, path: Path, block: int, depth: int, nbytes: int) -> None:
+        program = Path(__file__).with_name("deepspeed_peer.py")
+        words = [python, str(program), str(path), str(block), str(depth), str(nbytes)]
+        self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        if self._answer() != "ready":
+            raise ConfigError(f"DeepSpeed's aio did not start in {python}; its output says why")
+
+    def run(self, pattern: str) -> Speed:
+        """One pass over the file."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{pattern}\n")
+        self._process.stdin.flush()
+        nbytes, seconds, cpu_seconds = self._answer().split()
+        return Speed(nbytes=int(nbytes), seconds=float(seconds), cpu_seconds=float(cpu_seconds))
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            # The build of its extension prints there too.
+            if line.startswith("peer: "):
+                return line.removeprefix("peer: ").strip()
+        return ""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.communicate()
