@@ -1,7 +1,8 @@
 //! Unaligned transfers: threads that copy through chunks and change the blocks at the edges.
 //!
-//! Each thread has one aligned chunk on huge pages and does one piece at a time: read what the piece does not cover of
-//! its first and last block, copy, write; or read, copy. As many threads as it takes to keep the device busy meanwhile.
+//! Each thread has one aligned chunk on huge pages and does one piece at a time: whole blocks are copied and written, or
+//! read and copied; a part of a block is read, changed and written back while nobody else may touch that block. As many
+//! threads as it takes to keep the device busy meanwhile.
 
 use std::{
     ops::Range,

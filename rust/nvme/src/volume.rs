@@ -265,22 +265,24 @@ impl Volume {
             return Err(Error::PastTheEnd { offset, nbytes, size_bytes: self.size_bytes });
         };
         let whole = offset..end;
-        let straight = straight(context, address, &whole);
-        if straight != whole {
+        let body = whole_blocks(context, &whole);
+        let skipped = usize::try_from(body.start - whole.start).unwrap_or(usize::MAX);
+        let straight = address.plus(skipped).is_aligned(context.memory_align);
+        if !straight || body != whole {
             running.bounce.ready()?;
         }
         let begun = context.traffic.begin(kind.writes())?;
         let mut hold = None;
         let mut blocked = false;
-        if kind.writes() && context.block_bytes > 1 && !straight.is_empty() {
-            hold = context.traffic.try_hold_shared(&straight);
+        if kind.writes() && straight && context.block_bytes > 1 && !body.is_empty() {
+            hold = context.traffic.try_hold_shared(&body);
             blocked = hold.is_none();
             if let Err(error) = if blocked { running.bounce.ready() } else { Ok(()) } {
                 context.traffic.end(begun);
                 return Err(error);
             }
         }
-        Ok(Prepared { running, kind, address, whole, straight, begun, hold, blocked })
+        Ok(Prepared { running, kind, address, whole, body, straight, begun, hold, blocked })
     }
 }
 
@@ -291,54 +293,62 @@ struct Prepared<'a> {
     address: Address,
     /// The volume's bytes that it moves.
     whole: Range<u64>,
-    /// Those of them that go straight between memory and disk.
-    straight: Range<u64>,
+    /// Those of them that make up whole blocks.
+    body: Range<u64>,
+    /// The body is aligned in memory too, and goes straight between there and the disk.
+    straight: bool,
     begun: Begun,
-    /// On the blocks of `straight`, for a write.
+    /// On the blocks of the body, for a write that goes straight.
     hold: Option<Hold>,
-    /// One of those blocks is being changed, so that part waits its turn.
+    /// One of those blocks is being changed, so the body waits its turn.
     blocked: bool,
 }
 
 impl Prepared<'_> {
     fn start(self, context: &Arc<Context>, buffer: Box<dyn Any + Send>) -> Arc<Operation> {
-        let Self { running: Running { bounce, backend, .. }, kind, address, whole, straight, begun, hold, blocked } =
-            self;
+        let Self { running, kind, address, whole, body, straight, begun, hold, blocked } = self;
+        let Running { bounce, backend, .. } = running;
         let units = whole.end - whole.start;
-        let all_straight = straight == whole && !blocked;
+        let all_straight = straight && body == whole && !blocked;
         let own_hold = if all_straight { hold } else { None };
         let operation = Operation::new(context, kind, (whole.start, units), address, (begun, own_hold), Some(buffer));
         if units == 0 {
             operation.finish_empty();
-        } else if all_straight {
+            return operation;
+        }
+        if all_straight {
             backend.submit(Job::new(Arc::clone(&operation)));
-        } else {
-            let (head, tail) = (whole.start..straight.start, straight.end..whole.end);
-            if blocked {
-                bounce.wait_and_write(&operation, straight);
-            } else if !straight.is_empty() {
-                backend.submit(Job::new(operation.part(straight, hold)));
+            return operation;
+        }
+        if kind == Kind::Read && !straight {
+            bounce.copy(&operation, whole);
+            return operation;
+        }
+        // The edges are transfers of their own, of a block each: neighbours that share one wait for that block alone.
+        let edges = [whole.start..body.start, body.end..whole.end];
+        if !body.is_empty() {
+            match (straight, blocked) {
+                (true, false) => backend.submit(Job::new(operation.part(body, hold))),
+                (true, true) => bounce.wait_and_write(&operation, body),
+                (false, _) => bounce.copy(&operation, body),
             }
-            for edge in [head, tail] {
-                if !edge.is_empty() {
-                    bounce.copy(&operation, edge);
-                }
+        }
+        for edge in edges {
+            if !edge.is_empty() {
+                bounce.copy(&operation, edge);
             }
         }
         operation
     }
 }
 
-/// The part of `whole` that may go straight between memory and disk: whole blocks at aligned addresses. Empty, at the
-/// end of `whole`, where there is none.
-fn straight(context: &Context, address: Address, whole: &Range<u64>) -> Range<u64> {
+/// The part of `whole` that makes up whole blocks. Empty, at the end of `whole`, where there is none.
+fn whole_blocks(context: &Context, whole: &Range<u64>) -> Range<u64> {
     let block = context.block_bytes as u64;
-    let none = whole.end..whole.end;
-    let (Some(start), end) = (whole.start.checked_next_multiple_of(block), whole.end / block * block) else {
-        return none;
-    };
-    let skipped = usize::try_from(start - whole.start).unwrap_or(usize::MAX);
-    if start < end && address.plus(skipped).is_aligned(context.memory_align) { start..end } else { none }
+    match (whole.start.checked_next_multiple_of(block), whole.end / block * block) {
+        (Some(start), end) if start < end => start..end,
+        _ => whole.end..whole.end,
+    }
 }
 
 impl Drop for Volume {
