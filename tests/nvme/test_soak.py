@@ -1,0 +1,120 @@
+"""Minutes of random operations, drops and closes, every byte checked; nothing may leak. `make soak` runs it."""
+
+import gc
+import os
+import random
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from memascend import memory, nvme
+
+MIB = 1 << 20
+SECONDS = float(os.environ.get("MEMASCEND_SOAK_SECONDS", "240"))
+THREADS, SHARE = 4, 12 * MIB
+
+
+class Worker:
+    """One thread's share of the volume, and what should be in it."""
+
+    def __init__(self, number):
+        self.choose = random.Random(number)
+        self.start, self.model = number * SHARE, bytearray(SHARE)
+        region = memory.Region(2 * MIB, pin=False)
+        self.aligned = memory.Arena(region, {2 * MIB: 1}).lease(2 * MIB).tensor(2 * MIB, torch.uint8)
+        self.operations = 0
+
+    def place(self):
+        nbytes = self.choose.choice([1, 17, 512, 4096, 10_001, 65_536, MIB, 2 * MIB, 3 * MIB + 7])
+        nbytes = self.choose.randrange(nbytes) + 1 if self.choose.random() < 0.5 else nbytes
+        offset = self.choose.randrange(SHARE - nbytes)
+        return (offset // 4096 * 4096 if self.choose.random() < 0.4 else offset), nbytes
+
+    def batch(self, volume):
+        """Writes on bytes of their own, all at once; reads of what nobody writes; some tickets dropped."""
+        taken, tickets = [], []
+        for _ in range(self.choose.randrange(1, 10)):
+            offset, nbytes = self.place()
+            if any(offset < end and start < offset + nbytes for start, end in taken):
+                continue
+            taken.append((offset, offset + nbytes))
+            if self.choose.random() < 0.4:
+                into = bytearray(nbytes)
+                tickets.append((volume.read(into, self.start + offset), offset, into))
+                continue
+            data = self.choose.randbytes(nbytes)
+            self.model[offset : offset + nbytes] = data
+            if nbytes <= 2 * MIB and self.choose.random() < 0.3:
+                # From aligned memory, which is used again at once, so this one is waited for.
+                self.aligned[:nbytes] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+                volume.write(self.aligned[:nbytes], self.start + offset).wait()
+            else:
+                ticket = volume.write(data, self.start + offset)
+                if self.choose.random() < 0.6:
+                    tickets.append((ticket, offset, None))
+            self.operations += 1
+        self.choose.shuffle(tickets)
+        for ticket, offset, into in tickets:
+            ticket.wait()
+            assert into is None or into == self.model[offset : offset + len(into)]
+        if self.choose.random() < 0.2:
+            volume.flush()
+
+    def check(self, volume):
+        into = bytearray(SHARE)
+        volume.read(into, self.start).wait()
+        assert into == self.model
+
+
+def held():
+    gc.collect()
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), resident
+
+
+@pytest.mark.soak
+def test_random_operations_for_minutes(tmp_path):
+    choose = random.Random(time.time_ns())
+    workers = [Worker(number) for number in range(THREADS)]
+    paths = [tmp_path / f"device{index}" for index in range(2)]
+    with nvme.open(paths, size=THREADS * SHARE) as volume:
+        volume.write(bytes(THREADS * SHARE), 0).wait()
+    after_first = None
+    deadline = time.monotonic() + SECONDS
+    rounds = 0
+    while time.monotonic() < deadline:
+        backend, depth = choose.choice(["io_uring", "threads"]), choose.choice([1, 2, 8, 32])
+        volume = nvme.open(paths, backend=backend, queue_depth=depth)
+        failures = []
+
+        def work(worker, volume=volume, failures=failures):
+            try:
+                worker.check(volume)
+                for _ in range(30):
+                    worker.batch(volume)
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=work, args=(worker,)) for worker in workers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failures, failures
+        # In turn: closed, dropped, and closed twice, with writes in flight.
+        if rounds % 3:
+            volume.close()
+        if rounds % 3 == 1:
+            volume.close()
+        del volume, work
+        rounds += 1
+        if rounds == 10:
+            after_first = held()
+    if after_first is not None:
+        descriptors, tasks, resident = held()
+        assert (descriptors, tasks) == after_first[:2]
+        assert resident < after_first[2] + 64 * MIB, "memory leaks"
+    print(f"{rounds} rounds, {sum(worker.operations for worker in workers)} writes")
