@@ -26,6 +26,7 @@ class Worker:
         region = memory.Region(2 * MIB, pin=False)
         self.aligned = memory.Arena(region, {2 * MIB: 1}).lease(2 * MIB).tensor(2 * MIB, torch.uint8)
         self.operations = 0
+        self.loose = False
 
     def place(self):
         nbytes = self.choose.choice([1, 17, 512, 4096, 10_001, 65_536, MIB, 2 * MIB, 3 * MIB + 7])
@@ -35,7 +36,10 @@ class Worker:
 
     def batch(self, volume):
         """Writes on bytes of their own, all at once; reads of what nobody writes; some tickets dropped."""
-        taken, tickets = [], []
+        if self.loose:
+            # Writes whose tickets were dropped may still be in flight, and the next ones may be on the same bytes.
+            volume.flush()
+        taken, tickets, self.loose = [], [], False
         for _ in range(self.choose.randrange(1, 10)):
             offset, nbytes = self.place()
             if any(offset < end and start < offset + nbytes for start, end in taken):
@@ -55,18 +59,19 @@ class Worker:
                 ticket = volume.write(data, self.start + offset)
                 if self.choose.random() < 0.6:
                     tickets.append((ticket, offset, None))
+                else:
+                    self.loose = True
             self.operations += 1
         self.choose.shuffle(tickets)
         for ticket, offset, into in tickets:
             ticket.wait()
             assert into is None or into == self.model[offset : offset + len(into)]
-        if self.choose.random() < 0.2:
-            volume.flush()
 
     def check(self, volume):
         into = bytearray(SHARE)
         volume.read(into, self.start).wait()
         assert into == self.model
+        self.loose = False
 
 
 def held():

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -102,9 +103,11 @@ class _Bench:
             ours = self._ours
             cases[f"{pattern}: threads"] = ours([self.file], pattern, _BLOCK_BYTES, _DEPTH, backend="threads")
             cases[f"{pattern}: two files, striped"] = ours(halves, pattern, _BLOCK_BYTES, _DEPTH)
-            cases[f"{pattern}: unaligned"] = ours([self.file], pattern, _BLOCK_BYTES, _DEPTH, shift=100)
+            cases[f"{pattern}: unaligned memory"] = ours([self.file], pattern, _BLOCK_BYTES, _DEPTH, first=64)
+            shifted = ours([self.file], pattern, _BLOCK_BYTES - 200, _DEPTH, first=100)
+            cases[f"{pattern}: unaligned offsets too"] = shifted
             if self.deepspeed is not None and pattern != "mixed":
-                cases[f"{pattern}: DeepSpeed aio"] = lambda peer=self.deepspeed, order=pattern: peer.run(order)
+                cases[f"{pattern}: DeepSpeed aio"] = partial(self.deepspeed.run, pattern)
         return _medians(cases, self.rounds, "files")
 
     def grid(self) -> _Results:
@@ -133,23 +136,23 @@ class _Bench:
         path, nbytes = paths[0], self.nbytes
         cases = {
             f"{pattern}: io_uring": self._ours(paths, pattern, block, depth),
-            f"{pattern}: fio": lambda: fio(path, pattern, block, depth, nbytes, None),
+            f"{pattern}: fio": partial(fio, path, pattern, block, depth, nbytes, None),
         }
         if self.huge is not None:
-            cases[f"{pattern}: fio, huge pages"] = lambda: fio(path, pattern, block, depth, nbytes, self.huge)
+            cases[f"{pattern}: fio, huge pages"] = partial(fio, path, pattern, block, depth, nbytes, self.huge)
         return cases
 
     def _ours(
-        self, paths: list[Path], pattern: Any, block: int, depth: int, backend: Any = "auto", shift: int = 0
+        self, paths: list[Path], pattern: Any, block: int, depth: int, backend: Any = "auto", first: int = 0
     ) -> _Case:
-        """One pass of ours; `shift` moves the memory and the length off every alignment."""
+        """One pass of ours, from memory that begins `first` bytes after an aligned place, one block after the other."""
 
         def case() -> Speed:
             with (
                 nvme.open(paths, queue_depth=max(depth, 1), backend=backend) as volume,
                 blocks(block + 4096, depth) as tensors,
             ):
-                used = [tensor[shift : shift + block - 2 * shift] for tensor in tensors]
+                used = [tensor[first : first + block] for tensor in tensors]
                 return transfer(volume, used, pattern, self.nbytes)
 
         return case

@@ -35,7 +35,7 @@ def weight_cases(folder: Path, stack: ExitStack) -> dict[str, Callable[[], Speed
         paths = [folder / f"weight{index}" for index in range(_COUNT)]
         for path, tensor in zip(paths, tensors, strict=True):
             with path.open("wb") as file:
-                file.write(memoryview(tensor.numpy()))
+                file.write(tensor.numpy().data)
                 file.flush()
                 os.fsync(file.fileno())
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -55,7 +55,7 @@ def weight_cases(folder: Path, stack: ExitStack) -> dict[str, Callable[[], Speed
 
 
 def _fill(descriptor: int, tensor: torch.Tensor) -> None:
-    view = memoryview(tensor.numpy())
+    view = tensor.numpy().data
     done = 0
     while done < len(view):
         done += os.readv(descriptor, [view[done:]])

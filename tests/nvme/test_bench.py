@@ -1,0 +1,39 @@
+"""`memascend bench io` runs, compares, and leaves nothing behind. What it measures is no test."""
+
+import json
+import shutil
+
+import pytest
+
+from memascend.cli import main
+
+
+@pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
+@pytest.mark.root
+def test_it_compares_with_fio(capsys, tmp_path):
+    picture = tmp_path / "io.png"
+    folder = tmp_path / "storage"
+    folder.mkdir()
+    words = ["bench", "io", "--storage", str(folder), "--size", "64", "--rounds", "1", "--picture", str(picture)]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    for way in ("io_uring", "fio", "fio, huge pages", "threads", "two files, striped", "unaligned memory"):
+        assert way in out
+    assert "times as fast" in out
+    assert "left out: DeepSpeed" in out
+    assert picture.stat().st_size > 1000
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
+@pytest.mark.root
+def test_a_raw_device_beside_files(capsys, tmp_path):
+    assert main(["bench", "io", "--storage", str(tmp_path), "--size", "64", "--rounds", "1", "--raw", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert set(report) == {"files", "raw device", "weights"}
+    assert report["raw device"]["read: io_uring"]["gb_per_second"] > 0
+
+
+def test_wrong_options_are_refused(capsys):
+    assert main(["bench", "io", "--size", "1"]) == 1
+    assert "--size is at least 64" in capsys.readouterr().err
