@@ -134,7 +134,7 @@ class _Bench:
     def _pair(self, paths: list[Path], pattern: str, block: int, depth: int) -> dict[str, _Case]:
         """Ours and both ways of running fio."""
         path, nbytes = paths[0], self.nbytes
-        cases = {
+        cases: dict[str, _Case] = {
             f"{pattern}: io_uring": self._ours(paths, pattern, block, depth),
             f"{pattern}: fio": partial(fio, path, pattern, block, depth, nbytes, None),
         }
