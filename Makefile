@@ -134,6 +134,7 @@ bench: setup ## Benchmarks: tables with ratios, and pictures in benchmarks/resul
 	cargo bench --locked --workspace
 	$(BIN)/memascend bench kernels --picture benchmarks/results/kernels.png
 	$(BIN)/memascend bench memory --picture benchmarks/results/host_memory.png
+	$(BIN)/memascend bench io --picture benchmarks/results/io.png
 	$(BIN)/python benchmarks/import_cost.py
 
 # --- keep ---------------------------------------------------------------------

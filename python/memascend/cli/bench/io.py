@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import statistics
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memascend import nvme
-from memascend.cli.bench.peers import DeepSpeed, fio, huge_pages
+from memascend.cli.bench.peers import PASSES, DeepSpeed, fio, huge_pages
 from memascend.cli.bench.weights import WEIGHT_CASES, weight_cases
 from memascend.cli.show import bars, bytes_shown, table
 from memascend.cli.transfer import Speed, blocks, transfer
@@ -145,7 +146,7 @@ class _Bench:
     def _ours(
         self, paths: list[Path], pattern: Any, block: int, depth: int, backend: Any = "auto", first: int = 0
     ) -> _Case:
-        """One pass of ours, from memory that begins `first` bytes after an aligned place, one block after the other."""
+        """Ours, from memory that begins `first` bytes after an aligned place, one block after the other."""
 
         def case() -> Speed:
             with (
@@ -153,7 +154,7 @@ class _Bench:
                 blocks(block + 4096, depth) as tensors,
             ):
                 used = [tensor[first : first + block] for tensor in tensors]
-                return transfer(volume, used, pattern, self.nbytes)
+                return transfer(volume, used, pattern, PASSES * self.nbytes)
 
         return case
 
@@ -180,12 +181,14 @@ def _loop(backing: Path) -> Iterator[Path]:
 
 
 def _medians(cases: dict[str, _Case], rounds: int, what: str) -> dict[str, Speed]:
-    """Each case once in every round; the medians of bandwidth and of processor time, each by itself."""
+    """Each case once in every round, shuffled; the medians of bandwidth and of processor time, each by itself."""
     samples: dict[str, list[Speed]] = {name: [] for name in cases}
     for index in range(rounds):
-        for done, (name, case) in enumerate(cases.items(), index * len(cases) + 1):
+        # In another order each time: what a disk still does for the one before is not always borne by the same.
+        order = random.Random(index).sample(list(cases), len(cases))  # noqa: S311
+        for done, name in enumerate(order, index * len(cases) + 1):
             _progress(f"{what}, {name}", done, rounds * len(cases))
-            samples[name].append(case())
+            samples[name].append(cases[name]())
     return {name: _median(speeds) for name, speeds in samples.items()}
 
 
