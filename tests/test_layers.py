@@ -13,8 +13,9 @@ ROOT = Path(__file__).resolve().parent.parent
 # What each crate of ours may use: crates of ours, then crates of others. Tests and benches may use more.
 CRATES = {
     "memascend-mem": ({}, {"libc", "thiserror", "loom"}),
+    "memascend-math": ({}, {"thiserror"}),
     "memascend-nvme": ({"memascend-mem"}, {"io-uring", "libc", "thiserror"}),
-    "memascend-py": ({"memascend-mem", "memascend-nvme"}, {"pyo3"}),
+    "memascend-py": ({"memascend-math", "memascend-mem", "memascend-nvme"}, {"pyo3"}),
 }
 # Crates of others that belong to one layer alone.
 RESERVED = {"pyo3": "memascend-py", "io-uring": "memascend-nvme"}

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from typing import Any, Literal, final
+from typing import Any, Literal, TypeAlias, final
 
 __all__ = [
     "Arena",
@@ -14,6 +14,12 @@ __all__ = [
     "Volume",
     "__version__",
     "io_uring_why_not",
+    "kernel_accumulate",
+    "kernel_adam",
+    "kernel_cast",
+    "kernel_check",
+    "kernel_scalars",
+    "kernel_simd",
     "memory_layout",
     "memory_limits",
     "memory_regions",
@@ -114,3 +120,33 @@ class Ticket:
     def done(self) -> bool: ...
 
 def io_uring_why_not() -> str | None: ...
+
+# An address and the place of its dtype in memascend.kernels.arguments.FLOATS.
+_Place: TypeAlias = tuple[int, int]
+# The fields of memascend.kernels.scalars.Scalars, in order.
+_Scalars: TypeAlias = tuple[float, float, float, float, bool, float, float, float, float, float]
+
+def kernel_simd() -> str: ...
+def kernel_scalars(
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    decoupled: bool,
+    step: int,
+    grad_scale: float,
+    maximize: bool,
+) -> _Scalars: ...
+def kernel_check(grads: list[tuple[int, int, int]], inv_scale: float, threads: int) -> tuple[bool, float]: ...
+def kernel_adam(
+    master: int,
+    grad: _Place,
+    exp_avg: int,
+    exp_avg_sq: int,
+    out16: _Place | None,
+    numel: int,
+    scalars: _Scalars,
+    threads: int,
+) -> None: ...
+def kernel_cast(source: _Place, out: _Place, numel: int, threads: int) -> None: ...
+def kernel_accumulate(grad: _Place, total: _Place, numel: int, threads: int) -> None: ...

@@ -152,4 +152,26 @@ def _triton() -> Iterator[Finding]:
     if importlib.util.find_spec("triton") is None:
         yield Finding(subject="triton", found="not installed; on a GPU torch's own operations are used")
     else:
-        yield Finding(subject="triton", found=importlib.metadata.version("triton"))
+        # Its distribution has other names in nightly and ROCm builds of torch.
+        names = importlib.metadata.packages_distributions().get("triton", [])
+        yield Finding(subject="triton", found=importlib.metadata.version(names[0]) if names else "of unknown version")
+
+
+def _kernels() -> Iterator[Finding]:
+    import torch
+
+    from memascend import kernels
+
+    for device in ("cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))):
+        subject = f"kernels on {device}"
+        try:
+            route = kernels.route(device)
+        except MemascendError as error:
+            yield Finding(subject=subject, found="none", verdict="fails", advice=str(error))
+            continue
+        slow = route.name == "torch" or route.why == "portable"
+        advice = f"several times slower than it could be: {route.name}, because {route.why}" if slow else ""
+        if route.why == "portable":
+            advice = "arithmetic for any processor, several times slower than with AVX2, AVX-512 or NEON"
+        found = f"{route.name} ({route.why})"
+        yield Finding(subject=subject, found=found, verdict="slower" if slow else "fine", advice=advice)

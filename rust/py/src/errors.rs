@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use memascend_math::Error as MathError;
 use memascend_mem::Error as MemoryError;
 use memascend_nvme::Error as NvmeError;
 use pyo3::{
@@ -105,4 +106,9 @@ fn storage_error(
         Ok(()) => exception_with(py, "StorageError", message, &keywords),
         Err(error) => error,
     }
+}
+
+/// What `rust/math` says: each of its errors is an argument or an option that was wrong.
+pub(crate) fn math_error(py: Python<'_>, error: &MathError) -> PyErr {
+    config_error(py, error.to_string())
 }

@@ -16,6 +16,7 @@ use pyo3::prelude::*;
 #[pymodule]
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    kernels::register(module)?;
     memory::register(module)?;
     nvme::register(module)
 }

@@ -151,7 +151,7 @@ class _Bench:
         def case() -> Speed:
             with (
                 nvme.open(paths, queue_depth=max(depth, 1), backend=backend) as volume,
-                # Half as many more than the device gets at once: tickets are waited for in the order of their beginning,
+                # Half as many more than the device gets at once: tickets are waited for in the order they began in,
                 # and one that is late must not leave the device with less. fio fills whichever place is free.
                 blocks(block + 4096, depth + max(1, depth // 2)) as tensors,
             ):
