@@ -224,6 +224,10 @@ impl Shared {
         unsafe { self.region.inner().start().add(class.offset + slot as usize * class.stride) }
     }
 
+    pub(crate) fn is_region_closed(&self) -> bool {
+        self.region.is_closed()
+    }
+
     /// Ends every wait for a lease.
     pub(crate) fn close(&self) {
         for class in &self.classes {

@@ -33,6 +33,12 @@ impl Lease {
         self.shared.layout().classes()[self.class].bytes
     }
 
+    /// Whether its region was closed: then the last lease to go unmaps.
+    #[must_use]
+    pub fn is_region_closed(&self) -> bool {
+        self.shared.is_region_closed()
+    }
+
     /// The first byte. Valid for `slot_bytes()` while the lease lives.
     #[must_use]
     pub fn as_ptr(&self) -> NonNull<u8> {

@@ -2,24 +2,43 @@
 
 use std::time::Duration;
 
-use pyo3::prelude::*;
+use pyo3::{Borrowed, prelude::*, types::PyBool};
 
 use crate::errors::config_error;
 
-/// A number of bytes or things: any integer that is not negative.
+/// A number of bytes or things: any integer that is not negative. True and False are no numbers here.
 pub(crate) fn size(name: &str, value: &Bound<'_, PyAny>) -> PyResult<usize> {
-    value.extract().map_err(|_| {
-        let shown = value.repr().map_or_else(|_| "that".into(), |repr| repr.to_string());
-        config_error(value.py(), format!("{name} must be an integer from 0 to {}, not {shown}", usize::MAX))
+    let number = if value.is_instance_of::<PyBool>() { None } else { value.extract().ok() };
+    number.ok_or_else(|| {
+        config_error(value.py(), format!("{name} must be an integer from 0 to {}, not {}", usize::MAX, shown(value)))
     })
 }
 
-/// A timeout in seconds; `None` waits for ever.
-pub(crate) fn timeout(py: Python<'_>, seconds: Option<f64>) -> PyResult<Option<Duration>> {
-    let Some(seconds) = seconds else { return Ok(None) };
-    if seconds.is_nan() || seconds < 0.0 {
-        return Err(config_error(py, format!("timeout must be seconds from 0 up, or None, not {seconds}")));
+/// A timeout: seconds from 0 up. `None` where that is past the clock's range (infinity too): for ever.
+pub(crate) struct Seconds(Option<Duration>);
+
+impl Seconds {
+    /// What to wait at most.
+    pub(crate) fn limit(self) -> Option<Duration> {
+        self.0
     }
-    // Past the clock's range (infinity too) is for ever.
-    Ok(Duration::try_from_secs_f64(seconds).ok())
+}
+
+impl<'py> FromPyObject<'_, 'py> for Seconds {
+    type Error = PyErr;
+
+    fn extract(value: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        match value.extract::<f64>() {
+            Ok(seconds) if seconds >= 0.0 => Ok(Self(Duration::try_from_secs_f64(seconds).ok())),
+            _ => {
+                let message = format!("timeout must be seconds from 0 up, or None, not {}", shown(&value));
+                Err(config_error(value.py(), message))
+            }
+        }
+    }
+}
+
+/// A value as Python shows it.
+pub(crate) fn shown(value: &Bound<'_, PyAny>) -> String {
+    value.repr().map_or_else(|_| "that".into(), |repr| repr.to_string())
 }

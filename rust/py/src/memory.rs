@@ -2,7 +2,7 @@
 
 use std::{
     ffi::c_int,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
 use memascend_mem::{self as mem, ArenaStats, Layout, OnFork, OwnerStats, Pin, Pinned, Wait};
@@ -13,9 +13,9 @@ use pyo3::{
 };
 
 use crate::{
-    arguments::size,
+    arguments::{Seconds, shown, size},
     errors::{config_error, memory_error, usage_error},
-    waiting::waiting,
+    waiting::{interruptible, waiting},
 };
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -32,24 +32,24 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 /// Page-aligned memory outside Python's heap. See `memascend.memory.Region`.
 #[pyclass(frozen, module = "memascend._core")]
 struct Region {
-    inner: mem::Region,
+    inner: Outside<mem::Region>,
 }
 
 #[pymethods]
 impl Region {
     #[new]
     #[pyo3(signature = (nbytes, pin, on_fork, owner))]
-    fn new(nbytes: &Bound<'_, PyAny>, pin: &Bound<'_, PyAny>, on_fork: &str, owner: &str) -> PyResult<Self> {
+    fn new(
+        nbytes: &Bound<'_, PyAny>,
+        pin: &Bound<'_, PyAny>,
+        on_fork: &Bound<'_, PyAny>,
+        owner: &str,
+    ) -> PyResult<Self> {
         let py = nbytes.py();
         let nbytes = size("nbytes", nbytes)?;
-        let pin = wish(pin)?;
-        let on_fork = match on_fork {
-            "copy" => OnFork::Copy,
-            "wipe" => OnFork::Wipe,
-            other => return Err(config_error(py, format!("on_fork must be \"copy\" or \"wipe\", not {other:?}"))),
-        };
-        let inner = py.detach(|| mem::Region::new(nbytes, pin, on_fork, owner));
-        Ok(Self { inner: inner.map_err(|error| memory_error(py, &error))? })
+        let (pin, on_fork) = (pin_wish(pin)?, fork_wish(on_fork)?);
+        let made = interruptible(py, |keep_going| mem::Region::interruptible(nbytes, pin, on_fork, owner, keep_going))?;
+        Ok(Self { inner: Outside::new(made.map_err(|error| memory_error(py, &error))?) })
     }
 
     #[getter]
@@ -64,7 +64,7 @@ impl Region {
 
     #[getter]
     fn pinned<'py>(&self, py: Python<'py>) -> Bound<'py, PyAny> {
-        shown(py, self.inner.pinned())
+        pinned_shown(py, self.inner.pinned())
     }
 
     #[getter]
@@ -95,7 +95,7 @@ impl Region {
 /// A region divided into slots. See `memascend.memory.Arena`.
 #[pyclass(frozen, module = "memascend._core")]
 struct Arena {
-    inner: mem::Arena,
+    inner: Outside<mem::Arena>,
 }
 
 #[pymethods]
@@ -103,10 +103,10 @@ impl Arena {
     #[new]
     fn new(py: Python<'_>, region: &Region, classes: &Bound<'_, PyDict>) -> PyResult<Self> {
         let inner = mem::Arena::new(&region.inner, &planned(classes)?);
-        Ok(Self { inner: inner.map_err(|error| memory_error(py, &error))? })
+        Ok(Self { inner: Outside::new(inner.map_err(|error| memory_error(py, &error))?) })
     }
 
-    fn lease(&self, nbytes: &Bound<'_, PyAny>, seconds: Option<f64>, owner: &str) -> PyResult<Lease> {
+    fn lease(&self, nbytes: &Bound<'_, PyAny>, seconds: Option<Seconds>, owner: &str) -> PyResult<Lease> {
         let py = nbytes.py();
         let nbytes = size("nbytes", nbytes)?;
         let owner = self.inner.owner(owner).map_err(|error| memory_error(py, &error))?;
@@ -121,7 +121,7 @@ impl Arena {
 /// Chunks of one size. See `memascend.memory.ChunkRing`.
 #[pyclass(frozen, module = "memascend._core")]
 struct ChunkRing {
-    inner: mem::ChunkRing,
+    inner: Outside<mem::ChunkRing>,
 }
 
 #[pymethods]
@@ -129,10 +129,10 @@ impl ChunkRing {
     #[new]
     fn new(region: &Region, chunk_bytes: &Bound<'_, PyAny>, count: &Bound<'_, PyAny>) -> PyResult<Self> {
         let inner = mem::ChunkRing::new(&region.inner, size("chunk_bytes", chunk_bytes)?, size("count", count)?);
-        Ok(Self { inner: inner.map_err(|error| memory_error(count.py(), &error))? })
+        Ok(Self { inner: Outside::new(inner.map_err(|error| memory_error(count.py(), &error))?) })
     }
 
-    fn lease(&self, py: Python<'_>, seconds: Option<f64>, owner: &str) -> PyResult<Lease> {
+    fn lease(&self, py: Python<'_>, seconds: Option<Seconds>, owner: &str) -> PyResult<Lease> {
         let owner = self.inner.owner(owner).map_err(|error| memory_error(py, &error))?;
         leased(py, seconds, |wait| self.inner.lease(owner, wait))
     }
@@ -162,34 +162,58 @@ impl Lease {
 
     #[getter]
     fn returned(&self) -> bool {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner).is_none()
+        self.held().is_none()
     }
 
     fn buffer(&self, py: Python<'_>) -> PyResult<LeaseBuffer> {
-        let held = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
-        held.as_ref().map(|lease| LeaseBuffer { lease: Arc::clone(lease) }).ok_or_else(|| usage_error(py, RETURNED))
+        let held = self.held().as_ref().map(Arc::clone);
+        // The lock is given back before an exception is made: that may collect garbage, which may run Python code, which
+        // may ask this lease.
+        held.map(|lease| LeaseBuffer { lease: Some(lease) }).ok_or_else(|| usage_error(py, RETURNED))
     }
 
     fn release(&self, py: Python<'_>) -> PyResult<()> {
-        let mut held = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
-        let lease = held.take().ok_or_else(|| usage_error(py, RETURNED))?;
-        match Arc::try_unwrap(lease) {
+        let returned = {
+            let mut held = self.held();
+            match held.take().map(Arc::try_unwrap) {
+                Some(Ok(lease)) => Ok(lease),
+                Some(Err(in_use)) => {
+                    *held = Some(in_use);
+                    Err(IN_USE)
+                }
+                None => Err(RETURNED),
+            }
+        };
+        match returned {
             Ok(lease) => {
-                drop(lease);
+                py.detach(|| drop(lease));
                 Ok(())
             }
-            Err(lease) => {
-                *held = Some(lease);
-                Err(usage_error(py, IN_USE))
-            }
+            Err(why) => Err(usage_error(py, why)),
         }
+    }
+}
+
+impl Lease {
+    fn held(&self) -> MutexGuard<'_, Option<Arc<mem::Lease>>> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 /// The bytes of a lease as a writable buffer; the lease lives as long as this object.
 #[pyclass(frozen, module = "memascend._core")]
 struct LeaseBuffer {
-    lease: Arc<mem::Lease>,
+    /// `None` only while this is dropped.
+    lease: Option<Arc<mem::Lease>>,
+}
+
+impl Drop for LeaseBuffer {
+    fn drop(&mut self) {
+        // Giving a slot back takes nanoseconds, unless it is the last of a closed region: that unmaps.
+        if self.lease.as_ref().is_some_and(|lease| lease.is_region_closed()) {
+            drop(Outside(self.lease.take()));
+        }
+    }
 }
 
 #[pymethods]
@@ -197,7 +221,7 @@ impl LeaseBuffer {
     /// # Safety
     /// Called by the interpreter with a view to fill.
     unsafe fn __getbuffer__(slf: &Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
-        let lease = &slf.get().lease;
+        let Some(lease) = &slf.get().lease else { return Err(usage_error(slf.py(), RETURNED)) };
         // A lease is smaller than isize::MAX: the layout sees to it.
         let length = ffi::Py_ssize_t::try_from(lease.len())?;
         // SAFETY: the interpreter passes a valid view; the bytes live as long as `slf`, which the view comes to hold.
@@ -241,7 +265,7 @@ fn memory_regions(py: Python<'_>) -> PyResult<Vec<Bound<'_, PyDict>>> {
         let dict = PyDict::new(py);
         dict.set_item("owner", stats.owner)?;
         dict.set_item("bytes", stats.bytes)?;
-        dict.set_item("pinned", shown(py, stats.pinned))?;
+        dict.set_item("pinned", pinned_shown(py, stats.pinned))?;
         Ok(dict)
     };
     mem::regions().into_iter().map(region).collect()
@@ -250,14 +274,14 @@ fn memory_regions(py: Python<'_>) -> PyResult<Vec<Bound<'_, PyDict>>> {
 /// Waits for a lease, with the GIL released.
 fn leased(
     py: Python<'_>,
-    seconds: Option<f64>,
+    seconds: Option<Seconds>,
     lease: impl FnOnce(Wait<'_>) -> mem::Result<mem::Lease> + Send,
 ) -> PyResult<Lease> {
     let lease = waiting(py, seconds, lease)?.map_err(|error| memory_error(py, &error))?;
     Ok(Lease { nbytes: lease.len(), inner: Mutex::new(Some(Arc::new(lease))) })
 }
 
-fn wish(pin: &Bound<'_, PyAny>) -> PyResult<Pin> {
+fn pin_wish(pin: &Bound<'_, PyAny>) -> PyResult<Pin> {
     let word = pin.cast::<PyString>().ok().map(ToString::to_string);
     let no = pin.cast::<PyBool>().is_ok_and(|wish| !wish.is_true());
     match word.as_deref() {
@@ -265,14 +289,53 @@ fn wish(pin: &Bound<'_, PyAny>) -> PyResult<Pin> {
         Some("mlock") => Ok(Pin::Mlock),
         Some("cuda") => Ok(Pin::Cuda),
         None if no => Ok(Pin::Off),
-        _ => {
-            let shown = pin.repr()?;
-            Err(config_error(pin.py(), format!("pin must be \"auto\", \"mlock\", \"cuda\" or False, not {shown}")))
+        _ => Err(config_error(
+            pin.py(),
+            format!("pin must be \"auto\", \"mlock\", \"cuda\" or False, not {}", shown(pin)),
+        )),
+    }
+}
+
+fn fork_wish(on_fork: &Bound<'_, PyAny>) -> PyResult<OnFork> {
+    match on_fork.cast::<PyString>().ok().map(ToString::to_string).as_deref() {
+        Some("copy") => Ok(OnFork::Copy),
+        Some("wipe") => Ok(OnFork::Wipe),
+        _ => Err(config_error(on_fork.py(), format!("on_fork must be \"copy\" or \"wipe\", not {}", shown(on_fork)))),
+    }
+}
+
+/// Something whose end may take long (memory that is unmapped): it is dropped with the GIL released.
+struct Outside<T: Send>(Option<T>);
+
+impl<T: Send> Outside<T> {
+    fn new(value: T) -> Self {
+        Self(Some(value))
+    }
+}
+
+impl<T: Send> std::ops::Deref for Outside<T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        self.0.as_ref().unwrap_or_else(|| unreachable!("empty only while it is dropped"))
+    }
+}
+
+impl<T: Send> Drop for Outside<T> {
+    fn drop(&mut self) {
+        let value = self.0.take();
+        // Without an interpreter, at the very end of the process, there is no GIL to release.
+        if let Some(value) = value {
+            let mut value = Some(value);
+            let dropped = Python::try_attach(|py| py.detach(|| drop(value.take())));
+            if dropped.is_none() {
+                drop(value);
+            }
         }
     }
 }
 
-fn shown(py: Python<'_>, pinned: Pinned) -> Bound<'_, PyAny> {
+fn pinned_shown(py: Python<'_>, pinned: Pinned) -> Bound<'_, PyAny> {
     match pinned {
         Pinned::No => PyBool::new(py, false).to_owned().into_any(),
         Pinned::Mlock => PyString::new(py, "mlock").into_any(),

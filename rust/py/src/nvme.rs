@@ -6,7 +6,7 @@ use memascend_nvme::{self as nvme, BackendChoice, Buffer, DeviceKind, Moved, Not
 use pyo3::{buffer::PyBuffer, prelude::*, types::PyDict};
 
 use crate::{
-    arguments::size,
+    arguments::{Seconds, size},
     errors::{config_error, nvme_error},
     waiting::waiting,
 };
@@ -86,7 +86,7 @@ impl Volume {
     }
 
     #[pyo3(signature = (seconds=None))]
-    fn flush(&self, py: Python<'_>, seconds: Option<f64>) -> PyResult<()> {
+    fn flush(&self, py: Python<'_>, seconds: Option<Seconds>) -> PyResult<()> {
         waiting(py, seconds, |wait| self.inner.flush(wait))?.map_err(|error| nvme_error(py, &error))
     }
 
@@ -216,7 +216,7 @@ struct Ticket {
 #[pymethods]
 impl Ticket {
     #[pyo3(signature = (seconds=None))]
-    fn wait(&self, py: Python<'_>, seconds: Option<f64>) -> PyResult<usize> {
+    fn wait(&self, py: Python<'_>, seconds: Option<Seconds>) -> PyResult<usize> {
         waiting(py, seconds, |wait| self.inner.wait_until(wait))?.map_err(|error| nvme_error(py, &error))?;
         self.let_go();
         let outcome = self.inner.outcome().unwrap_or(Err(nvme::Error::Closed));

@@ -1,31 +1,39 @@
-//! Waiting for the Rust crates: without the GIL, up to a timeout, and Ctrl-C gets through.
+//! Long work in the Rust crates: without the GIL, up to a timeout, and Ctrl-C gets through.
 
 use memascend_mem::Wait;
 use pyo3::prelude::*;
 
-use crate::arguments::timeout;
+use crate::arguments::Seconds;
 
-/// Calls `work` with the GIL released. `Err` is what a signal handler raised meanwhile, or a wrong timeout.
+/// Calls `work` with the GIL released, and with a function that it is to ask now and then whether to go on. `Err` is what
+/// a signal handler raised meanwhile.
 #[expect(clippy::redundant_closure_for_method_calls, reason = "the method's lifetime is not general enough")]
-pub(crate) fn waiting<T: Send, E: Send>(
+pub(crate) fn interruptible<T: Send, E: Send>(
     py: Python<'_>,
-    seconds: Option<f64>,
-    work: impl FnOnce(Wait<'_>) -> Result<T, E> + Send,
+    work: impl FnOnce(&mut dyn FnMut() -> bool) -> Result<T, E> + Send,
 ) -> PyResult<Result<T, E>> {
-    let timeout = timeout(py, seconds)?;
     let mut signal = None;
     let ended = py.detach(|| {
-        let mut keep_waiting = || match Python::attach(|py| py.check_signals()) {
+        work(&mut || match Python::attach(|py| py.check_signals()) {
             Ok(()) => true,
             Err(raised) => {
                 signal = Some(raised);
                 false
             }
-        };
-        work(Wait { timeout, keep_waiting: Some(&mut keep_waiting) })
+        })
     });
     match (ended, signal) {
         (Err(_), Some(raised)) => Err(raised),
         (ended, _) => Ok(ended),
     }
+}
+
+/// As [`interruptible`], for work that waits.
+pub(crate) fn waiting<T: Send, E: Send>(
+    py: Python<'_>,
+    seconds: Option<Seconds>,
+    work: impl FnOnce(Wait<'_>) -> Result<T, E> + Send,
+) -> PyResult<Result<T, E>> {
+    let timeout = seconds.and_then(Seconds::limit);
+    interruptible(py, |keep_waiting| work(Wait { timeout, keep_waiting: Some(keep_waiting) }))
 }

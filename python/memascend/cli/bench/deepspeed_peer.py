@@ -7,7 +7,7 @@ import resource
 import sys
 import time
 
-from deepspeed.ops.op_builder import AsyncIOBuilder  # type: ignore[import-not-found]
+from deepspeed.ops.op_builder import AsyncIOBuilder
 
 
 def _cpu_seconds() -> float:

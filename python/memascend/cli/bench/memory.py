@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument(
         "--window",
-        type=int,
+        type=_units,
         default=_WINDOW,
         metavar="N",
         help=f"units in memory at once (default {_WINDOW})",
