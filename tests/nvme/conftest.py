@@ -30,7 +30,7 @@ def backend(request):
 def loop(tmp_path):
     """A function that makes a loop device of so many bytes."""
     if os.geteuid() != 0:
-        pytest.skip("loop devices need root")
+        pytest.skip("needs root: loop devices")
     made = []
 
     def make(nbytes, *options, over=None):
@@ -91,7 +91,7 @@ class FaultyDisk:
 @pytest.fixture
 def faulty(tmp_path):
     if os.geteuid() != 0 or not os.access("/dev/fuse", os.W_OK):
-        pytest.skip("mounting FUSE needs root and /dev/fuse")
+        pytest.skip("needs root and /dev/fuse")
     disk = FaultyDisk(tmp_path)
     yield disk
     disk.close()

@@ -384,7 +384,7 @@ def test_tmpfs_and_what_it_says_of_itself(tmp_path):
     folder = tmp_path / "tmpfs"
     folder.mkdir()
     if os.geteuid() != 0:
-        pytest.skip("mounting needs root")
+        pytest.skip("needs root to mount")
     subprocess.run(["mount", "-t", "tmpfs", "none", folder], check=True)
     try:
         with nvme.open(folder / "file", size=MIB) as volume:
