@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import tempfile
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memascend import memory
+from memascend import kernels, memory, nvme
 from memascend.cli.bench.memory import reservation_table
 from memascend.cli.bench.reservation import load_models, reserve, unit_bytes
+from memascend.cli.bench.rounds import interleaved
 from memascend.cli.show import bytes_shown, seconds_shown, table
 from memascend.errors import TimeoutExpired
 
@@ -19,6 +22,10 @@ _WINDOW = 3
 # A small model's step: enough units for every slot of the arena to be reused many times.
 _LAYERS = 48
 _WIDTH = 1024
+# What is written and read back, and the gradient that is checked.
+_STORED_BYTES = 256 << 20
+_CHUNKS = 6
+_GRADIENT_ELEMENTS = 16 << 20
 
 
 def add_arguments(_parser: argparse.ArgumentParser) -> None:
@@ -30,6 +37,8 @@ def run(_options: argparse.Namespace) -> int:
     _show_reservations()
     _show_flat_memory()
     _show_pressure()
+    _show_storage()
+    _show_kernels()
     return 0
 
 
@@ -82,3 +91,58 @@ def _show_pressure() -> None:
         ring.lease(owner="demo").release()
         print(f"   another thread gave one back: granted after {seconds_shown(time.perf_counter() - began)}")
         chunks.pop().release()
+
+
+def _show_storage() -> None:
+    import torch
+
+    print(f"\n4. {bytes_shown(_STORED_BYTES)} to a file and back, through {_CHUNKS} chunks; every byte compared.\n")
+    with (
+        tempfile.TemporaryDirectory(prefix="memascend-demo-") as folder,
+        nvme.open(Path(folder) / "store", size=_STORED_BYTES) as volume,
+        memory.ChunkRing(1 << 20, _CHUNKS) as ring,
+    ):
+        chunks = [ring.lease(owner="demo").tensor(1 << 18, torch.int32) for _ in range(_CHUNKS)]
+        rates = {}
+        for action in ("write", "read"):
+            tickets: list[nvme.Ticket | None] = [None] * _CHUNKS
+            began = time.perf_counter()
+            for index in range((_STORED_BYTES >> 20) + _CHUNKS):
+                ticket, chunk = tickets[index % _CHUNKS], chunks[index % _CHUNKS]
+                if ticket is not None:
+                    ticket.wait()
+                    if action == "read" and not chunk.eq(index - _CHUNKS).all():
+                        raise SystemExit("what came back is not what was written")
+                if index < _STORED_BYTES >> 20:
+                    if action == "write":
+                        chunk.fill_(index)
+                    move = volume.write if action == "write" else volume.read
+                    tickets[index % _CHUNKS] = move(chunk, index << 20)
+            if action == "write":
+                volume.flush()
+            rates[action] = _STORED_BYTES / (time.perf_counter() - began)
+        rows = [
+            ("through", f"{volume.backend}, {'direct' if volume.direct else 'buffered'}"),
+            ("written and flushed", f"{rates['write'] / 1e9:.2f} GB/s"),
+            ("read and compared", f"{rates['read'] / 1e9:.2f} GB/s"),
+        ]
+        print(table(("what", "value"), rows))
+        del chunks, chunk, ticket, tickets
+
+
+def _show_kernels() -> None:
+    import torch
+
+    print(f"\n5. Is there an overflow in a bf16 gradient of {_GRADIENT_ELEMENTS >> 20} Mi elements?\n")
+    gradient = torch.randn(_GRADIENT_ELEMENTS).bfloat16()
+    times = interleaved(
+        {
+            "isinf().any() or isnan().any()": lambda: bool(gradient.isinf().any() or gradient.isnan().any()),
+            "memascend.kernels, with its norm": lambda: kernels.check_and_unscale(gradient),
+        },
+        rounds=3,
+    )
+    print(table(("how", "time"), [(name, seconds_shown(seconds)) for name, seconds in times.items()]))
+    gradient[-1] = float("inf")
+    found, _ = kernels.check_and_unscale(gradient)
+    print(f"\n   with one infinity at the very end: found={bool(found)}; {kernels.route('cpu')}")
