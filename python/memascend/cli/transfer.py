@@ -61,17 +61,19 @@ def transfer(
 ) -> Speed:
     """Move at least `nbytes`, or for at least `seconds`, from the volume's beginning on and round again.
 
-    As many operations are in flight as there are tensors. "mixed" reads and writes in turn.
+    As many operations are in flight as there are tensors. "mixed" reads and writes in turn, each one block after the
+    other from the beginning on, as fio does.
     """
     block = tensors[0].nbytes
     places = max(1, volume.size // block)
+    streams = 2 if pattern == "mixed" else 1
     flying: deque[Ticket] = deque()
     began, cpu = time.perf_counter(), _cpu_seconds()
     index = 0
     while index * block < nbytes and (seconds is None or time.perf_counter() - began < seconds):
         if len(flying) == len(tensors):
             flying.popleft().wait()
-        tensor, offset = tensors[index % len(tensors)], index % places * block
+        tensor, offset = tensors[index % len(tensors)], index // streams % places * block
         writes = pattern == "write" or (pattern == "mixed" and index % 2 == 1)
         flying.append(volume.write(tensor, offset) if writes else volume.read(tensor, offset))
         index += 1

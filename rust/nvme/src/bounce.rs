@@ -1,8 +1,7 @@
-//! Unaligned transfers: threads that copy through chunks and change the blocks at the edges.
+//! Unaligned transfers: threads that copy through chunks, and those that change the blocks at the edges.
 //!
 //! Each thread has one aligned chunk on huge pages and does one piece at a time: whole blocks are copied and written, or
-//! read and copied; a part of a block is read, changed and written back while nobody else may touch that block. As many
-//! threads as it takes to keep the device busy meanwhile.
+//! read and copied. As many threads as it takes to keep the device busy meanwhile. Parts of blocks go to `edges`.
 
 use std::{
     ops::Range,
@@ -15,7 +14,8 @@ use memascend_mem::{ChunkRing, Lease, OnFork, Pin, Region, Wait};
 use crate::{
     Error, Result,
     backend::{Backend, block_signals},
-    operation::{Address, Context, Kind, Operation},
+    edges::{EDGE_THREADS, Edges},
+    operation::{Address, Context, Kind, Operation, transfer},
     request::Job,
     stats::add,
     wait::locked,
@@ -37,7 +37,14 @@ enum Task {
 
 pub(crate) struct Bounce {
     shared: Arc<Shared>,
-    threads: Mutex<Vec<JoinHandle<()>>>,
+    edges: Arc<Edges>,
+    threads: Mutex<Started>,
+}
+
+#[derive(Default)]
+struct Started {
+    copying: Vec<JoinHandle<()>>,
+    changing: Vec<JoinHandle<()>>,
 }
 
 struct Shared {
@@ -55,33 +62,23 @@ struct State {
 
 impl Bounce {
     pub(crate) fn new(context: &Arc<Context>, backend: &Arc<dyn Backend>) -> Self {
+        let edges = Arc::new(Edges::new(context, backend));
         let (context, backend) = (Arc::clone(context), Arc::clone(backend));
         let shared = Shared { context, backend, state: Mutex::default(), changed: Condvar::new() };
-        Self { shared: Arc::new(shared), threads: Mutex::default() }
+        Self { shared: Arc::new(shared), edges, threads: Mutex::default() }
     }
 
     /// Makes the chunks and starts the threads, the first time.
     pub(crate) fn ready(&self) -> Result<()> {
+        let context = &self.shared.context;
         let mut threads = locked(&self.threads);
-        if threads.is_empty() {
-            let memory = |error| Error::Memory(Arc::new(error));
-            let region = Region::new(CHUNK_BYTES * THREADS, Pin::Off, OnFork::Wipe, "chunks of unaligned I/O")
-                .map_err(memory)?;
-            let chunks = ChunkRing::new(&region, CHUNK_BYTES, THREADS).map_err(memory)?;
-            let owner = chunks.owner("unaligned I/O").map_err(memory)?;
-            let mut started = Vec::new();
-            for index in 0..THREADS {
-                let chunk = chunks.lease(owner, Wait::never()).map_err(memory)?;
-                let shared = Arc::clone(&self.shared);
-                let thread = std::thread::Builder::new().name(format!("memascend-copy-{index}"));
-                match thread.spawn(move || shared.serve(&chunk)) {
-                    Ok(thread) => started.push(thread),
-                    // Fewer do, as long as there is one.
-                    Err(_) if !started.is_empty() => break,
-                    Err(error) => return Err(Error::Invalid(format!("no thread could be started: {error}"))),
-                }
-            }
-            *threads = started;
+        if threads.copying.is_empty() {
+            let chunks = rooms(CHUNK_BYTES, THREADS, "chunks of unaligned I/O")?;
+            threads.copying = start("copy", chunks, &self.shared, Shared::serve)?;
+        }
+        if threads.changing.is_empty() {
+            let blocks = rooms(context.block_bytes.max(context.memory_align), EDGE_THREADS, "blocks of unaligned I/O")?;
+            threads.changing = start("edge", blocks, &self.edges, Edges::serve)?;
         }
         Ok(())
     }
@@ -96,6 +93,11 @@ impl Bounce {
         self.push(Task::Wait(Arc::clone(operation), range));
     }
 
+    /// Writes `range` of an operation, a part of a block or of two; after [`Bounce::ready`].
+    pub(crate) fn change(&self, operation: &Arc<Operation>, range: &Range<u64>) {
+        self.edges.write(operation, range);
+    }
+
     fn push(&self, task: Task) {
         locked(&self.shared.state).tasks.push_back(task);
         self.shared.changed.notify_one();
@@ -106,10 +108,41 @@ impl Drop for Bounce {
     fn drop(&mut self) {
         locked(&self.shared.state).stop = true;
         self.shared.changed.notify_all();
-        for thread in locked(&self.threads).drain(..) {
+        self.edges.stop();
+        let Started { copying, changing } = std::mem::take(&mut *locked(&self.threads));
+        for thread in copying.into_iter().chain(changing) {
             drop(thread.join());
         }
     }
+}
+
+/// Room for each of `count` threads, aligned for the device.
+fn rooms(room_bytes: usize, count: usize, what: &str) -> Result<Vec<Lease>> {
+    let memory = |error| Error::Memory(Arc::new(error));
+    let region = Region::new(room_bytes * count, Pin::Off, OnFork::Wipe, what).map_err(memory)?;
+    let rooms = ChunkRing::new(&region, room_bytes, count).map_err(memory)?;
+    let owner = rooms.owner("unaligned I/O").map_err(memory)?;
+    (0..count).map(|_| rooms.lease(owner, Wait::never()).map_err(memory)).collect()
+}
+
+/// Starts a thread in each room, or as many as can be had.
+fn start<T: Send + Sync + 'static>(
+    name: &str,
+    rooms: Vec<Lease>,
+    with: &Arc<T>,
+    serve: fn(&T, &Lease),
+) -> Result<Vec<JoinHandle<()>>> {
+    let mut started = Vec::new();
+    for (index, room) in rooms.into_iter().enumerate() {
+        let with = Arc::clone(with);
+        match std::thread::Builder::new().name(format!("memascend-{name}-{index}")).spawn(move || serve(&with, &room)) {
+            Ok(thread) => started.push(thread),
+            // Fewer do, as long as there is one.
+            Err(_) if !started.is_empty() => break,
+            Err(error) => return Err(Error::Invalid(format!("no thread could be started: {error}"))),
+        }
+    }
+    Ok(started)
 }
 
 impl Shared {
@@ -151,52 +184,29 @@ impl Shared {
         }
     }
 
-    /// Moves one piece through the chunk.
+    /// Moves one piece through the chunk. A piece that is written is whole blocks.
     #[expect(clippy::cast_possible_truncation, reason = "a piece is at most a chunk")]
     fn carry(&self, operation: &Operation, piece: &Range<u64>, chunk: &Lease) -> Result<()> {
-        let block = self.context.block_bytes as u64;
-        let cover = piece.start / block * block..piece.end.next_multiple_of(block);
+        let (context, backend) = (&self.context, &*self.backend);
+        let block = context.block_bytes as u64;
         let at = Address(chunk.as_ptr().as_ptr());
         let theirs = operation.address_of(piece.start);
-        let ours = at.plus((piece.start - cover.start) as usize);
         let bytes = (piece.end - piece.start) as usize;
-        add(&self.context.counters.bounced_bytes, bytes as u64);
+        add(&context.counters.bounced_bytes, bytes as u64);
         if operation.kind == Kind::Read {
-            self.transfer(Kind::Read, cover, at)?;
+            let cover = piece.start / block * block..piece.end.next_multiple_of(block);
+            let ours = at.plus((piece.start - cover.start) as usize);
+            transfer(context, backend, Kind::Read, cover, at)?;
             // SAFETY: the operation owns its buffer until this piece has landed; the chunk is this thread's alone.
             unsafe { std::ptr::copy_nonoverlapping(ours.0, theirs.0, bytes) };
             return Ok(());
         }
-        let (head, tail) = (piece.start != cover.start, piece.end != cover.end);
-        let traffic = &self.context.traffic;
-        let hold = if head || tail { traffic.hold_alone(&cover) } else { traffic.hold_shared(&cover) };
-        let result = self.edges(&cover, head, tail, at).and_then(|()| {
-            // SAFETY: as above.
-            unsafe { std::ptr::copy_nonoverlapping(theirs.0, ours.0, bytes) };
-            self.transfer(operation.kind, cover, at)
-        });
-        traffic.release(hold);
+        debug_assert!(piece.start.is_multiple_of(block) && piece.end.is_multiple_of(block));
+        // SAFETY: as above.
+        unsafe { std::ptr::copy_nonoverlapping(theirs.0, at.0, bytes) };
+        let hold = context.traffic.hold_shared(piece);
+        let result = transfer(context, backend, operation.kind, piece.clone(), at);
+        context.traffic.release(hold);
         result
-    }
-
-    /// Reads the first and the last block of `cover` where the piece does not cover them itself.
-    #[expect(clippy::cast_possible_truncation, reason = "inside a chunk")]
-    fn edges(&self, cover: &Range<u64>, head: bool, tail: bool, at: Address) -> Result<()> {
-        let block = self.context.block_bytes as u64;
-        if head {
-            self.transfer(Kind::Read, cover.start..cover.start + block, at)?;
-        }
-        let last = cover.end - block;
-        if tail && !(head && last == cover.start) {
-            self.transfer(Kind::Read, last..cover.end, at.plus((last - cover.start) as usize))?;
-        }
-        Ok(())
-    }
-
-    fn transfer(&self, kind: Kind, range: Range<u64>, at: Address) -> Result<()> {
-        let aside = Operation::aside(&self.context, kind, range, at);
-        self.backend.submit(Job::new(Arc::clone(&aside)));
-        aside.wait(&mut Wait::forever())?;
-        aside.outcome().unwrap_or(Ok(()))
     }
 }

@@ -28,6 +28,7 @@ mod backend;
 mod bounce;
 mod buffer;
 mod device;
+mod edges;
 mod error;
 mod file;
 mod fork;

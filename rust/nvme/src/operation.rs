@@ -15,8 +15,10 @@ use memascend_mem::Wait;
 use crate::{
     Error, Result,
     align::Alignment,
+    backend::Backend,
     error::Action,
     fork::Owned,
+    request::Job,
     stats::{Counters, add},
     stripe::Striping,
     traffic::{Begun, Hold, Traffic},
@@ -302,4 +304,18 @@ impl Operation {
     pub(crate) fn take_buffer(&self) -> Option<Box<dyn Any + Send>> {
         locked(&self.buffer).take()
     }
+}
+
+/// Moves `range` between `address` and the volume for a thread that waits for it.
+pub(crate) fn transfer(
+    context: &Arc<Context>,
+    backend: &dyn Backend,
+    kind: Kind,
+    range: Range<u64>,
+    address: Address,
+) -> Result<()> {
+    let aside = Operation::aside(context, kind, range, address);
+    backend.submit(Job::new(Arc::clone(&aside)));
+    aside.wait(&mut Wait::forever())?;
+    aside.outcome().unwrap_or(Ok(()))
 }

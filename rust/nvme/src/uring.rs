@@ -25,6 +25,10 @@ use crate::{
 #[derive(Debug)]
 pub(crate) struct Unavailable(pub(crate) String);
 
+/// Requests from this size on are given to the kernel one by one. Given together, those that lie side by side are merged
+/// by its I/O scheduler into fewer, so that a queue of 8 of 1 MiB is one of 3 (measured: 10 % of the bandwidth); a system
+/// call is nothing against what such a request takes.
+const ALONE_BYTES: usize = 256 << 10;
 /// The mark of the eventfd's read among the completions; requests have the index of their place.
 const WAKE_MARK: u64 = u64::MAX;
 
@@ -260,10 +264,15 @@ impl<'a> Driver<'a> {
             let Some(request) = self.again.pop().or_else(|| self.jobs.next_request()) else { return };
             let file = types::Fd(self.devices[request.device].descriptor());
             let entry = build(&request, file).user_data(mark as u64);
+            let alone = request.bytes >= ALONE_BYTES;
             self.free.pop();
             // The request is in its place before the kernel can answer it.
             self.places[mark] = Some(request);
             self.push(&entry);
+            if alone {
+                // What the kernel does not take now it is given again by `enter`, which knows what to do about it.
+                drop(self.ring.submit());
+            }
         }
     }
 
@@ -293,7 +302,8 @@ impl<'a> Driver<'a> {
     fn reap(&mut self) {
         let mut pause = false;
         // Entries are copied out because an answer may lead to a submission.
-        while let Some(entry) = self.ring.completion().next() {
+        loop {
+            let Some(entry) = self.ring.completion().next() else { break };
             let result = entry.result();
             if entry.user_data() == WAKE_MARK {
                 self.listening = false;
@@ -302,6 +312,8 @@ impl<'a> Driver<'a> {
             let Ok(mark) = usize::try_from(entry.user_data()) else { continue };
             let Some(mut request) = self.places.get_mut(mark).and_then(Option::take) else { continue };
             self.free.push(mark);
+            // The device first: whoever waits for this answer is woken while the next request is under way.
+            self.fill();
             // Results below zero are error numbers.
             let answer = usize::try_from(result).map_err(|_| -result);
             if let Fate::Again { pause: slowly } = request.answered(answer) {

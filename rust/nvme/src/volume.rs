@@ -324,7 +324,7 @@ impl Prepared<'_> {
             bounce.copy(&operation, whole);
             return operation;
         }
-        // The edges are transfers of their own, of a block each: neighbours that share one wait for that block alone.
+        // The edges are transfers of their own, of a block each: neighbours that share one wait for no more than that.
         let edges = [whole.start..body.start, body.end..whole.end];
         if !body.is_empty() {
             match (straight, blocked) {
@@ -335,7 +335,10 @@ impl Prepared<'_> {
         }
         for edge in edges {
             if !edge.is_empty() {
-                bounce.copy(&operation, edge);
+                match kind {
+                    Kind::Read => bounce.copy(&operation, edge),
+                    _ => bounce.change(&operation, &edge),
+                }
             }
         }
         operation

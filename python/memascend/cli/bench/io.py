@@ -153,7 +153,8 @@ class _Bench:
                 nvme.open(paths, queue_depth=max(depth, 1), backend=backend) as volume,
                 # Half as many more than the device gets at once: tickets are waited for in the order they began in,
                 # and one that is late must not leave the device with less. fio fills whichever place is free.
-                blocks(block + 4096, depth + max(1, depth // 2)) as tensors,
+                # Side by side, as fio's buffers lie; room to shift only where it is used.
+                blocks(block + 4096 if first else block, depth + max(1, depth // 2)) as tensors,
             ):
                 used = [tensor[first : first + block] for tensor in tensors]
                 return transfer(volume, used, pattern, PASSES * self.nbytes)
