@@ -30,7 +30,8 @@ def test_it_compares_with_fio(capsys, tmp_path):
 def test_a_raw_device_beside_files(capsys, tmp_path):
     assert main(["bench", "io", "--storage", str(tmp_path), "--size", "64", "--rounds", "1", "--raw", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert set(report) == {"files", "raw device", "weights"}
+    assert set(report) == {"machine", "size_bytes", "rounds", "left_out", "files", "raw device", "weights"}
+    assert report["machine"]["kernel"]
     assert report["raw device"]["read: io_uring"]["gb_per_second"] > 0
 
 

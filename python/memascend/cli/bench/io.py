@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memascend import nvme
+from memascend.cli.bench.machine import described
 from memascend.cli.bench.peers import PASSES, DeepSpeed, fio, huge_pages
 from memascend.cli.bench.weights import WEIGHT_CASES, weight_cases
 from memascend.cli.show import bars, bytes_shown, table
@@ -33,6 +34,8 @@ _PATTERNS = ("read", "write", "mixed")
 _BLOCK_BYTES, _DEPTH = _MIB, 8
 _GRID_BLOCKS = (128 << 10, 256 << 10, _MIB, 4 * _MIB, 16 * _MIB)
 _GRID_DEPTHS = (1, 4, 8, 16, 32)
+# Hundreds of measurements: more rounds would take an hour.
+_GRID_ROUNDS_MAX = 3
 # fio's buffers are bounded by the huge pages that a machine can spare.
 _FLYING_BYTES_MAX = 256 * _MIB
 
@@ -64,7 +67,17 @@ def run(options: argparse.Namespace) -> int:
         weights = _medians(weight_cases(Path(folder), stack), options.rounds, "weights")
     if options.json:
         shown = {group: {name: _plain(speed) for name, speed in cases.items()} for group, cases in results.items()}
-        print(json.dumps({**shown, "weights": {name: _plain(speed) for name, speed in weights.items()}}, indent=2))
+        about = {
+            "machine": described(),
+            "size_bytes": bench.nbytes,
+            "rounds": options.rounds,
+            "left_out": bench.left_out,
+        }
+        print(
+            json.dumps(
+                {**about, **shown, "weights": {name: _plain(speed) for name, speed in weights.items()}}, indent=2
+            )
+        )
     else:
         for group, cases in results.items():
             print(f"\n{group}\n\n{_table(cases)}")
@@ -112,25 +125,44 @@ class _Bench:
         return _medians(cases, self.rounds, "files")
 
     def grid(self) -> _Results:
-        """Sizes and depths, with fio beside each."""
+        """Sizes and depths, files and a raw device, one and two, ring and threads, with fio beside each."""
         results = {}
+        halves = [self._made(f"grid-half{index}", self.nbytes // 2) for index in range(2)]
+        device = self._raw_device()
         for block in _GRID_BLOCKS:
             for depth in _GRID_DEPTHS:
-                if block * depth <= _FLYING_BYTES_MAX:
-                    name = f"{bytes_shown(block)}, depth {depth}"
-                    cases: dict[str, _Case] = {}
-                    for pattern in _PATTERNS:
-                        cases |= self._pair([self.file], pattern, block, depth)
-                    results[name] = _medians(cases, self.rounds, name)
+                if block * depth > _FLYING_BYTES_MAX:
+                    continue
+                name = f"{bytes_shown(block)}, depth {depth}"
+                cases: dict[str, _Case] = {}
+                for pattern in _PATTERNS:
+                    cases |= self._pair([self.file], pattern, block, depth)
+                    if self.huge is not None:
+                        del cases[f"{pattern}: fio"]
+                    ours = self._ours
+                    cases[f"{pattern}: threads"] = ours([self.file], pattern, block, depth, backend="threads")
+                    cases[f"{pattern}: two files, striped"] = ours(halves, pattern, block, depth)
+                    if device is not None:
+                        cases[f"{pattern}: raw device"] = ours([device], pattern, block, depth)
+                results[name] = _medians(cases, min(self.rounds, _GRID_ROUNDS_MAX), name)
         return results
 
     def raw(self) -> dict[str, Speed]:
         """A loop device, which is a raw device to us and to fio."""
-        device = self.stack.enter_context(_loop(self._made("backing")))
+        device = self._raw_device()
+        if device is None:
+            return {}
         cases: dict[str, _Case] = {}
         for pattern in _PATTERNS:
             cases |= self._pair([device], pattern, _BLOCK_BYTES, _DEPTH)
         return _medians(cases, self.rounds, "raw")
+
+    def _raw_device(self) -> Path | None:
+        try:
+            return self.stack.enter_context(_loop(self._made("backing")))
+        except ConfigError as error:
+            self.left_out.append(f"a raw device: {error}")
+            return None
 
     def _pair(self, paths: list[Path], pattern: str, block: int, depth: int) -> dict[str, _Case]:
         """Ours and both ways of running fio."""
