@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 __all__ = ["bars", "bytes_shown", "seconds_shown", "table"]
 
+# More names in a row than this run out of the picture.
+_LEGEND_COLUMNS = 4
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -74,7 +76,7 @@ def bars(path: Path, title: str, unit: str, series: Mapping[str, Mapping[str, fl
         axes.set_yscale("log")
     axes.set_title(title)
     axes.grid(axis="y", alpha=0.3)
-    figure.legend(loc="outside upper center", ncols=len(series))
+    figure.legend(loc="outside upper center", ncols=min(len(series), _LEGEND_COLUMNS))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     plt.close(figure)
