@@ -108,7 +108,7 @@ impl Edges {
         let hold = context.traffic.hold_alone(&whole);
         let mut parts = self.take(block);
         let mut result = Ok(());
-        if !make_up(&whole, &parts) {
+        if !make_up(&whole, parts.iter().map(|part| part.range.clone()).collect()) {
             result = transfer(context, &*self.backend, Kind::Read, whole.clone(), at);
             // What came meanwhile.
             parts.append(&mut self.take(block));
@@ -149,12 +149,30 @@ impl Edges {
     }
 }
 
-/// Whether no byte of the block is left out.
-fn make_up(block: &Range<u64>, parts: &[Part]) -> bool {
-    let mut ranges: Vec<_> = parts.iter().map(|part| &part.range).collect();
+/// Whether no byte of the block is in none of the ranges.
+fn make_up(block: &Range<u64>, mut ranges: Vec<Range<u64>>) -> bool {
     ranges.sort_unstable_by_key(|range| range.start);
     let reached = ranges
         .iter()
         .fold(block.start, |reached, range| if range.start <= reached { reached.max(range.end) } else { reached });
     reached == block.end
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    #[expect(clippy::single_range_in_vec_init, reason = "one range, not its numbers")]
+    fn a_gap_of_one_byte_has_the_block_read() {
+        let block = 512..1024;
+        assert!(make_up(&block, vec![512..1024]));
+        assert!(make_up(&block, vec![600..1024, 512..600]));
+        assert!(make_up(&block, vec![512..1000, 520..530, 700..1024]));
+        assert!(!make_up(&block, vec![]));
+        assert!(!make_up(&block, vec![512..1023]));
+        assert!(!make_up(&block, vec![513..1024]));
+        assert!(!make_up(&block, vec![512..600, 601..1024]));
+        assert!(!make_up(&block, vec![900..1024, 512..520, 530..540]));
+    }
 }
