@@ -72,6 +72,8 @@ pub struct Faults {
     pub delay: Duration,
     /// Requests are answered in any order, not in the order in which they came.
     pub reorder: bool,
+    /// After so many requests the power is gone: every later one fails with ENXIO and does nothing.
+    pub dies_after: Option<u64>,
 }
 
 /// A device in memory. Clones are the same device.
@@ -97,7 +99,9 @@ impl SimDisk {
         Self::of(vec![0; nbytes])
     }
 
-    fn of(bytes: Vec<u8>) -> Self {
+    /// A device that holds `bytes`.
+    #[must_use]
+    pub fn of(bytes: Vec<u8>) -> Self {
         let medium = Medium { cached: bytes.clone(), durable: bytes, unflushed: Vec::new() };
         Self { state: Arc::new(Mutex::new(medium)) }
     }
@@ -106,6 +110,13 @@ impl SimDisk {
     #[must_use]
     pub fn bytes(&self) -> Vec<u8> {
         locked(&self.state).cached.clone()
+    }
+
+    /// Flips the bits of `mask` in the byte at `offset`, on the medium, behind everybody's back.
+    pub fn flip(&self, offset: usize, mask: u8) {
+        let mut medium = locked(&self.state);
+        medium.cached[offset] ^= mask;
+        medium.durable[offset] ^= mask;
     }
 
     /// The device as it may be after a loss of power now: of the writes since the last flush any may be there, in part
@@ -178,12 +189,14 @@ struct Driver {
     faults: Faults,
     rng: Rng,
     depth: usize,
+    answered: u64,
 }
 
 impl Sim {
     fn start(disks: &[SimDisk], faults: &Faults, depth: usize) -> Result<Self> {
         let inbox = Arc::new(Inbox::default());
-        let mut driver = Driver { disks: disks.to_vec(), faults: faults.clone(), rng: Rng::new(faults.seed), depth };
+        let mut driver =
+            Driver { disks: disks.to_vec(), faults: faults.clone(), rng: Rng::new(faults.seed), depth, answered: 0 };
         let theirs = Arc::clone(&inbox);
         let thread = std::thread::Builder::new()
             .name("memascend-sim".into())
@@ -246,6 +259,10 @@ impl Driver {
     fn answer(&mut self, request: &Request) -> std::result::Result<usize, i32> {
         if self.rng.chance(self.faults.temporary) {
             return Err([libc::EINTR, libc::EAGAIN, libc::ENOMEM][self.rng.below(3)]);
+        }
+        self.answered += 1;
+        if self.faults.dies_after.is_some_and(|after| self.answered > after) {
+            return Err(libc::ENXIO);
         }
         let action = request.kind.action();
         let failing = |&&(on, _, per_mille): &&(Action, i32, u32)| on == action && self.rng.chance(per_mille);

@@ -1,0 +1,50 @@
+//! Memory that several operations may use at once: parts of one lease.
+
+use std::{ptr::NonNull, sync::Arc};
+
+use memascend_mem::Lease;
+pub use memascend_nvme::Buffer;
+
+/// A range of a lease that is shared. Clones and parts are the same memory.
+#[derive(Debug, Clone)]
+pub struct Shared {
+    lease: Arc<Lease>,
+    start: usize,
+    bytes: usize,
+}
+
+impl Shared {
+    /// The whole of a lease.
+    #[must_use]
+    pub fn new(lease: Lease) -> Self {
+        let bytes = lease.len();
+        Self { lease: Arc::new(lease), start: 0, bytes }
+    }
+
+    /// `nbytes` from `start` on; `None` where that is not inside.
+    #[must_use]
+    pub fn part(&self, start: usize, nbytes: usize) -> Option<Self> {
+        let end = start.checked_add(nbytes)?;
+        let inside = end <= self.bytes;
+        inside.then(|| Self { lease: Arc::clone(&self.lease), start: self.start + start, bytes: nbytes })
+    }
+}
+
+// SAFETY: the lease's slot stays where it is until its last part is dropped. Parts that overlap are the business of
+// whoever made them: this crate reads into parts that are disjoint, and nothing looks at a part before its read is done.
+unsafe impl Buffer for Shared {
+    fn as_ptr(&self) -> NonNull<u8> {
+        // SAFETY: `start` is inside the lease, see `part`.
+        unsafe { self.lease.as_ptr().add(self.start) }
+    }
+
+    fn len(&self) -> usize {
+        self.bytes
+    }
+}
+
+/// The bytes of a buffer that no operation uses.
+pub(crate) fn bytes_of(buffer: &impl Buffer) -> &[u8] {
+    // SAFETY: a buffer's bytes are mapped while it lives; the callers have it back from its operation, or not begun one.
+    unsafe { std::slice::from_raw_parts(buffer.as_ptr().as_ptr(), buffer.len()) }
+}

@@ -1,0 +1,259 @@
+//! Commit: data, table, flush, root. Everything that is staged becomes live at once.
+
+use std::{mem::take, sync::Arc};
+
+use memascend_mem::Wait;
+use memascend_nvme::Part;
+
+use crate::{
+    Durability, Error, Result, Store,
+    layout::PAGE_BYTES,
+    root::{Root, UNCLOSED, UNFLUSHED},
+    store::CATALOG_CHUNK_BYTES,
+    table::table_checksum,
+};
+
+/// What a commit says beside what was staged.
+#[derive(Debug, Clone, Default)]
+pub struct Commit {
+    /// Committed steps, this one included.
+    pub step: u64,
+    /// The user's value, if it changes.
+    pub user: Option<String>,
+    /// The hyperparameters, if they change.
+    pub hyperparameters: Option<String>,
+}
+
+/// How a commit reaches storage.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Reach {
+    /// Not at all.
+    Memory,
+    /// Without a flush.
+    Unflushed,
+    /// For good, with these flags in the root.
+    Durable(u32),
+}
+
+impl Store {
+    /// Makes everything that is staged live, and durable as the store's durability says. Returns the generation.
+    ///
+    /// Fails, and changes nothing that a reader sees, where an entry is staged in part or a write failed: discard then.
+    pub fn commit(&self, commit: Commit, mut wait: Wait<'_>) -> Result<u64> {
+        let bounds = [
+            ("user value", &commit.user, self.description.user_bytes_max),
+            ("hyperparameters", &commit.hyperparameters, self.description.hyperparameters_bytes_max),
+        ];
+        for (name, text, bytes_max) in bounds {
+            if let Some(text) = text.as_ref().filter(|text| text.len() > bytes_max as usize) {
+                return Err(Error::Invalid(format!(
+                    "the {name} has {} bytes, at most {bytes_max} are kept",
+                    text.len()
+                )));
+            }
+        }
+        let reach = {
+            let mut index = self.index.wait(&mut wait, "writes of the step", |index| index.writing == 0)?;
+            index.writable()?;
+            if let Some(error) = &index.failed {
+                return Err(Error::Usage(format!("a write of this step failed, so it can only be discarded: {error}")));
+            }
+            if let Some(entry) = index.entries.iter().position(|slots| slots.staged && slots.missing > 0) {
+                let (name, missing) = (&self.description.entries[entry].name, index.entries[entry].missing);
+                return Err(Error::Usage(format!("{name:?} is staged in part, {missing} pieces are missing")));
+            }
+            index.committing = true;
+            match self.durability {
+                // The very first commit is what makes a store, whatever comes after it.
+                _ if index.generation == 0 => Reach::Durable(0),
+                Durability::Step => Reach::Durable(0),
+                Durability::Close => Reach::Unflushed,
+                Durability::None if index.root_flags & UNCLOSED == 0 => Reach::Durable(UNCLOSED),
+                Durability::None => Reach::Memory,
+            }
+        };
+        let result = self.carry_out(commit, reach);
+        let mut index = self.index.lock();
+        index.committing = false;
+        if let Err(error) = &result {
+            index.next_step = index.step;
+            if let Error::Broken(cause) = error {
+                index.broken = Some(Arc::clone(cause));
+            }
+        }
+        drop(index);
+        self.index.notify();
+        result
+    }
+
+    /// Makes the last commit durable where the store's durability left that open; drops what is staged. The store can
+    /// still be read, and nothing can be staged any more.
+    pub fn close(&self, mut wait: Wait<'_>) -> Result<()> {
+        let reach = {
+            let mut index = self.index.wait(&mut wait, "writes of the step", |index| index.writing == 0)?;
+            if index.broken.is_some() {
+                return Ok(());
+            }
+            index.writable()?;
+            (0..index.entries.len()).for_each(|entry| index.forget(entry));
+            index.closed = true;
+            index.generation > 0 && index.root_flags != 0
+        };
+        if !reach {
+            return Ok(());
+        }
+        let step = self.index.lock().step;
+        self.carry_out(Commit { step, ..Commit::default() }, Reach::Durable(0)).map(drop)
+    }
+
+    fn carry_out(&self, commit: Commit, reach: Reach) -> Result<u64> {
+        let before = {
+            let mut index = self.index.lock();
+            index.next_step = commit.step;
+            let user = commit.user.map(|text| std::mem::replace(&mut index.user, text));
+            let hyperparameters =
+                commit.hyperparameters.map(|text| std::mem::replace(&mut index.hyperparameters, text));
+            self.mark_dirty(&mut index, user.is_some(), hyperparameters.is_some());
+            (user, hyperparameters)
+        };
+        let made_durable = self.write_catalog(reach);
+        let mut index = self.index.lock();
+        match made_durable {
+            Ok(flags) => {
+                index.generation += 1;
+                index.step = index.next_step;
+                index.root_flags = flags.unwrap_or(index.root_flags);
+                for slots in &mut index.entries {
+                    if take(&mut slots.staged) {
+                        slots.live ^= 1;
+                    }
+                }
+                Ok(index.generation)
+            }
+            Err(error) => {
+                // Some of its pages may have come to storage, and say what was not committed.
+                let slot = (index.generation + 1) as usize & 1;
+                (0..self.sections.pages()).for_each(|page| index.dirty[slot].set(page as usize, true));
+                if let Some(text) = before.0 {
+                    index.user = text;
+                }
+                if let Some(text) = before.1 {
+                    index.hyperparameters = text;
+                }
+                Err(error)
+            }
+        }
+    }
+
+    /// Marks the pages that this commit changes, for both slots of the table.
+    fn mark_dirty(&self, index: &mut crate::index::Index, user: bool, hyperparameters: bool) {
+        let sections = &self.sections;
+        let mark = |index: &mut crate::index::Index, pages: std::ops::Range<u64>| {
+            for page in pages {
+                index.dirty.iter_mut().for_each(|dirty| dirty.set(page as usize, true));
+            }
+        };
+        mark(index, 0..1);
+        if user {
+            mark(index, sections.user.clone());
+        }
+        if hyperparameters {
+            mark(index, sections.hyperparameters.clone());
+        }
+        for entry in 0..index.entries.len() {
+            if index.entries[entry].staged {
+                let page = sections.page_of_entry(entry);
+                mark(index, page..page + 1);
+                let pieces = index.pieces_of(entry);
+                mark(index, sections.pages_of_sums(pieces));
+            }
+        }
+    }
+
+    /// Writes table and root of the next generation; the flags of the root that was written, if one was.
+    fn write_catalog(&self, reach: Reach) -> Result<Option<u32>> {
+        let flags = match reach {
+            Reach::Memory => return Ok(None),
+            Reach::Unflushed => UNFLUSHED,
+            Reach::Durable(flags) => flags,
+        };
+        let generation = self.index.lock().generation + 1;
+        let slot = generation & 1;
+        self.write_table(slot as usize)?;
+        let root = {
+            let index = self.index.lock();
+            Root {
+                uuid: self.uuid,
+                generation,
+                table_bytes: self.layout.table_pages * PAGE_BYTES,
+                table_checksum: table_checksum(&self.uuid, generation, &index.page_sums[slot as usize]),
+                description_bytes: self.layout.description_bytes,
+                description_checksum: self.description_checksum,
+                flags,
+                boot: if flags & UNFLUSHED == 0 { [0; 16] } else { boot() },
+            }
+        };
+        if reach != Reach::Unflushed {
+            // Never one flush for data and root together: the root must not come first.
+            self.volume.flush(Wait::forever()).map_err(|error| Error::Broken(Arc::new(error.into())))?;
+        }
+        self.write_root(&root, reach != Reach::Unflushed).map_err(|error| Error::Broken(Arc::new(error)))?;
+        Ok(Some(flags))
+    }
+
+    fn write_table(&self, slot: usize) -> Result<()> {
+        let pages = self.sections.pages();
+        let mut page = 0;
+        while page < pages {
+            let mut lease = self.chunks.lease(self.owner, Wait::forever())?;
+            // The next run of pages that this slot lacks.
+            let (start, count) = {
+                let mut index = self.index.lock();
+                while page < pages && !index.dirty[slot].has(page as usize) {
+                    page += 1;
+                }
+                let start = page;
+                for bytes in lease.as_mut_slice().chunks_exact_mut(PAGE_BYTES as usize) {
+                    if page == pages || !index.dirty[slot].has(page as usize) {
+                        break;
+                    }
+                    let sum = self.sections.encode(&index, page, &self.uuid, bytes);
+                    index.page_sums[slot][page as usize] = sum;
+                    page += 1;
+                }
+                (start, page - start)
+            };
+            if count > 0 {
+                let part = Part::new(lease, 0, (count * PAGE_BYTES) as usize)?;
+                let offset = self.layout.table[slot] + start * PAGE_BYTES;
+                self.volume.write(part, offset).map_err(|refused| refused.error)?.wait().result?;
+                let mut index = self.index.lock();
+                (start..page).for_each(|page| index.dirty[slot].set(page as usize, false));
+            }
+        }
+        Ok(())
+    }
+
+    fn write_root(&self, root: &Root, durable: bool) -> Result<()> {
+        let mut lease = self.chunks.lease(self.owner, Wait::forever())?;
+        lease.as_mut_slice()[..PAGE_BYTES as usize].copy_from_slice(&root.encode());
+        let part = Part::new(lease, 0, PAGE_BYTES as usize)?;
+        let offset = self.layout.devices.root_offset(root.generation & 1);
+        let begun = if durable { self.volume.write_durable(part, offset) } else { self.volume.write(part, offset) };
+        begun.map_err(|refused| refused.error)?.wait().result?;
+        Ok(())
+    }
+}
+
+const _: () = assert!(CATALOG_CHUNK_BYTES as u64 >= PAGE_BYTES);
+
+/// What the kernel calls this boot; zeros where it does not say.
+pub(crate) fn boot() -> [u8; 16] {
+    let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    let digits: Vec<u8> = text.chars().filter_map(|digit| digit.to_digit(16)).map(|digit| digit as u8).collect();
+    let mut boot = [0; 16];
+    for (byte, pair) in boot.iter_mut().zip(digits.chunks_exact(2)) {
+        *byte = pair[0] << 4 | pair[1];
+    }
+    boot
+}

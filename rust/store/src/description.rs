@@ -1,0 +1,349 @@
+//! The description: what a store holds. Written once; the layout follows from it.
+
+use std::collections::HashSet;
+
+use crate::{
+    Dtype, Error, Result,
+    fields::{Fields, Malformed, push_text},
+};
+
+/// Bytes of a name. torch's are paths of modules; longer ones are no names.
+pub(crate) const NAME_BYTES_MAX: usize = 1024;
+/// Dimensions of a tensor; torch's own bound is 64, nobody is past 8.
+pub(crate) const RANK_MAX: usize = 16;
+/// Entries and units. The largest mixtures of experts have some 100,000 parameters.
+pub(crate) const ENTRIES_MAX: usize = 1 << 20;
+/// State tensors of an entry.
+pub(crate) const STATES_MAX: usize = 32;
+/// Elements of a tensor.
+pub(crate) const ELEMENTS_MAX: u64 = 1 << 48;
+/// Elements of a chunk come in multiples of this, so that 16-bit values end on a page.
+pub(crate) const CHUNK_ELEMENTS_GRAIN: u32 = 2048;
+pub(crate) const CHUNK_ELEMENTS_MAX: u32 = 1 << 24;
+/// Room for the user's value and for the hyperparameters.
+pub(crate) const TEXT_BYTES_MAX: u32 = 1 << 24;
+/// The whole description.
+pub(crate) const DESCRIPTION_BYTES_MAX: u64 = 1 << 30;
+
+/// What a store holds.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Description {
+    /// Elements of a chunk: a multiple of 2,048.
+    pub chunk_elements: u32,
+    /// Bytes that the user's value may have.
+    pub user_bytes_max: u32,
+    /// Bytes that the hyperparameters may have.
+    pub hyperparameters_bytes_max: u32,
+    /// Whose state it is, such as `"AdamW"`.
+    pub optimizer: String,
+    /// The names of the units, in the order in which they lie.
+    pub units: Vec<String>,
+    /// Parameters and buffers, by unit.
+    pub entries: Vec<Entry>,
+}
+
+/// What an entry is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Kind {
+    /// A parameter.
+    Parameter = 0,
+    /// A persistent buffer.
+    Buffer = 1,
+}
+
+/// A parameter or a buffer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Entry {
+    /// Its name, which no other entry has.
+    pub name: String,
+    /// What it is.
+    pub kind: Kind,
+    /// The index of its unit; it never falls from one entry to the next.
+    pub unit: u32,
+    /// The type of its values.
+    pub dtype: Dtype,
+    /// Its shape; none for a scalar.
+    pub shape: Vec<u64>,
+    /// Its dimensions from the one with the largest stride to the one with the smallest, where that is not their order.
+    pub order: Vec<u8>,
+    /// The type of gradients for which the spill area has room.
+    pub spill: Option<Dtype>,
+    /// Its state tensors.
+    pub state: Vec<StateTensor>,
+}
+
+/// A tensor of an entry's optimizer state. One with the entry's own shape lies in chunks, side by side with the others
+/// of that kind; any other lies by itself.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct StateTensor {
+    /// Its name within the entry.
+    pub name: String,
+    /// The type of its elements.
+    pub dtype: Dtype,
+    /// Its shape.
+    pub shape: Vec<u64>,
+}
+
+/// The product, or `None` past what a tensor may have.
+fn elements(shape: &[u64]) -> Option<u64> {
+    let product = shape.iter().try_fold(1_u64, |product, &dim| product.checked_mul(dim));
+    product.filter(|&product| product <= ELEMENTS_MAX)
+}
+
+impl Entry {
+    /// How many elements; a description that was checked has no overflow.
+    #[must_use]
+    pub fn elements(&self) -> u64 {
+        elements(&self.shape).unwrap_or(0)
+    }
+
+    /// Its state tensors that lie in chunks.
+    pub fn chunked(&self) -> impl Iterator<Item = &StateTensor> {
+        self.state.iter().filter(|tensor| tensor.shape == self.shape)
+    }
+
+    /// Its state tensors that lie by themselves.
+    pub fn whole(&self) -> impl Iterator<Item = &StateTensor> {
+        self.state.iter().filter(|tensor| tensor.shape != self.shape)
+    }
+}
+
+impl StateTensor {
+    /// Bytes of it.
+    #[must_use]
+    pub fn nbytes(&self) -> u64 {
+        elements(&self.shape).unwrap_or(0) * self.dtype.bytes()
+    }
+}
+
+impl Description {
+    /// Checks every bound.
+    pub fn check(&self) -> Result<()> {
+        self.checked().map_err(Error::Invalid)
+    }
+
+    fn checked(&self) -> std::result::Result<(), Malformed> {
+        let chunk = self.chunk_elements;
+        if chunk == 0 || !chunk.is_multiple_of(CHUNK_ELEMENTS_GRAIN) || chunk > CHUNK_ELEMENTS_MAX {
+            return Err(format!(
+                "chunk_elements is {chunk}: pass a multiple of {CHUNK_ELEMENTS_GRAIN} up to {CHUNK_ELEMENTS_MAX}"
+            ));
+        }
+        for (name, bytes) in [("user", self.user_bytes_max), ("hyperparameters", self.hyperparameters_bytes_max)] {
+            if bytes > TEXT_BYTES_MAX {
+                return Err(format!("{name}_bytes_max is {bytes}: at most {TEXT_BYTES_MAX} are kept"));
+            }
+        }
+        if self.units.len() > ENTRIES_MAX || self.entries.is_empty() || self.entries.len() > ENTRIES_MAX {
+            let (units, entries) = (self.units.len(), self.entries.len());
+            return Err(format!("{entries} entries in {units} units: a store has 1 to {ENTRIES_MAX} of each"));
+        }
+        named("optimizer", &self.optimizer)?;
+        self.units.iter().try_for_each(|name| named("unit", name))?;
+        let mut names = HashSet::with_capacity(self.entries.len());
+        let mut unit_before = 0;
+        for entry in &self.entries {
+            entry.checked()?;
+            let name = &entry.name;
+            if !names.insert(name.as_str()) {
+                return Err(format!("two entries are called {name:?}"));
+            }
+            if entry.unit as usize >= self.units.len() {
+                return Err(format!("{name:?} is in unit {}, and there are {}", entry.unit, self.units.len()));
+            }
+            if entry.unit < unit_before {
+                return Err(format!("{name:?} comes after entries of a later unit; order the entries by unit"));
+            }
+            unit_before = entry.unit;
+        }
+        Ok(())
+    }
+
+    /// The first thing in which `self`, what is there, differs from `wanted`.
+    #[must_use]
+    pub fn difference(&self, wanted: &Self) -> Option<String> {
+        let differs = |what: &str, there: &dyn std::fmt::Debug, asked: &dyn std::fmt::Debug| {
+            Some(format!("{what} is {there:?} in the store, and {asked:?} was asked for"))
+        };
+        if self.optimizer != wanted.optimizer {
+            return differs("the optimizer", &self.optimizer, &wanted.optimizer);
+        }
+        for (there, asked) in self.entries.iter().zip(&wanted.entries) {
+            let name = &there.name;
+            if there.name != asked.name {
+                return differs("the name of an entry", &there.name, &asked.name);
+            }
+            if there.shape != asked.shape {
+                return differs(&format!("the shape of {name:?}"), &there.shape, &asked.shape);
+            }
+            if there.dtype != asked.dtype {
+                return differs(&format!("the dtype of {name:?}"), &there.dtype.name(), &asked.dtype.name());
+            }
+            if there != asked {
+                return differs(&format!("the state of {name:?}"), there, asked);
+            }
+        }
+        if self.entries.len() != wanted.entries.len() {
+            return differs("the number of entries", &self.entries.len(), &wanted.entries.len());
+        }
+        if self.units != wanted.units {
+            return differs("the list of units", &self.units, &wanted.units);
+        }
+        (self != wanted).then(|| "chunk_elements or the room for values differ from what was asked for".to_owned())
+    }
+
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        for number in [
+            self.chunk_elements,
+            self.user_bytes_max,
+            self.hyperparameters_bytes_max,
+            self.units.len() as u32,
+            self.entries.len() as u32,
+        ] {
+            bytes.extend(number.to_le_bytes());
+        }
+        push_text(&mut bytes, &self.optimizer);
+        self.units.iter().for_each(|name| push_text(&mut bytes, name));
+        self.entries.iter().for_each(|entry| entry.encode(&mut bytes));
+        bytes
+    }
+
+    pub(crate) fn decode(bytes: &[u8]) -> std::result::Result<Self, Malformed> {
+        let mut fields = Fields::new(bytes);
+        let chunk_elements = fields.u32()?;
+        let user_bytes_max = fields.u32()?;
+        let hyperparameters_bytes_max = fields.u32()?;
+        let (unit_count, entry_count) = (fields.u32()? as usize, fields.u32()? as usize);
+        let optimizer = fields.text(NAME_BYTES_MAX)?;
+        let units = counted(unit_count, UNIT_BYTES_MIN, &mut fields, |fields| fields.text(NAME_BYTES_MAX))?;
+        let entries = counted(entry_count, ENTRY_BYTES_MIN, &mut fields, Entry::decode)?;
+        if fields.left() > 0 {
+            return Err(format!("{} bytes are left over", fields.left()));
+        }
+        let description = Self { chunk_elements, user_bytes_max, hyperparameters_bytes_max, optimizer, units, entries };
+        description.checked()?;
+        Ok(description)
+    }
+}
+
+/// The fewest bytes that a unit and an entry take: what bounds their number before room is made for them.
+const UNIT_BYTES_MIN: usize = 2;
+const ENTRY_BYTES_MIN: usize = 12;
+const STATE_BYTES_MIN: usize = 4;
+
+fn counted<T>(
+    count: usize,
+    bytes_min: usize,
+    fields: &mut Fields<'_>,
+    mut one: impl FnMut(&mut Fields<'_>) -> std::result::Result<T, Malformed>,
+) -> std::result::Result<Vec<T>, Malformed> {
+    if count > fields.left() / bytes_min {
+        return Err(format!("{count} things of at least {bytes_min} bytes in {} bytes", fields.left()));
+    }
+    (0..count).map(|_| one(fields)).collect()
+}
+
+fn named(what: &str, name: &str) -> std::result::Result<(), Malformed> {
+    if name.is_empty() || name.len() > NAME_BYTES_MAX || name.contains(char::is_control) {
+        let start: String = name.chars().take(40).collect();
+        return Err(format!(
+            "the {what} name {start:?} has {} bytes: 1 to {NAME_BYTES_MAX} printable ones work",
+            name.len()
+        ));
+    }
+    Ok(())
+}
+
+impl Entry {
+    fn checked(&self) -> std::result::Result<(), Malformed> {
+        named("entry", &self.name)?;
+        let name = &self.name;
+        let shapes = std::iter::once(&self.shape).chain(self.state.iter().map(|tensor| &tensor.shape));
+        for shape in shapes {
+            if shape.len() > RANK_MAX || elements(shape).is_none() {
+                return Err(format!(
+                    "{name:?} has a tensor of shape {shape:?}: at most {RANK_MAX} dimensions and {ELEMENTS_MAX} elements are kept"
+                ));
+            }
+        }
+        let mut places: Vec<u8> = self.order.clone();
+        places.sort_unstable();
+        let permutes = places.iter().enumerate().all(|(index, &place)| usize::from(place) == index);
+        if !(self.order.is_empty() || self.order.len() == self.shape.len() && permutes) {
+            return Err(format!("the order {:?} of {name:?} is no permutation of its dimensions", self.order));
+        }
+        if self.state.len() > STATES_MAX {
+            return Err(format!("{name:?} has {} state tensors, at most {STATES_MAX} are kept", self.state.len()));
+        }
+        let mut names = HashSet::new();
+        for tensor in &self.state {
+            named("state tensor", &tensor.name)?;
+            if !names.insert(&tensor.name) {
+                return Err(format!("two state tensors of {name:?} are called {:?}", tensor.name));
+            }
+        }
+        Ok(())
+    }
+
+    fn encode(&self, bytes: &mut Vec<u8>) {
+        push_text(bytes, &self.name);
+        bytes.push(self.kind as u8);
+        bytes.extend(self.unit.to_le_bytes());
+        bytes.push(self.spill.map_or(0, |dtype| dtype as u8));
+        bytes.push(self.order.len() as u8);
+        bytes.extend(&self.order);
+        push_tensor(bytes, self.dtype, &self.shape);
+        bytes.push(self.state.len() as u8);
+        for tensor in &self.state {
+            push_text(bytes, &tensor.name);
+            push_tensor(bytes, tensor.dtype, &tensor.shape);
+        }
+    }
+
+    fn decode(fields: &mut Fields<'_>) -> std::result::Result<Self, Malformed> {
+        let name = fields.text(NAME_BYTES_MAX)?;
+        let kind = match fields.u8()? {
+            0 => Kind::Parameter,
+            1 => Kind::Buffer,
+            other => return Err(format!("an entry of kind {other}")),
+        };
+        let unit = fields.u32()?;
+        let spill = match fields.u8()? {
+            0 => None,
+            code => Some(dtype(code)?),
+        };
+        let rank = usize::from(fields.u8()?);
+        let order = fields.take(rank.min(RANK_MAX + 1))?.to_vec();
+        let (of_values, shape) = tensor(fields)?;
+        let state_count = usize::from(fields.u8()?);
+        let state = counted(state_count, STATE_BYTES_MIN, fields, |fields| {
+            let name = fields.text(NAME_BYTES_MAX)?;
+            let (dtype, shape) = tensor(fields)?;
+            Ok(StateTensor { name, dtype, shape })
+        })?;
+        Ok(Self { name, kind, unit, dtype: of_values, shape, order, spill, state })
+    }
+}
+
+fn push_tensor(bytes: &mut Vec<u8>, dtype: Dtype, shape: &[u64]) {
+    bytes.extend([dtype as u8, shape.len() as u8]);
+    for dim in shape {
+        bytes.extend(dim.to_le_bytes());
+    }
+}
+
+fn tensor(fields: &mut Fields<'_>) -> std::result::Result<(Dtype, Vec<u64>), Malformed> {
+    let dtype = dtype(fields.u8()?)?;
+    let rank = usize::from(fields.u8()?);
+    if rank > RANK_MAX {
+        return Err(format!("a tensor of {rank} dimensions"));
+    }
+    let shape = (0..rank).map(|_| fields.u64()).collect::<std::result::Result<_, _>>()?;
+    Ok((dtype, shape))
+}
+
+fn dtype(code: u8) -> std::result::Result<Dtype, Malformed> {
+    Dtype::from_code(code).ok_or_else(|| format!("the unknown dtype {code}"))
+}

@@ -1,0 +1,86 @@
+//! Element types: all that the store needs of them is a size and a name.
+
+/// The type of a tensor's elements; the number is what stands in the catalog.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+#[expect(missing_docs, reason = "the names say it")]
+pub enum Dtype {
+    F32 = 1,
+    Bf16 = 2,
+    F16 = 3,
+    F64 = 4,
+    U8 = 5,
+    I8 = 6,
+    I16 = 7,
+    I32 = 8,
+    I64 = 9,
+    Bool = 10,
+    U16 = 11,
+    U32 = 12,
+    U64 = 13,
+    F8E4m3fn = 14,
+    F8E5m2 = 15,
+}
+
+impl Dtype {
+    const ALL: [Self; 15] = [
+        Self::F32,
+        Self::Bf16,
+        Self::F16,
+        Self::F64,
+        Self::U8,
+        Self::I8,
+        Self::I16,
+        Self::I32,
+        Self::I64,
+        Self::Bool,
+        Self::U16,
+        Self::U32,
+        Self::U64,
+        Self::F8E4m3fn,
+        Self::F8E5m2,
+    ];
+
+    /// Bytes of an element.
+    #[must_use]
+    pub fn bytes(self) -> u64 {
+        match self {
+            Self::U8 | Self::I8 | Self::Bool | Self::F8E4m3fn | Self::F8E5m2 => 1,
+            Self::Bf16 | Self::F16 | Self::I16 | Self::U16 => 2,
+            Self::F32 | Self::I32 | Self::U32 => 4,
+            Self::F64 | Self::I64 | Self::U64 => 8,
+        }
+    }
+
+    /// torch's name.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "float32",
+            Self::Bf16 => "bfloat16",
+            Self::F16 => "float16",
+            Self::F64 => "float64",
+            Self::U8 => "uint8",
+            Self::I8 => "int8",
+            Self::I16 => "int16",
+            Self::I32 => "int32",
+            Self::I64 => "int64",
+            Self::Bool => "bool",
+            Self::U16 => "uint16",
+            Self::U32 => "uint32",
+            Self::U64 => "uint64",
+            Self::F8E4m3fn => "float8_e4m3fn",
+            Self::F8E5m2 => "float8_e5m2",
+        }
+    }
+
+    /// The type that torch calls `name`.
+    #[must_use]
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|dtype| dtype.name() == name)
+    }
+
+    pub(crate) fn from_code(code: u8) -> Option<Self> {
+        Self::ALL.into_iter().find(|dtype| *dtype as u8 == code)
+    }
+}

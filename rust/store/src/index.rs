@@ -1,0 +1,237 @@
+//! The index: what the store knows in memory of every entry and piece. At most 64 bytes per MiB of state, and 72 bytes
+//! and a name for each entry.
+
+use std::{
+    ops::Range,
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
+};
+
+use memascend_mem::Wait;
+
+use crate::{Description, Error, Layout, Result, table::Sections};
+
+/// How often a waiting caller is asked whether it still wants to wait: often enough for Ctrl-C to feel immediate.
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
+
+/// What is known of an entry.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Slots {
+    /// Which slot readers see.
+    pub(crate) live: u8,
+    /// Whether the other one is being staged, or is.
+    pub(crate) staged: bool,
+    /// The generation whose commit made (or will make) each slot live.
+    pub(crate) versions: [u64; 2],
+    /// The entry's own count of updates.
+    pub(crate) steps: [u64; 2],
+    /// Reads that are open, of each slot.
+    pub(crate) reads: [u32; 2],
+    /// Pieces that are still to be staged.
+    pub(crate) missing: u32,
+}
+
+impl Slots {
+    /// The slot that is live after the next commit.
+    pub(crate) fn next_slot(&self) -> usize {
+        usize::from(self.live ^ u8::from(self.staged))
+    }
+
+    pub(crate) fn other_slot(&self) -> usize {
+        usize::from(self.live ^ 1)
+    }
+}
+
+/// A set of small numbers.
+#[derive(Debug, Clone)]
+pub(crate) struct Bits(Vec<u64>);
+
+impl Bits {
+    fn new(count: usize, all: bool) -> Self {
+        Self(vec![if all { u64::MAX } else { 0 }; count.div_ceil(64)])
+    }
+
+    pub(crate) fn has(&self, bit: usize) -> bool {
+        self.0[bit / 64] >> (bit % 64) & 1 == 1
+    }
+
+    pub(crate) fn set(&mut self, bit: usize, to: bool) {
+        let mask = 1 << (bit % 64);
+        if to { self.0[bit / 64] |= mask } else { self.0[bit / 64] &= !mask }
+    }
+}
+
+#[derive(Debug)]
+pub(crate) struct Index {
+    pub(crate) generation: u64,
+    /// Committed steps, and what the commit that is being made says they are.
+    pub(crate) step: u64,
+    pub(crate) next_step: u64,
+    pub(crate) user: String,
+    pub(crate) hyperparameters: String,
+    /// The texts as they are read, page by page.
+    pub(crate) user_bytes: Vec<u8>,
+    pub(crate) hyperparameters_bytes: Vec<u8>,
+    pub(crate) entries: Vec<Slots>,
+    sums: [Vec<u64>; 2],
+    /// The first piece of each entry, and the end.
+    starts: Vec<u32>,
+    /// Pieces that were staged.
+    pub(crate) written: Bits,
+    /// Pages in which each table slot differs from what is true.
+    pub(crate) dirty: [Bits; 2],
+    pub(crate) page_sums: [Vec<u64>; 2],
+    /// Writes of pieces in flight.
+    pub(crate) writing: u32,
+    pub(crate) committing: bool,
+    pub(crate) closed: bool,
+    /// What a write of this step failed with.
+    pub(crate) failed: Option<Error>,
+    /// What a commit failed with after which nobody knows which root is on storage.
+    pub(crate) broken: Option<Arc<Error>>,
+    /// The flags of the root on storage.
+    pub(crate) root_flags: u32,
+}
+
+impl Index {
+    pub(crate) fn new(description: &Description, layout: &Layout, sections: &Sections) -> Self {
+        let pieces = layout.pieces() as usize;
+        let pages = sections.pages() as usize;
+        let entries = description.entries.len();
+        let mut starts: Vec<u32> = (0..entries).map(|entry| layout.entry(entry).first_piece).collect();
+        starts.push(layout.pieces());
+        Self {
+            generation: 0,
+            step: 0,
+            next_step: 0,
+            user: String::new(),
+            hyperparameters: String::new(),
+            user_bytes: Vec::new(),
+            hyperparameters_bytes: Vec::new(),
+            entries: vec![Slots::default(); entries],
+            sums: [vec![0; pieces], vec![0; pieces]],
+            starts,
+            written: Bits::new(pieces, false),
+            dirty: [Bits::new(pages, true), Bits::new(pages, true)],
+            page_sums: [vec![0; pages], vec![0; pages]],
+            writing: 0,
+            committing: false,
+            closed: false,
+            failed: None,
+            broken: None,
+            root_flags: 0,
+        }
+    }
+
+    /// Heap bytes that it holds.
+    pub(crate) fn bytes(&self) -> u64 {
+        let sums = self.sums[0].len() * 16;
+        let bits = (self.written.0.len() + self.dirty[0].0.len() * 2) * 8;
+        let entries = self.entries.len() * size_of::<Slots>() + self.starts.len() * 4;
+        (sums + bits + entries + self.page_sums[0].len() * 16 + self.user.len() + self.hyperparameters.len()) as u64
+    }
+
+    pub(crate) fn piece_count(&self) -> u64 {
+        self.sums[0].len() as u64
+    }
+
+    pub(crate) fn pieces_of(&self, entry: usize) -> Range<u32> {
+        self.starts[entry]..self.starts[entry + 1]
+    }
+
+    fn entry_of(&self, piece: usize) -> usize {
+        // Entries without pieces share their start with the next: the last of them is the one.
+        self.starts.partition_point(|&start| start as usize <= piece) - 1
+    }
+
+    /// The checksum that a piece has after the next commit.
+    pub(crate) fn next_sum(&self, piece: usize) -> u64 {
+        self.sums[self.entries[self.entry_of(piece)].next_slot()][piece]
+    }
+
+    pub(crate) fn set_live_sum(&mut self, piece: usize, sum: u64) {
+        let slot = usize::from(self.entries[self.entry_of(piece)].live);
+        self.sums[slot][piece] = sum;
+    }
+
+    pub(crate) fn sum(&self, slot: usize, piece: usize) -> u64 {
+        self.sums[slot][piece]
+    }
+
+    pub(crate) fn set_sum(&mut self, slot: usize, piece: usize, sum: u64) {
+        self.sums[slot][piece] = sum;
+    }
+
+    /// Whether staging may go on.
+    pub(crate) fn writable(&self) -> Result<()> {
+        if let Some(error) = &self.broken {
+            return Err(Error::Broken(Arc::clone(error)));
+        }
+        if self.closed {
+            return Err(Error::Usage("the store has been closed; open it again".into()));
+        }
+        if self.committing {
+            return Err(Error::Usage("a commit is under way; wait for it".into()));
+        }
+        Ok(())
+    }
+
+    /// Forgets what was staged of an entry.
+    pub(crate) fn forget(&mut self, entry: usize) {
+        self.entries[entry].staged = false;
+        self.entries[entry].missing = 0;
+    }
+}
+
+/// The index and whoever waits for it to change.
+#[derive(Debug)]
+pub(crate) struct Guarded {
+    index: Mutex<Index>,
+    changed: Condvar,
+}
+
+impl Guarded {
+    pub(crate) fn new(index: Index) -> Self {
+        Self { index: Mutex::new(index), changed: Condvar::new() }
+    }
+
+    pub(crate) fn lock(&self) -> MutexGuard<'_, Index> {
+        self.index.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn notify(&self) {
+        self.changed.notify_all();
+    }
+
+    /// Waits until `ready`; the lock is free while `keep_waiting` runs.
+    pub(crate) fn wait(
+        &self,
+        wait: &mut Wait<'_>,
+        what: &'static str,
+        ready: impl Fn(&Index) -> bool,
+    ) -> Result<MutexGuard<'_, Index>> {
+        let deadline = wait.timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        loop {
+            let until = Instant::now() + POLL_INTERVAL;
+            let until = deadline.map_or(until, |deadline| deadline.min(until));
+            let mut index = self.lock();
+            loop {
+                if ready(&index) {
+                    return Ok(index);
+                }
+                let left = until.saturating_duration_since(Instant::now());
+                if left.is_zero() {
+                    break;
+                }
+                index = self.changed.wait_timeout(index, left).unwrap_or_else(PoisonError::into_inner).0;
+            }
+            drop(index);
+            if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+                return Err(Error::TimedOut(what));
+            }
+            if wait.keep_waiting.as_mut().is_some_and(|keep_waiting| !keep_waiting()) {
+                return Err(Error::Interrupted(what));
+            }
+        }
+    }
+}

@@ -1,0 +1,94 @@
+//! The label at the beginning of each device: whose it is, and which one of how many.
+
+use crate::{
+    checksum::{Subject, Uuid, checksum},
+    fields::{Fields, Malformed},
+    layout::{Devices, PAGE_BYTES},
+};
+
+/// The first bytes of a store.
+pub(crate) const MAGIC: [u8; 8] = *b"memascnd";
+/// The version of the whole format; see `docs/store-format.md`.
+pub(crate) const VERSION: u32 = 1;
+/// What one sector holds, which a device writes whole or not at all.
+pub(crate) const SECTOR_BYTES: usize = 512;
+
+/// A label.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Label {
+    pub(crate) uuid: Uuid,
+    pub(crate) index: u32,
+    pub(crate) devices: Devices,
+}
+
+/// What the beginning of a device says.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Found {
+    Label(Label),
+    /// Nothing was ever written there.
+    Blank,
+    Foreign,
+    /// Another version of the format.
+    Version(u32),
+    Damaged(Malformed),
+}
+
+impl Label {
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        let mut bytes = Vec::with_capacity(PAGE_BYTES as usize);
+        bytes.extend(MAGIC);
+        bytes.extend(VERSION.to_le_bytes());
+        bytes.extend(self.index.to_le_bytes());
+        bytes.extend(self.devices.count.to_le_bytes());
+        bytes.extend(0_u32.to_le_bytes());
+        bytes.extend(self.devices.stripe_bytes.to_le_bytes());
+        bytes.extend(self.uuid);
+        seal(&mut bytes, &self.uuid, Subject::Label);
+        bytes.resize(PAGE_BYTES as usize, 0);
+        bytes
+    }
+}
+
+/// Fills a sector with zeros up to its last eight bytes, which get the checksum of the rest.
+pub(crate) fn seal(bytes: &mut Vec<u8>, uuid: &Uuid, subject: Subject) {
+    bytes.resize(SECTOR_BYTES - 8, 0);
+    let sum = checksum(uuid, subject, (0, 0), 0, bytes);
+    bytes.extend(sum.to_le_bytes());
+}
+
+/// Whether the last eight bytes of a sector are the checksum of the rest.
+pub(crate) fn is_sealed(sector: &[u8], uuid: &Uuid, subject: Subject) -> bool {
+    let (bytes, sum) = sector.split_at(SECTOR_BYTES - 8);
+    checksum(uuid, subject, (0, 0), 0, bytes).to_le_bytes() == sum
+}
+
+/// Reads the beginning of a device.
+pub(crate) fn read(bytes: &[u8]) -> Found {
+    let Some(sector) = bytes.get(..SECTOR_BYTES) else { return Found::Foreign };
+    if !sector.starts_with(&MAGIC) {
+        return if bytes.iter().all(|&byte| byte == 0) { Found::Blank } else { Found::Foreign };
+    }
+    decode(sector).unwrap_or_else(Found::Damaged)
+}
+
+fn decode(sector: &[u8]) -> Result<Found, Malformed> {
+    let mut fields = Fields::new(&sector[MAGIC.len()..]);
+    let version = fields.u32()?;
+    let index = fields.u32()?;
+    let count = fields.u32()?;
+    fields.u32()?;
+    let stripe_bytes = fields.u64()?;
+    let uuid = fields.array()?;
+    if !is_sealed(sector, &uuid, Subject::Label) {
+        return Err("its checksum is wrong".into());
+    }
+    if version != VERSION {
+        return Ok(Found::Version(version));
+    }
+    let stripe_is_whole = stripe_bytes.is_multiple_of(PAGE_BYTES) && (PAGE_BYTES..=1 << 30).contains(&stripe_bytes);
+    let devices_max = memascend_nvme::DEVICES_MAX as u32;
+    if count == 0 || count > devices_max || index >= count || !stripe_is_whole {
+        return Err(format!("device {index} of {count} with stripes of {stripe_bytes} bytes"));
+    }
+    Ok(Found::Label(Label { uuid, index, devices: Devices { count, stripe_bytes } }))
+}

@@ -1,0 +1,45 @@
+//! Training state on SSD: what it is, where it lies, two slots for whatever a step changes, and an atomic commit.
+//!
+//! A [`Store`] is made from a [`Description`]: entries (parameters and buffers) with their state tensors, grouped into
+//! units. Every entry is cut into *pieces*, the grain of I/O and of checksums. A step is staged piece by piece into the
+//! slots that are not live ([`Store::begin`], [`Store::stage`]) while readers go on seeing the live ones;
+//! [`Store::commit`] makes all of it live and durable at once, [`Store::discard`] forgets it.
+//!
+//! The format is described in `docs/store-format.md`, in enough detail to write another reader.
+
+#![expect(clippy::cast_possible_truncation, reason = "offsets and sizes are 64-bit, and so is usize: asserted below")]
+
+mod buffer;
+mod catalog;
+mod checksum;
+mod commit;
+mod description;
+mod dtype;
+mod error;
+mod fields;
+mod index;
+mod label;
+mod layout;
+mod open;
+mod path;
+mod read;
+mod root;
+mod stage;
+mod store;
+mod table;
+mod verify;
+
+pub use buffer::{Buffer, Shared};
+pub use catalog::{parse_description, parse_label, parse_root};
+pub use commit::Commit;
+pub use description::{Description, Entry, Kind, StateTensor};
+pub use dtype::Dtype;
+pub use error::{Error, Result};
+pub use layout::{Content, EntryLayout, Layout, PAGE_BYTES, Piece};
+pub use open::{Create, Existing};
+pub use read::{PieceRead, UnitRead};
+pub use stage::PieceWrite;
+pub use store::{Durability, EntryState, Info, Store};
+pub use verify::Verified;
+
+const _: () = assert!(size_of::<usize>() == 8, "the store addresses more than 4 GiB");

@@ -1,0 +1,331 @@
+//! Making and opening stores. A refused call leaves everything as it was.
+
+use std::{
+    fs::{self, File},
+    io::Read,
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+use memascend_mem::Wait;
+use memascend_nvme::{Options, Part, STRIPE_BYTES_DEFAULT, Volume};
+
+use crate::{
+    Description, Durability, Error, Layout, Result, Store,
+    checksum::{Subject, Uuid, checksum},
+    commit::boot,
+    description::DESCRIPTION_BYTES_MAX,
+    fields::Malformed,
+    label::{self, Found, Label},
+    layout::{Devices, PAGE_BYTES},
+    path::{There, check_place, look, refused, resolve},
+    root::{self, Root, UNCLOSED, UNFLUSHED},
+    store::CATALOG_CHUNK_BYTES,
+    table::table_checksum,
+};
+
+/// What to do where a store is already.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Existing {
+    /// Refuse.
+    #[default]
+    Refuse,
+    /// Open its last committed step; where there is none, make one.
+    Resume,
+    /// Make a new one in its place. What is no store of ours is never replaced.
+    Replace,
+}
+
+/// How a store is made or opened.
+#[derive(Debug, Clone, Default)]
+#[non_exhaustive]
+pub struct Create {
+    /// What to do where one is already.
+    pub existing: Existing,
+    /// What survives what.
+    pub durability: Durability,
+    /// How the volume is opened; size and stripe of a store that is there are its own.
+    pub volume: Options,
+    /// Its identity, for tests that want the same bytes again; random otherwise.
+    pub uuid: Option<[u8; 16]>,
+}
+
+impl Store {
+    /// Makes a store, or opens the one that is there if `how.existing` says so and it fits the description.
+    ///
+    /// A new store has to be filled: every entry staged, and committed. Until then it is refused by whoever opens it.
+    /// Returns whether it is new.
+    pub fn create(paths: &[impl AsRef<Path>], description: Description, how: &Create) -> Result<(Self, bool)> {
+        description.check()?;
+        let paths: Vec<PathBuf> = paths.iter().map(|path| resolve(path.as_ref())).collect();
+        paths.iter().try_for_each(|path| check_place(path))?;
+        let there = look(&paths)?;
+        match (&there, how.existing) {
+            (There::Nothing, _) | (There::Store(_) | There::Unusable(_), Existing::Replace) => {}
+            (There::Unusable(why), _) => return refused(&paths[0], why),
+            (There::Store(_), Existing::Refuse) => {
+                let why = "a store is there already; open it with existing=\"resume\", or give existing=\"replace\"";
+                return refused(&paths[0], why);
+            }
+            (There::Store(_), Existing::Resume) => {
+                let store = Self::open(&paths, how)?;
+                return match store.description.difference(&description) {
+                    None => Ok((store, false)),
+                    Some(difference) => {
+                        let name = paths[0].display();
+                        Err(Error::Invalid(format!(
+                            "the store at {name} does not fit: {difference}; nothing was changed"
+                        )))
+                    }
+                };
+            }
+        }
+        let stripe_bytes = how.volume.stripe_bytes.unwrap_or(STRIPE_BYTES_DEFAULT);
+        let devices = Devices { count: paths.len() as u32, stripe_bytes };
+        let layout = Layout::new(&description, devices)?;
+        let missing: Vec<&PathBuf> = paths.iter().filter(|path| !path.exists()).collect();
+        let mut options = how.volume.clone();
+        options.size_bytes = Some(layout.total_bytes());
+        let made = Volume::open(&paths, &options).map_err(Error::from).and_then(|volume| {
+            let uuid = how.uuid.map_or_else(random_uuid, Ok)?;
+            Self::format(volume, devices, description, uuid, how.durability)
+        });
+        if made.is_err() {
+            for path in missing {
+                drop(fs::remove_file(path));
+            }
+        }
+        Ok((made?, true))
+    }
+
+    /// Opens the store that is there.
+    pub fn open(paths: &[impl AsRef<Path>], how: &Create) -> Result<Self> {
+        let paths: Vec<PathBuf> = paths.iter().map(|path| resolve(path.as_ref())).collect();
+        let label = match look(&paths)? {
+            There::Store(label) => label,
+            There::Nothing => return refused(&paths[0], "there is no store"),
+            There::Unusable(why) => return refused(&paths[0], &why),
+        };
+        let mut options = how.volume.clone();
+        options.size_bytes = None;
+        options.stripe_bytes = Some(label.devices.stripe_bytes);
+        Self::load(Volume::open(&paths, &options)?, label.devices, how.durability)
+    }
+
+    /// Makes a store on an open volume of so many simulated devices.
+    #[cfg(feature = "sim")]
+    pub fn create_on(volume: Volume, stripe_bytes: u64, description: Description, how: &Create) -> Result<Self> {
+        description.check()?;
+        let devices = Devices { count: volume.devices().len() as u32, stripe_bytes };
+        let uuid = how.uuid.map_or_else(random_uuid, Ok)?;
+        Self::format(volume, devices, description, uuid, how.durability)
+    }
+
+    /// Opens a store on an open volume of simulated devices.
+    #[cfg(feature = "sim")]
+    pub fn open_on(volume: Volume, stripe_bytes: u64, how: &Create) -> Result<Self> {
+        let devices = Devices { count: volume.devices().len() as u32, stripe_bytes };
+        Self::load(volume, devices, how.durability)
+    }
+
+    /// Writes labels and description. There is no root yet, so this is no store that can be opened.
+    fn format(
+        volume: Volume,
+        devices: Devices,
+        description: Description,
+        uuid: Uuid,
+        durability: Durability,
+    ) -> Result<Self> {
+        let layout = Layout::new(&description, devices)?;
+        if volume.size_bytes() < layout.total_bytes() {
+            let (needed, size) = (layout.total_bytes(), volume.size_bytes());
+            return Err(Error::Invalid(format!("the store needs {needed} bytes, and the volume holds {size}")));
+        }
+        let store = Self::new(volume, uuid, description, layout, durability)?;
+        let blank = vec![0; PAGE_BYTES as usize];
+        // First the old roots go, so that no crash leaves an old root beside a new description.
+        for slot in 0..2 {
+            store.put(devices.root_offset(slot), &blank)?;
+        }
+        store.volume.flush(Wait::forever())?;
+        store.put(devices.description_offset(), &store.description.encode())?;
+        for index in 0..devices.count {
+            store.put(devices.label_offset(index), &Label { uuid, index, devices }.encode())?;
+        }
+        store.volume.flush(Wait::forever())?;
+        Ok(store)
+    }
+
+    fn load(volume: Volume, devices: Devices, durability: Durability) -> Result<Self> {
+        let path: Arc<Path> =
+            volume.devices().first().map_or(Path::new("").into(), |device| device.path.as_path().into());
+        let corrupt = |what: &str, (offset, nbytes): (u64, u64), why: Malformed| Error::Corrupt {
+            path: Arc::clone(&path),
+            what: what.into(),
+            offset,
+            nbytes,
+            why,
+        };
+        let uuid = labelled(&volume, devices, &corrupt)?;
+        let mut newest: Option<Root> = None;
+        for slot in 0..2 {
+            let offset = devices.root_offset(slot);
+            let page = bytes_at(&volume, offset, PAGE_BYTES)?;
+            let root = root::read(&page, &uuid).map_err(|why| corrupt("the root", (offset, PAGE_BYTES), why))?;
+            if root.is_some_and(|root| root.generation & 1 != slot) {
+                return Err(corrupt("the root", (offset, PAGE_BYTES), "it belongs into the other slot".into()));
+            }
+            newest = newest.max_by_generation(root);
+        }
+        let Some(root) = newest else {
+            return refused(&path, "its first write did not finish, so it holds no state; give existing=\"replace\"");
+        };
+        if root.flags & UNCLOSED != 0 {
+            return refused(
+                &path,
+                "it was not closed, and was made with durability=\"none\", which keeps nothing before \
+                                   close(); give existing=\"replace\"",
+            );
+        }
+        let description = described(&volume, devices, &root)
+            .map_err(|why| corrupt("the description", (devices.description_offset(), root.description_bytes), why))?;
+        let layout = Layout::new(&description, devices)?;
+        if volume.size_bytes() < layout.total_bytes() {
+            let (needed, size) = (layout.total_bytes(), volume.size_bytes());
+            let why = format!("the store has {needed} bytes, and {size} are there: it was truncated");
+            return Err(corrupt("the store", (size, needed - size), why));
+        }
+        let store = Self::new(volume, uuid, description, layout, durability)?;
+        store.load_table(&root)?;
+        if root.flags & UNFLUSHED != 0 && root.boot != boot() {
+            store.verify(&mut |_, _| true).map_err(|error| Error::Refused {
+                path: Arc::clone(&store.path),
+                why: format!(
+                    "it was not closed before the machine went down, and durability=\"close\" does not survive that: {error}"
+                ),
+            })?;
+        }
+        Ok(store)
+    }
+
+    fn load_table(&self, root: &Root) -> Result<()> {
+        let (slot, pages) = ((root.generation & 1) as usize, self.sections.pages());
+        let whole = (self.layout.table[slot], pages * PAGE_BYTES);
+        if root.table_bytes != whole.1 {
+            let why = format!("it has {} bytes by the root, and {} by the description", root.table_bytes, whole.1);
+            return Err(self.corrupt("the table".into(), whole, why));
+        }
+        let mut index = self.index.lock();
+        index.generation = root.generation;
+        index.root_flags = root.flags;
+        index.user_bytes = Vec::with_capacity(self.description.user_bytes_max as usize);
+        index.hyperparameters_bytes = Vec::with_capacity(self.description.hyperparameters_bytes_max as usize);
+        let pages_at_once = CATALOG_CHUNK_BYTES as u64 / PAGE_BYTES;
+        for start in (0..pages).step_by(pages_at_once as usize) {
+            let lease = self.chunks.lease(self.owner, Wait::forever())?;
+            let nbytes = ((pages - start).min(pages_at_once) * PAGE_BYTES) as usize;
+            let from = self.layout.table[slot] + start * PAGE_BYTES;
+            let read = self.volume.read(Part::new(lease, 0, nbytes)?, from).map_err(|refused| refused.error)?.wait();
+            read.result?;
+            let lease = read.buffer.into_inner();
+            for (page, bytes) in (start..).zip(lease.as_slice()[..nbytes].chunks_exact(PAGE_BYTES as usize)) {
+                let place = (self.layout.table[slot] + page * PAGE_BYTES, PAGE_BYTES);
+                let sum = self.sections.decode(&mut index, page, &self.uuid, bytes);
+                let sum = sum.map_err(|why| self.corrupt(format!("page {page} of the table"), place, why))?;
+                index.page_sums[slot][page as usize] = sum;
+                index.dirty[slot].set(page as usize, false);
+            }
+        }
+        let sum = table_checksum(&self.uuid, root.generation, &index.page_sums[slot]);
+        if sum != root.table_checksum {
+            let why = "its pages are not those that the root was written for";
+            return Err(self.corrupt("the table".into(), whole, why));
+        }
+        let text = |bytes: Vec<u8>, what: &str| {
+            String::from_utf8(bytes).map_err(|_| self.corrupt(what.into(), whole, "it is not UTF-8"))
+        };
+        let (user, hyperparameters) =
+            (std::mem::take(&mut index.user_bytes), std::mem::take(&mut index.hyperparameters_bytes));
+        index.user = text(user, "the user's value")?;
+        index.hyperparameters = text(hyperparameters, "the hyperparameters")?;
+        Ok(())
+    }
+
+    /// Writes a part of the catalog.
+    fn put(&self, offset: u64, bytes: &[u8]) -> Result<()> {
+        for (index, piece) in (0_u64..).zip(bytes.chunks(CATALOG_CHUNK_BYTES)) {
+            let mut lease = self.chunks.lease(self.owner, Wait::forever())?;
+            lease.as_mut_slice()[..piece.len()].copy_from_slice(piece);
+            let padded = piece.len().next_multiple_of(PAGE_BYTES as usize);
+            lease.as_mut_slice()[piece.len()..padded].fill(0);
+            let at = offset + index * CATALOG_CHUNK_BYTES as u64;
+            self.volume.write(Part::new(lease, 0, padded)?, at).map_err(|refused| refused.error)?.wait().result?;
+        }
+        Ok(())
+    }
+}
+
+/// The newer of two roots.
+trait Newest {
+    fn max_by_generation(self, other: Self) -> Self;
+}
+
+impl Newest for Option<Root> {
+    fn max_by_generation(self, other: Self) -> Self {
+        match (self, other) {
+            (Some(one), Some(two)) => Some(if one.generation >= two.generation { one } else { two }),
+            (one, two) => one.or(two),
+        }
+    }
+}
+
+/// Makes the error that says which part of the catalog is damaged where, and how.
+type Corrupt<'a> = dyn Fn(&str, (u64, u64), Malformed) -> Error + 'a;
+
+fn labelled(volume: &Volume, devices: Devices, corrupt: &Corrupt<'_>) -> Result<Uuid> {
+    let mut uuid = None;
+    for index in 0..devices.count {
+        let offset = devices.label_offset(index);
+        let path = &volume.devices()[index as usize].path;
+        let label = match label::read(&bytes_at(volume, offset, PAGE_BYTES)?) {
+            Found::Label(label) => label,
+            Found::Blank | Found::Foreign => return refused(path, "there is no store"),
+            Found::Version(version) => {
+                return refused(path, &format!("the store's format has version {version}, which is not known here"));
+            }
+            Found::Damaged(why) => return Err(corrupt("the label", (offset, PAGE_BYTES), why)),
+        };
+        if label.devices != devices || label.index != index || *uuid.get_or_insert(label.uuid) != label.uuid {
+            let (of, stripe) = (label.devices.count, label.devices.stripe_bytes);
+            let why = format!("it is device {} of {of} of a store with stripes of {stripe} bytes", label.index + 1);
+            return refused(path, &why);
+        }
+    }
+    uuid.ok_or_else(|| Error::Invalid("a store needs at least one device".into()))
+}
+
+fn described(volume: &Volume, devices: Devices, root: &Root) -> std::result::Result<Description, Malformed> {
+    let (offset, nbytes) = (devices.description_offset(), root.description_bytes);
+    if nbytes > DESCRIPTION_BYTES_MAX || nbytes > volume.size_bytes().saturating_sub(offset) {
+        return Err(format!("{nbytes} bytes of it are not there"));
+    }
+    let bytes = bytes_at(volume, offset, nbytes).map_err(|error| error.to_string())?;
+    if checksum(&root.uuid, Subject::Description, (0, 0), 0, &bytes) != root.description_checksum {
+        return Err("its checksum is wrong".into());
+    }
+    Description::decode(&bytes)
+}
+
+/// Bytes of the volume; the caller has bounded how many.
+fn bytes_at(volume: &Volume, offset: u64, nbytes: u64) -> Result<Vec<u8>> {
+    let read = volume.read(vec![0; nbytes as usize], offset).map_err(|refused| refused.error)?.wait();
+    read.result?;
+    Ok(read.buffer)
+}
+
+fn random_uuid() -> Result<Uuid> {
+    let mut uuid = [0; 16];
+    let read = File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut uuid));
+    read.map_err(|error| Error::Invalid(format!("/dev/urandom gives no identity: {error}")))?;
+    Ok(uuid)
+}

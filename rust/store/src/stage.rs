@@ -1,0 +1,149 @@
+//! Staging: writes to slots that are not live.
+
+use memascend_mem::Wait;
+use memascend_nvme::Ticket;
+
+use crate::{Buffer, Error, Result, Store};
+
+/// A piece that is being written. Waiting for it, or dropping it, settles it.
+pub struct PieceWrite<'a, B: Buffer> {
+    store: &'a Store,
+    ticket: Option<Ticket<B>>,
+    entry: usize,
+}
+
+impl Store {
+    /// Begins to stage an entry, as its update number `step`. Every piece of it has to follow before a commit.
+    ///
+    /// Waits until no read of the slot that it will be written to is open.
+    pub fn begin(&self, entry: usize, step: u64, mut wait: Wait<'_>) -> Result<()> {
+        self.known(entry)?;
+        let free = |index: &crate::index::Index| {
+            let slots = &index.entries[entry];
+            slots.staged || slots.reads[slots.other_slot()] == 0 || index.writable().is_err()
+        };
+        let mut index = self.index.wait(&mut wait, "the end of reads of the slot to be written", free)?;
+        index.writable()?;
+        if index.entries[entry].staged {
+            let name = &self.description.entries[entry].name;
+            return Err(Error::Usage(format!("{name:?} is staged already; commit or discard that first")));
+        }
+        let version = index.generation + 1;
+        let pieces = index.pieces_of(entry);
+        for piece in pieces.clone() {
+            index.written.set(piece as usize, false);
+        }
+        let slots = &mut index.entries[entry];
+        let slot = slots.other_slot();
+        slots.staged = true;
+        slots.missing = pieces.len() as u32;
+        slots.versions[slot] = version;
+        slots.steps[slot] = step;
+        Ok(())
+    }
+
+    /// Begins to write a piece of an entry whose staging was begun. The buffer holds whole pages; what fills the last
+    /// one should be zeros.
+    pub fn stage<B: Buffer>(&self, entry: usize, piece: u32, buffer: B) -> Result<PieceWrite<'_, B>> {
+        self.known(entry)?;
+        let name = &self.description.entries[entry].name;
+        if piece >= self.layout.pieces_of(entry) {
+            return Err(Error::Invalid(format!("{name:?} has {} pieces, not {piece}", self.layout.pieces_of(entry))));
+        }
+        let place = self.layout.piece(&self.description, entry, piece);
+        if buffer.len() as u64 != place.bytes() {
+            let (got, wanted) = (buffer.len(), place.bytes());
+            return Err(Error::Invalid(format!("piece {piece} of {name:?} has {wanted} bytes, not {got}")));
+        }
+        let version = self.index.lock().generation + 1;
+        let sum = self.sum_of(entry, piece, version, &buffer);
+        let number = (self.layout.entry(entry).first_piece + piece) as usize;
+        let slot = {
+            let mut index = self.index.lock();
+            index.writable()?;
+            let slots = &index.entries[entry];
+            let slot = slots.other_slot();
+            if !slots.staged || slots.versions[slot] != version {
+                return Err(Error::Usage(format!("the staging of {name:?} was not begun, or was discarded")));
+            }
+            if index.written.has(number) {
+                return Err(Error::Usage(format!("piece {piece} of {name:?} is staged already")));
+            }
+            index.written.set(number, true);
+            index.set_sum(slot, number, sum);
+            index.writing += 1;
+            slot
+        };
+        match self.volume.write(buffer, self.layout.offset(&place, slot)) {
+            Ok(ticket) => Ok(PieceWrite { store: self, ticket: Some(ticket), entry }),
+            Err(refused) => {
+                let error = Error::from(refused.error);
+                self.written(entry, Err(error.clone()));
+                Err(error)
+            }
+        }
+    }
+
+    /// Forgets everything that is staged, after what is in flight of it. The live slots are as they were.
+    pub fn discard(&self, mut wait: Wait<'_>) -> Result<()> {
+        let mut index = self.index.wait(&mut wait, "writes of the step", |index| index.writing == 0)?;
+        index.writable()?;
+        (0..index.entries.len()).for_each(|entry| index.forget(entry));
+        index.failed = None;
+        Ok(())
+    }
+
+    /// Forgets what is staged of one entry, after what is in flight.
+    pub fn discard_entry(&self, entry: usize, mut wait: Wait<'_>) -> Result<()> {
+        self.known(entry)?;
+        let mut index = self.index.wait(&mut wait, "writes of the step", |index| index.writing == 0)?;
+        index.writable()?;
+        index.forget(entry);
+        Ok(())
+    }
+
+    fn written(&self, entry: usize, result: Result<()>) {
+        let mut index = self.index.lock();
+        index.writing -= 1;
+        match result {
+            Ok(()) => {
+                let slots = &mut index.entries[entry];
+                slots.missing = slots.missing.saturating_sub(1);
+            }
+            Err(error) => {
+                index.failed.get_or_insert(error);
+            }
+        }
+        drop(index);
+        self.index.notify();
+    }
+}
+
+impl<B: Buffer> PieceWrite<'_, B> {
+    /// Whether it has ended.
+    #[must_use]
+    pub fn is_done(&self) -> bool {
+        self.ticket.as_ref().is_none_or(Ticket::is_done)
+    }
+
+    /// Waits for the end and gives the buffer back. A failure also keeps the step from being committed.
+    pub fn wait(mut self) -> Result<B> {
+        match self.settle() {
+            Some((buffer, result)) => result.map(|()| buffer),
+            None => Err(Error::Usage("this write was waited for already".into())),
+        }
+    }
+
+    fn settle(&mut self) -> Option<(B, Result<()>)> {
+        let finished = self.ticket.take()?.wait();
+        let result = finished.result.map(drop).map_err(Error::from);
+        self.store.written(self.entry, result.clone());
+        Some((finished.buffer, result))
+    }
+}
+
+impl<B: Buffer> Drop for PieceWrite<'_, B> {
+    fn drop(&mut self) {
+        drop(self.settle());
+    }
+}

@@ -1,0 +1,199 @@
+//! The store itself: what it is made of, and what it says of itself.
+
+use std::{path::Path, sync::Arc};
+
+use memascend_mem::{ChunkRing, OnFork, OwnerId, Pin, Region};
+use memascend_nvme::Volume;
+
+use crate::{
+    Description, Error, Layout, Result,
+    buffer::{Buffer, bytes_of},
+    checksum::{Subject, Uuid, checksum},
+    index::{Guarded, Index},
+    layout::PAGE_BYTES,
+    table::Sections,
+};
+
+/// What survives what. Staging is the same in all three.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Durability {
+    /// Every commit survives a loss of power.
+    #[default]
+    Step,
+    /// Every commit survives the death of the process; a loss of power may make the store unusable, which opening says.
+    Close,
+    /// Nothing is kept before [`Store::close`]; a store that was not closed is refused.
+    None,
+}
+
+/// Bytes of the two buffers that tables and roots are written from.
+pub(crate) const CATALOG_CHUNK_BYTES: usize = 16 * PAGE_BYTES as usize;
+
+/// State on SSD. See the crate's description.
+pub struct Store {
+    pub(crate) volume: Volume,
+    pub(crate) path: Arc<Path>,
+    pub(crate) uuid: Uuid,
+    pub(crate) description: Description,
+    pub(crate) description_checksum: u64,
+    pub(crate) layout: Layout,
+    pub(crate) sections: Sections,
+    pub(crate) index: Guarded,
+    pub(crate) durability: Durability,
+    pub(crate) chunks: ChunkRing,
+    pub(crate) owner: OwnerId,
+}
+
+/// What is known of an entry.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct EntryState {
+    /// Which slot is live.
+    pub slot: u8,
+    /// The generation whose commit wrote it.
+    pub version: u64,
+    /// Its count of updates.
+    pub step: u64,
+    /// Whether a step is staged for it.
+    pub staged: bool,
+}
+
+/// What is known of a store.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Info {
+    /// Its identity.
+    pub uuid: [u8; 16],
+    /// Counts commits.
+    pub generation: u64,
+    /// Committed steps.
+    pub step: u64,
+    /// The user's value.
+    pub user: String,
+    /// The hyperparameters, as the last commit saw them.
+    pub hyperparameters: String,
+    /// Bytes of one slot of values and state.
+    pub slot_bytes: u64,
+    /// Bytes of it all on storage.
+    pub total_bytes: u64,
+    /// Bytes of memory that the index holds.
+    pub index_bytes: u64,
+}
+
+impl Store {
+    pub(crate) fn new(
+        volume: Volume,
+        uuid: Uuid,
+        description: Description,
+        layout: Layout,
+        durability: Durability,
+    ) -> Result<Self> {
+        let path: Arc<Path> =
+            volume.devices().first().map_or(Path::new("").into(), |device| device.path.as_path().into());
+        let region = Region::new(2 * CATALOG_CHUNK_BYTES, Pin::Off, OnFork::Wipe, "store catalog")?;
+        let chunks = ChunkRing::new(&region, CATALOG_CHUNK_BYTES, 2)?;
+        let owner = chunks.owner("catalog")?;
+        let sections = Sections::new(&description, layout.pieces());
+        let description_checksum = checksum(&uuid, Subject::Description, (0, 0), 0, &description.encode());
+        let index = Guarded::new(Index::new(&description, &layout, &sections));
+        Ok(Self {
+            volume,
+            path,
+            uuid,
+            description,
+            description_checksum,
+            layout,
+            sections,
+            index,
+            durability,
+            chunks,
+            owner,
+        })
+    }
+
+    /// What it holds.
+    #[must_use]
+    pub fn description(&self) -> &Description {
+        &self.description
+    }
+
+    /// Where it lies.
+    #[must_use]
+    pub fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// The volume below.
+    #[must_use]
+    pub fn volume(&self) -> &Volume {
+        &self.volume
+    }
+
+    /// The index of the entry called `name`.
+    pub fn entry(&self, name: &str) -> Result<usize> {
+        let found = self.description.entries.iter().position(|entry| entry.name == name);
+        found.ok_or_else(|| Error::Invalid(format!("the store has no entry {name:?}")))
+    }
+
+    /// What is known of an entry.
+    pub fn entry_state(&self, entry: usize) -> Result<EntryState> {
+        self.known(entry)?;
+        let index = self.index.lock();
+        let slots = &index.entries[entry];
+        let live = usize::from(slots.live);
+        Ok(EntryState {
+            slot: slots.live,
+            version: slots.versions[live],
+            step: slots.steps[live],
+            staged: slots.staged,
+        })
+    }
+
+    /// What is known of the store.
+    #[must_use]
+    pub fn info(&self) -> Info {
+        let index = self.index.lock();
+        let names: usize = self.description.entries.iter().map(|entry| entry.name.len() + 256).sum();
+        Info {
+            uuid: self.uuid,
+            generation: index.generation,
+            step: index.step,
+            user: index.user.clone(),
+            hyperparameters: index.hyperparameters.clone(),
+            slot_bytes: self.layout.slot_bytes(),
+            total_bytes: self.layout.total_bytes(),
+            index_bytes: index.bytes() + names as u64 + 2 * CATALOG_CHUNK_BYTES as u64,
+        }
+    }
+
+    pub(crate) fn known(&self, entry: usize) -> Result<()> {
+        let count = self.description.entries.len();
+        if entry < count { Ok(()) } else { Err(Error::Invalid(format!("entry {entry} of {count}"))) }
+    }
+
+    /// The checksum of a piece.
+    pub(crate) fn sum_of(&self, entry: usize, piece: u32, version: u64, buffer: &impl Buffer) -> u64 {
+        self.sum_of_bytes(entry, piece, version, bytes_of(buffer))
+    }
+
+    pub(crate) fn sum_of_bytes(&self, entry: usize, piece: u32, version: u64, bytes: &[u8]) -> u64 {
+        checksum(&self.uuid, Subject::Piece, (entry as u64, u64::from(piece)), version, bytes)
+    }
+
+    pub(crate) fn corrupt(&self, what: String, (offset, nbytes): (u64, u64), why: impl Into<String>) -> Error {
+        Error::Corrupt { path: Arc::clone(&self.path), what, offset, nbytes, why: why.into() }
+    }
+
+    /// A piece in words.
+    pub(crate) fn named(&self, entry: usize, piece: u32) -> String {
+        use crate::Content;
+        let described = &self.description.entries[entry];
+        let name = &described.name;
+        match self.layout.piece(&self.description, entry, piece).content {
+            Content::Values { chunk } => format!("chunk {chunk} of {name:?}"),
+            Content::State { chunk } => format!("chunk {chunk} of the state of {name:?}"),
+            Content::Whole { tensor, part } => {
+                let tensor = described.whole().nth(tensor as usize).map_or("state", |tensor| &tensor.name);
+                format!("part {part} of {tensor:?} of {name:?}")
+            }
+        }
+    }
+}

@@ -1,0 +1,160 @@
+//! The table: what commits change. Pages, each with its own checksum, so that only changed ones are written.
+//!
+//! `head | user value | hyperparameters | entries | checksums of the pieces`
+
+use std::ops::Range;
+
+use crate::{
+    Description,
+    checksum::{Subject, Uuid, checksum},
+    fields::{Fields, Malformed},
+    index::Index,
+    layout::PAGE_BYTES,
+};
+
+/// What a page holds before its checksum.
+pub(crate) const PAYLOAD_BYTES: usize = PAGE_BYTES as usize - 8;
+/// Slot, version and step of an entry.
+const ENTRY_BYTES: usize = 24;
+const ENTRIES_PER_PAGE: u64 = (PAYLOAD_BYTES / ENTRY_BYTES) as u64;
+const SUMS_PER_PAGE: u64 = (PAYLOAD_BYTES / 8) as u64;
+
+/// Which pages hold what.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Sections {
+    pub(crate) user: Range<u64>,
+    pub(crate) hyperparameters: Range<u64>,
+    pub(crate) entries: Range<u64>,
+    pub(crate) sums: Range<u64>,
+}
+
+impl Sections {
+    pub(crate) fn new(description: &Description, pieces: u32) -> Self {
+        let text = |bytes_max: u32| (4 + u64::from(bytes_max)).div_ceil(PAYLOAD_BYTES as u64);
+        let user = 1..1 + text(description.user_bytes_max);
+        let hyperparameters = user.end..user.end + text(description.hyperparameters_bytes_max);
+        let entries = description.entries.len() as u64;
+        let entries = hyperparameters.end..hyperparameters.end + entries.div_ceil(ENTRIES_PER_PAGE);
+        let sums = entries.end..entries.end + u64::from(pieces).div_ceil(SUMS_PER_PAGE);
+        Self { user, hyperparameters, entries, sums }
+    }
+
+    pub(crate) fn pages(&self) -> u64 {
+        self.sums.end
+    }
+
+    /// The page that an entry stands in.
+    pub(crate) fn page_of_entry(&self, entry: usize) -> u64 {
+        self.entries.start + entry as u64 / ENTRIES_PER_PAGE
+    }
+
+    /// The pages that the checksums of some pieces stand in.
+    pub(crate) fn pages_of_sums(&self, pieces: Range<u32>) -> Range<u64> {
+        if pieces.is_empty() {
+            return 0..0;
+        }
+        let page = |piece: u32| self.sums.start + u64::from(piece) / SUMS_PER_PAGE;
+        page(pieces.start)..page(pieces.end - 1) + 1
+    }
+
+    /// Fills a page as it is after the commit that is being made, checksum included, and returns that.
+    pub(crate) fn encode(&self, index: &Index, page: u64, uuid: &Uuid, bytes: &mut [u8]) -> u64 {
+        bytes.fill(0);
+        let (payload, sum_bytes) = bytes.split_at_mut(PAYLOAD_BYTES);
+        if page == 0 {
+            put(payload, 0, index.next_step);
+        } else if self.user.contains(&page) {
+            put_text(payload, &index.user, page - self.user.start);
+        } else if self.hyperparameters.contains(&page) {
+            put_text(payload, &index.hyperparameters, page - self.hyperparameters.start);
+        } else if self.entries.contains(&page) {
+            let first = ((page - self.entries.start) * ENTRIES_PER_PAGE) as usize;
+            for (at, entry) in index.entries.iter().skip(first).take(ENTRIES_PER_PAGE as usize).enumerate() {
+                let slot = entry.next_slot();
+                for (field, value) in [slot as u64, entry.versions[slot], entry.steps[slot]].into_iter().enumerate() {
+                    put(payload, at * ENTRY_BYTES + field * 8, value);
+                }
+            }
+        } else {
+            let first = (page - self.sums.start) * SUMS_PER_PAGE;
+            let last = (first + SUMS_PER_PAGE).min(index.piece_count());
+            for (at, piece) in (first..last).enumerate() {
+                put(payload, at * 8, index.next_sum(piece as usize));
+            }
+        }
+        let sum = checksum(uuid, Subject::TablePage, (page, 0), 0, payload);
+        sum_bytes.copy_from_slice(&sum.to_le_bytes());
+        sum
+    }
+
+    /// Takes a page that was read into the index, whose live slots are known from the pages before.
+    pub(crate) fn decode(&self, index: &mut Index, page: u64, uuid: &Uuid, bytes: &[u8]) -> Result<u64, Malformed> {
+        let (payload, sum_bytes) = bytes.split_at(PAYLOAD_BYTES);
+        let sum = checksum(uuid, Subject::TablePage, (page, 0), 0, payload);
+        if sum.to_le_bytes() != sum_bytes {
+            return Err("its checksum is wrong".into());
+        }
+        let mut fields = Fields::new(payload);
+        if page == 0 {
+            index.step = fields.u64()?;
+            index.next_step = index.step;
+        } else if self.user.contains(&page) {
+            take_text(&mut index.user_bytes, payload, page - self.user.start)?;
+        } else if self.hyperparameters.contains(&page) {
+            take_text(&mut index.hyperparameters_bytes, payload, page - self.hyperparameters.start)?;
+        } else if self.entries.contains(&page) {
+            let first = ((page - self.entries.start) * ENTRIES_PER_PAGE) as usize;
+            let generation = index.generation;
+            for entry in index.entries.iter_mut().skip(first).take(ENTRIES_PER_PAGE as usize) {
+                let (slot, version, step) = (fields.u64()?, fields.u64()?, fields.u64()?);
+                if slot > 1 || version > generation {
+                    return Err(format!("slot {slot} and version {version} of an entry at generation {generation}"));
+                }
+                entry.live = slot as u8;
+                entry.versions[slot as usize] = version;
+                entry.steps[slot as usize] = step;
+            }
+        } else {
+            let first = (page - self.sums.start) * SUMS_PER_PAGE;
+            let last = (first + SUMS_PER_PAGE).min(index.piece_count());
+            for piece in first..last {
+                index.set_live_sum(piece as usize, fields.u64()?);
+            }
+        }
+        Ok(sum)
+    }
+}
+
+/// A checksum over the checksums of all pages: a page of another generation is found by it.
+pub(crate) fn table_checksum(uuid: &Uuid, generation: u64, page_sums: &[u64]) -> u64 {
+    let bytes: Vec<u8> = page_sums.iter().flat_map(|sum| sum.to_le_bytes()).collect();
+    checksum(uuid, Subject::TablePages, (0, 0), generation, &bytes)
+}
+
+fn put(payload: &mut [u8], at: usize, value: u64) {
+    payload[at..at + 8].copy_from_slice(&value.to_le_bytes());
+}
+
+/// The part of a text with its length before it that stands in a page.
+fn put_text(payload: &mut [u8], text: &str, page: u64) {
+    let length = (text.len() as u32).to_le_bytes();
+    let start = page as usize * PAYLOAD_BYTES;
+    let stream = length.iter().chain(text.as_bytes()).skip(start);
+    payload.iter_mut().zip(stream).for_each(|(to, from)| *to = *from);
+}
+
+fn take_text(text: &mut Vec<u8>, payload: &[u8], page: u64) -> Result<(), Malformed> {
+    if page == 0 {
+        let nbytes = Fields::new(payload).u32()? as usize;
+        let room = text.capacity();
+        if nbytes > room {
+            return Err(format!("a text of {nbytes} bytes, there is room for {room}"));
+        }
+        text.clear();
+        text.resize(nbytes, 0);
+    }
+    let (skip, start) = if page == 0 { (4, 0) } else { (0, page as usize * PAYLOAD_BYTES - 4) };
+    let Some(rest) = text.get_mut(start..) else { return Ok(()) };
+    rest.iter_mut().zip(&payload[skip..]).for_each(|(to, from)| *to = *from);
+    Ok(())
+}

@@ -1,0 +1,219 @@
+//! Flipped bits, misdirected and lost writes, foreign bytes and bytes that nobody wrote: an error with a name, or the
+//! right numbers; never a crash, never wrong ones.
+
+mod toy;
+
+use memascend_mem::Wait;
+use memascend_nvme::sim::{Faults, Rng, SimDisk};
+use memascend_store::{EntryState, Error, Info, Store, parse_description, parse_label, parse_root};
+use proptest::prelude::*;
+
+/// A store at step 2, on one device, and where its live pieces lie.
+fn trained() -> (Vec<u8>, Vec<(usize, u64, u64)>, u64) {
+    let disks = toy::disks(1);
+    let store = Store::create_on(toy::volume(&disks, &Faults::default()), toy::STRIPE, toy::description(), &toy::how());
+    let store = store.unwrap_or_else(|error| panic!("{error}"));
+    (0..=2).for_each(|step| toy::step(&store, step).unwrap_or_else(|error| panic!("{error}")));
+    let (mut pieces, mut first) = (Vec::new(), u64::MAX);
+    for entry in 0..store.description().entries.len() {
+        let slot = store.entry_state(entry).map_or(0, |state| state.slot);
+        for piece in 0..store.layout().pieces_of(entry) {
+            for of in 0..2 {
+                let layout = store.layout().piece(store.description(), entry, piece);
+                let offset = store.layout().offset_in(&layout, of);
+                first = first.min(offset);
+                if of == usize::from(slot) {
+                    pieces.push((entry, offset, layout.bytes()));
+                }
+            }
+        }
+    }
+    let bytes = disks[0].bytes();
+    (bytes, pieces, first)
+}
+
+/// What opening and reading everything says: the step, or the error's text.
+fn outcome(bytes: Vec<u8>) -> Result<u64, String> {
+    let store = toy::open(&[SimDisk::of(bytes)], &toy::how()).map_err(|error| named(&error))?;
+    store.verify(&mut |_, _| true).map_err(|error| named(&error))?;
+    Ok(toy::check(&store, "damaged"))
+}
+
+/// All that a store says of itself.
+fn known(store: &Store) -> (Info, Vec<EntryState>) {
+    let entries = 0..store.description().entries.len();
+    let states = entries.map(|entry| store.entry_state(entry).unwrap_or_else(|error| panic!("{error}")));
+    (store.info(), states.collect())
+}
+
+fn named(error: &Error) -> String {
+    assert!(matches!(error, Error::Corrupt { .. } | Error::Refused { .. }), "{error}");
+    error.to_string()
+}
+
+#[test]
+fn every_byte_of_the_catalog() {
+    let (bytes, _, end) = trained();
+    let whole = known(&toy::open(&[SimDisk::of(bytes.clone())], &toy::how()).unwrap_or_else(|error| panic!("{error}")));
+    let mut errors = 0;
+    let disk = SimDisk::of(bytes);
+    for at in 0..usize::try_from(end).unwrap_or(0) {
+        disk.flip(at, 1 << (at % 8));
+        let opened = toy::open(std::slice::from_ref(&disk), &toy::how()).map_err(|error| named(&error));
+        disk.flip(at, 1 << (at % 8));
+        match opened {
+            Ok(store) => {
+                assert_eq!(known(&store), whole, "byte {at}");
+                // The checksums that it knows are right if the pieces pass.
+                if at % 257 == 0 {
+                    assert_eq!(toy::check(&store, "flipped"), 2, "byte {at}");
+                }
+            }
+            Err(why) => {
+                errors += 1;
+                assert!(why.contains("damaged") || why.contains("no store"), "byte {at}: {why}");
+            }
+        }
+    }
+    // The label, the description and one of the two tables have no copy.
+    assert!(errors > 8000, "{errors}");
+}
+
+#[test]
+fn every_byte_of_some_chunks() {
+    let (bytes, pieces, _) = trained();
+    for &(entry, offset, nbytes) in pieces.iter().step_by(5) {
+        for at in (offset..offset + nbytes).step_by(7) {
+            let mut flipped = bytes.clone();
+            flipped[usize::try_from(at).unwrap_or(0)] ^= 0x10;
+            let why = outcome(flipped).map_err(|why| why.contains("damaged") && why.contains("checksum"));
+            assert_eq!(why, Err(true), "entry {entry}, byte {at}");
+        }
+    }
+}
+
+#[test]
+fn a_write_that_was_lost_or_went_elsewhere_is_found() {
+    let (bytes, pieces, _) = trained();
+    let range = |offset: u64, nbytes: u64| {
+        let start = usize::try_from(offset).unwrap_or(0);
+        start..start + usize::try_from(nbytes).unwrap_or(0)
+    };
+    for pair in pieces.windows(2).filter(|pair| pair[0].2 == pair[1].2) {
+        let mut swapped = bytes.clone();
+        let (one, two) = (range(pair[0].1, pair[0].2), range(pair[1].1, pair[1].2));
+        swapped.copy_within(one, two.start);
+        assert!(outcome(swapped).is_err());
+    }
+    for &(_, offset, nbytes) in &pieces {
+        let mut lost = bytes.clone();
+        lost[range(offset, nbytes)].fill(0);
+        assert!(outcome(lost).is_err());
+    }
+}
+
+#[test]
+fn a_lost_table_page_is_found() {
+    // The page of an older generation is whole in itself: only the root knows that it is not the one.
+    let disks = toy::disks(1);
+    let store = Store::create_on(toy::volume(&disks, &Faults::default()), toy::STRIPE, toy::description(), &toy::how());
+    let store = store.unwrap_or_else(|error| panic!("{error}"));
+    let mut images = Vec::new();
+    for step in 0..=3 {
+        toy::step(&store, step).unwrap_or_else(|error| panic!("{error}"));
+        images.push(disks[0].bytes());
+    }
+    let end = images[0].len();
+    // Step 3 and step 1 use the same slot of the table.
+    let mut found = 0;
+    for at in (0..end).step_by(4096) {
+        if images[3][at..at + 4096] != images[1][at..at + 4096] {
+            let mut lost = images[3].clone();
+            lost[at..at + 4096].copy_from_slice(&images[1][at..at + 4096]);
+            match outcome(lost) {
+                // The newest root itself, lost: the step before it, whole. The other root is not needed.
+                Ok(step) => assert_eq!(step, if at == 4096 { 2 } else { 3 }, "page at {at}"),
+                Err(_) => found += 1,
+            }
+        }
+    }
+    assert!(found > 5, "{found}");
+}
+
+#[test]
+fn a_truncated_a_foreign_and_a_future_store_are_named() {
+    let (bytes, ..) = trained();
+    let cut = outcome(bytes[..bytes.len() / 2].to_vec());
+    assert!(cut.as_ref().is_err_and(|why| why.contains("truncated")), "{cut:?}");
+    let foreign = outcome((0..bytes.len()).map(|at| u8::try_from(at % 251).unwrap_or(0)).collect());
+    assert!(foreign.as_ref().is_err_and(|why| why.contains("no store")), "{foreign:?}");
+    assert!(outcome(vec![0; bytes.len()]).is_err_and(|why| why.contains("no store")));
+}
+
+#[test]
+fn a_step_that_is_whole_in_part_cannot_be_committed() {
+    let disks = toy::disks(1);
+    let store = Store::create_on(toy::volume(&disks, &Faults::default()), toy::STRIPE, toy::description(), &toy::how());
+    let store = store.unwrap_or_else(|error| panic!("{error}"));
+    toy::step(&store, 0).unwrap_or_else(|error| panic!("{error}"));
+    store.begin(0, 1, Wait::forever()).unwrap_or_else(|error| panic!("{error}"));
+    let refused = store.commit(memascend_store::Commit { step: 1, ..Default::default() }, Wait::forever());
+    assert!(refused.is_err_and(|error| error.to_string().contains("pieces are missing")));
+    assert!(store.begin(0, 1, Wait::forever()).is_err_and(|error| error.to_string().contains("staged already")));
+    store.discard_entry(0, Wait::forever()).unwrap_or_else(|error| panic!("{error}"));
+    toy::step(&store, 1).unwrap_or_else(|error| panic!("{error}"));
+    assert_eq!(toy::check(&store, "after a refusal"), 1);
+}
+
+#[test]
+fn a_slot_is_not_staged_into_while_a_read_of_it_is_open() {
+    let disks = toy::disks(1);
+    let store = Store::create_on(toy::volume(&disks, &Faults::default()), toy::STRIPE, toy::description(), &toy::how());
+    let store = store.unwrap_or_else(|error| panic!("{error}"));
+    (0..=1).for_each(|step| toy::step(&store, step).unwrap_or_else(|error| panic!("{error}")));
+    let nbytes = usize::try_from(store.layout().piece(store.description(), 0, 0).bytes()).unwrap_or(0);
+    let open = store.read(0, 0, vec![0; nbytes]).unwrap_or_else(|error| panic!("{error}"));
+    // Staging goes to the other slot, and the read goes on being of version 2 after the commit.
+    toy::step(&store, 2).unwrap_or_else(|error| panic!("{error}"));
+    let refused = store.begin(0, 3, Wait::never());
+    assert!(matches!(refused, Err(Error::TimedOut(_))), "{refused:?}");
+    let (bytes, version) = open.wait().unwrap_or_else(|error| panic!("{error}"));
+    assert_eq!((bytes, version), (toy::content(0, 0, 1, nbytes), 2));
+    toy::step(&store, 3).unwrap_or_else(|error| panic!("{error}"));
+    assert_eq!(toy::check(&store, "after the read"), 3);
+}
+
+fn encoded() -> Vec<u8> {
+    let (bytes, ..) = trained();
+    bytes[4096 * 3..].to_vec()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 3000, ..ProptestConfig::default() })]
+
+    #[test]
+    fn parsers_take_anything(bytes in proptest::collection::vec(any::<u8>(), 0..9000)) {
+        prop_assert!(!parse_label(&bytes).is_empty());
+        drop(parse_root(&bytes, &toy::UUID));
+        drop(parse_description(&bytes));
+    }
+}
+
+#[test]
+fn a_changed_description_is_refused_or_within_its_bounds() {
+    let original = encoded();
+    let end = (0..original.len()).rev().find(|&end| parse_description(&original[..end]).is_ok());
+    let original = &original[..end.unwrap_or_else(|| panic!("the description is not there"))];
+    let mut rng = Rng::new(7);
+    for _ in 0..20_000 {
+        let mut bytes = original.to_vec();
+        for _ in 0..=rng.below(4) {
+            let at = rng.below(bytes.len());
+            bytes[at] = [0, 1, 0x7f, 0xff, u8::try_from(rng.below(256)).unwrap_or(0)][rng.below(5)];
+        }
+        bytes.truncate(bytes.len() - if rng.chance(200) { rng.below(bytes.len()) } else { 0 });
+        if let Ok(description) = parse_description(&bytes) {
+            assert!(description.check().is_ok());
+        }
+    }
+}

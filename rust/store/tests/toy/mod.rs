@@ -1,0 +1,139 @@
+//! A toy training on a store, whose every byte at every step is known, and a check that a store holds exactly one step.
+
+#![allow(clippy::allow_attributes, dead_code, reason = "each test file uses its part of it")]
+
+use memascend_mem::Wait;
+use memascend_nvme::{
+    Options, Volume,
+    sim::{self, Faults, Rng, SimDisk},
+};
+use memascend_store::{Commit, Create, Description, Dtype, Entry, Error, Kind, StateTensor, Store};
+
+pub(crate) const STRIPE: u64 = 8192;
+pub(crate) const UUID: [u8; 16] = *b"0123456789abcdef";
+
+fn tensor(name: &str, dtype: Dtype, shape: &[u64]) -> StateTensor {
+    StateTensor { name: name.into(), dtype, shape: shape.into() }
+}
+
+fn entry(name: &str, unit: u32, dtype: Dtype, shape: &[u64], state: &[&str]) -> Entry {
+    let state = state.iter().map(|name| tensor(name, Dtype::F32, shape)).collect();
+    let spill = Some(Dtype::F32);
+    Entry { name: name.into(), kind: Kind::Parameter, unit, dtype, shape: shape.into(), order: vec![], spill, state }
+}
+
+/// Every kind of entry: several chunks, one element, no state, odd state, a buffer, nothing at all.
+pub(crate) fn description() -> Description {
+    let adam = ["master", "exp_avg", "exp_avg_sq"];
+    let mut odd = entry("odd", 1, Dtype::Bf16, &[30, 70], &["exp_avg"]);
+    odd.state.push(tensor("row", Dtype::F32, &[30]));
+    odd.state.push(tensor("column", Dtype::F64, &[70]));
+    let mut buffer = entry("running_mean", 2, Dtype::F32, &[3], &[]);
+    buffer.kind = Kind::Buffer;
+    Description {
+        chunk_elements: 2048,
+        user_bytes_max: 64,
+        hyperparameters_bytes_max: 5000,
+        optimizer: "AdamW".into(),
+        units: vec!["embed".into(), "block".into(), "head".into()],
+        entries: vec![
+            entry("weight", 0, Dtype::Bf16, &[5, 1000], &adam),
+            entry("scale", 0, Dtype::F32, &[], &["momentum"]),
+            entry("frozen", 1, Dtype::Bf16, &[100], &[]),
+            entry("expert", 1, Dtype::F16, &[2049], &adam),
+            odd,
+            entry("nothing", 1, Dtype::Bf16, &[0, 4], &adam),
+            buffer,
+        ],
+    }
+}
+
+/// How many updates each entry has had after `step` steps: experts get a token every other time.
+pub(crate) fn updates(step: u64) -> Vec<u64> {
+    vec![step, step, 0, step / 2, step, step, step]
+}
+
+/// What a piece of an entry holds after its update number `update`.
+pub(crate) fn content(entry: usize, piece: u32, update: u64, nbytes: usize) -> Vec<u8> {
+    let mut rng = Rng::new(update << 32 ^ (entry as u64) << 16 ^ u64::from(piece));
+    let mut bytes: Vec<u8> = Vec::with_capacity(nbytes + 8);
+    while bytes.len() < nbytes {
+        bytes.extend(rng.bits().to_le_bytes());
+    }
+    bytes.truncate(nbytes);
+    bytes
+}
+
+pub(crate) fn user(step: u64) -> String {
+    format!("{{\"seen\": {step}}}")
+}
+
+/// Stages entries as their given updates.
+pub(crate) fn stage(store: &Store, entry: usize, update: u64, salt: u64) -> Result<(), Error> {
+    store.begin(entry, update, Wait::forever())?;
+    let mut writes = Vec::new();
+    for piece in 0..store.layout().pieces_of(entry) {
+        let nbytes = store.layout().piece(store.description(), entry, piece).bytes();
+        let bytes = content(entry, piece, update ^ salt, usize::try_from(nbytes).unwrap_or(0));
+        writes.push(store.stage(entry, piece, bytes)?);
+    }
+    writes.into_iter().try_for_each(|write| write.wait().map(drop))
+}
+
+/// Stages and commits one step.
+pub(crate) fn step(store: &Store, step: u64) -> Result<(), Error> {
+    for (entry, (before, after)) in updates(step.max(1) - 1).into_iter().zip(updates(step)).enumerate() {
+        if step == 0 || before != after {
+            stage(store, entry, after, 0)?;
+        }
+    }
+    let hyperparameters = Some("x".repeat(usize::try_from(step).unwrap_or(0) * 700 % 5000));
+    store.commit(Commit { step, user: Some(user(step)), hyperparameters }, Wait::forever())?;
+    Ok(())
+}
+
+/// Stages some of a step and forgets it, as a skipped step does.
+pub(crate) fn abandoned(store: &Store, at: u64) -> Result<(), Error> {
+    stage(store, 0, at, 0xdead)?;
+    stage(store, 3, at, 0xdead)?;
+    store.discard(Wait::forever())
+}
+
+/// Which step a store holds; panics if it is not exactly that one.
+pub(crate) fn check(store: &Store, seed: &str) -> u64 {
+    let info = store.info();
+    assert_eq!(info.user, user(info.step), "{seed}");
+    for (entry, update) in updates(info.step).into_iter().enumerate() {
+        let state = store.entry_state(entry).unwrap_or_else(|error| panic!("{seed}: {error}"));
+        assert_eq!(state.step, update, "{seed}: entry {entry} at step {}", info.step);
+        for piece in 0..store.layout().pieces_of(entry) {
+            let nbytes = store.layout().piece(store.description(), entry, piece).bytes();
+            let nbytes = usize::try_from(nbytes).unwrap_or(0);
+            let read = store.read(entry, piece, vec![0; nbytes]).unwrap_or_else(|error| panic!("{seed}: {error}"));
+            let (bytes, _) = read.wait().unwrap_or_else(|error| panic!("{seed}: {error}"));
+            assert!(bytes == content(entry, piece, update, nbytes), "{seed}: entry {entry}, piece {piece}");
+        }
+    }
+    info.step
+}
+
+pub(crate) fn disks(count: usize) -> Vec<SimDisk> {
+    let bytes = if count == 1 { 640 << 10 } else { 400 << 10 };
+    (0..count).map(|_| SimDisk::new(bytes)).collect()
+}
+
+pub(crate) fn volume(disks: &[SimDisk], faults: &Faults) -> Volume {
+    let mut options = Options::default();
+    options.stripe_bytes = Some(STRIPE);
+    sim::open(disks, faults, &options).unwrap_or_else(|error| panic!("{error}"))
+}
+
+pub(crate) fn how() -> Create {
+    let mut how = Create::default();
+    how.uuid = Some(UUID);
+    how
+}
+
+pub(crate) fn open(disks: &[SimDisk], how: &Create) -> Result<Store, Error> {
+    Store::open_on(volume(disks, &Faults::default()), STRIPE, how)
+}
