@@ -2,9 +2,11 @@
 
 use std::path::Path;
 
+use memascend_engine::Error as EngineError;
 use memascend_math::Error as MathError;
 use memascend_mem::Error as MemoryError;
 use memascend_nvme::Error as NvmeError;
+use memascend_store::Error as StoreError;
 use pyo3::{
     prelude::*,
     sync::PyOnceLock,
@@ -87,12 +89,56 @@ pub(crate) fn nvme_error(py: Python<'_>, error: &NvmeError) -> PyErr {
     }
 }
 
+/// What `rust/store` says, in Python's words.
+pub(crate) fn store_error(py: Python<'_>, error: &StoreError) -> PyErr {
+    let message = error.to_string();
+    match error {
+        StoreError::Refused { path, .. } => storage_error(py, message, None, path, None),
+        StoreError::Corrupt { path, offset, nbytes, .. } => {
+            let place = Some((*offset, usize::try_from(*nbytes).unwrap_or(usize::MAX)));
+            storage_error_of(py, "CorruptionError", message, (None, path, place))
+        }
+        StoreError::Storage(error) => nvme_error(py, error),
+        StoreError::Memory(error) => memory_error(py, error),
+        StoreError::TimedOut(_) => exception(py, "TimeoutExpired", message, &[]),
+        StoreError::Broken(cause) => match &**cause {
+            StoreError::Storage(NvmeError::Device { path, offset, nbytes, errno, .. }) => {
+                storage_error(py, message, Some(*errno), path, Some((*offset, *nbytes)))
+            }
+            _ => exception(py, "StorageError", message, &[]),
+        },
+        StoreError::Usage(_) | StoreError::Interrupted(_) => exception(py, "UsageError", message, &[]),
+        // Invalid: an argument was wrong, or does not fit.
+        _ => config_error(py, message),
+    }
+}
+
+/// What `rust/engine` says, in Python's words.
+pub(crate) fn engine_error(py: Python<'_>, error: &EngineError) -> PyErr {
+    match error {
+        EngineError::Store(error) => store_error(py, error),
+        EngineError::Memory(error) => memory_error(py, error),
+        EngineError::Math(error) => math_error(py, error),
+        EngineError::Usage(_) => exception(py, "UsageError", error.to_string(), &[]),
+        _ => config_error(py, error.to_string()),
+    }
+}
+
 fn storage_error(
     py: Python<'_>,
     message: String,
     errno: Option<i32>,
     path: &Path,
     place: Option<(u64, usize)>,
+) -> PyErr {
+    storage_error_of(py, "StorageError", message, (errno, path, place))
+}
+
+fn storage_error_of(
+    py: Python<'_>,
+    class: &str,
+    message: String,
+    (errno, path, place): (Option<i32>, &Path, Option<(u64, usize)>),
 ) -> PyErr {
     let keywords = PyDict::new(py);
     let filled = || -> PyResult<()> {
@@ -103,7 +149,7 @@ fn storage_error(
         keywords.set_item("nbytes", place.map(|(_, nbytes)| nbytes))
     };
     match filled() {
-        Ok(()) => exception_with(py, "StorageError", message, &keywords),
+        Ok(()) => exception_with(py, class, message, &keywords),
         Err(error) => error,
     }
 }

@@ -4,10 +4,12 @@
 //! is translated; `errors` is the one place that turns errors into exceptions, `arguments` the one that checks numbers.
 
 mod arguments;
+mod engine;
 mod errors;
 mod kernels;
 mod memory;
 mod nvme;
+mod store;
 mod waiting;
 
 use pyo3::prelude::*;
@@ -16,7 +18,9 @@ use pyo3::prelude::*;
 #[pymodule]
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    engine::register(module)?;
     kernels::register(module)?;
     memory::register(module)?;
-    nvme::register(module)
+    nvme::register(module)?;
+    store::register(module)
 }

@@ -38,15 +38,7 @@ impl Volume {
         options.size_bytes = nbytes.map(|nbytes| size("size", nbytes)).transpose()?.map(|nbytes| nbytes as u64);
         options.queue_depth = queue_depth.map(|depth| size("queue_depth", depth)).transpose()?;
         options.stripe_bytes = stripe.map(|stripe| size("stripe", stripe)).transpose()?.map(|stripe| stripe as u64);
-        options.backend = match backend {
-            "auto" => BackendChoice::Auto,
-            "io_uring" => BackendChoice::IoUring,
-            "threads" => BackendChoice::Threads,
-            other => {
-                let message = format!("backend must be \"auto\", \"io_uring\" or \"threads\", not {other:?}");
-                return Err(config_error(py, message));
-            }
-        };
+        options.backend = chosen(py, backend)?;
         let inner = py.detach(move || nvme::Volume::open(&paths, &options));
         Ok(Self { inner: ManuallyDrop::new(inner.map_err(|error| nvme_error(py, &error))?) })
     }
@@ -63,8 +55,7 @@ impl Volume {
         keep: Py<PyAny>,
         offset: &Bound<'_, PyAny>,
     ) -> PyResult<Ticket> {
-        let address = NonNull::new(std::ptr::with_exposed_provenance_mut(address)).unwrap_or(NonNull::dangling());
-        self.begin(py, write, Held { address, nbytes, _keep: keep }, offset)
+        self.begin(py, write, Held::new(address, nbytes, keep), offset)
     }
 
     /// Begins a transfer of a contiguous buffer of bytes, writable unless `write`.
@@ -185,11 +176,19 @@ impl Drop for Volume {
 }
 
 /// Memory of a Python object.
-struct Held {
+pub(crate) struct Held {
     address: NonNull<u8>,
     nbytes: usize,
     /// Dropping it without the GIL, on an I/O thread, leaves the release to the next thread that has the GIL.
     _keep: Py<PyAny>,
+}
+
+impl Held {
+    /// `nbytes` at `address`, which stay valid as long as `keep` lives.
+    pub(crate) fn new(address: usize, nbytes: usize, keep: Py<PyAny>) -> Self {
+        let address = NonNull::new(std::ptr::with_exposed_provenance_mut(address)).unwrap_or(NonNull::dangling());
+        Self { address, nbytes, _keep: keep }
+    }
 }
 
 // SAFETY: an address, and a reference that may be held by any thread.
@@ -243,6 +242,19 @@ impl Ticket {
 #[pyfunction]
 fn io_uring_why_not(py: Python<'_>) -> Option<String> {
     py.detach(nvme::why_no_io_uring)
+}
+
+/// The backend that is called so.
+pub(crate) fn chosen(py: Python<'_>, backend: &str) -> PyResult<BackendChoice> {
+    match backend {
+        "auto" => Ok(BackendChoice::Auto),
+        "io_uring" => Ok(BackendChoice::IoUring),
+        "threads" => Ok(BackendChoice::Threads),
+        other => {
+            let message = format!("backend must be \"auto\", \"io_uring\" or \"threads\", not {other:?}");
+            Err(config_error(py, message))
+        }
+    }
 }
 
 fn kind(kind: DeviceKind) -> &'static str {

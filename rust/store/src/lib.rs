@@ -28,6 +28,7 @@ mod stage;
 mod store;
 mod table;
 mod verify;
+mod whole;
 
 pub use buffer::{Buffer, Shared};
 pub use catalog::{parse_description, parse_label, parse_root};

@@ -187,8 +187,12 @@ impl Store {
                                    close(); give existing=\"replace\"",
             );
         }
-        let description = described(&volume, devices, &root)
-            .map_err(|why| corrupt("the description", (devices.description_offset(), root.description_bytes), why))?;
+        let place = (devices.description_offset(), root.description_bytes);
+        if place.1 > DESCRIPTION_BYTES_MAX || place.1 > volume.size_bytes().saturating_sub(place.0) {
+            return Err(corrupt("the description", place, format!("{} bytes of it are not there", place.1)));
+        }
+        let bytes = bytes_at(&volume, place.0, place.1)?;
+        let description = described(&bytes, &root).map_err(|why| corrupt("the description", place, why))?;
         let layout = Layout::new(&description, devices)?;
         if volume.size_bytes() < layout.total_bytes() {
             let (needed, size) = (layout.total_bytes(), volume.size_bytes());
@@ -304,16 +308,11 @@ fn labelled(volume: &Volume, devices: Devices, corrupt: &Corrupt<'_>) -> Result<
     uuid.ok_or_else(|| Error::Invalid("a store needs at least one device".into()))
 }
 
-fn described(volume: &Volume, devices: Devices, root: &Root) -> std::result::Result<Description, Malformed> {
-    let (offset, nbytes) = (devices.description_offset(), root.description_bytes);
-    if nbytes > DESCRIPTION_BYTES_MAX || nbytes > volume.size_bytes().saturating_sub(offset) {
-        return Err(format!("{nbytes} bytes of it are not there"));
-    }
-    let bytes = bytes_at(volume, offset, nbytes).map_err(|error| error.to_string())?;
-    if checksum(&root.uuid, Subject::Description, (0, 0), 0, &bytes) != root.description_checksum {
+fn described(bytes: &[u8], root: &Root) -> std::result::Result<Description, Malformed> {
+    if checksum(&root.uuid, Subject::Description, (0, 0), 0, bytes) != root.description_checksum {
         return Err("its checksum is wrong".into());
     }
-    Description::decode(&bytes)
+    Description::decode(bytes)
 }
 
 /// Bytes of the volume; the caller has bounded how many.

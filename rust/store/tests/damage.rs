@@ -56,8 +56,13 @@ fn every_byte_of_the_catalog() {
     let (bytes, _, end) = trained();
     let whole = known(&toy::open(&[SimDisk::of(bytes.clone())], &toy::how()).unwrap_or_else(|error| panic!("{error}")));
     let mut errors = 0;
-    let disk = SimDisk::of(bytes);
+    let disk = SimDisk::of(bytes.clone());
     for at in 0..usize::try_from(end).unwrap_or(0) {
+        // Of sectors that hold nothing, some bytes.
+        let sector = at / 512 * 512;
+        if at % 16 > 0 && bytes[sector..sector + 512].iter().all(|&byte| byte == 0) {
+            continue;
+        }
         disk.flip(at, 1 << (at % 8));
         let opened = toy::open(std::slice::from_ref(&disk), &toy::how()).map_err(|error| named(&error));
         disk.flip(at, 1 << (at % 8));
@@ -76,7 +81,7 @@ fn every_byte_of_the_catalog() {
         }
     }
     // The label, the description and one of the two tables have no copy.
-    assert!(errors > 8000, "{errors}");
+    assert!(errors > 3000, "{errors}");
 }
 
 #[test]

@@ -1,0 +1,37 @@
+//! What can go wrong with an update.
+
+use std::sync::Arc;
+
+/// The result of everything in this crate that can fail.
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// What can go wrong with an update. Cloned because the step that failed is asked more than once.
+#[derive(Debug, Clone, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// An argument that is wrong. Nothing was begun.
+    #[error("{0}")]
+    Invalid(String),
+
+    /// A call that cannot be made now.
+    #[error("{0}")]
+    Usage(String),
+
+    /// Storage, or what is on it.
+    #[error(transparent)]
+    Store(#[from] memascend_store::Error),
+
+    /// Host memory could not be had.
+    #[error("no memory for the staging chunks: {0}")]
+    Memory(Arc<memascend_mem::Error>),
+
+    /// A number that the kernels refuse.
+    #[error(transparent)]
+    Math(#[from] memascend_math::Error),
+}
+
+impl From<memascend_mem::Error> for Error {
+    fn from(error: memascend_mem::Error) -> Self {
+        Self::Memory(Arc::new(error))
+    }
+}

@@ -1,0 +1,19 @@
+//! The pipelined update: read a chunk of state, compute, write it to the slot that is not live.
+//!
+//! An [`Engine`] owns a few staging chunks and one thread. [`Engine::update`] hands it a parameter's gradient and returns
+//! at once, unless so many bytes of gradients wait already that it has to be slower. [`Engine::finish`] waits until all
+//! is staged; [`Engine::commit`] makes the step live, [`Engine::discard`] forgets it.
+
+mod counters;
+mod engine;
+mod error;
+mod gradient;
+mod pipeline;
+mod queue;
+
+pub use counters::Counters;
+pub use engine::{Engine, Options};
+pub use error::{Error, Result};
+pub use gradient::Gradient;
+pub use memascend_math::Hyperparameters;
+pub use pipeline::CHUNKS_DEFAULT;

@@ -1,0 +1,153 @@
+//! The queue of gradients: bounded in bytes, so that backward waits where the disk is slower.
+
+use std::{
+    collections::VecDeque,
+    sync::{Condvar, Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
+};
+
+use memascend_mem::Wait;
+
+use crate::{Counters, Error, Result, pipeline::Job};
+
+/// How often a waiting caller is asked whether it still wants to wait.
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
+
+#[derive(Default)]
+pub(crate) struct State {
+    jobs: VecDeque<Job>,
+    /// Bytes of the gradients that wait or are being used.
+    pub(crate) held_bytes: usize,
+    /// The pipeline has something in hand or in flight.
+    busy: bool,
+    pub(crate) closing: bool,
+    /// The first error of the step, until a caller has heard of it; then the step only can be discarded.
+    pub(crate) failed: Option<Error>,
+    pub(crate) told: bool,
+    pub(crate) counters: Counters,
+}
+
+impl State {
+    /// Whether nothing waits and nothing runs.
+    pub(crate) fn is_idle(&self) -> bool {
+        self.jobs.is_empty() && !self.busy
+    }
+
+    /// The step's error, the first time; that it failed, later.
+    pub(crate) fn failure(&mut self) -> Result<()> {
+        match &self.failed {
+            None => Ok(()),
+            Some(error) if !self.told => {
+                self.told = true;
+                Err(error.clone())
+            }
+            Some(error) => Err(Error::Usage(format!("this step failed, so it can only be discarded: {error}"))),
+        }
+    }
+
+    /// Ends a job: its gradient goes.
+    pub(crate) fn done(&mut self, bytes: usize) {
+        self.held_bytes -= bytes;
+    }
+
+    /// Drops what waits.
+    pub(crate) fn drop_waiting(&mut self) -> Vec<Job> {
+        let jobs: Vec<Job> = self.jobs.drain(..).collect();
+        self.held_bytes -= jobs.iter().map(Job::nbytes).sum::<usize>();
+        jobs
+    }
+}
+
+/// The queue, shared by callers and the pipeline.
+pub(crate) struct Queue {
+    state: Mutex<State>,
+    changed: Condvar,
+    bytes_max: usize,
+}
+
+impl Queue {
+    pub(crate) fn new(bytes_max: usize) -> Self {
+        Self { state: Mutex::default(), changed: Condvar::new(), bytes_max }
+    }
+
+    pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn notify(&self) {
+        self.changed.notify_all();
+    }
+
+    /// Adds a job when there is room. A gradient larger than the bound is let in alone.
+    pub(crate) fn push(&self, job: Job, wait: &mut Wait<'_>) -> Result<()> {
+        let bytes = job.nbytes();
+        let bytes_max = self.bytes_max;
+        let has_room = |state: &State| {
+            state.failed.is_some() || state.closing || state.held_bytes == 0 || state.held_bytes + bytes <= bytes_max
+        };
+        let mut state = self.wait(wait, "room in the queue of gradients", has_room)?;
+        state.failure()?;
+        if state.closing {
+            return Err(Error::Usage("the engine has been closed".into()));
+        }
+        state.held_bytes += bytes;
+        state.jobs.push_back(job);
+        drop(state);
+        self.notify();
+        Ok(())
+    }
+
+    /// The next job; `None` if there is none now and `or_wait` is false, or if the engine is closing. Who would wait has
+    /// nothing in flight.
+    pub(crate) fn next(&self, or_wait: bool) -> Option<Job> {
+        let mut state = self.lock();
+        loop {
+            if let Some(job) = state.jobs.pop_front() {
+                state.busy = true;
+                return Some(job);
+            }
+            if or_wait {
+                state.busy = false;
+                self.notify();
+            }
+            if !or_wait || state.closing {
+                return None;
+            }
+            let began = Instant::now();
+            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state.counters.idle += began.elapsed();
+        }
+    }
+
+    /// Waits until `ready`; the lock is free while `keep_waiting` runs.
+    pub(crate) fn wait(
+        &self,
+        wait: &mut Wait<'_>,
+        what: &'static str,
+        ready: impl Fn(&State) -> bool,
+    ) -> Result<MutexGuard<'_, State>> {
+        let deadline = wait.timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        loop {
+            let until = Instant::now() + POLL_INTERVAL;
+            let until = deadline.map_or(until, |deadline| deadline.min(until));
+            let mut state = self.lock();
+            loop {
+                if ready(&state) {
+                    return Ok(state);
+                }
+                let left = until.saturating_duration_since(Instant::now());
+                if left.is_zero() {
+                    break;
+                }
+                state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+            }
+            drop(state);
+            if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+                return Err(memascend_store::Error::TimedOut(what).into());
+            }
+            if wait.keep_waiting.as_mut().is_some_and(|keep_waiting| !keep_waiting()) {
+                return Err(memascend_store::Error::Interrupted(what).into());
+            }
+        }
+    }
+}

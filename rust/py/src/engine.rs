@@ -1,0 +1,124 @@
+//! `rust/engine` for Python: the pipelined update.
+
+use std::{mem::ManuallyDrop, sync::Arc};
+
+use memascend_engine::{Gradient, Hyperparameters, Options};
+use memascend_store::Commit;
+use pyo3::{prelude::*, types::PyDict};
+
+use crate::{
+    errors::engine_error,
+    nvme::Held,
+    store::{Store, dtype},
+    waiting::waiting,
+};
+
+pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<Engine>()
+}
+
+/// lr, betas, eps, weight decay, decoupled, step, gradient scale, maximize.
+type Numbers = (f64, (f64, f64), f64, f64, bool, u64, f64, bool);
+
+/// Updates of a store. See `memascend.engine.Engine`.
+#[pyclass(frozen, module = "memascend._core")]
+struct Engine {
+    inner: ManuallyDrop<memascend_engine::Engine>,
+}
+
+#[pymethods]
+impl Engine {
+    #[new]
+    fn new(py: Python<'_>, store: &Store, chunks: usize, queue_bytes: usize) -> PyResult<Self> {
+        let mut options = Options::default();
+        options.chunks = chunks;
+        options.queue_bytes_max = queue_bytes;
+        let store = Arc::clone(&store.inner);
+        let inner = py.detach(|| memascend_engine::Engine::new(store, &options));
+        Ok(Self { inner: ManuallyDrop::new(inner.map_err(|error| engine_error(py, &error))?) })
+    }
+
+    /// Begins an update by `nbytes` at `address`, which stay valid as long as `keep` lives.
+    #[expect(clippy::too_many_arguments, reason = "a gradient and an optimizer's numbers")]
+    fn update(
+        &self,
+        py: Python<'_>,
+        entry: usize,
+        address: usize,
+        nbytes: usize,
+        of_gradient: &str,
+        keep: Py<PyAny>,
+        numbers: Numbers,
+    ) -> PyResult<()> {
+        let dtype = dtype(py, of_gradient)?;
+        let (lr, decays, eps, weight_decay, decoupled, step, grad_scale, maximize) = numbers;
+        let (beta1, beta2) = decays;
+        let numbers = Hyperparameters { lr, beta1, beta2, eps, weight_decay, decoupled, step, grad_scale, maximize };
+        let gradient = Gradient::new(Box::new(Held::new(address, nbytes, keep)), dtype);
+        let gradient = gradient.map_err(|error| engine_error(py, &error))?;
+        waiting(py, None, |wait| self.inner.update(entry, gradient, &numbers, wait))?
+            .map_err(|error| engine_error(py, &error))
+    }
+
+    fn finish(&self, py: Python<'_>) -> PyResult<()> {
+        waiting(py, None, |wait| self.inner.finish(wait))?.map_err(|error| engine_error(py, &error))
+    }
+
+    fn commit(
+        &self,
+        py: Python<'_>,
+        step: u64,
+        user: Option<String>,
+        hyperparameters: Option<String>,
+    ) -> PyResult<u64> {
+        let commit = Commit { step, user, hyperparameters };
+        waiting(py, None, |wait| self.inner.commit(commit, wait))?.map_err(|error| engine_error(py, &error))
+    }
+
+    fn discard(&self, py: Python<'_>) -> PyResult<()> {
+        waiting(py, None, |wait| self.inner.discard(wait))?.map_err(|error| engine_error(py, &error))
+    }
+
+    #[getter]
+    fn staging_bytes(&self) -> usize {
+        self.inner.staging_bytes()
+    }
+
+    fn counters<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let counters = self.inner.counters();
+        let dict = PyDict::new(py);
+        dict.set_item("updates", counters.updates)?;
+        dict.set_item("chunks", counters.chunks)?;
+        dict.set_item("state_read", counters.state_read)?;
+        dict.set_item("values_read", counters.values_read)?;
+        dict.set_item("state_written", counters.state_written)?;
+        dict.set_item("values_written", counters.values_written)?;
+        let seconds = PyDict::new(py);
+        seconds.set_item("idle", counters.idle.as_secs_f64())?;
+        seconds.set_item("reading", counters.reading.as_secs_f64())?;
+        seconds.set_item("computing", counters.computing.as_secs_f64())?;
+        seconds.set_item("sealing", counters.sealing.as_secs_f64())?;
+        seconds.set_item("writing", counters.writing.as_secs_f64())?;
+        dict.set_item("seconds", seconds)?;
+        Ok(dict)
+    }
+
+    fn close(&self, py: Python<'_>) {
+        py.detach(|| self.inner.close());
+    }
+}
+
+impl Drop for Engine {
+    /// Drains what is in flight, so other Python threads must be let on meanwhile.
+    fn drop(&mut self) {
+        // SAFETY: dropped once, here, and not used afterwards.
+        let mut inner = Some(unsafe { ManuallyDrop::take(&mut self.inner) });
+        let let_go = Python::try_attach(|py| {
+            let inner = inner.take();
+            py.detach(|| drop(inner));
+        });
+        if let_go.is_none() {
+            drop(inner);
+        }
+    }
+}

@@ -1,0 +1,245 @@
+//! `rust/store` for Python: stores, whole entries in and out, commit, verification.
+//!
+//! Tensors arrive as addresses that `memascend.engine` has checked: each points to as many bytes as is said, on the CPU,
+//! alive during the call. Nothing but `memascend.engine` calls them.
+
+use std::{path::PathBuf, slice, sync::Arc};
+
+use memascend_store::{Commit, Create, Description, Dtype, Durability, Entry, Existing, Kind, StateTensor};
+use pyo3::{prelude::*, types::PyDict};
+
+use crate::{
+    errors::{config_error, store_error},
+    waiting::waiting,
+};
+
+pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<Store>()
+}
+
+/// A tensor of the description: name, dtype, shape.
+type Tensor = (String, String, Vec<u64>);
+/// An entry: whether it is a buffer, its unit, its values, its state.
+type Described = (bool, u32, Tensor, Vec<Tensor>);
+
+/// State on SSD. See `memascend.engine.Store`.
+#[pyclass(frozen, module = "memascend._core")]
+pub(crate) struct Store {
+    pub(crate) inner: Arc<memascend_store::Store>,
+    created: bool,
+}
+
+#[pymethods]
+impl Store {
+    /// Makes a store, or opens what is there; without entries it only opens.
+    #[new]
+    #[expect(clippy::too_many_arguments, reason = "a description and how to open it")]
+    #[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
+    fn new(
+        py: Python<'_>,
+        paths: Vec<PathBuf>,
+        entries: Option<Vec<Described>>,
+        units: Vec<String>,
+        optimizer: String,
+        chunk_elements: u32,
+        existing: &str,
+        durability: &str,
+        stripe: Option<u64>,
+        backend: &str,
+    ) -> PyResult<Self> {
+        let mut how = Create::default();
+        how.existing = chosen(
+            py,
+            "existing",
+            existing,
+            &[("refuse", Existing::Refuse), ("resume", Existing::Resume), ("replace", Existing::Replace)],
+        )?;
+        how.durability = chosen(
+            py,
+            "durability",
+            durability,
+            &[("step", Durability::Step), ("close", Durability::Close), ("none", Durability::None)],
+        )?;
+        how.volume.stripe_bytes = stripe;
+        how.volume.backend = crate::nvme::chosen(py, backend)?;
+        let description =
+            entries.map(|entries| described(py, entries, units, optimizer, chunk_elements)).transpose()?;
+        let made = py.detach(|| match description {
+            Some(description) => memascend_store::Store::create(&paths, description, &how),
+            None => memascend_store::Store::open(&paths, &how).map(|store| (store, false)),
+        });
+        let (inner, created) = made.map_err(|error| store_error(py, &error))?;
+        Ok(Self { inner: Arc::new(inner), created })
+    }
+
+    /// Whether it was made now, and has to be filled.
+    #[getter]
+    fn created(&self) -> bool {
+        self.created
+    }
+
+    fn info<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let info = self.inner.info();
+        let description = self.inner.description();
+        let dict = PyDict::new(py);
+        dict.set_item("uuid", format!("{:032x}", u128::from_be_bytes(info.uuid)))?;
+        dict.set_item("generation", info.generation)?;
+        dict.set_item("step", info.step)?;
+        dict.set_item("user", info.user)?;
+        dict.set_item("hyperparameters", info.hyperparameters)?;
+        dict.set_item("slot_bytes", info.slot_bytes)?;
+        dict.set_item("total_bytes", info.total_bytes)?;
+        dict.set_item("index_bytes", info.index_bytes)?;
+        dict.set_item("optimizer", &description.optimizer)?;
+        dict.set_item("chunk_elements", description.chunk_elements)?;
+        dict.set_item("units", &description.units)?;
+        let devices = self.inner.volume().devices();
+        dict.set_item("devices", devices.iter().map(|device| device.path.as_os_str()).collect::<Vec<_>>())?;
+        Ok(dict)
+    }
+
+    /// Each entry: name, whether it is a buffer, unit, dtype, shape, step, staged, state as (name, dtype, shape).
+    fn entries<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyDict>>> {
+        let entry = |(index, entry): (usize, &Entry)| {
+            let state = self.inner.entry_state(index).map_err(|error| store_error(py, &error))?;
+            let dict = PyDict::new(py);
+            dict.set_item("name", &entry.name)?;
+            dict.set_item("buffer", entry.kind == Kind::Buffer)?;
+            dict.set_item("unit", entry.unit)?;
+            dict.set_item("dtype", entry.dtype.name())?;
+            dict.set_item("shape", &entry.shape)?;
+            dict.set_item("step", state.step)?;
+            dict.set_item("version", state.version)?;
+            dict.set_item("staged", state.staged)?;
+            let tensor = |tensor: &StateTensor| (tensor.name.clone(), tensor.dtype.name(), tensor.shape.clone());
+            dict.set_item("state", entry.state.iter().map(tensor).collect::<Vec<_>>())?;
+            Ok(dict)
+        };
+        self.inner.description().entries.iter().enumerate().map(entry).collect()
+    }
+
+    /// Stages a whole entry from (address, bytes) of its values and its state tensors.
+    fn stage(&self, py: Python<'_>, entry: usize, step: u64, tensors: Vec<(usize, usize)>) -> PyResult<()> {
+        waiting(py, None, |wait| {
+            // SAFETY: the module's contract.
+            let tensors: Vec<&[u8]> = tensors.into_iter().map(|place| unsafe { bytes(place) }).collect();
+            self.inner.stage_entry(entry, step, &tensors, wait)
+        })?
+        .map_err(|error| store_error(py, &error))
+    }
+
+    /// Reads a whole live entry into (address, bytes) of its values and its state tensors.
+    fn read(&self, py: Python<'_>, entry: usize, tensors: Vec<(usize, usize)>) -> PyResult<u64> {
+        py.detach(|| {
+            // SAFETY: the module's contract; the tensors are apart.
+            let mut tensors: Vec<&mut [u8]> = tensors.into_iter().map(|place| unsafe { bytes_mut(place) }).collect();
+            self.inner.read_entry(entry, &mut tensors)
+        })
+        .map_err(|error| store_error(py, &error))
+    }
+
+    fn commit(
+        &self,
+        py: Python<'_>,
+        step: u64,
+        user: Option<String>,
+        hyperparameters: Option<String>,
+    ) -> PyResult<u64> {
+        let commit = Commit { step, user, hyperparameters };
+        waiting(py, None, |wait| self.inner.commit(commit, wait))?.map_err(|error| store_error(py, &error))
+    }
+
+    fn discard(&self, py: Python<'_>) -> PyResult<()> {
+        waiting(py, None, |wait| self.inner.discard(wait))?.map_err(|error| store_error(py, &error))
+    }
+
+    /// Checks every live piece; `progress(done, all)` may raise. Returns (pieces, bytes).
+    fn verify(&self, py: Python<'_>, progress: Option<&Bound<'_, PyAny>>) -> PyResult<(u64, u64)> {
+        let progress = progress.map(|progress| progress.clone().unbind());
+        let mut raised = None;
+        let verified = py.detach(|| {
+            self.inner.verify(&mut |done, all| {
+                let told = Python::attach(|py| {
+                    py.check_signals()?;
+                    progress.as_ref().map_or(Ok(()), |progress| progress.call1(py, (done, all)).map(drop))
+                });
+                told.map_err(|error| raised = Some(error)).is_ok()
+            })
+        });
+        match (verified, raised) {
+            (_, Some(raised)) => Err(raised),
+            (Ok(verified), None) => Ok((verified.pieces, verified.bytes)),
+            (Err(error), None) => Err(store_error(py, &error)),
+        }
+    }
+
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        waiting(py, None, |wait| self.inner.close(wait))?.map_err(|error| store_error(py, &error))?;
+        waiting(py, None, |wait| self.inner.volume().close(wait))?
+            .map_err(|error| crate::errors::nvme_error(py, &error))
+    }
+}
+
+fn described(
+    py: Python<'_>,
+    entries: Vec<Described>,
+    units: Vec<String>,
+    optimizer: String,
+    chunk_elements: u32,
+) -> PyResult<Description> {
+    let entries = entries.into_iter().map(|(buffer, unit, (name, of_values, shape), state)| {
+        let tensor =
+            |(name, of_state, shape): Tensor| Ok::<_, PyErr>(StateTensor { dtype: dtype(py, &of_state)?, name, shape });
+        Ok(Entry {
+            name,
+            kind: if buffer { Kind::Buffer } else { Kind::Parameter },
+            unit,
+            dtype: dtype(py, &of_values)?,
+            shape,
+            order: Vec::new(),
+            spill: None,
+            state: state.into_iter().map(tensor).collect::<PyResult<_>>()?,
+        })
+    });
+    Ok(Description {
+        chunk_elements,
+        user_bytes_max: USER_BYTES_MAX,
+        hyperparameters_bytes_max: USER_BYTES_MAX,
+        optimizer,
+        units,
+        entries: entries.collect::<PyResult<_>>()?,
+    })
+}
+
+/// Room for the user's value and for the hyperparameters, each.
+const USER_BYTES_MAX: u32 = 64 << 10;
+
+pub(crate) fn dtype(py: Python<'_>, name: &str) -> PyResult<Dtype> {
+    Dtype::from_name(name).ok_or_else(|| config_error(py, format!("a tensor of {name} cannot be stored")))
+}
+
+fn chosen<T: Copy>(py: Python<'_>, name: &str, asked: &str, choices: &[(&str, T)]) -> PyResult<T> {
+    let names: Vec<&str> = choices.iter().map(|(name, _)| *name).collect();
+    let found = choices.iter().find(|(choice, _)| *choice == asked).map(|(_, value)| *value);
+    found.ok_or_else(|| config_error(py, format!("{name} must be one of {names:?}, not {asked:?}")))
+}
+
+/// # Safety
+/// The module's contract.
+unsafe fn bytes<'a>((address, nbytes): (usize, usize)) -> &'a [u8] {
+    if nbytes == 0 {
+        return &[];
+    }
+    // SAFETY: the caller says so.
+    unsafe { slice::from_raw_parts(std::ptr::with_exposed_provenance(address), nbytes) }
+}
+
+/// # Safety
+/// The module's contract.
+unsafe fn bytes_mut<'a>((address, nbytes): (usize, usize)) -> &'a mut [u8] {
+    if nbytes == 0 {
+        return &mut [];
+    }
+    // SAFETY: the caller says so.
+    unsafe { slice::from_raw_parts_mut(std::ptr::with_exposed_provenance_mut(address), nbytes) }
+}
