@@ -60,7 +60,7 @@ def test_a_file_that_cannot_be_written_is_named(capsys, tmp_path):
 
 def test_the_module_is_the_command():
     done = subprocess.run([sys.executable, "-m", "memascend", "--help"], capture_output=True, text=True, check=True)
-    for command in ("doctor", "demo", "bench"):
+    for command in ("doctor", "demo", "bench", "store"):
         assert command in done.stdout
 
 

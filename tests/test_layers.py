@@ -15,21 +15,27 @@ CRATES = {
     "memascend-mem": ({}, {"libc", "thiserror", "loom"}),
     "memascend-math": ({}, {"thiserror"}),
     "memascend-nvme": ({"memascend-mem"}, {"io-uring", "libc", "thiserror"}),
-    "memascend-py": ({"memascend-math", "memascend-mem", "memascend-nvme"}, {"pyo3"}),
+    "memascend-store": ({"memascend-mem", "memascend-nvme"}, {"libc", "thiserror", "twox-hash"}),
+    "memascend-engine": ({"memascend-math", "memascend-mem", "memascend-store"}, {"thiserror"}),
+    "memascend-py": (
+        {"memascend-engine", "memascend-math", "memascend-mem", "memascend-nvme", "memascend-store"},
+        {"pyo3"},
+    ),
 }
 # Crates of others that belong to one layer alone.
 RESERVED = {"pyo3": "memascend-py", "io-uring": "memascend-nvme"}
 
 # Each module and the modules of ours that it may import; a package stands for everything in it.
 MODULES = {
-    "memascend": {"errors", "kernels", "memory", "nvme"},
+    "memascend": {"engine", "errors", "kernels", "memory", "nvme"},
     "memascend.__main__": {"cli"},
     "memascend.errors": set(),
     "memascend.plan": {"errors"},
     "memascend.memory": {"errors", "_core"},
     "memascend.nvme": {"errors", "_core"},
+    "memascend.engine": {"errors", "_core"},
     "memascend.kernels": {"errors", "_core"},
-    "memascend.cli": {"errors", "memory", "nvme", "plan", "kernels"},
+    "memascend.cli": {"engine", "errors", "memory", "nvme", "plan", "kernels"},
 }
 # The only modules that may import the extension.
 FACES = {"memascend.memory", "memascend.nvme", "memascend.engine", "memascend.kernels"}

@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from memascend import kernels, memory, nvme
+    from memascend import engine, kernels, memory, nvme
     from memascend.errors import (
         BudgetError,
         ConfigError,
@@ -31,12 +31,13 @@ __all__ = [
     "TimeoutExpired",
     "UsageError",
     "__version__",
+    "engine",
     "kernels",
     "memory",
     "nvme",
 ]
 
-_MODULES = ("kernels", "memory", "nvme")
+_MODULES = ("engine", "kernels", "memory", "nvme")
 _ERRORS = tuple(name for name in __all__ if name[0].isupper())
 
 

@@ -1,15 +1,17 @@
 """What the Rust extension offers. Only memory, nvme, engine and kernels import it."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias, final
 
 __all__ = [
     "Arena",
     "ChunkRing",
+    "Engine",
     "Lease",
     "LeaseBuffer",
     "Region",
+    "Store",
     "Ticket",
     "Volume",
     "__version__",
@@ -120,6 +122,50 @@ class Ticket:
     def done(self) -> bool: ...
 
 def io_uring_why_not() -> str | None: ...
+
+# A tensor of a description: name, dtype, shape.
+_Tensor: TypeAlias = tuple[str, str, list[int]]
+# lr, betas, eps, weight decay, decoupled, step, gradient scale, maximize.
+_Numbers: TypeAlias = tuple[float, tuple[float, float], float, float, bool, int, float, bool]
+
+@final
+class Store:
+    def __new__(
+        cls,
+        paths: Sequence[str],
+        entries: Sequence[tuple[bool, int, _Tensor, list[_Tensor]]] | None,
+        units: Sequence[str],
+        optimizer: str,
+        chunk_elements: int,
+        existing: str,
+        durability: str,
+        stripe: int | None,
+        backend: str,
+    ) -> Store: ...
+    @property
+    def created(self) -> bool: ...
+    def info(self) -> dict[str, Any]: ...
+    def entries(self) -> list[dict[str, Any]]: ...
+    def stage(self, entry: int, step: int, tensors: Sequence[tuple[int, int]]) -> None: ...
+    def read(self, entry: int, tensors: Sequence[tuple[int, int]]) -> int: ...
+    def commit(self, step: int, user: str | None, hyperparameters: str | None) -> int: ...
+    def discard(self) -> None: ...
+    def verify(self, progress: Callable[[int, int], object] | None) -> tuple[int, int]: ...
+    def close(self) -> None: ...
+
+@final
+class Engine:
+    def __new__(cls, store: Store, chunks: int, queue_bytes: int) -> Engine: ...
+    def update(
+        self, entry: int, address: int, nbytes: int, of_gradient: str, keep: object, numbers: _Numbers
+    ) -> None: ...
+    def finish(self) -> None: ...
+    def commit(self, step: int, user: str | None, hyperparameters: str | None) -> int: ...
+    def discard(self) -> None: ...
+    @property
+    def staging_bytes(self) -> int: ...
+    def counters(self) -> dict[str, Any]: ...
+    def close(self) -> None: ...
 
 # An address and the place of its dtype in memascend.kernels.arguments.FLOATS.
 _Place: TypeAlias = tuple[int, int]

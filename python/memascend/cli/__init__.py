@@ -19,6 +19,7 @@ _COMMANDS = {
     "doctor": "Say what this machine offers and what to do about what it lacks.",
     "demo": "Show what memascend does, on this machine, in under a minute.",
     "bench": "Measure, and print the ratio to what else there is, from the same run.",
+    "store": "Look at a store, or check every byte of it.",
 }
 
 

@@ -91,7 +91,7 @@ impl Store {
     pub fn close(&self, mut wait: Wait<'_>) -> Result<()> {
         let reach = {
             let mut index = self.index.wait(&mut wait, "writes of the step", |index| index.writing == 0)?;
-            if index.broken.is_some() {
+            if index.broken.is_some() || index.closed {
                 return Ok(());
             }
             index.writable()?;
