@@ -128,6 +128,7 @@ test-oldest: setup ## The Python tests on the oldest supported torch
 .PHONY: soak
 soak: setup ## Tests that run for minutes
 	$(BIN)/pytest -m soak --timeout 1800
+	MEMASCEND_SEEDS=20000 cargo test --release --locked -p memascend-store --test crash random_lives
 
 .PHONY: bench
 bench: setup ## Benchmarks: tables with ratios, and pictures in benchmarks/results
@@ -135,6 +136,7 @@ bench: setup ## Benchmarks: tables with ratios, and pictures in benchmarks/resul
 	$(BIN)/memascend bench kernels --picture benchmarks/results/kernels.png
 	$(BIN)/memascend bench memory --picture benchmarks/results/host_memory.png
 	$(BIN)/memascend bench io --picture benchmarks/results/io.png
+	$(BIN)/memascend bench update --picture benchmarks/results/update.png
 	$(BIN)/python benchmarks/import_cost.py
 
 # --- keep ---------------------------------------------------------------------

@@ -54,7 +54,7 @@ def _info(store: engine.Store, *, as_json: bool) -> None:
         f"{len(entries) - buffers} parameters and {buffers} buffers in {len(info['units'])} units\n"
         f"{bytes_shown(info['slot_bytes'])} of state, {bytes_shown(info['total_bytes'])} with both slots on "
         f"{', '.join(info['devices'])}\n"
-        f"{bytes_shown(info['index_bytes'])} of memory while it is open\n"
+        f"{bytes_shown(info['index_bytes'] + info['buffer_bytes'])} of memory while it is open\n"
         f"user state: {info['user'] or 'none'}\n"
     )
     rows = [

@@ -129,14 +129,21 @@ fn pure(volume: &Volume, ring: &ChunkRing, chunks: usize, elements: usize, slot:
     Ok(())
 }
 
-/// fio with huge pages, reads and writes mixed as a step mixes them; bytes per second, `None` where it cannot be had.
-fn fio(path: &Path, seconds: u32) -> Option<f64> {
+/// fio, reads and writes mixed as a step mixes them: bytes per second, and whether it had huge pages (which needs a
+/// hugetlbfs with free pages). `None` where there is no fio.
+fn fio(path: &Path) -> Option<(f64, bool)> {
+    let huge = format!("--iomem=mmaphuge:/dev/hugepages/memascend-bench-{}", std::process::id());
+    fio_with(path, &huge)
+        .map(|speed| (speed, true))
+        .or_else(|| fio_with(path, "--iomem=malloc").map(|speed| (speed, false)))
+}
+
+fn fio_with(path: &Path, memory: &str) -> Option<f64> {
     let done = Command::new("fio")
-        .args(["--name=mixed", "--rw=randrw", "--rwmixread=46", "--bs=1M", "--iodepth=4", "--ioengine=io_uring"])
-        .args(["--direct=1", "--time_based", "--output-format=terse", "--terse-version=3", "--iomem=mmapshared"])
-        .arg(format!("--runtime={seconds}"))
+        .args(["--name=mixed", "--rw=rw", "--rwmixread=46", "--bs=1M", "--iodepth=4", "--ioengine=io_uring"])
+        .args(["--direct=1", "--time_based", "--runtime=3", "--output-format=terse", "--terse-version=3"])
+        .arg(memory)
         .arg(format!("--filename={}", path.display()))
-        .env("FIO_HUGE", "1")
         .output()
         .ok()
         .filter(|done| done.status.success())?;
@@ -160,16 +167,16 @@ fn main() -> Outcome<()> {
     std::fs::create_dir(&folder)?;
     let result = measure(&folder);
     std::fs::remove_dir_all(&folder)?;
-    let (parameters, bytes, update, moved, commits, fios, info, staging) = result?;
+    let (parameters, bytes, update, moved, committed, fio, info, staging) = result?;
     let gb = |seconds: f64| bytes as f64 / seconds / 1e9;
-    let (update_s, pure_s, commit_s) = (median(update.clone()), median(moved.clone()), median(commits));
+    let (update_s, moved_s, commit_s) = (median(update.clone()), median(moved.clone()), median(committed));
     let ratio = median(moved.iter().zip(&update).map(|(pure, update)| pure / update).collect());
     println!("update of {} M bf16 parameters, {:.2} GB a step", parameters / 1_000_000, bytes as f64 / 1e9);
     println!("  update    {update_s:7.3} s  {:5.2} GB/s  {ratio:.3} of pure I/O", gb(update_s));
-    println!("  pure I/O  {pure_s:7.3} s  {:5.2} GB/s", gb(pure_s));
-    if !fios.is_empty() {
-        let fio = median(fios);
-        println!("  fio mixed             {:5.2} GB/s  update is {:.3} of it", fio / 1e9, gb(update_s) * 1e9 / fio);
+    println!("  pure I/O  {moved_s:7.3} s  {:5.2} GB/s", gb(moved_s));
+    if let Some((fio, huge)) = fio {
+        let pages = if huge { "huge pages" } else { "4 KiB pages" };
+        println!("  fio, {pages:11}     {:5.2} GB/s  update is {:.3} of it", fio / 1e9, gb(update_s) * 1e9 / fio);
     }
     println!("  commit    {:7.3} ms, {:.3} % of the step", commit_s * 1e3, commit_s / update_s * 100.0);
     println!("  staging   {:.2} MiB", staging as f64 / f64::from(1 << 20));
@@ -182,7 +189,7 @@ fn main() -> Outcome<()> {
     Ok(())
 }
 
-type Measured = (usize, usize, Vec<f64>, Vec<f64>, Vec<f64>, Vec<f64>, memascend_store::Info, usize);
+type Measured = (usize, usize, Vec<f64>, Vec<f64>, Vec<f64>, Option<(f64, bool)>, memascend_store::Info, usize);
 
 fn measure(folder: &Path) -> Outcome<Measured> {
     let elements = number("MEMASCEND_BENCH_CHUNK", 65_536);
@@ -197,7 +204,7 @@ fn measure(folder: &Path) -> Outcome<Measured> {
     let chunk_bytes = elements * (STATE_BYTES + VALUE_BYTES);
     let region = Region::new(CHUNKS_DEFAULT * chunk_bytes, Pin::Off, OnFork::Wipe, "pure")?;
     let ring = ChunkRing::new(&region, chunk_bytes, CHUNKS_DEFAULT)?;
-    let (mut updates, mut pures, mut commits) = (Vec::new(), Vec::new(), Vec::new());
+    let mut all = (Vec::new(), Vec::new(), Vec::new());
     // The first two rounds write each slot for the first time, which is slower.
     for step in 1..=ROUNDS + 2 {
         let began = Instant::now();
@@ -206,22 +213,22 @@ fn measure(folder: &Path) -> Outcome<Measured> {
             engine.update(entry, gradient, &hyperparameters(step as u64), Wait::forever())?;
         }
         engine.finish(Wait::forever())?;
-        let updated = began.elapsed();
+        let update = began.elapsed();
         let began = Instant::now();
         engine.commit(Commit { step: step as u64, ..Commit::default() }, Wait::forever())?;
-        let committed = began.elapsed();
+        let commit = began.elapsed();
         let began = Instant::now();
         pure(&volume, &ring, chunks, elements, step % 2)?;
         let moved = began.elapsed();
         if step > 2 {
-            updates.push(updated.as_secs_f64());
-            commits.push(committed.as_secs_f64());
-            pures.push(moved.as_secs_f64());
+            all.0.push(update.as_secs_f64());
+            all.1.push(moved.as_secs_f64());
+            all.2.push(commit.as_secs_f64());
         }
     }
     volume.close(Wait::forever())?;
     drop(volume);
-    let fios: Vec<f64> = (0..2).filter_map(|_| fio(&folder.join("pure"), 3)).collect();
+    let fio = fio(&folder.join("pure"));
     let bytes = chunks * elements * (2 * STATE_BYTES + VALUE_BYTES);
-    Ok((chunks * elements, bytes, updates, pures, commits, fios, store.info(), engine.staging_bytes()))
+    Ok((chunks * elements, bytes, all.0, all.1, all.2, fio, store.info(), engine.staging_bytes()))
 }

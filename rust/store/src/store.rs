@@ -74,8 +74,10 @@ pub struct Info {
     pub slot_bytes: u64,
     /// Bytes of it all on storage.
     pub total_bytes: u64,
-    /// Bytes of memory that the index holds.
+    /// Bytes of memory that the index holds: it grows with the state.
     pub index_bytes: u64,
+    /// Bytes of the buffers that the catalog is written from.
+    pub buffer_bytes: u64,
 }
 
 impl Store {
@@ -160,7 +162,8 @@ impl Store {
             hyperparameters: index.hyperparameters.clone(),
             slot_bytes: self.layout.slot_bytes(),
             total_bytes: self.layout.total_bytes(),
-            index_bytes: index.bytes() + names as u64 + 2 * CATALOG_CHUNK_BYTES as u64,
+            index_bytes: index.bytes() + names as u64,
+            buffer_bytes: 2 * CATALOG_CHUNK_BYTES as u64,
         }
     }
 

@@ -1,4 +1,4 @@
-"""`memascend bench update`: the pipelined AdamW on SSD, against the same bytes moved without arithmetic or checksums."""
+"""`memascend bench update`: the pipelined AdamW on SSD, against the same bytes moved and nothing computed."""
 
 from __future__ import annotations
 
@@ -160,7 +160,8 @@ def _shown(result: dict[str, float]) -> str:
         ),
     ]
     return (
-        f"A step of AdamW on {result['parameters'] / _MEGA:.0f} M bf16 parameters, {bytes_shown(int(result['bytes']))}\n\n"
+        f"A step of AdamW on {result['parameters'] / _MEGA:.0f} M bf16 parameters, "
+        f"{bytes_shown(int(result['bytes']))}\n\n"
         + table(("what", "time", "GB/s", "ratio"), rows)
         + f"\n\ncommit, durable: {seconds_shown(result['commit_seconds'])}, {result['commit_share']:.2%} of the step\n"
         f"checksums of what is written: {result['sealing_share']:.1%} of the step\n"
