@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memascend import kernels, memory, nvme
+from memascend import engine, kernels, memory, nvme
 from memascend.cli.bench.memory import reservation_table
 from memascend.cli.bench.reservation import load_models, reserve, unit_bytes
 from memascend.cli.bench.rounds import interleaved
@@ -18,6 +18,8 @@ from memascend.errors import TimeoutExpired
 if TYPE_CHECKING:
     import argparse
 
+    import torch
+
 _WINDOW = 3
 # A small model's step: enough units for every slot of the arena to be reused many times.
 _LAYERS = 48
@@ -26,6 +28,9 @@ _WIDTH = 1024
 _STORED_BYTES = 256 << 20
 _CHUNKS = 6
 _GRADIENT_ELEMENTS = 16 << 20
+_TRAINED_ELEMENTS = 16 << 20
+_STEPS = 3
+_LR, _BETAS, _EPS, _DECAY = 1e-3, (0.9, 0.999), 1e-8, 0.01
 
 
 def add_arguments(_parser: argparse.ArgumentParser) -> None:
@@ -39,6 +44,7 @@ def run(_options: argparse.Namespace) -> int:
     _show_pressure()
     _show_storage()
     _show_kernels()
+    _show_engine()
     return 0
 
 
@@ -146,3 +152,57 @@ def _show_kernels() -> None:
     gradient[-1] = float("inf")
     found, _ = kernels.check_and_unscale(gradient)
     print(f"\n   with one infinity at the very end: found={bool(found)}; {kernels.route('cpu')}")
+
+
+def _show_engine() -> None:
+    import torch
+
+    print(f"\n6. {_STEPS} steps of AdamW on {_TRAINED_ELEMENTS >> 20} Mi bf16 parameters that live in a file.\n")
+    with tempfile.TemporaryDirectory(prefix="memascend-demo-") as folder:
+        path = Path(folder) / "store"
+        weight = torch.randn(_TRAINED_ELEMENTS).bfloat16()
+        state = engine.adam_state(weight)
+        in_memory = {name: tensor.clone() for name, tensor in state.items()}
+        entry = engine.Entry(name="weight", values=weight, state=state)
+        with engine.Store.create(path, [entry]) as store, engine.Engine(store) as updates:
+            began = time.perf_counter()
+            for step in range(1, _STEPS + 1):
+                updates.update(
+                    "weight", _gradient(step), lr=_LR, betas=_BETAS, eps=_EPS, weight_decay=_DECAY, step=step
+                )
+                updates.commit(step)
+            took = (time.perf_counter() - began) / _STEPS
+            staging = updates.staging_bytes
+        for step in range(1, _STEPS + 1):
+            kernels.adamw(
+                in_memory["master"],
+                _gradient(step),
+                in_memory["exp_avg"],
+                in_memory["exp_avg_sq"],
+                weight,
+                lr=_LR,
+                betas=_BETAS,
+                eps=_EPS,
+                weight_decay=_DECAY,
+                step=step,
+            )
+        with engine.Store.open(path) as store:
+            values, _ = store.read("weight")
+            rows = [
+                ("state on storage", bytes_shown(path.stat().st_size)),
+                ("held in memory for it", bytes_shown(staging)),
+                ("a step, durable", seconds_shown(took)),
+                ("reopened at step", str(store.step)),
+                (
+                    "same bits as in memory",
+                    "yes" if torch.equal(values.view(torch.int16), weight.view(torch.int16)) else "NO",
+                ),
+            ]
+        print(table(("what", "value"), rows))
+
+
+def _gradient(step: int) -> torch.Tensor:
+    import torch
+
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(_TRAINED_ELEMENTS, generator=generator).bfloat16()
