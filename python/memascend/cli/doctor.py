@@ -54,7 +54,6 @@ def examine(storage: str | None) -> Iterator[Finding]:
         _system,
         _processor,
         _memory,
-        _memlock,
         _regions,
         examine_ring,
         _torch,
@@ -97,10 +96,7 @@ def _memory() -> Iterator[Finding]:
     yield Finding(subject="memory", found=f"{bytes_shown(limits['available'])} free ({limits['limited_by']})")
     if limits["cgroup_limit"] is not None:
         yield Finding(subject="cgroup limit", found=f"{bytes_shown(limits['cgroup_limit'])} ({limits['cgroup']})")
-
-
-def _memlock() -> Iterator[Finding]:
-    soft = memory.limits()["memlock_soft"]
+    soft = limits["memlock_soft"]
     if soft is None or os.geteuid() == 0:
         found = "unlimited" if soft is None else f"{bytes_shown(soft)}, which does not bind root"
         yield Finding(subject="memlock limit", found=found)
