@@ -10,7 +10,7 @@ import tempfile
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -41,20 +41,59 @@ if TYPE_CHECKING:
 
 __all__ = ["offload"]
 
+_Path = str | os.PathLike[str]
+
 _log = logging.getLogger("memascend")
 
 
 def offload(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, **options: Any
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    storage: _Path | Sequence[_Path] | None = None,
+    existing: Literal["refuse", "resume", "replace"] = "refuse",
+    host_memory: int | str | None = None,
+    device: str | torch.device | None = None,
+    gradients: Literal["auto", "fused", "ssd", "ram"] = "auto",
+    max_grad_norm: float | None = None,
+    accumulation_steps: int = 1,
+    loss_scale: float | Literal["dynamic"] | None = None,
+    master_dtype: torch.dtype | None = torch.float32,
+    units: Sequence[str] | None = None,
+    weights: Any = None,
+    checkpoint: _Path | None = None,
+    scratch: _Path | None = None,
+    device_memory: int | str | None = None,
+    activations: Literal["device", "host", "ssd"] = "device",
+    durability: Literal["step", "close", "none"] = "step",
 ) -> tuple[torch.nn.Module, OffloadedOptimizer]:
     """Move a model's parameters and an optimizer's state to storage, and train on as before.
 
-    The loop stays what it is. Nothing changes numerically; host memory stays within `host_memory`.
+    The loop stays what it is. Nothing changes numerically, and host memory stays within the budget.
 
     Args:
-        model: any module; the same object comes back.
-        optimizer: a torch.optim optimizer that owns every trainable parameter of the model.
-        **options: see `memascend.config.Options`, where each is described.
+        model: any module on the CPU; the same object comes back.
+        optimizer: a torch.optim optimizer that owns every trainable parameter of the model. State that it has already
+            moves into the store.
+        storage: a folder, file or raw block device, or several of them, over which it is striped; None: a temporary file
+            that is gone with the process.
+        existing: what to do where a store is already: "refuse", "resume" its last committed step, or "replace" it.
+        host_memory: a hard budget for what is held in memory, in bytes or as "8GiB"; None: the smallest that keeps disk
+            and compute busy.
+        device: where the model computes. Only the CPU so far.
+        gradients: "fused": updated as they appear; "ssd" or "ram": kept until `step()`; "auto": learnt in the first step.
+        max_grad_norm: clip the global norm in `step()`.
+        accumulation_steps: backwards that make one step; "ssd" and "ram" take any number undeclared.
+        loss_scale: "dynamic" or a number, for `optimizer.backward()`; None: dynamic for fp16 models, off otherwise.
+        master_dtype: of the copies that 16-bit parameters are updated in; None: their own.
+        units: names of modules that travel as one; None: found from the model.
+        weights: not there yet.
+        checkpoint: not there yet.
+        scratch: a folder for copies of the weights that `state_dict()` and `materialized()` make; None: beside the store.
+        device_memory: not there yet.
+        activations: only "device" so far.
+        durability: "step": every step survives a loss of power; "close": the death of the process; "none": nothing is
+            kept before `close()`.
 
     Returns:
         The model, and a `memascend.OffloadedOptimizer` that shares the original's `param_groups`.
@@ -64,9 +103,26 @@ def offload(
         BudgetError: `host_memory` is too small; `smallest` is what works.
         StorageError: storage failed, is full, foreign or in use.
     """
-    chosen = Options(**options)
+    options = Options(
+        storage=storage,
+        existing=existing,
+        host_memory=host_memory,
+        device=device,
+        gradients=gradients,
+        max_grad_norm=max_grad_norm,
+        accumulation_steps=accumulation_steps,
+        loss_scale=loss_scale,
+        master_dtype=master_dtype,
+        units=units,
+        weights=weights,
+        checkpoint=checkpoint,
+        scratch=scratch,
+        device_memory=device_memory,
+        activations=activations,
+        durability=durability,
+    )
     with torch.no_grad():
-        return _Offloading(model, optimizer, chosen).run()
+        return _Offloading(model, optimizer, options).run()
 
 
 @dataclass(frozen=True)
@@ -94,9 +150,9 @@ class _Offloading:
 
     def run(self) -> tuple[torch.nn.Module, OffloadedOptimizer]:
         options = self.options
-        units = find_units(self.model, units=options.units)
+        units = find_units(self.model, units=options.unit_names)
         entries = self._entries(units)
-        paths = _paths(options.storage)
+        paths = list(options.paths or ())
         sizes = engines.sizes(entries, devices=max(1, len(paths)))
         gradients = [owned.parameter.nbytes for owned in self.owned.values() if owned.group is not None]
         plan = make_plan(
@@ -106,7 +162,7 @@ class _Offloading:
             largest_gradient=max(gradients),
             all_gradients=sum(gradients),
             whole_bytes=self.rule_kind.whole_bytes(self._parameters()),
-            budget=options.host_memory,
+            budget=options.host_bytes,
         )
         with contextlib.ExitStack() as undo:
             store = self._store(paths, entries, undo)
@@ -283,7 +339,7 @@ class _Offloading:
     def _scratch(self) -> Path | None:
         if self.options.scratch is not None:
             return Path(self.options.scratch)
-        paths = _paths(self.options.storage)
+        paths = self.options.paths
         if not paths:
             return self.folder
         folder = _file_of(paths[0]).parent
@@ -310,7 +366,10 @@ def _listed(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
 
 def _first_order(units: Sequence[Unit]) -> list[int]:
     """Forward and back again, until a step has shown the true order."""
-    forward = list(range(len(units)))
+    forward = []
+    for number, unit in enumerate(units):
+        forward.append(number)
+        forward += [other for other, tied in enumerate(units) if unit.name in tied.again]
     return forward + forward[::-1]
 
 
@@ -369,15 +428,6 @@ def _as(like: Any, value: Any) -> Any:
     if isinstance(like, tuple):
         return tuple(value)
     return value
-
-
-def _paths(storage: Any) -> list[str]:
-    if storage is None:
-        return []
-    several = [storage] if isinstance(storage, str | os.PathLike) else list(storage)
-    if not several:
-        raise ConfigError("storage is an empty list; give a folder, a file or a device, or None for a temporary file")
-    return [os.fspath(path) for path in several]
 
 
 def _file_of(path: str) -> Path:

@@ -252,7 +252,7 @@ class Residency:
         best: Home | None = None
         best_key = (-1, 0)
         for other in self.homes:
-            if other.slot_bytes != home.slot_bytes or other.bound or other is home or other is self._current:
+            if other.slot_bytes != home.slot_bytes or other.bound or other.pinned or other in (home, self._current):
                 continue
             if other.base is None and (other.fetch is None or not must):
                 continue

@@ -46,10 +46,16 @@ class Surgery:
         # Somebody has read the weights out.
         self.read_out = False
         self._hooks: list[Any] = []
+
+        def after_state_dict(module: torch.nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -> None:
+            # torch marks this hook, which a method does not allow.
+            del state_dict, prefix, local_metadata
+            self._after_state_dict(module)
+
         for module in model.modules():
             self._hooks += [
                 module.register_state_dict_pre_hook(self._before_state_dict),
-                module.register_state_dict_post_hook(self._after_state_dict),
+                module.register_state_dict_post_hook(after_state_dict),
                 module.register_load_state_dict_pre_hook(self._before_load),
                 module.register_load_state_dict_post_hook(self._after_load),
             ]
@@ -72,8 +78,7 @@ class Surgery:
             self._snapshot_of = module
             self._copies = {}
 
-    def _after_state_dict(self, module: torch.nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -> None:
-        del state_dict, prefix, local_metadata
+    def _after_state_dict(self, module: torch.nn.Module) -> None:
         if self._snapshot_of is module:
             self._snapshot_of = None
             self._copies = {}
