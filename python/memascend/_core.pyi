@@ -125,6 +125,8 @@ def io_uring_why_not() -> str | None: ...
 
 # A tensor of a description: name, dtype, shape.
 _Tensor: TypeAlias = tuple[str, str, list[int]]
+# An entry: whether it is a buffer, its unit, its values, its state, the order of its dimensions, the dtype of spills.
+_Described: TypeAlias = tuple[bool, int, _Tensor, list[_Tensor], list[int], str | None]
 # lr, betas, eps, weight decay, decoupled, step, gradient scale, maximize.
 _Numbers: TypeAlias = tuple[float, tuple[float, float], float, float, bool, int, float, bool]
 
@@ -133,7 +135,7 @@ class Store:
     def __new__(
         cls,
         paths: Sequence[str],
-        entries: Sequence[tuple[bool, int, _Tensor, list[_Tensor]]] | None,
+        entries: Sequence[_Described] | None,
         units: Sequence[str],
         optimizer: str,
         chunk_elements: int,
@@ -148,10 +150,26 @@ class Store:
     def entries(self) -> list[dict[str, Any]]: ...
     def stage(self, entry: int, step: int, tensors: Sequence[tuple[int, int]]) -> None: ...
     def read(self, entry: int, tensors: Sequence[tuple[int, int]]) -> int: ...
+    def fetch(self, unit: int, address: int, nbytes: int, keep: object) -> Fetch: ...
+    def counters(self) -> dict[str, Any]: ...
     def commit(self, step: int, user: str | None, hyperparameters: str | None) -> int: ...
     def discard(self) -> None: ...
     def verify(self, progress: Callable[[int, int], object] | None) -> tuple[int, int]: ...
     def close(self) -> None: ...
+
+@final
+class Fetch:
+    def wait(self) -> int: ...
+    def done(self) -> bool: ...
+
+def store_sizes(
+    entries: Sequence[_Described],
+    units: Sequence[str],
+    optimizer: str,
+    chunk_elements: int,
+    devices: int,
+    stripe: int | None,
+) -> tuple[int, int, int, int, int, list[int]]: ...
 
 @final
 class Engine:

@@ -60,8 +60,7 @@ impl Engine {
         if !(CHUNKS_MIN..=CHUNKS_MAX).contains(&chunks) {
             return Err(Error::Invalid(format!("{chunks} staging chunks: {CHUNKS_MIN} to {CHUNKS_MAX} work")));
         }
-        let (state, values) = store.description().staging_bytes();
-        let chunk_bytes = usize::try_from(state + values).unwrap_or(usize::MAX).max(1);
+        let chunk_bytes = usize::try_from(chunk_bytes(store.description())).unwrap_or(usize::MAX);
         let region = Region::new(chunks * chunk_bytes, options.pin, OnFork::Wipe, "update staging")?;
         let ring = ChunkRing::new(&region, chunk_bytes, chunks)?;
         let owner = ring.owner("update")?;
@@ -174,6 +173,13 @@ impl Shared {
             Err(error) => self.queue.lock().failed = Some(error),
         }
     }
+}
+
+/// Bytes of one staging chunk of an engine on a store of this description.
+#[must_use]
+pub fn chunk_bytes(description: &Description) -> u64 {
+    let (state, values) = description.staging_bytes();
+    (state + values).max(1)
 }
 
 /// Whether an entry has what Adam needs: two moments, and a master unless its own values are one; all of them float32

@@ -12,7 +12,7 @@ mod pipeline;
 mod queue;
 
 pub use counters::Counters;
-pub use engine::{Engine, Options};
+pub use engine::{Engine, Options, chunk_bytes};
 pub use error::{Error, Result};
 pub use gradient::Gradient;
 pub use memascend_math::Hyperparameters;
