@@ -11,6 +11,7 @@ use crate::{
     checksum::{Subject, Uuid, checksum},
     index::{Guarded, Index},
     layout::PAGE_BYTES,
+    spill::Spill,
     table::Sections,
 };
 
@@ -39,6 +40,7 @@ pub struct Store {
     pub(crate) layout: Layout,
     pub(crate) sections: Sections,
     pub(crate) index: Guarded,
+    pub(crate) spill: Spill,
     pub(crate) durability: Durability,
     pub(crate) chunks: ChunkRing,
     pub(crate) owner: OwnerId,
@@ -96,6 +98,7 @@ impl Store {
         let sections = Sections::new(&description, layout.pieces());
         let description_checksum = checksum(&uuid, Subject::Description, (0, 0), 0, &description.encode());
         let index = Guarded::new(Index::new(&description, &layout, &sections));
+        let spill = Spill::new(&description, &layout);
         Ok(Self {
             volume,
             path,
@@ -105,6 +108,7 @@ impl Store {
             layout,
             sections,
             index,
+            spill,
             durability,
             chunks,
             owner,
