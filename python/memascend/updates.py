@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from memascend.errors import ConfigError
+from memascend.placeholder import dense_strides
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -54,7 +55,10 @@ class AdamKind:
     def describe(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """The state tensors of a parameter, on meta."""
         names = ("exp_avg", "exp_avg_sq") if parameter.dtype == torch.float32 else ("master", "exp_avg", "exp_avg_sq")
-        return {name: torch.empty(parameter.shape, dtype=torch.float32, device="meta") for name in names}
+        strides = dense_strides(parameter)
+        return {
+            name: torch.empty_strided(parameter.shape, strides, dtype=torch.float32, device="meta") for name in names
+        }
 
     def initial(
         self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor
