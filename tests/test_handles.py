@@ -9,7 +9,8 @@ import torch
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from memascend.errors import UsageError
-from memascend.handles import OPERATIONS_MAX, GradientHandle, strides_of
+from memascend.handles import GradientHandle, strides_of
+from memascend.kept import OPERATIONS_MAX
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(3, 5), (7,), (1,), (), (2, 3, 4), (33, 17)]

@@ -7,26 +7,21 @@ any other read gets a copy. What would need the memory itself, a view for one, r
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 import torch.utils._foreach_utils
 from torch.utils._pytree import tree_leaves, tree_map
 
-from memascend.errors import UsageError
-from memascend.recorded import UNSCALE, Operation, factors_of, is_recordable
+from memascend.kept import Kept, KeptGradient, Notice, strides_of
+from memascend.recorded import UNSCALE, Operation, is_recordable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
 __all__ = ["GradientHandle", "Kept", "Notice", "strides_of"]
-
-Notice = Literal["add", "change", "norm", "read", "scaler", "zero"]
-
-# A loop that scales for ever without a step would grow the list for ever; then the gradient is rewritten once.
-OPERATIONS_MAX = 64
 
 # These look at shape and dtype alone.
 SHAPE_ONLY = frozenset(
@@ -49,58 +44,6 @@ SHAPE_ONLY = frozenset(
 )
 
 
-class Kept(Protocol):
-    """The gradient behind a handle: where it lies is the keeper's business.
-
-    Tensors go in and out with the handle's shape, dtype and strides. One that comes in belongs to the keeper, which
-    may hold it for as long as it likes; one that goes out belongs to the handle, which writes into it.
-    """
-
-    @property
-    def name(self) -> str:
-        """The parameter, for messages."""
-
-    @property
-    def shape(self) -> torch.Size:
-        """The parameter's shape."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The gradient's dtype."""
-
-    @property
-    def fused(self) -> bool:
-        """Whether the update already used the gradient, so that nothing but its norm is left. May change with time."""
-
-    def read(self) -> Tensor:
-        """A copy of the gradient. Not called once it is fused, as the others below but for norm() and noticed()."""
-
-    def add(self, gradient: Tensor) -> None:
-        """Add in the gradient's dtype, with the bits of torch's add_."""
-
-    def assign(self, gradient: Tensor) -> None:
-        """Replace the gradient."""
-
-    def norm(self) -> float:
-        """The 2-norm in double precision; asked for where the gradient is fused."""
-
-    def nonfinite(self) -> bool | None:
-        """Whether an infinity or a NaN is in there; None where that takes a read."""
-
-    def noticed(self, what: Notice) -> None:
-        """Something did more than pass the handle on; called before it happens, also where it then raises."""
-
-
-def strides_of(shape: Sequence[int], order: Sequence[int] | None = None) -> tuple[int, ...]:
-    """The strides of a dense tensor whose dimensions, from the largest stride to the smallest, are `order`."""
-    strides = [1] * len(shape)
-    step = 1
-    for dimension in reversed(range(len(shape)) if order is None else order):
-        strides[dimension] = step
-        step *= max(shape[dimension], 1)
-    return tuple(strides)
-
-
 class GradientHandle(torch.Tensor):
     """A gradient without its bytes.
 
@@ -110,9 +53,7 @@ class GradientHandle(torch.Tensor):
         device: that the parameter reports.
     """
 
-    _kept: Kept
-    # One list for a handle and what detach() makes of it: they are one gradient.
-    _operations: list[Operation]
+    gradient: KeptGradient
 
     @staticmethod
     def __new__(
@@ -134,8 +75,7 @@ class GradientHandle(torch.Tensor):
 
     def __init__(self, kept: Kept, *, strides: Sequence[int] | None = None, device: torch.device | str = "cpu") -> None:
         del strides, device
-        self._kept = kept
-        self._operations = []
+        self.gradient = KeptGradient(kept, self.stride(), self.device)
 
     # Results are plain tensors; torch's default would make handles of them.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment] # noqa: SLF001
@@ -143,57 +83,27 @@ class GradientHandle(torch.Tensor):
     @property
     def kept(self) -> Kept:
         """Where the gradient is."""
-        return self._kept
+        return self.gradient.kept
 
     @property
     def operations(self) -> tuple[Operation, ...]:
         """What was done to the gradient since it was kept, and is not in the kept bytes."""
-        return tuple(self._operations)
+        return tuple(self.gradient.operations)
 
     def factors(self) -> tuple[float, ...] | None:
         """The operations as fp32 numbers: multiply in fp32 by each, in order, and round to the gradient's dtype.
 
         None where that would not be what torch computes: then the update takes materialize(), or replay().
         """
-        return factors_of(self._operations, self)
+        return self.gradient.factors()
 
     def replay(self, tensor: Tensor) -> Tensor:
         """Do the operations to a tensor, in place, and return it."""
-        with torch.no_grad():
-            for operation in self._operations:
-                operation.apply(tensor)
-        return tensor
+        return self.gradient.replay(tensor)
 
     def materialize(self) -> Tensor:
         """The gradient as it is now, in new memory. Not reported to noticed()."""
-        if self._kept.fused:
-            raise UsageError(
-                f"the gradient of {self._kept.name} is gone, the update already used it: "
-                "pass gradients='ssd' to offload() to read gradients before step()"
-            )
-        # A tensor made under inference_mode could not be written to outside it.
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False), torch.no_grad():
-                return self.materialize()
-        if self._operations and self._operations[0].overwrites:
-            return self.replay(self._empty())
-        return self.replay(self._kept.read().to(self.device))
-
-    def _empty(self) -> Tensor:
-        return torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=self.device)
-
-    def _assign(self, tensor: Tensor) -> None:
-        self._kept.assign(tensor)
-        self._operations.clear()
-
-    def _read(self, what: Notice = "read") -> Tensor:
-        self._kept.noticed(what)
-        return self.materialize()
-
-    def _alias(self) -> GradientHandle:
-        alias = GradientHandle(self._kept, strides=self.stride(), device=self.device)
-        alias._operations = self._operations
-        return alias
+        return self.gradient.materialize()
 
     # --- what torch does to it ----------------------------------------------------
 
@@ -213,7 +123,7 @@ class GradientHandle(torch.Tensor):
         options = kwargs or {}
         name = func._schema.name.removeprefix("aten::")  # noqa: SLF001
         if name == "detach":
-            return args[0]._alias()  # noqa: SLF001
+            return _alias(args[0])
         if name in SHAPE_ONLY:
             return func(*tree_map(_without_values, args), **tree_map(_without_values, options))
         # Under inference_mode also those arrive that are made of others.
@@ -226,10 +136,10 @@ class GradientHandle(torch.Tensor):
         written = _written(func, args, options)
         if not written:
             if _is_view(func):
-                _refuse(next(_handles((args, options))), f"{name}()")
+                next(_handles((args, options))).gradient.refuse_memory(f"{name}()")
             return _through_copies(func, args, options, [])
         if torch.Tag.inplace_view in func.tags:
-            _refuse(written[0], f"{name}()")
+            written[0].gradient.refuse_memory(f"{name}()")
         if _handles_first(args):
             return _each(func, args, options, _change)
         return _through_copies(func, args, options, written)
@@ -247,78 +157,78 @@ class GradientHandle(torch.Tensor):
 
     def tolist(self) -> Any:
         """Read the numbers."""
-        return self._read().tolist()
+        return self.gradient.read().tolist()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """A plain tensor: a copy is nobody's gradient yet."""
         if id(self) not in memo:
-            memo[id(self)] = self._read()
+            memo[id(self)] = self.gradient.read()
         copy: Tensor = memo[id(self)]
         return copy
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         del tensor_contents
-        if self._kept.fused:
-            return f"GradientHandle({self._kept.name}, shape={tuple(self.shape)}, dtype={self.dtype}, already used)"
-        return f"GradientHandle({self._kept.name}, {self._read()!r})"
+        if self.kept.fused:
+            return f"GradientHandle({self.kept.name}, shape={tuple(self.shape)}, dtype={self.dtype}, already used)"
+        return f"GradientHandle({self.kept.name}, {self.gradient.read()!r})"
 
     def __format__(self, format_spec: str) -> str:
         return format(self.item(), format_spec) if self.dim() == 0 else object.__format__(self, format_spec)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """A file or another process has no store behind it."""
-        _refuse(self, "pickling")
+        self.gradient.refuse_memory("pickling")
 
     def __array__(self, *_: Any, **__: Any) -> NoReturn:
-        _refuse(self, "numpy")
+        self.gradient.refuse_memory("numpy")
 
     def __dlpack__(self, *_: Any, **__: Any) -> NoReturn:
-        _refuse(self, "dlpack")
+        self.gradient.refuse_memory("dlpack")
 
     def numpy(self, *_: Any, **__: Any) -> NoReturn:
         """Refused: there is no memory to share."""
-        _refuse(self, "numpy()")
+        self.gradient.refuse_memory("numpy()")
 
     def data_ptr(self) -> NoReturn:
         """Refused: there is no memory to point to."""
-        _refuse(self, "data_ptr()")
+        self.gradient.refuse_memory("data_ptr()")
 
     def untyped_storage(self) -> NoReturn:
         """Refused: there is no memory to show."""
-        _refuse(self, "untyped_storage()")
+        self.gradient.refuse_memory("untyped_storage()")
 
     def storage(self) -> NoReturn:
         """Refused: there is no memory to show."""
-        _refuse(self, "storage()")
+        self.gradient.refuse_memory("storage()")
 
     def _typed_storage(self) -> NoReturn:
-        _refuse(self, "storage()")
+        self.gradient.refuse_memory("storage()")
 
     def share_memory_(self) -> NoReturn:
         """Refused: there is no memory to share."""
-        _refuse(self, "share_memory_()")
+        self.gradient.refuse_memory("share_memory_()")
 
     def apply_(self, *_: Any) -> NoReturn:
         """Refused: torch's own would walk over memory that is not there."""
-        _refuse(self, "apply_()")
+        self.gradient.refuse_memory("apply_()")
 
     def map_(self, *_: Any) -> NoReturn:
         """Refused: torch's own would walk over memory that is not there."""
-        _refuse(self, "map_()")
+        self.gradient.refuse_memory("map_()")
 
 
 # torch picks list kernels by exact type, and on a GPU a list's norm has other bits than a tensor's.
 torch.utils._foreach_utils._foreach_supported_types.append(GradientHandle)  # type: ignore[arg-type] # noqa: SLF001
 
 
-def _refuse(handle: GradientHandle, what: str) -> NoReturn:
-    raise UsageError(
-        f"{what} needs the memory of {handle.kept.name}'s gradient, which is kept elsewhere: "
-        "take p.grad.clone(), or pass gradients='ram' to offload()"
-    )
+def _alias(handle: GradientHandle) -> GradientHandle:
+    """Another tensor that is the same gradient, as what detach() returns is."""
+    alias = GradientHandle(handle.kept, strides=handle.stride(), device=handle.device)
+    alias.gradient = handle.gradient
+    return alias
 
 
-def _handles(values: Any) -> Any:
+def _handles(values: Any) -> Iterator[GradientHandle]:
     return (leaf for leaf in tree_leaves(values) if isinstance(leaf, GradientHandle))
 
 
@@ -328,7 +238,7 @@ def _handles_first(args: tuple[Any, ...]) -> bool:
 
 
 def _without_values(value: object) -> object:
-    return value._empty() if isinstance(value, GradientHandle) else value  # noqa: SLF001
+    return value.gradient.empty() if isinstance(value, GradientHandle) else value
 
 
 def _is_view(func: Any) -> bool:
@@ -349,29 +259,26 @@ def _written(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> list[
 
 def _through_copies(func: Any, args: tuple[Any, ...], options: dict[str, Any], written: list[GradientHandle]) -> Any:
     """Do anything by copies of the gradients, and put back those that it changed."""
-    copies: dict[int, Tensor] = {}
-    handles: dict[int, GradientHandle] = {}
+    # Two handles of one gradient are one tensor to the operation.
+    copies: dict[KeptGradient, Tensor] = {}
+    changed = {handle.gradient: handle for handle in written}
 
     def copy(value: object) -> object:
         if not isinstance(value, GradientHandle):
             return value
-        # Two handles of one gradient are one tensor to the operation.
-        key = id(value._operations)  # noqa: SLF001
-        if key not in copies:
-            what: Notice = "change" if any(value is handle for handle in written) else "read"
-            copies[key] = value._read(what)  # noqa: SLF001
-            handles[id(copies[key])] = value
-        return copies[key]
+        if value.gradient not in copies:
+            copies[value.gradient] = value.gradient.read("change" if value.gradient in changed else "read")
+        return copies[value.gradient]
 
     result = func(*tree_map(copy, args), **tree_map(copy, options))
-    for handle in written:
-        tensor = copies[id(handle._operations)]  # noqa: SLF001
+    back: dict[int, GradientHandle] = {}
+    for gradient, handle in changed.items():
+        tensor = copies[gradient]
         if tensor.shape != handle.shape:
-            _refuse(handle, f"{func}")
-        handle._assign(_laid_out(handle, tensor))  # noqa: SLF001
-    if not written:
-        return result
-    return tree_map(lambda value: handles.get(id(value), value), result)
+            gradient.refuse_memory(f"{func}")
+        gradient.assign(tensor)
+        back[id(tensor)] = handle
+    return tree_map(lambda value: back.get(id(value), value), result) if back else result
 
 
 def _each(
@@ -410,151 +317,44 @@ def _each(
 
 
 def _norm(handle: GradientHandle, operation: Operation) -> Tensor:
-    kept = handle.kept
-    kept.noticed("norm")
-    if not kept.fused:
-        tensor = handle.materialize()
-        result = operation.function([tensor] if operation.listed else tensor, *operation.arguments, **operation.options)
-        norm: Tensor = result[0] if operation.listed else result
-        return norm
-    order, dimensions, keep = (*operation.arguments, *(2, None, False)[len(operation.arguments) :])[:3]
-    dtype = operation.options.get("dtype")
-    if operation.listed:
-        dimensions, keep, dtype = None, False, operation.arguments[1] if len(operation.arguments) > 1 else dtype
-    if order != 2 or dimensions or keep:
-        raise UsageError(
-            f"of the gradient of {kept.name} only the 2-norm is left, the update already used it: "
-            "pass gradients='ssd' to offload()"
-        )
-    return torch.tensor(kept.norm(), dtype=torch.float64).to(handle.device, dtype or handle.dtype)
+    return handle.gradient.norm(operation)
 
 
 def _unscale(func: Any, tensors: list[Tensor], found: Tensor, inverse: Tensor) -> None:
-    """GradScaler's pass: whether anything is not finite is needed now, the product at step()."""
     plain = [tensor for tensor in tensors if not isinstance(tensor, GradientHandle)]
     if plain:
         func(plain, found, inverse)
     for handle in _handles(tensors):
-        kept = handle.kept
-        kept.noticed("scaler")
-        if kept.fused:
-            raise UsageError(
-                f"GradScaler comes too late for the gradient of {kept.name}, the update already used it: "
-                "pass loss_scale= to offload() and call optimizer.backward(loss), or gradients='ssd'"
-            )
-        operation = Operation(func, UNSCALE, (torch.zeros_like(found), inverse), listed=True)
-        nonfinite = None if handle.operations else kept.nonfinite()
-        if nonfinite is None:
-            func([handle.materialize()], found, inverse)
-        elif nonfinite:
-            found.fill_(1.0)
-        _append(handle, operation)
+        handle.gradient.unscale(Operation(func, UNSCALE, (found, inverse), listed=True))
 
 
-def _change(handle: GradientHandle, operation: Operation) -> Any:
-    """Change one gradient in place: kept, recorded or by way of a copy."""
+def _change(handle: GradientHandle, operation: Operation) -> GradientHandle:
+    """Change one gradient in place: with its keeper, in the record, or by way of a copy."""
     name, arguments, options = operation.name, operation.arguments, operation.options
-    numbers = [value[0] if isinstance(value, list | tuple) and len(value) == 1 else value for value in arguments]
-    if name == "add_" and _is_gradient(handle, numbers, options):
-        _accumulate(handle, operation, numbers[0])
+    values = [value[0] if isinstance(value, list | tuple) and len(value) == 1 else value for value in arguments]
+    if name == "add_" and not options and len(values) == 1 and _is_gradient_of(handle, values[0]):
+        gradient = _plain(values[0])
+        argument = [gradient] if operation.listed else gradient
+        addition = Operation(operation.function, name, (argument,), listed=operation.listed)
+        handle.gradient.accumulate(addition, gradient)
     elif name == "copy_":
-        _overwrite(handle, operation, numbers[0])
-    elif is_recordable(name, [*numbers, *options.values()]):
-        _record(handle, operation)
+        handle.gradient.overwrite(_plain(values[0]), name)
+    elif is_recordable(name, [*values, *options.values()]):
+        handle.gradient.record(operation)
     else:
-        if handle.kept.fused:
-            handle.kept.noticed("change")
-            _refuse_change(handle, name)
         first = [handle] if operation.listed else handle
         _through_copies(operation.function, (first, *arguments), options, [handle])
     return handle
 
 
-def _is_gradient(handle: GradientHandle, numbers: list[Any], options: dict[str, Any]) -> bool:
+def _plain(value: Tensor) -> Tensor:
+    return value.gradient.read() if isinstance(value, GradientHandle) else value
+
+
+def _is_gradient_of(handle: GradientHandle, value: object) -> bool:
     return (
-        not options
-        and len(numbers) == 1
-        and isinstance(numbers[0], torch.Tensor)
-        and numbers[0].layout == torch.strided
-        and numbers[0].shape == handle.shape
-        and numbers[0].dtype == handle.dtype
+        isinstance(value, torch.Tensor)
+        and value.layout == torch.strided
+        and value.shape == handle.shape
+        and value.dtype == handle.dtype
     )
-
-
-def _accumulate(handle: GradientHandle, operation: Operation, gradient: Tensor) -> None:
-    kept = handle.kept
-    kept.noticed("add")
-    if kept.fused:
-        raise UsageError(
-            f"a second gradient for {kept.name}, whose update already used the first: call step() and zero_grad() "
-            "after each backward, or pass accumulation_steps= or gradients='ssd' to offload()"
-        )
-    if isinstance(gradient, GradientHandle):
-        gradient = gradient._read()  # noqa: SLF001
-    elif torch._C._current_graph_task_id() == -1:  # noqa: SLF001
-        # Autograd leaves a gradient alone that someone holds; anyone else may write to it next.
-        gradient = gradient.clone()
-    if not handle.operations:
-        kept.add(_laid_out(handle, gradient))
-        return
-    total = handle.materialize()
-    operation.function([total] if operation.listed else total, [gradient] if operation.listed else gradient)
-    handle._assign(total)  # noqa: SLF001
-
-
-def _overwrite(handle: GradientHandle, operation: Operation, source: Tensor) -> None:
-    kept = handle.kept
-    kept.noticed("change")
-    if kept.fused:
-        _refuse_change(handle, operation.name)
-    if isinstance(source, GradientHandle):
-        source = source._read()  # noqa: SLF001
-    tensor = handle._empty()  # noqa: SLF001
-    tensor.copy_(source)
-    handle._assign(tensor)  # noqa: SLF001
-
-
-def _record(handle: GradientHandle, operation: Operation) -> None:
-    kept = handle.kept
-    kept.noticed("zero" if operation.name == "zero_" else "change")
-    # torch's own complaint, if it has one, on as little as possible.
-    shape = (0,) if handle.dim() else ()
-    operation.apply(torch.zeros(shape, dtype=handle.dtype, device=handle.device))
-    _append(handle, operation)
-
-
-def _append(handle: GradientHandle, operation: Operation) -> None:
-    fused = handle.kept.fused
-    # Asking a GPU for the number would make every clip wait for it; only what is refused otherwise is worth that.
-    here = all(not isinstance(value, torch.Tensor) or value.device.type == "cpu" for value in operation.arguments)
-    if (fused or here) and operation.changes_nothing():
-        return
-    if fused:
-        _refuse_change(handle, operation.name)
-    operations = handle._operations  # noqa: SLF001
-    if operation.overwrites:
-        operations.clear()
-    operations.append(operation.kept())
-    if len(operations) > OPERATIONS_MAX:
-        handle._assign(handle.materialize())  # noqa: SLF001
-
-
-def _refuse_change(handle: GradientHandle, name: str) -> NoReturn:
-    if name == "zero_":
-        raise UsageError(
-            f"zero_grad(set_to_none=False) would leave a zero gradient for {handle.kept.name} to the next step, but "
-            "gradients='fused' keeps none: leave set_to_none=True, or pass gradients='ssd' to offload()"
-        )
-    raise UsageError(
-        f"{name}() comes too late for the gradient of {handle.kept.name}, the update already used it: "
-        "pass max_grad_norm= to offload() (and set the Trainer's to 0), or gradients='ssd'"
-    )
-
-
-def _laid_out(handle: GradientHandle, tensor: Tensor) -> Tensor:
-    """The tensor with the handle's strides and no lazy conjugation or negation, itself where it has them."""
-    if tensor.stride() == handle.stride() and not tensor.is_conj() and not tensor.is_neg():
-        return tensor
-    out = handle._empty()  # noqa: SLF001
-    out.copy_(tensor)
-    return out

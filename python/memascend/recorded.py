@@ -61,7 +61,7 @@ class Operation:
     options: dict[str, Any] = field(default_factory=dict)
     listed: bool = False
 
-    def kept(self) -> Operation:
+    def owned(self) -> Operation:
         """The same with tensors of its own: the caller's may change before the replay."""
 
         def own(value: object) -> object:
@@ -72,10 +72,18 @@ class Operation:
             self.function, self.name, arguments, {key: own(value) for key, value in self.options.items()}, self.listed
         )
 
-    def apply(self, tensor: Tensor) -> None:
-        """Do it to a tensor, in place, by torch."""
+    def apply(self, tensor: Tensor) -> Any:
+        """Do it to a tensor by torch, and return what torch does."""
         # A list where torch was given a list: on a GPU the two have kernels of their own.
-        self.function([tensor] if self.listed else tensor, *self.arguments, **self.options)
+        if not self.listed:
+            return self.function(tensor, *self.arguments, **self.options)
+        results = self.function([tensor], *self.arguments, **self.options)
+        return results[0] if results else None
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether a number that it takes lies on a GPU."""
+        return any(isinstance(value, torch.Tensor) and value.device.type != "cpu" for value in self.arguments)
 
     @property
     def overwrites(self) -> bool:
@@ -146,11 +154,13 @@ class Operation:
         return inverse if is_power and 2.0**-126 <= abs(inverse) <= 2.0**126 else None
 
 
-def factors_of(operations: list[Operation], tensor: Tensor) -> tuple[float, ...] | None:
-    """The operations as fp32 factors of such a tensor, each product rounded to its dtype; None where they are not."""
+def factors_of(
+    operations: list[Operation], dtype: torch.dtype, dimensions: int, device: torch.device
+) -> tuple[float, ...] | None:
+    """The operations as fp32 factors of such a gradient, each product rounded to its dtype; None where they are not."""
     factors = []
     for operation in operations:
-        factor = operation.factor(tensor.dtype, tensor.dim(), tensor.device)
+        factor = operation.factor(dtype, dimensions, device)
         if factor is None:
             return None
         factors.append(factor)
