@@ -417,6 +417,36 @@ class Engine:
         self.store = store
         self._core = _core.Engine(store._core, chunks, queue)  # noqa: SLF001
 
+    def fill(self, name: str, values: torch.Tensor, state: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Queue the first values of an entry, and return when they have room in the queue.
+
+        Nothing is read; the entry's count of updates becomes 0. The tensors are held until they were used, and must not
+        change meanwhile.
+
+        Args:
+            name: of which entry.
+            values: contiguous, on the CPU, as they are described.
+            state: tensors by name. One that is not given is zeros, or the values where it is a float32 "master" of the
+                entry's shape.
+
+        Raises:
+            ConfigError: a tensor does not fit; nothing was begun.
+            StorageError: a job of this step failed; the step can only be discarded.
+        """
+        index = self.store.index(name)
+        entry = self.store._entries[index]  # noqa: SLF001
+        given = dict(state or {})
+        _require(name, values, entry["dtype"], entry["shape"])
+        places = []
+        for of, dtype, shape in entry["state"]:
+            tensor = given.pop(of, None)
+            if tensor is not None:
+                _require(name, tensor, dtype, shape)
+            places.append(None if tensor is None else _place(tensor))
+        if given:
+            raise ConfigError(f"{name!r} has no state called {next(iter(given))!r}")
+        self._core.fill(index, _place(values), places)
+
     def update(
         self,
         name: str,
@@ -454,9 +484,12 @@ class Engine:
         """Wait for every update and make the step live, all of it at once. Returns the generation."""
         return self._core.commit(step, _json(user_state), _json(hyperparameters))
 
-    def discard(self) -> None:
-        """Drop what waits, drain what is in flight, forget what was staged."""
-        self._core.discard()
+    def discard(self, name: str | None = None) -> None:
+        """Drop what waits, drain what is in flight, forget what was staged: all of it, or of one entry alone.
+
+        A step that failed is over when all of it was discarded, and not before.
+        """
+        self._core.discard(None if name is None else self.store.index(name))
 
     @property
     def staging_bytes(self) -> int:
@@ -506,6 +539,11 @@ def _order(entry: Mapping[str, Any], shape: Sequence[int]) -> tuple[int, ...] | 
 
 def _described(name: str, tensor: torch.Tensor) -> tuple[str, str, list[int]]:
     return name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int, object]:
+    """Address, bytes, and what keeps them valid."""
+    return tensor.data_ptr(), tensor.nbytes, tensor.untyped_storage()
 
 
 def _json(value: Any) -> str | None:

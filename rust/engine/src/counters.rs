@@ -5,9 +5,11 @@ use std::time::Duration;
 /// What the pipeline has moved, and where its thread's time went, since it was started.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Counters {
-    /// Parameters updated.
+    /// Entries updated.
     pub updates: u64,
-    /// Chunks updated.
+    /// Entries filled with their first values.
+    pub fills: u64,
+    /// Chunks computed.
     pub chunks: u64,
     /// Bytes of state read.
     pub state_read: u64,
@@ -27,4 +29,22 @@ pub struct Counters {
     pub sealing: Duration,
     /// Waiting for writes.
     pub writing: Duration,
+}
+
+impl Counters {
+    /// Adds what was counted elsewhere.
+    pub(crate) fn add(&mut self, other: &Self) {
+        self.updates += other.updates;
+        self.fills += other.fills;
+        self.chunks += other.chunks;
+        self.state_read += other.state_read;
+        self.values_read += other.values_read;
+        self.state_written += other.state_written;
+        self.values_written += other.values_written;
+        self.idle += other.idle;
+        self.reading += other.reading;
+        self.computing += other.computing;
+        self.sealing += other.sealing;
+        self.writing += other.writing;
+    }
 }

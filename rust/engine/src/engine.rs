@@ -7,12 +7,16 @@ use std::{
 
 use memascend_math::Hyperparameters;
 use memascend_mem::{ChunkRing, OnFork, OwnerId, Pin, Region, Wait};
-use memascend_store::{Commit, Description, Dtype, Store};
+use memascend_store::{Commit, Store};
 
 use crate::{
-    Counters, Error, Gradient, Result,
-    pipeline::{CHUNKS_DEFAULT, Job, Pipeline},
+    Counters, Error, First, Gradient, Result,
+    bench::Parts,
+    fill::Fill,
+    job::{Job, Work},
+    pipeline::{CHUNKS_DEFAULT, Pipeline},
     queue::{Queue, State},
+    update::{Update, has_adam},
 };
 
 /// The fewest staging chunks: one is read while another is written.
@@ -60,7 +64,7 @@ impl Engine {
         if !(CHUNKS_MIN..=CHUNKS_MAX).contains(&chunks) {
             return Err(Error::Invalid(format!("{chunks} staging chunks: {CHUNKS_MIN} to {CHUNKS_MAX} work")));
         }
-        let chunk_bytes = usize::try_from(chunk_bytes(store.description())).unwrap_or(usize::MAX);
+        let chunk_bytes = Parts::new(store.description()).bytes();
         let region = Region::new(chunks * chunk_bytes, options.pin, OnFork::Wipe, "update staging")?;
         let ring = ChunkRing::new(&region, chunk_bytes, chunks)?;
         let owner = ring.owner("update")?;
@@ -71,6 +75,15 @@ impl Engine {
             .spawn(move || theirs.serve())
             .map_err(|error| Error::Invalid(format!("no thread could be started: {error}")))?;
         Ok(Self { shared, thread: Mutex::new(Some(thread)), staging_bytes: region.bytes() })
+    }
+
+    /// Begins the first values of an entry, whose update number is then 0. Nothing is read.
+    ///
+    /// Returns at once, or when so many bytes of tensors no longer wait. The tensors are held until they were used.
+    pub fn fill(&self, entry: usize, first: First, mut wait: Wait<'_>) -> Result<()> {
+        self.known(entry)?;
+        let fill = Fill::new(&self.shared.store, entry, first)?;
+        self.shared.queue.push(Job::new(entry, Work::Fill(fill)), &mut wait)
     }
 
     /// Begins the update of an entry by its gradient, as its update number `hyperparameters.step`.
@@ -84,10 +97,7 @@ impl Engine {
         mut wait: Wait<'_>,
     ) -> Result<()> {
         let description = self.shared.store.description();
-        let described = description
-            .entries
-            .get(entry)
-            .ok_or_else(|| Error::Invalid(format!("entry {entry} of {}", description.entries.len())))?;
+        let described = self.known(entry)?;
         let name = &described.name;
         if gradient.elements() != described.elements() {
             let (got, wanted) = (gradient.elements(), described.elements());
@@ -99,8 +109,13 @@ impl Engine {
                  its values are of 16 bits"
             )));
         }
-        let scalars = hyperparameters.scalars()?;
-        self.shared.queue.push(Job { entry, gradient, scalars, step: hyperparameters.step }, &mut wait)
+        let update = Update { gradient, scalars: hyperparameters.scalars()?, step: hyperparameters.step };
+        self.shared.queue.push(Job::new(entry, Work::Update(update)), &mut wait)
+    }
+
+    fn known(&self, entry: usize) -> Result<&memascend_store::Entry> {
+        let entries = &self.shared.store.description().entries;
+        entries.get(entry).ok_or_else(|| Error::Invalid(format!("entry {entry} of {}", entries.len())))
     }
 
     /// Waits until every update is staged. The first error of the step is raised here or by an update, once.
@@ -117,13 +132,30 @@ impl Engine {
 
     /// Drops what waits, drains what is in flight, and forgets what was staged. A step that failed is over.
     pub fn discard(&self, mut wait: Wait<'_>) -> Result<()> {
-        drop(self.shared.queue.lock().drop_waiting());
-        self.shared.queue.notify();
+        drop(self.cancel(None));
         let mut state = self.shared.queue.wait(&mut wait, "updates", State::is_idle)?;
         state.failed = None;
         state.told = false;
         drop(state);
         Ok(self.shared.store.discard(wait)?)
+    }
+
+    /// As [`Engine::discard`] for one entry alone: the others go on. A step that failed stays so.
+    pub fn discard_entry(&self, entry: usize, mut wait: Wait<'_>) -> Result<()> {
+        self.known(entry)?;
+        drop(self.cancel(Some(entry)));
+        drop(self.shared.queue.wait(&mut wait, "updates", |state| !state.has(entry))?);
+        Ok(self.shared.store.discard_entry(entry, wait)?)
+    }
+
+    /// Drops what waits and cancels what runs, of one entry alone if one is given.
+    fn cancel(&self, entry: Option<usize>) -> Vec<Job> {
+        let mut state = self.shared.queue.lock();
+        let dropped = state.drop_waiting(entry);
+        state.cancel(entry);
+        drop(state);
+        self.shared.queue.notify();
+        dropped
     }
 
     /// What it works on.
@@ -149,7 +181,8 @@ impl Engine {
         let waiting = {
             let mut state = self.shared.queue.lock();
             state.closing = true;
-            state.drop_waiting()
+            state.cancel(None);
+            state.drop_waiting(None)
         };
         drop(waiting);
         self.shared.queue.notify();
@@ -173,24 +206,4 @@ impl Shared {
             Err(error) => self.queue.lock().failed = Some(error),
         }
     }
-}
-
-/// Bytes of one staging chunk of an engine on a store of this description.
-#[must_use]
-pub fn chunk_bytes(description: &Description) -> u64 {
-    let (state, values) = description.staging_bytes();
-    (state + values).max(1)
-}
-
-/// Whether an entry has what Adam needs: two moments, and a master unless its own values are one; all of them float32
-/// and of its shape.
-fn has_adam(description: &Description, entry: usize) -> bool {
-    let described = &description.entries[entry];
-    let all = described.state.iter().all(|tensor| tensor.dtype == Dtype::F32 && tensor.shape == described.shape);
-    let count = match described.dtype {
-        Dtype::F32 => 2,
-        Dtype::Bf16 | Dtype::F16 => 3,
-        _ => return false,
-    };
-    all && described.state.len() == count
 }

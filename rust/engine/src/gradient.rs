@@ -41,17 +41,22 @@ impl Gradient {
 
     /// `count` elements from `start` on, which lie inside.
     pub(crate) fn part(&self, start: usize, count: usize) -> Floats<'_> {
-        assert!(start as u64 + count as u64 <= self.elements(), "a part of a gradient goes past its end");
-        let memory = self.memory.as_ptr().as_ptr();
-        match self.dtype {
-            // SAFETY: inside the memory, which is mapped and aligned while it is held, see `new`; nobody writes to a
-            // gradient that was handed over.
-            Dtype::F32 => Floats::F32(unsafe { elements(memory, start, count) }),
-            // SAFETY: as above.
-            Dtype::Bf16 => Floats::Bf16(unsafe { elements::<Bf16>(memory, start, count) }),
-            // SAFETY: as above.
-            _ => Floats::F16(unsafe { elements::<F16>(memory, start, count) }),
-        }
+        floats(&*self.memory, self.dtype, start, count)
+    }
+}
+
+/// `count` elements from `start` on of memory that is aligned for its dtype, one of the three that kernels know.
+pub(crate) fn floats(memory: &dyn Buffer, dtype: Dtype, start: usize, count: usize) -> Floats<'_> {
+    assert!((start + count) as u64 * dtype.bytes() <= memory.len() as u64, "elements past the end of a tensor");
+    let memory = memory.as_ptr().as_ptr();
+    match dtype {
+        // SAFETY: inside the memory, which is mapped while it is held and aligned; nobody writes to a tensor that was
+        // handed over.
+        Dtype::F32 => Floats::F32(unsafe { elements(memory, start, count) }),
+        // SAFETY: as above.
+        Dtype::Bf16 => Floats::Bf16(unsafe { elements::<Bf16>(memory, start, count) }),
+        // SAFETY: as above.
+        _ => Floats::F16(unsafe { elements::<F16>(memory, start, count) }),
     }
 }
 

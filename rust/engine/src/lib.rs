@@ -4,16 +4,22 @@
 //! at once, unless so many bytes of gradients wait already that it has to be slower. [`Engine::finish`] waits until all
 //! is staged; [`Engine::commit`] makes the step live, [`Engine::discard`] forgets it.
 
+mod bench;
 mod counters;
 mod engine;
 mod error;
+mod fill;
 mod gradient;
+mod job;
 mod pipeline;
 mod queue;
+mod update;
 
+pub use bench::chunk_bytes;
 pub use counters::Counters;
-pub use engine::{Engine, Options, chunk_bytes};
+pub use engine::{Engine, Options};
 pub use error::{Error, Result};
+pub use fill::First;
 pub use gradient::Gradient;
 pub use memascend_math::Hyperparameters;
 pub use pipeline::CHUNKS_DEFAULT;

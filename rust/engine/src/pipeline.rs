@@ -1,69 +1,93 @@
-//! The pipeline: reads, arithmetic and writes of different chunks at once, in a fixed order.
+//! The pipeline: reads, arithmetic and writes of different turns at once, in a fixed order.
 //!
-//! Chunks are taken in the order of the queue, across parameters. Half of the staging chunks are ahead, being read; one
-//! is being computed; the others are being written. The order of operations depends on the jobs alone, never on time, so
-//! that a run on a simulated device can be repeated.
+//! Turns are taken in the order of the queue, across jobs. Half of the staging chunks are ahead, being read; one is being
+//! computed; the others are being written. The order of operations depends on the jobs alone, never on time, so that a
+//! run on a simulated device can be repeated. A job is begun when nothing of an earlier one of its entry is left.
 
-use std::{collections::VecDeque, mem, num::NonZeroUsize, rc::Rc, time::Instant};
+use std::{
+    collections::VecDeque,
+    mem,
+    rc::Rc,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
-use memascend_math::{Bf16, Exec, F16, FloatsMut, Scalars, State as AdamState, adam};
-use memascend_mem::{ChunkRing, Lease, OwnerId, Wait};
-use memascend_store::{Buffer, Dtype, PieceRead, PieceWrite, Shared, Store};
+use memascend_mem::{ChunkRing, OwnerId, Wait};
+use memascend_store::{Shared, Store};
 
-use crate::{Counters, Error, Gradient, Result, queue::Queue};
+use crate::{
+    Error, Result,
+    bench::{Bench, Read, Write},
+    job::{Job, Mark, Work},
+    queue::Queue,
+};
 
 /// Staging chunks unless the caller says otherwise.
 pub const CHUNKS_DEFAULT: usize = 4;
+/// A chunk is free as soon as its last write was waited for; one that is not after this time never will be.
+const LEASE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// One parameter's update.
-pub(crate) struct Job {
-    pub(crate) entry: usize,
-    pub(crate) gradient: Gradient,
-    pub(crate) scalars: Scalars,
-    /// The entry's count of updates, this one included.
-    pub(crate) step: u64,
+/// A job that was begun. The fields go in this order: what it holds, then the room in the queue that it took.
+struct Begun<'a> {
+    work: Work,
+    turns: u32,
+    _room: Room<'a>,
+    running: Rc<Running<'a>>,
 }
 
-impl Job {
-    pub(crate) fn nbytes(&self) -> usize {
-        self.gradient.nbytes()
+/// Room in the queue for the bytes that a job holds.
+struct Room<'a> {
+    queue: &'a Queue,
+    nbytes: usize,
+}
+
+impl Drop for Room<'_> {
+    fn drop(&mut self) {
+        self.queue.lock().held_bytes -= self.nbytes;
+        self.queue.notify();
     }
 }
 
-/// A chunk that is being read.
+/// That a job runs: until its last write has ended, or it failed.
+struct Running<'a> {
+    queue: &'a Queue,
+    mark: Arc<Mark>,
+}
+
+impl Drop for Running<'_> {
+    fn drop(&mut self) {
+        self.queue.lock().ended(&self.mark);
+        self.queue.notify();
+    }
+}
+
+/// A turn that is being read. What is being read goes before its memory, and waits for it.
 struct Reading<'a> {
-    job: Rc<Job>,
-    chunk: u32,
-    state: PieceRead<'a, Shared>,
-    values: Values<'a>,
+    reads: Vec<Read<'a>>,
+    memory: Shared,
+    turn: u32,
+    job: Rc<Begun<'a>>,
 }
 
-/// The values of a chunk.
-enum Values<'a> {
-    /// Room for what the update computes: the state has a master.
-    Room(Shared),
-    /// They are the master themselves.
-    Master(PieceRead<'a, Shared>),
-}
-
-/// A chunk that is being written.
+/// A turn that is being written.
 struct Writing<'a> {
-    writes: [PieceWrite<'a, Shared>; 2],
+    writes: Vec<Write<'a>>,
+    running: Rc<Running<'a>>,
 }
 
 /// What the pipeline's thread works with.
 pub(crate) struct Pipeline<'a> {
-    store: &'a Store,
+    bench: Bench<'a>,
     queue: &'a Queue,
     ring: &'a ChunkRing,
     owner: OwnerId,
     chunks: usize,
-    state_bytes_max: usize,
-    exec: Exec,
-    current: Option<(Rc<Job>, u32)>,
+    /// The job whose turns are being begun, and its next one.
+    current: Option<(Rc<Begun<'a>>, u32)>,
+    /// A job that cannot be begun yet.
+    next: Option<Job>,
     reading: VecDeque<Reading<'a>>,
     writing: VecDeque<Writing<'a>>,
-    counters: Counters,
 }
 
 impl<'a> Pipeline<'a> {
@@ -74,20 +98,8 @@ impl<'a> Pipeline<'a> {
         owner: OwnerId,
         chunks: usize,
     ) -> Result<Self> {
-        let (state_bytes_max, _) = store.description().staging_bytes();
-        Ok(Self {
-            store,
-            queue,
-            ring,
-            owner,
-            chunks,
-            state_bytes_max: usize::try_from(state_bytes_max).unwrap_or(usize::MAX),
-            exec: Exec::new(NonZeroUsize::MIN)?,
-            current: None,
-            reading: VecDeque::with_capacity(chunks),
-            writing: VecDeque::with_capacity(chunks),
-            counters: Counters::default(),
-        })
+        let (reading, writing) = (VecDeque::with_capacity(chunks), VecDeque::with_capacity(chunks));
+        Ok(Self { bench: Bench::new(store)?, queue, ring, owner, chunks, current: None, next: None, reading, writing })
     }
 
     /// Works until the engine closes.
@@ -97,9 +109,9 @@ impl<'a> Pipeline<'a> {
             if let Err(error) = result {
                 self.fail(error);
             }
+            let counted = mem::take(&mut self.bench.counters);
             let mut state = self.queue.lock();
-            let idle = mem::take(&mut self.counters);
-            merge(&mut state.counters, &idle);
+            state.counters.add(&counted);
             if state.closing && state.is_idle() && self.is_empty() {
                 return;
             }
@@ -107,19 +119,19 @@ impl<'a> Pipeline<'a> {
     }
 
     fn is_empty(&self) -> bool {
-        self.current.is_none() && self.reading.is_empty() && self.writing.is_empty()
+        self.current.is_none() && self.next.is_none() && self.reading.is_empty() && self.writing.is_empty()
     }
 
-    /// One chunk further.
+    /// One turn further.
     fn turn(&mut self) -> Result<()> {
         // At least one is ahead, and at most half.
         let ahead_max = self.chunks.div_ceil(2);
         while self.reading.len() < ahead_max {
-            let Some((job, chunk)) = self.next_chunk()? else { break };
+            let Some((job, turn)) = self.next_turn()? else { break };
             if self.reading.len() + self.writing.len() == self.chunks {
                 self.finish_write()?;
             }
-            self.begin_read(job, chunk)?;
+            self.begin_read(job, turn)?;
         }
         if let Some(reading) = self.reading.pop_front() {
             return self.compute(reading);
@@ -132,137 +144,84 @@ impl<'a> Pipeline<'a> {
         Ok(())
     }
 
-    /// The next chunk of the job at hand, or of the next job. Waits for one only when nothing is in flight.
-    fn next_chunk(&mut self) -> Result<Option<(Rc<Job>, u32)>> {
+    /// The next turn of the job at hand, or of the next job. Waits for one only when nothing is in flight.
+    fn next_turn(&mut self) -> Result<Option<(Rc<Begun<'a>>, u32)>> {
         loop {
-            if let Some((job, chunk)) = self.current.take() {
-                if chunk < self.store.layout().chunks_of(job.entry) {
-                    self.current = Some((Rc::clone(&job), chunk + 1));
-                    return Ok(Some((job, chunk)));
-                }
-                self.retire(job);
+            if let Some((job, turn)) = self.current.take()
+                && turn < job.turns
+                && !job.running.mark.is_cancelled()
+            {
+                self.current = Some((Rc::clone(&job), turn + 1));
+                return Ok(Some((job, turn)));
             }
             let or_wait = self.reading.is_empty() && self.writing.is_empty();
-            let Some(job) = self.queue.next(or_wait) else { return Ok(None) };
-            let (entry, step) = (job.entry, job.step);
-            self.current = Some((Rc::new(job), 0));
-            self.store.begin(entry, step, Wait::forever())?;
-        }
-    }
-
-    /// Lets go of a job whose last chunk has been computed, or will be: the last hold ends it.
-    fn retire(&mut self, job: Rc<Job>) {
-        if let Some(job) = Rc::into_inner(job) {
-            self.counters.updates += 1;
-            let bytes = job.nbytes();
-            drop(job);
-            self.queue.lock().done(bytes);
-            self.queue.notify();
-        }
-    }
-
-    fn begin_read(&mut self, job: Rc<Job>, chunk: u32) -> Result<()> {
-        let began = Instant::now();
-        let lease = self.ring.lease(self.owner, Wait::forever())?;
-        let read = self.reads(&job, chunk, lease);
-        self.counters.reading += began.elapsed();
-        match read {
-            Ok((state, values)) => self.reading.push_back(Reading { job, chunk, state, values }),
-            Err(error) => {
-                self.retire(job);
-                return Err(error);
+            let Some(job) = self.next.take().or_else(|| self.queue.next(or_wait)) else { return Ok(None) };
+            if self.is_in_flight(job.mark.entry) {
+                self.next = Some(job);
+                return Ok(None);
             }
+            self.begin(job)?;
         }
+    }
+
+    /// Whether something of an entry is being read or written.
+    fn is_in_flight(&self, entry: usize) -> bool {
+        self.reading.iter().any(|reading| reading.job.running.mark.entry == entry)
+            || self.writing.iter().any(|writing| writing.running.mark.entry == entry)
+    }
+
+    fn begin(&mut self, job: Job) -> Result<()> {
+        let Job { work, mark } = job;
+        let (queue, entry) = (self.queue, mark.entry);
+        let room = Room { queue, nbytes: mark.nbytes };
+        let running = Rc::new(Running { queue, mark });
+        if running.mark.is_cancelled() {
+            return Ok(());
+        }
+        let turns = work.turns(&self.bench, entry);
+        work.begin(&self.bench, entry)?;
+        if turns == 0 {
+            work.count(&mut self.bench.counters);
+            return Ok(());
+        }
+        self.current = Some((Rc::new(Begun { work, turns, _room: room, running }), 0));
         Ok(())
     }
 
-    fn reads(&self, job: &Job, chunk: u32, lease: Lease) -> Result<(PieceRead<'a, Shared>, Values<'a>)> {
-        let (store, memory) = (self.store, Shared::new(lease));
-        let part = |start, piece: u32| {
-            let bytes = store.layout().piece(store.description(), job.entry, piece).bytes();
-            let part = memory.part(start, usize::try_from(bytes).unwrap_or(usize::MAX));
-            part.ok_or_else(|| Error::Invalid("a piece is larger than a staging chunk".into()))
-        };
-        let chunks = store.layout().chunks_of(job.entry);
-        let values = part(self.state_bytes_max, chunk)?;
-        let values = match store.description().entries[job.entry].dtype {
-            Dtype::F32 => Values::Master(store.read(job.entry, chunk, values)?),
-            _ => Values::Room(values),
-        };
-        Ok((store.read(job.entry, chunks + chunk, part(0, chunks + chunk)?)?, values))
+    fn begin_read(&mut self, job: Rc<Begun<'a>>, turn: u32) -> Result<()> {
+        let began = Instant::now();
+        let lease = self.ring.lease(self.owner, Wait::at_most(LEASE_TIMEOUT))?;
+        let memory = Shared::new(lease);
+        let reads = job.work.reads(&self.bench, job.running.mark.entry, turn, &memory);
+        self.bench.counters.reading += began.elapsed();
+        self.reading.push_back(Reading { reads: reads?, memory, turn, job });
+        Ok(())
     }
 
     fn compute(&mut self, reading: Reading<'a>) -> Result<()> {
-        let Reading { job, chunk, state, values } = reading;
-        let computed = self.computed(&job, chunk, state, values);
-        self.retire(job);
-        computed
-    }
-
-    fn computed(&mut self, job: &Job, chunk: u32, state: PieceRead<'a, Shared>, values: Values<'a>) -> Result<()> {
+        let Reading { reads, memory, turn, job } = reading;
+        let entry = job.running.mark.entry;
+        if job.running.mark.is_cancelled() {
+            return Ok(());
+        }
+        let bench = &mut self.bench;
         let began = Instant::now();
-        let (state, _) = state.wait()?;
-        let values = match values {
-            Values::Room(values) => values,
-            Values::Master(read) => {
-                let (values, _) = read.wait()?;
-                self.counters.values_read += values.len() as u64;
-                values
-            }
-        };
-        let read = Instant::now();
-        self.counters.reading += read - began;
-        self.update(job, chunk, &state, &values)?;
+        for read in reads {
+            bench.arrived(read)?;
+        }
+        let arrived = Instant::now();
+        bench.counters.reading += arrived - began;
+        job.work.compute(bench, entry, turn, &memory)?;
         let computed = Instant::now();
-        self.counters.computing += computed - read;
-        self.counters.chunks += 1;
-        self.counters.state_read += state.len() as u64;
-        self.counters.state_written += state.len() as u64;
-        self.counters.values_written += values.len() as u64;
-        let chunks = self.store.layout().chunks_of(job.entry);
-        let state = self.store.stage(job.entry, chunks + chunk, state);
-        let values = self.store.stage(job.entry, chunk, values);
-        self.counters.sealing += computed.elapsed();
-        // Both are kept if one failed: dropping a write waits for it.
-        let (state, values) = (state?, values?);
-        self.writing.push_back(Writing { writes: [state, values] });
+        bench.counters.computing += computed - arrived;
+        bench.counters.chunks += 1;
+        let writes = job.work.writes(bench, entry, turn, &memory);
+        bench.counters.sealing += computed.elapsed();
+        self.writing.push_back(Writing { writes: writes?, running: Rc::clone(&job.running) });
+        if turn + 1 == job.turns {
+            job.work.count(&mut bench.counters);
+        }
         Ok(())
-    }
-
-    /// The arithmetic on one chunk.
-    fn update(&self, job: &Job, chunk: u32, state: &Shared, values: &Shared) -> Result<()> {
-        let description = self.store.description();
-        let elements = description.elements_of_chunk(job.entry, chunk);
-        let dtype = description.entries[job.entry].dtype;
-        let mut starts = description.in_chunk(job.entry, elements).map(|(_, start, _)| start);
-        let memory = state.as_ptr().as_ptr();
-        let mut next = || {
-            let start = starts.next().ok_or_else(|| Error::Invalid("an entry without Adam's state".into()))?;
-            // SAFETY: the tensors of a chunk lie side by side in its piece, aligned to 64 bytes; nothing else uses the
-            // chunk between the end of its reads and the beginning of its writes.
-            Ok::<_, Error>(unsafe { elements_mut::<f32>(memory, start, elements) })
-        };
-        let gradient = job.gradient.part(chunk as usize * description.chunk_elements as usize, elements);
-        let memory = values.as_ptr().as_ptr();
-        let used = elements * usize::try_from(dtype.bytes()).unwrap_or(1);
-        // SAFETY: inside the piece; what fills its last page is written as zeros.
-        unsafe { elements_mut::<u8>(memory, used, values.len() - used) }.fill(0);
-        let (master, out) = match dtype {
-            Dtype::F32 => {
-                // SAFETY: as for the state, in the part of the chunk that is for values.
-                (unsafe { elements_mut::<f32>(memory, 0, elements) }, None)
-            }
-            Dtype::Bf16 => {
-                // SAFETY: as above.
-                (next()?, Some(FloatsMut::Bf16(unsafe { elements_mut::<Bf16>(memory, 0, elements) })))
-            }
-            _ => {
-                // SAFETY: as above.
-                (next()?, Some(FloatsMut::F16(unsafe { elements_mut::<F16>(memory, 0, elements) })))
-            }
-        };
-        let state = AdamState { master, exp_avg: next()?, exp_avg_sq: next()? };
-        Ok(adam(state, gradient, out, &job.scalars, self.exec)?)
     }
 
     fn finish_write(&mut self) -> Result<()> {
@@ -271,50 +230,27 @@ impl<'a> Pipeline<'a> {
         let mut result = Ok(());
         for write in writing.writes {
             if let Err(error) = write.wait() {
-                result = Err(error.into());
+                result = Err(error);
             }
         }
-        self.counters.writing += began.elapsed();
+        self.bench.counters.writing += began.elapsed();
         result
     }
 
-    /// Ends the step: what waits is dropped, what is in flight is drained, the first error is kept.
+    /// Ends the step: the first error is kept, what waits is dropped, what is in flight is drained.
     fn fail(&mut self, error: Error) {
-        self.writing.clear();
-        for Reading { job, state, values, .. } in mem::take(&mut self.reading) {
-            drop((state, values));
-            self.retire(job);
-        }
-        if let Some((job, _)) = self.current.take() {
-            self.retire(job);
-        }
         let mut state = self.queue.lock();
         state.failed.get_or_insert(error);
-        let waiting = state.drop_waiting();
+        let mut waiting = state.drop_waiting(None);
         drop(state);
+        self.writing.clear();
+        self.reading.clear();
+        self.current = None;
+        if let Some(job) = self.next.take() {
+            self.queue.lock().dropped(&job);
+            waiting.push(job);
+        }
         drop(waiting);
         self.queue.notify();
     }
-}
-
-fn merge(into: &mut Counters, from: &Counters) {
-    into.updates += from.updates;
-    into.chunks += from.chunks;
-    into.state_read += from.state_read;
-    into.values_read += from.values_read;
-    into.state_written += from.state_written;
-    into.values_written += from.values_written;
-    into.reading += from.reading;
-    into.computing += from.computing;
-    into.sealing += from.sealing;
-    into.writing += from.writing;
-}
-
-/// # Safety
-/// `memory + start` is aligned for `T` and holds `count` of them, initialised, that nothing else uses while the slice lives.
-unsafe fn elements_mut<'a, T>(memory: *mut u8, start: usize, count: usize) -> &'a mut [T] {
-    // SAFETY: the caller's.
-    let first = unsafe { memory.add(start) }.cast::<T>();
-    // SAFETY: the caller's.
-    unsafe { std::slice::from_raw_parts_mut(first, count) }
 }

@@ -1,14 +1,17 @@
-//! The queue of gradients: bounded in bytes, so that backward waits where the disk is slower.
+//! The queue of jobs: bounded in bytes, so that backward waits where the disk is slower.
 
 use std::{
     collections::VecDeque,
-    sync::{Condvar, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
 };
 
 use memascend_mem::Wait;
 
-use crate::{Counters, Error, Result, pipeline::Job};
+use crate::{
+    Counters, Error, Result,
+    job::{Job, Mark},
+};
 
 /// How often a waiting caller is asked whether it still wants to wait.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
@@ -16,7 +19,9 @@ const POLL_INTERVAL: Duration = Duration::from_millis(50);
 #[derive(Default)]
 pub(crate) struct State {
     jobs: VecDeque<Job>,
-    /// Bytes of the gradients that wait or are being used.
+    /// Jobs that were taken and have not ended.
+    running: Vec<Arc<Mark>>,
+    /// Bytes of the callers' tensors that wait or are being used.
     pub(crate) held_bytes: usize,
     /// The pipeline has something in hand or in flight.
     busy: bool,
@@ -45,16 +50,34 @@ impl State {
         }
     }
 
-    /// Ends a job: its gradient goes.
-    pub(crate) fn done(&mut self, bytes: usize) {
-        self.held_bytes -= bytes;
+    /// A job that was taken has ended.
+    pub(crate) fn ended(&mut self, mark: &Arc<Mark>) {
+        self.running.retain(|running| !Arc::ptr_eq(running, mark));
     }
 
-    /// Drops what waits.
-    pub(crate) fn drop_waiting(&mut self) -> Vec<Job> {
-        let jobs: Vec<Job> = self.jobs.drain(..).collect();
-        self.held_bytes -= jobs.iter().map(Job::nbytes).sum::<usize>();
-        jobs
+    /// A job that was taken will not be begun.
+    pub(crate) fn dropped(&mut self, job: &Job) {
+        self.held_bytes -= job.mark.nbytes;
+        self.ended(&job.mark);
+    }
+
+    /// Whether a job of an entry waits or runs.
+    pub(crate) fn has(&self, entry: usize) -> bool {
+        self.jobs.iter().map(|job| &job.mark).chain(&self.running).any(|mark| mark.entry == entry)
+    }
+
+    /// Tells the jobs that run (of one entry alone, if one is given) to end as soon as may be.
+    pub(crate) fn cancel(&self, entry: Option<usize>) {
+        self.running.iter().filter(|mark| entry.is_none_or(|entry| mark.entry == entry)).for_each(|mark| mark.cancel());
+    }
+
+    /// Drops what waits, of one entry alone if one is given.
+    pub(crate) fn drop_waiting(&mut self, entry: Option<usize>) -> Vec<Job> {
+        let (dropped, kept): (Vec<Job>, Vec<Job>) =
+            self.jobs.drain(..).partition(|job| entry.is_none_or(|entry| job.mark.entry == entry));
+        self.jobs = kept.into();
+        self.held_bytes -= dropped.iter().map(|job| job.mark.nbytes).sum::<usize>();
+        dropped
     }
 }
 
@@ -78,14 +101,14 @@ impl Queue {
         self.changed.notify_all();
     }
 
-    /// Adds a job when there is room. A gradient larger than the bound is let in alone.
+    /// Adds a job when there is room. One that holds more than the bound is let in alone.
     pub(crate) fn push(&self, job: Job, wait: &mut Wait<'_>) -> Result<()> {
-        let bytes = job.nbytes();
+        let bytes = job.mark.nbytes;
         let bytes_max = self.bytes_max;
         let has_room = |state: &State| {
             state.failed.is_some() || state.closing || state.held_bytes == 0 || state.held_bytes + bytes <= bytes_max
         };
-        let mut state = self.wait(wait, "room in the queue of gradients", has_room)?;
+        let mut state = self.wait(wait, "room in the queue", has_room)?;
         state.failure()?;
         if state.closing {
             return Err(Error::Usage("the engine has been closed".into()));
@@ -104,6 +127,7 @@ impl Queue {
         loop {
             if let Some(job) = state.jobs.pop_front() {
                 state.busy = true;
+                state.running.push(Arc::clone(&job.mark));
                 return Some(job);
             }
             if or_wait {

@@ -2,8 +2,8 @@
 
 use std::{mem::ManuallyDrop, sync::Arc};
 
-use memascend_engine::{Gradient, Hyperparameters, Options};
-use memascend_store::Commit;
+use memascend_engine::{First, Gradient, Hyperparameters, Options};
+use memascend_store::{Buffer, Commit};
 use pyo3::{prelude::*, types::PyDict};
 
 use crate::{
@@ -17,6 +17,8 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Engine>()
 }
 
+/// Address and bytes of a tensor, and what keeps them valid.
+type Tensor = (usize, usize, Py<PyAny>);
 /// lr, betas, eps, weight decay, decoupled, step, gradient scale, maximize.
 type Numbers = (f64, (f64, f64), f64, f64, bool, u64, f64, bool);
 
@@ -36,6 +38,12 @@ impl Engine {
         let store = Arc::clone(&store.inner);
         let inner = py.detach(|| memascend_engine::Engine::new(store, &options));
         Ok(Self { inner: ManuallyDrop::new(inner.map_err(|error| engine_error(py, &error))?) })
+    }
+
+    /// Begins an entry's first values; a state tensor that is None is zeros, or the values where it is their master.
+    fn fill(&self, py: Python<'_>, entry: usize, values: Tensor, state: Vec<Option<Tensor>>) -> PyResult<()> {
+        let first = First { values: held(values), state: state.into_iter().map(|tensor| tensor.map(held)).collect() };
+        waiting(py, None, |wait| self.inner.fill(entry, first, wait))?.map_err(|error| engine_error(py, &error))
     }
 
     /// Begins an update by `nbytes` at `address`, which stay valid as long as `keep` lives.
@@ -75,8 +83,13 @@ impl Engine {
         waiting(py, None, |wait| self.inner.commit(commit, wait))?.map_err(|error| engine_error(py, &error))
     }
 
-    fn discard(&self, py: Python<'_>) -> PyResult<()> {
-        waiting(py, None, |wait| self.inner.discard(wait))?.map_err(|error| engine_error(py, &error))
+    /// Forgets the step, or what was staged of one entry.
+    fn discard(&self, py: Python<'_>, entry: Option<usize>) -> PyResult<()> {
+        waiting(py, None, |wait| match entry {
+            None => self.inner.discard(wait),
+            Some(entry) => self.inner.discard_entry(entry, wait),
+        })?
+        .map_err(|error| engine_error(py, &error))
     }
 
     #[getter]
@@ -88,6 +101,7 @@ impl Engine {
         let counters = self.inner.counters();
         let dict = PyDict::new(py);
         dict.set_item("updates", counters.updates)?;
+        dict.set_item("fills", counters.fills)?;
         dict.set_item("chunks", counters.chunks)?;
         dict.set_item("state_read", counters.state_read)?;
         dict.set_item("values_read", counters.values_read)?;
@@ -121,4 +135,8 @@ impl Drop for Engine {
             drop(inner);
         }
     }
+}
+
+fn held((address, nbytes, keep): Tensor) -> Box<dyn Buffer> {
+    Box::new(Held::new(address, nbytes, keep))
 }

@@ -11,6 +11,7 @@ pub(crate) enum Subject {
     TablePage = 4,
     TablePages = 5,
     Piece = 6,
+    Spill = 7,
 }
 
 /// The store's identity, which every checksum is bound to.

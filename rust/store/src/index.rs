@@ -29,6 +29,8 @@ pub(crate) struct Slots {
     pub(crate) reads: [u32; 2],
     /// Pieces that are still to be staged.
     pub(crate) missing: u32,
+    /// Writes of its pieces in flight.
+    pub(crate) writing: u32,
 }
 
 impl Slots {

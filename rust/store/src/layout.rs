@@ -8,8 +8,8 @@ use crate::{Description, Dtype, Entry, Error, Result};
 pub const PAGE_BYTES: u64 = 4096;
 /// Tensors side by side in a chunk begin on a cache line.
 const TENSOR_ALIGN: u64 = 64;
-/// The pieces of a tensor that lies by itself.
-pub(crate) const WHOLE_PIECE_BYTES: u64 = 1 << 20;
+/// The largest piece of a tensor that lies by itself.
+pub const WHOLE_PIECE_BYTES: u64 = 1 << 20;
 /// No volume is larger; leaves room for sums.
 const STORE_BYTES_MAX: u64 = 1 << 60;
 

@@ -72,6 +72,7 @@ impl Store {
             index.written.set(number, true);
             index.set_sum(slot, number, sum);
             index.writing += 1;
+            index.entries[entry].writing += 1;
             slot
         };
         match self.volume.write(buffer, self.layout.offset(&place, slot)) {
@@ -96,7 +97,8 @@ impl Store {
     /// Forgets what is staged of one entry, after what is in flight.
     pub fn discard_entry(&self, entry: usize, mut wait: Wait<'_>) -> Result<()> {
         self.known(entry)?;
-        let mut index = self.index.wait(&mut wait, "writes of the step", |index| index.writing == 0)?;
+        let ended = |index: &crate::index::Index| index.entries[entry].writing == 0;
+        let mut index = self.index.wait(&mut wait, "writes of the entry", ended)?;
         index.writable()?;
         index.forget(entry);
         Ok(())
@@ -105,6 +107,7 @@ impl Store {
     fn written(&self, entry: usize, result: Result<()>) {
         let mut index = self.index.lock();
         index.writing -= 1;
+        index.entries[entry].writing -= 1;
         match result {
             Ok(()) => {
                 let slots = &mut index.entries[entry];

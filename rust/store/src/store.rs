@@ -12,6 +12,7 @@ use crate::{
     counters::Counting,
     index::{Guarded, Index},
     layout::PAGE_BYTES,
+    spill::Spill,
     table::Sections,
 };
 
@@ -40,6 +41,7 @@ pub struct Store {
     pub(crate) layout: Layout,
     pub(crate) sections: Sections,
     pub(crate) index: Guarded,
+    pub(crate) spill: Spill,
     pub(crate) durability: Durability,
     pub(crate) chunks: ChunkRing,
     pub(crate) owner: OwnerId,
@@ -110,6 +112,7 @@ impl Store {
         let sections = Sections::new(&description, layout.pieces());
         let description_checksum = checksum(&uuid, Subject::Description, (0, 0), 0, &description.encode());
         let index = Guarded::new(Index::new(&description, &layout, &sections));
+        let spill = Spill::new(&description, &layout);
         Ok(Self {
             volume,
             path,
@@ -119,6 +122,7 @@ impl Store {
             layout,
             sections,
             index,
+            spill,
             durability,
             chunks,
             owner,

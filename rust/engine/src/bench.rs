@@ -1,0 +1,169 @@
+//! What every kind of job works with: the store, the parts of a staging chunk, and reads and writes that are counted.
+
+use std::{num::NonZeroUsize, ops::Range};
+
+use memascend_math::{Exec, FloatsMut};
+use memascend_store::{Buffer, Content, Description, Dtype, PieceRead, PieceWrite, Shared, Store};
+
+use crate::{Counters, Error, Result};
+
+/// Where the parts of a staging chunk are: a chunk's state (or a part of a tensor of another shape), then its values.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Parts {
+    values_at: usize,
+    bytes: usize,
+}
+
+impl Parts {
+    pub(crate) fn new(description: &Description) -> Self {
+        let size = |bytes| usize::try_from(bytes).unwrap_or(usize::MAX);
+        let (state, values) = description.staging_bytes();
+        Self { values_at: size(state), bytes: size(state + values).max(1) }
+    }
+
+    /// Bytes of a staging chunk.
+    pub(crate) fn bytes(self) -> usize {
+        self.bytes
+    }
+}
+
+/// Bytes of one staging chunk of an engine on a store of this description.
+#[must_use]
+pub fn chunk_bytes(description: &Description) -> u64 {
+    Parts::new(description).bytes as u64
+}
+
+/// A piece that is being read into a part of a staging chunk.
+pub(crate) enum Read<'a> {
+    Values(PieceRead<'a, Shared>),
+    State(PieceRead<'a, Shared>),
+}
+
+/// A piece that is being written from a part of a staging chunk.
+pub(crate) enum Write<'a> {
+    Piece(PieceWrite<'a, Shared>),
+}
+
+impl Write<'_> {
+    pub(crate) fn wait(self) -> Result<()> {
+        match self {
+            Self::Piece(write) => drop(write.wait()?),
+        }
+        Ok(())
+    }
+}
+
+pub(crate) struct Bench<'a> {
+    pub(crate) store: &'a Store,
+    pub(crate) parts: Parts,
+    pub(crate) exec: Exec,
+    pub(crate) counters: Counters,
+}
+
+impl<'a> Bench<'a> {
+    pub(crate) fn new(store: &'a Store) -> Result<Self> {
+        let parts = Parts::new(store.description());
+        Ok(Self { store, parts, exec: Exec::new(NonZeroUsize::MIN)?, counters: Counters::default() })
+    }
+
+    pub(crate) fn chunks_of(&self, entry: usize) -> u32 {
+        self.store.layout().chunks_of(entry)
+    }
+
+    /// The elements of a chunk, in the entry's own order.
+    pub(crate) fn elements(&self, entry: usize, chunk: u32) -> Range<usize> {
+        let description = self.store.description();
+        let start = chunk as usize * description.chunk_elements as usize;
+        start..start + description.elements_of_chunk(entry, chunk)
+    }
+
+    /// The part of a staging chunk that is for a piece.
+    pub(crate) fn part(&self, entry: usize, piece: u32, memory: &Shared) -> Result<Shared> {
+        let place = self.store.layout().piece(self.store.description(), entry, piece);
+        let start = if matches!(place.content, Content::Values { .. }) { self.parts.values_at } else { 0 };
+        let part = memory.part(start, usize::try_from(place.bytes()).unwrap_or(usize::MAX));
+        part.ok_or_else(|| Error::Invalid("a piece is larger than a staging chunk".into()))
+    }
+
+    /// Begins to read a piece into its part of a staging chunk.
+    pub(crate) fn read(&self, entry: usize, piece: u32, memory: &Shared) -> Result<Read<'a>> {
+        let read = self.store.read(entry, piece, self.part(entry, piece, memory)?)?;
+        Ok(if piece < self.chunks_of(entry) { Read::Values(read) } else { Read::State(read) })
+    }
+
+    /// Waits for a read, checks it, and counts it.
+    pub(crate) fn arrived(&mut self, read: Read<'a>) -> Result<()> {
+        match read {
+            Read::Values(read) => self.counters.values_read += read.wait()?.0.len() as u64,
+            Read::State(read) => self.counters.state_read += read.wait()?.0.len() as u64,
+        }
+        Ok(())
+    }
+
+    /// Begins to stage a piece from its part of a staging chunk.
+    pub(crate) fn stage(&mut self, entry: usize, piece: u32, memory: &Shared) -> Result<Write<'a>> {
+        let part = self.part(entry, piece, memory)?;
+        let bytes = part.len() as u64;
+        let write = self.store.stage(entry, piece, part)?;
+        let counted = if piece < self.chunks_of(entry) {
+            &mut self.counters.values_written
+        } else {
+            &mut self.counters.state_written
+        };
+        *counted += bytes;
+        Ok(Write::Piece(write))
+    }
+
+    /// The tensors of a chunk's state, as they lie in the part of it that is for state: dtype, first byte, bytes.
+    pub(crate) fn in_chunk(&self, entry: usize, chunk: u32) -> impl Iterator<Item = (Dtype, usize, usize)> + use<'a> {
+        let description = self.store.description();
+        description.in_chunk(entry, description.elements_of_chunk(entry, chunk))
+    }
+}
+
+/// All bytes of a part of a staging chunk.
+///
+/// # Safety
+/// Nothing is being read into it or written from it, and nothing else looks at it while the slice lives.
+#[expect(clippy::mut_from_ref, reason = "a part is shared memory; the caller says that it is alone")]
+pub(crate) unsafe fn bytes_mut(part: &Shared) -> &mut [u8] {
+    // SAFETY: mapped and initialised while the part lives; the rest is the caller's.
+    unsafe { std::slice::from_raw_parts_mut(part.as_ptr().as_ptr(), part.len()) }
+}
+
+/// `count` elements of `T` from byte `start` of a part of a staging chunk.
+///
+/// # Safety
+/// As for [`bytes_mut`], of these elements alone; `start` is aligned for `T`, and any bits are a `T`.
+#[expect(clippy::mut_from_ref, reason = "a part is shared memory; the caller says that it is alone")]
+pub(crate) unsafe fn elements_mut<T>(part: &Shared, start: usize, count: usize) -> &mut [T] {
+    assert!(start + count * size_of::<T>() <= part.len(), "elements past the end of a staging chunk");
+    // SAFETY: inside the part.
+    let first = unsafe { part.as_ptr().as_ptr().add(start) }.cast::<T>();
+    // SAFETY: aligned, see above; the rest is the caller's.
+    unsafe { std::slice::from_raw_parts_mut(first, count) }
+}
+
+/// The first `count` elements of a part of a staging chunk, of one of the types that the kernels know.
+///
+/// # Safety
+/// As for [`bytes_mut`].
+pub(crate) unsafe fn floats_mut(part: &Shared, dtype: Dtype, count: usize) -> FloatsMut<'_> {
+    match dtype {
+        // SAFETY: the caller's; a part begins on a page.
+        Dtype::F32 => FloatsMut::F32(unsafe { elements_mut(part, 0, count) }),
+        // SAFETY: as above.
+        Dtype::Bf16 => FloatsMut::Bf16(unsafe { elements_mut(part, 0, count) }),
+        // SAFETY: as above.
+        _ => FloatsMut::F16(unsafe { elements_mut(part, 0, count) }),
+    }
+}
+
+/// Zeros from byte `used` of a part to its end: what fills the last page.
+///
+/// # Safety
+/// As for [`bytes_mut`], of these bytes alone.
+pub(crate) unsafe fn clear_from(part: &Shared, used: usize) {
+    // SAFETY: the caller's.
+    unsafe { elements_mut::<u8>(part, used, part.len() - used) }.fill(0);
+}

@@ -1,0 +1,188 @@
+//! The first values of an entry: nothing is read, and every piece is built in a staging chunk and written.
+
+use memascend_math::{FloatsMut, cast};
+use memascend_store::{Buffer, Content, Dtype, Shared, StateTensor, Store};
+
+use crate::{
+    Error, Result,
+    bench::{Bench, Write, bytes_mut, clear_from, elements_mut},
+    gradient::floats,
+};
+
+/// The name of the state tensor that begins as the values in float32.
+const MASTER: &str = "master";
+
+/// The first values of an entry's tensors. Memory is held until it was written.
+pub struct First {
+    /// The values.
+    pub values: Box<dyn Buffer>,
+    /// Each state tensor, as they are described. What is not given is zeros; a float32 "master" of the entry's shape is
+    /// the values.
+    pub state: Vec<Option<Box<dyn Buffer>>>,
+}
+
+/// Where the bytes of a tensor come from.
+enum Source {
+    Given(Box<dyn Buffer>),
+    Zeros,
+    Values,
+}
+
+/// A [`First`] that fits its entry.
+pub(crate) struct Fill {
+    values: Box<dyn Buffer>,
+    dtype: Dtype,
+    state: Vec<Source>,
+}
+
+impl Fill {
+    pub(crate) fn new(store: &Store, entry: usize, first: First) -> Result<Self> {
+        let described = &store.description().entries[entry];
+        let wanted = store.tensor_bytes(entry)?;
+        let name = &described.name;
+        if first.state.len() != described.state.len() {
+            let (got, wanted) = (first.state.len(), described.state.len());
+            return Err(Error::Invalid(format!("{name:?} has {wanted} state tensors, not {got}")));
+        }
+        let given = std::iter::once(Some(&first.values)).chain(first.state.iter().map(Option::as_ref));
+        for (tensor, nbytes) in given.zip(&wanted) {
+            if let Some(tensor) = tensor.filter(|tensor| tensor.len() != *nbytes) {
+                let got = tensor.len();
+                return Err(Error::Invalid(format!("a tensor of {name:?} has {nbytes} bytes, not {got}")));
+            }
+        }
+        let widens = |tensor: &StateTensor| {
+            tensor.name == MASTER
+                && tensor.dtype == Dtype::F32
+                && tensor.shape == described.shape
+                && matches!(described.dtype, Dtype::F32 | Dtype::Bf16 | Dtype::F16)
+        };
+        let element = usize::try_from(described.dtype.bytes()).unwrap_or(1);
+        if !first.values.is_empty() && !(first.values.as_ptr().as_ptr() as usize).is_multiple_of(element) {
+            return Err(Error::Invalid(format!("the values of {name:?} are not aligned for their dtype")));
+        }
+        let source = |(tensor, given): (&StateTensor, Option<Box<dyn Buffer>>)| match given {
+            Some(given) => Source::Given(given),
+            None if widens(tensor) => Source::Values,
+            None => Source::Zeros,
+        };
+        let state = described.state.iter().zip(first.state).map(source).collect();
+        Ok(Self { values: first.values, dtype: described.dtype, state })
+    }
+
+    pub(crate) fn nbytes(&self) -> usize {
+        let given = self.state.iter().map(|source| if let Source::Given(given) = source { given.len() } else { 0 });
+        self.values.len() + given.sum::<usize>()
+    }
+
+    /// One for each chunk, and one for each piece of a tensor of another shape.
+    pub(crate) fn turns(bench: &Bench<'_>, entry: usize) -> u32 {
+        let (chunks, pieces) = (bench.chunks_of(entry), bench.store.layout().pieces_of(entry));
+        if Self::in_chunks(bench, entry) { pieces - chunks } else { pieces }
+    }
+
+    /// The pieces of a turn.
+    fn pieces(bench: &Bench<'_>, entry: usize, turn: u32) -> impl Iterator<Item = u32> + use<> {
+        let chunks = bench.chunks_of(entry);
+        let paired = Self::in_chunks(bench, entry);
+        let (first, second) = match (turn < chunks, paired) {
+            (true, true) => (turn, Some(chunks + turn)),
+            (false, true) => (chunks + turn, None),
+            (_, false) => (turn, None),
+        };
+        std::iter::once(first).chain(second)
+    }
+
+    /// Whether each chunk has a piece of state beside its piece of values.
+    fn in_chunks(bench: &Bench<'_>, entry: usize) -> bool {
+        bench.chunks_of(entry) > 0 && bench.store.description().entries[entry].chunked().next().is_some()
+    }
+
+    pub(crate) fn compute(&self, bench: &Bench<'_>, entry: usize, turn: u32, memory: &Shared) -> Result<()> {
+        for piece in Self::pieces(bench, entry, turn) {
+            self.build(bench, entry, piece, &bench.part(entry, piece, memory)?)?;
+        }
+        Ok(())
+    }
+
+    pub(crate) fn writes<'a>(
+        bench: &mut Bench<'a>,
+        entry: usize,
+        turn: u32,
+        memory: &Shared,
+    ) -> Result<Vec<Write<'a>>> {
+        Self::pieces(bench, entry, turn).map(|piece| bench.stage(entry, piece, memory)).collect()
+    }
+
+    fn build(&self, bench: &Bench<'_>, entry: usize, piece: u32, part: &Shared) -> Result<()> {
+        let (store, description) = (bench.store, bench.store.description());
+        let place = store.layout().piece(description, entry, piece);
+        let described = &description.entries[entry];
+        let used = usize::try_from(place.used_bytes).unwrap_or(usize::MAX);
+        // The sources of the tensors that lie in chunks, or by themselves.
+        let sources = |chunked: bool| {
+            let of = move |(tensor, _): &(&StateTensor, &Source)| (tensor.shape == described.shape) == chunked;
+            described.state.iter().zip(&self.state).filter(of).map(|(_, source)| source)
+        };
+        // SAFETY: nothing is in flight of this chunk, which is this turn's.
+        unsafe { clear_from(part, used) };
+        match place.content {
+            Content::Values { chunk } => {
+                let element = usize::try_from(described.dtype.bytes()).unwrap_or(1);
+                // SAFETY: as above.
+                copied(
+                    &*self.values,
+                    bench.elements(entry, chunk).start * element,
+                    &mut unsafe { bytes_mut(part) }[..used],
+                );
+            }
+            Content::State { chunk } => {
+                let elements = bench.elements(entry, chunk);
+                let mut filled = 0;
+                for ((dtype, at, nbytes), source) in bench.in_chunk(entry, chunk).zip(sources(true)) {
+                    // SAFETY: as above.
+                    let bytes = unsafe { bytes_mut(part) };
+                    // What lies between two tensors is nobody's, and written as zeros.
+                    bytes[filled..at].fill(0);
+                    filled = at + nbytes;
+                    match source {
+                        Source::Given(given) => {
+                            let element = usize::try_from(dtype.bytes()).unwrap_or(1);
+                            copied(&**given, elements.start * element, &mut bytes[at..filled]);
+                        }
+                        Source::Zeros => bytes[at..filled].fill(0),
+                        Source::Values => {
+                            let values = floats(&*self.values, self.dtype, elements.start, elements.len());
+                            // SAFETY: as above; `bytes` is not used after this.
+                            let master = unsafe { elements_mut::<f32>(part, at, elements.len()) };
+                            cast(values, FloatsMut::F32(master), bench.exec)?;
+                        }
+                    }
+                }
+                // SAFETY: as above.
+                unsafe { clear_from(part, filled) };
+            }
+            Content::Whole { tensor, part: index } => {
+                let before = u64::from(index) * memascend_store::WHOLE_PIECE_BYTES;
+                // SAFETY: as above.
+                let bytes = &mut unsafe { bytes_mut(part) }[..used];
+                match sources(false).nth(tensor as usize) {
+                    Some(Source::Given(given)) => {
+                        copied(&**given, usize::try_from(before).unwrap_or(usize::MAX), bytes);
+                    }
+                    _ => bytes.fill(0),
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Fills `out` from byte `start` of memory that was handed over.
+fn copied(memory: &dyn Buffer, start: usize, out: &mut [u8]) {
+    assert!(start + out.len() <= memory.len(), "bytes past the end of a tensor");
+    // SAFETY: inside the memory, which is mapped while it is held.
+    let first = unsafe { memory.as_ptr().as_ptr().add(start) };
+    // SAFETY: as above; nobody writes to what was handed over, and `out` is ours alone.
+    unsafe { std::ptr::copy_nonoverlapping(first, out.as_mut_ptr(), out.len()) };
+}

@@ -1,0 +1,121 @@
+//! Jobs: what is asked of the pipeline, one kind per file, and the turns in which each is done.
+
+use std::sync::{
+    Arc,
+    atomic::{AtomicBool, Ordering::Relaxed},
+};
+
+use memascend_mem::Wait;
+use memascend_store::Shared;
+
+use crate::{
+    Counters, Result,
+    bench::{Bench, Read, Write},
+    fill::Fill,
+    update::Update,
+};
+
+/// One job: what is to be done with one entry.
+pub(crate) struct Job {
+    pub(crate) work: Work,
+    pub(crate) mark: Arc<Mark>,
+}
+
+/// What is asked.
+pub(crate) enum Work {
+    Update(Update),
+    Fill(Fill),
+}
+
+/// What callers and the pipeline know of a job that waits or runs.
+#[derive(Debug)]
+pub(crate) struct Mark {
+    pub(crate) entry: usize,
+    /// Bytes of the caller's that it holds until it has used them.
+    pub(crate) nbytes: usize,
+    /// It is to be dropped as soon as may be.
+    cancelled: AtomicBool,
+}
+
+impl Mark {
+    pub(crate) fn cancel(&self) {
+        self.cancelled.store(true, Relaxed);
+    }
+
+    pub(crate) fn is_cancelled(&self) -> bool {
+        self.cancelled.load(Relaxed)
+    }
+}
+
+impl Job {
+    pub(crate) fn new(entry: usize, work: Work) -> Self {
+        let nbytes = match &work {
+            Work::Update(update) => update.nbytes(),
+            Work::Fill(fill) => fill.nbytes(),
+        };
+        Self { work, mark: Arc::new(Mark { entry, nbytes, cancelled: AtomicBool::new(false) }) }
+    }
+}
+
+impl Work {
+    /// Readies the entry for the first turn.
+    pub(crate) fn begin(&self, bench: &Bench<'_>, entry: usize) -> Result<()> {
+        let step = match self {
+            Self::Update(update) => update.step,
+            Self::Fill(_) => 0,
+        };
+        Ok(bench.store.begin(entry, step, Wait::forever())?)
+    }
+
+    /// Turns that it takes, each with a staging chunk to itself.
+    pub(crate) fn turns(&self, bench: &Bench<'_>, entry: usize) -> u32 {
+        match self {
+            Self::Update(_) => bench.chunks_of(entry),
+            Self::Fill(_) => Fill::turns(bench, entry),
+        }
+    }
+
+    /// Begins what a turn reads. A read that was begun is waited for when it is dropped.
+    pub(crate) fn reads<'a>(
+        &self,
+        bench: &Bench<'a>,
+        entry: usize,
+        turn: u32,
+        memory: &Shared,
+    ) -> Result<Vec<Read<'a>>> {
+        match self {
+            Self::Update(_) => Update::reads(bench, entry, turn, memory),
+            Self::Fill(_) => Ok(Vec::new()),
+        }
+    }
+
+    /// The arithmetic of a turn, once its reads have arrived.
+    pub(crate) fn compute(&self, bench: &mut Bench<'_>, entry: usize, turn: u32, memory: &Shared) -> Result<()> {
+        match self {
+            Self::Update(update) => update.compute(bench, entry, turn, memory),
+            Self::Fill(fill) => fill.compute(bench, entry, turn, memory),
+        }
+    }
+
+    /// Begins what a turn writes. A write that was begun is waited for when it is dropped.
+    pub(crate) fn writes<'a>(
+        &self,
+        bench: &mut Bench<'a>,
+        entry: usize,
+        turn: u32,
+        memory: &Shared,
+    ) -> Result<Vec<Write<'a>>> {
+        match self {
+            Self::Update(_) => Update::writes(bench, entry, turn, memory),
+            Self::Fill(_) => Fill::writes(bench, entry, turn, memory),
+        }
+    }
+
+    /// Counts a job that was computed to its end.
+    pub(crate) fn count(&self, counters: &mut Counters) {
+        match self {
+            Self::Update(_) => counters.updates += 1,
+            Self::Fill(_) => counters.fills += 1,
+        }
+    }
+}

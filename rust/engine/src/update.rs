@@ -1,0 +1,93 @@
+//! Adam's update of an entry: a chunk's state (and its values where they are the master) is read, computed, written.
+
+use memascend_math::{Floats, FloatsMut, Scalars, State, adam};
+use memascend_store::{Description, Dtype, Shared};
+
+use crate::{
+    Error, Gradient, Result,
+    bench::{Bench, Read, Write, clear_from, elements_mut, floats_mut},
+};
+
+pub(crate) struct Update {
+    pub(crate) gradient: Gradient,
+    pub(crate) scalars: Scalars,
+    /// The entry's count of updates, this one included.
+    pub(crate) step: u64,
+}
+
+impl Update {
+    pub(crate) fn nbytes(&self) -> usize {
+        self.gradient.nbytes()
+    }
+
+    pub(crate) fn reads<'a>(bench: &Bench<'a>, entry: usize, turn: u32, memory: &Shared) -> Result<Vec<Read<'a>>> {
+        let mut reads = Vec::with_capacity(2);
+        if bench.store.description().entries[entry].dtype == Dtype::F32 {
+            reads.push(bench.read(entry, turn, memory)?);
+        }
+        reads.push(bench.read(entry, bench.chunks_of(entry) + turn, memory)?);
+        Ok(reads)
+    }
+
+    pub(crate) fn compute(&self, bench: &Bench<'_>, entry: usize, turn: u32, memory: &Shared) -> Result<()> {
+        let elements = bench.elements(entry, turn);
+        let gradient = self.gradient.part(elements.start, elements.len());
+        stepped(bench, entry, turn, memory, gradient, &self.scalars)
+    }
+
+    pub(crate) fn writes<'a>(
+        bench: &mut Bench<'a>,
+        entry: usize,
+        turn: u32,
+        memory: &Shared,
+    ) -> Result<Vec<Write<'a>>> {
+        let state = bench.stage(entry, bench.chunks_of(entry) + turn, memory);
+        let values = bench.stage(entry, turn, memory);
+        // Both are kept if one failed: dropping a write waits for it.
+        Ok(vec![state?, values?])
+    }
+}
+
+/// The arithmetic on one chunk.
+fn stepped(
+    bench: &Bench<'_>,
+    entry: usize,
+    chunk: u32,
+    memory: &Shared,
+    gradient: Floats<'_>,
+    scalars: &Scalars,
+) -> Result<()> {
+    let dtype = bench.store.description().entries[entry].dtype;
+    let elements = bench.elements(entry, chunk).len();
+    let state = bench.part(entry, bench.chunks_of(entry) + chunk, memory)?;
+    let values = bench.part(entry, chunk, memory)?;
+    let mut starts = bench.in_chunk(entry, chunk).map(|(_, start, _)| start);
+    let mut next = || {
+        let start = starts.next().ok_or_else(|| Error::Invalid("an entry without Adam's state".into()))?;
+        // SAFETY: the tensors of a chunk lie side by side in its piece, aligned to 64 bytes; nothing else uses the
+        // chunk between the end of its reads and the beginning of its writes.
+        Ok::<_, Error>(unsafe { elements_mut::<f32>(&state, start, elements) })
+    };
+    // SAFETY: as above; what fills the last page of the values is written as zeros.
+    unsafe { clear_from(&values, elements * usize::try_from(dtype.bytes()).unwrap_or(1)) };
+    // SAFETY: as above.
+    let (master, out) = match unsafe { floats_mut(&values, dtype, elements) } {
+        FloatsMut::F32(master) => (master, None),
+        out => (next()?, Some(out)),
+    };
+    let state = State { master, exp_avg: next()?, exp_avg_sq: next()? };
+    Ok(adam(state, gradient, out, scalars, bench.exec)?)
+}
+
+/// Whether an entry has what Adam needs: two moments, and a master unless its own values are one; all of them float32
+/// and of its shape.
+pub(crate) fn has_adam(description: &Description, entry: usize) -> bool {
+    let described = &description.entries[entry];
+    let all = described.state.iter().all(|tensor| tensor.dtype == Dtype::F32 && tensor.shape == described.shape);
+    let count = match described.dtype {
+        Dtype::F32 => 2,
+        Dtype::Bf16 | Dtype::F16 => 3,
+        _ => return false,
+    };
+    all && described.state.len() == count
+}

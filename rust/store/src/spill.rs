@@ -1,0 +1,202 @@
+//! Spilled gradients: scratch room beside the slots, whose checksums are known in memory alone.
+//!
+//! What is spilled belongs to no step and no version. Nothing of it is known after the store was opened again.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use memascend_nvme::Ticket;
+
+use crate::{
+    Buffer, Description, Dtype, Error, Layout, Result, Store,
+    buffer::bytes_of,
+    checksum::{Subject, checksum},
+    layout::PAGE_BYTES,
+};
+
+/// What is known of a spilled gradient as a whole.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Spilled {
+    /// An infinity or a NaN is in it.
+    pub nonfinite: bool,
+    /// The sum of its squares; infinity or NaN where one of them is.
+    pub squared_norm: f64,
+}
+
+/// What is known of the room of one entry.
+#[derive(Debug)]
+struct Room {
+    /// Its first checksum.
+    first: u32,
+    /// What lies there whole; `None` while it is written, and where nothing is.
+    whole: Option<Spilled>,
+}
+
+#[derive(Debug)]
+struct Known {
+    rooms: Box<[Room]>,
+    /// Of every chunk of every entry that may spill.
+    sums: Box<[u64]>,
+}
+
+/// What is known of everything that is spilled.
+#[derive(Debug)]
+pub(crate) struct Spill(Mutex<Known>);
+
+impl Spill {
+    pub(crate) fn new(description: &Description, layout: &Layout) -> Self {
+        let mut first = 0;
+        let rooms = (0..description.entries.len())
+            .map(|entry| {
+                let room = Room { first, whole: None };
+                if description.entries[entry].spill.is_some() {
+                    first += layout.chunks_of(entry);
+                }
+                room
+            })
+            .collect();
+        Self(Mutex::new(Known { rooms, sums: vec![0; first as usize].into() }))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Known> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A chunk of a spilled gradient that is being read. Dropping it waits.
+pub struct SpillRead<'a, B: Buffer> {
+    store: &'a Store,
+    ticket: Option<Ticket<B>>,
+    entry: usize,
+    chunk: u32,
+}
+
+/// A chunk of a spilled gradient that is being written. Dropping it waits.
+pub struct SpillWrite<B: Buffer> {
+    ticket: Option<Ticket<B>>,
+}
+
+impl Store {
+    /// The dtype of gradients that the entry has room for.
+    fn spills(&self, entry: usize) -> Result<Dtype> {
+        self.known(entry)?;
+        let described = &self.description.entries[entry];
+        described.spill.ok_or_else(|| {
+            Error::Invalid(format!("{:?} was described without room for gradients that spill", described.name))
+        })
+    }
+
+    /// Bytes of a chunk of a spilled gradient, and the whole pages that it lies in.
+    pub fn spill_bytes(&self, entry: usize, chunk: u32) -> Result<(u64, u64)> {
+        let used = self.description.elements_of_chunk(entry, chunk) as u64 * self.spills(entry)?.bytes();
+        Ok((used, used.next_multiple_of(PAGE_BYTES)))
+    }
+
+    /// Where a chunk lies, checked against the buffer for it.
+    fn spill_place(&self, entry: usize, chunk: u32, buffer: &impl Buffer) -> Result<u64> {
+        let (name, dtype) = (&self.description.entries[entry].name, self.spills(entry)?);
+        if chunk >= self.layout.chunks_of(entry) {
+            return Err(Error::Invalid(format!("{name:?} has {} chunks, not {chunk}", self.layout.chunks_of(entry))));
+        }
+        let (_, wanted) = self.spill_bytes(entry, chunk)?;
+        if buffer.len() as u64 != wanted {
+            let got = buffer.len();
+            return Err(Error::Invalid(format!(
+                "chunk {chunk} of the gradient of {name:?} has {wanted} bytes, not {got}"
+            )));
+        }
+        let before = u64::from(chunk) * u64::from(self.description.chunk_elements) * dtype.bytes();
+        Ok(self.layout.spill_offset(entry) + before)
+    }
+
+    /// What lies in the room of an entry; `None` where nothing does, or not the whole of it.
+    pub fn spilled(&self, entry: usize) -> Result<Option<Spilled>> {
+        self.spills(entry)?;
+        Ok(self.spill.lock().rooms[entry].whole)
+    }
+
+    /// Says that all chunks of an entry's gradient are written, or that what lies there is nothing any more.
+    pub fn set_spilled(&self, entry: usize, whole: Option<Spilled>) -> Result<()> {
+        self.spills(entry)?;
+        self.spill.lock().rooms[entry].whole = whole;
+        Ok(())
+    }
+
+    /// Begins to write a chunk of a gradient. What fills the buffer's last page should be zeros.
+    pub fn write_spill<B: Buffer>(&self, entry: usize, chunk: u32, buffer: B) -> Result<SpillWrite<B>> {
+        let offset = self.spill_place(entry, chunk, &buffer)?;
+        let sum = self.spill_sum(entry, chunk, bytes_of(&buffer));
+        {
+            let mut known = self.spill.lock();
+            let place = (known.rooms[entry].first + chunk) as usize;
+            known.sums[place] = sum;
+        }
+        let ticket = self.volume.write(buffer, offset).map_err(|refused| refused.error)?;
+        Ok(SpillWrite { ticket: Some(ticket) })
+    }
+
+    /// Begins to read a chunk of a gradient that was written since the store was opened.
+    pub fn read_spill<B: Buffer>(&self, entry: usize, chunk: u32, buffer: B) -> Result<SpillRead<'_, B>> {
+        let offset = self.spill_place(entry, chunk, &buffer)?;
+        let ticket = self.volume.read(buffer, offset).map_err(|refused| refused.error)?;
+        Ok(SpillRead { store: self, ticket: Some(ticket), entry, chunk })
+    }
+
+    /// Bytes of memory that the checksums of spilled gradients take.
+    #[must_use]
+    pub fn spill_index_bytes(&self) -> u64 {
+        let known = self.spill.lock();
+        (size_of_val(&*known.rooms) + size_of_val(&*known.sums)) as u64
+    }
+
+    fn spill_sum(&self, entry: usize, chunk: u32, bytes: &[u8]) -> u64 {
+        checksum(&self.uuid, Subject::Spill, (entry as u64, u64::from(chunk)), 0, bytes)
+    }
+}
+
+impl<B: Buffer> SpillRead<'_, B> {
+    /// Waits, checks, and gives the buffer.
+    pub fn wait(mut self) -> Result<B> {
+        let ticket = self.ticket.take().ok_or_else(|| Error::Usage("this read was waited for already".into()))?;
+        let finished = ticket.wait();
+        finished.result?;
+        let (store, entry, chunk) = (self.store, self.entry, self.chunk);
+        let wanted = {
+            let known = store.spill.lock();
+            known.sums[(known.rooms[entry].first + chunk) as usize]
+        };
+        let got = store.spill_sum(entry, chunk, bytes_of(&finished.buffer));
+        if got == wanted {
+            return Ok(finished.buffer);
+        }
+        let place = (store.spill_place(entry, chunk, &finished.buffer)?, finished.buffer.len() as u64);
+        let name = &store.description.entries[entry].name;
+        let why = format!("its checksum is {got:016x} and {wanted:016x} was written");
+        Err(store.corrupt(format!("chunk {chunk} of the spilled gradient of {name:?}"), place, why))
+    }
+}
+
+impl<B: Buffer> Drop for SpillRead<'_, B> {
+    fn drop(&mut self) {
+        if let Some(ticket) = self.ticket.take() {
+            drop(ticket.wait());
+        }
+    }
+}
+
+impl<B: Buffer> SpillWrite<B> {
+    /// Waits for the end and gives the buffer back.
+    pub fn wait(mut self) -> Result<B> {
+        let ticket = self.ticket.take().ok_or_else(|| Error::Usage("this write was waited for already".into()))?;
+        let finished = ticket.wait();
+        finished.result?;
+        Ok(finished.buffer)
+    }
+}
+
+impl<B: Buffer> Drop for SpillWrite<B> {
+    fn drop(&mut self) {
+        if let Some(ticket) = self.ticket.take() {
+            drop(ticket.wait());
+        }
+    }
+}

@@ -1,0 +1,91 @@
+"""The first values of entries through the pipeline: given, zeros, widened; and one entry's work discarded."""
+
+import pytest
+import torch
+
+from memascend import engine
+from memascend.errors import ConfigError, UsageError
+
+CHUNK = 2048
+SIZES = [(1,), (13,), (2048,), (2049,), (3, 1741), (0, 5), ()]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def entries():
+    torch.manual_seed(2)
+    values = {f"{dtype}.{shape}"[6:]: torch.randn(shape).to(dtype) for dtype in DTYPES for shape in SIZES}
+    made = [engine.Entry(name=name, values=tensor, state=engine.adam_state(tensor)) for name, tensor in values.items()]
+    big = torch.arange(300_000, dtype=torch.float64)
+    odd = {"step": torch.tensor(7.0), "row": torch.randn(600), "moment": torch.randn(700, 600), "big": big}
+    made.append(engine.Entry(name="odd", values=torch.randn(700, 600), state=odd))
+    made.append(engine.Entry(name="bare", values=torch.randint(0, 99, (5000,)), state={}))
+    made.append(engine.Entry(name="alone", values=torch.randn(3), state={"step": torch.tensor(3)}))
+    return made
+
+
+def bits(tensor):
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def zeroed(entry):
+    return engine.Entry(
+        name=entry.name,
+        values=torch.zeros_like(entry.values),
+        state={of: torch.zeros_like(tensor) for of, tensor in entry.state.items()},
+    )
+
+
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("chunks", [2, 4])
+def test_what_was_filled_is_what_was_given(tmp_path, given, chunks):
+    wanted = entries()
+    with engine.Store.create(tmp_path / "store", [zeroed(entry) for entry in wanted], chunk_elements=CHUNK) as store:
+        with engine.Engine(store, chunks=chunks, queue=20_000) as filling:
+            for entry in wanted:
+                filling.fill(entry.name, entry.values.clone(), dict(entry.state) if given else None)
+            filling.commit(1)
+            counters = filling.counters()
+            assert counters["fills"] == len(wanted)
+            assert counters["state_read"] == counters["values_read"] == 0
+        store.verify()
+        for entry in wanted:
+            values, state = store.read(entry.name)
+            assert torch.equal(bits(values), bits(entry.values)), entry.name
+            for of, tensor in state.items():
+                begun = entry.values.float() if of == "master" else torch.zeros_like(tensor)
+                assert torch.equal(bits(tensor), bits(entry.state[of] if given else begun)), (entry.name, of)
+
+
+def test_what_does_not_fit_is_refused(tmp_path):
+    made = engine.Store.create(tmp_path / "store", entries(), chunk_elements=CHUNK)
+    with made as store, engine.Engine(store) as filling:
+        with pytest.raises(ConfigError, match="no entry"):
+            filling.fill("nobody", torch.zeros(3))
+        with pytest.raises(ConfigError, match="is float32 of shape"):
+            filling.fill("bfloat16.(13,)", torch.zeros(13))
+        with pytest.raises(ConfigError, match="no state called 'momentum'"):
+            filling.fill("bare", torch.zeros(5000, dtype=torch.int64), {"momentum": torch.zeros(1)})
+        with pytest.raises(ConfigError, match="float32 of \\[600\\]"):
+            filling.fill("odd", torch.zeros(700, 600), {"row": torch.zeros(700)})
+        filling.close()
+        with pytest.raises(UsageError, match="closed"):
+            filling.fill("alone", torch.zeros(3))
+
+
+def test_one_entry_alone_is_discarded(tmp_path):
+    first = {name: torch.randn(100_000) for name in "abc"}
+    made = [engine.Entry(name=name, values=values, state={}) for name, values in first.items()]
+    made = engine.Store.create(tmp_path / "store", made, chunk_elements=CHUNK)
+    with made as store, engine.Engine(store) as filling:
+        for times in range(1, 20):
+            for name in "abc":
+                filling.fill(name, torch.full((100_000,), float(times)))
+            filling.discard("b")
+            if times % 2:
+                filling.fill("b", torch.full((100_000,), -float(times)))
+            before = store.read("b")[0]
+            filling.commit(times)
+            for name in "ac":
+                assert torch.equal(store.read(name)[0], torch.full((100_000,), float(times)))
+            wanted = torch.full((100_000,), -float(times)) if times % 2 else before
+            assert torch.equal(store.read("b")[0], wanted)
