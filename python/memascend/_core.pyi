@@ -8,6 +8,7 @@ __all__ = [
     "Arena",
     "ChunkRing",
     "Engine",
+    "Fetch",
     "Lease",
     "LeaseBuffer",
     "Region",
@@ -25,6 +26,7 @@ __all__ = [
     "memory_layout",
     "memory_limits",
     "memory_regions",
+    "store_sizes",
 ]
 
 __version__: str
