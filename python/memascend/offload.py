@@ -274,7 +274,9 @@ class _Offloading:
                 Place(self.owned[name].parameter, name, known[name]["unit_offset"], residency) for name in unit.parameters
             ]
         residency.settle()
-        residency.order.expect(_first_order(units))
+        index = {home.name: home.index for home in residency.homes}
+        forward = [index[name] for name in plan.order]
+        residency.order.expect(forward + forward[::-1])
         groups = self.original.param_groups
         rule = self.rule_kind.make(engine, store, self.original)
         gradients = Gradients(
@@ -352,7 +354,7 @@ class _Offloading:
             asked = "dynamic" if half else None
         scale = LossScale(asked)
         stored = (store.hyperparameters or {}).get("loss_scale")
-        if stored and scale.on:
+        if stored and scale.mode == "dynamic" and stored.get("mode") == "dynamic":
             scale.load(stored)
         return scale
 
@@ -362,15 +364,6 @@ def _listed(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
     for child in module.children():
         if isinstance(child, torch.nn.ParameterList | torch.nn.ParameterDict):
             yield from child.parameters()
-
-
-def _first_order(units: Sequence[Unit]) -> list[int]:
-    """Forward and back again, until a step has shown the true order."""
-    forward = []
-    for number, unit in enumerate(units):
-        forward.append(number)
-        forward += [other for other, tied in enumerate(units) if unit.name in tied.again]
-    return forward + forward[::-1]
 
 
 def _owned(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, _Owned]:
