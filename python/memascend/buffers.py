@@ -27,7 +27,7 @@ class Buffers:
     def _tensor(self, name: str) -> torch.Tensor:
         module, short = self._owners[name]
         tensor = module._buffers[short]  # noqa: SLF001
-        assert tensor is not None  # noqa: S101
+        assert tensor is not None
         return tensor
 
     @property
@@ -37,7 +37,10 @@ class Buffers:
 
     def entries(self, entry: type[Entry]) -> list[Entry]:
         """How the store knows them."""
-        return [entry(name=name, values=self._tensor(name).detach(), state={}, unit="buffers", buffer=True) for name in self._owners]
+        return [
+            entry(name=name, values=self._tensor(name).detach(), state={}, unit="buffers", buffer=True)
+            for name in self._owners
+        ]
 
     def tensor(self, name: str) -> torch.Tensor:
         """A buffer's values, contiguous."""

@@ -114,7 +114,9 @@ class Frames:
             self._residency.unbind(frame.bound.pop())
 
 
-def open_gates(modules: Iterable[tuple[torch.nn.Module, tuple[Home, ...]]], residency: Residency, frames: Frames) -> None:
+def open_gates(
+    modules: Iterable[tuple[torch.nn.Module, tuple[Home, ...]]], residency: Residency, frames: Frames
+) -> None:
     """Give modules their gates."""
     for module, homes in modules:
         module.__dict__["_memascend_gate"] = Gate(homes, residency, frames)

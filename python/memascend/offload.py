@@ -18,7 +18,7 @@ from memascend import engine as engines
 from memascend import kernels, memory
 from memascend.buffers import Buffers
 from memascend.config import Options
-from memascend.errors import BudgetError, ConfigError, MemascendError, StorageError
+from memascend.errors import ConfigError, StorageError
 from memascend.gates import Frames, close_gates, open_gates
 from memascend.gradients import Gradients
 from memascend.optimizer import OffloadedOptimizer
@@ -196,7 +196,9 @@ class _Offloading:
             for name in unit.parameters:
                 owned = self.owned[name]
                 parameter = owned.parameter
-                meta = torch.empty_strided(parameter.shape, dense_strides(parameter), dtype=parameter.dtype, device="meta")
+                meta = torch.empty_strided(
+                    parameter.shape, dense_strides(parameter), dtype=parameter.dtype, device="meta"
+                )
                 state = {} if owned.group is None else self.rule_kind.describe(parameter)
                 order = engines.order_of(meta)
                 entries.append(
@@ -271,7 +273,8 @@ class _Offloading:
         for unit in units:
             home = homes[unit.name] = residency.add(unit.name, self.sizes.unit_bytes[unit.name], pinned=unit.pinned)
             home.places = [
-                Place(self.owned[name].parameter, name, known[name]["unit_offset"], residency) for name in unit.parameters
+                Place(self.owned[name].parameter, name, known[name]["unit_offset"], residency)
+                for name in unit.parameters
             ]
         residency.settle()
         index = {home.name: home.index for home in residency.homes}
@@ -323,9 +326,7 @@ class _Offloading:
         self.model.__dict__["_memascend"] = offloaded
         return offloaded
 
-    def _gates(
-        self, units: Sequence[Unit], homes: dict[str, Home]
-    ) -> list[tuple[torch.nn.Module, tuple[Home, ...]]]:
+    def _gates(self, units: Sequence[Unit], homes: dict[str, Home]) -> list[tuple[torch.nn.Module, tuple[Home, ...]]]:
         """Every module that owns a parameter, and every unit that is one module, with the units that it binds."""
         home_of = {id(place.parameter): home for home in homes.values() for place in home.places}
         whole = {unit.module: homes[unit.name] for unit in units if unit.module is not None}
@@ -350,7 +351,9 @@ class _Offloading:
     def _scale(self, store: Store) -> LossScale:
         asked = self.options.loss_scale
         if asked is None:
-            half = any(owned.parameter.dtype == torch.float16 for owned in self.owned.values() if owned.group is not None)
+            half = any(
+                owned.parameter.dtype == torch.float16 for owned in self.owned.values() if owned.group is not None
+            )
             asked = "dynamic" if half else None
         scale = LossScale(asked)
         stored = (store.hyperparameters or {}).get("loss_scale")
@@ -375,8 +378,14 @@ def _owned(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
         raise ConfigError("this model or optimizer is offloaded already; close() it first")
     wrappers = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
     if isinstance(model, wrappers) or type(model).__name__ in ("FullyShardedDataParallel", "FSDPModule"):
-        raise ConfigError(f"{type(model).__name__} does not work with offload(); give the module inside it, on one process")
-    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        raise ConfigError(
+            f"{type(model).__name__} does not work with offload(); give the module inside it, on one process"
+        )
+    if (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
+    ):
         raise ConfigError("several processes are not supported yet: offload() works in one")
     named = dict(model.named_parameters())
     if not named:
@@ -388,7 +397,9 @@ def _owned(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
     known = {id(parameter) for parameter in named.values()}
     if not groups.keys() <= known:
         count = len(groups.keys() - known)
-        raise ConfigError(f"the optimizer owns {count} parameters that are not this model's; make it from model.parameters()")
+        raise ConfigError(
+            f"the optimizer owns {count} parameters that are not this model's; make it from model.parameters()"
+        )
     orphans = [name for name, parameter in named.items() if parameter.requires_grad and id(parameter) not in groups]
     if orphans:
         raise ConfigError(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
-import warnings
 import weakref
 from typing import TYPE_CHECKING, Any, Self
 
@@ -62,7 +60,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._session.step()
         return loss
 
-    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002
+    def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, and before `step()` what was staged by them.
 
         Raises:
@@ -75,7 +73,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._session.backward(loss, options)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """torch's clipping of all gradients that are kept; bit for bit torch's."""
+        """Torch's clipping of all gradients that are kept; bit for bit torch's."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 

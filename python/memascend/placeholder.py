@@ -40,7 +40,19 @@ class Source(Protocol):
 class Place:
     """One parameter: where its bytes lie in its unit, and what it is while they are away."""
 
-    __slots__ = ("away", "bound_version", "dtype", "kind", "name", "nan", "offset", "parameter", "shape", "source", "stride")
+    __slots__ = (
+        "away",
+        "bound_version",
+        "dtype",
+        "kind",
+        "name",
+        "nan",
+        "offset",
+        "parameter",
+        "shape",
+        "source",
+        "stride",
+    )
 
     def __init__(self, parameter: torch.nn.Parameter, name: str, offset: int, source: Source) -> None:
         self.parameter = parameter
@@ -172,16 +184,8 @@ def _refuse_writes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 
 
 def _metadata() -> frozenset[Any]:
-    attributes = (
-        "shape dtype device layout ndim is_sparse is_sparse_csr is_quantized is_meta is_cpu is_cuda is_xpu is_mps is_mkldnn is_nested"
-        " is_leaf requires_grad grad grad_fn output_nr names itemsize nbytes _backward_hooks _version _grad _base name retains_grad"
-        " _post_accumulate_grad_hooks is_mtia is_ipu is_vulkan is_ort is_maia volatile _has_symbolic_sizes_strides"
-    ).split()
-    methods = (
-        "size dim ndimension numel nelement element_size is_floating_point is_complex is_signed get_device is_same_size is_coalesced"
-        " requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad __len__ __hash__ is_inference is_conj is_neg"
-        " has_names _is_view dim_order is_distributed is_shared"
-    ).split()
+    attributes = ["shape", "dtype", "device", "layout", "ndim", "is_sparse", "is_sparse_csr", "is_quantized", "is_meta", "is_cpu", "is_cuda", "is_xpu", "is_mps", "is_mkldnn", "is_nested", "is_leaf", "requires_grad", "grad", "grad_fn", "output_nr", "names", "itemsize", "nbytes", "_backward_hooks", "_version", "_grad", "_base", "name", "retains_grad", "_post_accumulate_grad_hooks", "is_mtia", "is_ipu", "is_vulkan", "is_ort", "is_maia", "volatile", "_has_symbolic_sizes_strides"]
+    methods = ["size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "is_signed", "get_device", "is_same_size", "is_coalesced", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "__len__", "__hash__", "is_inference", "is_conj", "is_neg", "has_names", "_is_view", "dim_order", "is_distributed", "is_shared"]
     found: set[Any] = set()
     for name in attributes:
         attribute = getattr(torch.Tensor, name, None)
@@ -256,7 +260,9 @@ def _cast(func: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> A
             return func(tensor, *args, **kwargs)
     place = tensor._memascend
     # A tensor of no elements tells what would come out.
-    asked = func(torch.empty(0, dtype=place.dtype), *args, **{key: value for key, value in kwargs.items() if key != "copy"})
+    asked = func(
+        torch.empty(0, dtype=place.dtype), *args, **{key: value for key, value in kwargs.items() if key != "copy"}
+    )
     if kwargs.get("copy") or (asked.dtype != place.dtype and asked.device.type == "cpu" and torch.is_grad_enabled()):
         # In a graph, a cast is an operation like any other.
         with place.source.borrowed([place]):

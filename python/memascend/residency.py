@@ -196,7 +196,7 @@ class Residency:
             self._current = home
             self._look_ahead()
             base = home.base
-            assert base is not None  # noqa: S101
+            assert base is not None
             return base
 
     def _bring(self, home: Home) -> None:

@@ -64,7 +64,7 @@ class Hooks:
 
         Not where ours are on top already, nor over a checkpoint's: it keeps views, which keep their bytes alive.
         """
-        top = torch._C._autograd._top_saved_tensors_default_hooks(False)  # noqa: FBT003, SLF001
+        top = torch._C._autograd._top_saved_tensors_default_hooks(False)  # noqa: SLF001
         if top is None:
             torch._C._autograd._push_saved_tensors_default_hooks(*self._pair)  # noqa: SLF001
             return True

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from memascend.engine import Engine
     from memascend.placeholder import Place
     from memascend.residency import Home, Residency
     from memascend.session import Session
@@ -72,7 +71,7 @@ class Surgery:
 
     # --- state dicts ----------------------------------------------------------------------
 
-    def _before_state_dict(self, module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:  # noqa: FBT001
+    def _before_state_dict(self, module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
         del prefix
         if self._snapshot_of is None and not keep_vars:
             self._snapshot_of = module
@@ -152,7 +151,7 @@ class Surgery:
         return True
 
     def _require_quiet(self) -> Session:
-        assert self._session is not None  # noqa: S101
+        assert self._session is not None
         with self._session.quiet():
             return self._session
 
@@ -175,7 +174,7 @@ class Surgery:
         self._changed = True
 
     def _require_session(self) -> Session:
-        assert self._session is not None  # noqa: S101
+        assert self._session is not None
         return self._session
 
     def _commit(self) -> None:
@@ -228,7 +227,7 @@ class Surgery:
                     place.unbind()
 
 
-def materialized(model: torch.nn.Module, modify: bool = False) -> contextlib.AbstractContextManager[None]:  # noqa: FBT001, FBT002
+def materialized(model: torch.nn.Module, modify: bool = False) -> contextlib.AbstractContextManager[None]:
     """Real parameters inside a `with` block: those of the last committed step.
 
     They lie in unlinked files, so that a model larger than memory can be looked at and saved.
@@ -278,6 +277,6 @@ def _write(descriptor: int, address: int, nbytes: int) -> None:
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.numel() == 0:
         return True
-    whole = torch.int16 if one.element_size() == 2 else torch.uint8  # noqa: PLR2004
+    whole = torch.int16 if one.element_size() == 2 else torch.uint8
     flat = [tensor.as_strided((tensor.numel(),), (1,)).view(whole) for tensor in (one, other)]
     return torch.equal(flat[0], flat[1])

@@ -24,9 +24,7 @@ class RuleKind(Protocol):
     def describe(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """The state tensors of a parameter, on meta."""
 
-    def initial(
-        self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor
-    ) -> tuple[dict[str, torch.Tensor], int]:
+    def initial(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> tuple[dict[str, torch.Tensor], int]:
         """The state that the optimizer has already, and how many updates made it."""
 
     def whole_bytes(self, parameters: Iterable[torch.Tensor]) -> int:
@@ -60,9 +58,7 @@ class AdamKind:
             name: torch.empty_strided(parameter.shape, strides, dtype=torch.float32, device="meta") for name in names
         }
 
-    def initial(
-        self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor
-    ) -> tuple[dict[str, torch.Tensor], int]:
+    def initial(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> tuple[dict[str, torch.Tensor], int]:
         """The state that the optimizer has already, and how many updates made it."""
         state = optimizer.state.get(parameter) or {}
         moments = {name: state[name].detach().float() for name in ("exp_avg", "exp_avg_sq") if name in state}
