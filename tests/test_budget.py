@@ -89,6 +89,7 @@ def test_the_smallest_budget_works_to_the_byte(units, gradients, segment, spare)
     with pytest.raises(memascend.BudgetError) as refused:
         plan(units, smallest - 1, gradients, segment=segment)
     assert refused.value.smallest == smallest
+    assert plan(units, smallest, gradients, segment=segment).host_peak == smallest
     for budget in (smallest, smallest + spare, None):
         found = plan(units, budget, gradients, segment=segment)
         assert found.host_peak == sum(found.host.values()) <= found.budget

@@ -84,6 +84,20 @@ def test_tied_parameters_are_in_the_first_unit_and_used_again():
     assert not any(unit.again for name, unit in units.items() if name != "embedding")
 
 
+def test_the_head_is_last_where_the_model_says_what_it_is():
+    class Backwards(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(32, 256)
+            self.body = Language(2)
+
+        def get_output_embeddings(self):
+            return self.head
+
+    model = Backwards()
+    assert list(holds_each_once(model, find_units(model)))[-1] == "head"
+
+
 def test_a_module_that_stands_twice_is_one_unit():
     shared = Block(16)
     model = nn.ModuleDict({"a": shared, "b": nn.Linear(16, 16), "c": shared})
