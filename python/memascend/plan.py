@@ -299,11 +299,14 @@ class _Planner:
     def widened(self, held: _Held, budget: int | None) -> _Held:
         """More slots, as long as they save reads and the budget has room; None: as many as save any."""
         classes = held.classes
-        # The largest first: a slot saves about what it takes, and fewer of them are easier to fill.
-        for bound, (members, slots) in sorted(self._by_class(classes).items(), reverse=True):
+        options = []
+        for bound, (members, slots) in self._by_class(classes).items():
             wanted = len({unit.name for unit in members}) - slots
-            if wanted <= 0:
-                continue
+            if wanted > 0:
+                gain = self._saved(members, slots, slots + wanted) / (wanted * bound)
+                options.append((gain, bound, members, slots, wanted))
+        # The most for its bytes first (frozen units stay from step to step), then the largest.
+        for _, bound, members, slots, wanted in sorted(options, key=lambda option: option[:2], reverse=True):
             room = wanted if budget is None else (budget - held.peak) // (bound + _SLOT_BYTES)
             count = min(wanted, room)
             if count <= 0 or not self._saved(members, slots, slots + count):
