@@ -304,6 +304,15 @@ def test_factors_are_what_torch_multiplies_by(dtype, shaped):
     assert with_factors > 50
 
 
+def test_a_list_multiplied_by_a_number_has_another_factor_than_a_tensor():
+    handle = handle_of(gradient(dtype=torch.bfloat16))
+    handle.mul_(0.3)
+    torch._foreach_mul_([handle], 0.3)
+    exact, rounded = handle.factors()
+    assert exact == torch.tensor(0.3).item()
+    assert rounded == torch.tensor(0.3, dtype=torch.bfloat16).item()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_division_by_a_power_of_two_is_a_factor(dtype):
     numbers = everything(dtype)
