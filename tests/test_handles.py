@@ -127,14 +127,17 @@ def test_accumulation_after_arithmetic_keeps_the_order():
     assert_same(handle, plain)
 
 
+class Lazy(InMemory):
+    """A keeper that holds on to what it gets, as one does that writes while backward goes on."""
+
+    def add(self, gradient):
+        self.waiting = gradient
+
+    def assign(self, gradient):
+        self.waiting = gradient
+
+
 def test_what_the_caller_does_to_its_tensor_later_does_not_matter():
-    class Lazy(InMemory):
-        def add(self, gradient):
-            self.waiting = gradient
-
-        def assign(self, gradient):
-            self.waiting = gradient
-
     handle = GradientHandle(Lazy(torch.zeros(3)))
     mine = torch.ones(3)
     for give in (handle.add_, handle.copy_):
@@ -142,6 +145,49 @@ def test_what_the_caller_does_to_its_tensor_later_does_not_matter():
         mine.mul_(5)
         assert handle.kept.waiting.tolist() == [1.0] * 3
         mine.fill_(1)
+
+
+@pytest.mark.parametrize(
+    "way", [lambda p: p + 0, lambda p: p.view(2, 2) + 0, lambda p: p.view_as(p), lambda p: p + torch.ones(4)]
+)
+def test_a_gradient_that_the_caller_gave_is_copied(way):
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    parameter.grad = handle = GradientHandle(Lazy(torch.zeros(4)))
+    result = way(parameter)
+    mine = torch.ones_like(result)
+    result.backward(mine)
+    mine.mul_(5)
+    assert handle.kept.waiting.tolist() == [1.0] * 4
+
+
+def test_a_gradient_for_two_parameters_is_copied_for_one():
+    parameters = [torch.nn.Parameter(torch.zeros(4)) for _ in range(2)]
+    for parameter in parameters:
+        parameter.grad = GradientHandle(Lazy(torch.zeros(4)))
+    ((parameters[0] + parameters[1]) * torch.randn(4)).sum().backward()
+    first, second = (parameter.grad.kept.waiting for parameter in parameters)
+    assert torch.equal(first, second)
+    assert first.data_ptr() != second.data_ptr()
+
+
+def test_a_gradient_that_nobody_else_has_is_not_copied():
+    addresses = []
+
+    class Watched(torch.autograd.Function):
+        @staticmethod
+        def forward(_, value):
+            return value.clone()
+
+        @staticmethod
+        def backward(_, gradient):
+            made = gradient * 2
+            addresses.append(made.data_ptr())
+            return made
+
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    parameter.grad = handle = GradientHandle(Lazy(torch.zeros(4)))
+    Watched.apply(parameter).sum().backward()
+    assert handle.kept.waiting.data_ptr() == addresses[0]
 
 
 def test_create_graph_gives_a_real_gradient():
@@ -154,10 +200,11 @@ def test_create_graph_gives_a_real_gradient():
     parameter.grad = None
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_a_sparse_gradient_is_added():
     plain = gradient((5, 2))
     handle = handle_of(plain)
-    sparse = torch.sparse_coo_tensor([[1, 3]], torch.ones(2, 2), (5, 2), check_invariants=True)
+    sparse = torch.sparse_coo_tensor([[1, 3]], torch.ones(2, 2), (5, 2))
     for value in (plain, handle):
         value.add_(sparse)
     assert_same(handle, plain)
@@ -209,21 +256,18 @@ SCALAR_CALLS = {
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("call", SCALAR_CALLS.values(), ids=SCALAR_CALLS)
-def test_scalar_arithmetic_is_recorded_and_replayed(call, shape, dtype):
-    plain = gradient(shape, dtype)
-    handle = handle_of(plain)
-    for _ in range(2):
-        call(plain)
-        call(handle)
-    assert handle.kept.reads == 0
-    assert set(handle.kept.seen) <= {
-        "change",
-        "zero",
-        *(["add"] if shape == () else []),
-    }  # a 0-dim tensor is a gradient there
-    assert_same(handle, plain)
+def test_scalar_arithmetic_is_recorded_and_replayed(call, dtype):
+    for shape in SHAPES:
+        plain = gradient(shape, dtype)
+        handle = handle_of(plain)
+        for _ in range(2):
+            call(plain)
+            call(handle)
+        assert handle.kept.reads == 0
+        # A tensor without dimensions is a gradient to a parameter without.
+        assert set(handle.kept.seen) <= {"change", "zero", *(["add"] if shape == () else [])}
+        assert_same(handle, plain)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -232,12 +276,12 @@ def test_factors_are_what_torch_multiplies_by(dtype, shaped):
     numbers = everything(dtype)
     dice = torch.Generator().manual_seed(7)
     scalars = [1 / 3, 1e-30, 65536.0, 2.0**-24, 1e30, -0.0, 3, 2**53 + 1, True, 1 + 2**-24, 1 + 2**-25 + 2**-40]
-    scalars += (torch.randn(20, generator=dice, dtype=torch.float64) * 3).tolist()
+    scalars += (torch.randn(8, generator=dice, dtype=torch.float64) * 3).tolist()
     kinds = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64]
-    scalars += [torch.tensor(scalar).to(kind) for scalar in scalars[:20] for kind in kinds]
+    scalars += [torch.tensor(scalar).to(kind) for scalar in scalars[4:15] for kind in kinds]
     with_factors = 0
     for scalar in scalars:
-        sample = numbers if shaped == "many" else numbers[1234:1235] if shaped == "one" else numbers[1234]
+        sample = numbers if shaped == "many" else numbers[5000:5001] if shaped == "one" else numbers[5000]
         expected = sample.clone()
         handle = handle_of(sample)
         try:
@@ -255,9 +299,18 @@ def test_factors_are_what_torch_multiplies_by(dtype, shaped):
         product = sample
         for factor in handle.factors():
             product = (product.float() * torch.tensor(factor, dtype=torch.float32)).to(dtype)
-        same = (product.view(torch.uint8) == expected.view(torch.uint8)) if product.dim() else product == expected
-        assert bool((same.view(product.numel(), -1).all(1) | product.isnan().view(-1)).all()), scalar
+        integers = torch.int32 if dtype == torch.float32 else torch.int16
+        assert bool(((product.view(integers) == expected.view(integers)) | product.isnan()).all()), scalar
     assert with_factors > 50
+
+
+def test_a_list_multiplied_by_a_number_has_another_factor_than_a_tensor():
+    handle = handle_of(gradient(dtype=torch.bfloat16))
+    handle.mul_(0.3)
+    torch._foreach_mul_([handle], 0.3)
+    exact, rounded = handle.factors()
+    assert exact == torch.tensor(0.3).item()
+    assert rounded == torch.tensor(0.3, dtype=torch.bfloat16).item()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -393,10 +446,9 @@ def assert_all_same(plain, ours):
 @pytest.mark.parametrize("foreach", [None, True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf, 3.0])
-@pytest.mark.parametrize("max_norm", [0.5, 1e6, math.inf])
-def test_torchs_clipping_has_torchs_bits(foreach, dtype, norm_type, max_norm):
+def test_torchs_clipping_has_torchs_bits(foreach, dtype, norm_type):
     plain, ours = mixed(dtype)
-    for _ in range(2):
+    for max_norm in (math.inf, 1e6, 30.0, 0.5):
         expected = clip_grad_norm_(plain, max_norm, norm_type, foreach=foreach)
         got = clip_grad_norm_(ours, max_norm, norm_type, foreach=foreach)
         assert got.dtype == expected.dtype

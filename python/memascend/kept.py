@@ -24,6 +24,11 @@ Notice = Literal["add", "change", "norm", "read", "scaler", "zero"]
 # A loop that scales for ever without a step would grow the list for ever; then the gradient is rewritten once.
 OPERATIONS_MAX = 64
 
+# How often a gradient that only autograd has is counted while it is being accumulated: by its tensor and by what asks
+# for the count; by autograd's buffer and call, by the dispatcher and by Python.
+STORAGE_USES = 2
+TENSOR_USES = 4
+
 
 class Kept(Protocol):
     """The gradient behind a handle: where it lies is the keeper's business.
@@ -75,6 +80,18 @@ def strides_of(shape: Sequence[int], order: Sequence[int] | None = None) -> tupl
         strides[dimension] = step
         step *= max(shape[dimension], 1)
     return tuple(strides)
+
+
+def is_shared(gradient: Tensor) -> bool:
+    """Whether a gradient that reached a handle may be somebody's else, who may write to it while it is being kept.
+
+    `backward(gradient=mine)` brings such a one where nothing on the way makes another tensor of it.
+    """
+    if torch._C._current_graph_task_id() == -1:  # noqa: SLF001
+        return True
+    storage_uses = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)  # noqa: SLF001
+    tensor_uses = gradient._use_count()  # noqa: SLF001
+    return bool(storage_uses > STORAGE_USES or tensor_uses > TENSOR_USES)
 
 
 class KeptGradient:
@@ -176,9 +193,7 @@ class KeptGradient:
             operation.apply(total)
             self.assign(total)
             return
-        # Autograd leaves a gradient alone that someone holds; anyone else may write to it next.
-        in_backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001
-        self.kept.add(self.laid_out(gradient if in_backward else gradient.clone()))
+        self.kept.add(self.laid_out(gradient.clone() if is_shared(gradient) else gradient))
 
     def record(self, operation: Operation) -> None:
         """Do an elementwise operation by scalars, later."""
