@@ -204,6 +204,7 @@ impl Store {
     }
 
     /// Begins to record a trace into a new file.
+    #[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
     fn trace(&self, py: Python<'_>, path: PathBuf) -> PyResult<()> {
         py.detach(|| self.inner.volume().trace().begin(&path)).map_err(|error| nvme_error(py, &error))
     }
