@@ -24,10 +24,27 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["CHUNK_ELEMENTS", "Engine", "Entry", "Store", "adam_state"]
+    # An entry, as the extension takes it.
+    _Tensor = tuple[str, str, list[int]]
+    _Described = tuple[bool, int, _Tensor, list[_Tensor], list[int], str | None]
+
+__all__ = [
+    "CHUNK_ELEMENTS",
+    "PAGE_BYTES",
+    "Engine",
+    "Entry",
+    "Fetch",
+    "Sizes",
+    "Store",
+    "adam_state",
+    "order_of",
+    "sizes",
+]
 
 # Elements of a chunk: 768 KiB of Adam's state, and 128 KiB of 16-bit values.
 CHUNK_ELEMENTS = 65_536
+# What memory that a unit is fetched into begins on, and what its bytes are a multiple of.
+PAGE_BYTES = 4096
 # Gradients that may wait in the queue, in bytes, unless the caller says otherwise.
 _QUEUE_BYTES = 256 << 20
 _CHUNKS = 4
@@ -41,10 +58,14 @@ class Entry:
 
     Attributes:
         name: its name, which no other entry has.
-        values: a contiguous CPU tensor.
-        state: its state tensors by name, each a contiguous CPU tensor.
+        values: a CPU tensor without gaps; on the meta device, what is only described.
+        state: its state tensors by name, likewise.
         unit: the name of its unit; entries of a unit follow each other.
         buffer: a persistent buffer and not a parameter.
+        order: its dimensions from the one with the largest stride to the one with the smallest, where it is not
+            row-major (`order_of` tells). Bytes are stored in that order: values, gradients and state of its shape have
+            these strides, other state is row-major.
+        spill: the dtype of gradients that may be spilled; None makes no room for them.
     """
 
     name: str
@@ -52,13 +73,76 @@ class Entry:
     state: Mapping[str, torch.Tensor]
     unit: str = "all"
     buffer: bool = False
+    order: tuple[int, ...] | None = None
+    spill: torch.dtype | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What a store takes, in bytes.
+
+    Attributes:
+        total_bytes: on storage, all of it.
+        slot_bytes: one slot of all values and state.
+        index_bytes: memory while it is open that grows with the state.
+        buffer_bytes: memory while it is open, whatever it holds.
+        chunk_bytes: memory of one staging chunk of an `Engine`.
+        unit_bytes: the values of each unit, as `Store.fetch` gives them.
+    """
+
+    total_bytes: int
+    slot_bytes: int
+    index_bytes: int
+    buffer_bytes: int
+    chunk_bytes: int
+    unit_bytes: dict[str, int]
+
+
+def sizes(
+    entries: Sequence[Entry],
+    *,
+    optimizer: str = "AdamW",
+    chunk_elements: int = CHUNK_ELEMENTS,
+    devices: int = 1,
+    stripe: int | None = None,
+) -> Sizes:
+    """What `Store.create` would take for these entries, whose tensors may be on the meta device. Touches no device.
+
+    Raises:
+        ConfigError: they cannot be stored; the message says why.
+    """
+    units, described = _description(entries)
+    *all_bytes, of_units = _core.store_sizes(described, units, optimizer, chunk_elements, devices, stripe)
+    total, slot, index, buffer, chunk = all_bytes
+    return Sizes(
+        total_bytes=total,
+        slot_bytes=slot,
+        index_bytes=index,
+        buffer_bytes=buffer,
+        chunk_bytes=chunk,
+        unit_bytes=dict(zip(units, of_units, strict=True)),
+    )
+
+
+def order_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """The dimensions of a tensor without gaps from the largest stride to the smallest; None where it is row-major.
+
+    Raises:
+        ConfigError: the tensor has gaps or overlaps itself.
+    """
+    if tensor.is_contiguous():
+        return None
+    order = tuple(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+    if not tensor.permute(order).is_contiguous():
+        raise ConfigError("the tensor has gaps or overlaps itself; make a contiguous copy")
+    return order
 
 
 def adam_state(values: torch.Tensor, master: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
     """The state that Adam begins with: a float32 master where `values` has 16 bits, and two moments of zeros."""
     import torch
 
-    zeros = {name: torch.zeros(values.shape, dtype=torch.float32) for name in ("exp_avg", "exp_avg_sq")}
+    zeros = {name: torch.zeros_like(values, dtype=torch.float32) for name in ("exp_avg", "exp_avg_sq")}
     if values.dtype == torch.float32:
         return zeros
     return {"master": values.float() if master is None else master, **zeros}
@@ -67,10 +151,11 @@ def adam_state(values: torch.Tensor, master: torch.Tensor | None = None) -> dict
 class Store:
     """State on SSD: every commit is all of a step or none of it, and every byte that is read was checked."""
 
-    __slots__ = ("_core", "_entries", "_names")
+    __slots__ = ("_core", "_entries", "_names", "_units")
 
     def __init__(self, core: _core.Store) -> None:
         self._core = core
+        self._units: list[str] = core.info()["units"]
         self._entries = core.entries()
         self._names = {entry["name"]: index for index, entry in enumerate(self._entries)}
 
@@ -86,6 +171,7 @@ class Store:
         chunk_elements: int = CHUNK_ELEMENTS,
         stripe: int | None = None,
         backend: Literal["auto", "io_uring", "threads"] = "auto",
+        fill: bool = True,
     ) -> Self:
         """Make a store and fill it, as step 0; or resume the one that is there, whose own values then stand.
 
@@ -99,27 +185,24 @@ class Store:
             chunk_elements: elements of a chunk, a multiple of 2,048.
             stripe: bytes that lie together on one of several devices.
             backend: how the devices are driven.
+            fill: False leaves a store that was made now unfilled, at generation 0, for the caller to fill and commit:
+                its entries may be on the meta device. Until its first commit nobody can open it.
 
         Raises:
             ConfigError: an argument is wrong, or the store that is there does not fit.
             StorageError: a device is full, foreign, in use, or holds a store; nothing was changed.
             CorruptionError: the store that is there is damaged; the message says where.
         """
-        units = list(dict.fromkeys(entry.unit for entry in entries))
-        described = [
-            (
-                entry.buffer,
-                units.index(entry.unit),
-                _described(entry.name, entry.values),
-                [_described(name, tensor) for name, tensor in entry.state.items()],
-            )
-            for entry in entries
-        ]
+        units, described = _description(entries)
+        if fill:
+            for entry in entries:
+                for tensor in (entry.values, *entry.state.values()):
+                    _laid_out(entry.name, tensor, entry.order if tensor.shape == entry.values.shape else None)
         core = _core.Store(
             _paths(paths), described, units, optimizer, chunk_elements, existing, durability, stripe, backend
         )
         store = cls(core)
-        if core.created:
+        if core.created and fill:
             for entry in entries:
                 store.stage(entry.name, entry.values, entry.state, step=0)
             store.commit(0)
@@ -169,7 +252,10 @@ class Store:
         return self._core.info()
 
     def entries(self) -> list[dict[str, Any]]:
-        """Each entry: "name", "buffer", "unit", "dtype", "shape", "step", "version", "staged", "state"."""
+        """Each entry: "name", "buffer", "unit", "dtype", "shape", "step", "version", "staged", "state".
+
+        Also "unit_offset", where its values begin in the bytes of its unit, and "order" and "spill" as in `Entry`.
+        """
         return self._core.entries()
 
     def stage(
@@ -184,7 +270,7 @@ class Store:
         tensors = [values, *(state[of] for of in wanted)]
         described = [(entry["dtype"], entry["shape"]), *((dtype, shape) for _, dtype, shape in entry["state"])]
         for tensor, (dtype, shape) in zip(tensors, described, strict=True):
-            _require(name, tensor, dtype, shape)
+            _require(name, tensor, dtype, shape, _order(entry, shape))
         self._core.stage(self.index(name), step, [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors])
 
     def read(self, name: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -197,10 +283,45 @@ class Store:
 
         index = self.index(name)
         entry = self._entries[index]
-        values = torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))
-        state = {of: torch.empty(shape, dtype=getattr(torch, dtype)) for of, dtype, shape in entry["state"]}
+
+        def room(dtype: str, shape: list[int]) -> torch.Tensor:
+            order = _order(entry, shape) or tuple(range(len(shape)))
+            laid_out = torch.empty([shape[dim] for dim in order], dtype=getattr(torch, dtype))
+            return laid_out.permute([order.index(dim) for dim in range(len(shape))])
+
+        values = room(entry["dtype"], entry["shape"])
+        state = {of: room(dtype, shape) for of, dtype, shape in entry["state"]}
         self._core.read(index, [(tensor.data_ptr(), tensor.nbytes) for tensor in (values, *state.values())])
         return values, state
+
+    def fetch(self, unit: str, into: torch.Tensor) -> Fetch:
+        """Begin to read the values of a unit, as the last commit left them, before all other I/O that waits.
+
+        Args:
+            unit: its name.
+            into: a contiguous uint8 CPU tensor of as many bytes as `sizes` says, which begins on a page. Each entry is
+                at its "unit_offset". It is held until the end, and must not be touched before.
+
+        Raises:
+            ConfigError: there is no such unit, or the memory does not fit.
+            StorageError: the device refused; or the store is closed (UsageError).
+        """
+        units = self._units
+        if unit not in units:
+            raise ConfigError(f"the store has no unit {unit!r}")
+        if str(into.dtype) != "torch.uint8" or into.device.type != "cpu" or not into.is_contiguous():
+            raise ConfigError("a unit is fetched into a contiguous uint8 tensor on the CPU")
+        if into.data_ptr() % PAGE_BYTES:
+            raise ConfigError(f"the memory that a unit is fetched into must begin on a page of {PAGE_BYTES} bytes")
+        keep = into.untyped_storage()
+        return Fetch(self._core.fetch(units.index(unit), into.data_ptr(), into.nbytes, keep))
+
+    def counters(self) -> dict[str, Any]:
+        """Since it was opened: "fetches", "fetched_bytes", "wait_seconds" in `Fetch.wait`, and all I/O.
+
+        "read_bytes" and "written_bytes" count every transfer of the volume, those of fetches and updates too.
+        """
+        return self._core.counters()
 
     def commit(self, step: int, *, user_state: Any = None, hyperparameters: Any = None) -> int:
         """Make all that is staged live at once; None leaves what was committed before. Returns the generation."""
@@ -237,7 +358,7 @@ class Store:
             raise ConfigError(
                 f"the gradient of {name!r} has shape {list(gradient.shape)}, not {self._entries[index]['shape']}"
             )
-        _contiguous(name, gradient)
+        _laid_out(name, gradient, self._entries[index]["order"])
         return index
 
     def __enter__(self) -> Self:
@@ -247,6 +368,35 @@ class Store:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class Fetch:
+    """A unit on its way into memory; `Store.fetch` makes it. Any thread may use it.
+
+    Until it was waited for, or is dropped, the slots that it reads are not written: the step after the next commit
+    waits for it. Dropping it waits for the device.
+    """
+
+    __slots__ = ("_core",)
+
+    def __init__(self, core: _core.Fetch) -> None:
+        self._core = core
+
+    def wait(self) -> int:
+        """Wait for the device, without the GIL, and check every byte. Ctrl-C ends the wait, not the read.
+
+        Returns:
+            The newest version among its entries (the generation that wrote it). Waiting again says the same again.
+
+        Raises:
+            StorageError: the device failed.
+            CorruptionError: what is on storage is not what was written; the message names entry and chunk.
+        """
+        return self._core.wait()
+
+    def done(self) -> bool:
+        """Whether the device is done with it, well or not. Never waits."""
+        return self._core.done()
 
 
 class Engine:
@@ -286,12 +436,12 @@ class Engine:
         index = self.store.index(name)
         entry = self.store._entries[index]  # noqa: SLF001
         given = dict(state or {})
-        _require(name, values, entry["dtype"], entry["shape"])
+        _require(name, values, entry["dtype"], entry["shape"], entry["order"])
         places = []
         for of, dtype, shape in entry["state"]:
             tensor = given.pop(of, None)
             if tensor is not None:
-                _require(name, tensor, dtype, shape)
+                _require(name, tensor, dtype, shape, _order(entry, shape))
             places.append(None if tensor is None else _place(tensor))
         if given:
             raise ConfigError(f"{name!r} has no state called {next(iter(given))!r}")
@@ -322,9 +472,83 @@ class Engine:
         """
         index = self.store._gradient(name, gradient)  # noqa: SLF001
         numbers = (lr, betas, eps, weight_decay, decoupled, step, grad_scale, maximize)
-        keep = gradient.untyped_storage()
-        dtype = str(gradient.dtype).removeprefix("torch.")
-        self._core.update(index, gradient.data_ptr(), gradient.nbytes, dtype, keep, numbers)
+        self._core.update(index, _place(gradient), _dtype_name(gradient), numbers)
+
+    def spill(self, name: str, gradient: torch.Tensor, *, add: bool = False) -> None:
+        """Queue a gradient to wait on storage; with `add`, add it to the one that is there, with the bits of `add_`.
+
+        Returns when the gradient has room in the queue. It is held until it was used, and must not change meanwhile.
+        What is spilled is no part of a step: commits leave it, and it is forgotten when the store is closed.
+        A job of this kind that fails or is discarded leaves nothing there.
+
+        Raises:
+            ConfigError: the entry was described without `spill`, or the gradient has another dtype or shape.
+            UsageError: nothing is there to add to.
+            StorageError: a job of this step failed; the step can only be discarded.
+        """
+        index = self.store._gradient(name, gradient)  # noqa: SLF001
+        self._core.spill(index, _place(gradient), _dtype_name(gradient), add)
+
+    def spilled(self, name: str) -> tuple[bool, float]:
+        """Of the spilled gradient: whether a non-finite is in it, and the sum of its squares (in float64).
+
+        Waits for what is queued of the entry; both were computed as the gradient was written.
+
+        Raises:
+            UsageError: nothing is spilled of it.
+        """
+        return self._core.spilled(self.store.index(name))
+
+    def read_spilled(self, name: str, into: torch.Tensor) -> None:
+        """Read the spilled gradient into a tensor of its shape and dtype, after what is queued of the entry.
+
+        Raises:
+            UsageError: nothing is spilled of it.
+            CorruptionError: what is on storage is not what was written; the step can only be discarded.
+        """
+        index = self.store._gradient(name, into)  # noqa: SLF001
+        wanted = self.store._entries[index]["spill"]  # noqa: SLF001
+        if wanted is not None and _dtype_name(into) != wanted:
+            raise ConfigError(f"the gradient of {name!r} spills as {wanted}, not {_dtype_name(into)}")
+        self._core.read_spilled(index, _place(into))
+
+    def update_spilled(
+        self,
+        name: str,
+        *,
+        step: int,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        decoupled: bool = True,
+        grad_scale: float = 1.0,
+        maximize: bool = False,
+        factors: Sequence[float] = (),
+    ) -> None:
+        """As `update`, by the gradient that is spilled, which stays there.
+
+        Args:
+            name: of which parameter.
+            step: as in `update`, and so are the numbers after it.
+            lr: see above.
+            betas: see above.
+            eps: see above.
+            weight_decay: see above.
+            decoupled: see above.
+            grad_scale: see above.
+            maximize: see above.
+            factors: the gradient is multiplied by each in turn first, with the bits of torch's `mul_`.
+
+        Raises:
+            UsageError: nothing is spilled of it.
+        """
+        numbers = (lr, betas, eps, weight_decay, decoupled, step, grad_scale, maximize)
+        self._core.update_spilled(self.store.index(name), [float(factor) for factor in factors], numbers)
+
+    def drop_spilled(self, name: str) -> None:
+        """Forget the spilled gradient, after what is queued of the entry. Fine where there is none."""
+        self._core.drop_spilled(self.store.index(name))
 
     def finish(self) -> None:
         """Wait until every update is staged."""
@@ -368,6 +592,25 @@ def _paths(paths: _Path | Sequence[_Path]) -> list[str]:
     return [os.fspath(path) for path in several]
 
 
+def _description(entries: Sequence[Entry]) -> tuple[list[str], list[_Described]]:
+    numbers: dict[str, int] = {}
+    described: list[_Described] = []
+    for entry in entries:
+        order = list(entry.order or ())
+        # Written only where it says something, so that the same tensors are the same description.
+        order = [] if order == list(range(entry.values.dim())) else order
+        spill = None if entry.spill is None else str(entry.spill).removeprefix("torch.")
+        state = [_described(name, tensor) for name, tensor in entry.state.items()]
+        unit = numbers.setdefault(entry.unit, len(numbers))
+        described.append((entry.buffer, unit, _described(entry.name, entry.values), state, order, spill))
+    return list(numbers), described
+
+
+def _order(entry: Mapping[str, Any], shape: Sequence[int]) -> tuple[int, ...] | None:
+    """In which order a tensor of an entry is stored: state of its shape lies as its values do."""
+    return entry["order"] if list(shape) == entry["shape"] else None
+
+
 def _described(name: str, tensor: torch.Tensor) -> tuple[str, str, list[int]]:
     return name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
 
@@ -375,6 +618,10 @@ def _described(name: str, tensor: torch.Tensor) -> tuple[str, str, list[int]]:
 def _place(tensor: torch.Tensor) -> tuple[int, int, object]:
     """Address, bytes, and what keeps them valid."""
     return tensor.data_ptr(), tensor.nbytes, tensor.untyped_storage()
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _json(value: Any) -> str | None:
@@ -386,13 +633,17 @@ def _json(value: Any) -> str | None:
         raise ConfigError(f"only JSON values can be committed: {error}") from error
 
 
-def _contiguous(name: str, tensor: torch.Tensor) -> None:
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
-        raise ConfigError(f"the tensors of {name!r} must be contiguous and on the CPU")
+def _laid_out(name: str, tensor: torch.Tensor, order: Sequence[int] | None) -> None:
+    if tensor.device.type != "cpu":
+        raise ConfigError(f"the tensors of {name!r} must be on the CPU, not on {tensor.device}")
+    if order is None and not tensor.is_contiguous():
+        raise ConfigError(f"the tensors of {name!r} must be contiguous")
+    if order is not None and not (len(order) == tensor.dim() and tensor.permute(tuple(order)).is_contiguous()):
+        raise ConfigError(f"the tensors of {name!r} must have their dimensions in memory in the order {list(order)}")
 
 
-def _require(name: str, tensor: torch.Tensor, dtype: str, shape: list[int]) -> None:
-    _contiguous(name, tensor)
+def _require(name: str, tensor: torch.Tensor, dtype: str, shape: list[int], order: Sequence[int] | None) -> None:
+    _laid_out(name, tensor, order)
     got = str(tensor.dtype).removeprefix("torch.")
     if got != dtype or list(tensor.shape) != shape:
         raise ConfigError(f"a tensor of {name!r} is {got} of shape {list(tensor.shape)}, not {dtype} of {shape}")

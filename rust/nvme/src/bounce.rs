@@ -196,7 +196,7 @@ impl Shared {
         if operation.kind == Kind::Read {
             let cover = piece.start / block * block..piece.end.next_multiple_of(block);
             let ours = at.plus((piece.start - cover.start) as usize);
-            transfer(context, backend, Kind::Read, cover, at)?;
+            transfer(context, backend, (Kind::Read, operation.lane), cover, at)?;
             // SAFETY: the operation owns its buffer until this piece has landed; the chunk is this thread's alone.
             unsafe { std::ptr::copy_nonoverlapping(ours.0, theirs.0, bytes) };
             return Ok(());
@@ -205,7 +205,7 @@ impl Shared {
         // SAFETY: as above.
         unsafe { std::ptr::copy_nonoverlapping(theirs.0, at.0, bytes) };
         let hold = context.traffic.hold_shared(piece);
-        let result = transfer(context, backend, operation.kind, piece.clone(), at);
+        let result = transfer(context, backend, (operation.kind, operation.lane), piece.clone(), at);
         context.traffic.release(hold);
         result
     }

@@ -12,6 +12,7 @@ use std::{
 use memascend_mem::Lease;
 
 use crate::{
+    Lane,
     backend::{Backend, block_signals},
     operation::{Address, Context, Kind, Operation, transfer},
     stats::add,
@@ -109,7 +110,7 @@ impl Edges {
         let mut parts = self.take(block);
         let mut result = Ok(());
         if !make_up(&whole, parts.iter().map(|part| part.range.clone()).collect()) {
-            result = transfer(context, &*self.backend, Kind::Read, whole.clone(), at);
+            result = transfer(context, &*self.backend, (Kind::Read, Lane::Second), whole.clone(), at);
             // What came meanwhile.
             parts.append(&mut self.take(block));
         }
@@ -124,7 +125,7 @@ impl Edges {
                 add(&context.counters.bounced_bytes, bytes as u64);
             }
             let durable = parts.iter().any(|part| part.operation.kind == Kind::Write { durable: true });
-            result = transfer(context, &*self.backend, Kind::Write { durable }, whole, at);
+            result = transfer(context, &*self.backend, (Kind::Write { durable }, Lane::Second), whole, at);
         }
         context.traffic.release(hold);
         self.give_back(block);

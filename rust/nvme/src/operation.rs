@@ -13,7 +13,7 @@ use std::{
 use memascend_mem::Wait;
 
 use crate::{
-    Error, Result,
+    Error, Lane, Result,
     align::Alignment,
     backend::Backend,
     error::Action,
@@ -118,6 +118,7 @@ struct Marks {
 pub(crate) struct Operation {
     pub(crate) context: Arc<Context>,
     pub(crate) kind: Kind,
+    pub(crate) lane: Lane,
     /// Where in the volume.
     pub(crate) offset: u64,
     /// What is to be moved; for a flush, the number of devices.
@@ -147,30 +148,30 @@ impl Operation {
     /// A caller's operation on `(offset, units)`. `buffer` is what `address` points into.
     pub(crate) fn new(
         context: &Arc<Context>,
-        kind: Kind,
+        (kind, lane): (Kind, Lane),
         place: (u64, u64),
         address: Address,
         (begun, hold): (Begun, Option<Hold>),
         buffer: Option<Box<dyn Any + Send>>,
     ) -> Arc<Self> {
-        Self::with(context, kind, place, address, Marks { begun: Some(begun), hold, whole: None }, buffer)
+        Self::with(context, (kind, lane), place, address, Marks { begun: Some(begun), hold, whole: None }, buffer)
     }
 
     /// A part of this operation that ends by itself and then counts for it. Releases `hold` at its end.
     pub(crate) fn part(self: &Arc<Self>, range: Range<u64>, hold: Option<Hold>) -> Arc<Self> {
         let at = self.address_of(range.start);
         let marks = Marks { begun: None, hold, whole: Some(Arc::clone(self)) };
-        Self::with(&self.context, self.kind, (range.start, range.end - range.start), at, marks, None)
+        Self::with(&self.context, (self.kind, self.lane), (range.start, range.end - range.start), at, marks, None)
     }
 
     /// A transfer of its own between `address` and the volume, on behalf of whoever waits for it.
-    pub(crate) fn aside(context: &Arc<Context>, kind: Kind, range: Range<u64>, address: Address) -> Arc<Self> {
-        Self::with(context, kind, (range.start, range.end - range.start), address, Marks::default(), None)
+    pub(crate) fn aside(context: &Arc<Context>, what: (Kind, Lane), range: Range<u64>, address: Address) -> Arc<Self> {
+        Self::with(context, what, (range.start, range.end - range.start), address, Marks::default(), None)
     }
 
     fn with(
         context: &Arc<Context>,
-        kind: Kind,
+        (kind, lane): (Kind, Lane),
         (offset, units): (u64, u64),
         address: Address,
         marks: Marks,
@@ -179,6 +180,7 @@ impl Operation {
         Arc::new(Self {
             context: Arc::clone(context),
             kind,
+            lane,
             offset,
             units,
             address,
@@ -310,11 +312,11 @@ impl Operation {
 pub(crate) fn transfer(
     context: &Arc<Context>,
     backend: &dyn Backend,
-    kind: Kind,
+    what: (Kind, Lane),
     range: Range<u64>,
     address: Address,
 ) -> Result<()> {
-    let aside = Operation::aside(context, kind, range, address);
+    let aside = Operation::aside(context, what, range, address);
     backend.submit(Job::new(Arc::clone(&aside)));
     aside.wait(&mut Wait::forever())?;
     aside.outcome().unwrap_or(Ok(()))

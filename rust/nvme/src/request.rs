@@ -3,7 +3,7 @@
 use std::{collections::VecDeque, path::Path, sync::Arc};
 
 use crate::{
-    Error,
+    Error, Lane,
     error::Action,
     operation::{Address, Kind, Operation},
     stats::add,
@@ -61,31 +61,33 @@ impl Job {
     }
 }
 
-/// Jobs in the order in which they came.
+/// Jobs: those of the first lane before those of the second, and within a lane in the order in which they came.
 #[derive(Debug, Default)]
 pub(crate) struct Jobs {
-    jobs: VecDeque<Job>,
+    first: VecDeque<Job>,
+    second: VecDeque<Job>,
 }
 
 impl Jobs {
     pub(crate) fn push(&mut self, job: Job) {
-        self.jobs.push_back(job);
-    }
-
-    pub(crate) fn append(&mut self, more: &mut Self) {
-        self.jobs.append(&mut more.jobs);
+        match job.operation.lane {
+            Lane::First => self.first.push_back(job),
+            Lane::Second => self.second.push_back(job),
+        }
     }
 
     pub(crate) fn is_empty(&self) -> bool {
-        self.jobs.is_empty()
+        self.first.is_empty() && self.second.is_empty()
     }
 
     pub(crate) fn next_request(&mut self) -> Option<Request> {
-        while let Some(job) = self.jobs.front_mut() {
-            if let Some(request) = job.next_request() {
-                return Some(request);
+        for lane in [&mut self.first, &mut self.second] {
+            while let Some(job) = lane.front_mut() {
+                if let Some(request) = job.next_request() {
+                    return Some(request);
+                }
+                lane.pop_front();
             }
-            self.jobs.pop_front();
         }
         None
     }

@@ -185,7 +185,6 @@ struct Driver<'a> {
     /// Requests that the kernel has, by their mark.
     places: Box<[Option<Request>]>,
     free: Vec<usize>,
-    jobs: Jobs,
     /// Requests to be made again.
     again: Vec<Request>,
     /// What the read of the eventfd fills.
@@ -208,7 +207,6 @@ impl<'a> Driver<'a> {
             devices,
             places: std::iter::repeat_with(|| None).take(depth).collect(),
             free: (0..depth).rev().collect(),
-            jobs: Jobs::default(),
             again: Vec::with_capacity(depth),
             wakes: Box::new(0),
             listening: false,
@@ -245,7 +243,6 @@ impl<'a> Driver<'a> {
                 }
                 return stop;
             }
-            self.jobs.append(&mut state.jobs);
         }
     }
 
@@ -261,7 +258,7 @@ impl<'a> Driver<'a> {
     /// Gives the kernel as many requests as it may have.
     fn fill(&mut self) {
         while let Some(&mark) = self.free.last() {
-            let Some(request) = self.again.pop().or_else(|| self.jobs.next_request()) else { return };
+            let Some(request) = self.again.pop().or_else(|| self.next_request()) else { return };
             let file = types::Fd(self.devices[request.device].descriptor());
             let entry = build(&request, file).user_data(mark as u64);
             let alone = request.bytes >= ALONE_BYTES;
@@ -274,6 +271,11 @@ impl<'a> Driver<'a> {
                 drop(self.ring.submit());
             }
         }
+    }
+
+    /// What is to be done next, taken only when the kernel has room for it: until then another lane may come first.
+    fn next_request(&self) -> Option<Request> {
+        locked(&self.inbox.state).jobs.next_request()
     }
 
     fn push(&mut self, entry: &squeue::Entry) {

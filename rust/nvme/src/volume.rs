@@ -10,7 +10,7 @@ use std::{
 use memascend_mem::Wait;
 
 use crate::{
-    BackendChoice, BackendKind, Buffer, DeviceKind, Error, NotBegun, Result, Ticket, VolumeStats,
+    BackendChoice, BackendKind, Buffer, DeviceKind, Error, Lane, NotBegun, Result, Ticket, VolumeStats,
     backend::{self, Backend},
     bounce::Bounce,
     device::{self, Device, Opened},
@@ -129,18 +129,29 @@ impl Volume {
 
     /// Reads `buffer.len()` bytes from `offset` on.
     pub fn read<B: Buffer>(&self, buffer: B, offset: u64) -> std::result::Result<Ticket<B>, NotBegun<B>> {
-        self.begin(Kind::Read, buffer, offset)
+        self.read_in(Lane::Second, buffer, offset)
+    }
+
+    /// As [`read`](Self::read), in a lane of the caller's choice. Where memory or offset are not aligned, only the
+    /// transfers of the device are in that lane, and not the turn among those that copy.
+    pub fn read_in<B: Buffer>(
+        &self,
+        lane: Lane,
+        buffer: B,
+        offset: u64,
+    ) -> std::result::Result<Ticket<B>, NotBegun<B>> {
+        self.begin((Kind::Read, lane), buffer, offset)
     }
 
     /// Writes the buffer to `offset`. Done means that the device has the bytes; [`flush`](Self::flush) makes them last.
     pub fn write<B: Buffer>(&self, buffer: B, offset: u64) -> std::result::Result<Ticket<B>, NotBegun<B>> {
-        self.begin(Kind::Write { durable: false }, buffer, offset)
+        self.begin((Kind::Write { durable: false }, Lane::Second), buffer, offset)
     }
 
     /// Writes the buffer to `offset`; done means that these bytes, and what the file system needs to find them, survive
     /// a loss of power. It says nothing about other writes.
     pub fn write_durable<B: Buffer>(&self, buffer: B, offset: u64) -> std::result::Result<Ticket<B>, NotBegun<B>> {
-        self.begin(Kind::Write { durable: true }, buffer, offset)
+        self.begin((Kind::Write { durable: true }, Lane::Second), buffer, offset)
     }
 
     /// Makes every write that began before the call survive a loss of power, on every device.
@@ -164,7 +175,8 @@ impl Volume {
             let begun = context.traffic.begin(false)?;
             let units = context.paths.len() as u64;
             let nowhere = Address(std::ptr::null_mut());
-            let operation = Operation::new(context, Kind::Flush, (0, units), nowhere, (begun, None), None);
+            let operation =
+                Operation::new(context, (Kind::Flush, Lane::Second), (0, units), nowhere, (begun, None), None);
             running.backend.submit(Job::new(Arc::clone(&operation)));
             operation
         };
@@ -238,13 +250,18 @@ impl Volume {
         self.context.counters.read(in_flight as u64)
     }
 
-    fn begin<B: Buffer>(&self, kind: Kind, buffer: B, offset: u64) -> std::result::Result<Ticket<B>, NotBegun<B>> {
+    fn begin<B: Buffer>(
+        &self,
+        what: (Kind, Lane),
+        buffer: B,
+        offset: u64,
+    ) -> std::result::Result<Ticket<B>, NotBegun<B>> {
         if let Err(error) = self.context.owned.check() {
             return Err(NotBegun { buffer, error });
         }
         let running = self.running.read().unwrap_or_else(PoisonError::into_inner);
         let address = Address(buffer.as_ptr().as_ptr());
-        match self.prepare(running.as_ref(), kind, address, offset, buffer.len()) {
+        match self.prepare(running.as_ref(), what, address, offset, buffer.len()) {
             Err(error) => Err(NotBegun { buffer, error }),
             Ok(prepared) => Ok(Ticket::new(prepared.start(&self.context, Box::new(buffer)))),
         }
@@ -254,7 +271,7 @@ impl Volume {
     fn prepare<'a>(
         &self,
         running: Option<&'a Running>,
-        kind: Kind,
+        (kind, lane): (Kind, Lane),
         address: Address,
         offset: u64,
         nbytes: usize,
@@ -282,7 +299,7 @@ impl Volume {
                 return Err(error);
             }
         }
-        Ok(Prepared { running, kind, address, whole, body, straight, begun, hold, blocked })
+        Ok(Prepared { running, kind, lane, address, whole, body, straight, begun, hold, blocked })
     }
 }
 
@@ -290,6 +307,7 @@ impl Volume {
 struct Prepared<'a> {
     running: &'a Running,
     kind: Kind,
+    lane: Lane,
     address: Address,
     /// The volume's bytes that it moves.
     whole: Range<u64>,
@@ -306,12 +324,13 @@ struct Prepared<'a> {
 
 impl Prepared<'_> {
     fn start(self, context: &Arc<Context>, buffer: Box<dyn Any + Send>) -> Arc<Operation> {
-        let Self { running, kind, address, whole, body, straight, begun, hold, blocked } = self;
+        let Self { running, kind, lane, address, whole, body, straight, begun, hold, blocked } = self;
         let Running { bounce, backend, .. } = running;
         let units = whole.end - whole.start;
         let all_straight = straight && body == whole && !blocked;
         let own_hold = if all_straight { hold } else { None };
-        let operation = Operation::new(context, kind, (whole.start, units), address, (begun, own_hold), Some(buffer));
+        let operation =
+            Operation::new(context, (kind, lane), (whole.start, units), address, (begun, own_hold), Some(buffer));
         if units == 0 {
             operation.finish_empty();
             return operation;

@@ -193,6 +193,8 @@ impl Held {
 
 // SAFETY: an address, and a reference that may be held by any thread.
 unsafe impl Send for Held {}
+// SAFETY: as above; nothing of it is changed through a shared reference.
+unsafe impl Sync for Held {}
 
 // SAFETY: `_keep` holds an export of the memory (a memoryview), or the storage that it is part of, so it stays mapped
 // where it is; who else touches the bytes meanwhile is said in the documentation of `memascend.nvme`.

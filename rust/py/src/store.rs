@@ -1,26 +1,32 @@
-//! `rust/store` for Python: stores, whole entries in and out, commit, verification.
+//! `rust/store` for Python: stores, whole entries in and out, units into memory, commit, verification.
 //!
 //! Tensors arrive as addresses that `memascend.engine` has checked: each points to as many bytes as is said, on the CPU,
 //! alive during the call. Nothing but `memascend.engine` calls them.
 
-use std::{path::PathBuf, slice, sync::Arc};
+use std::{mem::ManuallyDrop, path::PathBuf, slice, sync::Arc};
 
 use memascend_store::{Commit, Create, Description, Dtype, Durability, Entry, Existing, Kind, StateTensor};
-use pyo3::{prelude::*, types::PyDict};
+use pyo3::{
+    prelude::*,
+    types::{PyDict, PyTuple},
+};
 
 use crate::{
     errors::{config_error, store_error},
+    nvme::Held,
     waiting::waiting,
 };
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    module.add_class::<Store>()
+    module.add_class::<Store>()?;
+    module.add_class::<Fetch>()?;
+    module.add_function(wrap_pyfunction!(store_sizes, module)?)
 }
 
 /// A tensor of the description: name, dtype, shape.
 type Tensor = (String, String, Vec<u64>);
-/// An entry: whether it is a buffer, its unit, its values, its state.
-type Described = (bool, u32, Tensor, Vec<Tensor>);
+/// An entry: whether it is a buffer, its unit, its values, its state, the order of its dimensions, the dtype of spills.
+type Described = (bool, u32, Tensor, Vec<Tensor>, Vec<u8>, Option<String>);
 
 /// State on SSD. See `memascend.engine.Store`.
 #[pyclass(frozen, module = "memascend._core")]
@@ -90,6 +96,7 @@ impl Store {
         dict.set_item("slot_bytes", info.slot_bytes)?;
         dict.set_item("total_bytes", info.total_bytes)?;
         dict.set_item("index_bytes", info.index_bytes)?;
+        dict.set_item("spill_index_bytes", info.spill_index_bytes)?;
         dict.set_item("buffer_bytes", info.buffer_bytes)?;
         dict.set_item("optimizer", &description.optimizer)?;
         dict.set_item("chunk_elements", description.chunk_elements)?;
@@ -99,7 +106,7 @@ impl Store {
         Ok(dict)
     }
 
-    /// Each entry: name, whether it is a buffer, unit, dtype, shape, step, staged, state as (name, dtype, shape).
+    /// Each entry: name, whether it is a buffer, unit, dtype, shape, order, spill, step, staged, state as (name, dtype, shape).
     fn entries<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyDict>>> {
         let entry = |(index, entry): (usize, &Entry)| {
             let state = self.inner.entry_state(index).map_err(|error| store_error(py, &error))?;
@@ -109,6 +116,10 @@ impl Store {
             dict.set_item("unit", entry.unit)?;
             dict.set_item("dtype", entry.dtype.name())?;
             dict.set_item("shape", &entry.shape)?;
+            let order = (!entry.order.is_empty()).then(|| PyTuple::new(py, &entry.order)).transpose()?;
+            dict.set_item("order", order)?;
+            dict.set_item("spill", entry.spill.map(Dtype::name))?;
+            dict.set_item("unit_offset", self.inner.layout().in_unit(index, entry.unit as usize))?;
             dict.set_item("step", state.step)?;
             dict.set_item("version", state.version)?;
             dict.set_item("staged", state.staged)?;
@@ -137,6 +148,25 @@ impl Store {
             self.inner.read_entry(entry, &mut tensors)
         })
         .map_err(|error| store_error(py, &error))
+    }
+
+    /// Begins to read a unit into `nbytes` at `address`, which stay valid as long as `keep` lives.
+    fn fetch(&self, py: Python<'_>, unit: usize, address: usize, nbytes: usize, keep: Py<PyAny>) -> PyResult<Fetch> {
+        let memory = Held::new(address, nbytes, keep);
+        let inner = py.detach(|| self.inner.fetch(unit, memory)).map_err(|error| store_error(py, &error))?;
+        Ok(Fetch { inner: ManuallyDrop::new(inner) })
+    }
+
+    fn counters<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let counters = self.inner.counters();
+        let moved = self.inner.volume().stats();
+        let dict = PyDict::new(py);
+        dict.set_item("fetches", counters.fetches)?;
+        dict.set_item("fetched_bytes", counters.fetched_bytes)?;
+        dict.set_item("wait_seconds", counters.waited.as_secs_f64())?;
+        dict.set_item("read_bytes", moved.read.bytes)?;
+        dict.set_item("written_bytes", moved.written.bytes)?;
+        Ok(dict)
     }
 
     fn commit(
@@ -181,6 +211,55 @@ impl Store {
     }
 }
 
+/// A unit on its way into memory. See `memascend.engine.Fetch`.
+#[pyclass(frozen, module = "memascend._core")]
+pub(crate) struct Fetch {
+    inner: ManuallyDrop<memascend_store::Fetch<Held>>,
+}
+
+#[pymethods]
+impl Fetch {
+    fn wait(&self, py: Python<'_>) -> PyResult<u64> {
+        waiting(py, None, |wait| self.inner.wait(wait))?.map_err(|error| store_error(py, &error))
+    }
+
+    fn done(&self) -> bool {
+        self.inner.is_done()
+    }
+}
+
+impl Drop for Fetch {
+    /// Waits for the devices, so other Python threads must be let on meanwhile.
+    fn drop(&mut self) {
+        // SAFETY: dropped once, here, and not used afterwards.
+        let mut inner = Some(unsafe { ManuallyDrop::take(&mut self.inner) });
+        let let_go = Python::try_attach(|py| {
+            let inner = inner.take();
+            py.detach(|| drop(inner));
+        });
+        if let_go.is_none() {
+            drop(inner);
+        }
+    }
+}
+
+/// What a store of this description takes, in bytes: total, slot, index, buffers, a staging chunk, each unit.
+#[pyfunction]
+fn store_sizes(
+    py: Python<'_>,
+    entries: Vec<Described>,
+    units: Vec<String>,
+    optimizer: String,
+    chunk_elements: u32,
+    devices: usize,
+    stripe: Option<u64>,
+) -> PyResult<(u64, u64, u64, u64, u64, Vec<u64>)> {
+    let description = described(py, entries, units, optimizer, chunk_elements)?;
+    let sizes = description.sizes(devices, stripe).map_err(|error| store_error(py, &error))?;
+    let chunk_bytes = memascend_engine::chunk_bytes(&description);
+    Ok((sizes.total_bytes, sizes.slot_bytes, sizes.index_bytes, sizes.buffer_bytes, chunk_bytes, sizes.unit_bytes))
+}
+
 fn described(
     py: Python<'_>,
     entries: Vec<Described>,
@@ -188,7 +267,7 @@ fn described(
     optimizer: String,
     chunk_elements: u32,
 ) -> PyResult<Description> {
-    let entries = entries.into_iter().map(|(buffer, unit, (name, of_values, shape), state)| {
+    let entries = entries.into_iter().map(|(buffer, unit, (name, of_values, shape), state, order, spill)| {
         let tensor =
             |(name, of_state, shape): Tensor| Ok::<_, PyErr>(StateTensor { dtype: dtype(py, &of_state)?, name, shape });
         Ok(Entry {
@@ -197,8 +276,8 @@ fn described(
             unit,
             dtype: dtype(py, &of_values)?,
             shape,
-            order: Vec::new(),
-            spill: None,
+            order,
+            spill: spill.map(|spill| dtype(py, &spill)).transpose()?,
             state: state.into_iter().map(tensor).collect::<PyResult<_>>()?,
         })
     });

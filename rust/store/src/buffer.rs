@@ -1,4 +1,4 @@
-//! Memory that several operations may use at once: parts of one lease.
+//! Memory that several operations may use at once: parts of one lease, or of other memory.
 
 use std::{ptr::NonNull, sync::Arc};
 
@@ -6,19 +6,25 @@ use memascend_mem::Lease;
 pub use memascend_nvme::Buffer;
 
 /// A range of a lease that is shared. Clones and parts are the same memory.
-#[derive(Debug, Clone)]
-pub struct Shared {
-    lease: Arc<Lease>,
+#[derive(Debug)]
+pub struct Shared<B = Lease> {
+    memory: Arc<B>,
     start: usize,
     bytes: usize,
 }
 
-impl Shared {
+impl<B> Clone for Shared<B> {
+    fn clone(&self) -> Self {
+        Self { memory: Arc::clone(&self.memory), start: self.start, bytes: self.bytes }
+    }
+}
+
+impl<B: Buffer + Sync> Shared<B> {
     /// The whole of a lease.
     #[must_use]
-    pub fn new(lease: Lease) -> Self {
-        let bytes = lease.len();
-        Self { lease: Arc::new(lease), start: 0, bytes }
+    pub fn new(memory: B) -> Self {
+        let bytes = memory.len();
+        Self { memory: Arc::new(memory), start: 0, bytes }
     }
 
     /// `nbytes` from `start` on; `None` where that is not inside.
@@ -26,16 +32,16 @@ impl Shared {
     pub fn part(&self, start: usize, nbytes: usize) -> Option<Self> {
         let end = start.checked_add(nbytes)?;
         let inside = end <= self.bytes;
-        inside.then(|| Self { lease: Arc::clone(&self.lease), start: self.start + start, bytes: nbytes })
+        inside.then(|| Self { memory: Arc::clone(&self.memory), start: self.start + start, bytes: nbytes })
     }
 }
 
-// SAFETY: the lease's slot stays where it is until its last part is dropped. Parts that overlap are the business of
+// SAFETY: the memory stays where it is until its last part is dropped. Parts that overlap are the business of
 // whoever made them: this crate reads into parts that are disjoint, and nothing looks at a part before its read is done.
-unsafe impl Buffer for Shared {
+unsafe impl<B: Buffer + Sync> Buffer for Shared<B> {
     fn as_ptr(&self) -> NonNull<u8> {
-        // SAFETY: `start` is inside the lease, see `part`.
-        unsafe { self.lease.as_ptr().add(self.start) }
+        // SAFETY: `start` is inside the memory, see `part`.
+        unsafe { self.memory.as_ptr().add(self.start) }
     }
 
     fn len(&self) -> usize {

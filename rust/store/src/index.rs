@@ -125,12 +125,13 @@ impl Index {
         }
     }
 
-    /// Heap bytes that it holds.
-    pub(crate) fn bytes(&self) -> u64 {
-        let sums = self.sums[0].len() * 16;
-        let bits = (self.written.0.len() + self.dirty[0].0.len() * 2) * 8;
-        let entries = self.entries.len() * size_of::<Slots>() + self.starts.len() * 4;
-        (sums + bits + entries + self.page_sums[0].len() * 16 + self.user.len() + self.hyperparameters.len()) as u64
+    /// Heap bytes that it holds, beside the texts.
+    pub(crate) fn bytes(description: &Description, layout: &Layout, sections: &Sections) -> u64 {
+        let (pieces, pages) = (u64::from(layout.pieces()), sections.pages());
+        let entries = description.entries.len() as u64;
+        let sums = (pieces + pages) * 16;
+        let bits = (pieces.div_ceil(64) + pages.div_ceil(64) * 2) * 8;
+        sums + bits + entries * size_of::<Slots>() as u64 + (entries + 1) * 4
     }
 
     pub(crate) fn piece_count(&self) -> u64 {

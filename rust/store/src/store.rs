@@ -6,9 +6,10 @@ use memascend_mem::{ChunkRing, OnFork, OwnerId, Pin, Region};
 use memascend_nvme::Volume;
 
 use crate::{
-    Description, Error, Layout, Result,
+    Counters, Description, Error, Layout, Result,
     buffer::{Buffer, bytes_of},
     checksum::{Subject, Uuid, checksum},
+    counters::Counting,
     index::{Guarded, Index},
     layout::PAGE_BYTES,
     spill::Spill,
@@ -44,6 +45,19 @@ pub struct Store {
     pub(crate) durability: Durability,
     pub(crate) chunks: ChunkRing,
     pub(crate) owner: OwnerId,
+    pub(crate) counters: Counting,
+}
+
+/// Memory of the buffers that the catalog is written from, and of the texts.
+pub(crate) fn buffer_bytes(description: &Description) -> u64 {
+    2 * CATALOG_CHUNK_BYTES as u64
+        + u64::from(description.user_bytes_max)
+        + u64::from(description.hyperparameters_bytes_max)
+}
+
+/// Memory of the description.
+pub(crate) fn names_bytes(description: &Description) -> u64 {
+    description.entries.iter().map(|entry| entry.name.len() as u64 + 256).sum()
 }
 
 /// What is known of an entry.
@@ -78,7 +92,9 @@ pub struct Info {
     pub total_bytes: u64,
     /// Bytes of memory that the index holds: it grows with the state.
     pub index_bytes: u64,
-    /// Bytes of the buffers that the catalog is written from.
+    /// Of that, what the checksums of spilled gradients take.
+    pub spill_index_bytes: u64,
+    /// Bytes of the buffers that the catalog is written from, and room for the user's value and the hyperparameters.
     pub buffer_bytes: u64,
 }
 
@@ -112,6 +128,7 @@ impl Store {
             durability,
             chunks,
             owner,
+            counters: Counting::default(),
         })
     }
 
@@ -157,7 +174,6 @@ impl Store {
     #[must_use]
     pub fn info(&self) -> Info {
         let index = self.index.lock();
-        let names: usize = self.description.entries.iter().map(|entry| entry.name.len() + 256).sum();
         Info {
             uuid: self.uuid,
             generation: index.generation,
@@ -166,9 +182,18 @@ impl Store {
             hyperparameters: index.hyperparameters.clone(),
             slot_bytes: self.layout.slot_bytes(),
             total_bytes: self.layout.total_bytes(),
-            index_bytes: index.bytes() + names as u64,
-            buffer_bytes: 2 * CATALOG_CHUNK_BYTES as u64,
+            index_bytes: Index::bytes(&self.description, &self.layout, &self.sections)
+                + names_bytes(&self.description)
+                + Spill::bytes(&self.description, &self.layout),
+            spill_index_bytes: Spill::bytes(&self.description, &self.layout),
+            buffer_bytes: buffer_bytes(&self.description),
         }
+    }
+
+    /// What it has done for its readers.
+    #[must_use]
+    pub fn counters(&self) -> Counters {
+        self.counters.read()
     }
 
     pub(crate) fn known(&self, entry: usize) -> Result<()> {

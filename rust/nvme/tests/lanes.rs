@@ -1,0 +1,115 @@
+//! Lanes: what somebody waits for goes before what is queued, and the bytes are the same.
+
+use std::time::Duration;
+
+use memascend_mem::{ChunkRing, Lease, OnFork, Pin, Region, Wait};
+use memascend_nvme::{
+    BackendChoice, Lane, Options, Volume,
+    sim::{self, Faults, Rng, SimDisk},
+};
+
+const BLOCK: usize = 1 << 20;
+const WRITES: usize = 48;
+
+/// Room for `count` aligned blocks.
+fn rooms(count: usize) -> Vec<Lease> {
+    let region = Region::new(count * BLOCK, Pin::Off, OnFork::Wipe, "a test").unwrap_or_else(|error| panic!("{error}"));
+    let ring = ChunkRing::new(&region, BLOCK, count).unwrap_or_else(|error| panic!("{error}"));
+    let owner = ring.owner("test").unwrap_or_else(|error| panic!("{error}"));
+    (0..count).map(|_| ring.lease(owner, Wait::never()).unwrap_or_else(|error| panic!("{error}"))).collect()
+}
+
+/// How many of the writes that were queued before a read were not done yet when the read was.
+fn overtaken(volume: &Volume, lane: Lane) -> usize {
+    let mut rooms = rooms(WRITES + 1);
+    let into = rooms.pop().unwrap_or_else(|| panic!("there is room"));
+    let mut writes = Vec::new();
+    for (index, room) in rooms.into_iter().enumerate() {
+        let ticket = volume.write(room, ((index + 1) * BLOCK) as u64);
+        writes.push(ticket.unwrap_or_else(|refused| panic!("{}", refused.error)));
+    }
+    let read = volume.read_in(lane, into, 0).unwrap_or_else(|refused| panic!("{}", refused.error)).wait();
+    let open = writes.iter().filter(|write| !write.is_done()).count();
+    read.result.unwrap_or_else(|error| panic!("{error}"));
+    for write in writes {
+        write.wait().result.unwrap_or_else(|error| panic!("{error}"));
+    }
+    open
+}
+
+/// A queue of one at the device, and a long one before it.
+fn check(volume: &Volume) {
+    assert_eq!(overtaken(volume, Lane::Second), 0);
+    // This thread may be put aside between its operations, hence more than one try.
+    let most = (0..10).map(|_| overtaken(volume, Lane::First)).max();
+    assert!(most > Some(WRITES / 2), "a read of the first lane overtook {most:?} of {WRITES} writes");
+}
+
+fn depth_of_one() -> Options {
+    let mut options = Options::default();
+    options.queue_depth = Some(1);
+    options
+}
+
+#[test]
+fn a_read_of_the_first_lane_overtakes_writes_that_are_queued() {
+    for backend in [BackendChoice::Auto, BackendChoice::Threads] {
+        let name = format!("memascend-nvme-lanes-{}-{backend:?}", std::process::id());
+        let path = std::env::temp_dir().join(name);
+        let mut options = depth_of_one();
+        options.size_bytes = Some(((WRITES + 1) * BLOCK) as u64);
+        options.backend = backend;
+        let volume = Volume::open(&[&path], &options).unwrap_or_else(|error| panic!("{error}"));
+        check(&volume);
+        drop(volume);
+        std::fs::remove_file(path).unwrap_or_else(|error| panic!("{error}"));
+    }
+}
+
+#[test]
+fn a_simulated_device_has_lanes_too() {
+    let faults = Faults { delay: Duration::from_micros(300), ..Faults::default() };
+    let disk = SimDisk::new((WRITES + 1) * BLOCK);
+    check(&sim::open(&[disk], &faults, &depth_of_one()).unwrap_or_else(|error| panic!("{error}")));
+}
+
+#[test]
+fn the_lane_of_a_read_changes_no_byte() {
+    const PLACES: usize = 64;
+    const BYTES: usize = 6000;
+    for seed in 0..40 {
+        let mut rng = Rng::new(seed);
+        let faults = Faults { seed, short: 200, temporary: 100, reorder: seed % 2 == 0, ..Faults::default() };
+        let mut options = Options::default();
+        options.queue_depth = Some(1 + rng.below(3));
+        options.stripe_bytes = Some(8192);
+        let disks: Vec<SimDisk> = (0..=seed % 3).map(|_| SimDisk::new(PLACES * BYTES + 8192)).collect();
+        let volume = sim::open(&disks, &faults, &options).unwrap_or_else(|error| panic!("{error}"));
+        let mut model = vec![0_u8; PLACES];
+        for _ in 0..20 {
+            // Every place is written or read in this round, not both: all are in flight at once.
+            let (mut writes, mut reads) = (Vec::new(), Vec::new());
+            for (place, byte) in model.iter_mut().enumerate() {
+                let at = (place * BYTES) as u64;
+                if rng.chance(400) {
+                    *byte = u8::try_from(rng.below(256)).unwrap_or(0);
+                    let write = volume.write(vec![*byte; BYTES], at);
+                    writes.push(write.unwrap_or_else(|refused| panic!("{}", refused.error)));
+                } else {
+                    let lane = if rng.chance(500) { Lane::First } else { Lane::Second };
+                    let read = volume.read_in(lane, vec![1; BYTES], at);
+                    reads.push((read.unwrap_or_else(|refused| panic!("{}", refused.error)), *byte));
+                }
+            }
+            for (read, byte) in reads {
+                let read = read.wait();
+                read.result.unwrap_or_else(|error| panic!("{error}"));
+                assert!(read.buffer == vec![byte; BYTES], "seed {seed}");
+            }
+            for write in writes {
+                write.wait().result.unwrap_or_else(|error| panic!("{error}"));
+            }
+        }
+        assert_eq!(volume.stats().failed, 0);
+    }
+}

@@ -1,0 +1,47 @@
+//! What a store will take, from its description alone: for plans that are made before there is a device.
+
+use memascend_nvme::STRIPE_BYTES_DEFAULT;
+
+use crate::{
+    Description, Error, Layout, Result,
+    index::Index,
+    layout::Devices,
+    spill::Spill,
+    store::{buffer_bytes, names_bytes},
+    table::Sections,
+};
+
+/// What a store takes on storage and in memory, in bytes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Sizes {
+    /// On storage, all of it.
+    pub total_bytes: u64,
+    /// One slot of all values and state.
+    pub slot_bytes: u64,
+    /// In memory while it is open, growing with the state: [`Info::index_bytes`](crate::Info).
+    pub index_bytes: u64,
+    /// In memory while it is open, whatever it holds: [`Info::buffer_bytes`](crate::Info).
+    pub buffer_bytes: u64,
+    /// The values of each unit, as they are fetched.
+    pub unit_bytes: Vec<u64>,
+}
+
+impl Description {
+    /// What a store of this takes on so many devices. Nothing is opened.
+    pub fn sizes(&self, devices: usize, stripe_bytes: Option<u64>) -> Result<Sizes> {
+        self.check()?;
+        let count = u32::try_from(devices).ok().filter(|&count| count > 0 && devices <= memascend_nvme::DEVICES_MAX);
+        let count = count.ok_or_else(|| {
+            Error::Invalid(format!("a store has 1 to {} devices, not {devices}", memascend_nvme::DEVICES_MAX))
+        })?;
+        let layout = Layout::new(self, Devices { count, stripe_bytes: stripe_bytes.unwrap_or(STRIPE_BYTES_DEFAULT) })?;
+        let sections = Sections::new(self, layout.pieces());
+        Ok(Sizes {
+            total_bytes: layout.total_bytes(),
+            slot_bytes: layout.slot_bytes(),
+            index_bytes: Index::bytes(self, &layout, &sections) + names_bytes(self) + Spill::bytes(self, &layout),
+            buffer_bytes: buffer_bytes(self),
+            unit_bytes: (0..self.units.len()).map(|unit| layout.unit_bytes(unit)).collect(),
+        })
+    }
+}

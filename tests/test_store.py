@@ -1,0 +1,225 @@
+"""Stores before and beside the updates: sizes, orders of dimensions, stores filled by the caller, units fetched."""
+
+import gc
+import mmap
+import threading
+
+import pytest
+import torch
+
+from memascend import engine
+from memascend.errors import ConfigError, CorruptionError, StorageError, UsageError
+
+CHUNK = 2048
+
+
+def entry(name, values, unit, **more):
+    return engine.Entry(name=name, values=values, state=engine.adam_state(values), unit=unit, **more)
+
+
+def entries(device="cpu"):
+    torch.manual_seed(3)
+    last = torch.randn(6, 5, 9, 11).bfloat16().contiguous(memory_format=torch.channels_last)
+    of = [
+        entry("embed", torch.randn(70, 90).bfloat16(), "one", spill=torch.bfloat16),
+        entry("bias", torch.randn(7), "one"),
+        entry("conv", last, "two", order=engine.order_of(last), spill=torch.float32),
+        entry("nothing", torch.zeros(0, 3), "two"),
+        engine.Entry(name="turned", values=torch.randn(40, 60).t(), state={"row": torch.randn(40)}, unit="three"),
+    ]
+    of[-1] = engine.Entry(name="turned", values=of[-1].values, state=of[-1].state, unit="three", order=(1, 0))
+    if device == "meta":
+        for index, one in enumerate(of):
+            state = {name: tensor.to("meta") for name, tensor in one.state.items()}
+            of[index] = engine.Entry(
+                name=one.name,
+                values=one.values.to("meta"),
+                state=state,
+                unit=one.unit,
+                order=one.order,
+                spill=one.spill,
+            )
+    return of
+
+
+def made(path, **options):
+    return engine.Store.create(path, entries(), chunk_elements=CHUNK, **options)
+
+
+def pages(nbytes):
+    return torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=torch.uint8)[:nbytes]
+
+
+def fetched(store, sizes, unit):
+    into = pages(sizes.unit_bytes[unit])
+    version = store.fetch(unit, into).wait()
+    return into, version
+
+
+def as_bytes(values, order):
+    laid_out = values.permute(order) if order else values
+    return laid_out.contiguous().reshape(-1).view(torch.uint8)
+
+
+def test_sizes_need_no_device_and_are_what_the_store_and_the_engine_say(tmp_path):
+    sizes = engine.sizes(entries("meta"), chunk_elements=CHUNK)
+    with made(tmp_path / "store") as store, engine.Engine(store, chunks=5) as updates:
+        info = store.info()
+        of_store = {name: info[name] for name in ("total_bytes", "slot_bytes", "index_bytes", "buffer_bytes")}
+        assert of_store == {name: getattr(sizes, name) for name in of_store}
+        assert updates.staging_bytes == 5 * sizes.chunk_bytes
+        assert (tmp_path / "store").stat().st_size >= sizes.total_bytes
+        store.commit(1, user_state="x" * 5000)
+        assert store.info()["index_bytes"] == sizes.index_bytes
+    assert list(sizes.unit_bytes) == ["one", "two", "three"]
+    assert all(nbytes % engine.PAGE_BYTES == 0 for nbytes in sizes.unit_bytes.values())
+    several = engine.sizes(entries("meta"), chunk_elements=CHUNK, devices=3, stripe=4096)
+    with made([tmp_path / name for name in "abc"], stripe=4096) as store:
+        assert store.info()["total_bytes"] == several.total_bytes
+
+
+def test_sizes_refuse_what_cannot_be_stored():
+    for bad in [
+        [],
+        [entry("same", torch.zeros(3), "one"), entry("same", torch.zeros(3), "one")],
+        [entry("order", torch.zeros(3, 4), "one", order=(0, 0))],
+        [entry("order", torch.zeros(3, 4, 5), "one", order=(0, 1))],
+    ]:
+        with pytest.raises(ConfigError):
+            engine.sizes(bad)
+    with pytest.raises(ConfigError, match="devices"):
+        engine.sizes([entry("one", torch.zeros(3), "one")], devices=0)
+
+
+def test_tensors_come_back_with_the_strides_of_their_order(tmp_path):
+    with made(tmp_path / "store") as store:
+        described = {one["name"]: one for one in store.entries()}
+        assert described["conv"]["order"] == (0, 2, 3, 1)
+        assert (described["conv"]["spill"], described["bias"]["spill"]) == ("float32", None)
+        assert described["embed"]["order"] is None
+        for one in entries():
+            values, state = store.read(one.name)
+            assert values.stride() == one.values.stride()
+            assert torch.equal(values, one.values)
+            for name, tensor in one.state.items():
+                assert state[name].stride() == tensor.stride()
+                assert torch.equal(state[name], tensor)
+        conv = entries()[2]
+        with pytest.raises(ConfigError, match="order"):
+            store.stage("conv", conv.values.contiguous(), conv.state, step=1)
+        with pytest.raises(ConfigError, match="contiguous"):
+            store.stage("embed", torch.zeros(90, 70).bfloat16().t(), entries()[0].state, step=1)
+        with engine.Engine(store) as updates, pytest.raises(ConfigError, match="order"):
+            updates.update("conv", conv.values.contiguous(), step=1)
+
+
+def test_order_of_a_tensor():
+    plain = torch.zeros(2, 3, 4, 5)
+    assert engine.order_of(plain) is None
+    assert engine.order_of(plain.contiguous(memory_format=torch.channels_last)) == (0, 2, 3, 1)
+    assert engine.order_of(plain.permute(3, 1, 0, 2)) == (2, 1, 3, 0)
+    assert engine.order_of(torch.zeros(4, 1).t()) is None
+    for gaps in (plain[:, :2], torch.zeros(3, 1).expand(3, 4)):
+        with pytest.raises(ConfigError):
+            engine.order_of(gaps)
+
+
+def test_a_store_that_is_left_unfilled_is_filled_by_its_caller(tmp_path):
+    path = tmp_path / "store"
+    with engine.Store.create(path, entries("meta"), chunk_elements=CHUNK, fill=False) as store:
+        assert store.created
+        assert store.info()["generation"] == 0
+    with pytest.raises(StorageError):
+        engine.Store.open(path)
+    options = {"chunk_elements": CHUNK, "fill": False, "existing": "resume"}
+    path.unlink()
+    with engine.Store.create(path, entries("meta"), **options) as store:
+        for one in entries():
+            store.stage(one.name, one.values, one.state, step=0)
+        assert store.commit(0) == 1
+    with engine.Store.create(path, entries("meta"), **options) as store:
+        assert not store.created
+        assert torch.equal(store.read("embed")[0], entries()[0].values)
+    with pytest.raises(ConfigError, match="meta"):
+        engine.Store.create(tmp_path / "other", entries("meta"))
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("backend", ["io_uring", "threads"])
+def test_a_unit_is_fetched_as_it_was_committed(tmp_path, backend):
+    sizes = engine.sizes(entries("meta"), chunk_elements=CHUNK)
+    with made(tmp_path / "store", backend=backend) as store:
+        held = {one.name: one.values for one in entries()}
+        for step in range(1, 4):
+            if step > 1:
+                held["embed"] = held["embed"] + 1
+                store.stage("embed", held["embed"], entries()[0].state, step=step)
+                store.commit(step)
+            for number, unit in enumerate(sizes.unit_bytes):
+                into, version = fetched(store, sizes, unit)
+                assert version == (step if unit == "one" else 1)
+                for one in store.entries():
+                    if one["unit"] == number:
+                        wanted = as_bytes(held[one["name"]], one["order"])
+                        at = one["unit_offset"]
+                        assert torch.equal(into[at : at + wanted.numel()], wanted)
+        counters = store.counters()
+        assert counters["fetches"] == 9
+        assert counters["fetched_bytes"] == 3 * sum(sizes.unit_bytes.values()) <= counters["read_bytes"]
+        assert counters["wait_seconds"] > 0
+
+
+def test_fetches_from_many_threads_and_dropped_ones(tmp_path):
+    sizes = engine.sizes(entries("meta"), chunk_elements=CHUNK)
+    with made(tmp_path / "store") as store:
+        wrong = []
+        wanted = as_bytes(entries()[0].values, None)
+
+        def reader():
+            for _ in range(20):
+                store.fetch("two", pages(sizes.unit_bytes["two"]))  # dropped while it is read
+                into, _ = fetched(store, sizes, "one")
+                wrong.extend([None] * (not torch.equal(into[: wanted.numel()], wanted)))
+
+        threads = [threading.Thread(target=reader) for _ in range(4)]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+        assert not wrong
+        waited = store.fetch("one", pages(sizes.unit_bytes["one"]))
+        assert waited.wait() == waited.wait() == 1
+        assert waited.done()
+
+
+def test_fetches_refuse_what_does_not_fit_and_name_what_is_damaged(tmp_path):
+    path = tmp_path / "store"
+    sizes = engine.sizes(entries("meta"), chunk_elements=CHUNK)
+    nbytes = sizes.unit_bytes["one"]
+    store = made(path)
+    for unit, into, match in [
+        ("four", pages(nbytes), "no unit"),
+        ("one", pages(nbytes + 4096), "bytes, not"),
+        ("one", pages(nbytes).view(torch.int8), "uint8"),
+        ("one", pages(2 * nbytes)[::2], "contiguous"),
+        ("one", pages(nbytes + 1)[1:], "page"),
+    ]:
+        with pytest.raises(ConfigError, match=match):
+            store.fetch(unit, into)
+    held = path.read_bytes()
+    wanted = bytes(as_bytes(entries()[0].values, None)[4096:4160].tolist())
+    at = held.index(wanted)
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(b"\0" * 64)
+    fetch = store.fetch("one", pages(nbytes))
+    for _ in range(2):
+        with pytest.raises(CorruptionError, match='chunk 1 of "embed"') as raised:
+            fetch.wait()
+        assert raised.value.path == str(path)
+    del fetch
+    gc.collect()
+    # One that is open when the store closes is done first.
+    late = store.fetch("two", pages(sizes.unit_bytes["two"]))
+    store.close()
+    assert late.wait() == 1
+    with pytest.raises(UsageError):
+        store.fetch("two", pages(sizes.unit_bytes["two"]))
