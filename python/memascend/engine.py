@@ -472,9 +472,83 @@ class Engine:
         """
         index = self.store._gradient(name, gradient)  # noqa: SLF001
         numbers = (lr, betas, eps, weight_decay, decoupled, step, grad_scale, maximize)
-        keep = gradient.untyped_storage()
-        dtype = str(gradient.dtype).removeprefix("torch.")
-        self._core.update(index, gradient.data_ptr(), gradient.nbytes, dtype, keep, numbers)
+        self._core.update(index, _place(gradient), _dtype_name(gradient), numbers)
+
+    def spill(self, name: str, gradient: torch.Tensor, *, add: bool = False) -> None:
+        """Queue a gradient to wait on storage; with `add`, add it to the one that is there, with the bits of `add_`.
+
+        Returns when the gradient has room in the queue. It is held until it was used, and must not change meanwhile.
+        What is spilled is no part of a step: commits leave it, and it is forgotten when the store is closed.
+        A job of this kind that fails or is discarded leaves nothing there.
+
+        Raises:
+            ConfigError: the entry was described without `spill`, or the gradient has another dtype or shape.
+            UsageError: nothing is there to add to.
+            StorageError: a job of this step failed; the step can only be discarded.
+        """
+        index = self.store._gradient(name, gradient)  # noqa: SLF001
+        self._core.spill(index, _place(gradient), _dtype_name(gradient), add)
+
+    def spilled(self, name: str) -> tuple[bool, float]:
+        """Of the spilled gradient: whether a non-finite is in it, and the sum of its squares (in float64).
+
+        Waits for what is queued of the entry; both were computed as the gradient was written.
+
+        Raises:
+            UsageError: nothing is spilled of it.
+        """
+        return self._core.spilled(self.store.index(name))
+
+    def read_spilled(self, name: str, into: torch.Tensor) -> None:
+        """Read the spilled gradient into a tensor of its shape and dtype, after what is queued of the entry.
+
+        Raises:
+            UsageError: nothing is spilled of it.
+            CorruptionError: what is on storage is not what was written; the step can only be discarded.
+        """
+        index = self.store._gradient(name, into)  # noqa: SLF001
+        wanted = self.store._entries[index]["spill"]  # noqa: SLF001
+        if wanted is not None and _dtype_name(into) != wanted:
+            raise ConfigError(f"the gradient of {name!r} spills as {wanted}, not {_dtype_name(into)}")
+        self._core.read_spilled(index, _place(into))
+
+    def update_spilled(
+        self,
+        name: str,
+        *,
+        step: int,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        decoupled: bool = True,
+        grad_scale: float = 1.0,
+        maximize: bool = False,
+        factors: Sequence[float] = (),
+    ) -> None:
+        """As `update`, by the gradient that is spilled, which stays there.
+
+        Args:
+            name: of which parameter.
+            step: as in `update`, and so are the numbers after it.
+            lr: see above.
+            betas: see above.
+            eps: see above.
+            weight_decay: see above.
+            decoupled: see above.
+            grad_scale: see above.
+            maximize: see above.
+            factors: the gradient is multiplied by each in turn first, with the bits of torch's `mul_`.
+
+        Raises:
+            UsageError: nothing is spilled of it.
+        """
+        numbers = (lr, betas, eps, weight_decay, decoupled, step, grad_scale, maximize)
+        self._core.update_spilled(self.store.index(name), [float(factor) for factor in factors], numbers)
+
+    def drop_spilled(self, name: str) -> None:
+        """Forget the spilled gradient, after what is queued of the entry. Fine where there is none."""
+        self._core.drop_spilled(self.store.index(name))
 
     def finish(self) -> None:
         """Wait until every update is staged."""
@@ -564,6 +638,10 @@ def _described(name: str, tensor: torch.Tensor) -> tuple[str, str, list[int]]:
 def _place(tensor: torch.Tensor) -> tuple[int, int, object]:
     """Address, bytes, and what keeps them valid."""
     return tensor.data_ptr(), tensor.nbytes, tensor.untyped_storage()
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _json(value: Any) -> str | None:

@@ -46,26 +46,49 @@ impl Engine {
         waiting(py, None, |wait| self.inner.fill(entry, first, wait))?.map_err(|error| engine_error(py, &error))
     }
 
-    /// Begins an update by `nbytes` at `address`, which stay valid as long as `keep` lives.
-    #[expect(clippy::too_many_arguments, reason = "a gradient and an optimizer's numbers")]
+    /// Begins an update by a gradient.
     fn update(
         &self,
         py: Python<'_>,
         entry: usize,
-        address: usize,
-        nbytes: usize,
+        gradient: Tensor,
         of_gradient: &str,
-        keep: Py<PyAny>,
         numbers: Numbers,
     ) -> PyResult<()> {
-        let dtype = dtype(py, of_gradient)?;
-        let (lr, decays, eps, weight_decay, decoupled, step, grad_scale, maximize) = numbers;
-        let (beta1, beta2) = decays;
-        let numbers = Hyperparameters { lr, beta1, beta2, eps, weight_decay, decoupled, step, grad_scale, maximize };
-        let gradient = Gradient::new(Box::new(Held::new(address, nbytes, keep)), dtype);
-        let gradient = gradient.map_err(|error| engine_error(py, &error))?;
-        waiting(py, None, |wait| self.inner.update(entry, gradient, &numbers, wait))?
+        let gradient = typed(py, gradient, of_gradient)?;
+        waiting(py, None, |wait| self.inner.update(entry, gradient, &hyperparameters(numbers), wait))?
             .map_err(|error| engine_error(py, &error))
+    }
+
+    /// Begins an update by the gradient that is spilled.
+    fn update_spilled(&self, py: Python<'_>, entry: usize, factors: Vec<f64>, numbers: Numbers) -> PyResult<()> {
+        #[expect(clippy::cast_possible_truncation, reason = "as torch multiplies by a scalar")]
+        let factors = factors.into_iter().map(|factor| factor as f32).collect();
+        waiting(py, None, |wait| self.inner.update_spilled(entry, factors, &hyperparameters(numbers), wait))?
+            .map_err(|error| engine_error(py, &error))
+    }
+
+    /// Begins to spill a gradient, or to add it to the spilled one.
+    fn spill(&self, py: Python<'_>, entry: usize, gradient: Tensor, of_gradient: &str, add: bool) -> PyResult<()> {
+        let gradient = typed(py, gradient, of_gradient)?;
+        waiting(py, None, |wait| self.inner.spill(entry, gradient, add, wait))?
+            .map_err(|error| engine_error(py, &error))
+    }
+
+    /// Whether a non-finite is in what is spilled, and the sum of its squares.
+    fn spilled(&self, py: Python<'_>, entry: usize) -> PyResult<(bool, f64)> {
+        let spilled = waiting(py, None, |wait| self.inner.spilled(entry, wait))?;
+        let spilled = spilled.map_err(|error| engine_error(py, &error))?;
+        Ok((spilled.nonfinite, spilled.squared_norm))
+    }
+
+    fn read_spilled(&self, py: Python<'_>, entry: usize, into: Tensor) -> PyResult<()> {
+        let into = held(into);
+        waiting(py, None, |wait| self.inner.read_spilled(entry, into, wait))?.map_err(|error| engine_error(py, &error))
+    }
+
+    fn drop_spilled(&self, py: Python<'_>, entry: usize) -> PyResult<()> {
+        waiting(py, None, |wait| self.inner.drop_spilled(entry, wait))?.map_err(|error| engine_error(py, &error))
     }
 
     fn finish(&self, py: Python<'_>) -> PyResult<()> {
@@ -102,11 +125,14 @@ impl Engine {
         let dict = PyDict::new(py);
         dict.set_item("updates", counters.updates)?;
         dict.set_item("fills", counters.fills)?;
+        dict.set_item("spills", counters.spills)?;
         dict.set_item("chunks", counters.chunks)?;
         dict.set_item("state_read", counters.state_read)?;
         dict.set_item("values_read", counters.values_read)?;
         dict.set_item("state_written", counters.state_written)?;
         dict.set_item("values_written", counters.values_written)?;
+        dict.set_item("spill_read", counters.spill_read)?;
+        dict.set_item("spill_written", counters.spill_written)?;
         let seconds = PyDict::new(py);
         seconds.set_item("idle", counters.idle.as_secs_f64())?;
         seconds.set_item("reading", counters.reading.as_secs_f64())?;
@@ -139,4 +165,14 @@ impl Drop for Engine {
 
 fn held((address, nbytes, keep): Tensor) -> Box<dyn Buffer> {
     Box::new(Held::new(address, nbytes, keep))
+}
+
+fn typed(py: Python<'_>, gradient: Tensor, name: &str) -> PyResult<Gradient> {
+    let dtype = dtype(py, name)?;
+    Gradient::new(held(gradient), dtype).map_err(|error| engine_error(py, &error))
+}
+
+fn hyperparameters(numbers: Numbers) -> Hyperparameters {
+    let (lr, (beta1, beta2), eps, weight_decay, decoupled, step, grad_scale, maximize) = numbers;
+    Hyperparameters { lr, beta1, beta2, eps, weight_decay, decoupled, step, grad_scale, maximize }
 }

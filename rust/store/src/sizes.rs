@@ -6,6 +6,7 @@ use crate::{
     Description, Error, Layout, Result,
     index::Index,
     layout::Devices,
+    spill::Spill,
     store::{buffer_bytes, names_bytes},
     table::Sections,
 };
@@ -38,7 +39,7 @@ impl Description {
         Ok(Sizes {
             total_bytes: layout.total_bytes(),
             slot_bytes: layout.slot_bytes(),
-            index_bytes: Index::bytes(self, &layout, &sections) + names_bytes(self),
+            index_bytes: Index::bytes(self, &layout, &sections) + names_bytes(self) + Spill::bytes(self, &layout),
             buffer_bytes: buffer_bytes(self),
             unit_bytes: (0..self.units.len()).map(|unit| layout.unit_bytes(unit)).collect(),
         })

@@ -57,6 +57,13 @@ impl Spill {
         Self(Mutex::new(Known { rooms, sums: vec![0; first as usize].into() }))
     }
 
+    /// Bytes of memory that one takes: a word or so for each entry and 8 for each chunk that may spill.
+    pub(crate) fn bytes(description: &Description, layout: &Layout) -> u64 {
+        let spilling = (0..description.entries.len()).filter(|&entry| description.entries[entry].spill.is_some());
+        let sums: u64 = spilling.map(|entry| u64::from(layout.chunks_of(entry)) * 8).sum();
+        sums + (description.entries.len() * size_of::<Room>()) as u64
+    }
+
     fn lock(&self) -> MutexGuard<'_, Known> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -139,13 +146,6 @@ impl Store {
         let offset = self.spill_place(entry, chunk, &buffer)?;
         let ticket = self.volume.read(buffer, offset).map_err(|refused| refused.error)?;
         Ok(SpillRead { store: self, ticket: Some(ticket), entry, chunk })
-    }
-
-    /// Bytes of memory that the checksums of spilled gradients take.
-    #[must_use]
-    pub fn spill_index_bytes(&self) -> u64 {
-        let known = self.spill.lock();
-        (size_of_val(&*known.rooms) + size_of_val(&*known.sums)) as u64
     }
 
     fn spill_sum(&self, entry: usize, chunk: u32, bytes: &[u8]) -> u64 {

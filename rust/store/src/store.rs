@@ -92,6 +92,8 @@ pub struct Info {
     pub total_bytes: u64,
     /// Bytes of memory that the index holds: it grows with the state.
     pub index_bytes: u64,
+    /// Of that, what the checksums of spilled gradients take.
+    pub spill_index_bytes: u64,
     /// Bytes of the buffers that the catalog is written from, and room for the user's value and the hyperparameters.
     pub buffer_bytes: u64,
 }
@@ -180,7 +182,10 @@ impl Store {
             hyperparameters: index.hyperparameters.clone(),
             slot_bytes: self.layout.slot_bytes(),
             total_bytes: self.layout.total_bytes(),
-            index_bytes: Index::bytes(&self.description, &self.layout, &self.sections) + names_bytes(&self.description),
+            index_bytes: Index::bytes(&self.description, &self.layout, &self.sections)
+                + names_bytes(&self.description)
+                + Spill::bytes(&self.description, &self.layout),
+            spill_index_bytes: Spill::bytes(&self.description, &self.layout),
             buffer_bytes: buffer_bytes(&self.description),
         }
     }

@@ -1,0 +1,197 @@
+//! Spilled gradients on a simulated device: every operation failing in turn, and bits flipped under way.
+
+use std::sync::Arc;
+
+use memascend_engine::{Engine, First, Gradient, Hyperparameters, Options};
+use memascend_mem::Wait;
+use memascend_nvme::{
+    Action, Options as VolumeOptions, Volume,
+    sim::{self, Faults, SimDisk},
+};
+use memascend_store::{Commit, Create, Description, Dtype, Entry, Kind, StateTensor, Store};
+
+const NUMEL: u64 = 5000;
+const NAMES: [&str; 2] = ["one", "two"];
+
+fn description() -> Description {
+    let tensor = |name: &str| StateTensor { name: name.into(), dtype: Dtype::F32, shape: vec![NUMEL] };
+    let entry = |name: &str| Entry {
+        name: name.into(),
+        kind: Kind::Parameter,
+        unit: 0,
+        dtype: Dtype::F32,
+        shape: vec![NUMEL],
+        order: vec![],
+        spill: Some(Dtype::F32),
+        state: vec![tensor("exp_avg"), tensor("exp_avg_sq")],
+    };
+    Description {
+        chunk_elements: 2048,
+        user_bytes_max: 0,
+        hyperparameters_bytes_max: 0,
+        optimizer: "AdamW".into(),
+        units: vec!["all".into()],
+        entries: NAMES.map(entry).into(),
+    }
+}
+
+fn ok<T, E: std::fmt::Display>(result: Result<T, E>) -> T {
+    result.unwrap_or_else(|error| panic!("{error}"))
+}
+
+fn volume(disks: &[SimDisk], faults: &Faults) -> Volume {
+    ok(sim::open(disks, faults, &VolumeOptions::default()))
+}
+
+fn engine(store: Store) -> Engine {
+    let mut options = Options::default();
+    options.queue_bytes_max = 30_000;
+    ok(Engine::new(Arc::new(store), &options))
+}
+
+fn bytes(value: f32) -> Vec<u8> {
+    std::iter::repeat_n(value.to_le_bytes(), usize::try_from(NUMEL).unwrap_or(0)).flatten().collect()
+}
+
+fn filled() -> Vec<Vec<u8>> {
+    let disks = vec![SimDisk::new(1 << 20)];
+    let store = ok(Store::create_on(volume(&disks, &Faults::default()), 8192, description(), &Create::default()));
+    let engine = engine(store);
+    for entry in 0..NAMES.len() {
+        let first = First { values: Box::new(bytes(1.0)), state: vec![None, None] };
+        ok(engine.fill(entry, first, Wait::forever()));
+    }
+    ok(engine.commit(Commit::default(), Wait::forever()));
+    drop(engine);
+    disks.iter().map(SimDisk::bytes).collect()
+}
+
+fn spill(engine: &Engine, entry: usize, value: f32, add: bool) -> memascend_engine::Result<()> {
+    engine.spill(entry, Gradient::new(Box::new(bytes(value)), Dtype::F32)?, add, Wait::forever())
+}
+
+fn numbers(step: u64) -> Hyperparameters {
+    Hyperparameters {
+        lr: 1e-2,
+        beta1: 0.9,
+        beta2: 0.999,
+        eps: 1e-8,
+        weight_decay: 0.0,
+        decoupled: true,
+        step,
+        grad_scale: 1.0,
+        maximize: false,
+    }
+}
+
+/// Three sums of each entry, then an update by them.
+fn step(engine: &Engine) -> memascend_engine::Result<()> {
+    for entry in 0..NAMES.len() {
+        spill(engine, entry, 1.0, false)?;
+    }
+    for value in [2.0, 3.0] {
+        for entry in 0..NAMES.len() {
+            spill(engine, entry, value, true)?;
+        }
+    }
+    for entry in 0..NAMES.len() {
+        engine.update_spilled(entry, vec![0.5], &numbers(1), Wait::forever())?;
+    }
+    engine.commit(Commit { step: 1, ..Commit::default() }, Wait::forever())?;
+    Ok(())
+}
+
+/// What an entry holds is a whole sum or nothing.
+fn whole_or_nothing(engine: &Engine, what: &str) {
+    for entry in 0..NAMES.len() {
+        match engine.spilled(entry, Wait::forever()) {
+            Ok(found) => {
+                let sums = [1.0, 9.0, 36.0_f64];
+                let elements = f64::from(u32::try_from(NUMEL).unwrap_or(0));
+                let is = |sum: &f64| (found.squared_norm - sum * elements).abs() < 1.0;
+                assert!(sums.iter().any(is), "{what}: {found:?}");
+                let read = engine.read_spilled(entry, Box::new(bytes(0.0)), Wait::forever());
+                read.unwrap_or_else(|error| panic!("{what}: {error}"));
+            }
+            Err(error) => assert!(error.to_string().contains("no gradient of"), "{what}: {error}"),
+        }
+    }
+}
+
+#[test]
+fn a_read_or_write_that_fails_leaves_whole_sums_or_nothing() {
+    let image = filled();
+    let mut failures = 0;
+    for seed in 0..300 {
+        let disks: Vec<SimDisk> = image.iter().cloned().map(SimDisk::of).collect();
+        let errors = vec![(Action::Write, 5, 12), (Action::Read, 5, 12)];
+        let faults = Faults { seed, errors, reorder: true, ..Faults::default() };
+        let Ok(store) = Store::open_on(volume(&disks, &faults), 8192, &Create::default()) else { continue };
+        let engine = engine(store);
+        if let Err(error) = step(&engine) {
+            failures += 1;
+            assert!(error.to_string().contains("errno 5"), "seed {seed}: {error}");
+            if engine.discard(Wait::forever()).is_err() {
+                continue;
+            }
+            // The first error may be of this too, so only what can be known is looked at.
+            for entry in 0..NAMES.len() {
+                if let Ok(found) = engine.spilled(entry, Wait::forever()) {
+                    let sums = [1.0, 9.0, 36.0].map(|sum| sum * 5000.0);
+                    assert!(sums.iter().any(|sum| (found.squared_norm - sum).abs() < 1.0), "seed {seed}: {found:?}");
+                }
+            }
+        }
+    }
+    assert!(failures > 100, "{failures}");
+}
+
+#[test]
+fn discarded_at_any_moment_it_holds_whole_sums_or_nothing() {
+    let image = filled();
+    for round in 0..40 {
+        let disks: Vec<SimDisk> = image.iter().cloned().map(SimDisk::of).collect();
+        let engine = engine(ok(Store::open_on(volume(&disks, &Faults::default()), 8192, &Create::default())));
+        for entry in 0..NAMES.len() {
+            ok(spill(&engine, entry, 1.0, false));
+            ok(spill(&engine, entry, 2.0, true));
+            if round % 4 < 2 {
+                ok(engine.discard_entry(round % 2, Wait::forever()));
+            }
+        }
+        if round % 4 > 1 {
+            ok(engine.discard(Wait::forever()));
+        }
+        whole_or_nothing(&engine, &format!("round {round}"));
+        ok(step(&engine));
+        whole_or_nothing(&engine, &format!("round {round}, after"));
+    }
+}
+
+#[test]
+fn power_lost_at_any_point_leaves_a_whole_step_and_no_spill() {
+    let image = filled();
+    let mut points = 0;
+    loop {
+        let disks: Vec<SimDisk> = image.iter().cloned().map(SimDisk::of).collect();
+        let faults = Faults { dies_after: Some(points), ..Faults::default() };
+        let done = Store::open_on(volume(&disks, &faults), 8192, &Create::default())
+            .is_ok_and(|store| step(&engine(store)).is_ok());
+        for loss in 0..2 {
+            let left: Vec<SimDisk> = disks.iter().map(|disk| disk.after_power_loss(loss)).collect();
+            let store = ok(Store::open_on(volume(&left, &Faults::default()), 8192, &Create::default()));
+            assert!(!done || store.info().step == 1, "point {points}");
+            ok(store.verify(&mut |_, _| true));
+            let engine = engine(store);
+            for entry in 0..NAMES.len() {
+                let spilled = engine.spilled(entry, Wait::forever());
+                assert!(spilled.is_err_and(|error| error.to_string().contains("no gradient of")), "point {points}");
+            }
+        }
+        if done {
+            break;
+        }
+        points += 1;
+    }
+    assert!(points > 60, "{points}");
+}
