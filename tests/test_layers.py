@@ -83,6 +83,10 @@ MODULES = {
     "memascend.memory": {"errors", "_core"},
     "memascend.nvme": {"errors", "_core"},
     "memascend.engine": {"errors", "_core"},
+    "memascend.solitary": set(),
+    "memascend.streamable": {"errors", "solitary"},
+    "memascend.probing": {"errors", "solitary", "streamable"},
+    "memascend.generic": {"errors", "probing", "solitary", "streamable"},
     "memascend.kernels": {"errors", "_core"},
     "memascend.cli": {"engine", "errors", "memory", "nvme", "plan", "kernels"},
 }
