@@ -130,7 +130,7 @@ class Reference(torch.optim.Optimizer):
 
     @staticmethod
     def _shaped(p, values):
-        return values.detach().reshape(-1)[: p.numel()].view(p.shape) if values.numel() != 1 else values.view(p.shape)
+        return values.detach().reshape(-1)[: p.numel()].view(p.shape)
 
     def state_of(self, p):
         """Its state under torch's names, and the master of a parameter of 16 bits."""

@@ -109,6 +109,18 @@ class IdleExperts(nn.Module):
         return x
 
 
+class Towers(nn.Module):
+    """Two towers that share nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.left = nn.Sequential(Block(), Block())
+        self.right = nn.Sequential(Block(), nn.Linear(WIDTH, 8))
+
+    def forward(self, x, tower):
+        return getattr(self, tower)(x.to(self.left[0].up.weight.dtype))
+
+
 class Rooted(nn.Module):
     """Parameters on the root, one of no dimension, one expanded in forward, one that never has a gradient."""
 
