@@ -66,10 +66,11 @@ def accumulates_unevenly(run):
 
 
 def scales(run):
-    """float16: the scaled loss; one backward in the middle overflows, and its step is skipped."""
+    """A scaled loss; one backward in the middle overflows, and its step is skipped."""
+    half = any(p.dtype == torch.float16 for p in run.model.parameters())
     for index in range(5):
         loss = run.loss(index)
-        run.optimizer.backward(loss * 3e4 if index == 2 else loss)
+        run.optimizer.backward(loss * (3e4 if half else 1e36) if index == 2 else loss)
         run.optimizer.step()
         run.record(run.optimizer.loss_scale, run.optimizer.overflowed)
         run.optimizer.zero_grad()
