@@ -9,11 +9,10 @@ from parity.zoo_plain import Stack
 
 import memascend
 
-KILLED_STEPS = 60
 KILLED = stack("killed", model=lambda: Stack(tied=True), dtype=BF16)
 
 
-def train(storage, log, gradients):
+def train(storage, log, gradients, steps):
     """Trains from the last committed step to the end; says each loss before the step that follows from it."""
     torch.manual_seed(1)
     model = KILLED.model().to(KILLED.dtype)
@@ -29,7 +28,7 @@ def train(storage, log, gradients):
     )
     batches = KILLED.batches(torch.Generator().manual_seed(2))
     with open(log, "a", buffering=1) as file, optimizer:
-        for index in range(optimizer.steps, KILLED_STEPS):
+        for index in range(optimizer.steps, steps):
             loss = KILLED.loss(model, batches[index % len(batches)])
             optimizer.user_state = {"next": index + 1}
             loss.backward()
