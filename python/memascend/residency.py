@@ -188,12 +188,12 @@ class Residency:
                 raise UsageError(self.closed)
             self._clock += 1
             home.used = self._clock
+            self._current = home
             self.order.went_to(home.index)
             if home.base is None:
                 self._bring(home)
             else:
                 self.counters["hits"] += 1
-            self._current = home
             self._look_ahead()
             base = home.base
             assert base is not None
