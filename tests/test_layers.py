@@ -39,6 +39,10 @@ MODULES = {
     "memascend.kept": {"errors", "recorded"},
     "memascend.handles": {"kept", "recorded"},
     "memascend.scaling": {"errors"},
+    "memascend.shown": set(),
+    "memascend.progress": {"shown"},
+    "memascend.meter": set(),
+    "memascend.report": {"errors", "meter", "session", "shown"},
     "memascend.placeholder": {"errors"},
     "memascend.saved": set(),
     "memascend.residency": {"errors", "memory", "placeholder", "saved"},
@@ -88,7 +92,7 @@ MODULES = {
     "memascend.probing": {"errors", "solitary", "streamable"},
     "memascend.generic": {"errors", "probing", "solitary", "streamable"},
     "memascend.kernels": {"errors", "_core"},
-    "memascend.cli": {"engine", "errors", "memory", "nvme", "plan", "kernels"},
+    "memascend.cli": {"engine", "errors", "memory", "nvme", "plan", "kernels", "shown"},
 }
 # The only modules that may import the extension.
 FACES = {"memascend.memory", "memascend.nvme", "memascend.engine", "memascend.kernels"}

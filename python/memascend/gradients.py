@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -16,7 +17,7 @@ from memascend.errors import UsageError
 from memascend.handles import GradientHandle, Notice
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from memascend.placeholder import Place
 
@@ -196,20 +197,26 @@ class Gradients:
         self._failed = False
         self._noticed: set[str] = set()
         self._hooks: list[Any] = []
+        # Hears of each gradient that was handed on: its name, its bytes, and when that began.
+        self.on_arrived: Callable[[str, int, float], None] | None = None
 
     # --- arrival -------------------------------------------------------------------
 
     def watch(self, place: Place, group: int, step: int) -> Kept:
         """Take charge of a parameter's gradients."""
         kept = self.kept[place.name] = Arrival(self, place, group, step)
+        nbytes = place.nan.nbytes
 
         def arrived(parameter: torch.Tensor) -> None:
+            began = time.perf_counter()
             with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
                 gradient = parameter.grad
                 if gradient is not None and gradient is not kept.handle:
                     self._arrived(kept, parameter, gradient)
                 elif gradient is not None:
                     self.enter_backward()
+            if self.on_arrived is not None:
+                self.on_arrived(kept.name, nbytes, began)
 
         self._hooks.append(place.parameter.register_post_accumulate_grad_hook(arrived))
         return kept

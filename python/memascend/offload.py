@@ -24,6 +24,7 @@ from memascend.gradients import Gradients
 from memascend.optimizer import OffloadedOptimizer
 from memascend.placeholder import Place, dense_strides, laid_out
 from memascend.plan import make_plan
+from memascend.progress import Progress
 from memascend.residency import Residency
 from memascend.scaling import LossScale
 from memascend.session import Resources, Session, options_of
@@ -233,15 +234,19 @@ class _Offloading:
         return store
 
     def _fill(self, engine: Engine) -> None:
-        for owned in self.owned.values():
-            state, step = {}, 0
-            if owned.group is not None:
-                state, step = self.rule_kind.initial(self.original, owned.parameter)
-            engine.fill(owned.name, laid_out(owned.parameter.detach()), state)
-        for name in self.buffers.names:
-            engine.fill(name, self.buffers.tensor(name), {})
-        groups = [options_of(group) for group in self.original.param_groups]
-        engine.commit(0, hyperparameters={"groups": groups, "loss_scale": None})
+        with Progress("writing the model to storage", self.sizes.slot_bytes) as progress:
+            for owned in self.owned.values():
+                state, step = {}, 0
+                nbytes = owned.parameter.nbytes
+                if owned.group is not None:
+                    state, step = self.rule_kind.initial(self.original, owned.parameter)
+                    nbytes += sum(tensor.nbytes for tensor in self.rule_kind.describe(owned.parameter).values())
+                engine.fill(owned.name, laid_out(owned.parameter.detach()), state)
+                progress.add(nbytes)
+            for name in self.buffers.names:
+                engine.fill(name, self.buffers.tensor(name), {})
+            groups = [options_of(group) for group in self.original.param_groups]
+            engine.commit(0, hyperparameters={"groups": groups, "loss_scale": None})
 
     def _resume(self, store: Store) -> None:
         self.buffers.restore(store)

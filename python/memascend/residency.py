@@ -115,6 +115,8 @@ class Residency:
         # Parameters that somebody wrote to while they were bound.
         self.written: set[str] = set()
         self.counters = {"fetches": 0, "hits": 0, "adopted": 0, "evictions": 0}
+        # Hears when the use of a unit has ended.
+        self.on_used: Callable[[], None] | None = None
 
     def add(self, name: str, nbytes: int, *, pinned: bool) -> Home:
         """A unit of so many bytes; its places follow."""
@@ -146,6 +148,8 @@ class Residency:
                 if place.written:
                     self.written.add(place.name)
                 place.unbind()
+        if self.on_used is not None:
+            self.on_used()
 
     @contextmanager
     def borrowed(self, places: Iterable[Place]) -> Iterator[None]:
@@ -324,6 +328,18 @@ class Residency:
                     self.unbind(home)
                 self.evict(home)
             self._at.clear()
+
+    # --- what reports ask -----------------------------------------------------------
+
+    @property
+    def lent_bytes(self) -> int:
+        """Bytes of the arena that are lent now."""
+        return int(self._arena.stats()["in_use"])
+
+    @property
+    def table_bytes(self) -> int:
+        """What the arena keeps beside its memory."""
+        return int(self._arena.stats()["tables"])
 
     # --- what the saved-tensor hooks ask ------------------------------------------
 

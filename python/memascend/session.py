@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memascend.errors import ConfigError, UsageError
+from memascend.errors import ConfigError, MemascendError, UsageError
+from memascend.meter import Meter
+from memascend.report import Baseline, Report, make_report
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -21,7 +23,6 @@ if TYPE_CHECKING:
     from memascend.gradients import Gradients
     from memascend.memory import Region
     from memascend.plan import Plan
-    from memascend.report import Report
     from memascend.residency import Residency
     from memascend.scaling import LossScale
     from memascend.surgery import Surgery
@@ -89,10 +90,16 @@ class Session:
         self.steps = self.store.step
         self.began_at = self.steps
         self.user_state: Any = self.store.user_state
-        self.seconds = {"step": 0.0, "wait": 0.0}
+        self.seconds = {"step": 0.0}
         self._max_grad_norm = max_grad_norm
         self._leave = leave
         self._rewritten: list[str] = []
+        self._last_report: Report | None = None
+        self.baseline = Baseline(self.engine.counters(), self.store.counters())
+        self.meter = Meter(lambda: residency.lent_bytes, lambda: int(self.engine.counters()["queued"]))
+        self.meter.keeps_all = gradients.mode == "ram"
+        residency.on_used = self.meter.used
+        gradients.on_arrived = self.meter.arrived
         self._rescale()
 
     # --- the loop --------------------------------------------------------------------
@@ -153,6 +160,7 @@ class Session:
             _log.info(learnt)
         self.residency.end_step()
         self.seconds["step"] += time.perf_counter() - began
+        self.meter.step_ended()
 
     def zero_grad(self, *, set_to_none: bool) -> None:
         """Drop or zero the gradients."""
@@ -162,6 +170,7 @@ class Session:
         self.surgery.forget()
         if set_to_none:
             self.gradients.clear()
+            self.meter.cleared()
         else:
             self.gradients.zero()
 
@@ -219,9 +228,7 @@ class Session:
 
     def report(self) -> Report:
         """What was measured so far."""
-        from memascend.report import make_report
-
-        return make_report(self)
+        return self._last_report or make_report(self)
 
     def rewrite(self, name: str, values: torch.Tensor) -> None:
         """Stage other values for a parameter, and for its master; its moments stay."""
@@ -241,8 +248,10 @@ class Session:
         """Keep what was committed, drop the rest, free everything."""
         if self.resources.closed:
             return
-        with contextlib.suppress(UsageError):
+        with contextlib.suppress(MemascendError):
             self.frames.unwind()
+            # It can be asked for afterwards, too.
+            self._last_report = make_report(self)
         self.surgery.remove()
         self._leave()
         self.gradients.unwatch()
