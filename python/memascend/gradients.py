@@ -202,7 +202,7 @@ class Gradients:
 
     # --- arrival -------------------------------------------------------------------
 
-    def watch(self, place: Place, group: int, step: int) -> Kept:
+    def watch(self, place: Place, group: int, step: int) -> Arrival:
         """Take charge of a parameter's gradients."""
         kept = self.kept[place.name] = Arrival(self, place, group, step)
         nbytes = place.nan.nbytes

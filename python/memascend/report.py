@@ -32,7 +32,7 @@ class Owner:
 
 @dataclass(frozen=True)
 class InMemory:
-    """What the same training holds in memory without offloading, in bytes; activations, which are the same, left out."""
+    """What the same training holds in memory without offloading, in bytes, but for activations, which are the same."""
 
     values: int
     state: int
@@ -109,14 +109,15 @@ class Report:
         rows = [(name, bytes_shown(owner.bytes), bytes_shown(owner.peak)) for name, owner in self.owners.items()]
         rows.append(("all", bytes_shown(self.total), bytes_shown(self.peak)))
         saved = f", {self.in_memory.total / self.peak:.1f} times as much" if self.peak else ""
+        here = self.units["hits"] + self.units["adopted"]
+        budget = f"The budget is {bytes_shown(self.budget)}."
+        in_memory = f"In memory the same training would hold {bytes_shown(self.in_memory.total)}{saved}."
         parts = [
             table(("host memory", "now", "peak"), rows),
-            f"The budget is {bytes_shown(self.budget)}. In memory the same training would hold "
-            f"{bytes_shown(self.in_memory.total)}{saved}.",
+            f"{budget}\n{in_memory}",
             self._traffic(),
             table(("stage", "time"), [(name, seconds_shown(taken)) for name, taken in self.seconds.items()]),
-            f"{self.steps} steps. Units were read {self.units['fetches']} times and were there already "
-            f"{self.units['hits'] + self.units['adopted']} times.",
+            f"{self.steps} steps. Units were read {self.units['fetches']} times and were there already {here} times.",
         ]
         return "\n\n".join(parts)
 
@@ -124,6 +125,8 @@ class Report:
         rows = []
         for direction, kinds in (("read", self.read), ("written", self.written)):
             for kind, nbytes in kinds.items():
+                if not nbytes:
+                    continue
                 once = kind == "first values" or not self.steps
                 rows.append((direction, kind, bytes_shown(nbytes), "" if once else bytes_shown(nbytes // self.steps)))
         return table(("storage", "kind", "bytes", "for each step"), rows)
@@ -148,7 +151,7 @@ class Report:
         try:
             for axis in axes:
                 self._draw(axis)
-            axes[0].plot(*self._in_memory_line(), color="black", label="in memory")
+            axes[0].step(*self._in_memory_line(), where="post", color="black", label="in memory")
             axes[0].set_title("Beside the same training in memory")
             axes[1].set_title("memascend alone")
             axes[1].axhline(self.budget / _MIB, color="grey", linestyle=":", label="budget")
@@ -242,10 +245,9 @@ def _owners(session: Session) -> dict[str, Owner]:
         "index": info["index_bytes"],
         "whole parameters": session.plan.whole_bytes,
     }
-    owners = {name: Owner(nbytes, nbytes) for name, nbytes in held.items()}
+    owners = {name: Owner(nbytes, nbytes) for name, nbytes in held.items() if nbytes or name != "whole parameters"}
     now = meter.gradients
-    queued = int(counters.get("queued_peak", 0))
-    owners["gradients"] = Owner(now, max(now, queued, meter.gradients_peak))
+    owners["gradients"] = Owner(now, max(now, int(counters["queued_peak"]), meter.gradients_peak))
     return owners
 
 
