@@ -57,7 +57,7 @@ class Buffers:
             tensor = self._tensor(name)
             mark = (id(tensor), tensor._version)  # noqa: SLF001
             if self._always or self._seen.get(name) != mark:
-                store.discard_entry(name)
+                store.discard(name)
                 store.stage(name, self.tensor(name), step=step)
                 self._staged[name] = mark
 

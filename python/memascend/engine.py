@@ -327,9 +327,9 @@ class Store:
         """Make all that is staged live at once; None leaves what was committed before. Returns the generation."""
         return self._core.commit(step, _json(user_state), _json(hyperparameters))
 
-    def discard(self) -> None:
-        """Forget all that is staged."""
-        self._core.discard()
+    def discard(self, name: str | None = None) -> None:
+        """Forget all that is staged, or what is staged of one entry."""
+        self._core.discard(None if name is None else self.index(name))
 
     def verify(self, progress: Callable[[int, int], object] | None = None) -> tuple[int, int]:
         """Read and check everything that is live; `progress(done, all)` hears of bytes.
@@ -436,12 +436,12 @@ class Engine:
         index = self.store.index(name)
         entry = self.store._entries[index]  # noqa: SLF001
         given = dict(state or {})
-        _require(name, values, entry["dtype"], entry["shape"])
+        _require(name, values, entry["dtype"], entry["shape"], entry["order"])
         places = []
         for of, dtype, shape in entry["state"]:
             tensor = given.pop(of, None)
             if tensor is not None:
-                _require(name, tensor, dtype, shape)
+                _require(name, tensor, dtype, shape, _order(entry, shape))
             places.append(None if tensor is None else _place(tensor))
         if given:
             raise ConfigError(f"{name!r} has no state called {next(iter(given))!r}")

@@ -13,17 +13,25 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from memascend.errors import UsageError
-from memascend.handles import GradientHandle
+from memascend.handles import GradientHandle, Notice
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from memascend.placeholder import Place
 
-__all__ = ["Gradients", "Kept", "Rule"]
+__all__ = ["Arrival", "Gradients", "Rule"]
 
 _log = logging.getLogger("memascend")
 
+_WORDS: dict[Notice, str] = {
+    "add": "accumulation",
+    "change": "a change of gradients, as by clipping",
+    "norm": "a norm of gradients",
+    "read": "a read of gradients",
+    "scaler": "a GradScaler",
+    "zero": "zero_grad(set_to_none=False)",
+}
 _INSTEAD = 'pass accumulation_steps= to offload(), or gradients="ssd"'
 
 
@@ -52,17 +60,17 @@ class Spill(Protocol):
 class Rule(Protocol):
     """The arithmetic of an update."""
 
-    def options(self, kept: Kept) -> Any:
+    def options(self, kept: Arrival) -> Any:
         """The options that an update of this parameter would use now."""
 
-    def update(self, kept: Kept, gradient: torch.Tensor, scale: float) -> None:
+    def update(self, kept: Arrival, gradient: torch.Tensor, scale: float) -> None:
         """Begin the update by a gradient in memory, multiplied by `scale`."""
 
-    def update_spilled(self, kept: Kept, factors: Sequence[float], scale: float) -> None:
+    def update_spilled(self, kept: Arrival, factors: Sequence[float], scale: float) -> None:
         """Begin the update by the gradient that was spilled."""
 
 
-class Kept:
+class Arrival:
     """The gradient of one parameter, from its arrival until it is dropped. What a handle stands on."""
 
     __slots__ = (
@@ -106,14 +114,9 @@ class Kept:
     # --- what handles ask ---------------------------------------------------------
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> torch.Size:
         """The parameter's."""
-        return self.place.shape
-
-    @property
-    def stride(self) -> tuple[int, ...]:
-        """The parameter's."""
-        return self.place.stride
+        return torch.Size(self.place.shape)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -137,12 +140,12 @@ class Kept:
 
     def assign(self, gradient: torch.Tensor) -> None:
         """It is another one now."""
-        self._owner.spill.spill(self.name, self._owner.dense(self, gradient))
+        self._owner.spill.spill(self.name, gradient)
         self._owner.fresh = True
 
-    def norm(self) -> torch.Tensor:
-        """Its 2-norm, in its own dtype."""
-        return torch.tensor(math.sqrt(self.squared), dtype=torch.float64).to(self.dtype)
+    def norm(self) -> float:
+        """Its 2-norm, in double precision."""
+        return math.sqrt(self.squared)
 
     def nonfinite(self) -> bool:
         """Whether it has a value that is not finite."""
@@ -151,9 +154,10 @@ class Kept:
             return self._owner.spill.spilled(self.name)[0]
         return not self.finite
 
-    def noticed(self, what: str) -> None:
-        """Somebody looked at it, or changed it."""
-        self._owner.noticed(what)
+    def noticed(self, what: Notice) -> None:
+        """Somebody looked at it, or changed it. A second piece of it is told from accumulation in `added`."""
+        if what != "add":
+            self._owner.noticed(_WORDS[what])
 
 
 class Gradients:
@@ -179,7 +183,7 @@ class Gradients:
         self.mode = "ssd" if mode == "auto" else mode
         self._accumulation_steps = accumulation_steps
         self._keeps = keeps
-        self.kept: dict[str, Kept] = {}
+        self.kept: dict[str, Arrival] = {}
         # Multiplies every gradient: the inverse of the loss scale.
         self.scale = 1.0
         # A backward must be begun by optimizer.backward(), and was.
@@ -197,7 +201,7 @@ class Gradients:
 
     def watch(self, place: Place, group: int, step: int) -> Kept:
         """Take charge of a parameter's gradients."""
-        kept = self.kept[place.name] = Kept(self, place, group, step)
+        kept = self.kept[place.name] = Arrival(self, place, group, step)
 
         def arrived(parameter: torch.Tensor) -> None:
             with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
@@ -210,7 +214,7 @@ class Gradients:
         self._hooks.append(place.parameter.register_post_accumulate_grad_hook(arrived))
         return kept
 
-    def _arrived(self, kept: Kept, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    def _arrived(self, kept: Arrival, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         """A gradient came where there was none."""
         nested = self.enter_backward()
         if kept.handle is not None:
@@ -228,10 +232,10 @@ class Gradients:
             self.spill.spill(kept.name, gradient)
             kept.spilled = True
         kept.used = False
-        kept.handle = GradientHandle(kept)
+        kept.handle = GradientHandle(kept, strides=kept.place.stride)
         parameter.grad = kept.handle
 
-    def added(self, kept: Kept, gradient: torch.Tensor) -> None:
+    def added(self, kept: Arrival, gradient: torch.Tensor) -> None:
         """A gradient came where there is one."""
         inside = torch._C._current_graph_task_id() != -1  # noqa: SLF001
         if inside:
@@ -260,7 +264,7 @@ class Gradients:
     def _is_last_backward(self) -> bool:
         return (self.backwards + 1) % self._accumulation_steps == 0
 
-    def _update(self, kept: Kept, gradient: torch.Tensor) -> None:
+    def _update(self, kept: Arrival, gradient: torch.Tensor) -> None:
         found, squared = self._check(gradient)
         kept.finite, kept.squared = not bool(found), float(squared)
         kept.options = self.rule.options(kept)
@@ -268,18 +272,18 @@ class Gradients:
         kept.staged = True
         self.rule.update(kept, gradient, self.scale)
 
-    def _stage_spilled(self, kept: Kept, factors: Sequence[float]) -> None:
+    def _stage_spilled(self, kept: Arrival, factors: Sequence[float]) -> None:
         kept.options = self.rule.options(kept)
         kept.staged = True
         self.rule.update_spilled(kept, factors, self.scale)
 
     @staticmethod
-    def dense(kept: Kept, gradient: torch.Tensor) -> torch.Tensor:
+    def dense(kept: Arrival, gradient: torch.Tensor) -> torch.Tensor:
         """A gradient laid out as its parameter is stored."""
         if gradient.is_sparse:
             gradient = gradient.to_dense()
         if isinstance(gradient, GradientHandle):
-            gradient = gradient.materialise()
+            gradient = gradient.materialize()
         gradient = gradient.detach()
         if tuple(gradient.stride()) != kept.place.stride and gradient.numel() > 1:
             gradient = torch.empty_strided(kept.place.shape, kept.place.stride, dtype=gradient.dtype).copy_(gradient)
@@ -319,7 +323,7 @@ class Gradients:
 
     # --- the step --------------------------------------------------------------------
 
-    def present(self) -> list[tuple[Kept, torch.Tensor]]:
+    def present(self) -> list[tuple[Arrival, torch.Tensor]]:
         """The parameters that have a gradient now, and those gradients; what was taken away is dropped."""
         self.seen_outside()
         if self._failed:
@@ -334,7 +338,7 @@ class Gradients:
                     found.append((kept, gradient))
         return found
 
-    def update_all(self, present: Iterable[tuple[Kept, torch.Tensor]], factor: float) -> None:
+    def update_all(self, present: Iterable[tuple[Arrival, torch.Tensor]], factor: float) -> None:
         """Begin every update that did not begin yet; none of those that did may have other options now."""
         for kept, gradient in present:
             if kept.staged:
@@ -352,8 +356,7 @@ class Gradients:
                 continue
             factors = kept.handle.factors()
             if factors is None:
-                whole = kept.read()
-                kept.handle.replay(whole)
+                whole = kept.handle.materialize()
                 kept.options = self.rule.options(kept)
                 kept.staged = True
                 self.rule.update(kept, whole, self.scale * factor)
@@ -362,7 +365,7 @@ class Gradients:
                 kept.staged = True
                 self.rule.update_spilled(kept, factors, self.scale * factor)
 
-    def measured(self, present: Iterable[tuple[Kept, torch.Tensor]]) -> tuple[bool, float]:
+    def measured(self, present: Iterable[tuple[Arrival, torch.Tensor]]) -> tuple[bool, float]:
         """Whether all gradients are finite, and the norm of them all, unscaled, in double precision."""
         self.spill.finish()
         finite, squared = True, 0.0
@@ -370,10 +373,8 @@ class Gradients:
             if gradient is not kept.handle:
                 found, norm = self._check(self.dense(kept, gradient))
                 bad, square = bool(found), float(norm)
-            elif kept.spilled and kept.handle.ops:
-                whole = kept.read()
-                kept.handle.replay(whole)
-                found, norm = self._check(whole)
+            elif kept.spilled and kept.handle.operations:
+                found, norm = self._check(kept.handle.materialize())
                 bad, square = bool(found), float(norm)
             elif kept.spilled:
                 bad, square = self.spill.spilled(kept.name)
@@ -419,7 +420,7 @@ class Gradients:
 
     # --- the end ----------------------------------------------------------------------
 
-    def _drop(self, kept: Kept) -> None:
+    def _drop(self, kept: Arrival) -> None:
         if kept.staged:
             self.spill.discard(kept.name)
         if kept.spilled:

@@ -22,7 +22,7 @@ from memascend.errors import BudgetError, ConfigError, MemascendError, StorageEr
 from memascend.gates import Frames, close_gates, open_gates
 from memascend.gradients import Gradients
 from memascend.optimizer import OffloadedOptimizer
-from memascend.placeholder import Place, dense_strides
+from memascend.placeholder import Place, dense_strides, laid_out
 from memascend.plan import make_plan
 from memascend.residency import Residency
 from memascend.scaling import LossScale
@@ -147,13 +147,14 @@ class _Offloading:
         self.buffers = Buffers(model)
         # Where a temporary store went.
         self.folder: Path | None = None
+        self.sizes: engines.Sizes
 
     def run(self) -> tuple[torch.nn.Module, OffloadedOptimizer]:
         options = self.options
         units = find_units(self.model, units=options.unit_names)
         entries = self._entries(units)
         paths = list(options.paths or ())
-        sizes = engines.sizes(entries, devices=max(1, len(paths)))
+        sizes = self.sizes = engines.sizes(entries, optimizer=type(self.original).__name__, devices=max(1, len(paths)))
         gradients = [owned.parameter.nbytes for owned in self.owned.values() if owned.group is not None]
         plan = make_plan(
             units,
@@ -167,7 +168,7 @@ class _Offloading:
         with contextlib.ExitStack() as undo:
             store = self._store(paths, entries, undo)
             undo.callback(store.close)
-            engine = engines.Engine(store, chunks=plan.chunks, queue=plan.queue_bytes, whole=plan.whole_bytes)
+            engine = engines.Engine(store, chunks=plan.chunks, queue=plan.queue_bytes)
             undo.callback(engine.close)
             if store.created:
                 self._fill(engine)
@@ -197,7 +198,7 @@ class _Offloading:
                 parameter = owned.parameter
                 meta = torch.empty_strided(parameter.shape, dense_strides(parameter), dtype=parameter.dtype, device="meta")
                 state = {} if owned.group is None else self.rule_kind.describe(parameter)
-                order = _order(meta)
+                order = engines.order_of(meta)
                 entries.append(
                     engines.Entry(
                         name=name,
@@ -234,7 +235,7 @@ class _Offloading:
             state, step = {}, 0
             if owned.group is not None:
                 state, step = self.rule_kind.initial(self.original, owned.parameter)
-            engine.fill(owned.name, owned.parameter.detach(), state, step=step)
+            engine.fill(owned.name, laid_out(owned.parameter.detach()), state)
         for name in self.buffers.names:
             engine.fill(name, self.buffers.tensor(name), {})
         groups = [options_of(group) for group in self.original.param_groups]
@@ -266,15 +267,16 @@ class _Offloading:
         arena = memory.Arena(resources.region, plan.classes)
         residency = Residency(arena, store.fetch, lookahead=max(0, plan.window - 1), slots=plan.classes)
         known = {entry["name"]: entry for entry in store.entries()}
-        sizes = engines.sizes_of(store)
         homes: dict[str, Home] = {}
         for unit in units:
-            home = homes[unit.name] = residency.add(unit.name, sizes[unit.name], pinned=unit.pinned)
+            home = homes[unit.name] = residency.add(unit.name, self.sizes.unit_bytes[unit.name], pinned=unit.pinned)
             home.places = [
                 Place(self.owned[name].parameter, name, known[name]["unit_offset"], residency) for name in unit.parameters
             ]
         residency.settle()
-        residency.order.expect(_first_order(units))
+        index = {home.name: home.index for home in residency.homes}
+        forward = [index[name] for name in plan.order]
+        residency.order.expect(forward + forward[::-1])
         groups = self.original.param_groups
         rule = self.rule_kind.make(engine, store, self.original)
         gradients = Gradients(
@@ -352,7 +354,7 @@ class _Offloading:
             asked = "dynamic" if half else None
         scale = LossScale(asked)
         stored = (store.hyperparameters or {}).get("loss_scale")
-        if stored and scale.on:
+        if stored and scale.mode == "dynamic" and stored.get("mode") == "dynamic":
             scale.load(stored)
         return scale
 
@@ -362,15 +364,6 @@ def _listed(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
     for child in module.children():
         if isinstance(child, torch.nn.ParameterList | torch.nn.ParameterDict):
             yield from child.parameters()
-
-
-def _first_order(units: Sequence[Unit]) -> list[int]:
-    """Forward and back again, until a step has shown the true order."""
-    forward = []
-    for number, unit in enumerate(units):
-        forward.append(number)
-        forward += [other for other, tied in enumerate(units) if unit.name in tied.again]
-    return forward + forward[::-1]
 
 
 def _owned(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, _Owned]:
@@ -412,13 +405,6 @@ def _owned(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
         if isinstance(parameter, torch.nn.parameter.UninitializedTensorMixin):
             raise ConfigError(f"{name} is not initialised yet: run the model once before offload()")
     return {name: _Owned(name, parameter, groups.get(id(parameter))) for name, parameter in named.items()}
-
-
-def _order(meta: torch.Tensor) -> tuple[int, ...] | None:
-    if meta.is_contiguous():
-        return None
-    strides = meta.stride()
-    return tuple(sorted(range(meta.dim()), key=lambda dimension: (-strides[dimension], dimension)))
 
 
 def _as(like: Any, value: Any) -> Any:

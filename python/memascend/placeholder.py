@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from contextlib import AbstractContextManager
 
-__all__ = ["Place", "Source", "find_away"]
+__all__ = ["Place", "Source", "dense_strides", "find_away", "laid_out"]
 
 # Raised where a parameter that is away is asked for its memory, or written to.
 _HOW = "use memascend.materialized(model) to read it, and materialized(model, modify=True) to change it"
@@ -87,6 +87,14 @@ def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
         strides[dimension] = step
         step *= max(1, tensor.size(dimension))
     return tuple(strides)
+
+
+def laid_out(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without gaps: itself, or a copy."""
+    strides = dense_strides(tensor)
+    if tuple(tensor.stride()) == strides or tensor.numel() <= 1:
+        return tensor
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor)
 
 
 def find_away(*trees: Any) -> list[Place]:

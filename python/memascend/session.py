@@ -103,7 +103,7 @@ class Session:
         gradients = self.gradients
         gradients.scaling = True
         try:
-            (loss * self.scale.scale if self.scale.on else loss).backward(**options)
+            (loss * self.scale.scale if self.scale.enabled else loss).backward(**options)
         finally:
             gradients.scaling = False
 
@@ -125,9 +125,9 @@ class Session:
                 "use memascend.materialized(model, modify=True)"
             )
         factor = 1.0
-        if self.scale.on or self._max_grad_norm is not None:
+        if self.scale.enabled or self._max_grad_norm is not None:
             finite, self.grad_norm = gradients.measured(present)
-            self.overflowed = self.scale.on and not finite
+            self.overflowed = self.scale.enabled and not finite
             if self.overflowed:
                 gradients.skip()
                 self.scale.update(overflowed=True)
@@ -166,8 +166,8 @@ class Session:
             self.gradients.zero()
 
     def _rescale(self) -> None:
-        self.gradients.scaled_only = self.scale.on
-        self.gradients.scale = 1.0 / self.scale.scale if self.scale.on else 1.0
+        self.gradients.scaled_only = self.scale.enabled
+        self.gradients.scale = self.scale.inverse if self.scale.enabled else 1.0
 
     def _open(self) -> None:
         if self.resources.closed:

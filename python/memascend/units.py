@@ -38,6 +38,8 @@ class Unit:
         pinned: small, and bound while others are: kept resident.
         again: the units after which it is used once more, being tied to what follows there (an embedding that is the
             head, too, is used after the last block).
+        frozen_bytes: how many of `nbytes` no step changes.
+        elements: of all its parameters.
     """
 
     name: str
@@ -46,6 +48,8 @@ class Unit:
     module: str | None
     pinned: bool
     again: tuple[str, ...] = ()
+    frozen_bytes: int = 0
+    elements: int = 0
 
 
 def find_units(
@@ -152,6 +156,9 @@ class _Tree:
 
     def bytes_of(self, parameters: Iterable[str]) -> int:
         return sum(self.raw[name] for name in parameters)
+
+    def paged(self, parameter: str) -> int:
+        return -(-self.raw[parameter] // _PAGE_BYTES) * _PAGE_BYTES
 
     def is_whole(self, module: str) -> bool:
         """Whether no piece has claimed anything in it."""
@@ -305,10 +312,12 @@ def _ordered(tree: _Tree, pieces: list[_Piece]) -> tuple[Unit, ...]:
         Unit(
             name=piece.name,
             parameters=tuple(sorted(piece.parameters, key=tree.index.__getitem__)),
-            nbytes=sum(-(-tree.raw[name] // _PAGE_BYTES) * _PAGE_BYTES for name in piece.parameters),
+            nbytes=sum(map(tree.paged, piece.parameters)),
             module=piece.module,
             pinned=piece.pinned,
             again=tuple(piece.again),
+            frozen_bytes=sum(tree.paged(name) for name in piece.parameters if not tree.parameters[name].requires_grad),
+            elements=sum(tree.parameters[name].numel() for name in piece.parameters),
         )
         for piece in pieces
     )

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from memascend.errors import ConfigError
+from memascend.placeholder import dense_strides
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from memascend.engine import Engine, Store
-    from memascend.gradients import Kept, Rule
+    from memascend.gradients import Arrival, Rule
 
 __all__ = ["AdamRule", "RuleKind", "choose_rule"]
 
@@ -54,7 +55,10 @@ class AdamKind:
     def describe(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """The state tensors of a parameter, on meta."""
         names = ("exp_avg", "exp_avg_sq") if parameter.dtype == torch.float32 else ("master", "exp_avg", "exp_avg_sq")
-        return {name: torch.empty(parameter.shape, dtype=torch.float32, device="meta") for name in names}
+        strides = dense_strides(parameter)
+        return {
+            name: torch.empty_strided(parameter.shape, strides, dtype=torch.float32, device="meta") for name in names
+        }
 
     def initial(
         self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor
@@ -83,7 +87,7 @@ class AdamRule:
         self._groups = groups
         self._decoupled = decoupled
 
-    def options(self, kept: Kept) -> dict[str, Any]:
+    def options(self, kept: Arrival) -> dict[str, Any]:
         """The options that an update of this parameter would use now."""
         group = self._groups[kept.group]
         beta1, beta2 = group["betas"]
@@ -96,15 +100,15 @@ class AdamRule:
             "decoupled": bool(group.get("decoupled_weight_decay", self._decoupled)),
         }
 
-    def update(self, kept: Kept, gradient: torch.Tensor, scale: float) -> None:
+    def update(self, kept: Arrival, gradient: torch.Tensor, scale: float) -> None:
         """Begin the update by a gradient in memory, multiplied by `scale`."""
         self._engine.update(kept.name, gradient, step=kept.step + 1, grad_scale=scale, **kept.options)
 
-    def update_spilled(self, kept: Kept, factors: Sequence[float], scale: float) -> None:
+    def update_spilled(self, kept: Arrival, factors: Sequence[float], scale: float) -> None:
         """Begin the update by the gradient that was spilled."""
         self._engine.update_spilled(kept.name, step=kept.step + 1, grad_scale=scale, factors=factors, **kept.options)
 
-    def state(self, kept: Kept) -> dict[str, torch.Tensor]:
+    def state(self, kept: Arrival) -> dict[str, torch.Tensor]:
         """A copy of the state, by torch's names."""
         values, state = self._store.read(kept.name)
         master = {"master": state.pop("master", values)}

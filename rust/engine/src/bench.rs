@@ -3,14 +3,19 @@
 use std::{num::NonZeroUsize, ops::Range};
 
 use memascend_math::{Exec, FloatsMut};
-use memascend_store::{Buffer, Content, Description, Dtype, PieceRead, PieceWrite, Shared, Store};
+use memascend_store::{
+    Buffer, Content, Description, Dtype, PAGE_BYTES, PieceRead, PieceWrite, Shared, SpillRead, SpillWrite, Store,
+};
 
+pub(crate) use crate::gradient::floats;
 use crate::{Counters, Error, Result};
 
-/// Where the parts of a staging chunk are: a chunk's state (or a part of a tensor of another shape), then its values.
+/// Where the parts of a staging chunk are: a chunk's state (or a part of a tensor of another shape), its values, its
+/// gradient where one may spill.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Parts {
     values_at: usize,
+    gradient_at: usize,
     bytes: usize,
 }
 
@@ -18,7 +23,15 @@ impl Parts {
     pub(crate) fn new(description: &Description) -> Self {
         let size = |bytes| usize::try_from(bytes).unwrap_or(usize::MAX);
         let (state, values) = description.staging_bytes();
-        Self { values_at: size(state), bytes: size(state + values).max(1) }
+        let chunk = u64::from(description.chunk_elements);
+        let spills =
+            description.entries.iter().filter_map(|entry| Some(entry.spill?.bytes() * entry.elements().min(chunk)));
+        let gradient = spills.max().unwrap_or(0).next_multiple_of(PAGE_BYTES);
+        Self {
+            values_at: size(state),
+            gradient_at: size(state + values),
+            bytes: size(state + values + gradient).max(1),
+        }
     }
 
     /// Bytes of a staging chunk.
@@ -37,17 +50,20 @@ pub fn chunk_bytes(description: &Description) -> u64 {
 pub(crate) enum Read<'a> {
     Values(PieceRead<'a, Shared>),
     State(PieceRead<'a, Shared>),
+    Gradient(SpillRead<'a, Shared>),
 }
 
 /// A piece that is being written from a part of a staging chunk.
 pub(crate) enum Write<'a> {
     Piece(PieceWrite<'a, Shared>),
+    Gradient(SpillWrite<Shared>),
 }
 
 impl Write<'_> {
     pub(crate) fn wait(self) -> Result<()> {
         match self {
             Self::Piece(write) => drop(write.wait()?),
+            Self::Gradient(write) => drop(write.wait()?),
         }
         Ok(())
     }
@@ -96,6 +112,7 @@ impl<'a> Bench<'a> {
         match read {
             Read::Values(read) => self.counters.values_read += read.wait()?.0.len() as u64,
             Read::State(read) => self.counters.state_read += read.wait()?.0.len() as u64,
+            Read::Gradient(read) => self.counters.spill_read += read.wait()?.len() as u64,
         }
         Ok(())
     }
@@ -112,6 +129,30 @@ impl<'a> Bench<'a> {
         };
         *counted += bytes;
         Ok(Write::Piece(write))
+    }
+
+    /// The part of a staging chunk that is for a chunk of the spilled gradient, and how many of its bytes are used.
+    pub(crate) fn spill_part(&self, entry: usize, chunk: u32, memory: &Shared) -> Result<(Shared, usize)> {
+        let (used, paged) = self.store.spill_bytes(entry, chunk)?;
+        let size = |bytes| usize::try_from(bytes).unwrap_or(usize::MAX);
+        let part = memory.part(self.parts.gradient_at, size(paged));
+        let part = part.ok_or_else(|| Error::Invalid("a gradient is larger than a staging chunk".into()))?;
+        Ok((part, size(used)))
+    }
+
+    /// Begins to read a chunk of the spilled gradient into its part of a staging chunk.
+    pub(crate) fn read_spill(&self, entry: usize, chunk: u32, memory: &Shared) -> Result<Read<'a>> {
+        let (part, _) = self.spill_part(entry, chunk, memory)?;
+        Ok(Read::Gradient(self.store.read_spill(entry, chunk, part)?))
+    }
+
+    /// Begins to write a chunk of the spilled gradient from its part of a staging chunk.
+    pub(crate) fn write_spill(&mut self, entry: usize, chunk: u32, memory: &Shared) -> Result<Write<'a>> {
+        let (part, _) = self.spill_part(entry, chunk, memory)?;
+        let bytes = part.len() as u64;
+        let write = self.store.write_spill(entry, chunk, part)?;
+        self.counters.spill_written += bytes;
+        Ok(Write::Gradient(write))
     }
 
     /// The tensors of a chunk's state, as they lie in the part of it that is for state: dtype, first byte, bytes.

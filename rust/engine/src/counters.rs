@@ -9,6 +9,8 @@ pub struct Counters {
     pub updates: u64,
     /// Entries filled with their first values.
     pub fills: u64,
+    /// Gradients spilled or added to spilled ones.
+    pub spills: u64,
     /// Chunks computed.
     pub chunks: u64,
     /// Bytes of state read.
@@ -19,6 +21,10 @@ pub struct Counters {
     pub state_written: u64,
     /// Bytes of values written.
     pub values_written: u64,
+    /// Bytes of spilled gradients read.
+    pub spill_read: u64,
+    /// Bytes of spilled gradients written.
+    pub spill_written: u64,
     /// Waiting for work.
     pub idle: Duration,
     /// Waiting for reads, their checksums included.
@@ -36,6 +42,9 @@ impl Counters {
     pub(crate) fn add(&mut self, other: &Self) {
         self.updates += other.updates;
         self.fills += other.fills;
+        self.spills += other.spills;
+        self.spill_read += other.spill_read;
+        self.spill_written += other.spill_written;
         self.chunks += other.chunks;
         self.state_read += other.state_read;
         self.values_read += other.values_read;

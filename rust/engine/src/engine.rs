@@ -7,16 +7,17 @@ use std::{
 
 use memascend_math::Hyperparameters;
 use memascend_mem::{ChunkRing, OnFork, OwnerId, Pin, Region, Wait};
-use memascend_store::{Commit, Store};
+use memascend_store::{Buffer, Commit, Spilled, Store};
 
 use crate::{
     Counters, Error, First, Gradient, Result,
     bench::Parts,
     fill::Fill,
-    job::{Job, Work},
-    pipeline::{CHUNKS_DEFAULT, Pipeline},
+    job::{Job, Leaves, Work},
+    pipeline::{CHUNKS_DEFAULT, Pipeline, lose_spilled},
     queue::{Queue, State},
-    update::{Update, has_adam},
+    spill::{Spill, Unspill, nothing, spill_dtype},
+    update::{By, Update, has_adam},
 };
 
 /// The fewest staging chunks: one is read while another is written.
@@ -96,21 +97,101 @@ impl Engine {
         hyperparameters: &Hyperparameters,
         mut wait: Wait<'_>,
     ) -> Result<()> {
-        let description = self.shared.store.description();
         let described = self.known(entry)?;
-        let name = &described.name;
         if gradient.elements() != described.elements() {
-            let (got, wanted) = (gradient.elements(), described.elements());
+            let (name, got, wanted) = (&described.name, gradient.elements(), described.elements());
             return Err(Error::Invalid(format!("the gradient of {name:?} has {got} elements, not {wanted}")));
         }
+        let update = self.adam(entry, By::Given(gradient), hyperparameters)?;
+        self.shared.queue.push(Job::new(entry, update), &mut wait)
+    }
+
+    /// As [`Engine::update`] by the gradient that is spilled, multiplied by each of `factors` in turn, in fp32 and rounded
+    /// to its dtype each time. It stays there.
+    pub fn update_spilled(
+        &self,
+        entry: usize,
+        factors: Vec<f32>,
+        hyperparameters: &Hyperparameters,
+        mut wait: Wait<'_>,
+    ) -> Result<()> {
+        self.known(entry)?;
+        let dtype = spill_dtype(&self.shared.store, entry)?;
+        let update = self.adam(entry, By::Spilled { dtype, factors }, hyperparameters)?;
+        self.will_be_spilled(entry)?;
+        self.shared.queue.push(Job::new(entry, update), &mut wait)
+    }
+
+    fn adam(&self, entry: usize, by: By, hyperparameters: &Hyperparameters) -> Result<Work> {
+        let description = self.shared.store.description();
         if !has_adam(description, entry) {
+            let name = &description.entries[entry].name;
             return Err(Error::Invalid(format!(
                 "{name:?} does not have Adam's state: float32 tensors of its shape, two moments, and before them a master where \
                  its values are of 16 bits"
             )));
         }
-        let update = Update { gradient, scalars: hyperparameters.scalars()?, step: hyperparameters.step };
-        self.shared.queue.push(Job::new(entry, Work::Update(update)), &mut wait)
+        Ok(Work::Update(Update { by, scalars: hyperparameters.scalars()?, step: hyperparameters.step }))
+    }
+
+    /// Begins to write a gradient to the room that its entry has for it; or to add it to what lies there, in its dtype,
+    /// computed in fp32 and rounded once.
+    ///
+    /// Returns as [`Engine::update`] does. What is spilled is no part of a step: a commit leaves it, and nothing of it is
+    /// known once the store is opened again. A job of this kind that is discarded or fails leaves nothing there.
+    pub fn spill(&self, entry: usize, gradient: Gradient, add: bool, mut wait: Wait<'_>) -> Result<()> {
+        self.known(entry)?;
+        let spill = Spill::new(&self.shared.store, entry, gradient, add)?;
+        if add {
+            self.will_be_spilled(entry)?;
+        }
+        self.shared.queue.push(Job::new(entry, Work::Spill(spill)), &mut wait)
+    }
+
+    /// Waits for the jobs of an entry, and says what is spilled of it.
+    pub fn spilled(&self, entry: usize, mut wait: Wait<'_>) -> Result<Spilled> {
+        self.known(entry)?;
+        self.shared.queue.wait(&mut wait, "work on the gradient", |state| !state.has(entry))?.failure()?;
+        let spilled = self.shared.store.spilled(entry)?;
+        spilled.ok_or_else(|| nothing(&self.shared.store, entry))
+    }
+
+    /// Reads a spilled gradient into memory that nobody else uses meanwhile, after the jobs that were begun before.
+    pub fn read_spilled(&self, entry: usize, into: Box<dyn Buffer>, mut wait: Wait<'_>) -> Result<()> {
+        self.known(entry)?;
+        let unspill = Unspill::new(&self.shared.store, entry, into)?;
+        self.will_be_spilled(entry)?;
+        let job = Job::new(entry, Work::Unspill(unspill));
+        let mark = Arc::clone(&job.mark);
+        self.shared.queue.push(job, &mut wait)?;
+        let mut state = self.shared.queue.wait(&mut wait, "a spilled gradient", |state| !state.holds(&mark))?;
+        if mark.is_completed() {
+            return Ok(());
+        }
+        state.failure()?;
+        Err(Error::Usage("the read of a spilled gradient was discarded".into()))
+    }
+
+    /// Forgets what is spilled of an entry, after the jobs that were begun before.
+    pub fn drop_spilled(&self, entry: usize, mut wait: Wait<'_>) -> Result<()> {
+        self.known(entry)?;
+        let waits = self.shared.queue.lock().has(entry);
+        if waits {
+            spill_dtype(&self.shared.store, entry)?;
+            return self.shared.queue.push(Job::new(entry, Work::Forget), &mut wait);
+        }
+        Ok(self.shared.store.set_spilled(entry, None)?)
+    }
+
+    /// Refuses what needs a spilled gradient where there is none, nor one on its way.
+    fn will_be_spilled(&self, entry: usize) -> Result<()> {
+        let leaves = self.shared.queue.lock().leaves(entry);
+        let there = match leaves {
+            Leaves::Same => self.shared.store.spilled(entry)?.is_some(),
+            Leaves::Gradient => true,
+            Leaves::Nothing => false,
+        };
+        if there { Ok(()) } else { Err(nothing(&self.shared.store, entry)) }
     }
 
     fn known(&self, entry: usize) -> Result<&memascend_store::Entry> {
@@ -132,7 +213,7 @@ impl Engine {
 
     /// Drops what waits, drains what is in flight, and forgets what was staged. A step that failed is over.
     pub fn discard(&self, mut wait: Wait<'_>) -> Result<()> {
-        drop(self.cancel(None));
+        self.cancel(None);
         let mut state = self.shared.queue.wait(&mut wait, "updates", State::is_idle)?;
         state.failed = None;
         state.told = false;
@@ -143,19 +224,21 @@ impl Engine {
     /// As [`Engine::discard`] for one entry alone: the others go on. A step that failed stays so.
     pub fn discard_entry(&self, entry: usize, mut wait: Wait<'_>) -> Result<()> {
         self.known(entry)?;
-        drop(self.cancel(Some(entry)));
+        self.cancel(Some(entry));
         drop(self.shared.queue.wait(&mut wait, "updates", |state| !state.has(entry))?);
         Ok(self.shared.store.discard_entry(entry, wait)?)
     }
 
     /// Drops what waits and cancels what runs, of one entry alone if one is given.
-    fn cancel(&self, entry: Option<usize>) -> Vec<Job> {
+    fn cancel(&self, entry: Option<usize>) {
         let mut state = self.shared.queue.lock();
         let dropped = state.drop_waiting(entry);
         state.cancel(entry);
         drop(state);
         self.shared.queue.notify();
-        dropped
+        for job in &dropped {
+            lose_spilled(&self.shared.store, &job.mark);
+        }
     }
 
     /// What it works on.
@@ -178,14 +261,8 @@ impl Engine {
 
     /// Drops what waits, drains what is in flight and ends the thread. What was not committed is lost. Twice is fine.
     pub fn close(&self) {
-        let waiting = {
-            let mut state = self.shared.queue.lock();
-            state.closing = true;
-            state.cancel(None);
-            state.drop_waiting(None)
-        };
-        drop(waiting);
-        self.shared.queue.notify();
+        self.shared.queue.lock().closing = true;
+        self.cancel(None);
         let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(thread) = thread {
             drop(thread.join());

@@ -39,6 +39,17 @@ impl Gradient {
         self.nbytes() as u64 / self.dtype.bytes()
     }
 
+    pub(crate) fn dtype(&self) -> Dtype {
+        self.dtype
+    }
+
+    /// `nbytes` from byte `start` on, which lie inside.
+    pub(crate) fn bytes(&self, start: usize, nbytes: usize) -> &[u8] {
+        assert!(start + nbytes <= self.nbytes(), "bytes past the end of a gradient");
+        // SAFETY: inside the memory, which is mapped while it is held; nobody writes to a gradient that was handed over.
+        unsafe { elements(self.memory.as_ptr().as_ptr(), start, nbytes) }
+    }
+
     /// `count` elements from `start` on, which lie inside.
     pub(crate) fn part(&self, start: usize, count: usize) -> Floats<'_> {
         floats(&*self.memory, self.dtype, start, count)

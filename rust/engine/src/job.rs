@@ -12,6 +12,7 @@ use crate::{
     Counters, Result,
     bench::{Bench, Read, Write},
     fill::Fill,
+    spill::{Spill, Unspill},
     update::Update,
 };
 
@@ -25,6 +26,19 @@ pub(crate) struct Job {
 pub(crate) enum Work {
     Update(Update),
     Fill(Fill),
+    Spill(Spill),
+    Unspill(Unspill),
+    /// Forgets what is spilled.
+    Forget,
+}
+
+/// What a job that succeeds leaves in its entry's room for a gradient.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Leaves {
+    /// What was there.
+    Same,
+    Gradient,
+    Nothing,
 }
 
 /// What callers and the pipeline know of a job that waits or runs.
@@ -33,8 +47,11 @@ pub(crate) struct Mark {
     pub(crate) entry: usize,
     /// Bytes of the caller's that it holds until it has used them.
     pub(crate) nbytes: usize,
+    pub(crate) leaves: Leaves,
     /// It is to be dropped as soon as may be.
     cancelled: AtomicBool,
+    /// It was computed to its end.
+    completed: AtomicBool,
 }
 
 impl Mark {
@@ -45,6 +62,14 @@ impl Mark {
     pub(crate) fn is_cancelled(&self) -> bool {
         self.cancelled.load(Relaxed)
     }
+
+    pub(crate) fn complete(&self) {
+        self.completed.store(true, Relaxed);
+    }
+
+    pub(crate) fn is_completed(&self) -> bool {
+        self.completed.load(Relaxed)
+    }
 }
 
 impl Job {
@@ -52,26 +77,37 @@ impl Job {
         let nbytes = match &work {
             Work::Update(update) => update.nbytes(),
             Work::Fill(fill) => fill.nbytes(),
+            Work::Spill(spill) => spill.nbytes(),
+            Work::Unspill(_) | Work::Forget => 0,
         };
-        Self { work, mark: Arc::new(Mark { entry, nbytes, cancelled: AtomicBool::new(false) }) }
+        let leaves = match &work {
+            Work::Spill(_) => Leaves::Gradient,
+            Work::Forget => Leaves::Nothing,
+            _ => Leaves::Same,
+        };
+        let (cancelled, completed) = (AtomicBool::new(false), AtomicBool::new(false));
+        Self { work, mark: Arc::new(Mark { entry, nbytes, leaves, cancelled, completed }) }
     }
 }
 
 impl Work {
     /// Readies the entry for the first turn.
     pub(crate) fn begin(&self, bench: &Bench<'_>, entry: usize) -> Result<()> {
-        let step = match self {
-            Self::Update(update) => update.step,
-            Self::Fill(_) => 0,
-        };
-        Ok(bench.store.begin(entry, step, Wait::forever())?)
+        match self {
+            Self::Update(update) => update.begin(bench, entry),
+            Self::Fill(_) => Ok(bench.store.begin(entry, 0, Wait::forever())?),
+            Self::Spill(spill) => spill.begin(bench, entry),
+            Self::Unspill(_) => Unspill::begin(bench, entry),
+            Self::Forget => Ok(bench.store.set_spilled(entry, None)?),
+        }
     }
 
     /// Turns that it takes, each with a staging chunk to itself.
     pub(crate) fn turns(&self, bench: &Bench<'_>, entry: usize) -> u32 {
         match self {
-            Self::Update(_) => bench.chunks_of(entry),
+            Self::Update(_) | Self::Spill(_) | Self::Unspill(_) => bench.chunks_of(entry),
             Self::Fill(_) => Fill::turns(bench, entry),
+            Self::Forget => 0,
         }
     }
 
@@ -84,8 +120,10 @@ impl Work {
         memory: &Shared,
     ) -> Result<Vec<Read<'a>>> {
         match self {
-            Self::Update(_) => Update::reads(bench, entry, turn, memory),
-            Self::Fill(_) => Ok(Vec::new()),
+            Self::Update(update) => update.reads(bench, entry, turn, memory),
+            Self::Spill(spill) => spill.reads(bench, entry, turn, memory),
+            Self::Unspill(_) => Unspill::reads(bench, entry, turn, memory),
+            Self::Fill(_) | Self::Forget => Ok(Vec::new()),
         }
     }
 
@@ -94,6 +132,9 @@ impl Work {
         match self {
             Self::Update(update) => update.compute(bench, entry, turn, memory),
             Self::Fill(fill) => fill.compute(bench, entry, turn, memory),
+            Self::Spill(spill) => spill.compute(bench, entry, turn, memory),
+            Self::Unspill(unspill) => unspill.compute(bench, entry, turn, memory),
+            Self::Forget => Ok(()),
         }
     }
 
@@ -108,6 +149,8 @@ impl Work {
         match self {
             Self::Update(_) => Update::writes(bench, entry, turn, memory),
             Self::Fill(_) => Fill::writes(bench, entry, turn, memory),
+            Self::Spill(_) => Spill::writes(bench, entry, turn, memory),
+            Self::Unspill(_) | Self::Forget => Ok(Vec::new()),
         }
     }
 
@@ -116,6 +159,8 @@ impl Work {
         match self {
             Self::Update(_) => counters.updates += 1,
             Self::Fill(_) => counters.fills += 1,
+            Self::Spill(_) => counters.spills += 1,
+            Self::Unspill(_) | Self::Forget => {}
         }
     }
 }

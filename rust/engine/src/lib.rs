@@ -13,6 +13,7 @@ mod gradient;
 mod job;
 mod pipeline;
 mod queue;
+mod spill;
 mod update;
 
 pub use bench::chunk_bytes;
@@ -22,4 +23,5 @@ pub use error::{Error, Result};
 pub use fill::First;
 pub use gradient::Gradient;
 pub use memascend_math::Hyperparameters;
+pub use memascend_store::Spilled;
 pub use pipeline::CHUNKS_DEFAULT;

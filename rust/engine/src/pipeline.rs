@@ -5,6 +5,7 @@
 //! run on a simulated device can be repeated. A job is begun when nothing of an earlier one of its entry is left.
 
 use std::{
+    cell::Cell,
     collections::VecDeque,
     mem,
     rc::Rc,
@@ -18,7 +19,7 @@ use memascend_store::{Shared, Store};
 use crate::{
     Error, Result,
     bench::{Bench, Read, Write},
-    job::{Job, Mark, Work},
+    job::{Job, Leaves, Mark, Work},
     queue::Queue,
 };
 
@@ -50,14 +51,29 @@ impl Drop for Room<'_> {
 
 /// That a job runs: until its last write has ended, or it failed.
 struct Running<'a> {
+    store: &'a Store,
     queue: &'a Queue,
     mark: Arc<Mark>,
+    /// A write of it failed, or was not waited for.
+    failed: Cell<bool>,
 }
 
 impl Drop for Running<'_> {
     fn drop(&mut self) {
+        let whole = self.mark.is_completed() && !self.mark.is_cancelled() && !self.failed.get();
+        if !whole {
+            lose_spilled(self.store, &self.mark);
+        }
         self.queue.lock().ended(&self.mark);
         self.queue.notify();
+    }
+}
+
+/// A job that would have changed a spilled gradient came to nothing: what lies there is not what was asked for.
+pub(crate) fn lose_spilled(store: &Store, mark: &Mark) {
+    if mark.leaves == Leaves::Gradient {
+        // Refused only where there is no room for a gradient.
+        drop(store.set_spilled(mark.entry, None));
     }
 }
 
@@ -174,7 +190,7 @@ impl<'a> Pipeline<'a> {
         let Job { work, mark } = job;
         let (queue, entry) = (self.queue, mark.entry);
         let room = Room { queue, nbytes: mark.nbytes };
-        let running = Rc::new(Running { queue, mark });
+        let running = Rc::new(Running { store: self.bench.store, queue, mark, failed: Cell::new(false) });
         if running.mark.is_cancelled() {
             return Ok(());
         }
@@ -182,6 +198,7 @@ impl<'a> Pipeline<'a> {
         work.begin(&self.bench, entry)?;
         if turns == 0 {
             work.count(&mut self.bench.counters);
+            running.mark.complete();
             return Ok(());
         }
         self.current = Some((Rc::new(Begun { work, turns, _room: room, running }), 0));
@@ -225,6 +242,7 @@ impl<'a> Pipeline<'a> {
         self.writing.push_back(Writing { writes: writes?, running: Rc::clone(&job.running) });
         if turn + 1 == job.turns {
             job.work.count(&mut bench.counters);
+            job.running.mark.complete();
         }
         Ok(())
     }
@@ -235,6 +253,7 @@ impl<'a> Pipeline<'a> {
         let mut result = Ok(());
         for write in writing.writes {
             if let Err(error) = write.wait() {
+                writing.running.failed.set(true);
                 result = Err(error);
             }
         }
@@ -252,12 +271,17 @@ impl<'a> Pipeline<'a> {
         state.failed.get_or_insert(error);
         let mut waiting = state.drop_waiting(None);
         drop(state);
-        self.writing.clear();
+        for writing in mem::take(&mut self.writing) {
+            writing.running.failed.set(true);
+        }
         self.reading.clear();
         self.current = None;
         if let Some(job) = self.next.take() {
             self.queue.lock().dropped(&job);
             waiting.push(job);
+        }
+        for job in &waiting {
+            lose_spilled(self.bench.store, &job.mark);
         }
         drop(waiting);
         self.queue.notify();

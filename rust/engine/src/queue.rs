@@ -10,7 +10,7 @@ use memascend_mem::Wait;
 
 use crate::{
     Counters, Error, Result,
-    job::{Job, Mark},
+    job::{Job, Leaves, Mark},
 };
 
 /// How often a waiting caller is asked whether it still wants to wait.
@@ -63,7 +63,23 @@ impl State {
 
     /// Whether a job of an entry waits or runs.
     pub(crate) fn has(&self, entry: usize) -> bool {
-        self.jobs.iter().map(|job| &job.mark).chain(&self.running).any(|mark| mark.entry == entry)
+        self.marks().any(|mark| mark.entry == entry)
+    }
+
+    /// Whether a job waits or runs.
+    pub(crate) fn holds(&self, mark: &Arc<Mark>) -> bool {
+        self.marks().any(|held| Arc::ptr_eq(held, mark))
+    }
+
+    /// What the jobs of an entry leave in its room for a gradient, if all of them succeed.
+    pub(crate) fn leaves(&self, entry: usize) -> Leaves {
+        let of_entry = self.marks().filter(|mark| mark.entry == entry && mark.leaves != Leaves::Same);
+        of_entry.last().map_or(Leaves::Same, |mark| mark.leaves)
+    }
+
+    /// Jobs that run, then those that wait, in their order.
+    fn marks(&self) -> impl Iterator<Item = &Arc<Mark>> {
+        self.running.iter().chain(self.jobs.iter().map(|job| &job.mark))
     }
 
     /// Tells the jobs that run (of one entry alone, if one is given) to end as soon as may be.

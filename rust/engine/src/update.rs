@@ -1,15 +1,27 @@
 //! Adam's update of an entry: a chunk's state (and its values where they are the master) is read, computed, written.
 
-use memascend_math::{Floats, FloatsMut, Scalars, State, adam};
+use memascend_math::{Floats, FloatsMut, Scalars, State, adam, scale};
+use memascend_mem::Wait;
 use memascend_store::{Description, Dtype, Shared};
 
 use crate::{
     Error, Gradient, Result,
-    bench::{Bench, Read, Write, clear_from, elements_mut, floats_mut},
+    bench::{Bench, Read, Write, clear_from, elements_mut, floats, floats_mut},
+    spill::required,
 };
 
+/// What an entry is updated by.
+pub(crate) enum By {
+    Given(Gradient),
+    /// What is spilled, multiplied by each factor in turn as torch's `mul_` does it.
+    Spilled {
+        dtype: Dtype,
+        factors: Vec<f32>,
+    },
+}
+
 pub(crate) struct Update {
-    pub(crate) gradient: Gradient,
+    pub(crate) by: By,
     pub(crate) scalars: Scalars,
     /// The entry's count of updates, this one included.
     pub(crate) step: u64,
@@ -17,22 +29,53 @@ pub(crate) struct Update {
 
 impl Update {
     pub(crate) fn nbytes(&self) -> usize {
-        self.gradient.nbytes()
+        match &self.by {
+            By::Given(gradient) => gradient.nbytes(),
+            By::Spilled { .. } => 0,
+        }
     }
 
-    pub(crate) fn reads<'a>(bench: &Bench<'a>, entry: usize, turn: u32, memory: &Shared) -> Result<Vec<Read<'a>>> {
-        let mut reads = Vec::with_capacity(2);
+    pub(crate) fn begin(&self, bench: &Bench<'_>, entry: usize) -> Result<()> {
+        if matches!(self.by, By::Spilled { .. }) {
+            required(bench.store, entry)?;
+        }
+        Ok(bench.store.begin(entry, self.step, Wait::forever())?)
+    }
+
+    pub(crate) fn reads<'a>(
+        &self,
+        bench: &Bench<'a>,
+        entry: usize,
+        turn: u32,
+        memory: &Shared,
+    ) -> Result<Vec<Read<'a>>> {
+        let mut reads = Vec::with_capacity(3);
         if bench.store.description().entries[entry].dtype == Dtype::F32 {
             reads.push(bench.read(entry, turn, memory)?);
         }
         reads.push(bench.read(entry, bench.chunks_of(entry) + turn, memory)?);
+        if matches!(self.by, By::Spilled { .. }) {
+            reads.push(bench.read_spill(entry, turn, memory)?);
+        }
         Ok(reads)
     }
 
     pub(crate) fn compute(&self, bench: &Bench<'_>, entry: usize, turn: u32, memory: &Shared) -> Result<()> {
         let elements = bench.elements(entry, turn);
-        let gradient = self.gradient.part(elements.start, elements.len());
-        stepped(bench, entry, turn, memory, gradient, &self.scalars)
+        match &self.by {
+            By::Given(gradient) => {
+                let gradient = gradient.part(elements.start, elements.len());
+                stepped(bench, entry, turn, memory, gradient, &self.scalars)
+            }
+            By::Spilled { dtype, factors } => {
+                let (part, _) = bench.spill_part(entry, turn, memory)?;
+                for factor in factors {
+                    // SAFETY: nothing is in flight of this chunk, which is this turn's.
+                    scale(unsafe { floats_mut(&part, *dtype, elements.len()) }, *factor, bench.exec);
+                }
+                stepped(bench, entry, turn, memory, floats(&part, *dtype, 0, elements.len()), &self.scalars)
+            }
+        }
     }
 
     pub(crate) fn writes<'a>(

@@ -179,8 +179,13 @@ impl Store {
         waiting(py, None, |wait| self.inner.commit(commit, wait))?.map_err(|error| store_error(py, &error))
     }
 
-    fn discard(&self, py: Python<'_>) -> PyResult<()> {
-        waiting(py, None, |wait| self.inner.discard(wait))?.map_err(|error| store_error(py, &error))
+    #[pyo3(signature = (entry=None))]
+    fn discard(&self, py: Python<'_>, entry: Option<usize>) -> PyResult<()> {
+        waiting(py, None, |wait| match entry {
+            Some(entry) => self.inner.discard_entry(entry, wait),
+            None => self.inner.discard(wait),
+        })?
+        .map_err(|error| store_error(py, &error))
     }
 
     /// Checks every live piece; `progress(done, all)` may raise. Returns (pieces, bytes).

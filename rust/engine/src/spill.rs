@@ -1,0 +1,158 @@
+//! Gradients that wait beside the slots: written, added to, read back, forgotten.
+
+use std::cell::Cell;
+
+use memascend_math::{add, check};
+use memascend_store::{Buffer, Dtype, Shared, Spilled, Store};
+
+use crate::{
+    Error, Gradient, Result,
+    bench::{Bench, Read, Write, bytes_mut, clear_from, floats, floats_mut},
+};
+
+/// A gradient on its way to the room of its entry.
+pub(crate) struct Spill {
+    gradient: Gradient,
+    /// It is added to what lies there, in its own dtype.
+    adds: bool,
+    /// Of the chunks that were computed.
+    so_far: Cell<Spilled>,
+}
+
+impl Spill {
+    pub(crate) fn new(store: &Store, entry: usize, gradient: Gradient, adds: bool) -> Result<Self> {
+        let described = &store.description().entries[entry];
+        let name = &described.name;
+        let dtype = spill_dtype(store, entry)?;
+        if gradient.dtype() != dtype || gradient.elements() != described.elements() {
+            let (got, elements) = (gradient.dtype().name(), gradient.elements());
+            let (wanted, room) = (dtype.name(), described.elements());
+            return Err(Error::Invalid(format!(
+                "the gradient of {name:?} has {elements} elements of {got}, and there is room for {room} of {wanted}"
+            )));
+        }
+        Ok(Self { gradient, adds, so_far: Cell::new(Spilled { nonfinite: false, squared_norm: 0.0 }) })
+    }
+
+    pub(crate) fn nbytes(&self) -> usize {
+        self.gradient.nbytes()
+    }
+
+    pub(crate) fn begin(&self, bench: &Bench<'_>, entry: usize) -> Result<()> {
+        if self.adds {
+            required(bench.store, entry)?;
+        }
+        // A gradient without chunks is whole at once.
+        let whole = (bench.chunks_of(entry) == 0).then(|| self.so_far.get());
+        Ok(bench.store.set_spilled(entry, whole)?)
+    }
+
+    pub(crate) fn reads<'a>(
+        &self,
+        bench: &Bench<'a>,
+        entry: usize,
+        turn: u32,
+        memory: &Shared,
+    ) -> Result<Vec<Read<'a>>> {
+        if self.adds { Ok(vec![bench.read_spill(entry, turn, memory)?]) } else { Ok(Vec::new()) }
+    }
+
+    pub(crate) fn compute(&self, bench: &Bench<'_>, entry: usize, turn: u32, memory: &Shared) -> Result<()> {
+        let elements = bench.elements(entry, turn);
+        let (part, used) = bench.spill_part(entry, turn, memory)?;
+        let given = self.gradient.part(elements.start, elements.len());
+        let dtype = self.gradient.dtype();
+        // SAFETY: nothing is in flight of this chunk, which is this turn's.
+        unsafe { clear_from(&part, used) };
+        if self.adds {
+            // SAFETY: as above.
+            add(unsafe { floats_mut(&part, dtype, elements.len()) }, given, bench.exec)?;
+        } else {
+            // SAFETY: as above.
+            let bytes = unsafe { bytes_mut(&part) };
+            let size = used / elements.len().max(1);
+            bytes[..used].copy_from_slice(self.gradient.bytes(elements.start * size, used));
+        }
+        let found = check(floats(&part, dtype, 0, elements.len()), bench.exec);
+        let mut so_far = self.so_far.get();
+        so_far.nonfinite |= found.nonfinite;
+        so_far.squared_norm += found.squared_norm;
+        self.so_far.set(so_far);
+        if turn + 1 == bench.chunks_of(entry) {
+            // A write of it that fails takes this back.
+            bench.store.set_spilled(entry, Some(so_far))?;
+        }
+        Ok(())
+    }
+
+    pub(crate) fn writes<'a>(
+        bench: &mut Bench<'a>,
+        entry: usize,
+        turn: u32,
+        memory: &Shared,
+    ) -> Result<Vec<Write<'a>>> {
+        Ok(vec![bench.write_spill(entry, turn, memory)?])
+    }
+}
+
+/// A spilled gradient on its way to memory of the caller's.
+pub(crate) struct Unspill {
+    into: Box<dyn Buffer>,
+}
+
+impl Unspill {
+    /// Into memory that nobody else uses until the job has ended.
+    pub(crate) fn new(store: &Store, entry: usize, into: Box<dyn Buffer>) -> Result<Self> {
+        let described = &store.description().entries[entry];
+        let wanted = described.elements() * spill_dtype(store, entry)?.bytes();
+        if into.len() as u64 != wanted {
+            let (name, got) = (&described.name, into.len());
+            return Err(Error::Invalid(format!("the gradient of {name:?} has {wanted} bytes, not {got}")));
+        }
+        Ok(Self { into })
+    }
+
+    pub(crate) fn begin(bench: &Bench<'_>, entry: usize) -> Result<()> {
+        required(bench.store, entry)
+    }
+
+    pub(crate) fn reads<'a>(bench: &Bench<'a>, entry: usize, turn: u32, memory: &Shared) -> Result<Vec<Read<'a>>> {
+        Ok(vec![bench.read_spill(entry, turn, memory)?])
+    }
+
+    pub(crate) fn compute(&self, bench: &Bench<'_>, entry: usize, turn: u32, memory: &Shared) -> Result<()> {
+        let (part, used) = bench.spill_part(entry, turn, memory)?;
+        let elements = bench.elements(entry, turn);
+        let start = elements.start * (used / elements.len().max(1));
+        assert!(start + used <= self.into.len(), "a gradient past the end of its memory");
+        // SAFETY: inside the memory, see above.
+        let first = unsafe { self.into.as_ptr().as_ptr().add(start) };
+        // SAFETY: nobody else uses the memory, see `new`, and nothing is in flight of the chunk.
+        unsafe { std::ptr::copy_nonoverlapping(part.as_ptr().as_ptr(), first, used) };
+        Ok(())
+    }
+}
+
+/// The dtype of gradients that an entry has room for, if it is one that can be computed with.
+pub(crate) fn spill_dtype(store: &Store, entry: usize) -> Result<Dtype> {
+    let described = &store.description().entries[entry];
+    let name = &described.name;
+    match described.spill {
+        Some(dtype @ (Dtype::F32 | Dtype::Bf16 | Dtype::F16)) => Ok(dtype),
+        Some(dtype) => Err(Error::Invalid(format!(
+            "the gradients of {name:?} spill as {}: float32, bfloat16 and float16 can be computed with",
+            dtype.name()
+        ))),
+        None => Err(Error::Invalid(format!("{name:?} was described without room for gradients that spill"))),
+    }
+}
+
+/// That a whole gradient lies there.
+pub(crate) fn required(store: &Store, entry: usize) -> Result<()> {
+    if store.spilled(entry)?.is_some() { Ok(()) } else { Err(nothing(store, entry)) }
+}
+
+pub(crate) fn nothing(store: &Store, entry: usize) -> Error {
+    let name = &store.description().entries[entry].name;
+    Error::Usage(format!("no gradient of {name:?} is spilled, or it was lost to an error or a discard"))
+}
