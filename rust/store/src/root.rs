@@ -61,16 +61,17 @@ pub(crate) fn read(page: &[u8], uuid: &Uuid) -> Result<Option<Root>, Malformed> 
     if page.iter().all(|&byte| byte == 0) {
         return Ok(None);
     }
-    let sectors = [page.get(..SECTOR_BYTES), page.get(page.len().saturating_sub(SECTOR_BYTES)..)];
-    let copies =
-        sectors.map(|sector| sector.ok_or("it is too short".to_owned()).and_then(|sector| decode(sector, uuid)));
-    let [first, last] = copies;
+    if page.len() < SECTOR_BYTES {
+        return Err("it is too short".into());
+    }
+    let sectors = [&page[..SECTOR_BYTES], &page[page.len() - SECTOR_BYTES..]];
+    let [first, last] = sectors.map(|sector| decode(sector, uuid));
     match (first, last) {
         (Ok(first), Ok(last)) => Ok(Some(if first.generation >= last.generation { first } else { last })),
         (Ok(one), Err(_)) | (Err(_), Ok(one)) => Ok(Some(one)),
         (Err(why), Err(_)) => {
             // A page whose first write tore has a copy that is still blank.
-            let blank = |sector: Option<&[u8]>| sector.is_some_and(|sector| sector.iter().all(|&byte| byte == 0));
+            let blank = |sector: &[u8]| sector.iter().all(|&byte| byte == 0);
             if sectors.into_iter().any(blank) { Ok(None) } else { Err(why) }
         }
     }

@@ -193,6 +193,16 @@ fn encoded() -> Vec<u8> {
     bytes[4096 * 3..].to_vec()
 }
 
+#[test]
+fn a_page_that_is_cut_short_is_refused() {
+    let bytes = trained().0;
+    let (page, uuid) = (&bytes[4096..8192], &toy::UUID);
+    assert!(matches!(parse_root(page, uuid), Ok(Some(_))));
+    for length in 1..512 {
+        assert!(parse_root(&page[..length], uuid).is_err(), "{length} bytes");
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 3000, ..ProptestConfig::default() })]
 
