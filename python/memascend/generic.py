@@ -38,6 +38,8 @@ __all__ = [
 class Chunk(Protocol):
     """A part of a parameter, or all of it, in memory: what is written into its tensors is stored.
 
+    Nothing of it is held after the call. A parameter without elements has one chunk, without elements.
+
     Attributes:
         values: the values.
         gradient: the gradient of these values, or None.

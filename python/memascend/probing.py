@@ -29,7 +29,8 @@ class Kept:
     """What an optimizer keeps for one parameter.
 
     Attributes:
-        tensors: its state by torch's names, on "meta"; scalars are 0-dim, and "master" is ours.
+        tensors: its state by torch's names, on "meta", what has the parameter's shape laid out as that is; scalars are
+            0-dim, and "master" is ours.
         numbers: the names among them that are Python's numbers in torch's state, and of which type.
         shape: the parameter's.
         stride: the parameter's, in elements, as its bytes are laid out.
@@ -86,10 +87,12 @@ def describe(
         raise ConfigError("the optimizer does not own this parameter")
     dtype = arithmetic_dtype(parameter.dtype, master_dtype)
     master = dtype != parameter.dtype
+    # Where elements are repeated or left out there is no such layout, and this is the next best.
+    stride = torch.empty_like(parameter, device="meta", memory_format=torch.preserve_format).stride()
     tensors: dict[str, torch.Tensor] = {}
     numbers: dict[str, type] = {}
     if master:
-        tensors[_MASTER] = torch.empty(parameter.shape, dtype=dtype, device="meta")
+        tensors[_MASTER] = torch.empty_strided(parameter.shape, stride, dtype=dtype, device="meta")
     attributes = user_attributes(parameter)
     found = _tried(optimizer, index, parameter.shape, dtype, attributes)
     existing = optimizer.state.get(parameter, {})
@@ -105,7 +108,9 @@ def describe(
             kind = value.dtype
             if master and value.dtype == parameter.dtype:
                 kind = dtype
-            tensors[name] = torch.empty(value.shape, dtype=kind, device="meta")
+            made = torch.empty(value.shape, dtype=kind, device="meta")
+            # State of the parameter's shape lies as the parameter does.
+            tensors[name] = made.as_strided(made.shape, stride) if made.shape == parameter.shape else made
         else:
             kind_name = "a sparse tensor" if isinstance(value, torch.Tensor) else f"a {type(value).__qualname__}"
             raise ConfigError(
@@ -115,8 +120,7 @@ def describe(
         tensors=tensors,
         numbers=numbers,
         shape=parameter.shape,
-        # Where elements are repeated or left out there is no such layout, and this is the next best.
-        stride=torch.empty_like(parameter, device="meta", memory_format=torch.preserve_format).stride(),
+        stride=stride,
         dtype=dtype,
         master=master,
         # The scalars of a 0-dim parameter would pass for parts of it.

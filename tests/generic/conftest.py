@@ -57,7 +57,7 @@ class Streamed:
         parted = {name for name, tensor in self.kept.tensors.items() if tensor.shape == self.kept.shape}
         numel = self.values.numel()
         size = numel if whole else self.chunk
-        for start in range(0, numel, max(1, size)):
+        for start in range(0, max(1, numel), max(1, size)):
             end = min(numel, start + size)
 
             def part(tensor, start=start, end=end):

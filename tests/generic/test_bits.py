@@ -49,7 +49,8 @@ DTYPES = {
 
 def parameters(name, dtype):
     generator = torch.Generator().manual_seed(5)
-    shapes = [[(4097,), (3, 1741)], [(1,), (), (7, 5, 3)]]
+    # torch's Adafactor divides by the number of elements.
+    shapes = [[(4097,), (3, 1741)], [(1,), (), (7, 5, 3), (3,) if name == "Adafactor" else (0, 5)]]
     if name == "Muon":
         shapes = [[(130, 33), (3, 1741)], [(7, 5)]]
     if name == "SparseAdam":
@@ -124,8 +125,9 @@ def run_and_compare(streamed_part, bits):
                 zip(members(original), members(reference), strict=True)
             ):
                 twin.grad = None
-                if (step + index) % 4 == 1:
-                    continue  # an expert that got no token
+                # An expert that got no token; torch's own fused SGD fails where only some have a buffer.
+                if (step + index) % 4 == 1 and not (name == "SGD" and "fused" in options):
+                    continue
                 gradient = gradient_of(name, parameter, generator)
                 twin.grad = gradient.to(twin.dtype)
                 streamed[index].step(original, group, gradient)

@@ -1,5 +1,8 @@
 """One update at a time: what it is made from, what it refuses, and what of it runs elsewhere."""
 
+import gc
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -45,6 +48,32 @@ def test_sparse_gradients_get_the_bits_of_torch(streamed_part, bits, name):
     streamed.chunk = 7
     with pytest.raises(UsageError, match="whole=True"):
         streamed.apply(function, twin.grad, whole=False)
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "Adagrad", "Rprop", "Adafactor", "Muon"])
+def test_nothing_of_a_chunk_is_held_after_the_call(name):
+    """The engine leases the memory, and waits for what does not come back."""
+    parameter = torch.nn.Parameter(torch.randn(8, 4, dtype=torch.bfloat16))
+    optimizer = getattr(torch.optim, name)([parameter])
+    kept = generic.describe(optimizer, parameter)
+    buffers = {of: bytearray(max(1, tensor.nbytes)) for of, tensor in {**kept.tensors, "": parameter}.items()}
+    buffers["gradient"] = bytearray(b"1" * parameter.nbytes)
+
+    def chunk():
+        tensors = {of: torch.frombuffer(buffers[of], dtype=tensor.dtype) for of, tensor in kept.tensors.items()}
+        values, gradient = (torch.frombuffer(buffers[of], dtype=torch.bfloat16) for of in ("", "gradient"))
+        return SimpleNamespace(values=values, gradient=gradient, state=tensors, start=0, count=32, last=True)
+
+    gc.disable()
+    try:
+        for first in (True, False):
+            function = generic.update(optimizer, optimizer.param_groups[0], kept, first=first)
+            function(chunk())
+            for buffer in buffers.values():
+                buffer.append(0)  # a BufferError while a tensor lies on it
+                buffer.pop()
+    finally:
+        gc.enable()
 
 
 def test_state_without_its_optimizers_options_is_kept():
