@@ -33,7 +33,8 @@ MODULES = {
     "memascend.plan": {"errors"},
     "memascend.memory": {"errors", "_core"},
     "memascend.nvme": {"errors", "_core"},
-    "memascend.engine": {"errors", "_core"},
+    "memascend.chunk": set(),
+    "memascend.engine": {"chunk", "errors", "_core"},
     "memascend.kernels": {"errors", "_core"},
     "memascend.cli": {"engine", "errors", "memory", "nvme", "plan", "kernels"},
 }
