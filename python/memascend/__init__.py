@@ -20,6 +20,10 @@ if TYPE_CHECKING:
         TimeoutExpired,
         UsageError,
     )
+    from memascend.offload import offload
+    from memascend.optimizer import OffloadedOptimizer
+    from memascend.plan import Plan
+    from memascend.surgery import materialized
 
 __all__ = [
     "BudgetError",
@@ -27,21 +31,36 @@ __all__ = [
     "CorruptionError",
     "MemascendError",
     "MemoryLimitError",
+    "OffloadedOptimizer",
+    "Plan",
     "StorageError",
     "TimeoutExpired",
     "UsageError",
     "__version__",
     "engine",
     "kernels",
+    "materialized",
     "memory",
     "nvme",
+    "offload",
 ]
 
 _MODULES = ("engine", "kernels", "memory", "nvme")
-_ERRORS = tuple(name for name in __all__ if name[0].isupper())
+_OWNERS = {
+    "OffloadedOptimizer": "optimizer",
+    "Plan": "plan",
+    "materialized": "surgery",
+    "offload": "offload",
+}
+_ERRORS = tuple(name for name in __all__ if name[0].isupper() and name not in _OWNERS)
 
 
 def __getattr__(name: str) -> Any:
+    if name in _OWNERS:
+        # Kept, as the module of the same name would take the place of the function.
+        value = getattr(importlib.import_module(f"memascend.{_OWNERS[name]}"), name)
+        globals()[name] = value
+        return value
     if name in _MODULES:
         return importlib.import_module(f"memascend.{name}")
     if name in _ERRORS:

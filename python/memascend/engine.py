@@ -329,9 +329,9 @@ class Store:
         """Make all that is staged live at once; None leaves what was committed before. Returns the generation."""
         return self._core.commit(step, _json(user_state), _json(hyperparameters))
 
-    def discard(self) -> None:
-        """Forget all that is staged."""
-        self._core.discard()
+    def discard(self, name: str | None = None) -> None:
+        """Forget all that is staged, or what is staged of one entry."""
+        self._core.discard(None if name is None else self.index(name))
 
     def verify(self, progress: Callable[[int, int], object] | None = None) -> tuple[int, int]:
         """Read and check everything that is live; `progress(done, all)` hears of bytes.
@@ -607,8 +607,28 @@ class Engine:
         """Bytes of host memory that it holds, beside the gradients in its queue."""
         return self._core.staging_bytes
 
+    def trace(self, path: _Path) -> None:
+        """Record what happens to the store, until `trace_end`, into a new file for Perfetto or chrome://tracing.
+
+        Reads, writes and flushes; what the engine's thread computes and waits for; waits for fetched units. Some 150
+        bytes of file for each, and nothing is spent on it while no trace is recorded.
+
+        Raises:
+            StorageError: the file exists, or cannot be made.
+            ConfigError: a trace is being recorded already.
+        """
+        self.store._core.trace(os.fspath(path))  # noqa: SLF001
+
+    def trace_end(self) -> None:
+        """End the trace, as closing the store does too. Nothing happens where there is none.
+
+        Raises:
+            StorageError: the file could not be written whole.
+        """
+        self.store._core.trace_end()  # noqa: SLF001
+
     def counters(self) -> dict[str, Any]:
-        """Updates and chunks, bytes by kind, and "seconds" by what its thread did."""
+        """Updates and chunks, bytes by kind, bytes "queued" and the most of them, and "seconds" by what its thread did."""
         return self._core.counters()
 
     def close(self) -> None:

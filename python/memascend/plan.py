@@ -1,16 +1,29 @@
-"""What is decided before the run. So far: the classes of an arena, from what must be in memory together."""
+"""What is decided before the run: units in a budget, the classes of their arena, and what a step then moves."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from typing import TYPE_CHECKING
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
-from memascend.errors import ConfigError
+from memascend import memory
+from memascend.errors import BudgetError, ConfigError
+from memascend.planned import Plan, readable
+from memascend.schedule import forward_order, reads, windows
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
+    from typing import Literal
 
-__all__ = ["arena_classes"]
+    from memascend.units import Unit
+
+__all__ = ["Plan", "arena_classes", "make_plan"]
+
+# What an arena keeps on the heap beside its slots: for itself, for each class, for each slot.
+_ARENA_BYTES, _CLASS_BYTES, _SLOT_BYTES = 16_416, 112, 5
+# Staging chunks: fewer do not overlap at all, more than four gain nothing measurable.
+_CHUNKS_MIN, _CHUNKS = 2, 4
 
 
 def arena_classes(windows: Sequence[Sequence[int]]) -> dict[int, int]:
@@ -43,3 +56,285 @@ def arena_classes(windows: Sequence[Sequence[int]]) -> dict[int, int]:
         classes[sizes[count - 1]] = slots
         count = first
     return classes
+
+
+class Sizes(Protocol):
+    """What a store takes, as `engine.sizes()` says."""
+
+    @property
+    def total_bytes(self) -> int:
+        """On storage."""
+
+    @property
+    def slot_bytes(self) -> int:
+        """One slot of all values and state."""
+
+    @property
+    def index_bytes(self) -> int:
+        """The index in memory."""
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Memory that a commit writes from."""
+
+    @property
+    def chunk_bytes(self) -> int:
+        """One staging chunk."""
+
+    @property
+    def unit_bytes(self) -> Mapping[str, int]:
+        """What a lease for the values of each unit takes."""
+
+
+def make_plan(
+    units: Sequence[Unit],
+    sizes: Sizes,
+    *,
+    gradients: Literal["auto", "fused", "ssd", "ram"],
+    largest_gradient: int,
+    all_gradients: int,
+    whole_bytes: int = 0,
+    budget: int | None = None,
+    segment: int = 1,
+    update_values: Literal["resident", "read", "never"] = "resident",
+) -> Plan:
+    """Decide what lies in memory, within `budget` bytes of host memory.
+
+    Args:
+        units: in the order of the forward.
+        sizes: of the store that holds them.
+        gradients: how they are kept: "ram" needs memory for all of them, the others for the largest.
+        largest_gradient: bytes of it.
+        all_gradients: bytes of all of them.
+        whole_bytes: what an optimizer needs that updates whole parameters.
+        budget: the limit; None: the smallest that keeps disk and compute busy. Of a larger one, units stay resident.
+        segment: units that a checkpoint segment recomputes together.
+        update_values: whether an update reads the values: "resident" where their unit was evicted (the compact state),
+            "read" always (values of 32 bits), "never" (the state has a master of its own).
+
+    Raises:
+        BudgetError: the budget is too small; `smallest` is the one that works, to the byte.
+    """
+    if segment < 1:
+        raise ConfigError(f"a checkpoint segment has at least one unit, not {segment}")
+    planner = _Planner(units, sizes, gradients, largest_gradient, all_gradients, whole_bytes, segment)
+    # From the smallest plan to the comfortable one, in the order of what it gains: two chunks more cost little.
+    rungs = [
+        planner.settled(1, _CHUNKS_MIN, largest_gradient),
+        planner.settled(1, _CHUNKS, largest_gradient),
+        planner.settled(2, _CHUNKS, largest_gradient),
+        planner.settled(2, _CHUNKS, planner.queue_bytes),
+    ]
+    smallest = min(rung.peak for rung in rungs)
+    comfortable = rungs[-1].peak
+    if budget is not None and budget < smallest:
+        largest = max(units, key=planner.bytes_of)
+        raise BudgetError(
+            f"host_memory {readable(budget)} is too small: the smallest budget that works is {smallest} bytes "
+            f"({readable(smallest)}), of which {rungs[0].owners()}; the largest unit, {largest.name!r}, has "
+            f"{readable(planner.bytes_of(largest))}",
+            smallest=smallest,
+        )
+    budget = comfortable if budget is None else budget
+    ample = planner.widened(rungs[-1], None)
+    if budget >= comfortable:
+        chosen = planner.widened(rungs[-1], budget)
+    else:
+        chosen = [rung for rung in rungs if rung.peak <= budget][-1]
+        # Gradients get what is left, up to what they would have with ease.
+        spare = 0 if gradients == "ram" else budget - chosen.peak
+        chosen = planner.settled(
+            chosen.window, chosen.chunks, max(chosen.queue_bytes, min(planner.queue_bytes, chosen.queue_bytes + spare))
+        )
+    now = planner.reads(chosen.classes)
+    base = planner.reads(rungs[-1].classes)
+    best = planner.reads(ample.classes)
+    # Below the comfortable window, a unit may have made room before its update is done.
+    evicted = update_values == "read" or (
+        update_values == "resident" and (chosen.window < 2 or gradients in ("ssd", "ram"))
+    )
+    trained = sum(planner.bytes_of(unit) - unit.frozen_bytes for unit in units)
+    state = sizes.slot_bytes - sum(sizes.unit_bytes.values())
+    spilled = all_gradients if gradients == "ssd" else 0
+    read = {
+        "values, forward": now.forward,
+        "values, backward": now.backward,
+        "values, update": trained if evicted else 0,
+        "state": state,
+        "gradients": spilled,
+    }
+    return Plan(
+        units=tuple(units),
+        order=tuple(unit.name for unit in planner.order),
+        classes=chosen.classes,
+        window=chosen.window,
+        segment=segment,
+        chunks=chosen.chunks,
+        gradients=gradients,
+        queue_bytes=chosen.queue_bytes,
+        resident=now.resident,
+        whole_bytes=whole_bytes,
+        host=chosen.host,
+        host_peak=chosen.peak,
+        budget=budget,
+        smallest=smallest,
+        comfortable=comfortable,
+        ample=ample.peak,
+        disk_bytes=sizes.total_bytes,
+        read_bytes={kind: nbytes for kind, nbytes in read.items() if nbytes},
+        written_bytes={
+            kind: nbytes for kind, nbytes in (("values", trained), ("state", state), ("gradients", spilled)) if nbytes
+        },
+        saved_bytes=max(0, base.total - now.total),
+        savable_bytes=max(0, now.total - best.total),
+    )
+
+
+@dataclass(frozen=True)
+class _Held:
+    """One way to divide memory."""
+
+    window: int
+    chunks: int
+    queue_bytes: int
+    classes: dict[int, int]
+    host: dict[str, int]
+
+    @property
+    def peak(self) -> int:
+        return sum(self.host.values())
+
+    def owners(self) -> str:
+        ranked = sorted(self.host.items(), key=lambda item: -item[1])
+        return ", ".join(f"{owner} {readable(nbytes)}" for owner, nbytes in ranked if nbytes)
+
+
+@dataclass(frozen=True)
+class _Reads:
+    """Bytes of values that a step reads to compute with."""
+
+    forward: int
+    backward: int
+    resident: frozenset[str]
+
+    @property
+    def total(self) -> int:
+        return self.forward + self.backward
+
+
+class _Planner:
+    """What the parts of a plan have in common."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        sizes: Sizes,
+        gradients: str,
+        largest_gradient: int,
+        all_gradients: int,
+        whole_bytes: int,
+        segment: int,
+    ) -> None:
+        self.units, self.sizes, self.segment = units, sizes, segment
+        self.order = [unit for unit in forward_order(units) if self.bytes_of(unit)]
+        self.kept_bytes = max(all_gradients, largest_gradient) if gradients == "ram" else 0
+        self.whole_bytes = whole_bytes
+        # With ease: the largest gradient is worked on while those of one block come in.
+        counts = Counter(self.bytes_of(unit) for unit in units if not unit.pinned)
+        block = max(counts.items(), key=lambda item: (item[1], item[0]), default=(0, 0))[0]
+        self.queue_bytes = max(largest_gradient, min(largest_gradient + block, all_gradients))
+
+    def bytes_of(self, unit: Unit) -> int:
+        return self.sizes.unit_bytes.get(unit.name, unit.nbytes)
+
+    def settled(self, window: int, chunks: int, queue_bytes: int) -> _Held:
+        """The smallest memory that does with this window, these chunks, this queue."""
+        held = windows(self.units, window + self.segment - 1)
+        contents = [[self.bytes_of(unit) for unit in content.values() if self.bytes_of(unit)] for content in held]
+        return self._held(window, chunks, queue_bytes, arena_classes([content for content in contents if content]))
+
+    def _held(self, window: int, chunks: int, queue_bytes: int, classes: dict[int, int]) -> _Held:
+        if self.kept_bytes:
+            # Their updates wait in the memory that they have anyway.
+            queue_bytes = self.kept_bytes
+        staging = {self.sizes.chunk_bytes: chunks} if self.sizes.chunk_bytes else {}
+        host = {
+            "units": _reserved(classes),
+            "update staging": _reserved(staging),
+            "gradients": queue_bytes,
+            "catalog": self.sizes.buffer_bytes,
+            "index": self.sizes.index_bytes,
+            "whole parameters": self.whole_bytes,
+        }
+        return _Held(window, chunks, queue_bytes, classes, host)
+
+    def _by_class(self, classes: Mapping[int, int]) -> dict[int, tuple[list[Unit], int]]:
+        """For each class its units in the order of the forward, and the slots that pinned ones leave them."""
+        bounds = sorted(classes)
+        members: dict[int, list[Unit]] = {bound: [] for bound in bounds}
+        left = dict(classes)
+        for unit in self.units:
+            if unit.pinned and self.bytes_of(unit):
+                left[bounds[bisect_left(bounds, self.bytes_of(unit))]] -= 1
+        for unit in self.order:
+            members[bounds[bisect_left(bounds, self.bytes_of(unit))]].append(unit)
+        return {bound: (members[bound], left[bound]) for bound in bounds}
+
+    def reads(self, classes: Mapping[int, int]) -> _Reads:
+        """What a step reads with these slots."""
+        # A pinned unit is read anew after a commit that changed it.
+        pinned = [unit for unit in self.units if unit.pinned]
+        forward = sum(self.bytes_of(unit) for unit in pinned if unit.frozen_bytes < unit.nbytes)
+        backward = 0
+        resident = {unit.name for unit in pinned}
+        for members, slots in self._by_class(classes).values():
+            ahead, back = reads(members, slots)
+            for unit in {unit.name: unit for unit in members}.values():
+                forward += ahead[unit.name] * self.bytes_of(unit)
+                backward += back[unit.name] * self.bytes_of(unit)
+                if ahead[unit.name] + back[unit.name] <= 1:
+                    resident.add(unit.name)
+        return _Reads(forward, backward, frozenset(resident))
+
+    def widened(self, held: _Held, budget: int | None) -> _Held:
+        """More slots, as long as they save reads and the budget has room; None: as many as save any."""
+        classes = held.classes
+        options = []
+        for bound, (members, slots) in self._by_class(classes).items():
+            wanted = len({unit.name for unit in members}) - slots
+            if wanted > 0:
+                gain = self._saved(members, slots, slots + wanted) / (wanted * bound)
+                options.append((gain, bound, members, slots, wanted))
+        # The most for its bytes first (frozen units stay from step to step), then the largest.
+        for _, bound, members, slots, wanted in sorted(options, key=lambda option: option[:2], reverse=True):
+            room = wanted if budget is None else (budget - held.peak) // (bound + _SLOT_BYTES)
+            count = min(wanted, room)
+            if count <= 0 or not self._saved(members, slots, slots + count):
+                continue
+            wider = self._held(
+                held.window, held.chunks, held.queue_bytes, {**held.classes, bound: classes[bound] + count}
+            )
+            # Alignment may take a percent more than the slots themselves.
+            while budget is not None and wider.peak > budget and count > 0:
+                count -= 1
+                wider = self._held(
+                    held.window, held.chunks, held.queue_bytes, {**held.classes, bound: classes[bound] + count}
+                )
+            held = wider
+        return held
+
+    def _saved(self, members: Sequence[Unit], slots: int, more: int) -> int:
+        def total(count: int) -> int:
+            ahead, back = reads(members, count)
+            kinds = {unit.name: unit for unit in members}.values()
+            return sum((ahead[unit.name] + back[unit.name]) * self.bytes_of(unit) for unit in kinds)
+
+        return total(slots) - total(more)
+
+
+def _reserved(classes: Mapping[int, int]) -> int:
+    """What an arena of these classes takes, with its own tables."""
+    if not classes:
+        return 0
+    tables = _ARENA_BYTES + _CLASS_BYTES * len(classes) + _SLOT_BYTES * sum(classes.values())
+    return memory.layout(classes).reserved + tables

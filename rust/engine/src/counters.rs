@@ -27,6 +27,10 @@ pub struct Counters {
     pub spill_read: u64,
     /// Bytes of spilled gradients written.
     pub spill_written: u64,
+    /// Bytes of callers' tensors that wait or are being used now.
+    pub queued: u64,
+    /// The most of them, those of first values left out.
+    pub queued_peak: u64,
     /// Waiting for work.
     pub idle: Duration,
     /// Waiting for reads, their checksums included.

@@ -279,7 +279,8 @@ impl Engine {
     /// What it has done.
     #[must_use]
     pub fn counters(&self) -> Counters {
-        self.shared.queue.lock().counters
+        let state = self.shared.queue.lock();
+        Counters { queued: state.held_bytes as u64, ..state.counters }
     }
 
     /// Drops what waits, drains what is in flight and ends the thread. What was not committed is lost. Twice is fine.

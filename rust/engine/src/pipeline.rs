@@ -241,7 +241,12 @@ impl<'a> Pipeline<'a> {
         bench.counters.computing += computed - arrived;
         bench.counters.chunks += 1;
         let writes = job.work.writes(bench, entry, turn, &memory);
-        bench.counters.sealing += computed.elapsed();
+        let sealed = Instant::now();
+        bench.counters.sealing += sealed - computed;
+        let (trace, name) = (bench.store.volume().trace(), &bench.store.description().entries[entry].name);
+        trace.span("wait for reads", name, began, arrived);
+        trace.span("compute", name, arrived, computed);
+        trace.span("stage", name, computed, sealed);
         self.writing.push_back(Writing { writes: writes?, running: Rc::clone(&job.running) });
         if turn + 1 == job.turns {
             job.work.count(&mut bench.counters);
@@ -260,7 +265,11 @@ impl<'a> Pipeline<'a> {
                 result = Err(error);
             }
         }
-        self.bench.counters.writing += began.elapsed();
+        let ended = Instant::now();
+        self.bench.counters.writing += ended - began;
+        let store = self.bench.store;
+        let name = &store.description().entries[writing.running.mark.entry].name;
+        store.volume().trace().span("wait for writes", name, began, ended);
         result
     }
 

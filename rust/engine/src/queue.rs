@@ -11,7 +11,7 @@ use memascend_mem::Wait;
 
 use crate::{
     Counters, Error, Result,
-    job::{Job, Leaves, Mark},
+    job::{Job, Leaves, Mark, Work},
 };
 
 /// How often a waiting caller is asked whether it still wants to wait.
@@ -142,6 +142,9 @@ impl Queue {
             return Err(Error::Usage("the engine has been closed".into()));
         }
         state.held_bytes += bytes;
+        if !matches!(job.work, Work::Fill(_)) {
+            state.counters.queued_peak = state.counters.queued_peak.max(state.held_bytes as u64);
+        }
         state.jobs.push_back(job);
         drop(state);
         self.notify();

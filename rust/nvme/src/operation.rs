@@ -8,12 +8,13 @@ use std::{
         Arc, Condvar, Mutex,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
+    time::Instant,
 };
 
 use memascend_mem::Wait;
 
 use crate::{
-    Error, Lane, Result,
+    Error, Lane, Result, Trace,
     align::Alignment,
     backend::Backend,
     error::Action,
@@ -45,6 +46,14 @@ impl Kind {
         }
     }
 
+    fn name(self) -> &'static str {
+        match self {
+            Self::Read => "read",
+            Self::Write { .. } => "write",
+            Self::Flush => "flush",
+        }
+    }
+
     pub(crate) fn writes(self) -> bool {
         matches!(self, Self::Write { .. })
     }
@@ -62,6 +71,7 @@ pub(crate) struct Context {
     pub(crate) memory_align: usize,
     pub(crate) traffic: Traffic,
     pub(crate) counters: Counters,
+    pub(crate) trace: Trace,
     /// The failure of a write whose ticket nobody held any more; the next flush or the close tells it.
     pub(crate) unclaimed: Mutex<Option<Error>>,
     /// The first failed flush. What the kernel lost then it will not write again, so no later flush may succeed.
@@ -97,6 +107,7 @@ impl Context {
             memory_align: alignment.memory,
             traffic: Traffic::default(),
             counters: Counters::default(),
+            trace: Trace::new(),
             unclaimed: Mutex::default(),
             flush_failed: Mutex::default(),
         })
@@ -124,6 +135,8 @@ pub(crate) struct Operation {
     /// What is to be moved; for a flush, the number of devices.
     pub(crate) units: u64,
     pub(crate) address: Address,
+    /// When a caller's operation came, if a trace is recorded.
+    began: Option<Instant>,
     /// Units whose fate is not known yet.
     open: AtomicU64,
     failed: AtomicBool,
@@ -184,6 +197,7 @@ impl Operation {
             offset,
             units,
             address,
+            began: marks.begun.and_then(|_| context.trace.mark()),
             open: AtomicU64::new(units),
             failed: AtomicBool::new(false),
             marks,
@@ -234,6 +248,7 @@ impl Operation {
         }
         if let Some(begun) = self.marks.begun {
             self.count(error.as_ref());
+            context.trace.operation(self.kind.name(), self.began, (self.offset, self.units));
             context.traffic.end(begun);
         }
         state.done = true;

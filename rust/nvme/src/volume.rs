@@ -10,7 +10,7 @@ use std::{
 use memascend_mem::Wait;
 
 use crate::{
-    BackendChoice, BackendKind, Buffer, DeviceKind, Error, Lane, NotBegun, Result, Ticket, VolumeStats,
+    BackendChoice, BackendKind, Buffer, DeviceKind, Error, Lane, NotBegun, Result, Ticket, Trace, VolumeStats,
     backend::{self, Backend},
     bounce::Bounce,
     device::{self, Device, Opened},
@@ -240,6 +240,12 @@ impl Volume {
     #[must_use]
     pub fn devices(&self) -> &[DeviceInfo] {
         &self.devices
+    }
+
+    /// The recorder of what it does, and of what is done with it.
+    #[must_use]
+    pub fn trace(&self) -> &Trace {
+        &self.context.trace
     }
 
     /// What it has done.

@@ -85,7 +85,7 @@ fn the_lane_of_a_read_changes_no_byte() {
         options.stripe_bytes = Some(8192);
         let disks: Vec<SimDisk> = (0..=seed % 3).map(|_| SimDisk::new(PLACES * BYTES + 8192)).collect();
         let volume = sim::open(&disks, &faults, &options).unwrap_or_else(|error| panic!("{error}"));
-        let mut model = vec![0_u8; PLACES];
+        let mut model = [0_u8; PLACES];
         for _ in 0..20 {
             // Every place is written or read in this round, not both: all are in flight at once.
             let (mut writes, mut reads) = (Vec::new(), Vec::new());

@@ -152,6 +152,8 @@ impl Engine {
         dict.set_item("values_written", counters.values_written)?;
         dict.set_item("spill_read", counters.spill_read)?;
         dict.set_item("spill_written", counters.spill_written)?;
+        dict.set_item("queued", counters.queued)?;
+        dict.set_item("queued_peak", counters.queued_peak)?;
         let seconds = PyDict::new(py);
         seconds.set_item("idle", counters.idle.as_secs_f64())?;
         seconds.set_item("reading", counters.reading.as_secs_f64())?;

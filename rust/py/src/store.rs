@@ -12,7 +12,7 @@ use pyo3::{
 };
 
 use crate::{
-    errors::{config_error, store_error},
+    errors::{config_error, nvme_error, store_error},
     nvme::Held,
     waiting::waiting,
 };
@@ -180,8 +180,13 @@ impl Store {
         waiting(py, None, |wait| self.inner.commit(commit, wait))?.map_err(|error| store_error(py, &error))
     }
 
-    fn discard(&self, py: Python<'_>) -> PyResult<()> {
-        waiting(py, None, |wait| self.inner.discard(wait))?.map_err(|error| store_error(py, &error))
+    #[pyo3(signature = (entry=None))]
+    fn discard(&self, py: Python<'_>, entry: Option<usize>) -> PyResult<()> {
+        waiting(py, None, |wait| match entry {
+            Some(entry) => self.inner.discard_entry(entry, wait),
+            None => self.inner.discard(wait),
+        })?
+        .map_err(|error| store_error(py, &error))
     }
 
     /// Checks every live piece; `progress(done, all)` may raise. Returns (pieces, bytes).
@@ -204,10 +209,20 @@ impl Store {
         }
     }
 
+    /// Begins to record a trace into a new file.
+    #[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
+    fn trace(&self, py: Python<'_>, path: PathBuf) -> PyResult<()> {
+        py.detach(|| self.inner.volume().trace().begin(&path)).map_err(|error| nvme_error(py, &error))
+    }
+
+    fn trace_end(&self, py: Python<'_>) -> PyResult<()> {
+        py.detach(|| self.inner.volume().trace().end()).map_err(|error| nvme_error(py, &error))
+    }
+
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         waiting(py, None, |wait| self.inner.close(wait))?.map_err(|error| store_error(py, &error))?;
-        waiting(py, None, |wait| self.inner.volume().close(wait))?
-            .map_err(|error| crate::errors::nvme_error(py, &error))
+        waiting(py, None, |wait| self.inner.volume().close(wait))?.map_err(|error| nvme_error(py, &error))?;
+        self.trace_end(py)
     }
 }
 

@@ -91,7 +91,10 @@ impl<B: Buffer + Sync> Fetch<B> {
         let began = Instant::now();
         let deadline = wait.timeout.and_then(|timeout| began.checked_add(timeout));
         let result = self.waited(deadline, &mut wait);
-        self.store.counters.waited(began.elapsed());
+        let ended = Instant::now();
+        self.store.counters.waited(ended - began);
+        let unit = &self.store.description.units[self.unit];
+        self.store.volume.trace().span("wait for unit", unit, began, ended);
         result
     }
 

@@ -1,0 +1,82 @@
+"""Persistent buffers (BatchNorm's statistics, say): they stay in memory, and are committed with each step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from memascend.engine import Entry, Store
+
+__all__ = ["Buffers", "persistent_buffers"]
+
+# Buffers up to this many bytes in all are written with every step; more are only when they were seen to change.
+_ALWAYS_BYTES_MAX = 1 << 20
+
+
+class Buffers:
+    """The persistent buffers of a model."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._owners = {name: (module, short) for name, module, short in persistent_buffers(model)}
+        self._seen: dict[str, tuple[int, int]] = {}
+        self._staged: dict[str, tuple[int, int]] = {}
+        self._always = sum(self._tensor(name).nbytes for name in self._owners) <= _ALWAYS_BYTES_MAX
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        module, short = self._owners[name]
+        tensor = module._buffers[short]  # noqa: SLF001
+        assert tensor is not None
+        return tensor
+
+    @property
+    def names(self) -> list[str]:
+        """As `state_dict()` names them."""
+        return list(self._owners)
+
+    def entries(self, entry: type[Entry]) -> list[Entry]:
+        """How the store knows them."""
+        return [
+            entry(name=name, values=self._tensor(name).detach(), state={}, unit="buffers", buffer=True)
+            for name in self._owners
+        ]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A buffer's values, contiguous."""
+        return self._tensor(name).detach().contiguous()
+
+    def restore(self, store: Store) -> None:
+        """Take the values that the store holds."""
+        for name in self._owners:
+            values, _ = store.read(name)
+            with torch.no_grad():
+                self._tensor(name).copy_(values)
+
+    def stage(self, store: Store, step: int) -> None:
+        """Stage those that changed."""
+        self._staged = {}
+        for name in self._owners:
+            tensor = self._tensor(name)
+            mark = (id(tensor), tensor._version)  # noqa: SLF001
+            if self._always or self._seen.get(name) != mark:
+                store.discard(name)
+                store.stage(name, self.tensor(name), step=step)
+                self._staged[name] = mark
+
+    def committed(self) -> None:
+        """What was staged is on storage."""
+        self._seen.update(self._staged)
+
+
+def persistent_buffers(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module, str]]:
+    """Each persistent buffer once: its name, its module and its name there."""
+    seen: set[int] = set()
+    found = []
+    for prefix, module in model.named_modules():
+        for short, tensor in module._buffers.items():  # noqa: SLF001
+            if tensor is None or short in module._non_persistent_buffers_set or id(tensor) in seen:  # noqa: SLF001
+                continue
+            seen.add(id(tensor))
+            found.append((f"{prefix}.{short}" if prefix else short, module, short))
+    return found

@@ -1,0 +1,169 @@
+"""What `offload()` is asked for: every option, frozen, checked by itself and against the others."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from memascend.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["Options", "parse_bytes"]
+
+_UNITS = {
+    "": 1, "b": 1,
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+_SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE | re.ASCII)
+
+_Path = str | os.PathLike[str]
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "existing": ("refuse", "resume", "replace"),
+    "gradients": ("auto", "fused", "ssd", "ram"),
+    "durability": ("step", "close", "none"),
+    "activations": ("device", "host", "ssd"),
+}
+
+
+def parse_bytes(size: int | str, name: str = "a size") -> int:
+    """A number of bytes: an int, or text such as "8GiB", "1.5 GiB" or "500MB" (MB are 10^6, MiB 2^20).
+
+    Raises:
+        ConfigError: it is neither, or less than 1 byte; `name` is what the message calls it.
+    """
+    if isinstance(size, int) and not isinstance(size, bool):
+        nbytes = size
+    else:
+        match = _SIZE.fullmatch(size) if isinstance(size, str) else None
+        if match is None or match[2].lower() not in _UNITS:
+            raise ConfigError(f'{name} is a number of bytes, or text such as "8GiB" or "500MB", not {size!r}')
+        whole, _, fraction = match[1].partition(".")
+        # In integers: a float would lose bytes from 8 PiB on, and "1.1GB" is meant exactly.
+        nbytes = int(whole + fraction) * _UNITS[match[2].lower()] // 10 ** len(fraction)
+    if nbytes < 1:
+        raise ConfigError(f"{name} is at least 1 byte, not {size!r}")
+    return nbytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of `offload()`, as given; `paths`, `host_bytes` and `unit_names` in the form that is worked with.
+
+    Raises:
+        ConfigError: an option is wrong by itself or does not go with another; the message says what works.
+    """
+
+    storage: _Path | Sequence[_Path] | None = None
+    existing: Literal["refuse", "resume", "replace"] = "refuse"
+    host_memory: int | str | None = None
+    device: str | torch.device | None = None
+    gradients: Literal["auto", "fused", "ssd", "ram"] = "auto"
+    max_grad_norm: float | None = None
+    accumulation_steps: int = 1
+    loss_scale: float | Literal["dynamic"] | None = None
+    master_dtype: torch.dtype | None = torch.float32
+    units: Sequence[str] | None = None
+    weights: Any = None
+    checkpoint: _Path | None = None
+    scratch: _Path | None = None
+    device_memory: int | str | None = None
+    activations: Literal["device", "host", "ssd"] = "device"
+    durability: Literal["step", "close", "none"] = "step"
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"{name} is one of {', '.join(map(repr, choices))}, not {getattr(self, name)!r}")
+        self._check_device()
+        self._check_places()
+        self._check_numbers()
+        if self.master_dtype not in (None, torch.float32):
+            raise ConfigError(f"master_dtype is torch.float32 or None, not {self.master_dtype!r}")
+        _ = self.host_bytes, self.unit_names
+        if self.gradients == "fused" and self.max_grad_norm is not None:
+            raise ConfigError(
+                "max_grad_norm needs the norm of all gradients before the first update, and gradients='fused' updates "
+                "each as it appears: pass gradients='ssd' (or 'ram', or 'auto')"
+            )
+
+    def _check_device(self) -> None:
+        try:
+            device = torch.device("cpu" if self.device is None else self.device)
+        except (RuntimeError, TypeError) as error:
+            raise ConfigError(f"device is None or 'cpu', not {self.device!r}") from error
+        if device.type != "cpu":
+            raise ConfigError(f"device {str(device)!r} cannot be computed on yet: pass device=None or 'cpu'")
+        if self.device_memory is not None:
+            raise ConfigError(
+                "device_memory is the budget of a CUDA device, which cannot be computed on yet: leave it out"
+            )
+        if self.activations != "device":
+            raise ConfigError(f"activations={self.activations!r} is not there yet: leave it at 'device'")
+
+    def _check_places(self) -> None:
+        for name in ("weights", "checkpoint"):
+            if getattr(self, name) is not None:
+                raise ConfigError(
+                    f"{name}= is not there yet, it comes with the next release: load the values into the model (and "
+                    "optimizer) before offload()"
+                )
+        for name in ("storage", "scratch"):
+            value = getattr(self, name)
+            several = value if name == "storage" and isinstance(value, (list, tuple)) else [value]
+            if value is not None and not all(
+                isinstance(path, (str, os.PathLike)) and os.fspath(path) for path in several
+            ):
+                what = "a path or a list of paths" if name == "storage" else "a folder"
+                raise ConfigError(f"{name} is {what}, not {value!r}")
+        paths = self.paths
+        if paths is not None and (not paths or len(set(paths)) < len(paths)):
+            raise ConfigError(f"storage names each file, folder or device once, and at least one: not {self.storage!r}")
+        if paths is None and self.existing == "resume":
+            raise ConfigError(
+                "existing='resume' needs storage=: without it the store is a new temporary file each time"
+            )
+
+    def _check_numbers(self) -> None:
+        steps = self.accumulation_steps
+        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+            raise ConfigError(f"accumulation_steps is an integer from 1 on, not {steps!r}")
+        if self.max_grad_norm is not None and not (_is_number(self.max_grad_norm) and self.max_grad_norm > 0):
+            raise ConfigError(f"max_grad_norm is a number above 0, or None, not {self.max_grad_norm!r}")
+        scale = self.loss_scale
+        if scale not in (None, "dynamic") and not (_is_number(scale) and 0 < scale < math.inf):  # type: ignore[operator]
+            raise ConfigError(f"loss_scale is None, 'dynamic' or a finite number above 0, not {scale!r}")
+
+    @property
+    def paths(self) -> tuple[str, ...] | None:
+        """Where the store lies; None for a temporary file."""
+        if self.storage is None:
+            return None
+        if isinstance(self.storage, (str, os.PathLike)):
+            return (os.fspath(self.storage),)
+        return tuple(os.fspath(path) for path in self.storage)
+
+    @property
+    def host_bytes(self) -> int | None:
+        """The budget of host memory in bytes; None where the plan chooses."""
+        return None if self.host_memory is None else parse_bytes(self.host_memory, "host_memory")
+
+    @property
+    def unit_names(self) -> tuple[str, ...] | None:
+        """The modules that travel as one; None where they are found."""
+        if self.units is None:
+            return None
+        if isinstance(self.units, str) or not all(isinstance(name, str) for name in self.units):
+            raise ConfigError(f"units is a list of module names, not {self.units!r}")
+        return tuple(self.units)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)

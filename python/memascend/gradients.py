@@ -1,0 +1,480 @@
+"""Gradients: used as they appear ("fused"), or kept until step() on storage ("ssd") or in memory ("ram").
+
+Backward stages, step() commits, zero_grad() discards. What stands in `p.grad` meanwhile is the record of truth: step()
+skips a parameter whose gradient is None and uses one that the user assigned.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from memascend.errors import UsageError
+from memascend.handles import GradientHandle, Notice
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from memascend.placeholder import Place
+
+__all__ = ["Arrival", "Gradients", "Rule"]
+
+_log = logging.getLogger("memascend")
+
+_WORDS: dict[Notice, str] = {
+    "add": "accumulation",
+    "change": "a change of gradients, as by clipping",
+    "norm": "a norm of gradients",
+    "read": "a read of gradients",
+    "scaler": "a GradScaler",
+    "zero": "zero_grad(set_to_none=False)",
+}
+_INSTEAD = 'pass accumulation_steps= to offload(), or gradients="ssd"'
+
+
+class Spill(Protocol):
+    """Where gradients wait: the part of the engine that is used here."""
+
+    def spill(self, name: str, gradient: torch.Tensor, *, add: bool = False) -> None:
+        """Write a gradient, or add it to the one that is there."""
+
+    def spilled(self, name: str) -> tuple[bool, float]:
+        """Whether it has a value that is not finite, and its squared norm."""
+
+    def read_spilled(self, name: str, into: torch.Tensor) -> None:
+        """Read it."""
+
+    def drop_spilled(self, name: str) -> None:
+        """Forget it."""
+
+    def finish(self) -> None:
+        """Wait for all that is queued."""
+
+    def discard(self, name: str | None = None) -> None:
+        """Forget what is staged."""
+
+
+class Rule(Protocol):
+    """The arithmetic of an update."""
+
+    def options(self, kept: Arrival) -> Any:
+        """The options that an update of this parameter would use now."""
+
+    def update(self, kept: Arrival, gradient: torch.Tensor, scale: float) -> None:
+        """Begin the update by a gradient in memory, multiplied by `scale`."""
+
+    def update_spilled(self, kept: Arrival, factors: Sequence[float], scale: float) -> None:
+        """Begin the update by the gradient that was spilled."""
+
+
+class Arrival:
+    """The gradient of one parameter, from its arrival until it is dropped. What a handle stands on."""
+
+    __slots__ = (
+        "_owner",
+        "arrived_in",
+        "finite",
+        "group",
+        "handle",
+        "in_pieces",
+        "index",
+        "name",
+        "options",
+        "place",
+        "spilled",
+        "squared",
+        "staged",
+        "step",
+        "used",
+    )
+
+    def __init__(self, owner: Gradients, place: Place, group: int, step: int) -> None:
+        self._owner = owner
+        self.place = place
+        self.name = place.name
+        self.group = group
+        # Updates that are committed.
+        self.step = step
+        self.handle: GradientHandle | None = None
+        # An update is staged and not committed.
+        self.staged = False
+        # A committed step has used it, and no gradient came since.
+        self.used = False
+        self.spilled = False
+        self.options: Any = None
+        self.finite = True
+        self.squared = 0.0
+        self.arrived_in = -1
+        # It comes in several pieces in one backward (nested graph tasks), so it is never updated as it appears.
+        self.in_pieces = False
+
+    # --- what handles ask ---------------------------------------------------------
+
+    @property
+    def shape(self) -> torch.Size:
+        """The parameter's."""
+        return torch.Size(self.place.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The gradient's."""
+        return self.place.dtype
+
+    @property
+    def fused(self) -> bool:
+        """Whether it was used already, and is gone."""
+        return not self.spilled
+
+    def read(self) -> torch.Tensor:
+        """A copy of it."""
+        into = torch.empty_strided(self.place.shape, self.place.stride, dtype=self.dtype)
+        self._owner.spill.read_spilled(self.name, into)
+        return into
+
+    def add(self, gradient: torch.Tensor) -> None:
+        """More of it came."""
+        self._owner.added(self, gradient)
+
+    def assign(self, gradient: torch.Tensor) -> None:
+        """It is another one now."""
+        self._owner.spill.spill(self.name, gradient)
+        self._owner.fresh = True
+
+    def norm(self) -> float:
+        """Its 2-norm, in double precision."""
+        return math.sqrt(self.squared)
+
+    def nonfinite(self) -> bool:
+        """Whether it has a value that is not finite."""
+        if self.spilled:
+            self._owner.spill.finish()
+            return self._owner.spill.spilled(self.name)[0]
+        return not self.finite
+
+    def noticed(self, what: Notice) -> None:
+        """Somebody looked at it, or changed it. A second piece of it is told from accumulation in `added`."""
+        if what != "add":
+            self._owner.noticed(_WORDS[what])
+
+
+class Gradients:
+    """All gradients of a step, and what becomes of them."""
+
+    def __init__(
+        self, spill: Spill, rule: Rule, check: Any, *, mode: str, accumulation_steps: int, keeps: bool
+    ) -> None:
+        """Nothing has arrived.
+
+        Args:
+            spill: where gradients wait.
+            rule: the arithmetic of an update.
+            check: `kernels.check_and_unscale`.
+            mode: "auto", "fused", "ssd" or "ram".
+            accumulation_steps: backwards that make a step.
+            keeps: the loop is known to need kept gradients, so that "auto" has nothing to learn.
+        """
+        self.spill = spill
+        self.rule = rule
+        self._check = check
+        self.learning = mode == "auto"
+        self.mode = "ssd" if mode == "auto" else mode
+        self._accumulation_steps = accumulation_steps
+        self._keeps = keeps
+        self.kept: dict[str, Arrival] = {}
+        # Multiplies every gradient: the inverse of the loss scale.
+        self.scale = 1.0
+        # A backward must be begun by optimizer.backward(), and was.
+        self.scaled_only = False
+        self.scaling = False
+        # Something arrived since the last step.
+        self.fresh = False
+        self.backwards = 0
+        self._task: int | None = None
+        self._failed = False
+        self._noticed: set[str] = set()
+        self._hooks: list[Any] = []
+        # Hears of each gradient that was handed on: its name, its bytes, and when that began.
+        self.on_arrived: Callable[[str, int, float], None] | None = None
+
+    # --- arrival -------------------------------------------------------------------
+
+    def watch(self, place: Place, group: int, step: int) -> Kept:
+        """Take charge of a parameter's gradients."""
+        kept = self.kept[place.name] = Arrival(self, place, group, step)
+        nbytes = place.nan.nbytes
+
+        def arrived(parameter: torch.Tensor) -> None:
+            began = time.perf_counter()
+            with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+                gradient = parameter.grad
+                if gradient is not None and gradient is not kept.handle:
+                    self._arrived(kept, parameter, gradient)
+                elif gradient is not None:
+                    self.enter_backward()
+            if self.on_arrived is not None:
+                self.on_arrived(kept.name, nbytes, began)
+
+        self._hooks.append(place.parameter.register_post_accumulate_grad_hook(arrived))
+        return kept
+
+    def _arrived(self, kept: Arrival, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        """A gradient came where there was none."""
+        nested = self.enter_backward()
+        if kept.handle is not None:
+            # The handle was taken away: what stood behind it is dropped.
+            self._drop(kept)
+        kept.arrived_in = self.backwards
+        self.fresh = True
+        if self.mode == "ram":
+            return
+        gradient = self.dense(kept, gradient)
+        if self.mode == "fused" and not nested and not kept.in_pieces and self._is_last_backward():
+            self._update(kept, gradient)
+        else:
+            kept.in_pieces = kept.in_pieces or nested
+            self.spill.spill(kept.name, gradient)
+            kept.spilled = True
+        kept.used = False
+        kept.handle = GradientHandle(kept, strides=kept.place.stride)
+        parameter.grad = kept.handle
+
+    def added(self, kept: Arrival, gradient: torch.Tensor) -> None:
+        """A gradient came where there is one."""
+        inside = torch._C._current_graph_task_id() != -1  # noqa: SLF001
+        if inside:
+            self.enter_backward()
+        again = kept.arrived_in == self.backwards and inside
+        if again:
+            kept.in_pieces = True
+        if not kept.spilled:
+            if kept.used:
+                raise UsageError(
+                    f"a second gradient for {kept.name!r} after step(): call zero_grad() after each step, or {_INSTEAD}"
+                )
+            raise UsageError(f"a second gradient for {kept.name!r}, whose update ran already: {_INSTEAD}")
+        if not again:
+            self.noticed("accumulation")
+        kept.arrived_in = self.backwards
+        self.fresh = True
+        kept.used = False
+        gradient = self.dense(kept, gradient)
+        if self.mode == "fused" and not again and not kept.in_pieces and self._is_last_backward():
+            self.spill.spill(kept.name, gradient, add=True)
+            self._stage_spilled(kept, ())
+        else:
+            self.spill.spill(kept.name, gradient, add=True)
+
+    def _is_last_backward(self) -> bool:
+        return (self.backwards + 1) % self._accumulation_steps == 0
+
+    def _update(self, kept: Arrival, gradient: torch.Tensor) -> None:
+        found, squared = self._check(gradient)
+        kept.finite, kept.squared = not bool(found), float(squared)
+        kept.options = self.rule.options(kept)
+        kept.spilled = False
+        kept.staged = True
+        self.rule.update(kept, gradient, self.scale)
+
+    def _stage_spilled(self, kept: Arrival, factors: Sequence[float]) -> None:
+        kept.options = self.rule.options(kept)
+        kept.staged = True
+        self.rule.update_spilled(kept, factors, self.scale)
+
+    @staticmethod
+    def dense(kept: Arrival, gradient: torch.Tensor) -> torch.Tensor:
+        """A gradient laid out as its parameter is stored."""
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
+        if isinstance(gradient, GradientHandle):
+            gradient = gradient.materialize()
+        gradient = gradient.detach()
+        if tuple(gradient.stride()) != kept.place.stride and gradient.numel() > 1:
+            gradient = torch.empty_strided(kept.place.shape, kept.place.stride, dtype=gradient.dtype).copy_(gradient)
+        return gradient
+
+    # --- which backward it is ---------------------------------------------------------
+
+    def enter_backward(self) -> bool:
+        """Note that a backward runs; whether this is one inside another."""
+        task = torch._C._current_graph_task_id()  # noqa: SLF001
+        if task == -1:
+            return False
+        if self._task is None:
+            if self._failed:
+                raise UsageError("the last backward failed; call zero_grad() before the next one")
+            if self.scaled_only and not self.scaling:
+                raise UsageError("there is a loss scale: begin the backward by optimizer.backward(loss)")
+            self._task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)  # type: ignore[attr-defined] # noqa: SLF001
+        return task != self._task
+
+    def _backward_ended(self) -> None:
+        self._task = None
+        self.backwards += 1
+
+    def seen_outside(self) -> None:
+        """The model is entered: a backward that is still open, seen from outside, failed."""
+        if torch._C._current_graph_task_id() != -1:  # noqa: SLF001
+            self.enter_backward()
+        elif self._task is not None:
+            self._task = None
+            self._failed = True
+
+    def noticed(self, what: str) -> None:
+        """The loop does something that needs kept gradients."""
+        self._noticed.add(what)
+
+    # --- the step --------------------------------------------------------------------
+
+    def present(self) -> list[tuple[Arrival, torch.Tensor]]:
+        """The parameters that have a gradient now, and those gradients; what was taken away is dropped."""
+        self.seen_outside()
+        if self._failed:
+            raise UsageError("the last backward failed, so this step would be a part of one; call zero_grad()")
+        found = []
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            for kept in self.kept.values():
+                gradient = kept.place.parameter.grad
+                if gradient is not kept.handle and kept.handle is not None:
+                    self._drop(kept)
+                if gradient is not None:
+                    found.append((kept, gradient))
+        return found
+
+    def update_all(self, present: Iterable[tuple[Arrival, torch.Tensor]], factor: float) -> None:
+        """Begin every update that did not begin yet; none of those that did may have other options now."""
+        for kept, gradient in present:
+            if kept.staged:
+                now = self.rule.options(kept)
+                if now != kept.options:
+                    raise UsageError(
+                        f"options of {kept.name!r} changed between backward and step(), from {kept.options} to {now}: its "
+                        'update ran already; change them after step(), or pass gradients="ssd"'
+                    )
+                continue
+            if gradient is not kept.handle:
+                kept.options = self.rule.options(kept)
+                kept.staged = True
+                self.rule.update(kept, self.dense(kept, gradient), self.scale * factor)
+                continue
+            factors = kept.handle.factors()
+            if factors is None:
+                whole = kept.handle.materialize()
+                kept.options = self.rule.options(kept)
+                kept.staged = True
+                self.rule.update(kept, whole, self.scale * factor)
+            else:
+                kept.options = self.rule.options(kept)
+                kept.staged = True
+                self.rule.update_spilled(kept, factors, self.scale * factor)
+
+    def measured(self, present: Iterable[tuple[Arrival, torch.Tensor]]) -> tuple[bool, float]:
+        """Whether all gradients are finite, and the norm of them all, unscaled, in double precision."""
+        self.spill.finish()
+        finite, squared = True, 0.0
+        for kept, gradient in present:
+            if gradient is not kept.handle:
+                found, norm = self._check(self.dense(kept, gradient))
+                bad, square = bool(found), float(norm)
+            elif kept.spilled and kept.handle.operations:
+                found, norm = self._check(kept.handle.materialize())
+                bad, square = bool(found), float(norm)
+            elif kept.spilled:
+                bad, square = self.spill.spilled(kept.name)
+            else:
+                bad, square = not kept.finite, kept.squared
+            finite = finite and not bad
+            squared += square
+        return finite, math.sqrt(squared) * abs(self.scale)
+
+    def committed(self) -> list[str]:
+        """The step is committed; the names of the parameters that it updated."""
+        updated = []
+        for kept in self.kept.values():
+            if kept.staged:
+                updated.append(kept.name)
+                kept.staged = False
+                kept.step += 1
+                kept.used = True
+        self.fresh = False
+        self.backwards = 0
+        return updated
+
+    def learn(self) -> str | None:
+        """After the first step: what the loop needs; the words for the log, once."""
+        if not self.learning:
+            return None
+        self.learning = False
+        needs = self._keeps or bool(self._noticed)
+        self.mode = "ssd" if needs else "fused"
+        if needs:
+            why = ", ".join(sorted(self._noticed)) or "a declared max_grad_norm or accumulation_steps"
+            return f'gradients="auto": kept on storage until step() ("ssd"), because of {why}'
+        return 'gradients="auto": updated as they appear ("fused") from the second step on'
+
+    def skip(self) -> None:
+        """Forget what was staged; gradients stay where they are."""
+        self.spill.discard()
+        for kept in self.kept.values():
+            kept.used = kept.used or kept.staged
+            kept.staged = False
+        self.fresh = False
+        self.backwards = 0
+
+    # --- the end ----------------------------------------------------------------------
+
+    def _drop(self, kept: Arrival) -> None:
+        if kept.staged:
+            self.spill.discard(kept.name)
+        if kept.spilled:
+            self.spill.drop_spilled(kept.name)
+        kept.handle = None
+        kept.staged = kept.spilled = kept.used = False
+
+    def clear(self) -> None:
+        """Drop everything: staged updates, kept gradients, handles."""
+        self.seen_outside()
+        if any(kept.staged for kept in self.kept.values()) or self._failed:
+            self.spill.discard()
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            for kept in self.kept.values():
+                kept.staged = False
+                self._drop(kept)
+                kept.place.parameter.grad = None
+        self._failed = False
+        self.fresh = False
+        self.backwards = 0
+
+    def zero(self) -> None:
+        """Leave zeros, as `zero_grad(set_to_none=False)` does."""
+        self.seen_outside()
+        self.noticed("zero_grad(set_to_none=False)")
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            gradients = [(kept, kept.place.parameter.grad) for kept in self.kept.values()]
+        for kept, gradient in gradients:
+            if gradient is None:
+                continue
+            if gradient is kept.handle and not kept.spilled:
+                raise UsageError(
+                    'zero_grad(set_to_none=False) would leave zeros where an update ran already: pass gradients="ssd"'
+                )
+            if kept.staged:
+                self.spill.discard(kept.name)
+                kept.staged = False
+            if gradient is kept.handle:
+                gradient.zero_()
+            else:
+                gradient.detach_().zero_()
+        self.fresh = False
+        self.backwards = 0
+        self._failed = False
+
+    def unwatch(self) -> None:
+        """Let go of the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()

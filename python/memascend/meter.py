@@ -1,0 +1,134 @@
+"""Samples of host memory over a step, taken where something happens: a unit was used, a gradient arrived."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["Meter", "Sample"]
+
+# Enough for a picture; a step that has more is kept every second, then every fourth time, and so on.
+_SAMPLES_MAX = 4096
+
+
+class Sample(NamedTuple):
+    """What was held at one moment.
+
+    Attributes:
+        seconds: since the step began.
+        units: bytes of the arena that were lent.
+        gradients: bytes of gradients that were held.
+        arrived: bytes of all gradients of the step so far, which training in memory holds.
+    """
+
+    seconds: float
+    units: int
+    gradients: int
+    arrived: int
+
+
+class Meter:
+    """Bounded in memory, and some microseconds for each sample."""
+
+    __slots__ = (
+        "_arrived",
+        "_arrived_bytes",
+        "_began",
+        "_every",
+        "_events",
+        "_held_peak",
+        "_queued",
+        "_samples",
+        "_stale",
+        "_units",
+        "handing_seconds",
+        "keeps_all",
+        "last",
+    )
+
+    def __init__(self, units: Callable[[], int], queued: Callable[[], int]) -> None:
+        """Begin.
+
+        Args:
+            units: bytes of the arena that are lent now.
+            queued: bytes of gradients that wait for the engine now.
+        """
+        self._units = units
+        self._queued = queued
+        # Gradients stay in memory until step().
+        self.keeps_all = False
+        # What backward spent in handing on gradients, waiting for room among them.
+        self.handing_seconds = 0.0
+        # The samples of the last step that was whole.
+        self.last: list[Sample] = []
+        self._samples: list[Sample] = []
+        self._arrived: set[str] = set()
+        self._arrived_bytes = 0
+        self._stale = False
+        self._held_peak = 0
+        self._restart()
+
+    def used(self) -> None:
+        """A unit was used."""
+        self._events += 1
+        if self._events % self._every == 0:
+            self._take()
+
+    def arrived(self, name: str, nbytes: int, began: float) -> None:
+        """A gradient was handed on, which began at `began`."""
+        if self._stale:
+            # The gradients of the step before were let go, by whatever means.
+            self.cleared()
+        if name not in self._arrived:
+            self._arrived.add(name)
+            self._arrived_bytes += nbytes
+            if self.keeps_all:
+                self._held_peak = max(self._held_peak, self._arrived_bytes)
+        self.handing_seconds += time.perf_counter() - began
+        self.used()
+
+    def cleared(self) -> None:
+        """There are no gradients any more."""
+        self._arrived.clear()
+        self._arrived_bytes = 0
+        self._stale = False
+
+    def step_ended(self) -> None:
+        """A step was committed."""
+        self._take()
+        self.last = self._samples
+        self._stale = True
+        self._restart()
+
+    @property
+    def samples(self) -> list[Sample]:
+        """Of the last whole step; of the one that runs, while there is none."""
+        return self.last or self._samples
+
+    @property
+    def gradients(self) -> int:
+        """Bytes of gradients that are held now."""
+        # Those that are kept in memory wait for the engine in that same memory.
+        return max(self._queued(), self._arrived_bytes if self.keeps_all else 0)
+
+    @property
+    def gradients_peak(self) -> int:
+        """The most that was ever kept in memory until step(); 0 where none is."""
+        return self._held_peak
+
+    def _restart(self) -> None:
+        self._samples = []
+        self._began = time.perf_counter()
+        self._events = 0
+        self._every = 1
+        self._take()
+
+    def _take(self) -> None:
+        if len(self._samples) >= _SAMPLES_MAX:
+            self._samples = self._samples[::2]
+            self._every *= 2
+        now = time.perf_counter() - self._began
+        self._samples.append(Sample(now, self._units(), self.gradients, self._arrived_bytes))

@@ -1,0 +1,154 @@
+"""What a plan decided: its figures, and the table of them that a user understands."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from memascend.units import Unit
+
+__all__ = ["Plan", "readable"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is decided before the run. `str()` is a table.
+
+    Attributes:
+        units: in the order of the forward.
+        order: their names as a forward uses them, tied ones more than once, pinned ones not at all.
+        classes: of the arena that holds them, as {bytes: count}.
+        window: units that follow each other and may be in memory at once: 1 reads the next one when it is needed, 2
+            while the one before computes.
+        segment: units that a checkpoint segment holds together.
+        chunks: staging chunks of the update.
+        gradients: how they are kept, as the option says.
+        queue_bytes: of gradients that may wait for their update.
+        resident: units that are read at most once a step, as they stay from the forward to the backward; frozen ones
+            from step to step.
+        whole_bytes: for optimizers that update whole parameters.
+        host: host memory by owner; everything that is held, and its sum `host_peak`, is in the budget.
+        budget: the limit in force.
+        smallest: the smallest budget that works.
+        comfortable: the smallest budget that keeps disk and compute busy.
+        ample: the budget from which on more of it saves nothing.
+        disk_bytes: the store, with both slots.
+        read_bytes: per step, by kind.
+        written_bytes: per step, by kind.
+        saved_bytes: reads of a step that the budget saves beyond the comfortable one.
+        savable_bytes: reads of a step that the ample budget would save in addition.
+    """
+
+    units: tuple[Unit, ...]
+    order: tuple[str, ...]
+    classes: dict[int, int]
+    window: int
+    segment: int
+    chunks: int
+    gradients: str
+    queue_bytes: int
+    resident: frozenset[str]
+    whole_bytes: int
+    host: dict[str, int]
+    host_peak: int
+    budget: int
+    smallest: int
+    comfortable: int
+    ample: int
+    disk_bytes: int
+    read_bytes: dict[str, int]
+    written_bytes: dict[str, int]
+    saved_bytes: int
+    savable_bytes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as JSON values."""
+        plain = asdict(self)
+        plain["classes"] = [{"bytes": nbytes, "count": count} for nbytes, count in sorted(self.classes.items())]
+        plain["resident"] = [unit.name for unit in self.units if unit.name in self.resident]
+        return plain
+
+    def __str__(self) -> str:
+        return _table(self)
+
+
+def readable(nbytes: float) -> str:
+    """Bytes as people read them."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if abs(nbytes) < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "bytes" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"
+
+
+def _table(plan: Plan) -> str:
+    """What the plan decided, and what that costs."""
+    elements = sum(unit.elements for unit in plan.units)
+    lines = [f"Units: {len(plan.units)}, with {elements:,} parameters, in the order of the forward"]
+    lines += _rows(_unit_rows(plan))
+    lines += ["", f"Host memory: {readable(plan.host_peak)} of a budget of {readable(plan.budget)}"]
+    lines += _rows([(owner, readable(nbytes), _note(plan, owner)) for owner, nbytes in plan.host.items() if nbytes])
+    lines += ["", f"Storage: {readable(plan.disk_bytes)}"]
+    lines += ["", "Each step moves" + (", in bytes for each parameter" if elements else "")]
+    rows = []
+    for verb, kinds in (("read", plan.read_bytes), ("written", plan.written_bytes)):
+        for kind, nbytes in (*kinds.items(), ("in all", sum(kinds.values()))):
+            rows.append((f"{verb}: {kind}", readable(nbytes), f"{nbytes / elements:.2f}" if elements else ""))
+    lines += [*_rows(rows), "", _advice(plan)]
+    return "\n".join(lines)
+
+
+def _unit_rows(plan: Plan) -> list[tuple[str, ...]]:
+    """Units that are alike and follow each other are one row."""
+    rows: list[tuple[str, ...]] = []
+    group: list[Unit] = []
+    for unit in (*plan.units, None):
+        if group and (unit is None or (unit.nbytes, unit.pinned, len(unit.parameters)) != _likeness(group[0])):
+            first, last = group[0], group[-1]
+            name = first.name if len(group) == 1 else f"{first.name} .. {last.name} ({len(group)})"
+            stays = sum(member.name in plan.resident for member in group)
+            what = "pinned" if first.pinned else f"{stays} resident" if stays else ""
+            rows.append((name, readable(first.nbytes), what))
+            group = []
+        if unit is not None:
+            group.append(unit)
+    return rows
+
+
+def _likeness(unit: Unit) -> tuple[int, bool, int]:
+    return unit.nbytes, unit.pinned, len(unit.parameters)
+
+
+def _note(plan: Plan, owner: str) -> str:
+    if owner == "units":
+        slots = ", ".join(f"{count} x {readable(nbytes)}" for nbytes, count in sorted(plan.classes.items()))
+        return f"window {plan.window}: {slots}"
+    if owner == "update staging":
+        return f"{plan.chunks} chunks"
+    if owner == "gradients":
+        return "all of them" if plan.gradients == "ram" else "that wait for their update"
+    return ""
+
+
+def _advice(plan: Plan) -> str:
+    if plan.budget < plan.comfortable:
+        return (
+            f"host_memory={plan.comfortable} ({readable(plan.comfortable)}) would keep disk and compute busy; "
+            f"{plan.smallest} is the smallest that works"
+        )
+    saved = f"the budget saves {readable(plan.saved_bytes)} of reads a step; " if plan.saved_bytes else ""
+    if not plan.savable_bytes:
+        return f"{saved}a larger budget would save nothing"
+    return (
+        f"{saved}host_memory={plan.ample} ({readable(plan.ample)}) would save {readable(plan.savable_bytes)} "
+        f"{'more' if plan.saved_bytes else 'of reads a step'}"
+    )
+
+
+def _rows(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    names = max((len(row[0]) for row in rows), default=0)
+    sizes = max((len(row[1]) for row in rows), default=0)
+    return [f"  {row[0]:<{names}}  {row[1]:>{sizes}}  {row[2]}".rstrip() for row in rows]

@@ -1,0 +1,438 @@
+"""Residency: units come into the arena before they are needed and leave when their place is."""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from memascend.errors import BudgetError, TimeoutExpired, UsageError
+from memascend.saved import Hooks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from memascend.memory import Arena
+    from memascend.placeholder import Place
+
+__all__ = ["Home", "Residency"]
+
+_NEVER = 1 << 60
+
+
+class Fetch(Protocol):
+    """A read of a unit that was begun."""
+
+    def wait(self) -> int:
+        """Wait for it, and check it."""
+
+    def done(self) -> bool:
+        """Whether the device is done."""
+
+
+class Copies(Protocol):
+    """What answers where a state dict is made or loaded; see `placeholder.Source`."""
+
+    def detached(self, place: Place) -> torch.Tensor | None:
+        """A private copy of a parameter's values, or None."""
+
+    def assigned(self, place: Place, values: torch.Tensor) -> bool:
+        """Write values through; False where that is not meant."""
+
+
+class Home:
+    """One unit at run time: its parameters, and where its bytes are now."""
+
+    __slots__ = (
+        "base",
+        "bound",
+        "fetch",
+        "index",
+        "name",
+        "nbytes",
+        "pending",
+        "pinned",
+        "places",
+        "slot_bytes",
+        "used",
+        "version",
+        "views",
+        "weak",
+    )
+
+    def __init__(self, index: int, name: str, nbytes: int, slot_bytes: int, *, pinned: bool) -> None:
+        self.index = index
+        self.name = name
+        self.nbytes = nbytes
+        self.slot_bytes = slot_bytes
+        self.pinned = pinned
+        self.places: list[Place] = []
+        self.bound = 0
+        self.version = 0
+        self.used = 0
+        self.base: torch.Tensor | None = None
+        self.fetch: Fetch | None = None
+        # The bytes that `fetch` fills.
+        self.pending: torch.Tensor | None = None
+        self.views: list[torch.Tensor] | None = None
+        # Of the storage that was leased last: views that others hold may keep it alive.
+        self.weak: tuple[StorageWeakRef, int] | None = None
+
+
+class Residency:
+    """Which units are in the arena. Everything here runs under one lock; compute does not."""
+
+    def __init__(
+        self, arena: Arena, begin: Callable[[str, torch.Tensor], Fetch], *, lookahead: int, slots: dict[int, int]
+    ) -> None:
+        """Begin with nothing resident.
+
+        Args:
+            arena: where units are held.
+            begin: begins to read a unit into memory.
+            lookahead: how many units ahead of the one in use are fetched.
+            slots: the arena's classes, {bytes: count}.
+        """
+        self._arena = arena
+        self._begin = begin
+        self._lookahead = lookahead
+        self._classes = sorted(slots)
+        self.homes: list[Home] = []
+        self.lock = threading.RLock()
+        self.hooks = Hooks(self)
+        self.order = Order()
+        self.closed: str | None = None
+        # What makes copies of whole models.
+        self.surgery: Copies | None = None
+        self._at: dict[int, tuple[Home, int]] = {}
+        self._clock = 0
+        # The unit that is asked for right now: not to be evicted for one that comes later.
+        self._current: Home | None = None
+        # Parameters that somebody wrote to while they were bound.
+        self.written: set[str] = set()
+        self.counters = {"fetches": 0, "hits": 0, "adopted": 0, "evictions": 0}
+        # Hears when the use of a unit has ended.
+        self.on_used: Callable[[], None] | None = None
+
+    def add(self, name: str, nbytes: int, *, pinned: bool) -> Home:
+        """A unit of so many bytes; its places follow."""
+        slot_bytes = next((size for size in self._classes if size >= nbytes), nbytes)
+        home = Home(len(self.homes), name, nbytes, slot_bytes, pinned=pinned)
+        self.homes.append(home)
+        return home
+
+    # --- binding ---------------------------------------------------------------
+
+    def bind(self, home: Home) -> None:
+        """Make a unit's parameters real. Every call is ended by `unbind`."""
+        with self.lock:
+            if home.bound == 0:
+                base = self.use(home)
+                if home.views is None:
+                    home.views = [_view(base, place) for place in home.places]
+                for place, view in zip(home.places, home.views, strict=True):
+                    place.bind(view)
+            home.bound += 1
+
+    def unbind(self, home: Home) -> None:
+        """End what `bind` began."""
+        with self.lock:
+            home.bound -= 1
+            if home.bound > 0:
+                return
+            for place in home.places:
+                if place.written:
+                    self.written.add(place.name)
+                place.unbind()
+        if self.on_used is not None:
+            self.on_used()
+
+    @contextmanager
+    def borrowed(self, places: Iterable[Place]) -> Iterator[None]:
+        """Bind the units of some parameters for one operation; see `placeholder.Source`."""
+        if self.closed:
+            raise UsageError(self.closed)
+        homes = list({id(home): home for home in (self.home_of[place.name] for place in places)}.values())
+        bound: list[Home] = []
+        pushed = False
+        try:
+            for home in homes:
+                self.bind(home)
+                bound.append(home)
+            pushed = self.hooks.push()
+            yield
+        finally:
+            if pushed:
+                self.hooks.pop()
+            for home in reversed(bound):
+                self.unbind(home)
+
+    def detached(self, place: Place) -> torch.Tensor | None:
+        """See `placeholder.Source`."""
+        return self.surgery.detached(place) if self.surgery is not None else None
+
+    def assigned(self, place: Place, values: torch.Tensor) -> bool:
+        """See `placeholder.Source`."""
+        return self.surgery is not None and self.surgery.assigned(place, values)
+
+    def settle(self) -> None:
+        """Name the homes of all places, once all were added."""
+        self.home_of = {place.name: home for home in self.homes for place in home.places}
+
+    # --- bytes -----------------------------------------------------------------
+
+    def use(self, home: Home) -> torch.Tensor:
+        """The bytes of a unit, waited for; and begin to fetch what comes after it."""
+        with self.lock:
+            if self.closed:
+                raise UsageError(self.closed)
+            self._clock += 1
+            home.used = self._clock
+            self._current = home
+            self.order.went_to(home.index)
+            if home.base is None:
+                self._bring(home)
+            else:
+                self.counters["hits"] += 1
+            self._look_ahead()
+            base = home.base
+            assert base is not None
+            return base
+
+    def _bring(self, home: Home) -> None:
+        if home.fetch is None and not self._adopt(home):
+            self._start(home, must=True)
+        fetch, base = home.fetch, home.pending
+        home.fetch = home.pending = None
+        if fetch is not None and base is not None:
+            fetch.wait()
+            home.base = base
+            self._at[base.data_ptr()] = (home, home.version)
+
+    def _start(self, home: Home, *, must: bool) -> bool:
+        """Lease memory and begin the read."""
+        lease = self._room(home, must=must)
+        if lease is None:
+            return False
+        with torch.inference_mode(mode=False):
+            base = lease.tensor((home.nbytes,), torch.uint8)
+        home.weak = (StorageWeakRef(base.untyped_storage()), home.version)
+        home.fetch = self._begin(home.name, base)
+        home.pending = base
+        self.counters["fetches"] += 1
+        return True
+
+    def _adopt(self, home: Home) -> bool:
+        """Take living bytes of the current version again."""
+        if home.weak is None or home.weak[1] != home.version:
+            return False
+        storage = _alive(home.weak[0])
+        if storage is None or home.fetch is not None:
+            return False
+        with torch.inference_mode(mode=False):
+            home.base = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (home.nbytes,), (1,))  # type: ignore[call-overload]
+        self.counters["adopted"] += 1
+        return True
+
+    def _room(self, home: Home, *, must: bool) -> Any:
+        while True:
+            try:
+                return self._arena.lease(home.nbytes, timeout=0, owner="units")
+            except TimeoutExpired:
+                victim = self._victim(home, must=must)
+                if victim is not None:
+                    self.evict(victim)
+                    continue
+                if not must:
+                    return None
+            raise self._crowded(home)
+
+    def _victim(self, home: Home, *, must: bool) -> Home | None:
+        """The unit in the same class whose next use is farthest; one that is used before `home` only if it must be."""
+        best: Home | None = None
+        best_key = (-1, 0)
+        for other in self.homes:
+            if other.slot_bytes != home.slot_bytes or other.bound or other.pinned or other in (home, self._current):
+                continue
+            if other.base is None and (other.fetch is None or not must):
+                continue
+            key = (self.order.next_use(other.index), -other.used)
+            if key > best_key:
+                best, best_key = other, key
+        if best is not None and not must and best_key[0] <= self.order.next_use(home.index):
+            return None
+        return best
+
+    def evict(self, home: Home) -> None:
+        """Let a unit's bytes go; views that others hold keep them until they are gone."""
+        with self.lock:
+            if home.fetch is not None:
+                # Dropping a read waits for it; what it reads into goes after it, and was never checked.
+                home.fetch = None
+                home.pending = None
+                home.weak = None
+            home.views = None
+            home.base = None
+            self.counters["evictions"] += 1
+
+    def _look_ahead(self) -> None:
+        for index in self.order.ahead(self._lookahead):
+            home = self.homes[index]
+            if home.base is None and home.fetch is None and not self._adopt(home) and not self._start(home, must=False):
+                return
+
+    def _crowded(self, home: Home) -> BudgetError:
+        holders = [
+            other.name
+            for other in self.homes
+            if other.slot_bytes == home.slot_bytes and other.weak is not None and _alive(other.weak[0]) is not None
+        ]
+        capacity = int(self._arena.stats()["reserved"])
+        missing = home.slot_bytes
+        return BudgetError(
+            f"no room for unit {home.name!r} ({home.nbytes} bytes): all places of its size are held by views of "
+            f"{', '.join(holders) or 'units in use'}, which a checkpoint segment of several blocks, or your code, keeps; "
+            f"give a host_memory that is larger by {missing} bytes for each",
+            smallest=capacity + missing,
+        )
+
+    # --- the step's end --------------------------------------------------------
+
+    def changed(self, names: Iterable[str]) -> None:
+        """Parameters have new values on storage: what is resident of their units is old."""
+        with self.lock:
+            for index in {self.home_of[name].index for name in names}:
+                home = self.homes[index]
+                if home.bound:
+                    raise UsageError(f"unit {home.name!r} is in use; call step() outside of the model's forward")
+                home.version += 1
+                self.evict(home)
+
+    def end_step(self) -> None:
+        """Learn the order in which units were used, and begin to fetch the first of the next step."""
+        with self.lock:
+            self.order.end()
+            self._look_ahead()
+
+    def close(self, why: str) -> None:
+        """Let everything go; afterwards a touch of a parameter raises `UsageError(why)`."""
+        with self.lock:
+            self.closed = why
+            for home in self.homes:
+                if home.bound:
+                    home.bound = 1
+                    self.unbind(home)
+                self.evict(home)
+            self._at.clear()
+
+    # --- what reports ask -----------------------------------------------------------
+
+    @property
+    def lent_bytes(self) -> int:
+        """Bytes of the arena that are lent now."""
+        return int(self._arena.stats()["in_use"])
+
+    @property
+    def table_bytes(self) -> int:
+        """What the arena keeps beside its memory."""
+        return int(self._arena.stats()["tables"])
+
+    # --- what the saved-tensor hooks ask ------------------------------------------
+
+    def home_at(self, address: int) -> tuple[Any, int] | None:
+        """The unit whose bytes begin at an address, and their version."""
+        return self._at.get(address)
+
+    def storage_of(self, home: Home, version: int) -> torch.UntypedStorage:
+        """The bytes of a unit as they were at `version`."""
+        with self.lock:
+            if home.version != version:
+                raise UsageError(
+                    f"a graph needs unit {home.name!r} as it was before step(); call backward() before step(), or run the "
+                    "forward again"
+                )
+            return self.use(home).untyped_storage()
+
+
+class Order:
+    """The order in which units are used: recorded in one step, expected in the next."""
+
+    __slots__ = ("_expected", "_position", "_recorded", "_uses")
+
+    def __init__(self) -> None:
+        self._expected: list[int] = []
+        self._uses: dict[int, list[int]] = {}
+        self._recorded: list[int] = []
+        self._position = 0
+
+    def expect(self, indices: Iterable[int]) -> None:
+        """Expect this order, until a step has shown the true one."""
+        self._expected = list(indices)
+        self._uses = {}
+        for position, index in enumerate(self._expected):
+            self._uses.setdefault(index, []).append(position)
+        self._position = 0
+
+    def went_to(self, index: int) -> None:
+        """A unit is used now."""
+        if self._recorded and self._recorded[-1] == index:
+            return
+        if len(self._recorded) < _RECORDED_MAX:
+            self._recorded.append(index)
+        uses = self._uses.get(index, [])
+        at = bisect_left(uses, self._position)
+        # Another path than the last step's: go on where this unit is used next, or was used at all.
+        if at < len(uses):
+            self._position = uses[at] + 1
+        elif uses:
+            self._position = uses[0] + 1
+
+    def ahead(self, count: int) -> list[int]:
+        """The next units that are used, this many at most."""
+        total = len(self._expected)
+        found: list[int] = []
+        for step in range(min(total, 4 * count)):
+            index = self._expected[(self._position + step) % total]
+            if index not in found:
+                found.append(index)
+            if len(found) >= count:
+                break
+        return found
+
+    def next_use(self, index: int) -> int:
+        """How many uses from now a unit is used again."""
+        uses = self._uses.get(index)
+        if not uses:
+            return _NEVER
+        at = bisect_left(uses, self._position)
+        if at < len(uses):
+            return uses[at] - self._position
+        return uses[0] + len(self._expected) - self._position
+
+    def end(self) -> None:
+        """The step is over."""
+        if self._recorded:
+            self.expect(self._recorded)
+        self._recorded = []
+        self._position = 0
+
+
+# A step that uses more units than this (a long generate()) is not learnt beyond it.
+_RECORDED_MAX = 1 << 16
+
+
+def _view(base: torch.Tensor, place: Place) -> torch.Tensor:
+    with torch.inference_mode(mode=False), torch.no_grad():
+        view = torch.empty(0, dtype=place.dtype)
+        return view.set_(base.untyped_storage(), place.offset // view.element_size(), place.shape, place.stride)  # type: ignore[call-overload]
+
+
+def _alive(weak: StorageWeakRef) -> torch.UntypedStorage | None:
+    """The storage of a weak reference, if it lives."""
+    if weak.expired():
+        return None
+    return torch.UntypedStorage._new_with_weak_ptr(weak.cdata)  # type: ignore[no-any-return] # noqa: SLF001

@@ -1,0 +1,135 @@
+"""Saved-tensor hooks: what autograd keeps of a unit is a note where to find it, not the bytes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["Hooks", "Note"]
+
+_CHECKPOINT = "torch.utils.checkpoint"
+
+
+class Note(NamedTuple):
+    """Where a tensor that autograd saved lies: enough to build the same view again."""
+
+    home: Any
+    version: int
+    offset: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    conjugate: bool
+    negative: bool
+
+
+class Finder(Protocol):
+    """What knows which memory belongs to which unit."""
+
+    def home_at(self, address: int) -> tuple[Any, int] | None:
+        """The unit whose bytes begin at an address, and their version."""
+
+    def storage_of(self, home: Any, version: int) -> torch.UntypedStorage:
+        """The bytes of a unit, brought in where they are away."""
+
+
+class Hooks:
+    """One pair of hooks, which are pushed while a unit computes."""
+
+    __slots__ = ("_finder", "_pair")
+
+    def __init__(self, finder: Finder) -> None:
+        self._finder = finder
+        # Bound once, so that they can be told from others'.
+        self._pair = (self.pack, self.unpack)
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """A note for what lies in a unit; anything else as it is."""
+        note = self._note(tensor)
+        return tensor if note is None else note
+
+    def unpack(self, saved: Any) -> torch.Tensor:
+        """The tensor again."""
+        if isinstance(saved, Note):
+            return self._tensor(saved)
+        tensor: torch.Tensor = saved
+        return tensor
+
+    def push(self) -> bool:
+        """Push the hooks where they are needed; whether they were pushed.
+
+        Not where ours are on top already, nor over a checkpoint's: it keeps views, which keep their bytes alive.
+        """
+        top = torch._C._autograd._top_saved_tensors_default_hooks(False)  # noqa: SLF001
+        if top is None:
+            torch._C._autograd._push_saved_tensors_default_hooks(*self._pair)  # noqa: SLF001
+            return True
+        pack, unpack = top
+        if getattr(pack, "__self__", None) is self or isinstance(getattr(pack, "__self__", None), _Delegating):
+            return False
+        if getattr(pack, "__module__", "") == _CHECKPOINT:
+            return False
+        theirs = _Delegating(self, pack, unpack)
+        torch._C._autograd._push_saved_tensors_default_hooks(theirs.pack, theirs.unpack)  # noqa: SLF001
+        return True
+
+    @staticmethod
+    def pop() -> None:
+        """Pop what `push` pushed."""
+        torch._C._autograd._pop_saved_tensors_default_hooks()  # noqa: SLF001
+
+    def _note(self, tensor: torch.Tensor) -> Note | None:
+        try:
+            address = tensor.untyped_storage().data_ptr()
+        except (NotImplementedError, RuntimeError):
+            # Sparse, or a subclass without memory of its own: no bytes of ours.
+            return None
+        found = self._finder.home_at(address)
+        if found is None:
+            return None
+        home, version = found
+        return Note(
+            home,
+            version,
+            tensor.storage_offset() * tensor.element_size(),
+            tensor.dtype,
+            tuple(tensor.shape),
+            tensor.stride(),
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
+
+    def _tensor(self, note: Note) -> torch.Tensor:
+        storage = self._finder.storage_of(note.home, note.version)
+        with torch.inference_mode(mode=False), torch.no_grad():
+            tensor = torch.empty(0, dtype=note.dtype)
+            tensor.set_(storage, note.offset // tensor.element_size(), note.size, note.stride)  # type: ignore[call-overload]
+            if note.conjugate:
+                tensor = tensor.conj()
+            return torch._neg_view(tensor) if note.negative else tensor  # noqa: SLF001
+
+
+class _Delegating:
+    """Ours over another user's hooks (`save_on_cpu`, say): what is no unit's is handed on."""
+
+    __slots__ = ("_hooks", "_pack", "_unpack")
+
+    def __init__(self, hooks: Hooks, pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
+        self._hooks = hooks
+        self._pack = pack
+        self._unpack = unpack
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        note = self._hooks._note(tensor)  # noqa: SLF001
+        return (False, self._pack(tensor)) if note is None else (True, note)
+
+    def unpack(self, saved: Any) -> torch.Tensor:
+        ours, what = saved
+        if ours:
+            return self._hooks._tensor(what)  # noqa: SLF001
+        tensor: torch.Tensor = self._unpack(what)
+        return tensor

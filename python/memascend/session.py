@@ -1,0 +1,287 @@
+"""One run: what step(), zero_grad(), backward() and close() do, and in which order."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memascend.errors import ConfigError, MemascendError, UsageError
+from memascend.meter import Meter
+from memascend.report import Baseline, Report, make_report
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from memascend.buffers import Buffers
+    from memascend.engine import Engine, Store
+    from memascend.gates import Frames
+    from memascend.gradients import Gradients
+    from memascend.memory import Region
+    from memascend.plan import Plan
+    from memascend.residency import Residency
+    from memascend.scaling import LossScale
+    from memascend.surgery import Surgery
+
+__all__ = ["Resources", "Session"]
+
+_log = logging.getLogger("memascend")
+
+_USER_BYTES_MAX = 64 << 10
+_CLOSED = "this model was offloaded, and its optimizer has been closed; open its storage again to go on"
+
+
+class Resources:
+    """What has to be let go: it knows neither model nor optimizer, so that both can be collected."""
+
+    def __init__(self, store: Store, engine: Engine, region: Region) -> None:
+        self.store = store
+        self.engine = engine
+        self.region = region
+        self.closed = False
+
+    def close(self) -> None:
+        """Drain, drop what is not committed, free. Twice is fine."""
+        if self.closed:
+            return
+        self.closed = True
+        try:
+            self.engine.close()
+            self.store.close()
+        finally:
+            self.region.close()
+
+
+class Session:
+    """A model and an optimizer that are offloaded."""
+
+    def __init__(
+        self,
+        *,
+        resources: Resources,
+        residency: Residency,
+        frames: Frames,
+        gradients: Gradients,
+        scale: LossScale,
+        buffers: Buffers,
+        plan: Plan,
+        groups: list[dict[str, Any]],
+        surgery: Surgery,
+        max_grad_norm: float | None,
+        leave: Callable[[], None],
+    ) -> None:
+        self.resources = resources
+        self.store = resources.store
+        self.engine = resources.engine
+        self.residency = residency
+        self.frames = frames
+        self.gradients = gradients
+        self.scale = scale
+        self.buffers = buffers
+        self.surgery = surgery
+        self.plan = plan
+        self.groups = groups
+        self.grad_norm: float | None = None
+        self.overflowed = False
+        self.steps = self.store.step
+        self.began_at = self.steps
+        self.user_state: Any = self.store.user_state
+        self.seconds = {"step": 0.0}
+        self._max_grad_norm = max_grad_norm
+        self._leave = leave
+        self._rewritten: list[str] = []
+        self._last_report: Report | None = None
+        self.baseline = Baseline(self.engine.counters(), self.store.counters())
+        self.meter = Meter(lambda: residency.lent_bytes, lambda: int(self.engine.counters()["queued"]))
+        self.meter.keeps_all = gradients.mode == "ram"
+        residency.on_used = self.meter.used
+        gradients.on_arrived = self.meter.arrived
+        self._rescale()
+
+    # --- the loop --------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, options: dict[str, Any]) -> None:
+        """A backward from the scaled loss."""
+        self._open()
+        gradients = self.gradients
+        gradients.scaling = True
+        try:
+            (loss * self.scale.scale if self.scale.enabled else loss).backward(**options)
+        finally:
+            gradients.scaling = False
+
+    def step(self) -> None:
+        """Commit the step, or skip it where a scaled gradient overflowed."""
+        self._open()
+        self.frames.unwind()
+        self.surgery.forget()
+        began = time.perf_counter()
+        gradients = self.gradients
+        present = gradients.present()
+        if not gradients.fresh and not any(kept.staged for kept, _ in present):
+            return
+        if self.residency.written:
+            names = ", ".join(sorted(self.residency.written))
+            self.residency.written.clear()
+            raise UsageError(
+                f"the values of {names} were written to in place while the model computed, and storage does not know: "
+                "use memascend.materialized(model, modify=True)"
+            )
+        factor = 1.0
+        if self.scale.enabled or self._max_grad_norm is not None:
+            finite, self.grad_norm = gradients.measured(present)
+            self.overflowed = self.scale.enabled and not finite
+            if self.overflowed:
+                gradients.skip()
+                self.scale.update(overflowed=True)
+                self._rescale()
+                return
+            if self._max_grad_norm is not None:
+                factor = clip_factor(self._max_grad_norm, self.grad_norm)
+        gradients.update_all(present, factor)
+        self.buffers.stage(self.store, self.steps + 1)
+        before = self.scale.state()
+        self.scale.update(overflowed=False)
+        try:
+            self.engine.commit(self.steps + 1, user_state=self.user_state, hyperparameters=self.hyperparameters())
+        except BaseException:
+            self.scale.load(before)
+            raise
+        self.steps += 1
+        self.buffers.committed()
+        self.residency.changed(gradients.committed())
+        self._rescale()
+        learnt = gradients.learn()
+        if learnt:
+            _log.info(learnt)
+        self.residency.end_step()
+        self.seconds["step"] += time.perf_counter() - began
+        self.meter.step_ended()
+
+    def zero_grad(self, *, set_to_none: bool) -> None:
+        """Drop or zero the gradients."""
+        if self.resources.closed:
+            return
+        self.frames.unwind()
+        self.surgery.forget()
+        if set_to_none:
+            self.gradients.clear()
+            self.meter.cleared()
+        else:
+            self.gradients.zero()
+
+    def _rescale(self) -> None:
+        self.gradients.scaled_only = self.scale.enabled
+        self.gradients.scale = self.scale.inverse if self.scale.enabled else 1.0
+
+    def _open(self) -> None:
+        if self.resources.closed:
+            raise UsageError(_CLOSED)
+
+    # --- what is committed with a step ----------------------------------------------------
+
+    def hyperparameters(self) -> dict[str, Any]:
+        """The groups' options and the loss scale, as JSON."""
+        return {"groups": [options_of(group) for group in self.groups], "loss_scale": self.scale.state()}
+
+    def set_user_state(self, value: Any) -> None:
+        """Keep a JSON value for the next commit."""
+        try:
+            size = len(json.dumps(value).encode())
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"user_state must be a JSON value: {error}") from error
+        if size > _USER_BYTES_MAX:
+            raise ConfigError(f"user_state has {size} bytes as JSON, at most {_USER_BYTES_MAX} are kept")
+        self.user_state = value
+
+    def identity(self) -> dict[str, Any]:
+        """Which store this is, and where it stands."""
+        return {"store": self.store.info()["uuid"], "step": self.steps}
+
+    def check_identity(self, identity: dict[str, Any] | None) -> None:
+        """Refuse a state that is not what the store holds."""
+        here = self.identity()
+        if identity is None:
+            raise UsageError(
+                "this state dict was not made by an offloaded optimizer; give the optimizer that holds the state to offload()"
+            )
+        if identity != here:
+            raise UsageError(
+                f"this state dict is of step {identity.get('step')} of store {identity.get('store')}; the storage holds step "
+                f'{here["step"]} of store {here["store"]}: resume from the storage (existing="resume") or from a checkpoint '
+                "of that step"
+            )
+
+    # --- looking -----------------------------------------------------------------------
+
+    def state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        """A copy of the state of a parameter."""
+        self._open()
+        for kept in self.gradients.kept.values():
+            if kept.place.parameter is parameter:
+                return self.gradients.rule.state(kept)
+        raise ConfigError("this tensor is no parameter that the optimizer updates")
+
+    def report(self) -> Report:
+        """What was measured so far."""
+        return self._last_report or make_report(self)
+
+    def rewrite(self, name: str, values: torch.Tensor) -> None:
+        """Stage other values for a parameter, and for its master; its moments stay."""
+        kept = self.gradients.kept.get(name)
+        self.gradients.rule.rewrite(name, values, kept.step if kept else 0)
+        self._rewritten.append(name)
+
+    def commit_rewritten(self) -> None:
+        """Make what was rewritten live, as a part of the step that is committed."""
+        self.engine.commit(self.steps)
+        self.residency.changed(self._rewritten)
+        self._rewritten = []
+
+    # --- the end -------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Keep what was committed, drop the rest, free everything."""
+        if self.resources.closed:
+            return
+        with contextlib.suppress(MemascendError):
+            self.frames.unwind()
+            # It can be asked for afterwards, too.
+            self._last_report = make_report(self)
+        self.surgery.remove()
+        self._leave()
+        self.gradients.unwatch()
+        self.residency.close(_CLOSED)
+        self.resources.close()
+
+    @contextlib.contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Nothing staged, nothing in flight: for reading or changing what is committed."""
+        self._open()
+        if any(kept.staged for kept in self.gradients.kept.values()):
+            raise UsageError("a step is staged: call step() or zero_grad() first")
+        self.engine.finish()
+        yield
+
+
+def clip_factor(max_norm: float, norm: float) -> float:
+    """What clipping multiplies gradients of this norm by: a number of fp32."""
+    return torch.tensor(min(1.0, max_norm / (norm + 1e-6)), dtype=torch.float32).item()
+
+
+def options_of(group: dict[str, Any]) -> dict[str, Any]:
+    """The options of a group that JSON can hold; a tensor of one element becomes a number."""
+    found: dict[str, Any] = {}
+    for name, value in group.items():
+        if name in ("params", "param_names"):
+            continue
+        plain = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+        if isinstance(plain, tuple):
+            plain = [item.item() if isinstance(item, torch.Tensor) else item for item in plain]
+        if isinstance(plain, (bool, int, float, str, list, type(None))):
+            found[name] = plain
+    return found

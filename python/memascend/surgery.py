@@ -1,0 +1,282 @@
+"""Whole models outside of training: state dicts in and out, and real parameters for a while.
+
+Copies lie in unlinked files beside the store, one for each parameter, so that no memory of the model's size is needed and
+later steps do not change them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import tempfile
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memascend.errors import ConfigError, StorageError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from memascend.placeholder import Place
+    from memascend.residency import Home, Residency
+    from memascend.session import Session
+
+__all__ = ["Surgery", "materialized"]
+
+_WRITE_BYTES = 8 << 20
+
+
+class Surgery:
+    """State dicts and materialized parameters of one offloaded model."""
+
+    def __init__(self, model: torch.nn.Module, residency: Residency, scratch: Path | None) -> None:
+        """`scratch` is the folder of the copies; None where nobody named one and the storage is no folder."""
+        self._residency = residency
+        self._scratch = scratch
+        self._session: Session | None = None
+        # The module whose state dict is being made, and the copies in it.
+        self._snapshot_of: torch.nn.Module | None = None
+        self._copies: dict[str, torch.Tensor] = {}
+        self._loading: list[torch.nn.Module] = []
+        self._changed = False
+        # Somebody has read the weights out.
+        self.read_out = False
+        self._hooks: list[Any] = []
+
+        def after_state_dict(module: torch.nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -> None:
+            # torch marks this hook, which a method does not allow.
+            del state_dict, prefix, local_metadata
+            self._after_state_dict(module)
+
+        for module in model.modules():
+            self._hooks += [
+                module.register_state_dict_pre_hook(self._before_state_dict),
+                module.register_state_dict_post_hook(after_state_dict),
+                module.register_load_state_dict_pre_hook(self._before_load),
+                module.register_load_state_dict_post_hook(self._after_load),
+            ]
+
+    def attach(self, session: Session) -> None:
+        """The session whose engine writes what is changed."""
+        self._session = session
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    # --- state dicts ----------------------------------------------------------------------
+
+    def _before_state_dict(self, module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
+        del prefix
+        if self._snapshot_of is None and not keep_vars:
+            self._snapshot_of = module
+            self._copies = {}
+
+    def _after_state_dict(self, module: torch.nn.Module) -> None:
+        if self._snapshot_of is module:
+            self._snapshot_of = None
+            self._copies = {}
+            self.read_out = True
+
+    def forget(self) -> None:
+        """A state dict that was begun and failed is over."""
+        self._snapshot_of = None
+        self._copies = {}
+        self._loading.clear()
+
+    def detached(self, place: Place) -> torch.Tensor | None:
+        """A private copy of a parameter where a state dict is being made; see `placeholder.Source`."""
+        if self._snapshot_of is None:
+            return None
+        if place.name not in self._copies:
+            self._copies[place.name] = self.copy_of(place)
+        return self._copies[place.name].detach()
+
+    def copy_of(self, place: Place) -> torch.Tensor:
+        """A parameter's committed values in an unlinked file, as a tensor that nothing else sees."""
+        descriptor = _unlinked(self._folder())
+        try:
+            home = self._residency.home_of[place.name]
+            self._residency.bind(home)
+            try:
+                parameter = place.parameter.detach()
+                nbytes = parameter.numel() * parameter.element_size()
+                _write(descriptor, parameter.data_ptr(), nbytes)
+                del parameter
+            finally:
+                self._residency.unbind(home)
+            if nbytes == 0:
+                return torch.empty(place.shape, dtype=place.dtype)
+            with torch.inference_mode(mode=False):
+                flat = torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=nbytes, dtype=torch.uint8)
+                return flat.view(place.dtype).as_strided(place.shape, place.stride)
+        finally:
+            os.close(descriptor)
+
+    def _folder(self) -> Path:
+        if self._scratch is None:
+            raise ConfigError("the storage is a raw device: give offload(scratch=) a folder for copies of the weights")
+        return self._scratch
+
+    # --- loading ------------------------------------------------------------------------------
+
+    def _before_load(
+        self, module: torch.nn.Module, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any
+    ) -> None:
+        del state_dict, prefix, rest
+        if local_metadata.get("assign_to_params_buffers"):
+            raise UsageError("load_state_dict(assign=True) would replace offloaded parameters; leave assign out")
+        if not self._loading:
+            self._require_quiet()
+        self._loading.append(module)
+
+    def _after_load(self, module: torch.nn.Module, incompatible: Any) -> None:
+        del incompatible
+        if module not in self._loading:
+            return
+        del self._loading[self._loading.index(module) :]
+        if not self._loading:
+            self._commit()
+
+    def assigned(self, place: Place, values: torch.Tensor) -> bool:
+        """Write values through to storage where a state dict is being loaded; see `placeholder.Source`."""
+        if not self._loading:
+            return False
+        self._write_back(place, values)
+        return True
+
+    def _require_quiet(self) -> Session:
+        assert self._session is not None
+        with self._session.quiet():
+            return self._session
+
+    def _write_back(self, place: Place, values: torch.Tensor) -> None:
+        """Stage other values of a parameter; where no bit differs, master and state stay untouched."""
+        if tuple(values.shape) != place.shape:
+            raise UsageError(f"{place.name!r} has shape {list(place.shape)}, and was given {list(values.shape)}")
+        session = self._require_session()
+        given = torch.empty_strided(place.shape, place.stride, dtype=place.dtype)
+        given.copy_(values.detach())
+        home = self._residency.home_of[place.name]
+        self._residency.bind(home)
+        try:
+            same = _same_bits(place.parameter.detach(), given)
+        finally:
+            self._residency.unbind(home)
+        if same:
+            return
+        session.rewrite(place.name, given)
+        self._changed = True
+
+    def _require_session(self) -> Session:
+        assert self._session is not None
+        return self._session
+
+    def _commit(self) -> None:
+        if self._changed:
+            self._changed = False
+            self._require_session().commit_rewritten()
+
+    # --- real parameters -----------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def materialized(self, *, modify: bool) -> Iterator[None]:
+        """Real parameters inside."""
+        session = self._require_quiet() if modify else self._require_session()
+        session.frames.unwind()
+        residency = self._residency
+        homes: list[Home] = []
+        try:
+            for home in residency.homes:
+                copies = [self.copy_of(place) for place in home.places]
+                with residency.lock:
+                    if home.bound:
+                        raise UsageError("the model is being computed; materialized() works between steps")
+                    home.bound += 1
+                    homes.append(home)
+                    for place, copy in zip(home.places, copies, strict=True):
+                        place.bind(copy)
+            self.read_out = True
+            yield
+            if modify:
+                values = {place.name: place.parameter.detach() for home in homes for place in home.places}
+                self._release(homes)
+                for home in residency.homes:
+                    for place in home.places:
+                        self._write_back(place, values.pop(place.name))
+                self._commit()
+        except BaseException:
+            if self._changed:
+                self._changed = False
+                session.engine.discard()
+            raise
+        finally:
+            self._release(homes)
+
+    def _release(self, homes: list[Home]) -> None:
+        with self._residency.lock:
+            while homes:
+                home = homes.pop()
+                home.bound -= 1
+                for place in home.places:
+                    place.unbind()
+
+
+def materialized(model: torch.nn.Module, modify: bool = False) -> contextlib.AbstractContextManager[None]:
+    """Real parameters inside a `with` block: those of the last committed step.
+
+    They lie in unlinked files, so that a model larger than memory can be looked at and saved.
+
+    Args:
+        model: an offloaded model.
+        modify: write back what was changed, and commit it at once. A value whose bits did not change leaves its master
+            and its state untouched.
+
+    Raises:
+        UsageError: the model is not offloaded, or a step is staged (with `modify`).
+    """
+    offloaded = model.__dict__.get("_memascend")
+    if offloaded is None:
+        raise UsageError("this model is not offloaded, or its optimizer was closed")
+    surgery: Surgery = offloaded._session.surgery  # noqa: SLF001
+    return surgery.materialized(modify=modify)
+
+
+def _unlinked(folder: Path) -> int:
+    try:
+        return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError:
+        pass
+    # File systems without O_TMPFILE.
+    try:
+        descriptor, name = tempfile.mkstemp(prefix=".memascend-copy-", dir=folder)
+    except OSError as error:
+        raise StorageError(error.errno, f"no file for a copy of the weights in {folder}: {error.strerror}") from error
+    os.unlink(name)  # noqa: PTH108
+    return descriptor
+
+
+def _write(descriptor: int, address: int, nbytes: int) -> None:
+    """Write memory to a file, and let the page cache go behind it."""
+    for start in range(0, nbytes, _WRITE_BYTES):
+        length = min(_WRITE_BYTES, nbytes - start)
+        part = memoryview((ctypes.c_char * length).from_address(address + start))
+        at = 0
+        while at < length:
+            at += os.pwrite(descriptor, part[at:], start + at)
+    if nbytes > _WRITE_BYTES:
+        os.fdatasync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.numel() == 0:
+        return True
+    whole = torch.int16 if one.element_size() == 2 else torch.uint8
+    flat = [tensor.as_strided((tensor.numel(),), (1,)).view(whole) for tensor in (one, other)]
+    return torch.equal(flat[0], flat[1])

@@ -1,0 +1,346 @@
+"""Which parameters travel together: units, found from the module tree."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from memascend.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+__all__ = ["Unit", "find_units"]
+
+# What values are padded to on storage and in a lease.
+_PAGE_BYTES = 4096
+# Blocks above this are divided, unless what a single module owns is larger anyway: that much an arena needs.
+_BOUND_BYTES = 1 << 30
+# What is left over and smaller than this part of the largest block is kept resident, up to a few of them together.
+_SMALL_PART = 16
+_REST_PART = 4
+# Modules that hold others and are never called themselves.
+_UNCALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """The parameters that travel together.
+
+    Attributes:
+        name: its name, which no other unit has; a module's where it is one.
+        parameters: their names as `model.named_parameters()` gives them, each tied one once.
+        nbytes: bytes of their values, each padded to whole pages.
+        module: the module whose call binds all of it; None where its modules bind by themselves.
+        pinned: small, and bound while others are: kept resident.
+        again: the units after which it is used once more, being tied to what follows there (an embedding that is the
+            head, too, is used after the last block).
+        frozen_bytes: how many of `nbytes` no step changes.
+        elements: of all its parameters.
+    """
+
+    name: str
+    parameters: tuple[str, ...]
+    nbytes: int
+    module: str | None
+    pinned: bool
+    again: tuple[str, ...] = ()
+    frozen_bytes: int = 0
+    elements: int = 0
+
+
+def find_units(
+    model: nn.Module, *, units: Sequence[str] | None = None, bytes_max: int | None = None
+) -> tuple[Unit, ...]:
+    """Divide the parameters of `model`, each into one unit, in the order of its forward as the module tree tells it.
+
+    Repeated blocks are units, and so are embeddings, heads and whatever else is large; small leftovers (a final norm, a
+    class token) are one pinned unit, "rest". Blocks larger than a bound are divided by module.
+
+    Args:
+        model: its parameters may be on "meta".
+        units: names of modules that travel as one, whatever their size; what they leave is divided as ever.
+        bytes_max: the bound; None: 1 GiB, or where that is larger what a single module owns directly. That is never
+            divided, as one call binds it all.
+
+    Raises:
+        ConfigError: the model has no parameters, or uninitialized ones; `units` names what cannot be a unit.
+    """
+    tree = _Tree(model)
+    bound = max(_BOUND_BYTES, tree.largest_owner) if bytes_max is None else bytes_max
+    pieces = [_Piece(name, tree.below(name), tree.called(name)) for name in _checked(tree, units or ())]
+    tree.claim(pieces)
+    blocks = list(_blocks(tree, ""))
+    tree.claim(blocks)
+    # Of what is left, a module that is no larger than a block stays whole.
+    limit = max([tree.bytes_of(piece.parameters) for piece in (*pieces, *blocks)], default=tree.largest_owner)
+    leftovers = list(_leftovers(tree, "", min(limit, bound)))
+    rest = _small(tree, leftovers, limit)
+    leftovers = [piece for piece in leftovers if piece not in rest]
+    for piece in (*blocks, *leftovers):
+        pieces += _divided(tree, piece, bound)
+    if rest:
+        pieces.append(_Piece("rest", [name for piece in rest for name in piece.parameters], None, pinned=True))
+    return _ordered(tree, pieces)
+
+
+@dataclass(eq=False)
+class _Piece:
+    """A unit in the making."""
+
+    name: str
+    parameters: list[str]
+    module: str | None
+    pinned: bool = False
+    again: list[str] = field(default_factory=list)
+
+
+class _Tree:
+    """The modules and parameters of a model by name, shared ones by the first of their names."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.modules = dict(model.named_modules())
+        self.parameters = dict(model.named_parameters())
+        if not self.parameters:
+            raise ConfigError("the model has no parameters, so there is nothing to offload")
+        lazy = [name for name, parameter in self.parameters.items() if is_lazy(parameter)]
+        if lazy:
+            raise ConfigError(f"the shape of {lazy[0]!r} is not known yet: run one forward before offload()")
+        self.raw = {name: parameter.numel() * parameter.dtype.itemsize for name, parameter in self.parameters.items()}
+        self.index = {name: index for index, name in enumerate(self.parameters)}
+        owners = dict.fromkeys(map(self.owner, self.parameters), 0)
+        for name, nbytes in self.raw.items():
+            owners[self.owner(name)] += nbytes
+        # The least that must be in memory at once: a module's call binds all that it owns.
+        self.largest_owner = max(owners.values())
+        self.claimed: set[str] = set()
+        # Every module's parameters, without a walk over all names for each module.
+        self._below: dict[str, list[str]] = {name: [] for name in self.modules}
+        for name in self.parameters:
+            owner = self.owner(name)
+            self._below[""].append(name)
+            while owner:
+                if owner in self._below:
+                    self._below[owner].append(name)
+                owner = owner.rpartition(".")[0]
+
+    @staticmethod
+    def owner(parameter: str) -> str:
+        return parameter.rpartition(".")[0]
+
+    def below(self, module: str) -> list[str]:
+        """The parameters in a module that no piece has claimed."""
+        return [name for name in self._below[module] if name not in self.claimed]
+
+    def under(self, module: str) -> list[str]:
+        """The parameters in a module."""
+        return self._below[module]
+
+    def direct(self, module: str) -> list[str]:
+        return [name for name in self.below(module) if self.owner(name) == module]
+
+    def children(self, module: str) -> Iterator[str]:
+        prefix = f"{module}." if module else ""
+        for name, _ in self.modules[module].named_children():
+            # A child that was met before, elsewhere in the tree, has its place there.
+            if prefix + name in self.modules:
+                yield prefix + name
+
+    def claim(self, pieces: Iterable[_Piece]) -> None:
+        for piece in pieces:
+            self.claimed.update(piece.parameters)
+
+    def bytes_of(self, parameters: Iterable[str]) -> int:
+        return sum(self.raw[name] for name in parameters)
+
+    def paged(self, parameter: str) -> int:
+        return -(-self.raw[parameter] // _PAGE_BYTES) * _PAGE_BYTES
+
+    def is_whole(self, module: str) -> bool:
+        """Whether no piece has claimed anything in it."""
+        return self.claimed.isdisjoint(self._below[module])
+
+    def called(self, module: str) -> str | None:
+        return None if isinstance(self.modules[module], _UNCALLED) else module
+
+
+def _checked(tree: _Tree, names: Sequence[str]) -> Sequence[str]:
+    """The names that a user gave, if they are modules with parameters of their own and none lies in another."""
+    unknown = [name for name in names if name not in tree.modules]
+    if unknown:
+        raise ConfigError(
+            "units names modules of the model, as model.named_modules() gives them, and not "
+            f"{', '.join(map(repr, unknown))}"
+        )
+    for name in names:
+        if not tree.below(name):
+            raise ConfigError(
+                f"units names {name!r}, which has no parameters, or only such as are tied to earlier ones"
+            )
+    for index, name in enumerate(names):
+        for other in names[:index]:
+            if (
+                name == other
+                or not other
+                or not name
+                or f"{name}.".startswith(f"{other}.")
+                or f"{other}.".startswith(f"{name}.")
+            ):
+                raise ConfigError(f"units names {other!r} and {name!r}, and a parameter travels in one unit only")
+    return names
+
+
+def _blocks(tree: _Tree, module: str) -> Iterator[_Piece]:
+    """Children that look alike, of the outermost lists that have such."""
+    children = [child for child in tree.children(module) if tree.below(child)]
+    alike: set[str] = set()
+    kind = tree.modules[module]
+    if isinstance(kind, nn.ModuleList) and len(children) == 1:
+        # A model of one layer, or one group of shared layers.
+        alike = set(children)
+    elif isinstance(kind, (nn.ModuleList, nn.Sequential)):
+        alike = _alike(tree, children)
+    for child in children:
+        if child in alike and tree.is_whole(child):
+            yield _Piece(child, tree.below(child), tree.called(child))
+        else:
+            yield from _blocks(tree, child)
+
+
+def _alike(tree: _Tree, children: Sequence[str]) -> set[str]:
+    """Those of a class of which two have parameters of the same shapes, or one all of the other's (T5's blocks)."""
+    found: set[type] = set()
+    seen: dict[type, set[frozenset[tuple[str, tuple[int, ...]]]]] = {}
+    for child in children:
+        kind = type(tree.modules[child])
+        shapes = frozenset((name[len(child) :], tuple(tree.parameters[name].shape)) for name in tree.below(child))
+        others = seen.setdefault(kind, set())
+        if kind not in found and any(shapes <= other or other <= shapes for other in others):
+            found.add(kind)
+        others.add(shapes)
+    return {child for child in children if type(tree.modules[child]) in found}
+
+
+def _leftovers(tree: _Tree, module: str, limit: int) -> Iterator[_Piece]:
+    """What no block has: whole modules up to `limit`, else what each module owns directly."""
+    left = tree.below(module)
+    if not left:
+        return
+    called = tree.called(module)
+    if module and called is not None and tree.is_whole(module) and tree.bytes_of(left) <= limit:
+        yield _Piece(module, left, called)
+        return
+    direct = tree.direct(module)
+    if direct:
+        yield _Piece(module, direct, called)
+    for child in tree.children(module):
+        yield from _leftovers(tree, child, limit)
+
+
+def _small(tree: _Tree, leftovers: Sequence[_Piece], limit: int) -> list[_Piece]:
+    """The leftovers that are kept resident: the smallest, as many as are little together."""
+    rest, total = [], 0
+    for piece in sorted(leftovers, key=lambda piece: tree.bytes_of(piece.parameters)):
+        nbytes = tree.bytes_of(piece.parameters)
+        total += nbytes
+        if nbytes * _SMALL_PART > limit or total * _REST_PART > limit:
+            break
+        rest.append(piece)
+    return rest
+
+
+def _divided(tree: _Tree, piece: _Piece, bound: int) -> list[_Piece]:
+    """The piece, or where it is larger than `bound` its parts, the small ones together."""
+    if tree.bytes_of(piece.parameters) <= bound:
+        return [piece]
+    parts: list[_Piece] = []
+    packed: _Piece | None = None
+    packed_bytes = 0
+    for part in _parts(tree, piece, bound):
+        nbytes = tree.bytes_of(part.parameters)
+        if nbytes * _SMALL_PART > bound:
+            parts.append(part)
+        elif packed is not None and (packed_bytes + nbytes) * _REST_PART <= bound:
+            # Norms, or many small experts: one of them alone is not worth a read.
+            packed.parameters += part.parameters
+            packed.module = None
+            packed_bytes += nbytes
+        else:
+            packed, packed_bytes = part, nbytes
+            parts.append(part)
+    return parts
+
+
+def _parts(tree: _Tree, piece: _Piece, bound: int) -> Iterator[_Piece]:
+    """Modules no larger than `bound`; what a module owns directly stays together, as its call binds all of it."""
+    # A piece larger than the bound is a whole module, whose name it has, or what one owns directly.
+    inside = set(piece.parameters)
+    direct = [name for name in piece.parameters if tree.owner(name) == piece.name]
+    if tree.bytes_of(piece.parameters) <= bound or len(direct) == len(piece.parameters):
+        yield piece
+        return
+    if direct:
+        yield _Piece(piece.name, direct, piece.module)
+    for child in tree.children(piece.name):
+        below = [name for name in tree.under(child) if name in inside]
+        if below:
+            yield from _parts(tree, _Piece(child, below, tree.called(child)), bound)
+
+
+def _ordered(tree: _Tree, pieces: list[_Piece]) -> tuple[Unit, ...]:
+    """Units in the order in which their parameters are registered, the head last."""
+    head = _head(tree)
+
+    def place(piece: _Piece) -> tuple[bool, int]:
+        first = min(tree.index[name] for name in piece.parameters)
+        return piece.parameters == head, first
+
+    pieces = sorted(pieces, key=place)
+    taken: set[str] = set()
+    for piece in pieces:
+        piece.name = piece.name or "root"
+        # A module may be called "root" or "rest".
+        while piece.name in taken:
+            piece.name += "'"
+        taken.add(piece.name)
+    _note_ties(tree, pieces)
+    return tuple(
+        Unit(
+            name=piece.name,
+            parameters=tuple(sorted(piece.parameters, key=tree.index.__getitem__)),
+            nbytes=sum(map(tree.paged, piece.parameters)),
+            module=piece.module,
+            pinned=piece.pinned,
+            again=tuple(piece.again),
+            frozen_bytes=sum(tree.paged(name) for name in piece.parameters if not tree.parameters[name].requires_grad),
+            elements=sum(tree.parameters[name].numel() for name in piece.parameters),
+        )
+        for piece in pieces
+    )
+
+
+def _head(tree: _Tree) -> list[str] | None:
+    """The parameters of the head, where the model says what it is (as transformers' do)."""
+    ask = getattr(tree.model, "get_output_embeddings", None)
+    try:
+        module = ask() if callable(ask) else None
+    except NotImplementedError:
+        return None
+    return next((tree.under(name) for name, found in tree.modules.items() if found is module), None)
+
+
+def _note_ties(tree: _Tree, pieces: Sequence[_Piece]) -> None:
+    """Where tied parameters are used again: after the unit whose parameters are registered before that place."""
+    first = {id(parameter): name for name, parameter in tree.parameters.items()}
+    unit_of = {name: piece for piece in pieces for name in piece.parameters}
+    before: _Piece | None = None
+    for name, parameter in tree.model.named_parameters(remove_duplicate=False):
+        here = unit_of[first[id(parameter)]]
+        if name in unit_of:
+            before = here if not here.pinned else before
+        elif before is not None and before is not here and not here.pinned and before.name not in here.again:
+            here.again.append(before.name)

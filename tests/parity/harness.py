@@ -1,0 +1,279 @@
+"""One case of training, run in RAM and offloaded in every way, and what must be the same bits afterwards."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import zlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from parity.reference import Reference, threads_of_torch
+
+import memascend
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+GRADIENTS = ("fused", "ssd", "ram", "auto")
+KEPT = ("ssd", "ram")
+# What "large" means: every model here fits many times.
+LARGE = "1GiB"
+# Times that a run may find out in its first step that it needs more (API.md): segments, then views.
+BUDGETS_MAX = 4
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A combination in which a case is run."""
+
+    gradients: str
+    budget: str
+    threads: int
+
+    def __str__(self):
+        return f"{self.gradients}-{self.budget}-{self.threads}"
+
+
+@dataclass
+class Run:
+    """What a loop is given; it trains, and records what must be the same."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    original: torch.optim.Optimizer
+    batches: list
+    loss_of: Callable
+    records: list = field(default_factory=list)
+
+    def loss(self, index):
+        """The loss of a batch, recorded."""
+        loss = self.loss_of(self.model, self.batches[index % len(self.batches)])
+        self.record(loss)
+        return loss
+
+    def record(self, *values):
+        for value in values:
+            self.records.append(value.detach().clone() if isinstance(value, torch.Tensor) else value)
+
+
+def usual_loop(run, steps=4):
+    for index in range(steps):
+        run.loss(index).backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+def adamw(model, **options):
+    """Rates that move a small model visibly, so that a lost update shows."""
+    return torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], **{"lr": 1e-2, "weight_decay": 0.1, **options}
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model, its data and a loop."""
+
+    name: str
+    model: Callable[[], torch.nn.Module]
+    batches: Callable[[torch.Generator], list]
+    loss: Callable[[torch.nn.Module, Any], torch.Tensor]
+    loop: Callable[[Run], None] = usual_loop
+    dtype: torch.dtype = torch.float32
+    optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer] = adamw
+    options: Mapping[str, Any] = field(default_factory=dict)  # of offload() and of the reference
+    gradients: tuple[str, ...] = GRADIENTS
+    everywhere: bool = False  # every combination runs in `make test`
+    learns_budget: bool = False  # the first step may show that more memory is needed, as no plan could know
+    marks: tuple = ()
+
+    def modes(self):
+        return [Mode(*parts) for parts in itertools.product(self.gradients, ("smallest", "large"), (1, 2))]
+
+
+def combined(cases: Iterable[Case]):
+    """Each case in every combination; all but one of them slow, spread evenly, unless it is to run everywhere."""
+    params = []
+    for case in cases:
+        modes = case.modes()
+        chosen = modes if case.everywhere else [modes[zlib.crc32(case.name.encode()) % len(modes)]]
+        for mode in modes:
+            marks = [*case.marks, *([] if mode in chosen else [pytest.mark.slow])]
+            params.append(pytest.param(case, mode, id=f"{case.name}-{mode}", marks=marks))
+    return pytest.mark.parametrize(("case", "mode"), params)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run left."""
+
+    records: list
+    weights: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    state: dict[str, dict[str, torch.Tensor]]
+    random: torch.Tensor
+    start: dict[str, torch.Tensor]
+
+
+def copies(named):
+    return {name: tensor.detach().clone() for name, tensor in named}
+
+
+def play(case, threads, take, *, read):
+    """Runs the case with the optimizer that `take` makes of its own, and reads what is left within `read`."""
+    with threads_of_torch(threads):
+        if "torch._dynamo" in sys.modules:  # what one run compiled must not serve the next
+            torch._dynamo.reset()
+        torch.manual_seed(1)
+        model = case.model().to(case.dtype)
+        start = copies(model.named_parameters())
+        batches = case.batches(torch.Generator().manual_seed(2))
+        original = case.optimizer(model)
+        model, optimizer = take(model, original)
+        torch.manual_seed(3)
+        run = Run(model, optimizer, original, batches, case.loss)
+        case.loop(run)
+        random = torch.get_rng_state()
+        owned = {p for group in optimizer.param_groups for p in group["params"]}
+        state = {name: optimizer.state_of(p) for name, p in model.named_parameters() if p in owned}
+        with read(model, optimizer):
+            weights, buffers = copies(model.named_parameters()), copies(model.named_buffers())
+        return Outcome(run.records, weights, buffers, state, random, start)
+
+
+class Nothing:
+    def __init__(self, *_):
+        pass
+
+    def __enter__(self):
+        pass
+
+    def __exit__(self, *_):
+        pass
+
+
+def in_ram(case, threads, kind=Reference):
+    return play(case, threads, lambda model, original: (model, kind(original, **case.options)), read=Nothing)
+
+
+_references: dict[tuple[str, int], Outcome] = {}
+
+
+def reference(case, threads):
+    key = case.name, threads
+    if key not in _references:
+        outcome = _references[key] = in_ram(case, threads)
+        assert not all(torch.equal(outcome.start[name], outcome.weights[name]) for name in outcome.weights), (
+            "nothing was trained: this case could not fail"
+        )
+    return _references[key]
+
+
+class Read:
+    """The committed weights, for as long as they are read; the budget was kept; then the store is closed."""
+
+    def __init__(self, model, optimizer):
+        self.optimizer = optimizer
+        self.real = memascend.materialized(model)
+
+    def __enter__(self):
+        host = self.optimizer.report().to_dict()["host"]
+        assert host["peak"] <= host["budget"], host
+        self.real.__enter__()
+
+    def __exit__(self, *error):
+        self.real.__exit__(*error)
+        self.optimizer.close()
+
+
+def smallest_budget(case, **options):
+    """The smallest budget that `offload` names for this case; the refused call changes nothing."""
+    with torch.random.fork_rng():
+        model = case.model().to(case.dtype)
+        with pytest.raises(memascend.BudgetError) as refused:
+            memascend.offload(model, case.optimizer(model), host_memory=1, **case.options, **options)
+    return refused.value.smallest
+
+
+def offloaded(case, mode, folder):
+    options = {"storage": folder / "run.store", "gradients": mode.gradients}
+    with threads_of_torch(mode.threads):
+        budget = LARGE if mode.budget == "large" else smallest_budget(case, **options)
+    taken = []
+
+    def take(model, original):
+        made = memascend.offload(
+            model, original, **options, host_memory=budget, existing="replace" if taken else "refuse", **case.options
+        )
+        taken.append(made[1])
+        return made
+
+    for _ in range(BUDGETS_MAX):
+        try:
+            return play(case, mode.threads, take, read=Read)
+        except memascend.BudgetError as error:
+            if not case.learns_budget or not taken:
+                raise
+            assert taken[-1].steps == 0, "a budget was refused after a step was committed"
+            budget = error.smallest
+        finally:
+            for optimizer in taken:
+                optimizer.close()
+    raise AssertionError(f"the budget was still too small after {BUDGETS_MAX} that were said to work")
+
+
+def same(left, right):
+    """The same bits, but for the payload of a NaN."""
+    if not (isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor)):
+        return bool(left == right)
+    if left.dtype != right.dtype or left.shape != right.shape:
+        return False
+    if not left.dtype.is_floating_point:
+        return torch.equal(left, right)
+    return bool(((left == right) & (left.signbit() == right.signbit()) | (left.isnan() & right.isnan())).all())
+
+
+def _named(outcome):
+    yield from ((f"record {index}", value) for index, value in enumerate(outcome.records))
+    yield from ((f"parameter {name}", value) for name, value in outcome.weights.items())
+    yield from ((f"buffer {name}", value) for name, value in outcome.buffers.items())
+    for name, state in outcome.state.items():
+        yield from ((f"state of {name}: {key}", torch.as_tensor(value)) for key, value in state.items())
+    yield "random numbers drawn", outcome.random
+
+
+def differences(expected, got):
+    """What differs, one line each; the first record that differs comes first."""
+    expected, got = dict(_named(expected)), dict(_named(got))
+    # An optimizer may count steps as an integer, and may show a master where the parameter is one.
+    for name in list(got):
+        if name.endswith(": step"):
+            got[name] = got[name].float()
+        if name.endswith(": master") and name not in expected:
+            del got[name]
+    lines = [f"missing: {name}" for name in expected.keys() - got.keys()]
+    lines += [f"not in the reference: {name}" for name in got.keys() - expected.keys()]
+    lines += [
+        f"{name}: {describe(expected[name], got[name])}"
+        for name in expected
+        if name in got and not same(expected[name], got[name])
+    ]
+    return lines
+
+
+def describe(expected, got):
+    if isinstance(expected, torch.Tensor) and isinstance(got, torch.Tensor) and expected.shape == got.shape:
+        if expected.numel() == 1:
+            return f"{expected.item()!r} in RAM, {got.item()!r}"
+        wrong = (expected != got).sum().item()
+        distance = (expected.double() - got.double()).abs().max().item()
+        return f"{wrong} of {expected.numel()} elements, by at most {distance:.3g}"
+    return f"{expected!r} in RAM, {got!r}"
+
+
+def check(case, mode, folder):
+    lines = differences(reference(case, mode.threads), offloaded(case, mode, folder))
+    assert not lines, f"{len(lines)} differences:\n" + "\n".join(lines[:20])

@@ -1,0 +1,48 @@
+"""The training that is killed with -9: a program of its own, which says each loss before the step that follows it."""
+
+from __future__ import annotations
+
+import torch
+from parity.loops import CLIPPED
+from parity.zoo_loops import BF16, stack
+from parity.zoo_plain import Stack
+
+import memascend
+
+KILLED = stack("killed", model=lambda: Stack(tied=True), dtype=BF16)
+
+
+def train(storage, log, gradients, steps):
+    """Trains from the last committed step to the end; says each loss before the step that follows from it."""
+    torch.manual_seed(1)
+    model = KILLED.model().to(KILLED.dtype)
+    options = {"max_grad_norm": CLIPPED} if gradients == "ssd" else {}
+    model, optimizer = memascend.offload(
+        model,
+        KILLED.optimizer(model),
+        storage=storage,
+        existing="resume",
+        host_memory="64MiB",
+        gradients=gradients,
+        **options,
+    )
+    batches = KILLED.batches(torch.Generator().manual_seed(2))
+    with open(log, "a", buffering=1) as file, optimizer:
+        for index in range(optimizer.steps, steps):
+            loss = KILLED.loss(model, batches[index % len(batches)])
+            optimizer.user_state = {"next": index + 1}
+            loss.backward()
+            file.write(f"{index} {loss.item().hex()} {optimizer.steps}\n")
+            optimizer.step()
+            optimizer.zero_grad()
+            assert optimizer.user_state == {"next": index + 1}
+
+
+def said(log):
+    """The losses by step; one that was said twice was the same."""
+    losses = {}
+    for line in log.read_text().splitlines() if log.exists() else []:
+        index, loss, steps = line.split()
+        assert index == steps
+        assert losses.setdefault(int(index), loss) == loss, f"step {index} was another after a kill"
+    return losses

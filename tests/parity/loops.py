@@ -1,0 +1,369 @@
+"""Loops that people write: each runs the same code in RAM and offloaded. `run` is a parity.harness.Run."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+
+import torch
+from parity.reference import Reference
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+CLIPPED = 0.05  # below the norms that the small models here have, so that it clips
+
+
+def finish(run):
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+
+
+# --- clipping, accumulation, scales -------------------------------------------
+
+
+def clips(run):
+    for index in range(4):
+        run.loss(index).backward()
+        run.record(clip_grad_norm_(run.model.parameters(), CLIPPED))
+        finish(run)
+
+
+def clips_at_infinity(run):
+    """As the Trainer does for its log: nothing changes, so this is allowed in every mode."""
+    for index in range(4):
+        run.loss(index).backward()
+        clip_grad_norm_(run.model.parameters(), float("inf"))
+        finish(run)
+
+
+def clips_values(run):
+    for index in range(4):
+        run.loss(index).backward()
+        clip_grad_value_(run.model.parameters(), 1e-3)
+        finish(run)
+
+
+def clips_in_step(run):
+    """With `max_grad_norm=`: the norm is that of float64, whichever order it was summed in."""
+    for index in range(4):
+        run.loss(index).backward()
+        run.optimizer.step()
+        run.record(round(run.optimizer.grad_norm, 9))
+        run.optimizer.zero_grad()
+
+
+def accumulates(run, counts=(3, 3, 2)):
+    index = 0
+    for count in counts:
+        for _ in range(count):
+            (run.loss(index) / 3).backward()
+            index += 1
+        finish(run)
+
+
+def accumulates_unevenly(run):
+    """Nothing was declared, and no two steps take as many backwards."""
+    accumulates(run, (1, 3, 2, 1))
+
+
+def scales(run):
+    """A scaled loss; one backward in the middle overflows, and its step is skipped."""
+    half = any(p.dtype == torch.float16 for p in run.model.parameters())
+    for index in range(5):
+        loss = run.loss(index)
+        run.optimizer.backward(loss * (3e4 if half else 1e36) if index == 2 else loss)
+        run.optimizer.step()
+        run.record(run.optimizer.loss_scale, run.optimizer.overflowed)
+        run.optimizer.zero_grad()
+
+
+def grad_scaler(run, *, clip=None):
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
+    for index in range(5):
+        loss = run.loss(index)
+        scaler.scale(loss * float("inf") if index == 2 else loss).backward()
+        if clip:
+            scaler.unscale_(run.optimizer)
+            run.record(clip_grad_norm_(run.model.parameters(), clip))
+        scaler.step(run.optimizer)
+        scaler.update()
+        run.record(scaler.get_scale())
+        run.optimizer.zero_grad()
+
+
+def grad_scaler_clips(run):
+    grad_scaler(run, clip=CLIPPED)
+
+
+# --- when and how step() is called --------------------------------------------
+
+
+def schedules(run):
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(run.optimizer, max_lr=2e-2, total_steps=6)
+    for index in range(5):
+        run.loss(index).backward()
+        run.optimizer.step()
+        scheduler.step()
+        run.optimizer.zero_grad()
+        run.record(*scheduler.get_last_lr())
+
+
+def schedules_from_before(run):
+    """The scheduler was made for the original optimizer, before offload()."""
+    for index in range(4):
+        run.loss(index).backward()
+        run.optimizer.step()
+        run.original.scheduler.step()
+        run.optimizer.zero_grad()
+        run.record(*run.original.scheduler.get_last_lr())
+
+
+def closures(run):
+    for index in range(4):
+
+        def closure(index=index):
+            run.optimizer.zero_grad()
+            loss = run.loss(index)
+            loss.backward()
+            return loss
+
+        run.record(run.optimizer.step(closure))
+
+
+def zeroes_first(run):
+    for index in range(4):
+        run.model.zero_grad()
+        run.loss(index).backward()
+        run.optimizer.step()
+
+
+def zeroes_before_step(run):
+    """What was staged is dropped, by each of the ways; a step without any gradient does nothing."""
+    for index in range(6):
+        run.loss(index).backward()
+        if index % 3 == 1:
+            (run.optimizer if index == 1 else run.model).zero_grad()
+        elif index == 3:
+            for p in run.model.parameters():
+                p.grad = None
+        finish(run)
+
+
+def keeps_zeroes(run):
+    for index in range(4):
+        run.loss(index).backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad(set_to_none=False)
+    run.optimizer.step()  # by gradients of zero: moments decay, and so do weights
+
+
+def drops_some(run):
+    for index in range(4):
+        run.loss(index).backward()
+        for number, p in enumerate(run.model.parameters()):
+            if (number + index) % 3 == 0:
+                p.grad = None
+        finish(run)
+
+
+def assigns(run):
+    """Gradients that the user assigns, over those of backward and without any backward."""
+    for index in range(4):
+        if index != 2:
+            run.loss(index).backward()
+        for number, p in enumerate(run.model.parameters()):
+            if (number + index) % 2 == 0:
+                p.grad = torch.full(p.shape, 1e-2 * (index + 1), dtype=p.dtype)
+        finish(run)
+
+
+def disjoint(run):
+    """Two backwards over two towers make one step."""
+    for index in range(4):
+        batch = run.batches[index]
+        for tower in ("left", "right"):
+            loss = run.model(batch[0], tower).square().mean()
+            run.record(loss)
+            loss.backward()
+        finish(run)
+
+
+def disjoint_in_one_go(run):
+    """Both towers' forwards, then both backwards: the graphs are kept at once."""
+    for index in range(4):
+        losses = [run.model(run.batches[index][0], tower).square().mean() for tower in ("left", "right")]
+        run.record(*losses)
+        for loss in losses:
+            loss.backward()
+        finish(run)
+
+
+# --- what forward and backward do ---------------------------------------------
+
+
+def reads_the_head(run):
+    for index in range(4):
+        loss = run.loss(index) + 0.1 * run.model.head.weight.float().square().mean()
+        run.record(loss)
+        loss.backward()
+        finish(run)
+
+
+def penalizes_gradients(run):
+    """The gradient of the input is part of the loss: a backward through the backward."""
+    for index in range(4):
+        x = run.batches[index][0].clone().requires_grad_()
+        y = run.model(x)
+        (slope,) = torch.autograd.grad(y.tanh().sum(), x, create_graph=True)
+        loss = y.square().mean() + slope.square().mean()
+        run.record(loss)
+        loss.backward()
+        finish(run)
+
+
+def asks_for_gradients(run):
+    """torch.autograd.grad of a weight beside backward: nothing is staged by it."""
+    for index in range(4):
+        loss = run.loss(index)
+        run.record(torch.autograd.grad(loss, run.model.head.weight, retain_graph=True)[0])
+        loss.backward()
+        finish(run)
+
+
+def evaluates(run):
+    """Between backward and step the weights are the old ones, for every kind of evaluation."""
+    for index in range(4):
+        run.loss(index).backward()
+        run.model.eval()
+        with torch.inference_mode() if index % 2 else torch.no_grad():
+            run.loss(index + 1)
+        run.model.train()
+        run.optimizer.step()
+        with torch.inference_mode():
+            run.loss(index + 1)
+        run.optimizer.zero_grad()
+
+
+def generates(run):
+    for index in range(3):
+        run.loss(index).backward()
+        run.model.eval()
+        prompt = run.batches[index]["input_ids"][:, :4]
+        run.record(
+            run.model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=4, do_sample=False)
+        )
+        run.model.train()
+        finish(run)
+
+
+def casts_automatically(run):
+    for index in range(4):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of the copies that autocast keeps
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = run.loss(index)
+        loss.backward()
+        finish(run)
+
+
+class Interruption(Exception):
+    pass
+
+
+@contextlib.contextmanager
+def failing(module, where):
+    def fail(*_):
+        raise Interruption
+
+    register = {
+        "before": module.register_forward_pre_hook,
+        "after": module.register_forward_hook,
+        "backward": module.register_full_backward_hook,
+    }[where]
+    handle = register(fail)
+    try:
+        yield
+    except Interruption:
+        pass
+    else:
+        raise AssertionError("nothing failed")
+    finally:
+        handle.remove()
+
+
+def fails_and_goes_on(run):
+    """An exception in each phase; what was staged is dropped, and the same batch is taken once more."""
+    for index, where in enumerate(("before", "after", "backward", "before", "after")):
+        with failing(run.model.blocks[1], where):
+            run.loss(index).backward()
+        run.optimizer.zero_grad()
+        run.loss(index).backward()
+        finish(run)
+
+
+def fails_without_gradients(run):
+    for index in range(4):
+        with failing(run.model.blocks[2], "after"), torch.no_grad():
+            run.loss(index)
+        run.loss(index).backward()
+        finish(run)
+
+
+def retains(run):
+    """A second forward before the first one's backward, and a graph that is walked twice."""
+    for index in range(3):
+        first, second = run.loss(index), run.loss(index + 1)
+        (first + second).backward(retain_graph=True)
+        finish(run)
+
+
+# --- parameters touched from outside -------------------------------------------
+
+
+def watches(run):
+    """Norms, one by one and by foreach, and an average of the weights, kept by hand."""
+    averages = [p.detach().clone() for p in run.model.parameters()]
+    for index in range(4):
+        run.loss(index).backward()
+        finish(run)
+        parameters = list(run.model.parameters())
+        run.record(*(p.norm() for p in parameters))
+        with torch.no_grad():
+            run.record(*torch._foreach_norm(parameters))
+            for average, p in zip(averages, parameters, strict=True):
+                average.lerp_(p, 0.25)
+            run.record(torch.cat([p.flatten() for p in parameters]).double().sum())
+    run.record(*averages)
+
+
+def reads_gradients(run):
+    for index in range(4):
+        run.loss(index).backward()
+        for p in run.model.parameters():
+            if p.grad is not None:
+                run.record(p.grad.abs().max(), p.grad.float().sum())
+        finish(run)
+
+
+def edits_gradients(run):
+    """What people do to gradients in place, in an order that matters to the last bit."""
+    for index in range(4):
+        run.loss(index).backward()
+        for p in run.model.parameters():
+            if p.grad is not None:
+                p.grad.mul_(3.0).div_(7.0).clamp_(-1e-2, 1e-2)
+        gradients = [p.grad for p in run.model.parameters() if p.grad is not None]
+        torch._foreach_mul_(gradients, 0.3)
+        finish(run)
+
+
+def takes_state(run):
+    """Weights by state_dict(), which later steps must not change; in RAM it is copied, since there they do."""
+    kept = []
+    for index in range(3):
+        run.loss(index).backward()
+        kept.append(run.model.state_dict())
+        if isinstance(run.optimizer, Reference):
+            kept[-1] = {name: value.clone() for name, value in kept[-1].items()}
+        finish(run)
+    for state in kept:
+        run.record(*state, *state.values())

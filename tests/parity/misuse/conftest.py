@@ -1,0 +1,78 @@
+"""A small model that is offloaded for one test, and closed after it."""
+
+import pytest
+import torch
+from parity.harness import adamw
+from parity.zoo_plain import Stack, next_token, tokens
+
+import memascend
+
+
+class Training:
+    """A model, its offloaded optimizer, and batches."""
+
+    def __init__(self, model, optimizer):
+        self.model, self.optimizer = model, optimizer
+        self.batches = tokens(torch.Generator().manual_seed(5))
+
+    def loss(self, index=0):
+        return next_token(self.model, self.batches[index])
+
+    def step(self, index=0):
+        self.loss(index).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def weights(self):
+        """The committed weights, copied."""
+        with memascend.materialized(self.model):
+            return {name: p.detach().clone() for name, p in self.model.named_parameters()}
+
+
+@pytest.fixture
+def offloaded(tmp_path):
+    """Offloads a model, by default a small stack and AdamW, to a file that has no store."""
+    made = []
+
+    def make(model=None, optimizer=None, *, steps=0, **options):
+        torch.manual_seed(4)
+        model = Stack() if model is None else model
+        optimizer = adamw(model) if optimizer is None else optimizer
+        given = {"storage": tmp_path / "run.store", "host_memory": "64MiB", **options}
+        training = Training(*memascend.offload(model, optimizer, **given))
+        made.append(training)
+        for index in range(steps):
+            training.step(index)
+        return training
+
+    yield make
+    for training in made:
+        training.optimizer.close()
+
+
+@pytest.fixture
+def unchanged():
+    """A check that nothing which a refused call was given has changed, made before the call."""
+
+    def remember(model, optimizer, storage=None):
+        def picture():
+            return (
+                {name: (type(p), p.detach().clone()) for name, p in model.named_parameters()},
+                [{**group, "params": [id(p) for p in group["params"]]} for group in optimizer.param_groups],
+                [len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules()],
+                storage.read_bytes() if storage and storage.exists() else None,
+            )
+
+        before = picture()
+
+        def check():
+            weights, *rest = picture()
+            assert weights.keys() == before[0].keys()
+            for name, (kind, values) in weights.items():
+                assert kind is before[0][name][0]
+                assert torch.equal(values, before[0][name][1]), name
+            assert rest == list(before[1:])
+
+        return check
+
+    return remember

@@ -1,0 +1,191 @@
+"""Ends that nobody planned: a full disk, a deleted store, a dropped model, a fork, an exit without close."""
+
+import gc
+import os
+import subprocess
+import weakref
+
+import pytest
+import torch
+from parity.harness import adamw
+from parity.zoo_plain import Stack, next_token
+
+import memascend
+from memascend import MemascendError, StorageError, UsageError
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 24 MiB."""
+    image, folder = tmp_path / "disk.image", tmp_path / "disk"
+    folder.mkdir()
+    with image.open("wb") as file:
+        file.truncate(24 << 20)
+    subprocess.run(["mkfs.ext4", "-q", "-F", "-m", "0", image], check=True)
+    subprocess.run(["mount", "-o", "loop", image, folder], check=True)
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+@pytest.mark.root
+def test_a_disk_that_is_too_small_is_known_before_anything_is_moved(small_disk, unchanged):
+    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(8)))
+    optimizer = adamw(model)
+    check = unchanged(model, optimizer)
+    with pytest.raises(StorageError) as error:
+        memascend.offload(model, optimizer, storage=small_disk / "run.store")
+    assert error.value.errno == 28
+    check()
+    assert not (small_disk / "run.store").exists()
+
+
+def test_a_store_that_is_deleted_under_training(offloaded, tmp_path):
+    """An open file lives until it is closed; what must not be is a result that nobody can find, in silence."""
+    training = offloaded(steps=1)
+    (tmp_path / "run.store").unlink()
+    try:
+        training.step(1)
+        weights = training.weights()
+    except StorageError as error:
+        assert "run.store" in str(error)  # noqa: PT017 - either way is sane
+    else:
+        assert all(values.isfinite().all() for values in weights.values())
+
+
+def test_two_processes_do_not_train_on_one_store(offloaded, tmp_path, python):
+    offloaded(steps=1)
+    program = """if True:
+        import sys, torch, memascend
+        model = torch.nn.Linear(64, 64)
+        try:
+            memascend.offload(model, torch.optim.AdamW(model.parameters()), storage=sys.argv[1], existing=sys.argv[2])
+        except memascend.StorageError as error:
+            print(error)
+    """
+    for existing in ("resume", "replace", "refuse"):
+        assert str(os.getpid()) in python(program, tmp_path / "run.store", existing)
+
+
+def test_nothing_outlives_a_model_that_is_dropped(tmp_path):
+    def resident():
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * 4096
+
+    def once(storage):
+        model = Stack()
+        model, optimizer = memascend.offload(model, adamw(model), storage=storage, host_memory="64MiB")
+        next_token(model, torch.zeros(2, 5, dtype=torch.long)).backward()
+        optimizer.step()
+        return weakref.ref(model), weakref.ref(optimizer)
+
+    before = None
+    for index in range(6):
+        references = once(tmp_path / f"{index}.store")
+        gc.collect()
+        assert [reference() for reference in references] == [None, None]
+        if index == 2:
+            before = resident(), len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+    after = resident(), len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+    assert after[0] - before[0] < 8 << 20
+    assert after[1:] == before[1:]
+    model = Stack()
+    with memascend.offload(model, adamw(model), storage=tmp_path / "0.store", existing="resume")[1] as optimizer:
+        assert optimizer.steps == 1
+
+
+class Numbers(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.full((9,), index)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_workers_of_a_loader_are_forked_from_it(offloaded):
+    training = offloaded(steps=1)
+    for _ in range(2):
+        for ids in torch.utils.data.DataLoader(Numbers(), batch_size=2, num_workers=2, multiprocessing_context="fork"):
+            next_token(training.model, ids).backward()
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+    assert training.optimizer.steps == 9
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_may_not_train(offloaded):
+    training = offloaded(steps=1)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            training.model.head.weight.norm()
+            said = "it read"
+        except MemascendError as error:
+            said = f"{type(error).__name__}: {error}"
+        except BaseException as error:
+            said = f"another error: {error!r}"
+        os.write(writing, said.encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        said = pipe.read()
+    assert os.waitpid(child, 0)[1] == 0
+    assert said.startswith("UsageError"), said
+    assert "fork" in said or "process" in said
+    training.step(1)
+    assert training.optimizer.steps == 2
+
+
+EXITS = {
+    "the end": "",
+    "sys.exit": "sys.exit(0)",
+    "an exception": "raise KeyError('the end')",
+    "in the middle of a step": "loss(model).backward()",
+    "in a thread": "import threading; threading.Thread(target=lambda: loss(model).backward()).start()",
+}
+
+
+@pytest.mark.parametrize("end", EXITS)
+def test_an_exit_without_close_keeps_what_was_committed(tmp_path, python, end):
+    program = f"""if True:
+        import sys, torch, memascend
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+        optimizer = torch.optim.AdamW(model.parameters())
+        options = dict(storage=sys.argv[1], durability="none", existing="resume")
+        model, optimizer = memascend.offload(model, optimizer, **options)
+        print("steps", optimizer.steps)
+        def loss(model):
+            return model(torch.ones(3, 64)).square().mean()
+        for _ in range(2):
+            loss(model).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        {EXITS[end]}
+    """
+    status = 1 if end == "an exception" else 0
+    assert "steps 0" in python(program, tmp_path / "run.store", status=status)
+    assert "steps 2" in python(program, tmp_path / "run.store", status=status)
+
+
+def test_an_interrupt_in_the_middle_leaves_a_whole_step(offloaded):
+    training = offloaded(steps=1)
+    before = training.weights()
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    for register in ("register_forward_pre_hook", "register_forward_hook", "register_full_backward_hook"):
+        handle = getattr(training.model.blocks[1], register)(interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            training.loss().backward()
+        handle.remove()
+        training.optimizer.zero_grad()
+        after = training.weights()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+    training.step(1)
+    assert training.optimizer.steps == 2
+    training.optimizer.close()
+    with pytest.raises(UsageError):
+        training.loss()

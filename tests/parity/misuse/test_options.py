@@ -1,0 +1,234 @@
+"""What offload() refuses: options, models and optimizers; and a refused call leaves everything as it was."""
+
+import re
+
+import pytest
+import torch
+from parity.harness import adamw
+from parity.zoo_plain import Stack
+from torch import nn
+
+import memascend
+from memascend import BudgetError, ConfigError, StorageError
+
+OPTIONS = {
+    "existing": "perhaps",
+    "host_memory": "eight gigabytes",
+    "gradients": "sometimes",
+    "max_grad_norm": -1.0,
+    "accumulation_steps": 0,
+    "loss_scale": -2.0,
+    "master_dtype": torch.int8,
+    "device": "cuda",
+    "activations": "elsewhere",
+    "durability": "eventually",
+    "units": ["blocks.0", "no.such.module"],
+    "weights": "/no/such/weights.safetensors",
+    "checkpoint": "/no/such/checkpoint",
+}
+
+
+def refused(tmp_path, unchanged, model, optimizer, **options):
+    storage = options.setdefault("storage", tmp_path / "run.store")
+    check = unchanged(model, optimizer)
+    with pytest.raises(ConfigError) as error:
+        memascend.offload(model, optimizer, **options)
+    check()
+    assert not storage.exists()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_an_option_that_is_wrong_is_named(tmp_path, unchanged, option):
+    model = Stack()
+    assert option in refused(tmp_path, unchanged, model, adamw(model), **{option: OPTIONS[option]})
+
+
+@pytest.mark.parametrize("value", [0, -5, "1.5.2GiB", "GiB", 1.5, True, "0"])
+def test_a_budget_is_a_number_of_bytes(tmp_path, unchanged, value):
+    model = Stack()
+    assert "host_memory" in refused(tmp_path, unchanged, model, adamw(model), host_memory=value)
+
+
+def test_a_norm_needs_gradients_that_are_kept(tmp_path, unchanged):
+    model = Stack()
+    message = refused(tmp_path, unchanged, model, adamw(model), max_grad_norm=1.0, gradients="fused")
+    assert "max_grad_norm" in message
+    assert "ssd" in message
+
+
+def test_arguments_are_named(tmp_path):
+    model = Stack()
+    with pytest.raises(TypeError):
+        memascend.offload(model, adamw(model), tmp_path / "run.store")
+
+
+def test_lbfgs(tmp_path, unchanged):
+    model = Stack()
+    assert "LBFGS" in refused(tmp_path, unchanged, model, torch.optim.LBFGS(model.parameters()))
+
+
+def test_parameters_that_nobody_would_update(tmp_path, unchanged):
+    model = Stack()
+    message = refused(tmp_path, unchanged, model, torch.optim.AdamW(model.blocks.parameters()))
+    assert "embed.weight" in message
+
+
+def test_the_parameters_of_another_model(tmp_path, unchanged):
+    model, other = Stack(), nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW([*model.parameters(), *other.parameters()])
+    assert re.search(r"not .*model", refused(tmp_path, unchanged, model, optimizer))
+    refused(tmp_path, unchanged, model, adamw(other))
+
+
+def test_a_model_without_parameters(tmp_path, unchanged):
+    model, other = nn.Sequential(nn.ReLU()), nn.Linear(3, 3)
+    assert "no parameters" in refused(tmp_path, unchanged, model, adamw(other))
+
+
+def test_something_that_is_no_model_or_no_optimizer(tmp_path):
+    model = Stack()
+    for arguments in ((model.embed.weight, adamw(model)), (model, list(model.parameters())), (model, None)):
+        with pytest.raises(ConfigError):
+            memascend.offload(*arguments, storage=tmp_path / "run.store")
+    assert not (tmp_path / "run.store").exists()
+
+
+def test_a_model_is_offloaded_once(offloaded, tmp_path):
+    training = offloaded(steps=1)
+    for model, optimizer in (
+        (training.model, training.optimizer),
+        (training.model, adamw(training.model)),
+        (training.model.blocks[0], adamw(training.model.blocks[0])),
+        (Stack(), training.optimizer),
+    ):
+        with pytest.raises(ConfigError):
+            memascend.offload(model, optimizer, storage=tmp_path / "second.store")
+    assert not (tmp_path / "second.store").exists()
+    training.step(1)
+    assert training.optimizer.steps == 2
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"])
+def test_wrappers_that_train_on_several_devices(tmp_path, unchanged, kind):
+    if kind == "DataParallel":
+        wrapped = nn.DataParallel(Stack())
+    else:
+        torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    try:
+        if kind == "DistributedDataParallel":
+            wrapped = nn.parallel.DistributedDataParallel(Stack())
+        elif kind == "FullyShardedDataParallel":
+            wrapped = torch.distributed.fsdp.FullyShardedDataParallel(Stack(), device_id=torch.device("cpu"))
+        assert kind in refused(tmp_path, unchanged, wrapped, adamw(wrapped))
+    finally:
+        if kind != "DataParallel":
+            torch.distributed.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_more_processes_than_one(tmp_path, unchanged):
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        model = Stack()
+        assert "world size" in refused(tmp_path, unchanged, model, adamw(model))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("gradients", ["fused", "ssd", "ram", "auto"])
+def test_the_smallest_budget_is_one_that_works(offloaded, tmp_path, unchanged, gradients):
+    model = Stack(depth=6)
+    optimizer = adamw(model)
+    check = unchanged(model, optimizer)
+    with pytest.raises(BudgetError) as error:
+        memascend.offload(model, optimizer, storage=tmp_path / "run.store", host_memory=1, gradients=gradients)
+    smallest = error.value.smallest
+    with pytest.raises(BudgetError) as error:
+        memascend.offload(
+            model, optimizer, storage=tmp_path / "run.store", host_memory=smallest - 1, gradients=gradients
+        )
+    assert error.value.smallest == smallest
+    check()
+    assert not (tmp_path / "run.store").exists()
+    training = offloaded(model, optimizer, host_memory=smallest, gradients=gradients, steps=2)
+    host = training.optimizer.report().to_dict()["host"]
+    assert host["peak"] <= smallest == host["budget"]
+
+
+# --- storage --------------------------------------------------------------------
+
+
+def test_memory_is_no_storage():
+    import uuid
+    from pathlib import Path
+
+    model, storage = Stack(), Path("/dev/shm") / f"memascend-{uuid.uuid4()}"  # noqa: S108
+    try:
+        with pytest.raises((ConfigError, StorageError), match="tmpfs"):
+            memascend.offload(model, adamw(model), storage=storage)
+        assert not storage.exists()
+    finally:
+        storage.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("existing", ["refuse", "replace", "resume"])
+def test_a_file_that_is_not_ours_stays_as_it_is(tmp_path, unchanged, existing):
+    model, storage = Stack(), tmp_path / "letters.txt"
+    storage.write_bytes(b"do not lose this\n" * 1000)
+    optimizer = adamw(model)
+    check = unchanged(model, optimizer, storage)
+    with pytest.raises(StorageError, match="wipefs" if existing == "replace" else ""):
+        memascend.offload(model, optimizer, storage=storage, existing=existing)
+    check()
+
+
+def test_a_store_is_refused_unless_one_says_what_to_do_with_it(offloaded):
+    first = offloaded(steps=2)
+    expected = first.weights()
+    first.optimizer.close()
+    with pytest.raises(ConfigError, match="existing="):
+        offloaded()
+    again = offloaded(existing="resume")
+    assert again.optimizer.steps == 2
+    got = again.weights()
+    assert all(torch.equal(expected[name], got[name]) for name in expected)
+    again.optimizer.close()
+    assert offloaded(existing="replace").optimizer.steps == 0
+
+
+@pytest.mark.parametrize("what", ["depth", "shape", "dtype", "optimizer"])
+def test_a_store_of_another_model_is_refused_and_unharmed(offloaded, tmp_path, unchanged, what):
+    offloaded(steps=1).optimizer.close()
+    model = {"depth": lambda: Stack(depth=2), "dtype": lambda: Stack().bfloat16()}.get(what, Stack)()
+    if what == "shape":
+        model.blocks[1].up = nn.Linear(32, 48)
+        model.blocks[1].down = nn.Linear(48, 32)
+    optimizer = torch.optim.SGD(model.parameters()) if what == "optimizer" else adamw(model)
+    check = unchanged(model, optimizer, tmp_path / "run.store")
+    named = {"depth": r"blocks\.2", "shape": r"blocks\.1\.", "dtype": "float32", "optimizer": "AdamW"}[what]
+    with pytest.raises(ConfigError, match=named):
+        memascend.offload(model, optimizer, storage=tmp_path / "run.store", existing="resume")
+    check()
+    assert offloaded(existing="resume").optimizer.steps == 1
+
+
+def test_an_unclosed_store_that_was_not_made_to_survive_is_refused_by_name(tmp_path, python):
+    program = """if True:
+        import os, sys, torch, memascend
+        model = torch.nn.Linear(64, 64)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model, optimizer = memascend.offload(model, optimizer, storage=sys.argv[1], durability="none")
+        for _ in range(2):
+            model(torch.randn(3, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        os._exit(0)
+    """
+    python(program, tmp_path / "run.store")
+    model = nn.Linear(64, 64)
+    with pytest.raises(StorageError, match="durability"):
+        memascend.offload(model, adamw(model), storage=tmp_path / "run.store", existing="resume")

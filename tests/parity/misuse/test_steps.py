@@ -1,0 +1,285 @@
+"""Steps that could not be exact raise and say what to do; after that training goes on as if nothing had been tried."""
+
+import contextlib
+
+import pytest
+import torch
+from parity.harness import adamw
+from parity.loops import failing
+from parity.zoo_plain import Stack
+from torch.nn.utils import clip_grad_norm_
+
+import memascend
+from memascend import ConfigError, MemascendError, UsageError
+
+
+@pytest.fixture
+def fused(offloaded):
+    training = offloaded(gradients="fused", steps=1)
+    yield training
+    if training.optimizer.steps:  # whatever was refused, zero_grad() makes good
+        training.optimizer.zero_grad()
+        steps = training.optimizer.steps
+        training.step(2)
+        assert training.optimizer.steps == steps + 1
+
+
+def instead(message):
+    """The message names what to do, whichever quotes it uses."""
+    assert "gradients='ssd'" in message.replace('"', "'"), message
+
+
+def test_a_second_gradient_in_fused_mode(fused):
+    fused.loss(0).backward()
+    with pytest.raises(UsageError, match="accumulation_steps") as error:
+        fused.loss(1).backward()
+    instead(str(error.value))
+
+
+def test_a_second_gradient_leaves_no_half_of_a_step(fused):
+    before = fused.weights()
+    fused.loss(0).backward()
+    with pytest.raises(UsageError):
+        fused.loss(1).backward()
+    with contextlib.suppress(UsageError):
+        fused.optimizer.step()
+    after = fused.weights()
+    moved = [name for name in before if not torch.equal(before[name], after[name])]
+    assert len(moved) in (0, len(before))
+
+
+def test_backward_after_step_without_zero_grad(fused):
+    fused.loss(0).backward()
+    fused.optimizer.step()
+    with pytest.raises(UsageError, match=r"accumulation_steps|zero_grad") as error:
+        fused.loss(1).backward()
+    instead(str(error.value))
+
+
+def test_more_backwards_than_declared(offloaded):
+    training = offloaded(gradients="fused", accumulation_steps=2)
+    for index in range(2):
+        training.loss(index).backward()
+    with pytest.raises(UsageError, match="accumulation_steps"):
+        training.loss(2).backward()
+
+
+def test_clipping_in_fused_mode(fused):
+    fused.loss(0).backward()
+    assert clip_grad_norm_(fused.model.parameters(), float("inf")) > 0
+    assert fused.optimizer.clip_grad_norm_(float("inf")) > 0
+    for clip in (
+        lambda: clip_grad_norm_(fused.model.parameters(), 1e-3),
+        lambda: fused.optimizer.clip_grad_norm_(1e-3),
+        lambda: torch.nn.utils.clip_grad_value_(fused.model.parameters(), 1e-3),
+    ):
+        with pytest.raises(UsageError, match=r"max_grad_norm|gradients") as error:
+            clip()
+        instead(str(error.value))
+
+
+def test_gradients_that_moved_away_have_no_values_in_fused_mode(fused):
+    fused.loss(0).backward()
+    gradient = fused.model.head.weight.grad
+    assert gradient.shape == fused.model.head.weight.shape
+    assert gradient.dtype == torch.float32
+    for read in (
+        lambda: gradient + 1,
+        lambda: gradient.abs().max().item(),
+        lambda: gradient.mul_(0.5),
+        lambda: gradient.add_(torch.ones(gradient.shape)),
+        gradient.zero_,
+        gradient.numpy,
+        gradient.clone,
+        lambda: torch._foreach_mul_([gradient], 0.5),
+        gradient.tolist,
+    ):
+        with pytest.raises(UsageError) as error:
+            read()
+        instead(str(error.value))
+    assert gradient.mul_(1.0) is gradient
+
+
+@pytest.mark.parametrize("gradients", ["ssd", "ram"])
+def test_kept_gradients_have_values_but_no_views(offloaded, gradients):
+    training = offloaded(gradients=gradients)
+    training.loss().backward()
+    gradient = training.model.head.weight.grad
+    assert float(gradient.abs().max()) > 0
+    for view in (lambda: gradient.view(-1), lambda: gradient[0], gradient.t, gradient.data_ptr):
+        with pytest.raises(UsageError):
+            view()
+    training.optimizer.step()
+
+
+def test_zeroing_to_zero_in_fused_mode(fused):
+    fused.loss(0).backward()
+    with pytest.raises(UsageError) as error:
+        fused.optimizer.zero_grad(set_to_none=False)
+    instead(str(error.value))
+
+
+@pytest.mark.parametrize("option", ["lr", "weight_decay", "betas", "eps", "maximize"])
+def test_an_option_that_changed_after_the_update_ran(fused, option):
+    group = fused.optimizer.param_groups[0]
+    before = group[option]
+    fused.loss(0).backward()
+    group[option] = {"betas": (0.5, 0.5), "maximize": True}.get(option, 0.5)
+    with pytest.raises(UsageError, match=option):
+        fused.optimizer.step()
+    fused.optimizer.zero_grad()
+    group[option] = before
+
+
+def test_an_option_may_change_where_gradients_wait(offloaded):
+    training = offloaded(gradients="ssd", steps=1)
+    training.loss(0).backward()
+    training.optimizer.param_groups[0]["lr"] = 1e-3
+    training.optimizer.step()
+    assert training.optimizer.steps == 2
+
+
+def test_a_loop_that_changes_its_habit(offloaded):
+    training = offloaded(gradients="auto", steps=3)
+    training.loss(0).backward()
+    with pytest.raises(UsageError) as error:
+        clip_grad_norm_(training.model.parameters(), 1e-3)
+    instead(str(error.value))
+    training.optimizer.zero_grad()
+    training.loss(0).backward()
+    with pytest.raises(UsageError) as error:
+        training.loss(1).backward()
+    instead(str(error.value))
+
+
+def test_a_scaled_loss_is_begun_by_the_optimizer(offloaded):
+    for gradients in ("fused", "ssd"):
+        training = offloaded(Stack().half(), gradients=gradients, existing="replace")
+        before = training.weights()
+        with pytest.raises(UsageError, match=r"optimizer\.backward"):
+            training.loss().backward()
+        training.optimizer.zero_grad()
+        after = training.weights()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        training.optimizer.backward(training.loss())
+        training.optimizer.step()
+        training.optimizer.close()
+
+
+@pytest.mark.parametrize("gradients", ["fused", "ssd", "auto"])
+def test_a_backward_that_failed_is_not_committed(offloaded, gradients):
+    training = offloaded(gradients=gradients, steps=2)
+    before = training.weights()
+    with failing(training.model.blocks[1], "backward"):
+        training.loss(0).backward()
+    with pytest.raises(UsageError, match="zero_grad"):
+        training.optimizer.step()
+    training.optimizer.zero_grad()
+    training.optimizer.step()
+    after = training.weights()
+    assert training.optimizer.steps == 2
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    training.step(1)
+    assert training.optimizer.steps == 3
+
+
+def test_step_inside_of_forward(offloaded):
+    training = offloaded(steps=1)
+    training.loss(0).backward()
+    handle = training.model.blocks[1].register_forward_hook(lambda *_: training.optimizer.step())
+    with pytest.raises(UsageError, match="forward"):
+        training.loss(1)
+    handle.remove()
+    training.optimizer.zero_grad()
+    training.step(1)
+
+
+def test_a_step_without_gradients_is_no_step(offloaded):
+    training = offloaded()
+    training.optimizer.step()
+    training.optimizer.step()
+    assert training.optimizer.steps == 0
+    assert all(not set(training.optimizer.state_of(p)) - {"master"} for p in training.model.parameters())
+
+
+def test_a_gradient_that_does_not_fit_is_refused_as_torch_does(offloaded):
+    training = offloaded()
+    weight = training.model.head.weight
+    with pytest.raises(RuntimeError):
+        weight.grad = torch.zeros(3)
+    with pytest.raises((RuntimeError, TypeError)):
+        weight.grad = "none"
+
+
+# --- after close, and around it --------------------------------------------------------
+
+
+def test_after_close_nothing_works_and_it_says_why(offloaded):
+    training = offloaded(steps=1)
+    training.optimizer.close()
+    training.optimizer.close()
+    weight = training.model.head.weight
+    for use in (
+        training.loss,
+        training.optimizer.step,
+        lambda: weight + 1,
+        weight.norm,
+        lambda: training.optimizer.state_of(weight),
+        training.model.state_dict,
+        training.weights,
+    ):
+        with pytest.raises(UsageError, match="closed"):
+            use()
+
+
+def test_an_exception_in_a_with_block_drops_what_was_not_committed(tmp_path):
+    model = Stack()
+    model, optimizer = memascend.offload(model, adamw(model), storage=tmp_path / "run.store", host_memory="64MiB")
+    ids = torch.zeros(2, 5, dtype=torch.long)
+    with pytest.raises(KeyError), optimizer:  # noqa: PT012 - the block is what is tested
+        model(ids).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model(ids).sum().backward()
+        raise KeyError("the user's own")
+    with pytest.raises(UsageError, match="closed"):
+        model(ids)
+    again = Stack()
+    with memascend.offload(again, adamw(again), storage=tmp_path / "run.store", existing="resume")[1] as optimizer:
+        assert optimizer.steps == 1
+
+
+def test_weights_that_nobody_read_out_are_lost_with_a_warning():
+    model = torch.nn.Linear(64, 64)
+    model, optimizer = memascend.offload(model, adamw(model))
+    model(torch.ones(1, 64)).sum().backward()
+    optimizer.step()
+    with pytest.warns(UserWarning, match="storage"):
+        optimizer.close()
+
+
+def test_user_state_is_small_and_plain(offloaded):
+    training = offloaded()
+    training.optimizer.user_state = {"epoch": 3, "seen": [1, 2.5, None, "text"]}
+    training.step()
+    assert training.optimizer.user_state == {"epoch": 3, "seen": [1, 2.5, None, "text"]}
+    for wrong in ({"rng": torch.zeros(3)}, object(), "x" * (64 << 10), {1, 2}):
+        with pytest.raises(MemascendError):  # noqa: PT012 - whichever of the two says so
+            training.optimizer.user_state = wrong
+            training.step()
+        training.optimizer.user_state = None
+        training.optimizer.zero_grad()
+
+
+def test_options_in_the_store_win_and_are_listed(offloaded):
+    training = offloaded(steps=1)
+    training.optimizer.close()
+    model = Stack()
+    with pytest.warns(UserWarning, match=r"lr.*0\.01.*0\.5|lr.*0\.5.*0\.01"):
+        again = offloaded(model, adamw(model, lr=0.5), existing="resume")
+    assert again.optimizer.param_groups[0]["lr"] == pytest.approx(1e-2)
+
+
+def test_state_of_something_else(offloaded):
+    with pytest.raises((ConfigError, UsageError)):
+        offloaded().optimizer.state_of(torch.nn.Parameter(torch.zeros(3)))

@@ -1,0 +1,288 @@
+"""Parameters that are away: what may be asked of them, and what raises instead of giving a wrong number."""
+
+import copy
+import io
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from parity.zoo_plain import VOCABULARY, Stack
+from torch import nn
+
+import memascend
+from memascend import UsageError
+
+
+@pytest.fixture
+def training(offloaded):
+    return offloaded(steps=1)
+
+
+@pytest.fixture
+def weight(training):
+    return training.model.blocks[1].up.weight
+
+
+def in_place(p):
+    with torch.no_grad():
+        p.mul_(0.5)
+
+
+def by_index(p):
+    with torch.no_grad():
+        p[0] = 0.0
+
+
+def as_out(p):
+    with torch.no_grad():
+        torch.add(torch.zeros(p.shape), 1.0, out=p)
+
+
+def by_foreach(p):
+    with torch.no_grad():
+        torch._foreach_mul_([p], 0.5)
+
+
+def initialized(p):
+    nn.init.zeros_(p)
+
+
+def assigned(p):
+    p.data = torch.zeros(p.shape)
+
+
+def swapped(p):
+    torch.utils.swap_tensors(p, nn.Parameter(torch.zeros(p.shape)))
+
+
+TOUCHES = {
+    "in place": in_place,
+    "by index": by_index,
+    "out=": as_out,
+    "foreach": by_foreach,
+    "nn.init": initialized,
+    "data =": assigned,
+    "data": lambda p: p.data.mul_(0.5),
+    "data read": lambda p: p.data.sum(),
+    "numpy": lambda p: p.detach().numpy() if False else p.numpy(),
+    "array": np.asarray,
+    "dlpack": torch.utils.dlpack.to_dlpack,
+    "data_ptr": lambda p: p.data_ptr(),
+    "storage": lambda p: p.untyped_storage(),
+    "deepcopy": copy.deepcopy,
+    "pickle": pickle.dumps,
+    "save": lambda p: torch.save(p, io.BytesIO()),
+    "half": lambda p: p.half(),
+    "to dtype": lambda p: p.to(torch.float64),
+    "to device": lambda p: p.to("meta"),
+    "share_memory": lambda p: p.share_memory_(),
+    "resize": lambda p: p.resize_(1),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("touch", TOUCHES)
+def test_a_touch_that_cannot_be_right_raises(training, weight, touch):
+    before = training.weights()
+    with pytest.raises(UsageError, match=r"blocks\.1\.up\.weight"):
+        TOUCHES[touch](weight)
+    after = training.weights()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    training.step(1)
+    assert training.optimizer.steps == 2
+
+
+MODEL_TOUCHES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": pickle.dumps,
+    "save": lambda model: torch.save(model, io.BytesIO()),
+    "half": lambda model: model.half(),
+    "double": lambda model: model.to(torch.float64),
+    "meta": lambda model: model.to("meta"),
+    "to_empty": lambda model: model.to_empty(device="cpu"),
+    "share_memory": lambda model: model.share_memory(),
+}
+
+
+@pytest.mark.parametrize("touch", MODEL_TOUCHES)
+def test_a_touch_of_the_whole_model_raises(training, touch):
+    before = training.weights()
+    with pytest.raises(UsageError):
+        MODEL_TOUCHES[touch](training.model)
+    after = training.weights()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_what_is_known_without_the_values(training, weight):
+    assert weight.shape == (64, 32)
+    assert weight.stride() == (32, 1)
+    assert (weight.numel(), weight.dim(), weight.dtype) == (2048, 2, torch.float32)
+    assert (weight.is_contiguous(), weight.requires_grad, weight.is_leaf) == (True, True, True)
+    assert weight.device == torch.device("cpu")
+    assert weight.element_size() == 4
+    assert isinstance(weight, nn.Parameter)
+    assert {weight: 1}[weight] == 1
+    assert sum(p.numel() for p in training.model.parameters()) == sum(p.numel() for p in Stack().parameters())
+    assert "up" in repr(training.model)
+
+
+def test_reading_gives_the_values(training, weight):
+    expected = training.weights()["blocks.1.up.weight"]
+    assert torch.equal(weight.detach().clone(), expected)
+    assert torch.equal(weight.norm(), expected.norm())
+    assert torch.equal((weight + 1)[3], expected[3] + 1)
+    assert torch.equal(torch.nn.functional.linear(torch.ones(32), weight), expected @ torch.ones(32))
+    assert weight.sum().item() == expected.sum().item()
+    assert str(expected[0, 0].item())[:5] in repr(weight) or "away" in repr(weight)
+
+
+def test_moving_to_where_it_is_does_nothing(training, weight):
+    assert training.model.to("cpu") is training.model
+    assert training.model.cpu() is training.model
+    assert training.model.float() is training.model
+    weight.data = weight.data
+    assert weight.to("cpu") is weight
+    training.step(1)
+
+
+def test_bound_parameters_are_plain(training):
+    """While a module computes, its parameters are what they were before offload(): compilers and hooks see those."""
+    seen = []
+    handle = training.model.blocks[1].register_forward_hook(
+        lambda module, *_: seen.append((type(module.up.weight), bool(module.up.weight.isfinite().all())))
+    )
+    training.step(1)
+    handle.remove()
+    assert seen == [(nn.Parameter, True)]
+
+
+def test_a_weight_that_was_written_in_a_forward_is_refused_at_step(training):
+    def decays(module, *_):
+        with torch.no_grad():
+            module.weight.mul_(0.5)
+
+    handle = training.model.blocks[1].up.register_forward_pre_hook(decays)
+    training.loss(1).backward()
+    handle.remove()
+    with pytest.raises(UsageError, match=r"blocks\.1\.up\.weight"):
+        training.optimizer.step()
+
+
+@pytest.mark.parametrize("gradients", ["fused", "ssd"])
+def test_a_graph_from_before_the_step_is_not_walked_after_it(offloaded, gradients):
+    training = offloaded(gradients=gradients)
+    loss = training.loss()
+    loss.backward(retain_graph=True)
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+    with pytest.raises(UsageError, match="step"):
+        loss.backward()
+    training.optimizer.zero_grad()
+    training.step(1)
+    assert training.optimizer.steps == 2
+
+
+# --- what takes a model apart -----------------------------------------------------
+
+IDS = torch.zeros(1, 5, dtype=torch.long)
+
+
+def functional(model):
+    return torch.func.functional_call(model, {"embed.weight": torch.zeros(VOCABULARY, 32)}, (IDS,))
+
+
+def differentiated(model):
+    return torch.func.grad(lambda x: model.norm(x).sum())(torch.ones(32))
+
+
+def mapped(model):
+    return torch.vmap(model.blocks[0])(torch.ones(3, 4, 32))
+
+
+def forward_mode(model):
+    return torch.func.jvp(model.blocks[0], (torch.ones(4, 32),), (torch.ones(4, 32),))
+
+
+def traced(model):
+    return torch.jit.trace(model, IDS)
+
+
+def scripted(model):
+    return torch.jit.script(model)
+
+
+def exported(model):
+    return torch.export.export(model, (IDS,))
+
+
+def without_hooks(model):
+    with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+        return model(IDS)
+
+
+def data_parallel(model):
+    return nn.DataParallel(model)(IDS)
+
+
+TRANSFORMS = {
+    "functional_call": functional,
+    "func.grad": differentiated,
+    "vmap": mapped,
+    "jvp": forward_mode,
+    "jit.trace": traced,
+    "jit.script": scripted,
+    "export": exported,
+    "no saved-tensor hooks": without_hooks,
+    "DataParallel": data_parallel,
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transforms_are_refused(training, transform):
+    before = training.weights()
+    with pytest.raises(UsageError):
+        TRANSFORMS[transform](training.model)
+    after = training.weights()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    training.step(1)
+
+
+# --- materialized -----------------------------------------------------------------
+
+
+def test_materialized_gives_real_parameters_and_takes_them_back(training, weight):
+    with memascend.materialized(training.model) as inside:
+        assert inside is training.model or inside is None
+        assert type(weight) is nn.Parameter
+        assert weight.data_ptr()
+        copied = copy.deepcopy(training.model)
+        expected = weight.detach().clone()
+    assert torch.equal(copied.blocks[1].up.weight, expected)
+    with pytest.raises(UsageError):
+        weight.data_ptr()
+
+
+def test_what_was_changed_is_written_back_only_when_asked(training, weight):
+    before, master = training.weights(), training.optimizer.state_of(weight)
+    with memascend.materialized(training.model), torch.no_grad():
+        weight.add_(1)
+    assert torch.equal(training.weights()["blocks.1.up.weight"], before["blocks.1.up.weight"])
+    with memascend.materialized(training.model, modify=True), torch.no_grad():
+        weight.add_(1)
+    after = training.weights()
+    for name, values in before.items():
+        assert torch.equal(after[name], values + 1 if name == "blocks.1.up.weight" else values), name
+    assert torch.equal(training.optimizer.state_of(weight)["exp_avg"], master["exp_avg"])
+    training.step(1)
+
+
+@pytest.mark.parametrize("gradients", ["fused", "ssd"])
+def test_weights_are_not_modified_while_a_step_is_staged(offloaded, gradients):
+    training = offloaded(gradients=gradients)
+    training.loss().backward()
+    with pytest.raises(UsageError, match="step"), memascend.materialized(training.model, modify=True):
+        pass
+    training.optimizer.step()
+    assert training.optimizer.steps == 1

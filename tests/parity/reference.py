@@ -1,0 +1,187 @@
+"""What offloaded training is held against: the same update with everything in RAM, done by torch's own optimizers.
+
+A parameter of 16 bits has a float32 master: its gradient is upcast, the master is updated, and the parameter is the
+master rounded. torch's fused AdamW computes the last `numel % 16` elements by another formula than the rest, so where
+there are such elements the update runs on a copy padded to a multiple of 16: then every element is computed alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+
+import torch
+
+# torch.amp.GradScaler's constants.
+SCALE_FIRST, SCALE_GROWTH, SCALE_BACKOFF, SCALE_WINDOW = 65536.0, 2.0, 0.5, 2000
+LANES = 16
+ADAMS = (torch.optim.AdamW, torch.optim.Adam)
+
+
+@contextlib.contextmanager
+def threads_of_torch(count):
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def padded(values):
+    """The elements in their logical order, in float32, followed by zeros up to a multiple of what a vector holds."""
+    flat = values.detach().reshape(-1).float()
+    return torch.cat([flat, flat.new_zeros(-flat.numel() % LANES)])
+
+
+class Reference(torch.optim.Optimizer):
+    """An optimizer in RAM with the options of `memascend.offload` that change the update."""
+
+    def __init__(
+        self, original, *, max_grad_norm=None, accumulation_steps=1, loss_scale=None, master_dtype=torch.float32
+    ):
+        super().__init__(original.param_groups, original.defaults)
+        self.param_groups = original.param_groups
+        self.original = original
+        self.accumulation_steps = accumulation_steps  # changes when an update runs, never what it computes
+        self.max_grad_norm = max_grad_norm
+        self.adam = type(original) in ADAMS and master_dtype is not None
+        self.master_dtype = master_dtype
+        half = any(p.dtype == torch.float16 for group in self.param_groups for p in group["params"])
+        self.dynamic = loss_scale == "dynamic" or (loss_scale is None and half)
+        self.loss_scale = SCALE_FIRST if self.dynamic else loss_scale
+        self.steps_since_overflow = 0
+        self.overflowed = False
+        self.grad_norm = None
+        self.masters = {p: self._master(p) for group in self.param_groups for p in group["params"]}
+        self.inner = self._inner()
+
+    def _master(self, p):
+        if self.master_dtype is None or (p.dtype == torch.float32 and (not self.adam or p.numel() % LANES == 0)):
+            return p
+        return torch.nn.Parameter(padded(p) if self.adam else p.detach().float())
+
+    def _inner(self):
+        groups = [{**group, "params": [self.masters[p] for p in group["params"]]} for group in self.param_groups]
+        if self.adam:
+            groups = [{**group, "fused": True, "foreach": False} for group in groups]
+        return type(self.original)(groups)
+
+    def backward(self, loss):
+        (loss if self.loss_scale is None else loss * self.loss_scale).backward()
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        gradients = {p: p.grad for p in self.masters if p.grad is not None}
+        if not gradients:
+            return loss
+        self.original._opt_called = True  # a scheduler made for the original does not warn
+        self.overflowed = self.loss_scale is not None and not all(bool(g.isfinite().all()) for g in gradients.values())
+        if not self.overflowed:
+            self._update(gradients, self._factor(gradients))
+        self._rescale()
+        return loss
+
+    def _factor(self, gradients):
+        factor = 1.0 if self.loss_scale is None else 1.0 / self.loss_scale
+        if self.max_grad_norm is not None:
+            squares = sum(float(g.double().square().sum()) for g in gradients.values())
+            self.grad_norm = math.sqrt(squares) * factor
+            factor *= min(1.0, self.max_grad_norm / (self.grad_norm + 1e-6))
+        return torch.tensor(factor, dtype=torch.float32)
+
+    def _rescale(self):
+        if not self.dynamic:
+            return
+        self.steps_since_overflow = 0 if self.overflowed else self.steps_since_overflow + 1
+        if self.overflowed:
+            self.loss_scale *= SCALE_BACKOFF
+        elif self.steps_since_overflow == SCALE_WINDOW:
+            self.loss_scale, self.steps_since_overflow = self.loss_scale * SCALE_GROWTH, 0
+
+    def _update(self, gradients, factor):
+        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            inner.update({key: group[key] for key in group if key not in ("params", "fused", "foreach")})
+        for p, master in self.masters.items():
+            gradient = gradients.get(p)
+            master.grad = None if gradient is None else self._for_master(p, gradient, factor)
+        # More threads would each have a last few elements of their own.
+        with threads_of_torch(1):
+            self.inner.step()
+        for p, master in self.masters.items():
+            if master is not p:
+                p.copy_(self._shaped(p, master))
+                master.grad = None
+            else:
+                p.grad = gradients.get(p)
+
+    def _for_master(self, p, gradient, factor):
+        if gradient.is_sparse or self.master_dtype is None:
+            return gradient
+        gradient = gradient.float() * factor
+        if self.masters[p] is p or not self.adam:
+            # The fused update goes by the parameter's strides, whatever the gradient's are.
+            return torch.empty_like(self.masters[p]).copy_(gradient)
+        return padded(gradient)
+
+    @staticmethod
+    def _shaped(p, values):
+        return values.detach().reshape(-1)[: p.numel()].view(p.shape)
+
+    def state_of(self, p):
+        """Its state under torch's names, and the master of a parameter of 16 bits."""
+        master = self.masters[p]
+        state = {
+            name: self._shaped(p, value).clone() if name != "step" and value.numel() == master.numel() else value
+            for name, value in self.inner.state.get(master, {}).items()
+        }
+        if master is not p and p.dtype != torch.float32:
+            state["master"] = self._shaped(p, master).clone()
+        return state
+
+
+class KernelInRam(Reference):
+    """The same once more by memascend's kernel: it proves the reference without any storage (AdamW alone)."""
+
+    def _inner(self):
+        return None
+
+    def __init__(self, original, **options):
+        super().__init__(original, **options)
+        self.moments = {p: (torch.zeros(p.numel()), torch.zeros(p.numel())) for p in self.masters}
+        self.counts = dict.fromkeys(self.masters, 0)
+        self.flat = {p: p.detach().reshape(-1).float().clone() for p in self.masters}
+
+    def _update(self, gradients, factor):
+        from memascend import kernels
+
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p not in gradients:
+                    continue
+                self.counts[p] += 1
+                kernels.adamw(
+                    self.flat[p],
+                    gradients[p].reshape(-1).contiguous(),
+                    *self.moments[p],
+                    None,
+                    lr=float(group["lr"]),
+                    betas=group["betas"],
+                    eps=group["eps"],
+                    weight_decay=group["weight_decay"],
+                    step=self.counts[p],
+                    grad_scale=float(factor),
+                    maximize=group["maximize"],
+                )
+                p.copy_(self.flat[p].view(p.shape))
+
+    def state_of(self, p):
+        if not self.counts[p]:
+            return {} if p.dtype == torch.float32 else {"master": self.flat[p].view(p.shape)}
+        exp_avg, exp_avg_sq = (moment.view(p.shape) for moment in self.moments[p])
+        state = {"step": torch.tensor(float(self.counts[p])), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        return state if p.dtype == torch.float32 else {**state, "master": self.flat[p].view(p.shape)}

@@ -1,0 +1,47 @@
+"""kill -9 at random moments of real training, again and again: the joined losses are those of an undisturbed run."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import signal
+import time
+
+import pytest
+from parity.killed import said, train
+
+
+def run_until(server, arguments, log, seconds=None):
+    """Runs the training in a process of its own; kills it so long after it began to train."""
+    lines = len(said(log))
+    child = server.Process(target=train, args=arguments)
+    child.start()
+    if seconds is not None:
+        while child.is_alive() and len(said(log)) <= lines:
+            time.sleep(0.002)
+        time.sleep(seconds)
+        child.kill()
+    child.join(90)
+    return child.exitcode
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("gradients", ["fused", "ssd"])
+@pytest.mark.parametrize("kills", [5, pytest.param(20, marks=pytest.mark.slow)])
+def test_kills_change_nothing(tmp_path, gradients, kills):
+    # Children are forked from a process that has imported torch and run nothing: each begins within milliseconds.
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["parity.killed"])
+    steps = 12 * kills  # more than run between two kills
+    calm, log = tmp_path / "calm.log", tmp_path / "killed.log"
+    assert run_until(server, (tmp_path / "calm.store", calm, gradients, steps), calm) == 0
+    expected = said(calm)
+    assert sorted(expected) == list(range(steps))
+    generator = random.Random(kills)
+    killed = 0
+    for _ in range(kills):
+        arguments = (tmp_path / "killed.store", log, gradients, steps)
+        killed += run_until(server, arguments, log, generator.uniform(0, 0.1)) == -signal.SIGKILL
+    assert killed >= kills // 2, "it was too quick to be killed"
+    assert run_until(server, (tmp_path / "killed.store", log, gradients, steps), log) == 0
+    assert said(log) == expected

@@ -1,0 +1,18 @@
+"""Loops, optimizers and options of every kind: the same code in RAM and offloaded leaves the same bits."""
+
+import pytest
+from parity.harness import check, combined
+from parity.zoo_compiled import COMPILED
+from parity.zoo_loops import LOOPS, OPTIMIZERS
+
+
+@combined([*LOOPS, *OPTIMIZERS])
+def test_a_loop_equals_itself_in_ram(case, mode, tmp_path):
+    check(case, mode, tmp_path)
+
+
+# Dynamo warns of what each version of torch finds worth it.
+@pytest.mark.filterwarnings("ignore")
+@combined(COMPILED)
+def test_compiled_blocks_equal_themselves_in_ram(case, mode, tmp_path):
+    check(case, mode, tmp_path)

@@ -1,0 +1,138 @@
+"""Loops, optimizers and options, each with the model that it is tried on."""
+
+from __future__ import annotations
+
+import torch
+from parity import loops
+from parity.harness import GRADIENTS, KEPT, Case, adamw
+from parity.zoo_plain import SparseBag, Stack, Towers, next_token, squares, tokens, vectors
+from parity.zoo_transformers import loss, qwen2, texts
+from torch import nn
+
+BF16, FP16 = torch.bfloat16, torch.float16
+# What needs its gradients before the update; "auto" finds out in its first step.
+WHOLE = (*KEPT, "auto")
+
+
+def stack(name, loop=None, **options):
+    fields = {"model": Stack, "batches": tokens, "loss": next_token, **options}
+    return Case(name=name, **({"loop": loop} if loop else {}), **fields)
+
+
+def both(name, loop, **options):
+    """In float32, and in bfloat16 with masters."""
+    return [stack(name, loop, **options), stack(f"{name}-bf16", loop, dtype=BF16, **options)]
+
+
+def smooth():
+    """What has a second derivative everywhere."""
+    return nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(32, 32), nn.Tanh())))
+
+
+def towers(name, loop, **options):
+    return Case(name=name, model=Towers, batches=vectors(), loss=squares, loop=loop, **options)
+
+
+LOOPS = [
+    *both("clip", loops.clips, gradients=WHOLE),
+    stack("clip-infinity", loops.clips_at_infinity, dtype=BF16),
+    *both("clip-values", loops.clips_values, gradients=WHOLE),
+    *both("max-grad-norm", loops.clips_in_step, gradients=WHOLE, options={"max_grad_norm": loops.CLIPPED}),
+    *both("accumulate", loops.accumulates, gradients=WHOLE),
+    *both("accumulate-unevenly", loops.accumulates_unevenly, gradients=WHOLE),
+    *both("accumulate-declared", loops.accumulates, options={"accumulation_steps": 3}),
+    stack("accumulate-tied", loops.accumulates, model=lambda: Stack(tied=True), options={"accumulation_steps": 3}),
+    stack(
+        "accumulate-and-clip",
+        loops.accumulates,
+        dtype=BF16,
+        gradients=WHOLE,
+        options={"accumulation_steps": 3, "max_grad_norm": loops.CLIPPED},
+    ),
+    stack("fp16-dynamic", loops.scales, dtype=FP16),
+    stack("fp16-fixed", loops.scales, dtype=FP16, options={"loss_scale": 1024.0}),
+    stack("bf16-scaled", loops.scales, dtype=BF16, options={"loss_scale": "dynamic"}),
+    stack("fp16-clip", loops.scales, dtype=FP16, gradients=WHOLE, options={"max_grad_norm": loops.CLIPPED}),
+    stack("grad-scaler", loops.grad_scaler, gradients=WHOLE),
+    stack("grad-scaler-clip", loops.grad_scaler_clips, gradients=WHOLE),
+    stack("scheduler", loops.schedules, dtype=BF16),
+    *both("closure", loops.closures),
+    stack("zero-grad-first", loops.zeroes_first),
+    *both("zero-grad-before-step", loops.zeroes_before_step),
+    *both("zero-grad-to-zero", loops.keeps_zeroes, gradients=KEPT),
+    *both("drop-some", loops.drops_some),
+    *both("assign", loops.assigns),
+    towers("disjoint", loops.disjoint),
+    towers("disjoint-bf16", loops.disjoint_in_one_go, dtype=BF16, learns_budget=True),
+    *both("loss-reads-head", loops.reads_the_head),
+    stack("loss-reads-tied-head", loops.reads_the_head, model=lambda: Stack(tied=True)),
+    Case(name="gradient-penalty", model=smooth, batches=vectors(), loss=squares, loop=loops.penalizes_gradients),
+    stack("autograd-grad", loops.asks_for_gradients, learns_budget=True),
+    *both("evaluate", loops.evaluates),
+    Case(
+        name="generate",
+        model=lambda: qwen2(tied=True),
+        batches=texts,
+        loss=loss,
+        loop=loops.generates,
+        dtype=BF16,
+    ),
+    stack("autocast", loops.casts_automatically),
+    *both("fail", loops.fails_and_goes_on),
+    stack("fail-without-gradients", loops.fails_without_gradients),
+    stack("retain", loops.retains, learns_budget=True),
+    *both("watch", loops.watches),
+    *both("read-gradients", loops.reads_gradients, gradients=WHOLE),
+    *both("edit-gradients", loops.edits_gradients, gradients=WHOLE),
+    *both("state-dict", loops.takes_state),
+]
+
+
+def grouped(model):
+    """Two groups with everything their own, and one that is frozen until somebody gives it a rate."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors_ = [p for p in model.parameters() if p.dim() == 1]
+    groups = [
+        {"params": matrices[:3], "lr": 3e-3, "betas": (0.8, 0.95), "weight_decay": 0.3},
+        {"params": vectors_, "lr": 1e-2, "eps": 1e-6, "weight_decay": 0.0},
+        {"params": matrices[3:], "lr": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=1e-2)
+
+
+def with_scheduler(model):
+    optimizer = grouped(model)
+    optimizer.scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.25, total_iters=3)
+    return optimizer
+
+
+def other(kind, **options):
+    return lambda model: kind([p for p in model.parameters() if p.requires_grad], **options)
+
+
+def tensor_rate(model):
+    return adamw(model, lr=torch.tensor(1e-2), fused=True)
+
+
+O = torch.optim  # noqa: E741
+OPTIMIZERS = [
+    stack("groups", optimizer=grouped),
+    stack("groups-bf16-scheduler", loops.schedules_from_before, optimizer=with_scheduler, dtype=BF16),
+    stack("maximize", optimizer=lambda model: adamw(model, maximize=True)),
+    stack("fused-asked-for", optimizer=lambda model: adamw(model, fused=True), dtype=BF16),
+    stack("tensor-rate", optimizer=tensor_rate),
+    stack("adam", optimizer=other(O.Adam, lr=1e-2, weight_decay=0.1)),
+    stack("adam-bf16", optimizer=other(O.Adam, lr=1e-2), dtype=BF16),
+    stack("own-dtype", dtype=BF16, options={"master_dtype": None}),
+    stack("sgd", optimizer=other(O.SGD, lr=0.1)),
+    stack("sgd-momentum-bf16", optimizer=other(O.SGD, lr=0.1, momentum=0.9, nesterov=True), dtype=BF16),
+    stack("adagrad", optimizer=other(O.Adagrad, lr=1e-2)),
+    stack("rmsprop-bf16", optimizer=other(O.RMSprop, lr=1e-3, momentum=0.5), dtype=BF16),
+    stack("nadam", optimizer=other(O.NAdam, lr=1e-2)),
+    stack("radam", optimizer=other(O.RAdam, lr=1e-2)),
+    stack("adafactor-bf16", optimizer=other(O.Adafactor, lr=1e-2), dtype=BF16),
+    stack("sgd-clip", loops.clips, optimizer=other(O.SGD, lr=0.1, momentum=0.9), gradients=WHOLE),
+    stack("sgd-accumulate", loops.accumulates, optimizer=other(O.SGD, lr=0.1), options={"accumulation_steps": 3}),
+    stack("sparse-sgd", model=SparseBag, optimizer=other(O.SGD, lr=0.1), gradients=GRADIENTS),
+    stack("sparse-adam", model=lambda: SparseBag(head=False), optimizer=other(O.SparseAdam, lr=1e-2)),
+]

@@ -1,0 +1,291 @@
+"""Small models of our own: each has one thing that a placeholder, a hook or a saved tensor could get wrong."""
+
+from __future__ import annotations
+
+import torch
+from parity.harness import Case
+from torch import nn
+from torch.nn import functional
+from torch.nn.utils import parametrizations
+
+VOCABULARY, WIDTH = 64, 32
+
+
+def vectors(width=WIDTH, count=6, classes=None):
+    """Batches of six vectors, with what is to be predicted: a vector, or a class."""
+
+    def make(generator, batches=4):
+        def target():
+            if classes:
+                return torch.randint(0, classes, (count,), generator=generator)
+            return torch.randn(count, width, generator=generator)
+
+        return [(torch.randn(count, width, generator=generator), target()) for _ in range(batches)]
+
+    return make
+
+
+def tokens(generator, batches=4):
+    return [torch.randint(0, VOCABULARY, (2, 9), generator=generator) for _ in range(batches)]
+
+
+def squares(model, batch):
+    x, y = batch
+    parameter = next(model.parameters())
+    return functional.mse_loss(model(x.to(parameter.dtype)).float(), y)
+
+
+def classified(model, batch):
+    x, y = batch
+    return functional.cross_entropy(model(x.to(next(model.parameters()).dtype)).float(), y)
+
+
+def next_token(model, batch):
+    return functional.cross_entropy(model(batch[:, :-1]).float().flatten(0, 1), batch[:, 1:].flatten())
+
+
+class Block(nn.Module):
+    def __init__(self, width=WIDTH, dropout=0.0):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x):
+        return x + self.dropout(self.down(functional.gelu(self.up(self.norm(x)))))
+
+
+class Stack(nn.Module):
+    """An embedding, blocks, a head: what most loops are tried on."""
+
+    def __init__(self, depth=3, *, tied=False, dropout=0.0):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block(dropout=dropout) for _ in range(depth))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def odd_mlp():
+    """No size is a multiple of anything: padding, chunks with tails, and parameters smaller than a block."""
+    return nn.Sequential(nn.Linear(7, 33), nn.ReLU(), nn.Linear(33, 13), nn.Tanh(), nn.Linear(13, 1), nn.Linear(1, 7))
+
+
+class Repeated(nn.Module):
+    """One layer called three times, another twice with something between."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared = Block()
+        self.other = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        for _ in range(3):
+            x = self.shared(x)
+        return self.other(torch.tanh(self.other(x)))
+
+
+class IdleExperts(nn.Module):
+    """Each batch reaches two experts of eight: the others have no gradient, and are skipped."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(Block() for _ in range(8))
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        for index in (self.calls % 8, (3 * self.calls + 1) % 8):
+            x = self.experts[index](x)
+        return x
+
+
+class Towers(nn.Module):
+    """Two towers that share nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.left = nn.Sequential(Block(), Block())
+        self.right = nn.Sequential(Block(), nn.Linear(WIDTH, 8))
+
+    def forward(self, x, tower):
+        return getattr(self, tower)(x.to(self.left[0].up.weight.dtype))
+
+
+class Rooted(nn.Module):
+    """Parameters on the root, one of no dimension, one expanded in forward, one that never has a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.shift = nn.Parameter(torch.randn(1, WIDTH))
+        self.unused = nn.Parameter(torch.randn(5))
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x):
+        self.seen += 1
+        for block in self.blocks:
+            x = block(x) * self.scale + self.shift.expand(x.shape[0], -1)
+        return x
+
+
+class KeepsTransposed(torch.autograd.Function):
+    """Keeps a view of a weight as an attribute, where no saved-tensor hook sees it."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x)
+        ctx.transposed = weight.t()
+        return x @ ctx.transposed
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return gradient @ ctx.transposed.t(), gradient.t() @ x
+
+
+class Custom(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.relu(KeepsTransposed.apply(x, layer.weight) + layer.bias)
+        return x
+
+
+def weight_norm():
+    return nn.Sequential(*(parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)) for _ in range(3)))
+
+
+def spectral_norm():
+    return nn.Sequential(*(parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)) for _ in range(3)))
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind, **options):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.cells = kind(WIDTH, WIDTH, num_layers=2, batch_first=True, **options)
+        self.head = nn.LazyLinear(VOCABULARY)
+        self.head(torch.zeros(1, WIDTH * (2 if options.get("bidirectional") else 1)))
+
+    def forward(self, ids):
+        return self.head(self.cells(self.embed(ids))[0])
+
+
+class Attention(nn.Module):
+    """MultiheadAttention reads the weight of its output projection without calling it."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.attentions = nn.ModuleList(nn.MultiheadAttention(WIDTH, 4, batch_first=True) for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for attention in self.attentions:
+            x = x + attention(x, x, x, need_weights=False)[0]
+        return self.head(x)
+
+
+class EncoderDecoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.body = nn.Transformer(WIDTH, 4, 2, 2, dim_feedforward=64, dropout=0.1, batch_first=True)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, ids):
+        mask = nn.Transformer.generate_square_subsequent_mask(ids.shape[1])
+        return self.head(self.body(self.embed(ids), self.embed(ids), tgt_mask=mask))
+
+
+def images(generator, batches=4):
+    return [
+        (torch.randn(2, 3, 16, 16, generator=generator), torch.randint(0, 8, (2,), generator=generator))
+        for _ in range(batches)
+    ]
+
+
+def convolutions():
+    """Batch norm (its statistics are buffers), a grouped and a transposed convolution."""
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, bias=False),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.Conv2d(16, 16, 3, groups=4),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.ConvTranspose2d(16, 8, 3, stride=2),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+    )
+
+
+def channels_last():
+    """Weights whose strides are not row-major: their gradients and state must lie the same way."""
+    return convolutions().to(memory_format=torch.channels_last)
+
+
+class SparseBag(nn.Module):
+    def __init__(self, *, head=True):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH, sparse=True)
+        self.head = nn.Linear(WIDTH, VOCABULARY) if head else None
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        return self.head(x) if self.head else torch.cat([x, -x], dim=-1)
+
+
+def frozen_stack():
+    model = Stack()
+    for frozen in (model.embed, model.blocks[1]):
+        frozen.requires_grad_(False)
+    return model
+
+
+BF16 = torch.bfloat16
+PLAIN = [
+    Case(name="odd-mlp", model=odd_mlp, batches=vectors(7), loss=squares, everywhere=True),
+    Case(name="odd-mlp-bf16", model=odd_mlp, batches=vectors(7), loss=squares, dtype=BF16),
+    Case(
+        name="stack-tied-bf16",
+        model=lambda: Stack(tied=True),
+        batches=tokens,
+        loss=next_token,
+        dtype=BF16,
+        everywhere=True,
+    ),
+    Case(name="stack-dropout", model=lambda: Stack(dropout=0.3), batches=tokens, loss=next_token),
+    Case(name="repeated-layers", model=Repeated, batches=vectors(), loss=squares),
+    Case(name="repeated-layers-bf16", model=Repeated, batches=vectors(), loss=squares, dtype=BF16),
+    Case(name="idle-experts", model=IdleExperts, batches=vectors(), loss=squares, everywhere=True),
+    Case(name="rooted", model=Rooted, batches=vectors(), loss=squares),
+    Case(name="custom-function", model=Custom, batches=vectors(), loss=squares, learns_budget=True),
+    Case(name="weight-norm", model=weight_norm, batches=vectors(), loss=squares),
+    Case(name="spectral-norm", model=spectral_norm, batches=vectors(), loss=squares),
+    Case(name="lstm", model=lambda: Recurrent(nn.LSTM, dropout=0.1), batches=tokens, loss=next_token),
+    Case(
+        name="gru-bidirectional", model=lambda: Recurrent(nn.GRU, bidirectional=True), batches=tokens, loss=next_token
+    ),
+    Case(name="attention", model=Attention, batches=tokens, loss=next_token, dtype=BF16),
+    Case(name="nn-transformer", model=EncoderDecoder, batches=tokens, loss=next_token),
+    Case(name="convolutions", model=convolutions, batches=images, loss=classified),
+    Case(name="convolutions-bf16", model=convolutions, batches=images, loss=classified, dtype=BF16),
+    Case(name="channels-last", model=channels_last, batches=images, loss=classified),
+    Case(name="frozen", model=frozen_stack, batches=tokens, loss=next_token),
+]

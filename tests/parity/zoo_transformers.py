@@ -1,0 +1,187 @@
+"""Models of transformers and peft, made from configurations of a few thousand parameters: nothing is downloaded."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+
+import torch
+from parity.harness import Case
+
+VOCABULARY = 128
+TEXT = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+LLAMA = {
+    **TEXT,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+@contextlib.contextmanager
+def old_names():
+    """Transformers warns of names that it will drop in version 6, and that every version 5 has."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
+
+
+def texts(generator, batches=4):
+    ids = [torch.randint(3, VOCABULARY, (2, 12), generator=generator) for _ in range(batches)]
+    return [{"input_ids": each, "labels": each} for each in ids]
+
+
+def pictures(generator, batches=4):
+    return [
+        {
+            "pixel_values": torch.randn(2, 3, 32, 32, generator=generator),
+            "labels": torch.randint(0, 4, (2,), generator=generator),
+        }
+        for _ in range(batches)
+    ]
+
+
+def loss(model, batch):
+    dtype = next(model.parameters()).dtype
+    return model(**{key: x.to(dtype) if x.is_floating_point() else x for key, x in batch.items()}).loss
+
+
+def qwen2(*, tied, **options):
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    return Qwen2ForCausalLM(Qwen2Config(**LLAMA, tie_word_embeddings=tied, **options))
+
+
+def checkpointed(*, reentrant):
+    model = qwen2(tied=False)
+    model.train()
+    with old_names():
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    return model
+
+
+def gpt2():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config(**TEXT, n_embd=32, n_layer=2, n_head=4, n_positions=32)).train()
+
+
+def albert():
+    """One layer called four times, under parents that own parameters too."""
+    from transformers import AlbertConfig, AlbertForMaskedLM
+
+    config = AlbertConfig(
+        **TEXT,
+        embedding_size=16,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        max_position_embeddings=32,
+    )
+    return AlbertForMaskedLM(config).train()
+
+
+def mixtral():
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(**LLAMA, num_local_experts=8, num_experts_per_tok=1, output_router_logits=True)
+    return MixtralForCausalLM(config).train()
+
+
+def qwen2_moe():
+    from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+    config = Qwen2MoeConfig(
+        **LLAMA, moe_intermediate_size=16, shared_expert_intermediate_size=32, num_experts=6, num_experts_per_tok=2
+    )
+    return Qwen2MoeForCausalLM(config).train()
+
+
+def t5():
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        vocab_size=VOCABULARY,
+        d_model=32,
+        d_kv=8,
+        d_ff=48,
+        num_layers=2,
+        num_heads=4,
+        decoder_start_token_id=0,
+    )
+    return T5ForConditionalGeneration(config).train()
+
+
+def vit():
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=48,
+        image_size=32,
+        patch_size=8,
+        num_labels=4,
+    )
+    return ViTForImageClassification(config).train()
+
+
+def resnet():
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    config = ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 2], layer_type="basic", num_labels=4, num_channels=3
+    )
+    return ResNetForImageClassification(config).train()
+
+
+def lora():
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=4, lora_alpha=8, lora_dropout=0.1, target_modules=["q_proj", "v_proj", "down_proj"])
+    with old_names():
+        return get_peft_model(qwen2(tied=True), config).train()
+
+
+BF16 = torch.bfloat16
+TRANSFORMERS = [
+    Case(name="qwen2-tied-bf16", model=lambda: qwen2(tied=True), batches=texts, loss=loss, dtype=BF16, everywhere=True),
+    Case(name="qwen2-untied", model=lambda: qwen2(tied=False), batches=texts, loss=loss),
+    Case(name="gpt2", model=gpt2, batches=texts, loss=loss),
+    Case(name="gpt2-bf16", model=gpt2, batches=texts, loss=loss, dtype=BF16),
+    Case(
+        name="checkpointed",
+        model=lambda: checkpointed(reentrant=False),
+        batches=texts,
+        loss=loss,
+        dtype=BF16,
+        learns_budget=True,
+    ),
+    Case(
+        name="checkpointed-reentrant",
+        model=lambda: checkpointed(reentrant=True),
+        batches=texts,
+        loss=loss,
+        learns_budget=True,
+    ),
+    Case(name="albert", model=albert, batches=texts, loss=loss),
+    Case(name="mixtral-bf16", model=mixtral, batches=texts, loss=loss, dtype=BF16),
+    Case(name="qwen2-moe", model=qwen2_moe, batches=texts, loss=loss),
+    Case(name="t5", model=t5, batches=texts, loss=loss),
+    Case(name="vit", model=vit, batches=pictures, loss=loss),
+    Case(name="resnet", model=resnet, batches=pictures, loss=loss),
+    Case(
+        name="resnet-channels-last",
+        model=lambda: resnet().to(memory_format=torch.channels_last),
+        batches=pictures,
+        loss=loss,
+    ),
+    Case(name="lora", model=lora, batches=texts, loss=loss, dtype=BF16),
+]
