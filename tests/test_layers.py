@@ -88,6 +88,8 @@ MODULES = {
     },
     "memascend.memory": {"errors", "_core"},
     "memascend.nvme": {"errors", "_core"},
+    "memascend.chunk": set(),
+    "memascend.engine": {"chunk", "errors", "_core"},
     "memascend.engine": {"errors", "_core"},
     "memascend.solitary": set(),
     "memascend.streamable": {"errors", "solitary"},

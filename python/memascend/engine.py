@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from memascend import _core
+from memascend.chunk import Chunk, adapter
 from memascend.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CHUNK_ELEMENTS",
     "PAGE_BYTES",
+    "Chunk",
     "Engine",
     "Entry",
     "Fetch",
@@ -406,16 +408,17 @@ class Engine:
 
     store: Store
 
-    def __init__(self, store: Store, *, chunks: int = _CHUNKS, queue: int = _QUEUE_BYTES) -> None:
+    def __init__(self, store: Store, *, chunks: int = _CHUNKS, queue: int = _QUEUE_BYTES, whole: int = 0) -> None:
         """Start one on a store.
 
         Args:
             store: what it updates.
             chunks: staging chunks (2 to 64).
             queue: bytes of gradients that may wait; a larger one is let in alone.
+            whole: bytes for an entry in one piece, for `apply(whole=True)`.
         """
         self.store = store
-        self._core = _core.Engine(store._core, chunks, queue)  # noqa: SLF001
+        self._core = _core.Engine(store._core, chunks, queue, whole)  # noqa: SLF001
 
     def fill(self, name: str, values: torch.Tensor, state: Mapping[str, torch.Tensor] | None = None) -> None:
         """Queue the first values of an entry, and return when they have room in the queue.
@@ -549,6 +552,40 @@ class Engine:
     def drop_spilled(self, name: str) -> None:
         """Forget the spilled gradient, after what is queued of the entry. Fine where there is none."""
         self._core.drop_spilled(self.store.index(name))
+
+    def apply(
+        self,
+        name: str,
+        function: Callable[[Chunk], object],
+        *,
+        step: int,
+        gradient: torch.Tensor | None = None,
+        whole: bool = False,
+    ) -> None:
+        """Queue arithmetic that is not ours, and return when its gradient has room in the queue.
+
+        `function` is called on the engine's thread, without gradients being recorded, with a `Chunk` of an entry after
+        the other, in order; what it writes there is staged. It must not wait for the engine. The tensors stand on the
+        engine's memory: one of them (or a view) that is kept beyond the call fails the step, so keep a `clone()`.
+
+        Args:
+            name: of which entry.
+            function: called once for each chunk, or once with all of the entry.
+            step: the entry's count of updates, this one included.
+            gradient: held until it was used, and must not change meanwhile; None takes the one that is spilled.
+            whole: give all of the entry in one piece, of its shape, in the memory that `Engine(whole=)` set aside.
+
+        Raises:
+            ConfigError: the gradient does not fit, or the entry takes more than `Engine(whole=)`; the message has both
+                numbers. Nothing was begun.
+            UsageError: no gradient was given and none is spilled. Also, from a later call: the function raised; what it
+                raised is the cause, and the step can only be discarded.
+        """
+        index = self.store.index(name) if gradient is None else self.store._gradient(name, gradient)  # noqa: SLF001
+        entry = self.store._entries[index]  # noqa: SLF001
+        nbytes = 0 if gradient is None else gradient.nbytes
+        call = adapter(function, entry, gradient, whole=whole)
+        self._core.apply(index, call, nbytes, step, gradient is None, whole)
 
     def finish(self) -> None:
         """Wait until every update is staged."""

@@ -8,7 +8,7 @@ use memascend_store::{
 };
 
 pub(crate) use crate::gradient::floats;
-use crate::{Counters, Error, Result};
+use crate::{Counters, Error, Result, apply::Slots};
 
 /// Where the parts of a staging chunk are: a chunk's state (or a part of a tensor of another shape), its values, its
 /// gradient where one may spill.
@@ -74,16 +74,38 @@ pub(crate) struct Bench<'a> {
     pub(crate) parts: Parts,
     pub(crate) exec: Exec,
     pub(crate) counters: Counters,
+    /// For state of other shapes than its entry's, where there is any.
+    pub(crate) others: Option<Slots>,
+    /// For an entry in one piece.
+    pub(crate) whole: Option<Slots>,
 }
 
 impl<'a> Bench<'a> {
-    pub(crate) fn new(store: &'a Store) -> Result<Self> {
+    pub(crate) fn new(store: &'a Store, others: Option<Slots>, whole: Option<Slots>) -> Result<Self> {
         let parts = Parts::new(store.description());
-        Ok(Self { store, parts, exec: Exec::new(NonZeroUsize::MIN)?, counters: Counters::default() })
+        let exec = Exec::new(NonZeroUsize::MIN)?;
+        Ok(Self { store, parts, exec, counters: Counters::default(), others, whole })
     }
 
     pub(crate) fn chunks_of(&self, entry: usize) -> u32 {
         self.store.layout().chunks_of(entry)
+    }
+
+    /// The pieces of a chunk: of its values, and of its state where it has one.
+    pub(crate) fn pieces_of_chunk(&self, entry: usize, chunk: u32) -> impl Iterator<Item = u32> + use<> {
+        let chunks = self.chunks_of(entry);
+        let state = self.has_chunked_state(entry).then_some(chunks + chunk);
+        std::iter::once(chunk).chain(state)
+    }
+
+    /// The first piece of what is not cut into chunks.
+    pub(crate) fn first_other_piece(&self, entry: usize) -> u32 {
+        let chunks = self.chunks_of(entry);
+        if self.has_chunked_state(entry) { 2 * chunks } else { chunks }
+    }
+
+    fn has_chunked_state(&self, entry: usize) -> bool {
+        self.chunks_of(entry) > 0 && self.store.description().entries[entry].chunked().next().is_some()
     }
 
     /// The elements of a chunk, in the entry's own order.
@@ -103,7 +125,12 @@ impl<'a> Bench<'a> {
 
     /// Begins to read a piece into its part of a staging chunk.
     pub(crate) fn read(&self, entry: usize, piece: u32, memory: &Shared) -> Result<Read<'a>> {
-        let read = self.store.read(entry, piece, self.part(entry, piece, memory)?)?;
+        self.read_into(entry, piece, self.part(entry, piece, memory)?)
+    }
+
+    /// Begins to read a piece into memory of its size.
+    pub(crate) fn read_into(&self, entry: usize, piece: u32, part: Shared) -> Result<Read<'a>> {
+        let read = self.store.read(entry, piece, part)?;
         Ok(if piece < self.chunks_of(entry) { Read::Values(read) } else { Read::State(read) })
     }
 
@@ -119,7 +146,11 @@ impl<'a> Bench<'a> {
 
     /// Begins to stage a piece from its part of a staging chunk.
     pub(crate) fn stage(&mut self, entry: usize, piece: u32, memory: &Shared) -> Result<Write<'a>> {
-        let part = self.part(entry, piece, memory)?;
+        self.stage_from(entry, piece, self.part(entry, piece, memory)?)
+    }
+
+    /// Begins to stage a piece from memory of its size.
+    pub(crate) fn stage_from(&mut self, entry: usize, piece: u32, part: Shared) -> Result<Write<'a>> {
         let bytes = part.len() as u64;
         let write = self.store.stage(entry, piece, part)?;
         let counted = if piece < self.chunks_of(entry) {

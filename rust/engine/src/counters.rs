@@ -7,6 +7,8 @@ use std::time::Duration;
 pub struct Counters {
     /// Entries updated.
     pub updates: u64,
+    /// Entries that a function was applied to.
+    pub applied: u64,
     /// Entries filled with their first values.
     pub fills: u64,
     /// Gradients spilled or added to spilled ones.
@@ -45,6 +47,7 @@ impl Counters {
     /// Adds what was counted elsewhere.
     pub(crate) fn add(&mut self, other: &Self) {
         self.updates += other.updates;
+        self.applied += other.applied;
         self.fills += other.fills;
         self.spills += other.spills;
         self.spill_read += other.spill_read;

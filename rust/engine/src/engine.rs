@@ -11,7 +11,8 @@ use memascend_store::{Buffer, Commit, Spilled, Store};
 
 use crate::{
     Counters, Error, First, Gradient, Result,
-    bench::Parts,
+    apply::{self, Application, Apply, Slots},
+    bench::{Bench, Parts},
     fill::Fill,
     job::{Job, Leaves, Work},
     pipeline::{CHUNKS_DEFAULT, Pipeline, lose_spilled},
@@ -33,13 +34,15 @@ pub struct Options {
     pub chunks: usize,
     /// Bytes of gradients that may wait. One larger gradient is let in alone.
     pub queue_bytes_max: usize,
+    /// Bytes for an entry in one piece, for functions that are applied to it whole.
+    pub whole_bytes: usize,
     /// How the staging chunks are pinned.
     pub pin: Pin,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { chunks: CHUNKS_DEFAULT, queue_bytes_max: 256 << 20, pin: Pin::Off }
+        Self { chunks: CHUNKS_DEFAULT, queue_bytes_max: 256 << 20, whole_bytes: 0, pin: Pin::Off }
     }
 }
 
@@ -48,6 +51,7 @@ pub struct Engine {
     shared: Arc<Shared>,
     thread: Mutex<Option<JoinHandle<()>>>,
     staging_bytes: usize,
+    whole_bytes: usize,
 }
 
 struct Shared {
@@ -69,13 +73,18 @@ impl Engine {
         let region = Region::new(chunks * chunk_bytes, options.pin, OnFork::Wipe, "update staging")?;
         let ring = ChunkRing::new(&region, chunk_bytes, chunks)?;
         let owner = ring.owner("update")?;
+        let others = apply::others(store.description())?;
+        let whole = Slots::new(options.whole_bytes, 1, "whole parameters")?;
         let shared = Arc::new(Shared { store, queue: Queue::new(options.queue_bytes_max), ring, owner, chunks });
+        let staging_bytes = region.bytes()
+            + others.as_ref().map_or(0, |slots| slots.bytes)
+            + whole.as_ref().map_or(0, |slots| slots.bytes);
         let theirs = Arc::clone(&shared);
         let thread = std::thread::Builder::new()
             .name("memascend-update".into())
-            .spawn(move || theirs.serve())
+            .spawn(move || theirs.serve(others, whole))
             .map_err(|error| Error::Invalid(format!("no thread could be started: {error}")))?;
-        Ok(Self { shared, thread: Mutex::new(Some(thread)), staging_bytes: region.bytes() })
+        Ok(Self { shared, thread: Mutex::new(Some(thread)), staging_bytes, whole_bytes: options.whole_bytes })
     }
 
     /// Begins the first values of an entry, whose update number is then 0. Nothing is read.
@@ -183,6 +192,20 @@ impl Engine {
         Ok(self.shared.store.set_spilled(entry, None)?)
     }
 
+    /// Begins to apply a function to an entry: to a chunk after the other, or to all of it at once.
+    ///
+    /// Returns as [`Engine::update`] does. State of another shape than the entry's is read before the first call and
+    /// staged after the last.
+    pub fn apply(&self, entry: usize, application: Application, mut wait: Wait<'_>) -> Result<()> {
+        self.known(entry)?;
+        let spilled = application.spilled;
+        let apply = Apply::new(&self.shared.store, entry, application, self.whole_bytes)?;
+        if spilled {
+            self.will_be_spilled(entry)?;
+        }
+        self.shared.queue.push(Job::new(entry, Work::Apply(apply)), &mut wait)
+    }
+
     /// Refuses what needs a spilled gradient where there is none, nor one on its way.
     fn will_be_spilled(&self, entry: usize) -> Result<()> {
         let leaves = self.shared.queue.lock().leaves(entry);
@@ -247,7 +270,7 @@ impl Engine {
         &self.shared.store
     }
 
-    /// Bytes of its staging chunks: all the memory that it holds beside the gradients in its queue.
+    /// Bytes of its staging chunks, and of the memory for functions: all that it holds beside the tensors in its queue.
     #[must_use]
     pub fn staging_bytes(&self) -> usize {
         self.staging_bytes
@@ -265,7 +288,8 @@ impl Engine {
         self.shared.queue.lock().closing = true;
         self.cancel(None);
         let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
-        if let Some(thread) = thread {
+        // A function on the engine's own thread cannot wait for it; the thread ends after it.
+        if let Some(thread) = thread.filter(|_| !self.shared.queue.is_worker()) {
             drop(thread.join());
         }
     }
@@ -278,9 +302,10 @@ impl Drop for Engine {
 }
 
 impl Shared {
-    fn serve(&self) {
-        match Pipeline::new(&self.store, &self.queue, &self.ring, self.owner, self.chunks) {
-            Ok(mut pipeline) => pipeline.serve(),
+    fn serve(&self, others: Option<Slots>, whole: Option<Slots>) {
+        self.queue.work_here();
+        match Bench::new(&self.store, others, whole) {
+            Ok(bench) => Pipeline::new(&self.queue, &self.ring, self.owner, bench, self.chunks).serve(),
             Err(error) => self.queue.lock().failed = Some(error),
         }
     }

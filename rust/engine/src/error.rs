@@ -25,6 +25,15 @@ pub enum Error {
     #[error("no memory for the staging chunks: {0}")]
     Memory(Arc<memascend_mem::Error>),
 
+    /// What a function that was applied failed with.
+    #[error("the function applied to {name:?} failed: {cause}")]
+    Function {
+        /// The entry.
+        name: String,
+        /// Its error.
+        cause: crate::Cause,
+    },
+
     /// A number that the kernels refuse.
     #[error(transparent)]
     Math(#[from] memascend_math::Error),

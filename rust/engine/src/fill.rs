@@ -77,25 +77,15 @@ impl Fill {
 
     /// One for each chunk, and one for each piece of a tensor of another shape.
     pub(crate) fn turns(bench: &Bench<'_>, entry: usize) -> u32 {
-        let (chunks, pieces) = (bench.chunks_of(entry), bench.store.layout().pieces_of(entry));
-        if Self::in_chunks(bench, entry) { pieces - chunks } else { pieces }
+        bench.chunks_of(entry) + bench.store.layout().pieces_of(entry) - bench.first_other_piece(entry)
     }
 
     /// The pieces of a turn.
-    fn pieces(bench: &Bench<'_>, entry: usize, turn: u32) -> impl Iterator<Item = u32> + use<> {
-        let chunks = bench.chunks_of(entry);
-        let paired = Self::in_chunks(bench, entry);
-        let (first, second) = match (turn < chunks, paired) {
-            (true, true) => (turn, Some(chunks + turn)),
-            (false, true) => (chunks + turn, None),
-            (_, false) => (turn, None),
-        };
-        std::iter::once(first).chain(second)
-    }
-
-    /// Whether each chunk has a piece of state beside its piece of values.
-    fn in_chunks(bench: &Bench<'_>, entry: usize) -> bool {
-        bench.chunks_of(entry) > 0 && bench.store.description().entries[entry].chunked().next().is_some()
+    fn pieces(bench: &Bench<'_>, entry: usize, turn: u32) -> Vec<u32> {
+        match turn.checked_sub(bench.chunks_of(entry)) {
+            None => bench.pieces_of_chunk(entry, turn).collect(),
+            Some(other) => vec![bench.first_other_piece(entry) + other],
+        }
     }
 
     pub(crate) fn compute(&self, bench: &Bench<'_>, entry: usize, turn: u32, memory: &Shared) -> Result<()> {
@@ -111,7 +101,7 @@ impl Fill {
         turn: u32,
         memory: &Shared,
     ) -> Result<Vec<Write<'a>>> {
-        Self::pieces(bench, entry, turn).map(|piece| bench.stage(entry, piece, memory)).collect()
+        Self::pieces(bench, entry, turn).into_iter().map(|piece| bench.stage(entry, piece, memory)).collect()
     }
 
     fn build(&self, bench: &Bench<'_>, entry: usize, piece: u32, part: &Shared) -> Result<()> {

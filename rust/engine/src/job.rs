@@ -10,6 +10,7 @@ use memascend_store::Shared;
 
 use crate::{
     Counters, Result,
+    apply::Apply,
     bench::{Bench, Read, Write},
     fill::Fill,
     spill::{Spill, Unspill},
@@ -28,6 +29,7 @@ pub(crate) enum Work {
     Fill(Fill),
     Spill(Spill),
     Unspill(Unspill),
+    Apply(Apply),
     /// Forgets what is spilled.
     Forget,
 }
@@ -78,6 +80,7 @@ impl Job {
             Work::Update(update) => update.nbytes(),
             Work::Fill(fill) => fill.nbytes(),
             Work::Spill(spill) => spill.nbytes(),
+            Work::Apply(apply) => apply.nbytes(),
             Work::Unspill(_) | Work::Forget => 0,
         };
         let leaves = match &work {
@@ -91,12 +94,18 @@ impl Job {
 }
 
 impl Work {
+    /// Takes the memory that it needs beside staging chunks; `false` if that is not free yet.
+    pub(crate) fn claim(&self, bench: &Bench<'_>, entry: usize) -> Result<bool> {
+        if let Self::Apply(apply) = self { apply.claim(bench, entry) } else { Ok(true) }
+    }
+
     /// Readies the entry for the first turn.
     pub(crate) fn begin(&self, bench: &Bench<'_>, entry: usize) -> Result<()> {
         match self {
             Self::Update(update) => update.begin(bench, entry),
             Self::Fill(_) => Ok(bench.store.begin(entry, 0, Wait::forever())?),
             Self::Spill(spill) => spill.begin(bench, entry),
+            Self::Apply(apply) => apply.begin(bench, entry),
             Self::Unspill(_) => Unspill::begin(bench, entry),
             Self::Forget => Ok(bench.store.set_spilled(entry, None)?),
         }
@@ -107,6 +116,7 @@ impl Work {
         match self {
             Self::Update(_) | Self::Spill(_) | Self::Unspill(_) => bench.chunks_of(entry),
             Self::Fill(_) => Fill::turns(bench, entry),
+            Self::Apply(apply) => apply.turns(bench, entry),
             Self::Forget => 0,
         }
     }
@@ -123,6 +133,7 @@ impl Work {
             Self::Update(update) => update.reads(bench, entry, turn, memory),
             Self::Spill(spill) => spill.reads(bench, entry, turn, memory),
             Self::Unspill(_) => Unspill::reads(bench, entry, turn, memory),
+            Self::Apply(apply) => apply.reads(bench, entry, turn, memory),
             Self::Fill(_) | Self::Forget => Ok(Vec::new()),
         }
     }
@@ -134,6 +145,7 @@ impl Work {
             Self::Fill(fill) => fill.compute(bench, entry, turn, memory),
             Self::Spill(spill) => spill.compute(bench, entry, turn, memory),
             Self::Unspill(unspill) => unspill.compute(bench, entry, turn, memory),
+            Self::Apply(apply) => apply.compute(bench, entry, turn, memory),
             Self::Forget => Ok(()),
         }
     }
@@ -150,6 +162,7 @@ impl Work {
             Self::Update(_) => Update::writes(bench, entry, turn, memory),
             Self::Fill(_) => Fill::writes(bench, entry, turn, memory),
             Self::Spill(_) => Spill::writes(bench, entry, turn, memory),
+            Self::Apply(apply) => apply.writes(bench, entry, turn, memory),
             Self::Unspill(_) | Self::Forget => Ok(Vec::new()),
         }
     }
@@ -160,6 +173,7 @@ impl Work {
             Self::Update(_) => counters.updates += 1,
             Self::Fill(_) => counters.fills += 1,
             Self::Spill(_) => counters.spills += 1,
+            Self::Apply(_) => counters.applied += 1,
             Self::Unspill(_) | Self::Forget => {}
         }
     }

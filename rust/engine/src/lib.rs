@@ -4,6 +4,7 @@
 //! at once, unless so many bytes of gradients wait already that it has to be slower. [`Engine::finish`] waits until all
 //! is staged; [`Engine::commit`] makes the step live, [`Engine::discard`] forgets it.
 
+mod apply;
 mod bench;
 mod counters;
 mod engine;
@@ -15,7 +16,9 @@ mod pipeline;
 mod queue;
 mod spill;
 mod update;
+mod whole;
 
+pub use apply::{Application, Cause, Chunk, Function};
 pub use bench::chunk_bytes;
 pub use counters::Counters;
 pub use engine::{Engine, Options};

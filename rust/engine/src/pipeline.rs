@@ -107,15 +107,9 @@ pub(crate) struct Pipeline<'a> {
 }
 
 impl<'a> Pipeline<'a> {
-    pub(crate) fn new(
-        store: &'a Store,
-        queue: &'a Queue,
-        ring: &'a ChunkRing,
-        owner: OwnerId,
-        chunks: usize,
-    ) -> Result<Self> {
+    pub(crate) fn new(queue: &'a Queue, ring: &'a ChunkRing, owner: OwnerId, bench: Bench<'a>, chunks: usize) -> Self {
         let (reading, writing) = (VecDeque::with_capacity(chunks), VecDeque::with_capacity(chunks));
-        Ok(Self { bench: Bench::new(store)?, queue, ring, owner, chunks, current: None, next: None, reading, writing })
+        Self { bench, queue, ring, owner, chunks, current: None, next: None, reading, writing }
     }
 
     /// Works until the engine closes.
@@ -176,7 +170,10 @@ impl<'a> Pipeline<'a> {
                 self.next = Some(job);
                 return Ok(None);
             }
-            self.begin(job)?;
+            if let Some(later) = self.begin(job)? {
+                self.next = Some(later);
+                return Ok(None);
+            }
         }
     }
 
@@ -186,28 +183,39 @@ impl<'a> Pipeline<'a> {
             || self.writing.iter().any(|writing| writing.running.mark.entry == entry)
     }
 
-    fn begin(&mut self, job: Job) -> Result<()> {
+    /// Begins a job, or gives it back where memory that it needs is not free yet.
+    fn begin(&mut self, job: Job) -> Result<Option<Job>> {
+        let claimed = if job.mark.is_cancelled() { Ok(true) } else { job.work.claim(&self.bench, job.mark.entry) };
+        if matches!(claimed, Ok(false)) && !(self.reading.is_empty() && self.writing.is_empty()) {
+            return Ok(Some(job));
+        }
         let Job { work, mark } = job;
         let (queue, entry) = (self.queue, mark.entry);
         let room = Room { queue, nbytes: mark.nbytes };
         let running = Rc::new(Running { store: self.bench.store, queue, mark, failed: Cell::new(false) });
         if running.mark.is_cancelled() {
-            return Ok(());
+            return Ok(None);
+        }
+        if !claimed? {
+            return Err(kept());
         }
         let turns = work.turns(&self.bench, entry);
         work.begin(&self.bench, entry)?;
         if turns == 0 {
             work.count(&mut self.bench.counters);
             running.mark.complete();
-            return Ok(());
+            return Ok(None);
         }
         self.current = Some((Rc::new(Begun { work, turns, _room: room, running }), 0));
-        Ok(())
+        Ok(None)
     }
 
     fn begin_read(&mut self, job: Rc<Begun<'a>>, turn: u32) -> Result<()> {
         let began = Instant::now();
-        let lease = self.ring.lease(self.owner, Wait::at_most(LEASE_TIMEOUT))?;
+        let lease = self.ring.lease(self.owner, Wait::at_most(LEASE_TIMEOUT)).map_err(|error| match error {
+            memascend_mem::Error::TimedOut { .. } => kept(),
+            error => error.into(),
+        })?;
         let memory = Shared::new(lease);
         let reads = job.work.reads(&self.bench, job.running.mark.entry, turn, &memory);
         self.bench.counters.reading += began.elapsed();
@@ -286,4 +294,9 @@ impl<'a> Pipeline<'a> {
         drop(waiting);
         self.queue.notify();
     }
+}
+
+/// Memory that nothing in flight uses is not free.
+fn kept() -> Error {
+    Error::Usage("tensors of a chunk are held beyond the function that got them; let go of them".into())
 }

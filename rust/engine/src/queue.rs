@@ -2,7 +2,8 @@
 
 use std::{
     collections::VecDeque,
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError},
+    thread::{self, ThreadId},
     time::{Duration, Instant},
 };
 
@@ -102,11 +103,22 @@ pub(crate) struct Queue {
     state: Mutex<State>,
     changed: Condvar,
     bytes_max: usize,
+    /// The pipeline's thread, which must not wait for itself.
+    worker: OnceLock<ThreadId>,
 }
 
 impl Queue {
     pub(crate) fn new(bytes_max: usize) -> Self {
-        Self { state: Mutex::default(), changed: Condvar::new(), bytes_max }
+        Self { state: Mutex::default(), changed: Condvar::new(), bytes_max, worker: OnceLock::new() }
+    }
+
+    /// Says that this thread is the pipeline's.
+    pub(crate) fn work_here(&self) {
+        self.worker.get_or_init(|| thread::current().id());
+    }
+
+    pub(crate) fn is_worker(&self) -> bool {
+        self.worker.get() == Some(&thread::current().id())
     }
 
     pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
@@ -169,6 +181,9 @@ impl Queue {
         what: &'static str,
         ready: impl Fn(&State) -> bool,
     ) -> Result<MutexGuard<'_, State>> {
+        if self.is_worker() {
+            return Err(Error::Usage("a function on the engine's thread cannot wait for the engine".into()));
+        }
         let deadline = wait.timeout.and_then(|timeout| Instant::now().checked_add(timeout));
         loop {
             let until = Instant::now() + POLL_INTERVAL;

@@ -2,12 +2,13 @@
 
 use std::{mem::ManuallyDrop, sync::Arc};
 
-use memascend_engine::{First, Gradient, Hyperparameters, Options};
+use memascend_engine::{Application, First, Gradient, Hyperparameters, Options};
 use memascend_store::{Buffer, Commit};
 use pyo3::{prelude::*, types::PyDict};
 
 use crate::{
     errors::engine_error,
+    function::Applied,
     nvme::Held,
     store::{Store, dtype},
     waiting::waiting,
@@ -31,10 +32,11 @@ struct Engine {
 #[pymethods]
 impl Engine {
     #[new]
-    fn new(py: Python<'_>, store: &Store, chunks: usize, queue_bytes: usize) -> PyResult<Self> {
+    fn new(py: Python<'_>, store: &Store, chunks: usize, queue_bytes: usize, whole_bytes: usize) -> PyResult<Self> {
         let mut options = Options::default();
         options.chunks = chunks;
         options.queue_bytes_max = queue_bytes;
+        options.whole_bytes = whole_bytes;
         let store = Arc::clone(&store.inner);
         let inner = py.detach(|| memascend_engine::Engine::new(store, &options));
         Ok(Self { inner: ManuallyDrop::new(inner.map_err(|error| engine_error(py, &error))?) })
@@ -91,6 +93,22 @@ impl Engine {
         waiting(py, None, |wait| self.inner.drop_spilled(entry, wait))?.map_err(|error| engine_error(py, &error))
     }
 
+    /// Begins to apply a function; `nbytes` are what it holds.
+    #[expect(clippy::too_many_arguments, reason = "a function and how it is called")]
+    fn apply(
+        &self,
+        py: Python<'_>,
+        entry: usize,
+        adapter: Py<PyAny>,
+        nbytes: usize,
+        step: u64,
+        spilled: bool,
+        whole: bool,
+    ) -> PyResult<()> {
+        let application = Application { function: Box::new(Applied { adapter }), nbytes, step, spilled, whole };
+        waiting(py, None, |wait| self.inner.apply(entry, application, wait))?.map_err(|error| engine_error(py, &error))
+    }
+
     fn finish(&self, py: Python<'_>) -> PyResult<()> {
         waiting(py, None, |wait| self.inner.finish(wait))?.map_err(|error| engine_error(py, &error))
     }
@@ -124,6 +142,7 @@ impl Engine {
         let counters = self.inner.counters();
         let dict = PyDict::new(py);
         dict.set_item("updates", counters.updates)?;
+        dict.set_item("applied", counters.applied)?;
         dict.set_item("fills", counters.fills)?;
         dict.set_item("spills", counters.spills)?;
         dict.set_item("chunks", counters.chunks)?;

@@ -119,6 +119,11 @@ pub(crate) fn engine_error(py: Python<'_>, error: &EngineError) -> PyErr {
         EngineError::Store(error) => store_error(py, error),
         EngineError::Memory(error) => memory_error(py, error),
         EngineError::Math(error) => math_error(py, error),
+        EngineError::Function { cause, .. } => {
+            let raised = exception(py, "UsageError", error.to_string(), &[]);
+            raised.set_cause(py, cause.downcast_ref::<PyErr>().map(|cause| cause.clone_ref(py)));
+            raised
+        }
         EngineError::Usage(_) => exception(py, "UsageError", error.to_string(), &[]),
         _ => config_error(py, error.to_string()),
     }

@@ -6,6 +6,7 @@
 mod arguments;
 mod engine;
 mod errors;
+mod function;
 mod kernels;
 mod memory;
 mod nvme;
@@ -19,6 +20,7 @@ use pyo3::prelude::*;
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     engine::register(module)?;
+    function::register(module)?;
     kernels::register(module)?;
     memory::register(module)?;
     nvme::register(module)?;

@@ -1,0 +1,301 @@
+//! Arithmetic that is not ours: a function gets the tensors of a chunk, or of a whole entry, where they are staged.
+
+use std::{cell::RefCell, sync::Arc};
+
+use memascend_mem::{ChunkRing, OnFork, OwnerId, Pin, Region, Wait};
+use memascend_store::{Buffer, Content, Description, PAGE_BYTES, Shared, Store, WHOLE_PIECE_BYTES};
+
+use crate::{
+    Error, Result,
+    bench::{Bench, Read, Write},
+    spill::required,
+    whole::{self, Plan},
+};
+
+/// Entries whose tensors of other shapes are held at once: one is computed while the next one's are read.
+const OTHERS_AT_ONCE: usize = 2;
+
+/// What a function gets: memory that is its own during the call, each part exactly as long as its tensor.
+pub struct Chunk {
+    /// The values, `count` elements from `start` on in the order in which they are stored.
+    pub values: Shared,
+    /// The spilled gradient, where that was asked for; alike.
+    pub gradient: Option<Shared>,
+    /// The state as it is described: alike where it has the entry's shape, else all of it, the same memory in each call.
+    pub state: Vec<Shared>,
+    /// The first element.
+    pub start: usize,
+    /// How many elements.
+    pub count: usize,
+    /// Whether it is the entry's last call.
+    pub last: bool,
+}
+
+/// What a function failed with.
+pub type Cause = Arc<dyn std::error::Error + Send + Sync>;
+
+/// Arithmetic that is not ours.
+pub trait Function: Send {
+    /// Computes one chunk in place, on the engine's thread. It must not wait for the engine. Memory of the chunk that is
+    /// held beyond the call is not written again, but it is missing to the engine: the function has to report it.
+    fn call(&self, chunk: Chunk) -> std::result::Result<(), Cause>;
+}
+
+/// What is to be applied.
+pub struct Application {
+    /// What computes.
+    pub function: Box<dyn Function>,
+    /// Bytes that it holds for the caller while it waits: those of a gradient.
+    pub nbytes: usize,
+    /// The entry's count of updates, this one included.
+    pub step: u64,
+    /// Whether it gets the spilled gradient.
+    pub spilled: bool,
+    /// Whether it is called once, with all of the entry.
+    pub whole: bool,
+}
+
+/// Memory of one size, leased again and again.
+pub(crate) struct Slots {
+    ring: ChunkRing,
+    owner: OwnerId,
+    /// What is mapped for it.
+    pub(crate) bytes: usize,
+}
+
+impl Slots {
+    pub(crate) fn new(bytes: usize, count: usize, owner: &str) -> Result<Option<Self>> {
+        if bytes == 0 {
+            return Ok(None);
+        }
+        let region = Region::new(bytes * count, Pin::Off, OnFork::Wipe, owner)?;
+        let ring = ChunkRing::new(&region, bytes, count)?;
+        let owner = ring.owner(owner)?;
+        Ok(Some(Self { ring, owner, bytes: region.bytes() }))
+    }
+
+    /// A slot, if one is free.
+    fn lease(&self) -> Result<Option<Shared>> {
+        match self.ring.lease(self.owner, Wait::never()) {
+            Ok(lease) => Ok(Some(Shared::new(lease))),
+            Err(memascend_mem::Error::TimedOut { .. }) => Ok(None),
+            Err(error) => Err(error.into()),
+        }
+    }
+}
+
+/// Room for the tensors of other shapes than their entry's, of the entry that has the most of them.
+pub(crate) fn others(description: &Description) -> Result<Option<Slots>> {
+    let of = |entry: usize| other_tensors(description, entry).last().map_or(0, |(at, nbytes)| paged(at + nbytes));
+    let bytes = (0..description.entries.len()).map(of).max().unwrap_or(0);
+    Slots::new(bytes, OTHERS_AT_ONCE, "other state")
+}
+
+/// Where each tensor of another shape lies in their memory, and its bytes.
+fn other_tensors(description: &Description, entry: usize) -> impl Iterator<Item = (usize, usize)> {
+    description.entries[entry].whole().scan(0, |at, tensor| {
+        let (start, nbytes) = (*at, usize::try_from(tensor.nbytes()).unwrap_or(usize::MAX));
+        *at = paged(start + nbytes);
+        Some((start, nbytes))
+    })
+}
+
+fn paged(bytes: usize) -> usize {
+    bytes.next_multiple_of(usize::try_from(PAGE_BYTES).unwrap_or(1))
+}
+
+/// An [`Application`] that fits its entry.
+pub(crate) struct Apply {
+    asked: Application,
+    /// The tensors of other shapes, once it has begun.
+    others: RefCell<Option<Shared>>,
+    /// All of the entry, once it has begun, where it is wanted whole.
+    all: RefCell<Option<Shared>>,
+}
+
+impl Apply {
+    pub(crate) fn new(store: &Store, entry: usize, asked: Application, whole_bytes: usize) -> Result<Self> {
+        let needed = Plan::new(store, entry, asked.spilled)?.bytes;
+        if asked.whole && needed > whole_bytes {
+            let name = &store.description().entries[entry].name;
+            return Err(Error::Invalid(format!(
+                "{name:?} in one piece takes {needed} bytes, and the engine has {whole_bytes} for that; start it with whole={needed}"
+            )));
+        }
+        Ok(Self { asked, others: RefCell::default(), all: RefCell::default() })
+    }
+
+    pub(crate) fn nbytes(&self) -> usize {
+        self.asked.nbytes
+    }
+
+    /// Takes the memory that it needs beside staging chunks; `false` if that is not free.
+    pub(crate) fn claim(&self, bench: &Bench<'_>, entry: usize) -> Result<bool> {
+        let description = bench.store.description();
+        let mut others = self.others.borrow_mut();
+        if let (None, Some(slots), Some(_)) = (&*others, &bench.others, description.entries[entry].whole().next()) {
+            *others = slots.lease()?;
+            if others.is_none() {
+                return Ok(false);
+            }
+        }
+        let mut all = self.all.borrow_mut();
+        if let (true, None, Some(slots)) = (self.asked.whole, &*all, &bench.whole) {
+            *all = slots.lease()?;
+            return Ok(all.is_some());
+        }
+        Ok(true)
+    }
+
+    pub(crate) fn begin(&self, bench: &Bench<'_>, entry: usize) -> Result<()> {
+        if self.asked.spilled {
+            required(bench.store, entry)?;
+        }
+        Ok(bench.store.begin(entry, self.asked.step, Wait::forever())?)
+    }
+
+    /// A call for each chunk, or one without elements. Whole: reads, the call, writes.
+    pub(crate) fn turns(&self, bench: &Bench<'_>, entry: usize) -> u32 {
+        let chunks = bench.chunks_of(entry);
+        if self.asked.whole { 2 * chunks + 1 } else { chunks.max(1) }
+    }
+
+    pub(crate) fn reads<'a>(
+        &self,
+        bench: &Bench<'a>,
+        entry: usize,
+        turn: u32,
+        memory: &Shared,
+    ) -> Result<Vec<Read<'a>>> {
+        let mut reads = Vec::new();
+        if turn == 0 {
+            for (piece, part) in self.other_pieces(bench, entry)? {
+                reads.push(bench.read_into(entry, piece, part)?);
+            }
+        }
+        if turn < bench.chunks_of(entry) {
+            for piece in bench.pieces_of_chunk(entry, turn) {
+                reads.push(bench.read(entry, piece, memory)?);
+            }
+            if self.asked.spilled {
+                reads.push(bench.read_spill(entry, turn, memory)?);
+            }
+        }
+        Ok(reads)
+    }
+
+    pub(crate) fn compute(&self, bench: &Bench<'_>, entry: usize, turn: u32, memory: &Shared) -> Result<()> {
+        let chunks = bench.chunks_of(entry);
+        if !self.asked.whole {
+            return self.call(bench, entry, self.of_chunk(bench, entry, turn, memory)?);
+        }
+        // An entry without elements takes no memory.
+        let all = self.all.borrow().clone();
+        let all = all.as_ref().unwrap_or(memory);
+        let plan = Plan::new(bench.store, entry, self.asked.spilled)?;
+        if turn == chunks {
+            let (values, state, gradient) = plan.parts(all)?;
+            let count = bench.store.description().entries[entry].elements();
+            let count = usize::try_from(count).unwrap_or(usize::MAX);
+            let state = self.state(bench, entry, state)?;
+            return self.call(bench, entry, Chunk { values, gradient, state, start: 0, count, last: true });
+        }
+        if turn < chunks {
+            whole::gathered(bench, entry, turn, memory, &plan, all)
+        } else {
+            whole::scattered(bench, entry, turn - chunks - 1, memory, &plan, all)
+        }
+    }
+
+    pub(crate) fn writes<'a>(
+        &self,
+        bench: &mut Bench<'a>,
+        entry: usize,
+        turn: u32,
+        memory: &Shared,
+    ) -> Result<Vec<Write<'a>>> {
+        let chunks = bench.chunks_of(entry);
+        let mut writes = Vec::new();
+        let chunk = if self.asked.whole { turn.checked_sub(chunks + 1) } else { Some(turn) };
+        if let Some(chunk) = chunk.filter(|&chunk| chunk < chunks) {
+            for piece in bench.pieces_of_chunk(entry, chunk) {
+                writes.push(bench.stage(entry, piece, memory)?);
+            }
+        }
+        if turn + 1 == self.turns(bench, entry) {
+            for (piece, part) in self.other_pieces(bench, entry)? {
+                writes.push(bench.stage_from(entry, piece, part)?);
+            }
+        }
+        Ok(writes)
+    }
+
+    fn call(&self, bench: &Bench<'_>, entry: usize, chunk: Chunk) -> Result<()> {
+        let name = || bench.store.description().entries[entry].name.clone();
+        self.asked.function.call(chunk).map_err(|cause| Error::Function { name: name(), cause })
+    }
+
+    fn of_chunk(&self, bench: &Bench<'_>, entry: usize, turn: u32, memory: &Shared) -> Result<Chunk> {
+        let last = turn + 1 == self.turns(bench, entry);
+        let elements = bench.elements(entry, turn);
+        let (start, count) = (elements.start, elements.len());
+        if count == 0 {
+            let nothing = inside(memory, 0, 0)?;
+            let chunked = bench.store.description().entries[entry].chunked().map(|_| nothing.clone()).collect();
+            let gradient = self.asked.spilled.then(|| nothing.clone());
+            let state = self.state(bench, entry, chunked)?;
+            return Ok(Chunk { values: nothing, gradient, state, start, count, last });
+        }
+        let element = bench.store.description().entries[entry].dtype.bytes();
+        let used = count * usize::try_from(element).unwrap_or(1);
+        let values = inside(&bench.part(entry, turn, memory)?, 0, used)?;
+        let gradient = if self.asked.spilled {
+            let (part, used) = bench.spill_part(entry, turn, memory)?;
+            Some(inside(&part, 0, used)?)
+        } else {
+            None
+        };
+        let chunked = bench.in_chunk(entry, turn).map(|(_, at, nbytes)| inside(memory, at, nbytes));
+        let state = self.state(bench, entry, chunked.collect::<Result<_>>()?)?;
+        Ok(Chunk { values, gradient, state, start, count, last })
+    }
+
+    /// The state as it is described, from the parts that have the entry's shape.
+    fn state(&self, bench: &Bench<'_>, entry: usize, chunked: Vec<Shared>) -> Result<Vec<Shared>> {
+        let description = bench.store.description();
+        let described = &description.entries[entry];
+        let others = self.others.borrow();
+        let (mut chunked, mut other) = (chunked.into_iter(), other_tensors(description, entry));
+        let part = |tensor: &memascend_store::StateTensor| {
+            let found = if tensor.shape == described.shape {
+                chunked.next()
+            } else {
+                others.as_ref().zip(other.next()).and_then(|(memory, (at, nbytes))| memory.part(at, nbytes))
+            };
+            found.ok_or_else(|| Error::Invalid("a tensor of the state has no memory".into()))
+        };
+        described.state.iter().map(part).collect()
+    }
+
+    /// The pieces of the tensors of other shapes, and the memory of each.
+    fn other_pieces(&self, bench: &Bench<'_>, entry: usize) -> Result<Vec<(u32, Shared)>> {
+        let (layout, description) = (bench.store.layout(), bench.store.description());
+        let others = self.others.borrow();
+        let Some(memory) = &*others else { return Ok(Vec::new()) };
+        let mut pieces = Vec::new();
+        for index in bench.first_other_piece(entry)..layout.pieces_of(entry) {
+            let piece = layout.piece(description, entry, index);
+            let Content::Whole { tensor, part } = piece.content else { continue };
+            let start = other_tensors(description, entry).nth(tensor as usize).map_or(0, |(at, _)| at);
+            let before = usize::try_from(u64::from(part) * WHOLE_PIECE_BYTES).unwrap_or(usize::MAX);
+            let bytes = usize::try_from(piece.bytes()).unwrap_or(usize::MAX);
+            pieces.push((index, inside(memory, start + before, bytes)?));
+        }
+        Ok(pieces)
+    }
+}
+
+pub(crate) fn inside(memory: &Shared, start: usize, nbytes: usize) -> Result<Shared> {
+    let part = memory.part(start, nbytes);
+    part.ok_or_else(|| Error::Invalid(format!("{nbytes} bytes from {start} on of {} staged ones", memory.len())))
+}

@@ -1,0 +1,76 @@
+//! Python functions on the engine's thread: the memory of a chunk lent to them, and taken back.
+
+use std::{os::raw::c_int, sync::Arc};
+
+use memascend_engine::{Cause, Chunk, Function};
+use memascend_store::{Buffer, Shared};
+use pyo3::{exceptions::PyRuntimeError, ffi, prelude::*, types::PyList};
+
+use crate::errors::usage_error;
+
+pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<LentBuffer>()
+}
+
+/// What `memascend.engine` calls with lent memory: values, gradient, state, start, count, last.
+pub(crate) struct Applied {
+    pub(crate) adapter: Py<PyAny>,
+}
+
+/// Memory of a chunk, as long as a tensor stands on it.
+#[pyclass(frozen, module = "memascend._core")]
+struct LentBuffer {
+    memory: Shared,
+    /// One of them is in each buffer of a call: whoever counts them knows whether all were given back.
+    _lent: Arc<()>,
+}
+
+#[pymethods]
+impl LentBuffer {
+    /// # Safety
+    /// Called by the interpreter with a view to fill.
+    unsafe fn __getbuffer__(slf: &Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
+        let memory = &slf.get().memory;
+        let length = ffi::Py_ssize_t::try_from(memory.len())?;
+        // SAFETY: the interpreter passes a valid view; the bytes live as long as `slf`, which the view comes to hold.
+        let failed =
+            unsafe { ffi::PyBuffer_FillInfo(view, slf.as_ptr(), memory.as_ptr().as_ptr().cast(), length, 0, flags) };
+        if failed == 0 { Ok(()) } else { Err(PyErr::fetch(slf.py())) }
+    }
+}
+
+impl Function for Applied {
+    fn call(&self, chunk: Chunk) -> Result<(), Cause> {
+        let called = Python::try_attach(|py| self.called(py, chunk).map_err(|error| -> Cause { Arc::new(error) }));
+        called.unwrap_or_else(|| Err(Arc::new(PyRuntimeError::new_err("the interpreter is ending"))))
+    }
+}
+
+impl Applied {
+    fn called(&self, py: Python<'_>, chunk: Chunk) -> PyResult<()> {
+        let count_lent = Arc::new(());
+        let lend = |memory| Py::new(py, LentBuffer { memory, _lent: Arc::clone(&count_lent) });
+        let Chunk { values, gradient, state, start, count, last } = chunk;
+        let result = {
+            let state = PyList::new(py, state.into_iter().map(lend).collect::<PyResult<Vec<_>>>()?)?;
+            let arguments = (lend(values)?, gradient.map(lend).transpose()?, &state, start, count, last);
+            let result = self.adapter.call1(py, arguments);
+            state.call_method0("clear")?;
+            result.map(drop)
+        };
+        if let Err(error) = result {
+            // Its frames hold tensors of the chunk, and the error outlives the call.
+            if let Some(traceback) = error.traceback(py) {
+                py.import("traceback")?.call_method1("clear_frames", (traceback,))?;
+            }
+            return Err(error);
+        }
+        if Arc::strong_count(&count_lent) > 1 {
+            py.import("gc")?.call_method0("collect")?;
+        }
+        if Arc::strong_count(&count_lent) > 1 {
+            return Err(usage_error(py, "it kept a tensor of its chunk, whose memory is taken again: keep a clone()"));
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,246 @@
+"""Functions applied to streamed state: against torch in memory, whole and in chunks, failing, keeping what is lent."""
+
+import gc
+import threading
+
+import pytest
+import torch
+
+from memascend import engine
+from memascend.errors import ConfigError, UsageError
+
+CHUNK = 2048
+SIZES = [(1,), (13,), (2048,), (2049,), (3, 1741), (0, 5), (), (1 << 18,)]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def parameters():
+    torch.manual_seed(4)
+    return {f"{dtype}.{shape}"[6:]: torch.randn(shape).to(dtype) for dtype in DTYPES for shape in SIZES}
+
+
+def state_of(values):
+    return {
+        "step": torch.tensor([0.0]),
+        "moment": torch.randn(values.shape),
+        "rows": torch.randn(300_000 if values.numel() == 13 else 5).double(),
+        "counts": torch.zeros(values.shape, dtype=torch.int16),
+    }
+
+
+def made(path, *, spill=None, **options):
+    held = parameters()
+    states = {name: state_of(values) for name, values in held.items()}
+    entries = [engine.Entry(name=name, values=values, state=states[name], spill=spill) for name, values in held.items()]
+    store = engine.Store.create(path, entries, chunk_elements=CHUNK, optimizer="SGD", **options)
+    return store, held, {name: {of: tensor.clone() for of, tensor in state.items()} for name, state in states.items()}
+
+
+def arithmetic(values, gradient, state, *, first, last):
+    """What every test applies: elementwise, but for what happens at the first and the last call."""
+    if first:
+        state["step"] += 1
+    state["moment"].mul_(0.9).add_(gradient.float())
+    state["counts"] += 1
+    values.copy_(values.float() - 0.1 * state["step"].sum() * state["moment"])
+    if last:
+        state["rows"] *= -1.5
+
+
+def on_chunk(chunk):
+    arithmetic(chunk.values, chunk.gradient, chunk.state, first=chunk.start == 0, last=chunk.last)
+
+
+def same(one, other):
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("spilled", [False, True])
+@pytest.mark.parametrize("chunks", [2, 4])
+def test_what_was_applied_is_what_it_is_in_memory(tmp_path, whole, spilled, chunks):
+    store, held, states = made(tmp_path / "store", spill=torch.bfloat16)
+    room = (1 << 18) * (4 + 4 + 2 + 2) if whole else 0
+    with store, engine.Engine(store, chunks=chunks, queue=100_000, whole=room) as applying:
+        for step in range(1, 4):
+            for name, values in held.items():
+                gradient = torch.randn(values.shape).bfloat16()
+                if spilled:
+                    applying.spill(name, gradient)
+                    applying.apply(name, on_chunk, step=step, whole=whole)
+                else:
+                    applying.apply(name, on_chunk, step=step, gradient=gradient, whole=whole)
+                arithmetic(values, gradient, states[name], first=True, last=True)
+            applying.commit(step)
+        store.verify()
+        for name, values in held.items():
+            stored, state = store.read(name)
+            assert same(stored, values), name
+            for of, tensor in states[name].items():
+                assert same(state[of], tensor), (name, of)
+        assert applying.counters()["applied"] == 3 * len(held)
+        # The ring, two sets of other state, and the room for a whole one: nothing else, whatever the entries' number.
+        sizes = store.info()
+        assert sizes["index_bytes"] < 1 << 20
+        assert applying.staging_bytes < room + 2 * (300_000 * 8 + 8192) + chunks * (1 << 20) + (1 << 17)
+
+
+def test_calls_come_in_order_on_another_thread(tmp_path):
+    store, held, _ = made(tmp_path / "store")
+    name, calls = "float32.(3, 1741)", []
+
+    def function(chunk):
+        calls.append((chunk.start, chunk.count, chunk.last, chunk.values.shape, chunk.gradient.clone()))
+        assert threading.current_thread() is not threading.main_thread()
+        assert not torch.is_grad_enabled()
+        assert {of: tensor.shape for of, tensor in chunk.state.items()} == {
+            "step": (1,),
+            "moment": chunk.values.shape,
+            "rows": (5,),
+            "counts": chunk.values.shape,
+        }
+
+    with store, engine.Engine(store, whole=1 << 20) as applying:
+        gradient = torch.randn(3, 1741)
+        applying.apply(name, function, step=1, gradient=gradient)
+        applying.apply("float32.(0, 5)", function, step=1, gradient=torch.zeros(0, 5))
+        applying.finish()
+        assert [call[:3] for call in calls] == [
+            (0, 2048, False),
+            (2048, 2048, False),
+            (4096, 1127, True),
+            (0, 0, True),
+        ]
+        assert torch.equal(torch.cat([call[4] for call in calls]), gradient.reshape(-1))
+        applying.discard()
+        calls.clear()
+        applying.apply(name, lambda chunk: calls.append(chunk.values.shape), step=1, gradient=gradient, whole=True)
+        applying.finish()
+        assert calls == [(3, 1741)]
+
+
+def test_strides_that_are_not_row_major_are_kept(tmp_path):
+    values = torch.randn(8, 6, 20, 30).contiguous(memory_format=torch.channels_last)
+    order = engine.order_of(values)
+    state = {"moment": torch.zeros_like(values)}
+    entries = [engine.Entry(name="conv", values=values, state=state, order=order, spill=torch.float32)]
+    gradient = torch.randn(8, 6, 20, 30).contiguous(memory_format=torch.channels_last)
+    store = engine.Store.create(tmp_path / "store", entries, chunk_elements=CHUNK)
+    wanted = values.clone()
+
+    def function(chunk):
+        assert chunk.values.stride() == chunk.gradient.stride() == chunk.state["moment"].stride()
+        chunk.state["moment"] += chunk.gradient
+        chunk.values -= chunk.state["moment"]
+
+    with store, engine.Engine(store, whole=1 << 20) as applying:
+        for step, (whole, spilled) in enumerate([(False, False), (True, False), (False, True), (True, True)], 1):
+            if spilled:
+                applying.spill("conv", gradient)
+            applying.apply("conv", function, step=step, gradient=None if spilled else gradient, whole=whole)
+            applying.commit(step)
+            wanted -= step * gradient
+            read = store.read("conv")[0]
+            assert read.stride() == values.stride()
+            assert torch.allclose(read, wanted, atol=1e-4), (whole, spilled)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_an_exception_fails_the_step_once_and_is_the_cause(tmp_path, whole):
+    store, held, _ = made(tmp_path / "store")
+    names = [name for name in held if "float32" in name]
+    with store, engine.Engine(store, whole=8 << 20) as applying:
+        for round_ in range(12):
+            raised = KeyError("mine") if round_ % 2 else RuntimeError("mine")
+
+            def function(chunk, raised=raised):
+                here = chunk.values.reshape(-1)[:5]
+                if chunk.last and chunk.start + here.numel() + 5000 < chunk.start + chunk.count or chunk.start == 4096:
+                    raise raised
+                chunk.values.fill_(7)
+
+            with pytest.raises(UsageError, match="the function applied to .float32.*failed.*mine") as error:
+                for name in names:
+                    applying.apply(name, function, step=1, gradient=torch.zeros(held[name].shape), whole=whole)
+                applying.finish()
+            assert error.value.__cause__ is raised
+            with pytest.raises(UsageError, match="only be discarded") as again:
+                applying.commit(1)
+            assert again.value.__cause__ is None
+            applying.discard()
+        for name in names:
+            assert same(store.read(name)[0], held[name])
+            applying.apply(name, lambda chunk: chunk.values.fill_(7), step=1, gradient=held[name], whole=whole)
+        applying.commit(1)
+        assert all((store.read(name)[0] == 7).all() for name in names)
+
+
+def test_a_tensor_that_is_kept_fails_the_step_and_stays_readable(tmp_path):
+    store, held, _ = made(tmp_path / "store")
+    name, kept = "float32.(2049,)", []
+    with store, engine.Engine(store, chunks=3) as applying:
+        for keep in (lambda chunk: chunk.values[3:], lambda chunk: chunk.state["rows"], lambda chunk: chunk):
+            applying.apply(name, lambda chunk, keep=keep: kept.append(keep(chunk)), step=1, gradient=held[name])
+            with pytest.raises(UsageError, match="kept a tensor of its chunk"):
+                applying.finish()
+            applying.discard()
+        assert torch.equal(kept[0], held[name][3:2048])
+        kept.clear()
+        cycle = []
+
+        def function(chunk):
+            cycle.append([chunk])
+            cycle[-1].append(cycle[-1])
+            cycle.clear()
+            chunk.values.fill_(1)
+
+        gc.disable()
+        try:
+            applying.apply(name, function, step=1, gradient=held[name])
+            applying.commit(1)
+        finally:
+            gc.enable()
+        assert (store.read(name)[0] == 1).all()
+
+
+def test_a_function_cannot_wait_for_its_own_engine(tmp_path):
+    store, held, _ = made(tmp_path / "store")
+    name = "float32.(13,)"
+    with store, engine.Engine(store) as applying:
+        for call in (applying.finish, lambda: applying.commit(1), applying.discard):
+            applying.apply(name, lambda _, call=call: call(), step=1, gradient=held[name])
+            with pytest.raises(UsageError) as error:
+                applying.finish()
+            assert "cannot wait for the engine" in str(error.value.__cause__)
+            applying.discard()
+        applying.apply(name, lambda _: applying.close(), step=1, gradient=held[name])
+        applying.close()
+        with pytest.raises(UsageError, match="closed"):
+            applying.apply(name, print, step=2, gradient=held[name])
+
+
+def test_what_cannot_be_applied_is_refused(tmp_path):
+    store, held, _ = made(tmp_path / "store", spill=torch.float32)
+    name = "float32.(2049,)"
+    with store, engine.Engine(store, whole=1000) as applying:
+        with pytest.raises(ConfigError, match="takes 20672 bytes, and the engine has 1000"):
+            applying.apply(name, print, step=1, gradient=held[name], whole=True)
+        with pytest.raises(UsageError, match="no gradient of"):
+            applying.apply(name, print, step=1)
+        with pytest.raises(ConfigError, match="has shape"):
+            applying.apply(name, print, step=1, gradient=torch.zeros(3))
+        with pytest.raises(ConfigError, match="no entry"):
+            applying.apply("nobody", print, step=1)
+        applying.finish()
+
+
+def test_it_is_closed_in_the_middle(tmp_path):
+    store, held, _ = made(tmp_path / "store")
+    begun = threading.Event()
+    with store, engine.Engine(store) as applying:
+        for name, values in held.items():
+            applying.apply(name, lambda _: begun.set(), step=1, gradient=values)
+        begun.wait()
+        applying.close()
+        for name, values in held.items():
+            assert same(store.read(name)[0], values)
