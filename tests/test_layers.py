@@ -33,12 +33,13 @@ MODULES = {
     "memascend.plan": {"errors"},
     "memascend.memory": {"errors", "_core"},
     "memascend.nvme": {"errors", "_core"},
-    "memascend.engine": {"errors", "_core"},
+    "memascend.compact": {"errors", "_core"},
+    "memascend.engine": {"compact", "errors", "_core"},
     "memascend.kernels": {"errors", "_core"},
     "memascend.cli": {"engine", "errors", "memory", "nvme", "plan", "kernels"},
 }
 # The only modules that may import the extension.
-FACES = {"memascend.memory", "memascend.nvme", "memascend.engine", "memascend.kernels"}
+FACES = {"memascend.memory", "memascend.nvme", "memascend.compact", "memascend.engine", "memascend.kernels"}
 
 
 def crates():

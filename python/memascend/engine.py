@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from memascend import _core
+from memascend.compact import compact_of, master_of
 from memascend.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ __all__ = [
     "Sizes",
     "Store",
     "adam_state",
+    "compact_of",
+    "master_of",
     "order_of",
     "sizes",
 ]
@@ -138,10 +141,21 @@ def order_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
     return order
 
 
-def adam_state(values: torch.Tensor, master: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-    """The state that Adam begins with: a float32 master where `values` has 16 bits, and two moments of zeros."""
+def adam_state(
+    values: torch.Tensor, master: torch.Tensor | None = None, *, compact: bool = False
+) -> dict[str, torch.Tensor]:
+    """The state that Adam begins with: a float32 master where `values` has 16 bits, and two moments of zeros.
+
+    Args:
+        values: the parameter.
+        master: what it is rounded from; its own values in float32 where it is not given.
+        compact: for bfloat16, keep no second copy of the master: 10 bytes for an element, and not 12 (see
+            `memascend.compact`). Other types are as without it.
+    """
     import torch
 
+    if compact and values.dtype == torch.bfloat16:
+        return compact_of(values, {} if master is None else {"master": master})
     zeros = {name: torch.zeros_like(values, dtype=torch.float32) for name in ("exp_avg", "exp_avg_sq")}
     if values.dtype == torch.float32:
         return zeros
@@ -252,7 +266,7 @@ class Store:
         return self._core.info()
 
     def entries(self) -> list[dict[str, Any]]:
-        """Each entry: "name", "buffer", "unit", "dtype", "shape", "step", "version", "staged", "state".
+        """Each entry: "name", "buffer", "unit", "dtype", "shape", "step", "version", "staged", "compact", "state".
 
         Also "unit_offset", where its values begin in the bytes of its unit, and "order" and "spill" as in `Entry`.
         """
@@ -261,9 +275,12 @@ class Store:
     def stage(
         self, name: str, values: torch.Tensor, state: Mapping[str, torch.Tensor] | None = None, *, step: int
     ) -> None:
-        """Stage a whole entry, as its update number `step`; `commit()` makes it live."""
+        """Stage a whole entry, as its update number `step`; `commit()` makes it live.
+
+        Of a compact entry, `state` is the compact one, or what `compact_of` makes it from.
+        """
         entry = self._entries[self.index(name)]
-        state = state or {}
+        state = self._compact(entry, values, state or {})
         wanted = [tensor[0] for tensor in entry["state"]]
         if sorted(state) != sorted(wanted):
             raise ConfigError(f"the state of {name!r} is {wanted}, not {list(state)}")
@@ -351,6 +368,12 @@ class Store:
         if name not in self._names:
             raise ConfigError(f"the store has no entry {name!r}")
         return self._names[name]
+
+    @staticmethod
+    def _compact(
+        entry: dict[str, Any], values: torch.Tensor, state: Mapping[str, torch.Tensor]
+    ) -> Mapping[str, torch.Tensor]:
+        return compact_of(values, state) if entry["compact"] and "rest" not in state else state
 
     def _gradient(self, name: str, gradient: torch.Tensor) -> int:
         index = self.index(name)
