@@ -375,6 +375,13 @@ class Store:
     ) -> Mapping[str, torch.Tensor]:
         return compact_of(values, state) if entry["compact"] and "rest" not in state else state
 
+    def _live(self, name: str, values: torch.Tensor | None) -> tuple[int, int, object] | None:
+        if values is None:
+            return None
+        entry = self._entries[self.index(name)]
+        _require(name, values, entry["dtype"], entry["shape"], entry["order"])
+        return _place(values)
+
     def _gradient(self, name: str, gradient: torch.Tensor) -> int:
         index = self.index(name)
         if list(gradient.shape) != self._entries[index]["shape"]:
@@ -458,7 +465,7 @@ class Engine:
         """
         index = self.store.index(name)
         entry = self.store._entries[index]  # noqa: SLF001
-        given = dict(state or {})
+        given = dict(self.store._compact(entry, values, state) if state else {})  # noqa: SLF001
         _require(name, values, entry["dtype"], entry["shape"], entry["order"])
         places = []
         for of, dtype, shape in entry["state"]:
@@ -483,19 +490,27 @@ class Engine:
         decoupled: bool = True,
         grad_scale: float = 1.0,
         maximize: bool = False,
+        values: torch.Tensor | None = None,
     ) -> None:
         """Begin the update of a parameter, and return when its gradient has room in the queue.
 
         The gradient is held until it was used, and must not change meanwhile. The numbers are those of
         `memascend.kernels.adamw`, whose bits come out; `decoupled=False` is Adam.
 
+        `values` may be given where the parameter is resident, as the last commit left it: where the update starts from
+        them (float32 or compact), they are then not read. They are held like the gradient, checked like what is read, and
+        only read.
+
         Raises:
-            ConfigError: the gradient or a number does not fit; nothing was begun.
+            ConfigError: the gradient, the values or a number do not fit; nothing was begun.
+            UsageError: the values of an update of this step were not those of the last commit; the step can only be
+                discarded.
             StorageError: an update of this step failed; the step can only be discarded.
         """
         index = self.store._gradient(name, gradient)  # noqa: SLF001
         numbers = (lr, betas, eps, weight_decay, decoupled, step, grad_scale, maximize)
-        self._core.update(index, _place(gradient), _dtype_name(gradient), numbers)
+        live = self.store._live(name, values)  # noqa: SLF001
+        self._core.update(index, _place(gradient), _dtype_name(gradient), live, numbers)
 
     def spill(self, name: str, gradient: torch.Tensor, *, add: bool = False) -> None:
         """Queue a gradient to wait on storage; with `add`, add it to the one that is there, with the bits of `add_`.
@@ -548,6 +563,7 @@ class Engine:
         grad_scale: float = 1.0,
         maximize: bool = False,
         factors: Sequence[float] = (),
+        values: torch.Tensor | None = None,
     ) -> None:
         """As `update`, by the gradient that is spilled, which stays there.
 
@@ -562,12 +578,14 @@ class Engine:
             grad_scale: see above.
             maximize: see above.
             factors: the gradient is multiplied by each in turn first, with the bits of torch's `mul_`.
+            values: as in `update`.
 
         Raises:
             UsageError: nothing is spilled of it.
         """
         numbers = (lr, betas, eps, weight_decay, decoupled, step, grad_scale, maximize)
-        self._core.update_spilled(self.store.index(name), [float(factor) for factor in factors], numbers)
+        live = self.store._live(name, values)  # noqa: SLF001
+        self._core.update_spilled(self.store.index(name), [float(factor) for factor in factors], live, numbers)
 
     def drop_spilled(self, name: str) -> None:
         """Forget the spilled gradient, after what is queued of the entry. Fine where there is none."""

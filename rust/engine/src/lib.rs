@@ -5,12 +5,14 @@
 //! is staged; [`Engine::commit`] makes the step live, [`Engine::discard`] forgets it.
 
 mod bench;
+mod compact;
 mod counters;
 mod engine;
 mod error;
 mod fill;
 mod gradient;
 mod job;
+mod live;
 mod pipeline;
 mod queue;
 mod spill;
