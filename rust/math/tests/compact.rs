@@ -131,7 +131,7 @@ impl Pair {
             beta2: 0.99,
             eps: 1e-8,
             weight_decay: 0.1,
-            decoupled: step % 2 == 0,
+            decoupled: step.is_multiple_of(2),
             step,
             grad_scale: 0.5,
             maximize: false,

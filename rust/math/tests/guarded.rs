@@ -169,7 +169,9 @@ fn compact_case<G: Element>(len: usize, seed: u64, at_end: bool, wild: bool, gro
         values(master, seed, wild);
         values(exp_avg, seed + 1, wild);
         values(exp_avg_sq, seed + 2, wild);
-        exp_avg_sq.iter_mut().for_each(|v| *v = v.abs());
+        for v in exp_avg_sq.iter_mut() {
+            *v = v.abs();
+        }
         values(grad, seed + 3, wild);
         let before: Vec<_> = (0..len).map(|i| (master[i], exp_avg[i], exp_avg_sq[i])).collect();
         // SAFETY: `Bf16` is its two bytes, and nothing else uses the slice from here on.
