@@ -95,11 +95,13 @@ MODULES = {
     "memascend.streamable": {"errors", "solitary"},
     "memascend.probing": {"errors", "solitary", "streamable"},
     "memascend.generic": {"errors", "probing", "solitary", "streamable"},
+    "memascend.compact": {"errors", "_core"},
+    "memascend.engine": {"compact", "errors", "_core"},
     "memascend.kernels": {"errors", "_core"},
     "memascend.cli": {"engine", "errors", "memory", "nvme", "plan", "kernels", "shown"},
 }
 # The only modules that may import the extension.
-FACES = {"memascend.memory", "memascend.nvme", "memascend.engine", "memascend.kernels"}
+FACES = {"memascend.memory", "memascend.nvme", "memascend.compact", "memascend.engine", "memascend.kernels"}
 
 
 def crates():

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from memascend import _core
 from memascend.chunk import Chunk, adapter
+from memascend.compact import compact_of, master_of
 from memascend.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ __all__ = [
     "Sizes",
     "Store",
     "adam_state",
+    "compact_of",
+    "master_of",
     "order_of",
     "sizes",
 ]
@@ -140,10 +143,21 @@ def order_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
     return order
 
 
-def adam_state(values: torch.Tensor, master: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-    """The state that Adam begins with: a float32 master where `values` has 16 bits, and two moments of zeros."""
+def adam_state(
+    values: torch.Tensor, master: torch.Tensor | None = None, *, compact: bool = False
+) -> dict[str, torch.Tensor]:
+    """The state that Adam begins with: a float32 master where `values` has 16 bits, and two moments of zeros.
+
+    Args:
+        values: the parameter.
+        master: what it is rounded from; its own values in float32 where it is not given.
+        compact: for bfloat16, keep no second copy of the master: 10 bytes for an element, and not 12 (see
+            `memascend.compact`). Other types are as without it.
+    """
     import torch
 
+    if compact and values.dtype == torch.bfloat16:
+        return compact_of(values, {} if master is None else {"master": master})
     zeros = {name: torch.zeros_like(values, dtype=torch.float32) for name in ("exp_avg", "exp_avg_sq")}
     if values.dtype == torch.float32:
         return zeros
@@ -254,7 +268,7 @@ class Store:
         return self._core.info()
 
     def entries(self) -> list[dict[str, Any]]:
-        """Each entry: "name", "buffer", "unit", "dtype", "shape", "step", "version", "staged", "state".
+        """Each entry: "name", "buffer", "unit", "dtype", "shape", "step", "version", "staged", "compact", "state".
 
         Also "unit_offset", where its values begin in the bytes of its unit, and "order" and "spill" as in `Entry`.
         """
@@ -263,9 +277,12 @@ class Store:
     def stage(
         self, name: str, values: torch.Tensor, state: Mapping[str, torch.Tensor] | None = None, *, step: int
     ) -> None:
-        """Stage a whole entry, as its update number `step`; `commit()` makes it live."""
+        """Stage a whole entry, as its update number `step`; `commit()` makes it live.
+
+        Of a compact entry, `state` is the compact one, or what `compact_of` makes it from.
+        """
         entry = self._entries[self.index(name)]
-        state = state or {}
+        state = self._compact(entry, values, state or {})
         wanted = [tensor[0] for tensor in entry["state"]]
         if sorted(state) != sorted(wanted):
             raise ConfigError(f"the state of {name!r} is {wanted}, not {list(state)}")
@@ -354,6 +371,19 @@ class Store:
             raise ConfigError(f"the store has no entry {name!r}")
         return self._names[name]
 
+    @staticmethod
+    def _compact(
+        entry: dict[str, Any], values: torch.Tensor, state: Mapping[str, torch.Tensor]
+    ) -> Mapping[str, torch.Tensor]:
+        return compact_of(values, state) if entry["compact"] and "rest" not in state else state
+
+    def _live(self, name: str, values: torch.Tensor | None) -> tuple[int, int, object] | None:
+        if values is None:
+            return None
+        entry = self._entries[self.index(name)]
+        _require(name, values, entry["dtype"], entry["shape"], entry["order"])
+        return _place(values)
+
     def _gradient(self, name: str, gradient: torch.Tensor) -> int:
         index = self.index(name)
         if list(gradient.shape) != self._entries[index]["shape"]:
@@ -438,7 +468,7 @@ class Engine:
         """
         index = self.store.index(name)
         entry = self.store._entries[index]  # noqa: SLF001
-        given = dict(state or {})
+        given = dict(self.store._compact(entry, values, state) if state else {})  # noqa: SLF001
         _require(name, values, entry["dtype"], entry["shape"], entry["order"])
         places = []
         for of, dtype, shape in entry["state"]:
@@ -463,19 +493,27 @@ class Engine:
         decoupled: bool = True,
         grad_scale: float = 1.0,
         maximize: bool = False,
+        values: torch.Tensor | None = None,
     ) -> None:
         """Begin the update of a parameter, and return when its gradient has room in the queue.
 
         The gradient is held until it was used, and must not change meanwhile. The numbers are those of
         `memascend.kernels.adamw`, whose bits come out; `decoupled=False` is Adam.
 
+        `values` may be given where the parameter is resident, as the last commit left it: where the update starts from
+        them (float32 or compact), they are then not read. They are held like the gradient, checked like what is read, and
+        only read.
+
         Raises:
-            ConfigError: the gradient or a number does not fit; nothing was begun.
+            ConfigError: the gradient, the values or a number do not fit; nothing was begun.
+            UsageError: the values of an update of this step were not those of the last commit; the step can only be
+                discarded.
             StorageError: an update of this step failed; the step can only be discarded.
         """
         index = self.store._gradient(name, gradient)  # noqa: SLF001
         numbers = (lr, betas, eps, weight_decay, decoupled, step, grad_scale, maximize)
-        self._core.update(index, _place(gradient), _dtype_name(gradient), numbers)
+        live = self.store._live(name, values)  # noqa: SLF001
+        self._core.update(index, _place(gradient), _dtype_name(gradient), live, numbers)
 
     def spill(self, name: str, gradient: torch.Tensor, *, add: bool = False) -> None:
         """Queue a gradient to wait on storage; with `add`, add it to the one that is there, with the bits of `add_`.
@@ -528,6 +566,7 @@ class Engine:
         grad_scale: float = 1.0,
         maximize: bool = False,
         factors: Sequence[float] = (),
+        values: torch.Tensor | None = None,
     ) -> None:
         """As `update`, by the gradient that is spilled, which stays there.
 
@@ -542,12 +581,14 @@ class Engine:
             grad_scale: see above.
             maximize: see above.
             factors: the gradient is multiplied by each in turn first, with the bits of torch's `mul_`.
+            values: as in `update`.
 
         Raises:
             UsageError: nothing is spilled of it.
         """
         numbers = (lr, betas, eps, weight_decay, decoupled, step, grad_scale, maximize)
-        self._core.update_spilled(self.store.index(name), [float(factor) for factor in factors], numbers)
+        live = self.store._live(name, values)  # noqa: SLF001
+        self._core.update_spilled(self.store.index(name), [float(factor) for factor in factors], live, numbers)
 
     def drop_spilled(self, name: str) -> None:
         """Forget the spilled gradient, after what is queued of the entry. Fine where there is none."""

@@ -1,7 +1,8 @@
 //! A step of `AdamW` on SSD against the same bytes moved through the same volume without arithmetic or checksums, and
 //! against fio where it is installed; interleaved rounds, medians.
 //!
-//! `MEMASCEND_BENCH_DIR` says where (default: here), `MEMASCEND_BENCH_MPARAMS` how many millions of parameters.
+//! `MEMASCEND_BENCH_DIR` says where (default: here), `MEMASCEND_BENCH_MPARAMS` how many millions of parameters,
+//! `MEMASCEND_BENCH_LAYOUT` which layout: whole (the default), compact, or resident: compact, and the values are given.
 
 use std::{
     collections::VecDeque,
@@ -14,21 +15,56 @@ use std::{
 use memascend_engine::{CHUNKS_DEFAULT, Engine, Gradient, Hyperparameters, Options};
 use memascend_mem::{ChunkRing, OnFork, Pin, Region, Wait};
 use memascend_nvme::{Options as VolumeOptions, Ticket, Volume};
-use memascend_store::{Buffer, Commit, Create, Description, Dtype, Entry, Existing, Kind, Shared, StateTensor, Store};
+use memascend_store::{
+    Buffer, COMPACT, Commit, Create, Description, Dtype, Entry, Existing, Kind, Shared, StateTensor, Store,
+};
 
 type Outcome<T> = Result<T, Box<dyn std::error::Error>>;
 
 const ENTRIES: usize = 8;
 const ROUNDS: usize = 5;
-const STATE_BYTES: usize = 12;
 const VALUE_BYTES: usize = 2;
 
 fn number(name: &str, default: usize) -> usize {
     std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(default)
 }
 
-fn description(numel: u64, chunk_elements: u32) -> Description {
-    let tensor = |name: &str| StateTensor { name: name.into(), dtype: Dtype::F32, shape: vec![numel] };
+/// How an entry's state is stored, and whether an update is given the values.
+#[derive(Clone, Copy)]
+struct Layout {
+    state: [(&'static str, Dtype); 3],
+    is_compact: bool,
+    is_resident: bool,
+}
+
+impl Layout {
+    fn asked() -> Self {
+        let asked = std::env::var("MEMASCEND_BENCH_LAYOUT").unwrap_or_default();
+        let (is_compact, is_resident) = (matches!(asked.as_str(), "compact" | "resident"), asked == "resident");
+        let whole = ["master", "exp_avg", "exp_avg_sq"].map(|name| (name, Dtype::F32));
+        Self { state: if is_compact { COMPACT } else { whole }, is_compact, is_resident }
+    }
+
+    fn name(self) -> &'static str {
+        match (self.is_compact, self.is_resident) {
+            (false, _) => "bf16",
+            (true, false) => "compact bf16",
+            (true, true) => "compact, resident bf16",
+        }
+    }
+
+    fn state_bytes(self) -> usize {
+        self.state.iter().map(|(_, dtype)| usize::try_from(dtype.bytes()).unwrap_or(0)).sum()
+    }
+
+    /// Bytes of values that an update reads of a parameter.
+    fn read_bytes(self) -> usize {
+        if self.is_compact && !self.is_resident { VALUE_BYTES } else { 0 }
+    }
+}
+
+fn description(numel: u64, chunk_elements: u32, layout: Layout) -> Description {
+    let tensor = |(name, dtype): (&str, Dtype)| StateTensor { name: name.into(), dtype, shape: vec![numel] };
     let entry = |index: usize| Entry {
         name: format!("weight.{index}"),
         kind: Kind::Parameter,
@@ -37,7 +73,7 @@ fn description(numel: u64, chunk_elements: u32) -> Description {
         shape: vec![numel],
         order: vec![],
         spill: None,
-        state: vec![tensor("master"), tensor("exp_avg"), tensor("exp_avg_sq")],
+        state: layout.state.map(tensor).to_vec(),
     };
     Description {
         chunk_elements,
@@ -77,10 +113,10 @@ unsafe impl Buffer for Borrowed {
 }
 
 /// Fills a store with zeros, as the first step does.
-fn filled(path: &Path, numel: u64, chunk_elements: u32) -> Outcome<Store> {
+fn filled(path: &Path, numel: u64, chunk_elements: u32, layout: Layout) -> Outcome<Store> {
     let mut how = Create::default();
     how.existing = Existing::Replace;
-    let (store, _) = Store::create(&[path], description(numel, chunk_elements), &how)?;
+    let (store, _) = Store::create(&[path], description(numel, chunk_elements, layout), &how)?;
     let tensors: Vec<Vec<u8>> = store.tensor_bytes(0)?.into_iter().map(|bytes| vec![0; bytes]).collect();
     let tensors: Vec<&[u8]> = tensors.iter().map(Vec::as_slice).collect();
     for entry in 0..ENTRIES {
@@ -90,13 +126,30 @@ fn filled(path: &Path, numel: u64, chunk_elements: u32) -> Outcome<Store> {
     Ok(store)
 }
 
-type Moving = (Shared, Ticket<Shared>);
+/// The values of the first entry.
+fn values(store: &Store) -> Outcome<Arc<Vec<u8>>> {
+    let mut tensors: Vec<Vec<u8>> = store.tensor_bytes(0)?.into_iter().map(|bytes| vec![0; bytes]).collect();
+    store.read_entry(0, &mut tensors.iter_mut().map(Vec::as_mut_slice).collect::<Vec<_>>())?;
+    Ok(Arc::new(tensors.swap_remove(0)))
+}
+
+type Moving = (Shared, Ticket<Shared>, Option<Ticket<Shared>>);
 
 /// Reads each chunk's state and writes its state and values to the other slot: as many in flight, nothing computed.
-fn pure(volume: &Volume, ring: &ChunkRing, chunks: usize, elements: usize, slot: usize) -> Outcome<()> {
+fn pure(
+    volume: &Volume,
+    ring: &ChunkRing,
+    (chunks, elements): (usize, usize),
+    slot: usize,
+    layout: Layout,
+) -> Outcome<()> {
     let owner = ring.owner("pure")?;
-    let (state, values) = (elements * STATE_BYTES, elements * VALUE_BYTES);
+    let (state, values) = (elements * layout.state_bytes(), elements * VALUE_BYTES);
     let values_at = 2 * chunks * state;
+    let read = |part: Option<Shared>, from: usize| -> Outcome<Ticket<Shared>> {
+        let part = part.ok_or("a chunk that is too small")?;
+        Ok(volume.read(part, from as u64).map_err(|refused| refused.error)?)
+    };
     let mut reading: VecDeque<(usize, Moving)> = VecDeque::new();
     let mut writing: VecDeque<[Ticket<Shared>; 2]> = VecDeque::new();
     let mut begun = 0;
@@ -108,13 +161,18 @@ fn pure(volume: &Volume, ring: &ChunkRing, chunks: usize, elements: usize, slot:
                 }
             }
             let memory = Shared::new(ring.lease(owner, Wait::forever())?);
-            let part = memory.part(0, state).ok_or("a chunk that is too small")?;
-            let ticket =
-                volume.read(part, ((slot * chunks + begun) * state) as u64).map_err(|refused| refused.error)?;
-            reading.push_back((begun, (memory, ticket)));
+            let index = slot * chunks + begun;
+            let half = (layout.read_bytes() > 0)
+                .then(|| read(memory.part(state, values), values_at + index * values))
+                .transpose()?;
+            let ticket = read(memory.part(0, state), index * state)?;
+            reading.push_back((begun, (memory, ticket, half)));
             begun += 1;
         }
-        let Some((index, (memory, ticket))) = reading.pop_front() else { break };
+        let Some((index, (memory, ticket, half))) = reading.pop_front() else { break };
+        if let Some(half) = half {
+            half.wait().result?;
+        }
         let finished = ticket.wait();
         finished.result?;
         let other = (1 - slot) * chunks + index;
@@ -171,7 +229,8 @@ fn main() -> Outcome<()> {
     let gb = |seconds: f64| bytes as f64 / seconds / 1e9;
     let (update_s, moved_s, commit_s) = (median(update.clone()), median(moved.clone()), median(committed));
     let ratio = median(moved.iter().zip(&update).map(|(pure, update)| pure / update).collect());
-    println!("update of {} M bf16 parameters, {:.2} GB a step", parameters / 1_000_000, bytes as f64 / 1e9);
+    let layout = Layout::asked().name();
+    println!("update of {} M {layout} parameters, {:.2} GB a step", parameters / 1_000_000, bytes as f64 / 1e9);
     println!("  update    {update_s:7.3} s  {:5.2} GB/s  {ratio:.3} of pure I/O", gb(update_s));
     println!("  pure I/O  {moved_s:7.3} s  {:5.2} GB/s", gb(moved_s));
     if let Some((fio, huge)) = fio {
@@ -195,22 +254,26 @@ fn measure(folder: &Path) -> Outcome<Measured> {
     let elements = number("MEMASCEND_BENCH_CHUNK", 65_536);
     let chunks_each = (number("MEMASCEND_BENCH_MPARAMS", 64) * 1_000_000 / ENTRIES / elements).max(1);
     let (numel, chunks) = (chunks_each * elements, chunks_each * ENTRIES);
-    let store = Arc::new(filled(&folder.join("store"), numel as u64, u32::try_from(elements)?)?);
+    let layout = Layout::asked();
+    let store = Arc::new(filled(&folder.join("store"), numel as u64, u32::try_from(elements)?, layout)?);
     let engine = Engine::new(Arc::clone(&store), &Options::default())?;
     let gradient = Arc::new(vec![0x3c_u8; numel * VALUE_BYTES]);
     let mut options = VolumeOptions::default();
-    options.size_bytes = Some((2 * chunks * elements * (STATE_BYTES + VALUE_BYTES)) as u64);
+    let chunk_bytes = elements * (layout.state_bytes() + VALUE_BYTES);
+    options.size_bytes = Some((2 * chunks * chunk_bytes) as u64);
     let volume = Volume::open(&[folder.join("pure")], &options)?;
-    let chunk_bytes = elements * (STATE_BYTES + VALUE_BYTES);
     let region = Region::new(CHUNKS_DEFAULT * chunk_bytes, Pin::Off, OnFork::Wipe, "pure")?;
     let ring = ChunkRing::new(&region, chunk_bytes, CHUNKS_DEFAULT)?;
     let mut all = (Vec::new(), Vec::new(), Vec::new());
     // The first two rounds write each slot for the first time, which is slower.
     for step in 1..=ROUNDS + 2 {
+        // All entries began alike and have the same gradients, so the values of one are those of all.
+        let live = if layout.is_resident { values(&store)? } else { Arc::default() };
         let began = Instant::now();
         for entry in 0..ENTRIES {
             let gradient = Gradient::new(Box::new(Borrowed(Arc::clone(&gradient))), Dtype::Bf16)?;
-            engine.update(entry, gradient, &hyperparameters(step as u64), Wait::forever())?;
+            let values = layout.is_resident.then(|| Box::new(Borrowed(Arc::clone(&live))) as Box<dyn Buffer>);
+            engine.update_from(values, entry, gradient, &hyperparameters(step as u64), Wait::forever())?;
         }
         engine.finish(Wait::forever())?;
         let update = began.elapsed();
@@ -218,7 +281,7 @@ fn measure(folder: &Path) -> Outcome<Measured> {
         engine.commit(Commit { step: step as u64, ..Commit::default() }, Wait::forever())?;
         let commit = began.elapsed();
         let began = Instant::now();
-        pure(&volume, &ring, chunks, elements, step % 2)?;
+        pure(&volume, &ring, (chunks, elements), step % 2, layout)?;
         let moved = began.elapsed();
         if step > 2 {
             all.0.push(update.as_secs_f64());
@@ -229,6 +292,6 @@ fn measure(folder: &Path) -> Outcome<Measured> {
     volume.close(Wait::forever())?;
     drop(volume);
     let fio = fio(&folder.join("pure"));
-    let bytes = chunks * elements * (2 * STATE_BYTES + VALUE_BYTES);
+    let bytes = chunks * elements * (2 * layout.state_bytes() + layout.read_bytes() + VALUE_BYTES);
     Ok((chunks * elements, bytes, all.0, all.1, all.2, fio, store.info(), engine.staging_bytes()))
 }

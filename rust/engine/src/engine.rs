@@ -15,6 +15,7 @@ use crate::{
     bench::{Bench, Parts},
     fill::Fill,
     job::{Job, Leaves, Work},
+    live::Live,
     pipeline::{CHUNKS_DEFAULT, Pipeline, lose_spilled},
     queue::{Queue, State},
     spill::{Spill, Unspill, nothing, spill_dtype},
@@ -104,6 +105,19 @@ impl Engine {
         entry: usize,
         gradient: Gradient,
         hyperparameters: &Hyperparameters,
+        wait: Wait<'_>,
+    ) -> Result<()> {
+        self.update_from(None, entry, gradient, hyperparameters, wait)
+    }
+
+    /// As [`Engine::update`]; where the update starts from the entry's values and these are given, as the last commit left
+    /// them, they are not read. They are held as long as the gradient, and not counted in the queue.
+    pub fn update_from(
+        &self,
+        values: Option<Box<dyn Buffer>>,
+        entry: usize,
+        gradient: Gradient,
+        hyperparameters: &Hyperparameters,
         mut wait: Wait<'_>,
     ) -> Result<()> {
         let described = self.known(entry)?;
@@ -111,7 +125,7 @@ impl Engine {
             let (name, got, wanted) = (&described.name, gradient.elements(), described.elements());
             return Err(Error::Invalid(format!("the gradient of {name:?} has {got} elements, not {wanted}")));
         }
-        let update = self.adam(entry, By::Given(gradient), hyperparameters)?;
+        let update = self.adam(values, entry, By::Given(gradient), hyperparameters)?;
         self.shared.queue.push(Job::new(entry, update), &mut wait)
     }
 
@@ -122,25 +136,45 @@ impl Engine {
         entry: usize,
         factors: Vec<f32>,
         hyperparameters: &Hyperparameters,
+        wait: Wait<'_>,
+    ) -> Result<()> {
+        self.update_spilled_from(None, entry, factors, hyperparameters, wait)
+    }
+
+    /// As [`Engine::update_spilled`], from values that the caller has: as [`Engine::update_from`].
+    pub fn update_spilled_from(
+        &self,
+        values: Option<Box<dyn Buffer>>,
+        entry: usize,
+        factors: Vec<f32>,
+        hyperparameters: &Hyperparameters,
         mut wait: Wait<'_>,
     ) -> Result<()> {
         self.known(entry)?;
         let dtype = spill_dtype(&self.shared.store, entry)?;
-        let update = self.adam(entry, By::Spilled { dtype, factors }, hyperparameters)?;
+        let update = self.adam(values, entry, By::Spilled { dtype, factors }, hyperparameters)?;
         self.will_be_spilled(entry)?;
         self.shared.queue.push(Job::new(entry, update), &mut wait)
     }
 
-    fn adam(&self, entry: usize, by: By, hyperparameters: &Hyperparameters) -> Result<Work> {
+    fn adam(
+        &self,
+        values: Option<Box<dyn Buffer>>,
+        entry: usize,
+        by: By,
+        hyperparameters: &Hyperparameters,
+    ) -> Result<Work> {
         let description = self.shared.store.description();
         if !has_adam(description, entry) {
             let name = &description.entries[entry].name;
             return Err(Error::Invalid(format!(
                 "{name:?} does not have Adam's state: float32 tensors of its shape, two moments, and before them a master where \
-                 its values are of 16 bits"
+                 its values are of 16 bits; or a compact state"
             )));
         }
-        Ok(Work::Update(Update { by, scalars: hyperparameters.scalars()?, step: hyperparameters.step }))
+        let live = values.map(|values| Live::new(&self.shared.store, entry, values)).transpose()?.flatten();
+        let (scalars, step) = (hyperparameters.scalars()?, hyperparameters.step);
+        Ok(Work::Update(Update { by, live, scalars, step }))
     }
 
     /// Begins to write a gradient to the room that its entry has for it; or to add it to what lies there, in its dtype,

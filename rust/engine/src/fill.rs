@@ -169,7 +169,7 @@ impl Fill {
 }
 
 /// Fills `out` from byte `start` of memory that was handed over.
-fn copied(memory: &dyn Buffer, start: usize, out: &mut [u8]) {
+pub(crate) fn copied(memory: &dyn Buffer, start: usize, out: &mut [u8]) {
     assert!(start + out.len() <= memory.len(), "bytes past the end of a tensor");
     // SAFETY: inside the memory, which is mapped while it is held.
     let first = unsafe { memory.as_ptr().as_ptr().add(start) };

@@ -6,12 +6,14 @@
 
 mod apply;
 mod bench;
+mod compact;
 mod counters;
 mod engine;
 mod error;
 mod fill;
 mod gradient;
 mod job;
+mod live;
 mod pipeline;
 mod queue;
 mod spill;

@@ -7,6 +7,8 @@ use memascend_store::{Description, Dtype, Shared};
 use crate::{
     Error, Gradient, Result,
     bench::{Bench, Read, Write, clear_from, elements_mut, floats, floats_mut},
+    compact,
+    live::{self, Live},
     spill::required,
 };
 
@@ -22,6 +24,8 @@ pub(crate) enum By {
 
 pub(crate) struct Update {
     pub(crate) by: By,
+    /// The values that it starts from, where the caller has them.
+    pub(crate) live: Option<Live>,
     pub(crate) scalars: Scalars,
     /// The entry's count of updates, this one included.
     pub(crate) step: u64,
@@ -50,7 +54,7 @@ impl Update {
         memory: &Shared,
     ) -> Result<Vec<Read<'a>>> {
         let mut reads = Vec::with_capacity(3);
-        if bench.store.description().entries[entry].dtype == Dtype::F32 {
+        if self.live.is_none() && live::are_needed(&bench.store.description().entries[entry]) {
             reads.push(bench.read(entry, turn, memory)?);
         }
         reads.push(bench.read(entry, bench.chunks_of(entry) + turn, memory)?);
@@ -61,6 +65,9 @@ impl Update {
     }
 
     pub(crate) fn compute(&self, bench: &Bench<'_>, entry: usize, turn: u32, memory: &Shared) -> Result<()> {
+        if let Some(live) = &self.live {
+            live.take(bench, entry, turn, memory)?;
+        }
         let elements = bench.elements(entry, turn);
         match &self.by {
             By::Given(gradient) => {
@@ -100,7 +107,11 @@ fn stepped(
     gradient: Floats<'_>,
     scalars: &Scalars,
 ) -> Result<()> {
-    let dtype = bench.store.description().entries[entry].dtype;
+    let described = &bench.store.description().entries[entry];
+    if described.is_compact() {
+        return compact::stepped(bench, entry, chunk, memory, gradient, scalars);
+    }
+    let dtype = described.dtype;
     let elements = bench.elements(entry, chunk).len();
     let state = bench.part(entry, bench.chunks_of(entry) + chunk, memory)?;
     let values = bench.part(entry, chunk, memory)?;
@@ -122,10 +133,13 @@ fn stepped(
     Ok(adam(state, gradient, out, scalars, bench.exec)?)
 }
 
-/// Whether an entry has what Adam needs: two moments, and a master unless its own values are one; all of them float32
-/// and of its shape.
+/// Whether an entry has what Adam needs: two moments, and a master unless its own values are one, all of them float32
+/// and of its shape; or a compact state.
 pub(crate) fn has_adam(description: &Description, entry: usize) -> bool {
     let described = &description.entries[entry];
+    if described.is_compact() {
+        return true;
+    }
     let all = described.state.iter().all(|tensor| tensor.dtype == Dtype::F32 && tensor.shape == described.shape);
     let count = match described.dtype {
         Dtype::F32 => 2,

@@ -3,13 +3,13 @@
 use std::sync::Arc;
 
 use memascend_engine::{Engine, Gradient, Hyperparameters, Options};
-use memascend_math::{Bf16, Element, Exec, F16, Floats, FloatsMut, State, adam};
+use memascend_math::{Bf16, Element, Exec, F16, Floats, FloatsMut, State, adam, split_master};
 use memascend_mem::Wait;
 use memascend_nvme::{
     Action, Options as VolumeOptions, Volume,
     sim::{self, Faults, Rng, SimDisk},
 };
-use memascend_store::{Commit, Create, Description, Dtype, Entry, Kind, StateTensor, Store};
+use memascend_store::{Buffer, COMPACT, Commit, Create, Description, Dtype, Entry, Kind, StateTensor, Store};
 
 /// One element, primes, a chunk, one more than a chunk, nothing at all.
 const SIZES: [u64; 6] = [1, 13, 2048, 2049, 6151, 0];
@@ -31,7 +31,12 @@ fn entries() -> Vec<Entry> {
             state: names.iter().map(tensor).collect(),
         }
     };
-    DTYPES.into_iter().flat_map(|dtype| SIZES.map(|numel| entry((dtype, numel)))).collect()
+    let compact = |numel: u64| Entry {
+        name: format!("compact.{numel}"),
+        state: COMPACT.map(|(name, dtype)| StateTensor { name: name.into(), dtype, shape: vec![numel] }).to_vec(),
+        ..entry((Dtype::Bf16, numel))
+    };
+    DTYPES.into_iter().flat_map(|dtype| SIZES.map(|numel| entry((dtype, numel)))).chain(SIZES.map(compact)).collect()
 }
 
 fn description() -> Description {
@@ -61,7 +66,9 @@ fn number(rng: &mut Rng) -> f32 {
 fn begun(entry: &Entry, rng: &mut Rng) -> InMemory {
     let numel = usize::try_from(entry.elements()).unwrap_or(0);
     let master: Vec<f32> = (0..numel).map(|_| number(rng)).collect();
-    InMemory { master, exp_avg: vec![0.0; numel], exp_avg_sq: vec![0.0; numel], half: vec![0; numel] }
+    // The values of the others are not looked at before their first update.
+    let half = master.iter().map(|&value| if entry.is_compact() { Bf16::from_f32(value).0 } else { 0 }).collect();
+    InMemory { master, exp_avg: vec![0.0; numel], exp_avg_sq: vec![0.0; numel], half }
 }
 
 fn bytes(floats: &[f32]) -> Vec<u8> {
@@ -83,6 +90,16 @@ fn piece(store: &Store, entry: usize, index: u32, held: &InMemory) -> Vec<u8> {
             _ => held.half[here].iter().flat_map(|value| value.to_le_bytes()).collect(),
         };
         piece[..values.len()].copy_from_slice(&values);
+    } else if description.entries[entry].is_compact() {
+        let (master, exp_avg, mut signed) =
+            (&held.master[here.clone()], &held.exp_avg[here.clone()], held.exp_avg_sq[here].to_vec());
+        let (mut values, mut rest) = (vec![Bf16(0); elements], vec![0_u16; elements]);
+        let exec = Exec::new(std::num::NonZeroUsize::MIN).unwrap_or_else(|error| panic!("{error}"));
+        split_master(master, &mut values, &mut rest, &mut signed, exec).unwrap_or_else(|error| panic!("{error}"));
+        let tensors = [rest.iter().flat_map(|half| half.to_le_bytes()).collect(), bytes(exp_avg), bytes(&signed)];
+        for ((_, start, nbytes), tensor) in description.in_chunk(entry, elements).zip(tensors) {
+            piece[start..start + nbytes].copy_from_slice(&tensor);
+        }
     } else {
         let all = [&held.master, &held.exp_avg, &held.exp_avg_sq];
         let tensors = &all[usize::from(dtype == Dtype::F32)..];
@@ -228,7 +245,12 @@ impl Training {
             let numel = usize::try_from(described.elements()).unwrap_or(0);
             let bytes = gradient(entry, described.dtype, numel, step);
             let gradient = Gradient::new(Box::new(bytes), described.dtype)?;
-            self.engine.update(entry, gradient, &hyperparameters(update), Wait::forever())?;
+            // Every other time from where they are resident.
+            let live = (described.is_compact() && step.is_multiple_of(2)).then(|| {
+                let halves: Vec<u8> = self.held[entry].half.iter().flat_map(|half| half.to_le_bytes()).collect();
+                Box::new(halves) as Box<dyn Buffer>
+            });
+            self.engine.update_from(live, entry, gradient, &hyperparameters(update), Wait::forever())?;
         }
         self.engine.finish(Wait::forever())
     }

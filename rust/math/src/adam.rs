@@ -142,7 +142,7 @@ impl<G: Element, O: Element> Fill<O> for Inputs<'_, G> {
     }
 }
 
-/// The formula. Slices are arguments, and not fields, because only arguments are known not to overlap.
+/// The loop. Slices are arguments, and not fields, because only arguments are known not to overlap.
 #[inline(always)]
 fn elements<F: Fused, G: Element, O: Element, const OUT: bool>(
     master: &mut [f32],
@@ -159,15 +159,7 @@ fn elements<F: Fused, G: Element, O: Element, const OUT: bool>(
     let s = *s;
     let l2 = s.l2 != 0.0;
     for i in 0..len {
-        let p = master[i] * s.decay;
-        let g = grad[i].to_f32() * s.grad_factor;
-        // Only where there is one: an infinite parameter times zero would be a NaN.
-        let g = if l2 { F::fma(p, s.l2, g) } else { g };
-        let m = exp_avg[i];
-        let m = F::fma(s.first_weight, g - m, if s.from_gradient { g } else { m });
-        let v = F::fma(g * s.one_minus_beta2, g, exp_avg_sq[i] * s.beta2);
-        let denominator = v.sqrt() / s.bias2_root + s.eps;
-        let p = p + (m * s.step_size) / denominator;
+        let (p, m, v) = one::<F>(master[i], grad[i].to_f32(), exp_avg[i], exp_avg_sq[i], &s, l2);
         master[i] = p;
         exp_avg[i] = m;
         exp_avg_sq[i] = v;
@@ -175,4 +167,17 @@ fn elements<F: Fused, G: Element, O: Element, const OUT: bool>(
             out[i] = O::from_f32(p);
         }
     }
+}
+
+/// One element's step. `l2` says that the scalar of that name is not zero.
+#[inline(always)]
+pub(crate) fn one<F: Fused>(p: f32, g: f32, m: f32, v: f32, s: &Scalars, l2: bool) -> (f32, f32, f32) {
+    let p = p * s.decay;
+    let g = g * s.grad_factor;
+    // Only where there is one: an infinite parameter times zero would be a NaN.
+    let g = if l2 { F::fma(p, s.l2, g) } else { g };
+    let m = F::fma(s.first_weight, g - m, if s.from_gradient { g } else { m });
+    let v = F::fma(g * s.one_minus_beta2, g, v * s.beta2);
+    let denominator = v.sqrt() / s.bias2_root + s.eps;
+    (p + (m * s.step_size) / denominator, m, v)
 }

@@ -4,8 +4,8 @@
 use std::num::NonZeroUsize;
 
 use memascend_math::{
-    Bf16, Element, Exec, F16, Floats, FloatsMut, Hyperparameters, Simd, State, accumulate, adam, cast, check,
-    check_and_unscale, has_nonfinite,
+    Bf16, CompactState, Element, Exec, F16, Floats, FloatsMut, Hyperparameters, Simd, State, accumulate, adam,
+    adam_compact, cast, check, check_and_unscale, has_nonfinite, join_master, split_master,
 };
 use proptest::prelude::*;
 
@@ -156,6 +156,49 @@ fn adam_case<G: Element, O: Element>(
     }
 }
 
+/// A split master through one step and back together, against the whole one.
+fn compact_case<G: Element>(len: usize, seed: u64, at_end: bool, wild: bool, group: Hyperparameters, threads: usize) {
+    let scalars = group.scalars().unwrap_or_else(|error| panic!("{error}"));
+    let floats = [0, 1, 2].map(|_| Guarded::new(len * 4));
+    let halves = [0, 1].map(|_| Guarded::new(len * 2));
+    let grads = Guarded::new(len * size_of::<G>());
+    for exec in execs(threads) {
+        let [master, exp_avg, exp_avg_sq] = floats.each_ref().map(|memory| memory.slice::<f32>(len, at_end));
+        let [whole, rest] = halves.each_ref().map(|memory| memory.slice::<Bf16>(len, at_end));
+        let grad = grads.slice::<G>(len, at_end);
+        values(master, seed, wild);
+        values(exp_avg, seed + 1, wild);
+        values(exp_avg_sq, seed + 2, wild);
+        for v in exp_avg_sq.iter_mut() {
+            *v = v.abs();
+        }
+        values(grad, seed + 3, wild);
+        let before: Vec<_> = (0..len).map(|i| (master[i], exp_avg[i], exp_avg_sq[i])).collect();
+        // SAFETY: `Bf16` is its two bytes, and nothing else uses the slice from here on.
+        let rest = unsafe { std::slice::from_raw_parts_mut(rest.as_mut_ptr().cast::<u16>(), len) };
+        let result = split_master(master, whole, rest, exp_avg_sq, exec).and_then(|()| {
+            let state = CompactState { values: whole, rest, exp_avg, exp_avg_sq };
+            adam_compact(state, wrap(grad), &scalars, exec)?;
+            join_master(whole, rest, exp_avg_sq, master, exec)
+        });
+        result.unwrap_or_else(|error| panic!("{error}"));
+        let [mut p, mut m, mut v] = [0, 1, 2].map(|_| Vec::with_capacity(len));
+        for (one, other, third) in before {
+            p.push(one);
+            m.push(other);
+            v.push(third);
+        }
+        let mut out = vec![Bf16(0); len];
+        let state = State { master: &mut p, exp_avg: &mut m, exp_avg_sq: &mut v };
+        adam(state, wrap(grad), Some(FloatsMut::Bf16(&mut out)), &scalars, exec)
+            .unwrap_or_else(|error| panic!("{error}"));
+        for i in 0..len {
+            assert!(same(master[i], p[i]) && same(exp_avg[i], m[i]) && same(exp_avg_sq[i], v[i]), "{exec:?} {i}");
+            assert!(same(whole[i].to_f32(), out[i].to_f32()), "{exec:?} {i}");
+        }
+    }
+}
+
 fn cast_case<S: Element, O: Element>(len: usize, seed: u64, at_end: bool, threads: usize) {
     let (sources, outs) = (Guarded::new(len * size_of::<S>()), Guarded::new(len * size_of::<O>()));
     for exec in execs(threads) {
@@ -237,6 +280,8 @@ proptest! {
         adam_case::<Bf16, Bf16>(len, seed, at_end, wild, group, 1);
         adam_case::<F16, F16>(len, seed, at_end, wild, group, 1);
         adam_case::<f32, Bf16>(len, seed, at_end, wild, group, 1);
+        compact_case::<Bf16>(len, seed, at_end, wild, group, 1);
+        compact_case::<f32>(len, seed, at_end, wild, group, 1);
     }
 
     #[test]
@@ -259,6 +304,7 @@ fn long_slices_on_several_threads() {
         check_case::<f32>(long(), 1, at_end, false, 0.5, threads);
         check_case::<Bf16>(long(), 2, at_end, false, 1.0, threads);
         adam_case::<Bf16, Bf16>(long(), 3, at_end, true, group(true, 0.9, 5), threads);
+        compact_case::<Bf16>(long(), 3, at_end, true, group(true, 0.9, 5), threads);
         cast_case::<f32, F16>(long(), 4, at_end, threads);
         cast_case::<Bf16, f32>(long(), 5, at_end, threads);
         accumulate_case::<Bf16>(long(), 6, at_end, threads);

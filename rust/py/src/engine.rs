@@ -48,25 +48,34 @@ impl Engine {
         waiting(py, None, |wait| self.inner.fill(entry, first, wait))?.map_err(|error| engine_error(py, &error))
     }
 
-    /// Begins an update by a gradient.
+    /// Begins an update by a gradient; values that are given are not read.
     fn update(
         &self,
         py: Python<'_>,
         entry: usize,
         gradient: Tensor,
         of_gradient: &str,
+        values: Option<Tensor>,
         numbers: Numbers,
     ) -> PyResult<()> {
-        let gradient = typed(py, gradient, of_gradient)?;
-        waiting(py, None, |wait| self.inner.update(entry, gradient, &hyperparameters(numbers), wait))?
+        let (gradient, values) = (typed(py, gradient, of_gradient)?, values.map(held));
+        waiting(py, None, |wait| self.inner.update_from(values, entry, gradient, &hyperparameters(numbers), wait))?
             .map_err(|error| engine_error(py, &error))
     }
 
     /// Begins an update by the gradient that is spilled.
-    fn update_spilled(&self, py: Python<'_>, entry: usize, factors: Vec<f64>, numbers: Numbers) -> PyResult<()> {
+    fn update_spilled(
+        &self,
+        py: Python<'_>,
+        entry: usize,
+        factors: Vec<f64>,
+        values: Option<Tensor>,
+        numbers: Numbers,
+    ) -> PyResult<()> {
         #[expect(clippy::cast_possible_truncation, reason = "as torch multiplies by a scalar")]
         let factors = factors.into_iter().map(|factor| factor as f32).collect();
-        waiting(py, None, |wait| self.inner.update_spilled(entry, factors, &hyperparameters(numbers), wait))?
+        let (values, numbers) = (values.map(held), hyperparameters(numbers));
+        waiting(py, None, |wait| self.inner.update_spilled_from(values, entry, factors, &numbers, wait))?
             .map_err(|error| engine_error(py, &error))
     }
 

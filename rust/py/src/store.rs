@@ -123,6 +123,7 @@ impl Store {
             dict.set_item("step", state.step)?;
             dict.set_item("version", state.version)?;
             dict.set_item("staged", state.staged)?;
+            dict.set_item("compact", entry.is_compact())?;
             let tensor = |tensor: &StateTensor| (tensor.name.clone(), tensor.dtype.name(), tensor.shape.clone());
             dict.set_item("state", entry.state.iter().map(tensor).collect::<Vec<_>>())?;
             Ok(dict)
@@ -294,7 +295,8 @@ fn described(
             order,
             spill: spill.map(|spill| dtype(py, &spill)).transpose()?,
             state: state.into_iter().map(tensor).collect::<PyResult<_>>()?,
-        })
+        }
+        .compact_if_so())
     });
     Ok(Description {
         chunk_elements,

@@ -52,6 +52,10 @@ pub enum Kind {
     Buffer = 1,
 }
 
+/// The state of an entry that is compact. The sign of a second moment is no sign: it says that the value beside it was
+/// rounded up.
+pub const COMPACT: [(&str, Dtype); 3] = [("rest", Dtype::Rest), ("exp_avg", Dtype::F32), ("exp_avg_sq", Dtype::F32)];
+
 /// A parameter or a buffer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Entry {
@@ -96,6 +100,36 @@ impl Entry {
     #[must_use]
     pub fn elements(&self) -> u64 {
         elements(&self.shape).unwrap_or(0)
+    }
+
+    /// Whether its float32 master is not stored: the bfloat16 values are its upper half, rounded to nearest even, and
+    /// the state is what is needed beside them, [`COMPACT`].
+    #[must_use]
+    pub fn is_compact(&self) -> bool {
+        self.state.first().is_some_and(|tensor| tensor.dtype == Dtype::Rest)
+    }
+
+    /// The same, described as compact if it is a bfloat16 entry with the state tensors of [`COMPACT`], the rest as int16.
+    #[must_use]
+    pub fn compact_if_so(mut self) -> Self {
+        if let Some(rest) = self.state.first_mut().filter(|rest| rest.dtype == Dtype::I16) {
+            rest.dtype = Dtype::Rest;
+            if self.checked_compact().is_err() {
+                self.state[0].dtype = Dtype::I16;
+            }
+        }
+        self
+    }
+
+    fn checked_compact(&self) -> std::result::Result<(), Malformed> {
+        let rests = self.state.iter().filter(|tensor| tensor.dtype == Dtype::Rest).count();
+        let wanted = COMPACT.map(|(name, dtype)| (name, dtype, self.shape.as_slice()));
+        let found = self.state.iter().map(|tensor| (tensor.name.as_str(), tensor.dtype, tensor.shape.as_slice()));
+        let others = self.dtype == Dtype::Rest || self.spill == Some(Dtype::Rest);
+        if !others && (rests == 0 || self.dtype == Dtype::Bf16 && found.eq(wanted)) {
+            return Ok(());
+        }
+        Err(format!("{:?} has a rest and is not compact: bfloat16 values with {COMPACT:?} of their shape", self.name))
     }
 
     /// Its state tensors that lie in chunks.
@@ -284,7 +318,7 @@ impl Entry {
                 return Err(format!("two state tensors of {name:?} are called {:?}", tensor.name));
             }
         }
-        Ok(())
+        self.checked_compact()
     }
 
     fn encode(&self, bytes: &mut Vec<u8>) {
@@ -346,4 +380,54 @@ fn tensor(fields: &mut Fields<'_>) -> std::result::Result<(Dtype, Vec<u64>), Mal
 
 fn dtype(code: u8) -> std::result::Result<Dtype, Malformed> {
     Dtype::from_code(code).ok_or_else(|| format!("the unknown dtype {code}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn described(dtype: Dtype, state: &[(&str, Dtype, u64)]) -> Entry {
+        let tensor =
+            |&(name, dtype, numel): &(&str, Dtype, u64)| StateTensor { name: name.into(), dtype, shape: vec![numel] };
+        Entry {
+            name: "weight".into(),
+            kind: Kind::Parameter,
+            unit: 0,
+            dtype,
+            shape: vec![5],
+            order: vec![],
+            spill: None,
+            state: state.iter().map(tensor).collect(),
+        }
+    }
+
+    #[test]
+    fn only_bfloat16_with_the_moments_of_adam_is_compact() {
+        let (i16, f32) = (Dtype::I16, Dtype::F32);
+        let whole = [("rest", i16, 5), ("exp_avg", f32, 5), ("exp_avg_sq", f32, 5)];
+        let compact = described(Dtype::Bf16, &whole).compact_if_so();
+        assert!(compact.is_compact() && compact.checked().is_ok());
+        assert_eq!(compact.chunked().map(|tensor| tensor.dtype.bytes()).sum::<u64>(), 10);
+        let mut bytes = Vec::new();
+        compact.encode(&mut bytes);
+        assert_eq!(Entry::decode(&mut Fields::new(&bytes)), Ok(compact));
+        let others = [
+            described(Dtype::F16, &whole),
+            described(Dtype::Bf16, &whole[..2]),
+            described(Dtype::Bf16, &[whole[1], whole[0], whole[2]]),
+            described(Dtype::Bf16, &[("rest", i16, 4), whole[1], whole[2]]),
+            described(Dtype::Bf16, &[whole[0], whole[1], ("exp_avg_sq", Dtype::F64, 5)]),
+            described(Dtype::Bf16, &[("more", i16, 5), whole[1], whole[2]]),
+        ];
+        for mut other in others {
+            let found = other.clone().compact_if_so();
+            assert!(!found.is_compact() && found == other && found.checked().is_ok(), "{found:?}");
+            for index in 0..other.state.len() {
+                let dtype = std::mem::replace(&mut other.state[index].dtype, Dtype::Rest);
+                assert!(other.checked().is_err(), "{other:?}");
+                other.state[index].dtype = dtype;
+            }
+        }
+        assert!(described(Dtype::Rest, &[]).checked().is_err());
+    }
 }

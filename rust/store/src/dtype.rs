@@ -20,10 +20,13 @@ pub enum Dtype {
     U64 = 13,
     F8E4m3fn = 14,
     F8E5m2 = 15,
+    /// The 16 bits of a float32 master that its bfloat16 value leaves out: what makes an entry compact. See
+    /// [`Entry::is_compact`](crate::Entry::is_compact).
+    Rest = 16,
 }
 
 impl Dtype {
-    const ALL: [Self; 15] = [
+    const ALL: [Self; 16] = [
         Self::F32,
         Self::Bf16,
         Self::F16,
@@ -39,6 +42,7 @@ impl Dtype {
         Self::U64,
         Self::F8E4m3fn,
         Self::F8E5m2,
+        Self::Rest,
     ];
 
     /// Bytes of an element.
@@ -46,13 +50,13 @@ impl Dtype {
     pub fn bytes(self) -> u64 {
         match self {
             Self::U8 | Self::I8 | Self::Bool | Self::F8E4m3fn | Self::F8E5m2 => 1,
-            Self::Bf16 | Self::F16 | Self::I16 | Self::U16 => 2,
+            Self::Bf16 | Self::F16 | Self::I16 | Self::U16 | Self::Rest => 2,
             Self::F32 | Self::I32 | Self::U32 => 4,
             Self::F64 | Self::I64 | Self::U64 => 8,
         }
     }
 
-    /// torch's name.
+    /// torch's name of what holds it.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -62,7 +66,7 @@ impl Dtype {
             Self::F64 => "float64",
             Self::U8 => "uint8",
             Self::I8 => "int8",
-            Self::I16 => "int16",
+            Self::I16 | Self::Rest => "int16",
             Self::I32 => "int32",
             Self::I64 => "int64",
             Self::Bool => "bool",
@@ -74,10 +78,10 @@ impl Dtype {
         }
     }
 
-    /// The type that torch calls `name`.
+    /// The type that torch calls `name`; never [`Rest`](Self::Rest), which torch does not know.
     #[must_use]
     pub fn from_name(name: &str) -> Option<Self> {
-        Self::ALL.into_iter().find(|dtype| dtype.name() == name)
+        Self::ALL.into_iter().find(|dtype| *dtype != Self::Rest && dtype.name() == name)
     }
 
     pub(crate) fn from_code(code: u8) -> Option<Self> {

@@ -38,7 +38,7 @@ pub use buffer::{Buffer, Shared};
 pub use catalog::{parse_description, parse_label, parse_root};
 pub use commit::Commit;
 pub use counters::Counters;
-pub use description::{Description, Entry, Kind, StateTensor};
+pub use description::{COMPACT, Description, Entry, Kind, StateTensor};
 pub use dtype::Dtype;
 pub use error::{Error, Result};
 pub use fetch::Fetch;

@@ -75,6 +75,23 @@ impl Store {
         Ok(PieceRead { ticket: Some(ticket), hold, piece, place })
     }
 
+    /// Whether a buffer of whole pages holds a live piece, bit for bit, as if it had been read just now.
+    pub fn holds(&self, entry: usize, piece: u32, buffer: &impl Buffer) -> Result<bool> {
+        self.known(entry)?;
+        if piece >= self.layout.pieces_of(entry) {
+            return Ok(false);
+        }
+        let place = self.layout.piece(&self.description, entry, piece);
+        let number = (self.layout.entry(entry).first_piece + piece) as usize;
+        let (version, wanted) = {
+            let index = self.index.lock();
+            let slots = &index.entries[entry];
+            let live = usize::from(slots.live);
+            (slots.versions[live], index.sum(live, number))
+        };
+        Ok(buffer.len() as u64 == place.bytes() && self.sum_of(entry, piece, version, buffer) == wanted)
+    }
+
     /// The entries of a unit.
     #[must_use]
     pub fn entries_of(&self, unit: usize) -> Range<usize> {

@@ -7,14 +7,16 @@
 use std::{hint::black_box, num::NonZeroUsize, time::Instant};
 
 use memascend_math::{
-    Bf16, Exec, F16, Floats, FloatsMut, Hyperparameters, Result, Scalars, Simd, State, accumulate, adam, cast, check,
-    check_and_unscale,
+    Bf16, CompactState, Exec, F16, Floats, FloatsMut, Hyperparameters, Result, Scalars, Simd, State, accumulate, adam,
+    adam_compact, cast, check, check_and_unscale,
 };
 
 mod memory;
 use memory::Buffer;
 
 const ROUNDS: usize = 9;
+/// Elements of the engine's chunks.
+const CHUNK: usize = 65_536;
 
 /// What a group of cases moves: the first case is the loop that the others are held against.
 struct Group {
@@ -85,6 +87,29 @@ const GROUPS: &[Group] = &[
             }),
         ],
     },
+    // Chunk by chunk, as the engine calls them; the bytes are those of the second line.
+    Group {
+        bytes_per_element: 26,
+        cases: &[
+            ("adam bf16, whole chunks", |d, exec, _| {
+                let state = d.p.chunks_mut(CHUNK).zip(d.m.chunks_mut(CHUNK)).zip(d.v.chunks_mut(CHUNK));
+                for (((master, exp_avg), exp_avg_sq), (grad, out)) in
+                    state.zip(d.grad.chunks(CHUNK).zip(d.out.chunks_mut(CHUNK)))
+                {
+                    let state = State { master, exp_avg, exp_avg_sq };
+                    ok(adam(state, Floats::Bf16(grad), Some(FloatsMut::Bf16(out)), &d.scalars, exec));
+                }
+            }),
+            ("adam bf16, compact chunks", |d, exec, _| {
+                let state = d.out.chunks_mut(CHUNK).zip(d.rest.chunks_mut(CHUNK));
+                let moments = d.m.chunks_mut(CHUNK).zip(d.v.chunks_mut(CHUNK));
+                for (((values, rest), (exp_avg, exp_avg_sq)), grad) in state.zip(moments).zip(d.grad.chunks(CHUNK)) {
+                    let state = CompactState { values, rest, exp_avg, exp_avg_sq };
+                    ok(adam_compact(state, Floats::Bf16(grad), &d.scalars, exec));
+                }
+            }),
+        ],
+    },
 ];
 
 fn main() {
@@ -117,6 +142,7 @@ struct Data {
     grad: Buffer<Bf16>,
     out: Buffer<Bf16>,
     half: Buffer<F16>,
+    rest: Buffer<u16>,
     scalars: Scalars,
 }
 
@@ -141,6 +167,7 @@ impl Data {
             grad: Buffer::new(len, 4, Bf16(0x3C00)),
             out: Buffer::new(len, 5, Bf16(0)),
             half: Buffer::new(len, 6, F16(0x3C00)),
+            rest: Buffer::new(len, 7, 0x1234),
             scalars: group.scalars().unwrap_or_else(|error| panic!("{error}")),
         }
     }

@@ -1,0 +1,52 @@
+//! Values that an update starts from and that are resident already: taken from there, and not read.
+
+use memascend_store::{Buffer, Dtype, Entry, Shared, Store};
+
+use crate::{
+    Error, Result,
+    bench::{Bench, bytes_mut, clear_from},
+    fill::copied,
+};
+
+/// Whether an update starts from the entry's values: they are the master, or the upper half of it.
+pub(crate) fn are_needed(entry: &Entry) -> bool {
+    entry.dtype == Dtype::F32 || entry.is_compact()
+}
+
+/// An entry's values as the last commit left them, somewhere in memory.
+pub(crate) struct Live(Box<dyn Buffer>);
+
+impl Live {
+    /// `None` where the update needs no values.
+    pub(crate) fn new(store: &Store, entry: usize, values: Box<dyn Buffer>) -> Result<Option<Self>> {
+        let described = &store.description().entries[entry];
+        let wanted = described.elements() * described.dtype.bytes();
+        if values.len() as u64 != wanted {
+            let (name, got) = (&described.name, values.len());
+            return Err(Error::Invalid(format!("the values of {name:?} have {wanted} bytes, not {got}")));
+        }
+        Ok(are_needed(described).then_some(Self(values)))
+    }
+
+    /// Copies a chunk of them to its part of a staging chunk, and checks them there as if they had been read: a weight
+    /// that was changed in place, or is of another step, would ruin the master in silence.
+    pub(crate) fn take(&self, bench: &Bench<'_>, entry: usize, chunk: u32, memory: &Shared) -> Result<()> {
+        let (part, elements) = (bench.part(entry, chunk, memory)?, bench.elements(entry, chunk));
+        let described = &bench.store.description().entries[entry];
+        let element = usize::try_from(described.dtype.bytes()).unwrap_or(1);
+        let (start, nbytes) = (elements.start * element, elements.len() * element);
+        // SAFETY: nothing is in flight of this part, which is this turn's.
+        let bytes = unsafe { bytes_mut(&part) };
+        copied(&*self.0, start, &mut bytes[..nbytes]);
+        // SAFETY: as above; what fills the last page is written as zeros.
+        unsafe { clear_from(&part, nbytes) };
+        if bench.store.holds(entry, chunk, &part)? {
+            return Ok(());
+        }
+        let name = &described.name;
+        Err(Error::Usage(format!(
+            "the values of {name:?} that were given are not those of its last commit (chunk {chunk} differs): give the \
+             resident ones, which nothing may have changed, or none"
+        )))
+    }
+}
