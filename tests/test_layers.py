@@ -90,7 +90,6 @@ MODULES = {
     "memascend.nvme": {"errors", "_core"},
     "memascend.chunk": set(),
     "memascend.engine": {"chunk", "errors", "_core"},
-    "memascend.engine": {"errors", "_core"},
     "memascend.solitary": set(),
     "memascend.streamable": {"errors", "solitary"},
     "memascend.probing": {"errors", "solitary", "streamable"},

@@ -21,8 +21,8 @@ class Chunk:
         values: writable in place. One-dimensional, in the order in which it is stored; of the entry's shape where it is
             whole.
         gradient: alike; None where there is none.
-        state: by name, writable in place; alike where it has the entry's shape. Tensors of another shape are given as they
-            are, the same memory in every call, and are written after the last.
+        state: by name, writable in place; alike where it has the entry's shape. Tensors of another shape are given as
+            they are, the same memory in every call, and are written after the last.
         start: the first element.
         count: how many; 0 in the one call of an entry without elements.
         last: whether it is the last call.

@@ -669,7 +669,7 @@ class Engine:
         self.store._core.trace_end()  # noqa: SLF001
 
     def counters(self) -> dict[str, Any]:
-        """Updates and chunks, bytes by kind, bytes "queued" and the most of them, and "seconds" by what its thread did."""
+        """Jobs and chunks, bytes by kind, bytes "queued" and the most of them, and "seconds" by what its thread did."""
         return self._core.counters()
 
     def close(self) -> None:
