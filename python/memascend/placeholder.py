@@ -65,7 +65,7 @@ class Place:
         self.kind = type(parameter)
         self.away = _away_class(self.kind)
         with torch.inference_mode(mode=False):
-            nan = torch.full((1,), math.nan if self.dtype.is_floating_point else 0, dtype=self.dtype)
+            nan = torch.full((), math.nan if self.dtype.is_floating_point else 0, dtype=self.dtype)
             self.nan = nan.expand(self.shape)
         self.bound_version: int | None = None
 

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 __all__ = ["Home", "Residency"]
 
 _NEVER = 1 << 60
+# How long the bytes of an evicted unit may take to come back, and how long to wait before giving up.
+_RELEASE_SECONDS = 0.05
+_LAST_SECONDS = 1.0
 
 
 class Fetch(Protocol):
@@ -239,17 +242,22 @@ class Residency:
         return True
 
     def _room(self, home: Home, *, must: bool) -> Any:
+        patience = 0.0
         while True:
             try:
-                return self._arena.lease(home.nbytes, timeout=0, owner="units")
+                return self._arena.lease(home.nbytes, timeout=patience, owner="units")
             except TimeoutExpired:
-                victim = self._victim(home, must=must)
-                if victim is not None:
-                    self.evict(victim)
-                    continue
-                if not must:
-                    return None
-            raise self._crowded(home)
+                if patience == _LAST_SECONDS:
+                    raise self._crowded(home) from None
+            victim = self._victim(home, must=must)
+            if victim is not None:
+                self.evict(victim)
+                # The thread that read it may be about to let go of it.
+                patience = _RELEASE_SECONDS
+            elif must:
+                patience = _LAST_SECONDS
+            else:
+                return None
 
     def _victim(self, home: Home, *, must: bool) -> Home | None:
         """The unit in the same class whose next use is farthest; one that is used before `home` only if it must be."""

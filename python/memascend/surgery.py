@@ -197,6 +197,8 @@ class Surgery:
                 with residency.lock:
                     if home.bound:
                         raise UsageError("the model is being computed; materialized() works between steps")
+                    # Its place in the arena is needed for the next one.
+                    residency.evict(home)
                     home.bound += 1
                     homes.append(home)
                     for place, copy in zip(home.places, copies, strict=True):
