@@ -322,6 +322,8 @@ def retains(run):
 def watches(run):
     """Norms, one by one and by foreach, and an average of the weights, kept by hand."""
     averages = [p.detach().clone() for p in run.model.parameters()]
+    with torch.no_grad():
+        torch._foreach_norm(list(run.model.parameters()))  # all of them at once: this is what the first step may find
     for index in range(4):
         run.loss(index).backward()
         finish(run)

@@ -12,6 +12,8 @@ import math
 
 import torch
 
+from memascend import kernels
+
 # torch.amp.GradScaler's constants.
 SCALE_FIRST, SCALE_GROWTH, SCALE_BACKOFF, SCALE_WINDOW = 65536.0, 2.0, 0.5, 2000
 LANES = 16
@@ -89,7 +91,10 @@ class Reference(torch.optim.Optimizer):
     def _factor(self, gradients):
         factor = 1.0 if self.loss_scale is None else 1.0 / self.loss_scale
         if self.max_grad_norm is not None:
-            squares = sum(float(g.double().square().sum()) for g in gradients.values())
+            # As memascend's kernel sums it, which is close to the sum in float64 and not the same bits.
+            squares = sum(float(kernels.check_and_unscale(g.clone())[1]) for g in gradients.values())
+            exact = sum(float(g.double().square().sum()) for g in gradients.values())
+            assert math.isclose(squares, exact, rel_tol=1e-6), "the kernel's norm is wrong"
             self.grad_norm = math.sqrt(squares) * factor
             factor *= min(1.0, self.max_grad_norm / (self.grad_norm + 1e-6))
         return torch.tensor(factor, dtype=torch.float32)
@@ -157,8 +162,6 @@ class KernelInRam(Reference):
         self.flat = {p: p.detach().reshape(-1).float().clone() for p in self.masters}
 
     def _update(self, gradients, factor):
-        from memascend import kernels
-
         for group in self.param_groups:
             for p in group["params"]:
                 if p not in gradients:

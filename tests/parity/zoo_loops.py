@@ -39,7 +39,7 @@ LOOPS = [
     *both("clip-values", loops.clips_values, gradients=WHOLE),
     *both("max-grad-norm", loops.clips_in_step, gradients=WHOLE, options={"max_grad_norm": loops.CLIPPED}),
     *both("accumulate", loops.accumulates, gradients=WHOLE),
-    *both("accumulate-unevenly", loops.accumulates_unevenly, gradients=WHOLE),
+    *both("accumulate-unevenly", loops.accumulates_unevenly, gradients=KEPT),
     *both("accumulate-declared", loops.accumulates, options={"accumulation_steps": 3}),
     stack("accumulate-tied", loops.accumulates, model=lambda: Stack(tied=True), options={"accumulation_steps": 3}),
     stack(
@@ -66,7 +66,14 @@ LOOPS = [
     towers("disjoint-bf16", loops.disjoint_in_one_go, dtype=BF16, learns_budget=True),
     *both("loss-reads-head", loops.reads_the_head),
     stack("loss-reads-tied-head", loops.reads_the_head, model=lambda: Stack(tied=True)),
-    Case(name="gradient-penalty", model=smooth, batches=vectors(), loss=squares, loop=loops.penalizes_gradients),
+    Case(
+        name="gradient-penalty",
+        model=smooth,
+        batches=vectors(),
+        loss=squares,
+        loop=loops.penalizes_gradients,
+        learns_budget=True,
+    ),
     stack("autograd-grad", loops.asks_for_gradients, learns_budget=True),
     *both("evaluate", loops.evaluates),
     Case(
@@ -81,7 +88,7 @@ LOOPS = [
     *both("fail", loops.fails_and_goes_on),
     stack("fail-without-gradients", loops.fails_without_gradients),
     stack("retain", loops.retains, learns_budget=True),
-    *both("watch", loops.watches),
+    *both("watch", loops.watches, learns_budget=True),
     *both("read-gradients", loops.reads_gradients, gradients=WHOLE),
     *both("edit-gradients", loops.edits_gradients, gradients=WHOLE),
     *both("state-dict", loops.takes_state),

@@ -149,7 +149,7 @@ def test_moving_to_where_it_is_does_nothing(training, weight):
 def test_bound_parameters_are_plain(training):
     """While a module computes, its parameters are what they were before offload(): compilers and hooks see those."""
     seen = []
-    handle = training.model.blocks[1].register_forward_hook(
+    handle = training.model.blocks[1].register_forward_pre_hook(
         lambda module, *_: seen.append((type(module.up.weight), bool(module.up.weight.isfinite().all())))
     )
     training.step(1)
