@@ -92,6 +92,7 @@ class Sizes:
         index_bytes: memory while it is open that grows with the state.
         buffer_bytes: memory while it is open, whatever it holds.
         chunk_bytes: memory of one staging chunk of an `Engine`.
+        other_bytes: memory of an `Engine` for state of other shapes than its entries'.
         unit_bytes: the values of each unit, as `Store.fetch` gives them.
     """
 
@@ -100,6 +101,7 @@ class Sizes:
     index_bytes: int
     buffer_bytes: int
     chunk_bytes: int
+    other_bytes: int
     unit_bytes: dict[str, int]
 
 
@@ -118,13 +120,14 @@ def sizes(
     """
     units, described = _description(entries)
     *all_bytes, of_units = _core.store_sizes(described, units, optimizer, chunk_elements, devices, stripe)
-    total, slot, index, buffer, chunk = all_bytes
+    total, slot, index, buffer, chunk, other = all_bytes
     return Sizes(
         total_bytes=total,
         slot_bytes=slot,
         index_bytes=index,
         buffer_bytes=buffer,
         chunk_bytes=chunk,
+        other_bytes=other,
         unit_bytes=dict(zip(units, of_units, strict=True)),
     )
 
@@ -450,10 +453,12 @@ class Engine:
         self.store = store
         self._core = _core.Engine(store._core, chunks, queue, whole)  # noqa: SLF001
 
-    def fill(self, name: str, values: torch.Tensor, state: Mapping[str, torch.Tensor] | None = None) -> None:
+    def fill(
+        self, name: str, values: torch.Tensor, state: Mapping[str, torch.Tensor] | None = None, *, step: int = 0
+    ) -> None:
         """Queue the first values of an entry, and return when they have room in the queue.
 
-        Nothing is read; the entry's count of updates becomes 0. The tensors are held until they were used, and must not
+        Nothing is read. The tensors are held until they were used, and must not
         change meanwhile.
 
         Args:
@@ -461,6 +466,7 @@ class Engine:
             values: contiguous, on the CPU, as they are described.
             state: tensors by name. One that is not given is zeros, or the values where it is a float32 "master" of the
                 entry's shape.
+            step: the entry's count of updates, which the state is the result of.
 
         Raises:
             ConfigError: a tensor does not fit; nothing was begun.
@@ -478,7 +484,7 @@ class Engine:
             places.append(None if tensor is None else _place(tensor))
         if given:
             raise ConfigError(f"{name!r} has no state called {next(iter(given))!r}")
-        self._core.fill(index, _place(values), places)
+        self._core.fill(index, _place(values), places, step)
 
     def update(
         self,

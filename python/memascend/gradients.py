@@ -33,6 +33,8 @@ _WORDS: dict[Notice, str] = {
     "scaler": "a GradScaler",
     "zero": "zero_grad(set_to_none=False)",
 }
+# The gradient's own, and the one that asks.
+_STORAGE_USES = 2
 _INSTEAD = 'pass accumulation_steps= to offload(), or gradients="ssd"'
 
 
@@ -85,6 +87,7 @@ class Arrival:
         "name",
         "options",
         "place",
+        "seen",
         "spilled",
         "squared",
         "staged",
@@ -109,6 +112,8 @@ class Arrival:
         self.finite = True
         self.squared = 0.0
         self.arrived_in = -1
+        # The gradient in memory that a step has used, and its version then.
+        self.seen: tuple[int, int] | None = None
         # It comes in several pieces in one backward (nested graph tasks), so it is never updated as it appears.
         self.in_pieces = False
 
@@ -229,8 +234,13 @@ class Gradients:
             self._drop(kept)
         kept.arrived_in = self.backwards
         self.fresh = True
-        if self.mode == "ram":
+        self._require_declared(kept)
+        if self.mode == "ram" or gradient.is_sparse:
+            # A sparse one is small: it waits where it is.
             return
+        if torch._C._storage_Use_Count(gradient.untyped_storage()._cdata) > _STORAGE_USES:  # noqa: SLF001
+            # A view of memory that somebody gave to backward(gradient=), and may write to.
+            gradient = gradient.clone()
         gradient = self.dense(kept, gradient)
         if self.mode == "fused" and not nested and not kept.in_pieces and self._is_last_backward():
             self._update(kept, gradient)
@@ -258,6 +268,7 @@ class Gradients:
             raise UsageError(f"a second gradient for {kept.name!r}, whose update ran already: {_INSTEAD}")
         if not again:
             self.noticed("accumulation")
+            self._require_declared(kept)
         kept.arrived_in = self.backwards
         self.fresh = True
         kept.used = False
@@ -267,6 +278,15 @@ class Gradients:
             self._stage_spilled(kept, ())
         else:
             self.spill.spill(kept.name, gradient, add=True)
+
+    def _require_declared(self, kept: Arrival) -> None:
+        """More backwards than were declared would make a step that is none of the loop's."""
+        declared = self._accumulation_steps
+        if self.mode == "fused" and 1 < declared <= self.backwards:
+            raise UsageError(
+                f"backward {self.backwards + 1} of a step of {declared}, for {kept.name!r}: accumulation_steps= says how many "
+                'make a step; pass another number, or gradients="ssd", which takes any'
+            )
 
     def _is_last_backward(self) -> bool:
         return (self.backwards + 1) % self._accumulation_steps == 0
@@ -287,11 +307,11 @@ class Gradients:
     @staticmethod
     def dense(kept: Arrival, gradient: torch.Tensor) -> torch.Tensor:
         """A gradient laid out as its parameter is stored."""
-        if gradient.is_sparse:
-            gradient = gradient.to_dense()
         if isinstance(gradient, GradientHandle):
             gradient = gradient.materialize()
         gradient = gradient.detach()
+        if gradient.is_sparse:
+            return gradient
         if tuple(gradient.stride()) != kept.place.stride and gradient.numel() > 1:
             gradient = torch.empty_strided(kept.place.shape, kept.place.stride, dtype=gradient.dtype).copy_(gradient)
         return gradient
@@ -343,6 +363,8 @@ class Gradients:
                     self._drop(kept)
                 if gradient is not None:
                     found.append((kept, gradient))
+                    if gradient is not kept.handle and kept.seen != (id(gradient), gradient._version):  # noqa: SLF001
+                        self.fresh = True
         return found
 
     def update_all(self, present: Iterable[tuple[Arrival, torch.Tensor]], factor: float) -> None:
@@ -378,7 +400,8 @@ class Gradients:
         finite, squared = True, 0.0
         for kept, gradient in present:
             if gradient is not kept.handle:
-                found, norm = self._check(self.dense(kept, gradient))
+                whole = self.dense(kept, gradient)
+                found, norm = self._check(whole.coalesce().values() if whole.is_sparse else whole)
                 bad, square = bool(found), float(norm)
             elif kept.spilled and kept.handle.operations:
                 found, norm = self._check(kept.handle.materialize())
@@ -391,7 +414,7 @@ class Gradients:
             squared += square
         return finite, math.sqrt(squared) * abs(self.scale)
 
-    def committed(self) -> list[str]:
+    def committed(self, present: Iterable[tuple[Arrival, torch.Tensor]]) -> list[str]:
         """The step is committed; the names of the parameters that it updated."""
         updated = []
         for kept in self.kept.values():
@@ -400,6 +423,9 @@ class Gradients:
                 kept.staged = False
                 kept.step += 1
                 kept.used = True
+        for kept, gradient in present:
+            if gradient is not kept.handle:
+                kept.seen = (id(gradient), gradient._version)  # noqa: SLF001
         self.fresh = False
         self.backwards = 0
         return updated
@@ -469,7 +495,8 @@ class Gradients:
                 gradient.zero_()
             else:
                 gradient.detach_().zero_()
-        self.fresh = False
+            # A step would apply the zeros: moments decay, weights too.
+            self.fresh = True
         self.backwards = 0
         self._failed = False
 

@@ -20,7 +20,7 @@ from memascend.buffers import Buffers
 from memascend.config import Options
 from memascend.errors import ConfigError, StorageError
 from memascend.gates import Frames, close_gates, open_gates
-from memascend.gradients import Gradients
+from memascend.gradients import Arrival, Gradients
 from memascend.optimizer import OffloadedOptimizer
 from memascend.placeholder import Place, dense_strides, laid_out
 from memascend.plan import make_plan
@@ -30,7 +30,7 @@ from memascend.scaling import LossScale
 from memascend.session import Resources, Session, options_of
 from memascend.surgery import Surgery
 from memascend.units import find_units
-from memascend.updates import choose_rule
+from memascend.updates import Arithmetic, Updates
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -144,7 +144,7 @@ class _Offloading:
         self.original = optimizer
         self.options = options
         self.owned = _owned(model, optimizer)
-        self.rule_kind = choose_rule(optimizer, options.master_dtype)
+        self.arithmetic = Arithmetic(optimizer, options.master_dtype)
         self.buffers = Buffers(model)
         # Where a temporary store went.
         self.folder: Path | None = None
@@ -163,13 +163,16 @@ class _Offloading:
             gradients=options.gradients,
             largest_gradient=max(gradients),
             all_gradients=sum(gradients),
-            whole_bytes=self.rule_kind.whole_bytes(self._parameters()),
+            whole_bytes=self.arithmetic.whole_bytes + sizes.other_bytes,
+            update_values=self.arithmetic.update_values,
             budget=options.host_bytes,
         )
         with contextlib.ExitStack() as undo:
             store = self._store(paths, entries, undo)
             undo.callback(store.close)
-            engine = engines.Engine(store, chunks=plan.chunks, queue=plan.queue_bytes)
+            engine = engines.Engine(
+                store, chunks=plan.chunks, queue=plan.queue_bytes, whole=self.arithmetic.whole_bytes
+            )
             undo.callback(engine.close)
             if store.created:
                 self._fill(engine)
@@ -187,9 +190,6 @@ class _Offloading:
 
     # --- the store ------------------------------------------------------------------------
 
-    def _parameters(self) -> Iterator[torch.nn.Parameter]:
-        return (owned.parameter for owned in self.owned.values() if owned.group is not None)
-
     def _entries(self, units: Sequence[Unit]) -> list[Entry]:
         keep_spill = self.options.gradients != "ram"
         entries = []
@@ -200,7 +200,7 @@ class _Offloading:
                 meta = torch.empty_strided(
                     parameter.shape, dense_strides(parameter), dtype=parameter.dtype, device="meta"
                 )
-                state = {} if owned.group is None else self.rule_kind.describe(parameter)
+                state = {} if owned.group is None else self.arithmetic.describe(parameter)
                 order = engines.order_of(meta)
                 entries.append(
                     engines.Entry(
@@ -239,9 +239,9 @@ class _Offloading:
                 state, step = {}, 0
                 nbytes = owned.parameter.nbytes
                 if owned.group is not None:
-                    state, step = self.rule_kind.initial(self.original, owned.parameter)
-                    nbytes += sum(tensor.nbytes for tensor in self.rule_kind.describe(owned.parameter).values())
-                engine.fill(owned.name, laid_out(owned.parameter.detach()), state)
+                    state, step = self.arithmetic.initial(owned.parameter)
+                    nbytes += sum(tensor.nbytes for tensor in self.arithmetic.describe(owned.parameter).values())
+                engine.fill(owned.name, laid_out(owned.parameter.detach()), state, step=step)
                 progress.add(nbytes)
             for name in self.buffers.names:
                 engine.fill(name, self.buffers.tensor(name), {})
@@ -272,7 +272,13 @@ class _Offloading:
     def _wire(self, units: Sequence[Unit], plan: Plan, resources: Resources) -> OffloadedOptimizer:
         options, store, engine = self.options, resources.store, resources.engine
         arena = memory.Arena(resources.region, plan.classes)
-        residency = Residency(arena, store.fetch, lookahead=max(0, plan.window - 1), slots=plan.classes)
+        residency = Residency(
+            arena,
+            lambda: engine.counters()["queued"] > 0,
+            store.fetch,
+            lookahead=max(0, plan.window - 1),
+            slots=plan.classes,
+        )
         known = {entry["name"]: entry for entry in store.entries()}
         homes: dict[str, Home] = {}
         for unit in units:
@@ -286,7 +292,12 @@ class _Offloading:
         forward = [index[name] for name in plan.order]
         residency.order.expect(forward + forward[::-1])
         groups = self.original.param_groups
-        rule = self.rule_kind.make(engine, store, self.original)
+
+        def resident(kept: Arrival) -> torch.Tensor | None:
+            # Where one unit at a time is held, an update must not keep it from making room.
+            return residency.values_of(kept.place) if plan.window > 1 else None
+
+        rule = Updates(self.arithmetic, engine, store, resident)
         gradients = Gradients(
             engine,
             rule,

@@ -90,18 +90,20 @@ class Residency:
     """Which units are in the arena. Everything here runs under one lock; compute does not."""
 
     def __init__(
-        self, arena: Arena, begin: Callable[[str, torch.Tensor], Fetch], *, lookahead: int, slots: dict[int, int]
+        self, arena: Arena, busy: Callable[[], bool], begin: Callable[[str, torch.Tensor], Fetch], *, lookahead: int, slots: dict[int, int]
     ) -> None:
         """Begin with nothing resident.
 
         Args:
             arena: where units are held.
+            busy: whether updates are under way, which may hold units until they are done.
             begin: begins to read a unit into memory.
             lookahead: how many units ahead of the one in use are fetched.
             slots: the arena's classes, {bytes: count}.
         """
         self._arena = arena
         self._begin = begin
+        self._busy = busy
         self._lookahead = lookahead
         self._classes = sorted(slots)
         self.homes: list[Home] = []
@@ -247,7 +249,7 @@ class Residency:
             try:
                 return self._arena.lease(home.nbytes, timeout=patience, owner="units")
             except TimeoutExpired:
-                if patience == _LAST_SECONDS:
+                if patience == _LAST_SECONDS and not self._busy():
                     raise self._crowded(home) from None
             victim = self._victim(home, must=must)
             if victim is not None:
@@ -348,6 +350,12 @@ class Residency:
     def table_bytes(self) -> int:
         """What the arena keeps beside its memory."""
         return int(self._arena.stats()["tables"])
+
+    def values_of(self, place: Place) -> torch.Tensor | None:
+        """The values of a parameter where they are resident, as the last commit left them. Holding them holds the unit."""
+        with self.lock:
+            home = self.home_of[place.name]
+            return None if home.base is None else _view(home.base, place)
 
     # --- what the saved-tensor hooks ask ------------------------------------------
 

@@ -153,7 +153,7 @@ class Session:
             raise
         self.steps += 1
         self.buffers.committed()
-        self.residency.changed(gradients.committed())
+        self.residency.changed(gradients.committed(present))
         self._rescale()
         learnt = gradients.learn()
         if learnt:

@@ -1,113 +1,209 @@
-"""The arithmetic of updates: AdamW and Adam on the engine, any other optimizer by torch's own code on streamed state."""
+"""The arithmetic of updates: Adam on the engine where it can be, any other optimizer's own code on streamed state."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memascend.errors import ConfigError
+from memascend import generic
+from memascend.engine import master_of
+from memascend.errors import UsageError
 from memascend.placeholder import dense_strides
+from memascend.solitary import group_options
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
-    from memascend.engine import Engine, Store
-    from memascend.gradients import Arrival, Rule
+    from memascend.engine import Chunk, Engine, Store
+    from memascend.gradients import Arrival
 
-__all__ = ["AdamRule", "RuleKind", "choose_rule"]
+__all__ = ["Arithmetic", "Updates"]
 
-
-class RuleKind(Protocol):
-    """What has to be known of an optimizer before there is a store."""
-
-    def describe(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The state tensors of a parameter, on meta."""
-
-    def initial(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> tuple[dict[str, torch.Tensor], int]:
-        """The state that the optimizer has already, and how many updates made it."""
-
-    def whole_bytes(self, parameters: Iterable[torch.Tensor]) -> int:
-        """Memory for parameters that are updated whole."""
-
-    def make(self, engine: Engine, store: Store, optimizer: torch.optim.Optimizer) -> Rule:
-        """The arithmetic, on an engine."""
+_PAGE_BYTES = 4096
 
 
-def choose_rule(optimizer: torch.optim.Optimizer, master_dtype: torch.dtype | None) -> RuleKind:
-    """AdamW and Adam run on the engine where master and moments are fp32; anything else runs torch's code."""
-    kind = type(optimizer)
-    if kind is torch.optim.LBFGS:
-        raise ConfigError("LBFGS keeps a history of the whole model and cannot be streamed; use AdamW")
-    if kind in (torch.optim.AdamW, torch.optim.Adam):
-        return AdamKind(decoupled=kind is torch.optim.AdamW)
-    raise ConfigError(f"{kind.__name__} is not supported yet")
+class Arithmetic:
+    """What has to be known of an optimizer's parameters before there is a store.
 
+    Args:
+        optimizer: the original.
+        master_dtype: of the copies that 16-bit parameters are updated in, or None.
 
-class AdamKind:
-    """AdamW and Adam with fp32 master and moments."""
+    Raises:
+        ConfigError: the optimizer cannot be streamed; the message says why.
+    """
 
-    def __init__(self, *, decoupled: bool) -> None:
-        self._decoupled = decoupled
+    def __init__(self, optimizer: torch.optim.Optimizer, master_dtype: torch.dtype | None) -> None:
+        generic.require_streamable(optimizer, master_dtype)
+        self.optimizer = optimizer
+        self.master_dtype = master_dtype
+        # By parameter: what torch's own code keeps of it; None where Adam runs on the engine.
+        self.kept: dict[int, generic.Kept | None] = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                rust = self.rust_options(group, parameter.dtype)
+                kept = None if rust is not None else generic.describe(optimizer, parameter, master_dtype)
+                self.kept[id(parameter)] = kept
+
+    def rust_options(self, group: dict[str, Any], dtype: torch.dtype) -> dict[str, Any] | None:
+        """The numbers of an update on the engine; None where torch's own code has to run."""
+        return generic.rust_options(self.optimizer, group, dtype=dtype, master_dtype=self.master_dtype)
 
     def describe(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """The state tensors of a parameter, on meta."""
-        names = ("exp_avg", "exp_avg_sq") if parameter.dtype == torch.float32 else ("master", "exp_avg", "exp_avg_sq")
+        kept = self.kept[id(parameter)]
+        if kept is not None:
+            return dict(kept.tensors)
+        moments = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
+        masters = {torch.float32: {}, torch.bfloat16: {"rest": torch.int16}, torch.float16: {"master": torch.float32}}
         strides = dense_strides(parameter)
         return {
-            name: torch.empty_strided(parameter.shape, strides, dtype=torch.float32, device="meta") for name in names
+            name: torch.empty_strided(parameter.shape, strides, dtype=dtype, device="meta")
+            for name, dtype in {**masters[parameter.dtype], **moments}.items()
         }
 
-    def initial(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> tuple[dict[str, torch.Tensor], int]:
+    def initial(self, parameter: torch.Tensor) -> tuple[dict[str, torch.Tensor], int]:
         """The state that the optimizer has already, and how many updates made it."""
-        state = optimizer.state.get(parameter) or {}
-        moments = {name: state[name].detach().float() for name in ("exp_avg", "exp_avg_sq") if name in state}
-        return moments, int(state.get("step", 0))
+        kept = self.kept[id(parameter)]
+        if kept is not None:
+            return generic.import_state(self.optimizer, parameter, kept)
+        state = self.optimizer.state.get(parameter) or {}
+        strides = dense_strides(parameter)
+        found = {}
+        for name in ("exp_avg", "exp_avg_sq"):
+            if name in state:
+                found[name] = torch.empty_strided(parameter.shape, strides, dtype=torch.float32).copy_(state[name])
+        if found and parameter.dtype != torch.float32:
+            found["master"] = torch.empty_strided(parameter.shape, strides, dtype=torch.float32).copy_(parameter)
+        return found, int(state.get("step", 0))
 
-    def whole_bytes(self, parameters: Iterable[torch.Tensor]) -> int:
-        """Memory for parameters that are updated whole: none."""
-        del parameters
-        return 0
+    @property
+    def whole_bytes(self) -> int:
+        """Memory for the largest parameter that is updated whole."""
+        whole = [kept.whole_bytes for kept in self.kept.values() if kept is not None and kept.whole]
+        # Its tensors begin on lines of the cache.
+        return -(-(max(whole) + 64 * 16) // _PAGE_BYTES) * _PAGE_BYTES if whole else 0
 
-    def make(self, engine: Engine, store: Store, optimizer: torch.optim.Optimizer) -> Rule:
-        """The arithmetic, on an engine."""
-        return AdamRule(engine, store, optimizer.param_groups, decoupled=self._decoupled)
+    @property
+    def update_values(self) -> str:
+        """Whether updates need the values, for the plan: "resident", "read" or "never"."""
+        rust = {
+            parameter.dtype
+            for group in self.optimizer.param_groups
+            for parameter in group["params"]
+            if self.kept[id(parameter)] is None
+        }
+        if any(kept is not None for kept in self.kept.values()):
+            return "read"
+        if torch.bfloat16 in rust or torch.float32 in rust:
+            return "resident"
+        return "never"
 
 
-class AdamRule:
-    """AdamW and Adam with fp32 master and moments, on the engine."""
+class Updates:
+    """The arithmetic at work, on an engine; see `gradients.Rule`."""
 
-    def __init__(self, engine: Engine, store: Store, groups: list[dict[str, Any]], *, decoupled: bool) -> None:
+    def __init__(
+        self,
+        arithmetic: Arithmetic,
+        engine: Engine,
+        store: Store,
+        values: Callable[[Arrival], torch.Tensor | None],
+    ) -> None:
+        """`values` gives the values of a parameter where they are resident."""
+        self._arithmetic = arithmetic
         self._engine = engine
         self._store = store
-        self._groups = groups
-        self._decoupled = decoupled
+        self._values = values
+        self._groups = arithmetic.optimizer.param_groups
+
+    def _kept(self, kept: Arrival) -> generic.Kept | None:
+        return self._arithmetic.kept[id(kept.place.parameter)]
 
     def options(self, kept: Arrival) -> dict[str, Any]:
         """The options that an update of this parameter would use now."""
         group = self._groups[kept.group]
-        beta1, beta2 = group["betas"]
-        return {
-            "lr": float(group["lr"]),
-            "betas": (float(beta1), float(beta2)),
-            "eps": float(group["eps"]),
-            "weight_decay": float(group["weight_decay"]),
-            "maximize": bool(group.get("maximize", False)),
-            "decoupled": bool(group.get("decoupled_weight_decay", self._decoupled)),
-        }
+        if self._kept(kept) is not None:
+            return group_options(group)
+        options = self._arithmetic.rust_options(group, kept.place.dtype)
+        if options is None:
+            raise UsageError(
+                f"the options of {kept.name!r} now need other state than it has (amsgrad, say): set them before offload()"
+            )
+        return options
 
     def update(self, kept: Arrival, gradient: torch.Tensor, scale: float) -> None:
         """Begin the update by a gradient in memory, multiplied by `scale`."""
-        self._engine.update(kept.name, gradient, step=kept.step + 1, grad_scale=scale, **kept.options)
+        described = self._kept(kept)
+        step = kept.step + 1
+        if described is None:
+            if gradient.is_sparse:
+                raise UsageError(
+                    f"{type(self._arithmetic.optimizer).__name__} does not support sparse gradients, and {kept.name!r} has "
+                    "one; use SparseAdam or SGD, or an embedding without sparse=True"
+                )
+            values = self._values(kept)
+            self._engine.update(kept.name, gradient, step=step, grad_scale=scale, values=values, **kept.options)
+            return
+        sparse = gradient if gradient.is_sparse else None
+        function = generic.update(
+            self._arithmetic.optimizer,
+            self._groups[kept.group],
+            described,
+            first=kept.step == 0,
+            gradient=sparse,
+            grad_scale=scale,
+        )
+        dense = gradient.to_dense() if gradient.is_sparse else gradient
+        self._engine.apply(kept.name, function, step=step, gradient=dense, whole=described.whole or sparse is not None)
 
     def update_spilled(self, kept: Arrival, factors: Sequence[float], scale: float) -> None:
         """Begin the update by the gradient that was spilled."""
-        self._engine.update_spilled(kept.name, step=kept.step + 1, grad_scale=scale, factors=factors, **kept.options)
+        described = self._kept(kept)
+        step = kept.step + 1
+        if described is None:
+            self._engine.update_spilled(kept.name, step=step, grad_scale=scale, factors=factors, **kept.options)
+            return
+        function = generic.update(
+            self._arithmetic.optimizer,
+            self._groups[kept.group],
+            described,
+            first=kept.step == 0,
+            factors=factors,
+            grad_scale=scale,
+        )
+        self._engine.apply(kept.name, function, step=step, whole=described.whole)
+
+    def rewrite(self, name: str, values: torch.Tensor, step: int) -> None:
+        """Stage other values, and a master that equals them; the moments stay."""
+        zeroed = ("rest",)
+
+        def function(chunk: Chunk) -> None:
+            given = chunk.gradient
+            assert given is not None  # noqa: S101
+            chunk.values.copy_(given)
+            if "master" in chunk.state:
+                chunk.state["master"].copy_(given)
+            for other in zeroed:
+                if other in chunk.state:
+                    # The master is the values, nothing was rounded: no rest, and no sign that says so.
+                    chunk.state[other].zero_()
+                    chunk.state["exp_avg_sq"].abs_()
+
+        self._engine.apply(name, function, step=step, gradient=values)
 
     def state(self, kept: Arrival) -> dict[str, torch.Tensor]:
-        """A copy of the state, by torch's names."""
+        """A copy of the state, by torch's names, and the master."""
         values, state = self._store.read(kept.name)
-        master = {"master": state.pop("master", values)}
+        described = self._kept(kept)
+        if described is not None:
+            master = {"master": state.pop("master", values)}
+            if kept.step == 0:
+                return master
+            return {**generic.export_state(described, state), **master}
+        whole = master_of(values, state)
+        master = {"master": whole.pop("master")}
         if kept.step == 0:
             return master
-        return {"step": torch.tensor(float(kept.step), dtype=torch.float32), **state, **master}
+        return {"step": torch.tensor(float(kept.step), dtype=torch.float32), **whole, **master}

@@ -86,9 +86,18 @@ impl Slots {
 
 /// Room for the tensors of other shapes than their entry's, of the entry that has the most of them.
 pub(crate) fn others(description: &Description) -> Result<Option<Slots>> {
+    Slots::new(largest_others(description), OTHERS_AT_ONCE, "other state")
+}
+
+/// Bytes that an engine holds for state of other shapes than its entries', on a store of this description.
+#[must_use]
+pub fn other_bytes(description: &Description) -> u64 {
+    (largest_others(description) * OTHERS_AT_ONCE) as u64
+}
+
+fn largest_others(description: &Description) -> usize {
     let of = |entry: usize| other_tensors(description, entry).last().map_or(0, |(at, nbytes)| paged(at + nbytes));
-    let bytes = (0..description.entries.len()).map(of).max().unwrap_or(0);
-    Slots::new(bytes, OTHERS_AT_ONCE, "other state")
+    (0..description.entries.len()).map(of).max().unwrap_or(0)
 }
 
 /// Where each tensor of another shape lies in their memory, and its bytes.

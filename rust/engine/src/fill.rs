@@ -19,6 +19,8 @@ pub struct First {
     /// Each state tensor, as they are described. What is not given is zeros; a float32 "master" of the entry's shape is
     /// the values.
     pub state: Vec<Option<Box<dyn Buffer>>>,
+    /// The entry's count of updates, which the state is the result of.
+    pub step: u64,
 }
 
 /// Where the bytes of a tensor come from.
@@ -33,6 +35,7 @@ pub(crate) struct Fill {
     values: Box<dyn Buffer>,
     dtype: Dtype,
     state: Vec<Source>,
+    pub(crate) step: u64,
 }
 
 impl Fill {
@@ -67,7 +70,7 @@ impl Fill {
             None => Source::Zeros,
         };
         let state = described.state.iter().zip(first.state).map(source).collect();
-        Ok(Self { values: first.values, dtype: described.dtype, state })
+        Ok(Self { values: first.values, dtype: described.dtype, state, step: first.step })
     }
 
     pub(crate) fn nbytes(&self) -> usize {

@@ -103,7 +103,7 @@ impl Work {
     pub(crate) fn begin(&self, bench: &Bench<'_>, entry: usize) -> Result<()> {
         match self {
             Self::Update(update) => update.begin(bench, entry),
-            Self::Fill(_) => Ok(bench.store.begin(entry, 0, Wait::forever())?),
+            Self::Fill(fill) => Ok(bench.store.begin(entry, fill.step, Wait::forever())?),
             Self::Spill(spill) => spill.begin(bench, entry),
             Self::Apply(apply) => apply.begin(bench, entry),
             Self::Unspill(_) => Unspill::begin(bench, entry),

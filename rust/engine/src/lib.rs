@@ -20,7 +20,7 @@ mod spill;
 mod update;
 mod whole;
 
-pub use apply::{Application, Cause, Chunk, Function};
+pub use apply::{Application, Cause, Chunk, Function, other_bytes};
 pub use bench::chunk_bytes;
 pub use counters::Counters;
 pub use engine::{Engine, Options};

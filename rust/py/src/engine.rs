@@ -43,8 +43,16 @@ impl Engine {
     }
 
     /// Begins an entry's first values; a state tensor that is None is zeros, or the values where it is their master.
-    fn fill(&self, py: Python<'_>, entry: usize, values: Tensor, state: Vec<Option<Tensor>>) -> PyResult<()> {
-        let first = First { values: held(values), state: state.into_iter().map(|tensor| tensor.map(held)).collect() };
+    fn fill(
+        &self,
+        py: Python<'_>,
+        entry: usize,
+        values: Tensor,
+        state: Vec<Option<Tensor>>,
+        step: u64,
+    ) -> PyResult<()> {
+        let state = state.into_iter().map(|tensor| tensor.map(held)).collect();
+        let first = First { values: held(values), state, step };
         waiting(py, None, |wait| self.inner.fill(entry, first, wait))?.map_err(|error| engine_error(py, &error))
     }
 

@@ -259,7 +259,8 @@ impl Drop for Fetch {
     }
 }
 
-/// What a store of this description takes, in bytes: total, slot, index, buffers, a staging chunk, each unit.
+/// What a store of this description takes, in bytes: total, slot, index, buffers, a staging chunk, state of
+/// other shapes, each unit.
 #[pyfunction]
 fn store_sizes(
     py: Python<'_>,
@@ -269,11 +270,13 @@ fn store_sizes(
     chunk_elements: u32,
     devices: usize,
     stripe: Option<u64>,
-) -> PyResult<(u64, u64, u64, u64, u64, Vec<u64>)> {
+) -> PyResult<(u64, u64, u64, u64, u64, u64, Vec<u64>)> {
     let description = described(py, entries, units, optimizer, chunk_elements)?;
     let sizes = description.sizes(devices, stripe).map_err(|error| store_error(py, &error))?;
     let chunk_bytes = memascend_engine::chunk_bytes(&description);
-    Ok((sizes.total_bytes, sizes.slot_bytes, sizes.index_bytes, sizes.buffer_bytes, chunk_bytes, sizes.unit_bytes))
+    let other_bytes = memascend_engine::other_bytes(&description);
+    let memory = (sizes.index_bytes, sizes.buffer_bytes);
+    Ok((sizes.total_bytes, sizes.slot_bytes, memory.0, memory.1, chunk_bytes, other_bytes, sizes.unit_bytes))
 }
 
 fn described(
