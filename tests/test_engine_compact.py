@@ -25,10 +25,14 @@ def parameters(dtypes=(torch.bfloat16,)):
     return {f"{str(of)[6:]}.{'x'.join(map(str, shape))}": torch.randn(shape).to(of) for of, shape in pairs}
 
 
-def made(path, held, **options):
+def described(held):
     state = {name: engine.adam_state(values, compact=True) for name, values in held.items()}
-    entries = [engine.Entry(name=name, values=held[name], state=state[name]) for name in held]
-    return engine.Store.create(path, entries, chunk_elements=CHUNK, **options)
+    spill = torch.bfloat16
+    return [engine.Entry(name=name, values=held[name], state=state[name], spill=spill) for name in held]
+
+
+def made(path, held, **options):
+    return engine.Store.create(path, described(held), chunk_elements=CHUNK, **options)
 
 
 def same_bits(one, other):
@@ -98,6 +102,28 @@ def test_a_hundred_steps_are_those_of_whole_masters(tmp_path, resident):
         assert compact == {name for name in held if name.startswith("bfloat16")}
 
 
+def test_updates_by_spilled_gradients_from_fetched_values(tmp_path):
+    held = parameters()
+    memory = InMemory(held)
+    with made(tmp_path, held) as store, engine.Engine(store) as updates:
+        unit = torch.zeros(engine.PAGE_BYTES * 10, dtype=torch.uint8)
+        unit = unit[-unit.data_ptr() % engine.PAGE_BYTES :][: sum(engine.sizes(described(held)).unit_bytes.values())]
+        places = {entry["name"]: entry["unit_offset"] for entry in store.entries()}
+        for step in range(1, 21):
+            assert store.fetch("all", unit).wait() == store.info()["generation"]
+            for index, (name, values) in enumerate(memory.values.items()):
+                one, other = (torch.randn(values.shape).bfloat16() for _ in range(2))
+                updates.spill(name, one)
+                updates.spill(name, other, add=True)
+                place = places[name]
+                live = unit[place : place + values.nbytes].view(torch.bfloat16).view(values.shape)
+                live = live if (step + index) % 2 else None
+                updates.update_spilled(name, step=step, factors=[0.5], values=live, **NUMBERS)
+                memory.step(name, (one + other) * 0.5, step, NUMBERS)
+            updates.commit(step)
+        memory.check(store)
+
+
 def test_values_that_are_resident_are_not_read(tmp_path):
     numel = 3 * CHUNK
     values = torch.randn(numel).bfloat16()
@@ -116,8 +142,11 @@ def test_values_that_are_resident_are_not_read(tmp_path):
 
         assert moved(None) == [10, 2, 10, 2]
         assert moved(values) == [10, 0, 10, 2]
-        # Both slots of it, and no more.
         assert store.info()["slot_bytes"] == 12 * numel
+    for compact, wanted in ((True, 12), (False, 14)):
+        meta = values.to("meta")
+        entry = engine.Entry(name="w", values=meta, state=engine.adam_state(meta, compact=compact))
+        assert engine.sizes([entry], chunk_elements=CHUNK).slot_bytes == wanted * numel
 
 
 def test_values_that_are_not_the_committed_ones_are_refused(tmp_path):

@@ -1,4 +1,4 @@
-"""What the Rust extension offers. Only memory, nvme, engine and kernels import it."""
+"""What the Rust extension offers. Only memory, nvme, compact, engine and kernels import it."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -22,8 +22,10 @@ __all__ = [
     "kernel_adam",
     "kernel_cast",
     "kernel_check",
+    "kernel_join_master",
     "kernel_scalars",
     "kernel_simd",
+    "kernel_split_master",
     "memory_layout",
     "memory_limits",
     "memory_regions",

@@ -507,8 +507,8 @@ class Engine:
         `memascend.kernels.adamw`, whose bits come out; `decoupled=False` is Adam.
 
         `values` may be given where the parameter is resident, as the last commit left it: where the update starts from
-        them (float32 or compact), they are then not read. They are held like the gradient, checked like what is read, and
-        only read.
+        them (float32 or compact), they are then not read. They are held like the gradient and checked like what is
+        read; nothing writes to them.
 
         Raises:
             ConfigError: the gradient, the values or a number do not fit; nothing was begun.
