@@ -90,7 +90,13 @@ class Residency:
     """Which units are in the arena. Everything here runs under one lock; compute does not."""
 
     def __init__(
-        self, arena: Arena, busy: Callable[[], bool], begin: Callable[[str, torch.Tensor], Fetch], *, lookahead: int, slots: dict[int, int]
+        self,
+        arena: Arena,
+        busy: Callable[[], bool],
+        begin: Callable[[str, torch.Tensor], Fetch],
+        *,
+        lookahead: int,
+        slots: dict[int, int],
     ) -> None:
         """Begin with nothing resident.
 
