@@ -144,7 +144,7 @@ class _Offloading:
         self.original = optimizer
         self.options = options
         self.owned = _owned(model, optimizer)
-        self.arithmetic = Arithmetic(optimizer, options.master_dtype)
+        self.arithmetic = Arithmetic(optimizer, options.master_dtype, frozenset(_sparse(model)))
         self.buffers = Buffers(model)
         # Where a temporary store went.
         self.folder: Path | None = None
@@ -288,6 +288,7 @@ class _Offloading:
                 for name in unit.parameters
             ]
         residency.settle()
+        residency.larger_budget = plan.larger_budget
         index = {home.name: home.index for home in residency.homes}
         forward = [index[name] for name in plan.order]
         residency.order.expect(forward + forward[::-1])
@@ -376,6 +377,13 @@ class _Offloading:
         if stored and scale.mode == "dynamic" and stored.get("mode") == "dynamic":
             scale.load(stored)
         return scale
+
+
+def _sparse(model: torch.nn.Module) -> Iterator[int]:
+    """Parameters whose gradients are sparse."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
+            yield id(module.weight)
 
 
 def _listed(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:

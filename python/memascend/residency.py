@@ -120,6 +120,8 @@ class Residency:
         # Parameters that somebody wrote to while they were bound.
         self.written: set[str] = set()
         self.counters = {"fetches": 0, "hits": 0, "adopted": 0, "evictions": 0}
+        # A budget that has more room, where a unit of so many bytes finds none.
+        self.larger_budget: Callable[[int], int] = lambda nbytes: nbytes
         # Hears when the use of a unit has ended.
         self.on_used: Callable[[], None] | None = None
 
@@ -301,13 +303,12 @@ class Residency:
             for other in self.homes
             if other.slot_bytes == home.slot_bytes and other.weak is not None and _alive(other.weak[0]) is not None
         ]
-        capacity = int(self._arena.stats()["reserved"])
-        missing = home.slot_bytes
+        smallest = self.larger_budget(home.slot_bytes)
         return BudgetError(
             f"no room for unit {home.name!r} ({home.nbytes} bytes): all places of its size are held by views of "
             f"{', '.join(holders) or 'units in use'}, which a checkpoint segment of several blocks, or your code, keeps; "
-            f"give a host_memory that is larger by {missing} bytes for each",
-            smallest=capacity + missing,
+            f"host_memory={smallest} works",
+            smallest=smallest,
         )
 
     # --- the step's end --------------------------------------------------------

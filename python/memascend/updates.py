@@ -29,15 +29,19 @@ class Arithmetic:
     Args:
         optimizer: the original.
         master_dtype: of the copies that 16-bit parameters are updated in, or None.
+        sparse: the ids of parameters whose gradients may be sparse: those are updated whole.
 
     Raises:
         ConfigError: the optimizer cannot be streamed; the message says why.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, master_dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, master_dtype: torch.dtype | None, sparse: frozenset[int] = frozenset()
+    ) -> None:
         generic.require_streamable(optimizer, master_dtype)
         self.optimizer = optimizer
         self.master_dtype = master_dtype
+        self._sparse = sparse
         # By parameter: what torch's own code keeps of it; None where Adam runs on the engine.
         self.kept: dict[int, generic.Kept | None] = {}
         for group in optimizer.param_groups:
@@ -81,7 +85,11 @@ class Arithmetic:
     @property
     def whole_bytes(self) -> int:
         """Memory for the largest parameter that is updated whole."""
-        whole = [kept.whole_bytes for kept in self.kept.values() if kept is not None and kept.whole]
+        whole = [
+            kept.whole_bytes
+            for parameter, kept in self.kept.items()
+            if kept is not None and (kept.whole or parameter in self._sparse)
+        ]
         # Its tensors begin on lines of the cache.
         return -(-(max(whole) + 64 * 16) // _PAGE_BYTES) * _PAGE_BYTES if whole else 0
 
