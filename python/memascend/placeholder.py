@@ -184,8 +184,73 @@ def _refuse_writes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 
 
 def _metadata() -> frozenset[Any]:
-    attributes = ["shape", "dtype", "device", "layout", "ndim", "is_sparse", "is_sparse_csr", "is_quantized", "is_meta", "is_cpu", "is_cuda", "is_xpu", "is_mps", "is_mkldnn", "is_nested", "is_leaf", "requires_grad", "grad", "grad_fn", "output_nr", "names", "itemsize", "nbytes", "_backward_hooks", "_version", "_grad", "_base", "name", "retains_grad", "_post_accumulate_grad_hooks", "is_mtia", "is_ipu", "is_vulkan", "is_ort", "is_maia", "volatile", "_has_symbolic_sizes_strides"]
-    methods = ["size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "is_signed", "get_device", "is_same_size", "is_coalesced", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "__len__", "__hash__", "is_inference", "is_conj", "is_neg", "has_names", "_is_view", "dim_order", "is_distributed", "is_shared"]
+    attributes = [
+        "shape",
+        "dtype",
+        "device",
+        "layout",
+        "ndim",
+        "is_sparse",
+        "is_sparse_csr",
+        "is_quantized",
+        "is_meta",
+        "is_cpu",
+        "is_cuda",
+        "is_xpu",
+        "is_mps",
+        "is_mkldnn",
+        "is_nested",
+        "is_leaf",
+        "requires_grad",
+        "grad",
+        "grad_fn",
+        "output_nr",
+        "names",
+        "itemsize",
+        "nbytes",
+        "_backward_hooks",
+        "_version",
+        "_grad",
+        "_base",
+        "name",
+        "retains_grad",
+        "_post_accumulate_grad_hooks",
+        "is_mtia",
+        "is_ipu",
+        "is_vulkan",
+        "is_ort",
+        "is_maia",
+        "volatile",
+        "_has_symbolic_sizes_strides",
+    ]
+    methods = [
+        "size",
+        "dim",
+        "ndimension",
+        "numel",
+        "nelement",
+        "element_size",
+        "is_floating_point",
+        "is_complex",
+        "is_signed",
+        "get_device",
+        "is_same_size",
+        "is_coalesced",
+        "requires_grad_",
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "retain_grad",
+        "__len__",
+        "__hash__",
+        "is_inference",
+        "is_conj",
+        "is_neg",
+        "has_names",
+        "_is_view",
+        "dim_order",
+        "is_distributed",
+        "is_shared",
+    ]
     found: set[Any] = set()
     for name in attributes:
         attribute = getattr(torch.Tensor, name, None)
@@ -244,8 +309,9 @@ def _detach(func: Callable[..., Any], tensor: Any) -> Any:
 
 def _copy(func: Callable[..., Any], tensor: Any, values: Any, *args: Any, **kwargs: Any) -> Any:
     if isinstance(tensor, _Away):
-        if not tensor._memascend.source.assigned(tensor._memascend, values):
-            raise _refused(tensor._memascend, "written to by copy_()")
+        place = tensor._memascend  # noqa: SLF001
+        if not place.source.assigned(place, values):
+            raise _refused(place, "written to by copy_()")
         return tensor
     places = find_away(values)
     with places[0].source.borrowed(places):
@@ -258,7 +324,7 @@ def _cast(func: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> A
         places = find_away(tensor, args, kwargs)
         with places[0].source.borrowed(places):
             return func(tensor, *args, **kwargs)
-    place = tensor._memascend
+    place = tensor._memascend  # noqa: SLF001
     # A tensor of no elements tells what would come out.
     asked = func(
         torch.empty(0, dtype=place.dtype), *args, **{key: value for key, value in kwargs.items() if key != "copy"}

@@ -1,7 +1,7 @@
 """Whole models outside of training: state dicts in and out, and real parameters for a while.
 
-Copies lie in unlinked files beside the store, one for each parameter, so that no memory of the model's size is needed and
-later steps do not change them.
+Copies lie in unlinked files beside the store, one for each parameter, so that no memory of the model's size is needed
+and later steps do not change them.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ class Surgery:
                 copies = [self.copy_of(place) for place in home.places]
                 with residency.lock:
                     if home.bound:
-                        raise UsageError("the model is being computed; materialized() works between steps")
+                        raise UsageError("the model is being computed; materialized() works between steps")  # noqa: TRY301
                     # Its place in the arena is needed for the next one.
                     residency.evict(home)
                     home.bound += 1
@@ -258,7 +258,8 @@ def _unlinked(folder: Path) -> int:
     try:
         descriptor, name = tempfile.mkstemp(prefix=".memascend-copy-", dir=folder)
     except OSError as error:
-        raise StorageError(error.errno, f"no file for a copy of the weights in {folder}: {error.strerror}") from error
+        message = f"no file for a copy of the weights in {folder}: {error.strerror}"
+        raise StorageError(message, errno=error.errno, path=str(folder)) from error
     os.unlink(name)  # noqa: PTH108
     return descriptor
 
