@@ -81,9 +81,9 @@ class _Demonstration:
         settings = self._settings
         self._screen.say(
             f"A language model of {parameters / 1e6:.1f} million parameters ({settings.layers} blocks of width "
-            f"{settings.width}, float32) learns the bytes of\nPython's own sources: once in memory, with torch's fused "
-            "AdamW, and once offloaded. They take turns, each in a\nprocess of its own on one thread. What each holds is "
-            "what training added to its imports.\n"
+            f"{settings.width}, float32)\nlearns the bytes of Python's own sources: once in memory, with torch's fused "
+            "AdamW, and once offloaded.\nThey take turns, each in a process of its own on one thread. "
+            "What each holds is without its imports.\n"
         )
 
     def _step(self, side: Side, step: int, before: dict[str, Any] | None) -> dict[str, Any]:
@@ -113,7 +113,9 @@ class _Demonstration:
     def _conclude(self, memory: dict[str, Any], offloaded: dict[str, Any], *peaks: int) -> int:
         same = sum(one["loss"] == other["loss"] for one, other in self._rows)
         equal = memory["digest"] == offloaded["digest"]
-        times = [statistics.median(row[side]["seconds"] for row in self._rows if row[side]["seconds"]) for side in (0, 1)]
+        times = [
+            statistics.median(row[side]["seconds"] for row in self._rows if row[side]["seconds"]) for side in (0, 1)
+        ]
         imported = [self._rows[-1][side]["imported"] for side in (0, 1)]
         report = offloaded["report"]
         moved = [sum(n for kind, n in report[way].items() if kind != "first values") for way in ("read", "written")]

@@ -52,4 +52,5 @@ class _Block(nn.Module):
         query, key, value = parts.permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         hidden = hidden + self.join(mixed.transpose(1, 2).reshape(rows, length, width))
-        return hidden + self.narrow(functional.gelu(self.widen(self.norm2(hidden))))
+        wide: torch.Tensor = self.widen(self.norm2(hidden))
+        return hidden + self.narrow(functional.gelu(wide))

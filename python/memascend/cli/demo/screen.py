@@ -12,7 +12,16 @@ if TYPE_CHECKING:
 
 __all__ = ["Screen"]
 
-_HEADS = ("step", "loss in memory", "offloaded", "same bits", "in memory takes", "offloaded", "in memory holds", "offloaded")
+_HEADS = (
+    "step",
+    "loss in memory",
+    "offloaded",
+    "same bits",
+    "in memory takes",
+    "offloaded",
+    "in memory holds",
+    "offloaded",
+)
 _WIDTHS = tuple(max(len(head), 9) for head in _HEADS)
 
 

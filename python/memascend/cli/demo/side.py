@@ -5,6 +5,7 @@ Each answer is a line of JSON. A process of its own makes its peak of memory its
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import sys
@@ -75,11 +76,9 @@ def _reported(offloaded: OffloadedOptimizer | None, picture: str | None) -> dict
     report = offloaded.report()
     drawn = None
     if picture is not None:
-        try:
+        with contextlib.suppress(ConfigError):
             report.plot(picture)
             drawn = picture
-        except ConfigError:
-            pass
     return {"report": report.to_dict(), "picture": drawn, "disk": offloaded.plan.disk_bytes}
 
 
@@ -109,10 +108,8 @@ def _memory(line: str) -> int:
 
 def _reset_peak() -> None:
     """Let the peak begin anew; some containers forbid it, and then it is that of the whole process."""
-    try:
+    with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        pass
 
 
 def _answer(**values: Any) -> None:

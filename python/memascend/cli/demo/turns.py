@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -64,7 +65,7 @@ class Side:
         Raises:
             MemascendError: it said why it could not go on, or ended without a word.
         """
-        assert self._process.stdout is not None  # noqa: S101
+        assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             raise MemascendError(f"the training ended with status {self._process.wait()}; what it said is above")
@@ -76,7 +77,7 @@ class Side:
 
     def tell(self, word: str) -> None:
         """Tell it to do something; `answer` has what came of it."""
-        assert self._process.stdin is not None  # noqa: S101
+        assert self._process.stdin is not None
         self._process.stdin.write(f"{word}\n")
         self._process.stdin.flush()
 
@@ -90,11 +91,9 @@ class Side:
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None  # noqa: S101
-            try:
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):
                 pipe.close()
-            except BrokenPipeError:
-                pass
 
     def __enter__(self) -> Self:
         return self
