@@ -67,7 +67,7 @@ def main() -> None:
         gradient_checkpointing=True,
         logging_steps=1,
         report_to=[],
-        # The storage is the checkpoint: after a crash go on with offload(existing="resume"). A Trainer's checkpoint would
+        # The storage is the checkpoint: after a crash go on with offload(existing="resume"). One of the Trainer's would
         # hold the weights alone.
         save_strategy="no",
         use_cpu=True,

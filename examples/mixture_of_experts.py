@@ -2,8 +2,8 @@
 
     python examples/mixture_of_experts.py --storage /mnt/nvme/run1 --experts 64
 
-An expert that no token went to has no gradient, so that its moments, its step count and its values stay as they are: the
-same as torch does, bit for bit.
+An expert that no token went to has no gradient, so that its moments, its step count and its values stay as they are,
+bit for bit as in torch.
 """
 
 import argparse
@@ -18,7 +18,7 @@ def main() -> None:
     """Train."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--storage", help="a folder, file or NVMe device; without it a temporary file is used")
-    parser.add_argument("--host-memory", help='a hard budget such as "8GiB"; without it as little as runs at full speed')
+    parser.add_argument("--host-memory", help='a hard budget such as "8GiB"; else as little as runs at full speed')
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=256)

@@ -40,7 +40,7 @@ def main() -> None:
     """Train, or go on training."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--storage", help="a folder, file or NVMe device; without it a temporary file is used")
-    parser.add_argument("--host-memory", help='a hard budget such as "8GiB"; without it as little as runs at full speed')
+    parser.add_argument("--host-memory", help='a hard budget such as "8GiB"; else as little as runs at full speed')
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=512)
@@ -49,6 +49,7 @@ def main() -> None:
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:100]
     text = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
 
+    torch.manual_seed(0)
     model = Model(options.layers, options.width)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
 
@@ -60,8 +61,8 @@ def main() -> None:
         host_memory=options.host_memory,
         existing="resume" if options.storage else "refuse",
     )
-    # Steps that the storage has already say where to go on, in the schedule and in the data. What else a resume needs can
-    # be set as optimizer.user_state before each step(), and comes back with it.
+    # The steps that the storage has already say where to go on, in the schedule and in the data. Whatever else a resume
+    # needs can be set as optimizer.user_state before each step(), and comes back with it.
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / 20), last_epoch=optimizer.steps - 1
     )
