@@ -96,7 +96,7 @@ MODULES = {
     "memascend.probing": {"errors", "solitary", "streamable"},
     "memascend.generic": {"chunk", "errors", "probing", "solitary", "streamable"},
     "memascend.kernels": {"errors", "_core"},
-    "memascend.cli": {"engine", "errors", "memory", "nvme", "plan", "kernels", "shown"},
+    "memascend.cli": {"engine", "errors", "memory", "nvme", "plan", "kernels", "shown", "offload", "optimizer"},
 }
 # The only modules that may import the extension.
 FACES = {"memascend.memory", "memascend.nvme", "memascend.compact", "memascend.engine", "memascend.kernels"}
