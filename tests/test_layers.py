@@ -27,7 +27,7 @@ RESERVED = {"pyo3": "memascend-py", "io-uring": "memascend-nvme"}
 
 # Each module and the modules of ours that it may import; a package stands for everything in it.
 MODULES = {
-    "memascend": {"engine", "errors", "kernels", "memory", "nvme", "offload", "optimizer", "plan", "surgery"},
+    "memascend": {"engine", "errors", "kernels", "memory", "nvme", "offload", "optimizer", "plan", "report", "surgery"},
     "memascend.__main__": {"cli"},
     "memascend.errors": set(),
     "memascend.config": {"errors"},

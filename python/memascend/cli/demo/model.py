@@ -53,4 +53,5 @@ class _Block(nn.Module):
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         hidden = hidden + self.join(mixed.transpose(1, 2).reshape(rows, length, width))
         wide: torch.Tensor = self.widen(self.norm2(hidden))
-        return hidden + self.narrow(functional.gelu(wide))
+        narrow: torch.Tensor = self.narrow(functional.gelu(wide))
+        return hidden + narrow
