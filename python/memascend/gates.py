@@ -173,7 +173,7 @@ def open_gates(
         module.__dict__[_SCRIPT] = _refuse_script
         module._forward_pre_hooks[_KEY] = _before  # type: ignore[index] # noqa: SLF001
         # Before others' hooks: a parametrization computes in its own.
-        module._forward_pre_hooks.move_to_end(_KEY, last=False)  # type: ignore[arg-type] # noqa: SLF001
+        module._forward_pre_hooks.move_to_end(_KEY, last=False)  # type: ignore[attr-defined] # noqa: SLF001
         module._forward_hooks[_KEY] = _after  # type: ignore[index] # noqa: SLF001
         module._forward_hooks_always_called[_KEY] = True  # type: ignore[index] # noqa: SLF001
 
@@ -223,12 +223,12 @@ def _after(module: torch.nn.Module, args: Any, result: Any) -> None:
         _leave(module, gate)
 
 
-@torch._dynamo.disable  # noqa: SLF001
+@torch._dynamo.disable  # type: ignore[untyped-decorator] # noqa: SLF001
 def _enter(module: torch.nn.Module, gate: Gate) -> None:
     gate.frames.enter(module, gate)
 
 
-@torch._dynamo.disable  # noqa: SLF001
+@torch._dynamo.disable  # type: ignore[untyped-decorator] # noqa: SLF001
 def _leave(module: torch.nn.Module, gate: Gate) -> None:
     gate.frames.leave(module, gate)
 
@@ -238,7 +238,7 @@ def _refuse_wrappers() -> None:
         raise UsageError("torch.jit.trace would record placeholders; trace the model before offload()")
     if torch._C._functorch.peek_interpreter_stack() is not None:  # noqa: SLF001
         raise UsageError("torch.func transforms do not work on an offloaded model; use autograd's own functions")
-    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # noqa: SLF001
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined] # noqa: SLF001
         raise UsageError("saved-tensor hooks are disabled here, and an offloaded model needs them")
 
 
@@ -254,8 +254,8 @@ def _refuse_script() -> Any:
 
 def _replaced(name: str) -> UsageError:
     return UsageError(
-        f"parameter {name!r} of a module is not the one that was offloaded (torch.func.functional_call puts others there for a "
-        "call); change values within memascend.materialized(model, modify=True), and parameters before offload()"
+        f"parameter {name!r} of a module is not the one that was offloaded (torch.func.functional_call puts others "
+        "there for a call); change values within memascend.materialized(model, modify=True), and parameters before offload()"
     )
 
 

@@ -42,7 +42,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     # --- the loop --------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Commit what backward staged: all of it becomes visible and durable at once.
 
         Args:
@@ -134,7 +134,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             groups.append(options)
         return {"state": {}, "param_groups": groups, "memascend": self._session.identity()}
 
-    @torch._disable_dynamo  # type: ignore[untyped-decorator] # noqa: SLF001
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the groups' options; the state stays what the store holds.
 

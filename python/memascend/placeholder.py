@@ -320,8 +320,9 @@ def _detach(func: Callable[..., Any], tensor: Any) -> Any:
 
 def _copy(func: Callable[..., Any], tensor: Any, values: Any, *args: Any, **kwargs: Any) -> Any:
     if isinstance(tensor, _Away):
-        if not tensor._memascend.source.assigned(tensor._memascend, values):
-            raise _refused(tensor._memascend, "written to by copy_()")
+        place = tensor._memascend  # noqa: SLF001
+        if not place.source.assigned(place, values):
+            raise _refused(place, "written to by copy_()")
         return tensor
     places = find_away(values)
     with places[0].source.borrowed(places):
@@ -334,7 +335,7 @@ def _cast(func: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> A
         # `other.to(parameter)` asks for its dtype and device alone.
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             return func(tensor, *args, **kwargs)
-    place = tensor._memascend
+    place = tensor._memascend  # noqa: SLF001
     # A tensor of no elements tells what would come out.
     asked = func(
         torch.empty(0, dtype=place.dtype), *args, **{key: value for key, value in kwargs.items() if key != "copy"}

@@ -256,7 +256,7 @@ class Residency:
         if storage is None or home.fetch is not None:
             return False
         with torch.inference_mode(mode=False):
-            home.base = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (home.nbytes,), (1,))  # type: ignore[call-overload]
+            home.base = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (home.nbytes,), (1,))
         self.counters["adopted"] += 1
         return True
 
@@ -321,8 +321,8 @@ class Residency:
         smallest = self.larger_budget(home.slot_bytes)
         return BudgetError(
             f"no room for unit {home.name!r} ({home.nbytes} bytes): all places of its size are held by views of "
-            f"{', '.join(holders) or 'units in use'}, which a checkpoint segment of several blocks, or your code, keeps; "
-            f"host_memory={smallest} works",
+            f"{', '.join(holders) or 'units in use'}, which a checkpoint segment of several blocks, or your "
+            f"code, keeps; host_memory={smallest} works",
             smallest=smallest,
         )
 
@@ -375,7 +375,7 @@ class Residency:
         return int(self._arena.stats()["tables"])
 
     def values_of(self, place: Place) -> torch.Tensor | None:
-        """The values of a parameter where they are resident, as the last commit left them. Holding them holds the unit."""
+        """The values of a parameter where they are resident, as the last commit left them. They hold the unit."""
         with self.lock:
             home = self.home_of[place.name]
             return None if home.base is None else _view(home.base, place)
@@ -391,8 +391,8 @@ class Residency:
         with self.lock:
             if home.version != version:
                 raise UsageError(
-                    f"a graph needs unit {home.name!r} as it was before step(); call backward() before step(), or run the "
-                    "forward again"
+                    f"a graph needs unit {home.name!r} as it was before step(); call backward() before step(), or run "
+                    "the forward again"
                 )
             return self.use(home).untyped_storage()
 
@@ -467,11 +467,11 @@ _RECORDED_MAX = 1 << 16
 def _view(base: torch.Tensor, place: Place) -> torch.Tensor:
     with torch.inference_mode(mode=False), torch.no_grad():
         view = torch.empty(0, dtype=place.dtype)
-        return view.set_(base.untyped_storage(), place.offset // view.element_size(), place.shape, place.stride)  # type: ignore[call-overload]
+        return view.set_(base.untyped_storage(), place.offset // view.element_size(), place.shape, place.stride)
 
 
 def _alive(weak: StorageWeakRef) -> torch.UntypedStorage | None:
     """The storage of a weak reference, if it lives."""
     if weak.expired():
         return None
-    return torch.UntypedStorage._new_with_weak_ptr(weak.cdata)  # type: ignore[no-any-return] # noqa: SLF001
+    return torch.UntypedStorage._new_with_weak_ptr(weak.cdata)  # noqa: SLF001

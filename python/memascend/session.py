@@ -67,8 +67,8 @@ class Resources:
                 self.region.close()
         if self.temporary and self.unread:
             warnings.warn(
-                "the trained weights were in a temporary store and are gone, for nobody read them out: give storage=, or "
-                "save model.state_dict() before close()",
+                "the trained weights were in a temporary store and are gone, for nobody read them out: give storage=, "
+                "or save model.state_dict() before close()",
                 stacklevel=4,
             )
 
@@ -231,13 +231,14 @@ class Session:
         here = self.identity()
         if identity is None:
             raise UsageError(
-                "this state dict was not made by an offloaded optimizer; give the optimizer that holds the state to offload()"
+                "this state dict was not made by an offloaded optimizer; give the optimizer that holds the state to "
+                "offload()"
             )
         if identity != here:
             raise UsageError(
-                f"this state dict is of step {identity.get('step')} of store {identity.get('store')}; the storage holds step "
-                f'{here["step"]} of store {here["store"]}: resume from the storage (existing="resume") or from a checkpoint '
-                "of that step"
+                f"this state dict is of step {identity.get('step')} of store {identity.get('store')}, and the storage "
+                f'holds step {here["step"]} of store {here["store"]}: resume from the storage (existing="resume"), or '
+                "from a checkpoint of that step"
             )
 
     # --- looking -----------------------------------------------------------------------

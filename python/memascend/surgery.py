@@ -1,7 +1,7 @@
 """Whole models outside of training: state dicts in and out, and real parameters for a while.
 
-Copies lie in unlinked files beside the store, one for each parameter, so that no memory of the model's size is needed and
-later steps do not change them.
+Copies lie in unlinked files beside the store, one for each parameter, so that no memory of the model's size is needed
+and later steps do not change them.
 """
 
 from __future__ import annotations
