@@ -255,7 +255,8 @@ def _refuse_script() -> Any:
 def _replaced(name: str) -> UsageError:
     return UsageError(
         f"parameter {name!r} of a module is not the one that was offloaded (torch.func.functional_call puts others "
-        "there for a call); change values within memascend.materialized(model, modify=True), and parameters before offload()"
+        "there for a call); change values within memascend.materialized(model, modify=True), and parameters before "
+        "offload()"
     )
 
 
