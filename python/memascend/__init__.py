@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from memascend.offload import offload
     from memascend.optimizer import OffloadedOptimizer
     from memascend.plan import Plan
+    from memascend.report import Report
     from memascend.surgery import materialized
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "MemoryLimitError",
     "OffloadedOptimizer",
     "Plan",
+    "Report",
     "StorageError",
     "TimeoutExpired",
     "UsageError",
@@ -49,6 +51,7 @@ _MODULES = ("engine", "kernels", "memory", "nvme")
 _OWNERS = {
     "OffloadedOptimizer": "optimizer",
     "Plan": "plan",
+    "Report": "report",
     "materialized": "surgery",
     "offload": "offload",
 }

@@ -21,7 +21,7 @@ from memascend.bodiless import MetaBuffers, embody, require_plain
 from memascend.buffers import Buffers
 from memascend.config import Options
 from memascend.errors import ConfigError, StorageError
-from memascend.gates import Frames, close_gates, open_gates
+from memascend.gates import Frames, close_gates, gated, open_gates
 from memascend.gradients import Arrival, Gradients
 from memascend.optimizer import OffloadedOptimizer
 from memascend.placeholder import Place, dense_strides
@@ -30,7 +30,7 @@ from memascend.progress import Progress
 from memascend.residency import Residency
 from memascend.scaling import LossScale
 from memascend.session import Resources, Session, options_of
-from memascend.surgery import Surgery
+from memascend.surgery import Surgery, is_materialized
 from memascend.units import find_units
 from memascend.updates import Arithmetic, Updates
 from memascend.weights import open_weights
@@ -79,24 +79,26 @@ def offload(
         model: any module on the CPU; the same object comes back.
         optimizer: a torch.optim optimizer that owns every trainable parameter of the model. State that it has already
             moves into the store.
-        storage: a folder, file or raw block device, or several of them, over which it is striped; None: a temporary file
-            that is gone with the process.
+        storage: a folder, file or raw block device, or several of them, over which it is striped; None: a temporary
+            file that is gone with the process.
         existing: what to do where a store is already: "refuse", "resume" its last committed step, or "replace" it.
         host_memory: a hard budget for what is held in memory, in bytes or as "8GiB"; None: the smallest that keeps disk
             and compute busy.
         device: where the model computes. Only the CPU so far.
-        gradients: "fused": updated as they appear; "ssd" or "ram": kept until `step()`; "auto": learnt in the first step.
+        gradients: "fused": updated as they appear; "ssd" or "ram": kept until `step()`; "auto": learnt in the first
+            step.
         max_grad_norm: clip the global norm in `step()`.
         accumulation_steps: backwards that make one step; "ssd" and "ram" take any number undeclared.
         loss_scale: "dynamic" or a number, for `optimizer.backward()`; None: dynamic for fp16 models, off otherwise.
         master_dtype: of the copies that 16-bit parameters are updated in; None: their own.
         units: names of modules that travel as one; None: found from the model.
-        weights: for parameters on "meta": a safetensors file, a folder of them with their index, or a function of (name,
-            parameter) that returns a tensor and is called one at a time. None: they are initialised by the model's own code,
-            from torch's default generator. A store that is resumed needs none.
-        checkpoint: a folder that `OffloadedOptimizer.save` wrote, to start from; its values, state, options and step stand.
-            A store that is resumed stands before it.
-        scratch: a folder for copies of the weights that `state_dict()` and `materialized()` make; None: beside the store.
+        weights: for parameters on "meta": a safetensors file, a folder of them with their index, or a function of
+            (name, parameter) that returns a tensor and is called one at a time. None: they are initialised by the
+            model's own code, from torch's default generator. A store that is resumed needs none.
+        checkpoint: a folder that `OffloadedOptimizer.save` wrote, to start from: its values, state, options and step
+            stand. A store that is resumed stands before it.
+        scratch: a folder for copies of the weights that `state_dict()` and `materialized()` make; None: beside the
+            store.
         device_memory: not there yet.
         activations: only "device" so far.
         durability: "step": every step survives a loss of power; "close": the death of the process; "none": nothing is
@@ -154,7 +156,7 @@ class _Offloading:
         require_plain(self.named)
         if options.weights is not None and not any(parameter.is_meta for parameter in self.named.values()):
             raise ConfigError("weights= is for parameters on meta, and the model has none there: leave it out")
-        self.arithmetic = Arithmetic(optimizer, options.master_dtype)
+        self.arithmetic = Arithmetic(optimizer, options.master_dtype, frozenset(_sparse(model)))
         self.buffers = Buffers(model)
         self.meta_buffers = MetaBuffers(model)
         self.weights = None if options.weights is None else open_weights(options.weights)
@@ -238,21 +240,23 @@ class _Offloading:
 
     def _store(self, paths: list[str], entries: list[Entry], undo: contextlib.ExitStack) -> Store:
         options = self.options
-        create = {
-            "optimizer": type(self.original).__name__,
-            "existing": options.existing,
-            "durability": options.durability,
-            "fill": False,
-        }
+        kind = type(self.original).__name__
+
+        def create(where: str | list[str]) -> Store:
+            # A temporary store is gone with the machine's power anyway.
+            durability = options.durability if paths else "close"
+            return engines.Store.create(
+                where, entries, optimizer=kind, existing=options.existing, durability=durability, fill=False
+            )
+
         if paths:
             before = [path for path in paths if _file_of(path).exists()]
-            store = engines.Store.create(paths, entries, **create)
+            store = create(paths)
             if store.created and not before:
                 # A call that fails leaves nothing behind.
                 undo.callback(_remove, [_file_of(path) for path in paths])
             return store
-        create["durability"] = "close"
-        store, self.folder = _temporary(lambda path: engines.Store.create(path, entries, **create))
+        store, self.folder = _temporary(create)
         return store
 
     # --- what it begins with ------------------------------------------------------------------
@@ -340,6 +344,7 @@ class _Offloading:
                 for name in unit.parameters
             ]
         residency.settle()
+        residency.larger_budget = plan.larger_budget
         index = {home.name: home.index for home in residency.homes}
         forward = [index[name] for name in plan.order]
         residency.order.expect(forward + forward[::-1])
@@ -381,8 +386,14 @@ class _Offloading:
             max_grad_norm=options.max_grad_norm,
             leave=leave,
         )
-        surgery.attach(session)
+        resources.temporary = not options.paths
         offloaded = OffloadedOptimizer(self.original, session)
+
+        def enter() -> None:
+            open_gates(self.model, gates, residency, frames)
+            self.model.__dict__["_memascend"] = offloaded
+
+        surgery.attach(session, leave=leave, enter=enter)
         for home in residency.homes:
             for place in home.places:
                 if place.parameter.is_meta:
@@ -392,8 +403,7 @@ class _Offloading:
                 if owned.group is not None:
                     gradients.watch(place, owned.group, known[place.name]["step"])
         self.original.state.clear()
-        open_gates(gates, residency, frames)
-        self.model.__dict__["_memascend"] = offloaded
+        enter()
         return offloaded
 
     def _gates(self, units: Sequence[Unit], homes: dict[str, Home]) -> list[tuple[torch.nn.Module, tuple[Home, ...]]]:
@@ -405,7 +415,7 @@ class _Offloading:
             needed = [whole[name]] if name in whole else []
             needed += [home_of[id(own)] for own in module._parameters.values() if own is not None]  # noqa: SLF001
             needed += [home_of[id(own)] for own in _listed(module)]
-            if needed:
+            if needed or module is self.model:
                 gates.append((module, tuple({id(home): home for home in needed}.values())))
         return gates
 
@@ -432,6 +442,13 @@ class _Offloading:
         return scale
 
 
+def _sparse(model: torch.nn.Module) -> Iterator[int]:
+    """Parameters whose gradients are sparse."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
+            yield id(module.weight)
+
+
 def _listed(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
     """Parameters that a module reaches through a ParameterList or ParameterDict of its own, which is never called."""
     for child in module.children():
@@ -444,7 +461,7 @@ def _owned(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
         raise ConfigError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
-    if isinstance(optimizer, OffloadedOptimizer) or "_memascend" in model.__dict__:
+    if isinstance(optimizer, OffloadedOptimizer) or gated(model) or is_materialized(model):
         raise ConfigError("this model or optimizer is offloaded already; close() it first")
     wrappers = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
     if isinstance(model, wrappers) or type(model).__name__ in ("FullyShardedDataParallel", "FSDPModule"):
@@ -456,7 +473,7 @@ def _owned(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
         and torch.distributed.is_initialized()
         and torch.distributed.get_world_size() > 1
     ):
-        raise ConfigError("several processes are not supported yet: offload() works in one")
+        raise ConfigError("a world size above 1 is not supported yet: offload() works in one process")
     named = dict(model.named_parameters())
     if not named:
         raise ConfigError("the model has no parameters: there is nothing to offload")
@@ -473,15 +490,15 @@ def _owned(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
     orphans = [name for name, parameter in named.items() if parameter.requires_grad and id(parameter) not in groups]
     if orphans:
         raise ConfigError(
-            f"the optimizer does not own {len(orphans)} trainable parameters ({', '.join(orphans[:3])}...): freeze them with "
-            "requires_grad_(False), or give them to it"
+            f"the optimizer does not own {len(orphans)} trainable parameters ({', '.join(orphans[:3])}...): freeze "
+            "them with requires_grad_(False), or give them to it"
         )
     if not groups:
         raise ConfigError("the optimizer owns no parameters of this model")
     for name, parameter in named.items():
         if parameter.device.type not in ("cpu", "meta"):
             raise ConfigError(f"{name} is on {parameter.device}; offload() takes models on the CPU, or on meta")
-        if isinstance(parameter, torch.nn.parameter.UninitializedTensorMixin):
+        if torch.nn.parameter.is_lazy(parameter):
             raise ConfigError(f"{name} is not initialised yet: run the model once before offload()")
     return {name: _Owned(name, parameter, groups.get(id(parameter))) for name, parameter in named.items()}
 

@@ -64,6 +64,13 @@ class Plan:
     saved_bytes: int
     savable_bytes: int
 
+    def larger_budget(self, nbytes: int) -> int:
+        """The next budget to try where the model holds more units together than a plan can know, `nbytes` at least."""
+        for budget in (self.comfortable, self.ample):
+            if budget > self.budget:
+                return budget
+        return self.budget + nbytes
+
     def to_dict(self) -> dict[str, Any]:
         """All of it as JSON values."""
         plain = asdict(self)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -29,15 +29,19 @@ class Arithmetic:
     Args:
         optimizer: the original.
         master_dtype: of the copies that 16-bit parameters are updated in, or None.
+        sparse: the ids of parameters whose gradients may be sparse: those are updated whole.
 
     Raises:
         ConfigError: the optimizer cannot be streamed; the message says why.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, master_dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, master_dtype: torch.dtype | None, sparse: frozenset[int] = frozenset()
+    ) -> None:
         generic.require_streamable(optimizer, master_dtype)
         self.optimizer = optimizer
         self.master_dtype = master_dtype
+        self._sparse = sparse
         # By parameter: what torch's own code keeps of it; None where Adam runs on the engine.
         self.kept: dict[int, generic.Kept | None] = {}
         for group in optimizer.param_groups:
@@ -81,12 +85,16 @@ class Arithmetic:
     @property
     def whole_bytes(self) -> int:
         """Memory for the largest parameter that is updated whole."""
-        whole = [kept.whole_bytes for kept in self.kept.values() if kept is not None and kept.whole]
+        whole = [
+            kept.whole_bytes
+            for parameter, kept in self.kept.items()
+            if kept is not None and (kept.whole or parameter in self._sparse)
+        ]
         # Its tensors begin on lines of the cache.
         return -(-(max(whole) + 64 * 16) // _PAGE_BYTES) * _PAGE_BYTES if whole else 0
 
     @property
-    def update_values(self) -> str:
+    def update_values(self) -> Literal["resident", "read", "never"]:
         """Whether updates need the values, for the plan: "resident", "read" or "never"."""
         rust = {
             parameter.dtype
@@ -129,7 +137,8 @@ class Updates:
         options = self._arithmetic.rust_options(group, kept.place.dtype)
         if options is None:
             raise UsageError(
-                f"the options of {kept.name!r} now need other state than it has (amsgrad, say): set them before offload()"
+                f"the options of {kept.name!r} now need other state than it has (amsgrad, say): set them before "
+                "offload()"
             )
         return options
 
@@ -140,8 +149,8 @@ class Updates:
         if described is None:
             if gradient.is_sparse:
                 raise UsageError(
-                    f"{type(self._arithmetic.optimizer).__name__} does not support sparse gradients, and {kept.name!r} has "
-                    "one; use SparseAdam or SGD, or an embedding without sparse=True"
+                    f"{type(self._arithmetic.optimizer).__name__} does not support sparse gradients, and {kept.name!r} "
+                    "has one; use SparseAdam or SGD, or an embedding without sparse=True"
                 )
             values = self._values(kept)
             self._engine.update(kept.name, gradient, step=step, grad_scale=scale, values=values, **kept.options)
@@ -181,7 +190,7 @@ class Updates:
 
         def function(chunk: Chunk) -> None:
             given = chunk.gradient
-            assert given is not None  # noqa: S101
+            assert given is not None
             chunk.values.copy_(given)
             if "master" in chunk.state:
                 chunk.state["master"].copy_(given)
