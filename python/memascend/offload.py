@@ -19,6 +19,7 @@ from memascend import kernels, memory
 from memascend.beginning import Beginning, InHand
 from memascend.bodiless import MetaBuffers, embody, require_plain
 from memascend.buffers import Buffers
+from memascend.checkpoint import Checkpoint, Continued
 from memascend.config import Options
 from memascend.errors import ConfigError, StorageError
 from memascend.gates import Frames, close_gates, gated, open_gates
@@ -160,7 +161,8 @@ class _Offloading:
         self.buffers = Buffers(model)
         self.meta_buffers = MetaBuffers(model)
         self.weights = None if options.weights is None else open_weights(options.weights)
-        self.beginning = self._beginning()
+        self.checkpoint: Checkpoint | None = None
+        self.beginning: Beginning | None = None
         # Where a temporary store went.
         self.folder: Path | None = None
         self.sizes: engines.Sizes
@@ -196,12 +198,13 @@ class _Offloading:
             if options.existing == "resume":
                 self._prepare(created=store.created)
             if store.created:
-                self._fill(engine, units, plan.queue_bytes)
-                stored = self.beginning.hyperparameters(self._options())
+                stored = self._fill(engine, units, plan.queue_bytes, undo)
             else:
                 self.buffers.restore(store)
                 stored = store.hyperparameters or {}
             self._take_options(stored.get("groups"), undo)
+            # Files stay mapped no longer.
+            self.beginning = self.weights = None
             region = memory.Region(memory.layout(plan.classes).reserved, pin=False, on_fork="wipe", owner="units")
             undo.callback(region.close)
             resources = Resources(store, engine, region)
@@ -263,12 +266,17 @@ class _Offloading:
 
     def _beginning(self) -> Beginning:
         trained = {name for name, owned in self.owned.items() if owned.group is not None}
+        if self.options.checkpoint is not None:
+            self.checkpoint = Checkpoint(self.options.checkpoint)
+            buffers = {name: self.buffers.tensor(name) for name in self.buffers.names}
+            return Continued(self.checkpoint, self.model, self.named, buffers, self.arithmetic, trained)
         saved = self.meta_buffers.saved
         return InHand(self.model, self.named, trained, self.arithmetic, self.weights, saved)
 
     def _prepare(self, *, created: bool) -> None:
         """Everything that can be found wrong before something is written."""
         if created:
+            self.beginning = self._beginning()
             self.beginning.check()
         initialised = created and self.weights is None and self.options.checkpoint is None
         self.meta_buffers.rebuild(self.weights, saved=initialised)
@@ -281,8 +289,12 @@ class _Offloading:
     def _options(self) -> list[dict[str, Any]]:
         return [options_of(group) for group in self.original.param_groups]
 
-    def _fill(self, engine: Engine, units: Sequence[Unit], queue_bytes: int) -> None:
+    def _fill(
+        self, engine: Engine, units: Sequence[Unit], queue_bytes: int, undo: contextlib.ExitStack
+    ) -> dict[str, Any]:
+        """Write and commit the first values; the hyperparameters that were committed."""
         beginning = self.beginning
+        assert beginning is not None
         waiting = 0
         with (
             Progress("writing the model to storage", self.sizes.slot_bytes) as progress,
@@ -300,10 +312,14 @@ class _Offloading:
                     nbytes = values.nbytes + sum(t.nbytes for t in self.arithmetic.describe(self.named[name]).values())
                 progress.add(nbytes)
             for name in self.buffers.names:
-                beginning.buffer(name, self.buffers.tensor(name))
+                target = self.buffers.target(name)
+                if not isinstance(beginning, InHand):
+                    undo.callback(target.copy_, target.clone())
+                beginning.buffer(name, target)
                 engine.fill(name, self.buffers.tensor(name), {})
             hyperparameters = beginning.hyperparameters(self._options())
             engine.commit(beginning.step, user_state=beginning.user_state, hyperparameters=hyperparameters)
+        return hyperparameters
 
     def _take_options(self, stored: list[dict[str, Any]] | None, undo: contextlib.ExitStack) -> None:
         """Let the groups have the options that are stored."""
@@ -393,6 +409,8 @@ class _Offloading:
             open_gates(self.model, gates, residency, frames)
             self.model.__dict__["_memascend"] = offloaded
 
+        if self.checkpoint is not None and store.created:
+            session.origin = {name: self.checkpoint.manifest[name] for name in ("store", "step")}
         surgery.attach(session, leave=leave, enter=enter)
         for home in residency.homes:
             for place in home.places:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from memascend.errors import ConfigError, CorruptionError, StorageError
+from memascend.tensorfile import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -87,12 +88,22 @@ class Files:
             ConfigError: there are no safetensors, or not all of them.
             CorruptionError: a file is damaged or cut short.
         """
+        self._open(path, _files(path))
+
+    @classmethod
+    def of(cls, files: list[Path]) -> Self:
+        """All tensors of these files."""
+        made = cls.__new__(cls)
+        made._open(files[0].parent, dict.fromkeys(files))  # noqa: SLF001
+        return made
+
+    def _open(self, path: Path, files: Mapping[Path, list[str] | None]) -> None:
         self.path = path
         # By the name in the files.
         self._where: dict[str, Any] = {}
         # The name in the files, by ours.
         self._of: dict[str, str] = {}
-        for file, keys in _files(path).items():
+        for file, keys in files.items():
             opened = _opened(file)
             held = set(opened.keys())
             lost = [key for key in keys or () if key not in held]
@@ -105,11 +116,6 @@ class Files:
         """The names in the files."""
         return list(self._where)
 
-    def metadata(self) -> dict[str, str]:
-        """The texts that stand beside the tensors of the first file."""
-        first = next(iter(self._where.values()), None)
-        return dict(first.metadata() or {}) if first is not None else {}
-
     def check(self, names: Names, wanted: Mapping[str, torch.Tensor]) -> None:
         """Match the files' names with the model's, both ways."""
         found = names.matched(self._where)
@@ -119,7 +125,7 @@ class Files:
         for name, like in wanted.items():
             for key in found.of.get(name, ()):
                 part = self._where[key].get_slice(key)
-                shape, dtype = list(part.get_shape()), _DTYPES.get(part.get_dtype())
+                shape, dtype = list(part.get_shape()), DTYPES.get(part.get_dtype())
                 if shape != list(like.shape) or dtype != like.dtype:
                     named = str(dtype or part.get_dtype()).removeprefix("torch.")
                     unfit.append(f"{key} is {named} of shape {shape}, not {_described(like)}")
@@ -156,19 +162,11 @@ class Files:
     def described(self, key: str) -> tuple[torch.dtype | None, tuple[int, ...]]:
         """Dtype and shape of a tensor by its name in the files."""
         part = self._where[key].get_slice(key)
-        return _DTYPES.get(part.get_dtype()), tuple(part.get_shape())
+        return DTYPES.get(part.get_dtype()), tuple(part.get_shape())
 
     def _same(self, keys: Iterable[str]) -> bool:
         first, *others = (self.at(key).reshape(-1).view(torch.uint8) for key in keys)
         return all(torch.equal(first, other) for other in others)
-
-
-_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-}  # fmt: skip
 
 
 def _files(path: Path) -> dict[Path, list[str] | None]:
