@@ -117,8 +117,8 @@ class MetaBuffers:
                 lost.append(name)
         if lost:
             raise ConfigError(
-                f"nobody knows the values of the buffers {', '.join(lost)}: they are on meta, no weights have them, and "
-                "no reset_parameters() or _init_weights() of the modules computes them; register them outside of "
+                f"nobody knows the values of the buffers {', '.join(lost)}: they are on meta, no weights have them, "
+                "and no reset_parameters() or _init_weights() of the modules computes them; register them outside of "
                 "torch.device('meta'), or give weights= a function that returns them"
             )
         self._require_no_others()
@@ -128,6 +128,6 @@ class MetaBuffers:
             for name, value in module.__dict__.items():
                 if isinstance(value, torch.Tensor) and value.is_meta:
                     raise ConfigError(
-                        f"{f'{prefix}.' if prefix else ''}{name} is a tensor on meta, and neither a parameter nor a "
-                        "buffer; make it on the CPU"
+                        f"{f'{prefix}.' if prefix else ''}{name} is a tensor on meta, and neither a parameter nor "
+                        "a buffer; make it on the CPU"
                     )

@@ -6,7 +6,6 @@ The format is in `docs/checkpoint-format.md`.
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from memascend.progress import Progress
 from memascend.weights import Files
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Collection, Generator, Mapping, Sequence
 
     from memascend.units import Unit
@@ -212,8 +212,8 @@ def _manifest(folder: Path) -> dict[str, Any]:
         raise CorruptionError(f"{path} is damaged: its checksum is not that of what it says", path=str(path))
     if manifest.get("format") != FORMAT or manifest.get("version") != VERSION:
         raise CorruptionError(
-            f"{path} is {manifest.get('format')!r} version {manifest.get('version')!r}; this memascend reads {FORMAT!r} "
-            f"version {VERSION}",
+            f"{path} is {manifest.get('format')!r} version {manifest.get('version')!r}; this memascend reads "
+            f"{FORMAT!r} version {VERSION}",
             path=str(path),
         )
     problem = _malformed(manifest)

@@ -113,7 +113,8 @@ class Options:
             raise ConfigError("a checkpoint has its own weights: give weights= or checkpoint=, not both")
         if self.weights is not None and not (isinstance(self.weights, (str, os.PathLike)) or callable(self.weights)):
             raise ConfigError(
-                f"weights is a safetensors file, a folder of them, or a function of (name, parameter), not {self.weights!r}"
+                "weights is a safetensors file, a folder of them, or a function of (name, parameter), not "
+                f"{self.weights!r}"
             )
         for name in ("storage", "scratch", "checkpoint"):
             value = getattr(self, name)

@@ -1,4 +1,4 @@
-"""First values by the model's own code: its modules' `reset_parameters()`, or `_init_weights(module)` as in transformers.
+"""First values by the model's own code: `reset_parameters()` of its modules, or transformers' `_init_weights(module)`.
 
 A few modules at a time are real while they are initialised, so that a parent can correct what its children made.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import os
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -181,8 +181,8 @@ class _Walk:
                 self._open[unit] = pairs
                 more = f" and {len(unknown) - _LISTED} more" if len(unknown) > _LISTED else ""
                 raise ConfigError(
-                    f"nothing initialises {', '.join(unknown[:_LISTED])}{more}: they are on meta, and their modules have "
-                    "no reset_parameters() and the model no _init_weights(module) that writes them; give weights="
+                    f"nothing initialises {', '.join(unknown[:_LISTED])}{more}: they are on meta, and their modules "
+                    "have no reset_parameters() and the model no _init_weights(module) that writes them; give weights="
                 )
             while pairs:
                 parameter, real = pairs.pop(0)
@@ -218,7 +218,9 @@ def _last(unit: Unit, sizes: Mapping[str, int], limit: int) -> str | None:
         return ""
     last = unit.module
     if last is None:
-        last = os.path.commonprefix([f"{name.rpartition('.')[0]}." for name in unit.parameters]).rpartition(".")[0]
+        owners = [name.split(".")[:-1] for name in unit.parameters]
+        alike = (len(set(parts)) == 1 for parts in zip(*owners, strict=False))
+        last = ".".join(owners[0][: sum(takewhile(bool, alike))])
         if sizes.get(last, limit + 1) > limit:
             return None
     while last and sizes.get(parent := last.rpartition(".")[0], limit + 1) <= limit:
@@ -228,7 +230,7 @@ def _last(unit: Unit, sizes: Mapping[str, int], limit: int) -> str | None:
 
 @contextlib.contextmanager
 def _spared(module: torch.nn.Module, ours: set[int]) -> Iterator[None]:
-    """Copies in place of the real tensors that a module owns and that are not `ours`, so that those stay as they are."""
+    """Copies in place of the real tensors that a module owns and that are not `ours`, which stay as they are."""
     spared: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     parameters: dict[str, Any] = module._parameters  # noqa: SLF001
     buffers: dict[str, Any] = module._buffers  # noqa: SLF001

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import weakref
 from typing import TYPE_CHECKING, Any, Self
 
@@ -12,6 +11,7 @@ import torch
 from memascend.errors import UsageError
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable
     from types import TracebackType
 

@@ -1,4 +1,4 @@
-"""Safetensors files written as a stream: the header first, then bytes in any order of tensors, and never a whole one."""
+"""Safetensors files written as a stream: the header first, then bytes, in any order of tensors."""
 
 from __future__ import annotations
 

@@ -199,14 +199,14 @@ def test_every_byte_counts(saved, tmp_path):
         places = [0, 9, header - 70, header, len(whole) - 1, *(dice.randrange(len(whole)) for _ in range(6))]
         for place in places:
             path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << dice.randrange(8)]) + whole[place + 1 :])
+            found = checkpoints.Checkpoint(folder)
             with pytest.raises(CorruptionError, match=path.name):
-                checkpoint = checkpoints.Checkpoint(folder)
-                checkpoint.verify()
+                found.verify()
         refused(folder, tmp_path, CorruptionError, path.name)
         path.write_bytes(whole)
     path = folder / "memascend" / "manifest.json"
     whole = path.read_bytes()
-    for place in [*range(0, 200), *(dice.randrange(len(whole)) for _ in range(100))]:
+    for place in [*range(200), *(dice.randrange(len(whole)) for _ in range(100))]:
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << dice.randrange(7)]) + whole[place + 1 :])
         with pytest.raises(CorruptionError, match=r"manifest.json"):
             checkpoints.Checkpoint(folder)

@@ -1,4 +1,4 @@
-"""Models that begin on meta: weights from files or functions, checked first; initialisation; what is rebuilt; refusals."""
+"""Models that begin on meta: weights, checked first; initialisation; what is rebuilt; refusals."""
 
 from __future__ import annotations
 
