@@ -116,8 +116,13 @@ class Session:
         self.meter = Meter(lambda: residency.lent_bytes, lambda: int(self.engine.counters()["queued"]))
         self.meter.keeps_all = gradients.mode == "ram"
         residency.on_used = self.meter.used
-        gradients.on_arrived = self.meter.arrived
+        gradients.on_arrived = self._arrived
         self._rescale()
+
+    def _arrived(self, name: str, nbytes: int, began: float) -> None:
+        self.meter.arrived(name, nbytes, began)
+        # Updates may have let go of units since the last one was used.
+        self.residency.look_ahead()
 
     # --- the loop --------------------------------------------------------------------
 
