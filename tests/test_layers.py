@@ -50,7 +50,7 @@ MODULES = {
     "memascend.buffers": {"engine"},
     "memascend.gradients": {"errors", "handles", "kept", "placeholder"},
     "memascend.updates": {"engine", "errors", "generic", "gradients", "placeholder", "solitary"},
-    "memascend.surgery": {"engine", "errors", "placeholder", "residency", "session"},
+    "memascend.surgery": {"engine", "errors", "gates", "placeholder", "residency", "session"},
     "memascend.session": {
         "buffers",
         "engine",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+import weakref
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -83,6 +84,7 @@ class Arrival:
     """The gradient of one parameter, from its arrival until it is dropped. What a handle stands on."""
 
     __slots__ = (
+        "__weakref__",
         "_owner",
         "arrived_in",
         "finite",
@@ -255,7 +257,8 @@ class Gradients:
             self.spill.spill(kept.name, gradient)
             kept.spilled = True
         kept.used = False
-        kept.handle = GradientHandle(kept, strides=kept.place.stride)
+        # torch's `grad` is an edge that Python's collector does not see: what stands in it must not lead back here.
+        kept.handle = GradientHandle(weakref.proxy(kept), strides=kept.place.stride)
         parameter.grad = kept.handle
 
     def added(self, kept: Arrival, gradient: torch.Tensor) -> None:

@@ -19,7 +19,7 @@ from memascend import kernels, memory
 from memascend.buffers import Buffers
 from memascend.config import Options
 from memascend.errors import ConfigError, StorageError
-from memascend.gates import Frames, close_gates, open_gates
+from memascend.gates import Frames, close_gates, gated, open_gates
 from memascend.gradients import Arrival, Gradients
 from memascend.optimizer import OffloadedOptimizer
 from memascend.placeholder import Place, dense_strides, laid_out
@@ -28,7 +28,7 @@ from memascend.progress import Progress
 from memascend.residency import Residency
 from memascend.scaling import LossScale
 from memascend.session import Resources, Session, options_of
-from memascend.surgery import Surgery
+from memascend.surgery import Surgery, is_materialized
 from memascend.units import find_units
 from memascend.updates import Arithmetic, Updates
 
@@ -335,8 +335,14 @@ class _Offloading:
             max_grad_norm=options.max_grad_norm,
             leave=leave,
         )
-        surgery.attach(session)
+        resources.temporary = not options.paths
         offloaded = OffloadedOptimizer(self.original, session)
+
+        def enter() -> None:
+            open_gates(self.model, gates, residency, frames)
+            self.model.__dict__["_memascend"] = offloaded
+
+        surgery.attach(session, leave=leave, enter=enter)
         for home in residency.homes:
             for place in home.places:
                 place.unbind()
@@ -344,8 +350,7 @@ class _Offloading:
                 if owned.group is not None:
                     gradients.watch(place, owned.group, known[place.name]["step"])
         self.original.state.clear()
-        open_gates(gates, residency, frames)
-        self.model.__dict__["_memascend"] = offloaded
+        enter()
         return offloaded
 
     def _gates(self, units: Sequence[Unit], homes: dict[str, Home]) -> list[tuple[torch.nn.Module, tuple[Home, ...]]]:
@@ -357,7 +362,7 @@ class _Offloading:
             needed = [whole[name]] if name in whole else []
             needed += [home_of[id(own)] for own in module._parameters.values() if own is not None]  # noqa: SLF001
             needed += [home_of[id(own)] for own in _listed(module)]
-            if needed:
+            if needed or module is self.model:
                 gates.append((module, tuple({id(home): home for home in needed}.values())))
         return gates
 
@@ -403,7 +408,7 @@ def _owned(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
         raise ConfigError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
-    if isinstance(optimizer, OffloadedOptimizer) or "_memascend" in model.__dict__:
+    if isinstance(optimizer, OffloadedOptimizer) or gated(model) or is_materialized(model):
         raise ConfigError("this model or optimizer is offloaded already; close() it first")
     wrappers = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
     if isinstance(model, wrappers) or type(model).__name__ in ("FullyShardedDataParallel", "FSDPModule"):
@@ -415,7 +420,7 @@ def _owned(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
         and torch.distributed.is_initialized()
         and torch.distributed.get_world_size() > 1
     ):
-        raise ConfigError("several processes are not supported yet: offload() works in one")
+        raise ConfigError("a world size above 1 is not supported yet: offload() works in one process")
     named = dict(model.named_parameters())
     if not named:
         raise ConfigError("the model has no parameters: there is nothing to offload")

@@ -117,6 +117,9 @@ class Residency:
         self.hooks = Hooks(self)
         self.order = Order()
         self.closed: str | None = None
+        # More threads than one have bound units: what one has bound is not bound for another.
+        self.several = False
+        self._thread: int | None = None
         # What makes copies of whole models.
         self.surgery: Copies | None = None
         self._at: dict[int, tuple[Home, int]] = {}
@@ -143,6 +146,11 @@ class Residency:
     def bind(self, home: Home) -> None:
         """Make a unit's parameters real. Every call is ended by `unbind`."""
         with self.lock:
+            thread = threading.get_ident()
+            if self._thread is None:
+                self._thread = thread
+            elif thread != self._thread:
+                self.several = True
             if home.bound == 0:
                 base = self.use(home)
                 if home.views is None:
@@ -154,7 +162,8 @@ class Residency:
     def unbind(self, home: Home) -> None:
         """End what `bind` began."""
         with self.lock:
-            home.bound -= 1
+            # close() may have ended it already.
+            home.bound = max(0, home.bound - 1)
             if home.bound > 0:
                 return
             for place in home.places:
@@ -317,6 +326,15 @@ class Residency:
             smallest=smallest,
         )
 
+    def require_idle(self, call: str) -> None:
+        """Refuse a call that may not come while units are in use, in whichever thread."""
+        with self.lock:
+            used = next((home.name for home in self.homes if home.bound), None)
+        if used is not None:
+            raise UsageError(
+                f"unit {used!r} is in use: call {call} outside of the model's forward and of materialized()"
+            )
+
     # --- the step's end --------------------------------------------------------
 
     def changed(self, names: Iterable[str]) -> None:
@@ -324,8 +342,6 @@ class Residency:
         with self.lock:
             for index in {self.home_of[name].index for name in names}:
                 home = self.homes[index]
-                if home.bound:
-                    raise UsageError(f"unit {home.name!r} is in use; call step() outside of the model's forward")
                 home.version += 1
                 self.evict(home)
 
