@@ -6,6 +6,7 @@ serves all modules, so that Dynamo compiles equal blocks once; what is done when
 
 from __future__ import annotations
 
+import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -21,17 +22,20 @@ if TYPE_CHECKING:
 __all__ = ["Frames", "Gate", "close_gates", "open_gates"]
 
 _KEY = "memascend"
+_CALL = torch.nn.Module._call_impl.__code__  # noqa: SLF001
 
 
 class Gate:
     """What a module's hooks know: the units to bind, and how often the module is being computed."""
 
-    __slots__ = ("frames", "homes", "open", "residency")
+    __slots__ = ("frames", "homes", "is_root", "open", "residency")
 
-    def __init__(self, homes: tuple[Home, ...], residency: Residency, frames: Frames) -> None:
+    def __init__(self, homes: tuple[Home, ...], residency: Residency, frames: Frames, *, is_root: bool) -> None:
         self.homes = homes
         self.residency = residency
         self.frames = frames
+        # The model's own: what an interrupt left open is found here.
+        self.is_root = is_root
         self.open = 0
 
 
@@ -54,6 +58,9 @@ class Frames:
         self._residency = residency
         self._entered = entered
         self._local = threading.local()
+        self._first_thread = 0
+        # More than one thread computes: what another has bound, it may take away at any time.
+        self.several = False
 
     @property
     def stack(self) -> list[_Frame]:
@@ -69,7 +76,13 @@ class Frames:
             raise UsageError(self._residency.closed)
         _refuse_wrappers()
         self._entered()
+        thread = threading.get_ident()
+        self._first_thread = self._first_thread or thread
+        self.several = self.several or thread != self._first_thread
         stack = self.stack
+        if stack and gate.is_root and _calls(module) <= 1:
+            # An interrupt skipped the hooks that end a forward.
+            self.unwind()
         if stack and stack[-1].module is module:
             stack[-1].again += 1
             return
@@ -78,11 +91,12 @@ class Frames:
             for home in gate.homes:
                 self._residency.bind(home)
                 frame.bound.append(home)
-            frame.pushed = self._residency.hooks.push()
+            frame.pushed = bool(gate.homes) and self._residency.hooks.push()
         except BaseException:
             self._leave(frame)
             raise
-        gate.open += 1
+        with self._residency.lock:
+            gate.open += 1
         stack.append(frame)
 
     def leave(self, module: torch.nn.Module, gate: Gate) -> None:
@@ -93,7 +107,8 @@ class Frames:
         if stack[-1].again:
             stack[-1].again -= 1
             return
-        gate.open -= 1
+        with self._residency.lock:
+            gate.open -= 1
         self._leave(stack.pop())
 
     def unwind(self) -> None:
@@ -103,7 +118,8 @@ class Frames:
             frame = stack.pop()
             gate = frame.module.__dict__.get("_memascend_gate")
             if gate is not None:
-                gate.open = 0
+                with self._residency.lock:
+                    gate.open -= 1
             self._leave(frame)
 
     def _leave(self, frame: _Frame) -> None:
@@ -115,11 +131,14 @@ class Frames:
 
 
 def open_gates(
-    modules: Iterable[tuple[torch.nn.Module, tuple[Home, ...]]], residency: Residency, frames: Frames
+    modules: Iterable[tuple[torch.nn.Module, tuple[Home, ...]]],
+    root: torch.nn.Module,
+    residency: Residency,
+    frames: Frames,
 ) -> None:
-    """Give modules their gates."""
+    """Give modules their gates; `root` is the model."""
     for module, homes in modules:
-        module.__dict__["_memascend_gate"] = Gate(homes, residency, frames)
+        module.__dict__["_memascend_gate"] = Gate(homes, residency, frames, is_root=module is root)
         module._forward_pre_hooks[_KEY] = _before  # type: ignore[index] # noqa: SLF001
         # Before others' hooks: a parametrization computes in its own.
         module._forward_pre_hooks.move_to_end(_KEY, last=False)  # type: ignore[arg-type] # noqa: SLF001
@@ -139,8 +158,8 @@ def close_gates(modules: Iterable[torch.nn.Module]) -> None:
 def _before(module: torch.nn.Module, args: Any) -> None:
     del args
     gate = module.__dict__["_memascend_gate"]
-    if gate.open > 0:
-        # The module calls itself.
+    if gate.open > 0 or gate.is_root or gate.frames.several:
+        # The module may call itself, or be computed by another thread too.
         _enter(module, gate)
         return
     for home in gate.homes:
@@ -164,6 +183,15 @@ def _enter(module: torch.nn.Module, gate: Gate) -> None:
 @torch._dynamo.disable  # noqa: SLF001
 def _leave(module: torch.nn.Module, gate: Gate) -> None:
     gate.frames.leave(module, gate)
+
+
+def _calls(module: torch.nn.Module) -> int:
+    """How often this thread is within a call of a module."""
+    count, frame = 0, sys._getframe()  # noqa: SLF001
+    while frame is not None:
+        count += frame.f_code is _CALL and frame.f_locals.get("self") is module
+        frame = frame.f_back  # type: ignore[assignment]
+    return count
 
 
 def _refuse_wrappers() -> None:
