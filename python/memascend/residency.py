@@ -90,7 +90,13 @@ class Residency:
     """Which units are in the arena. Everything here runs under one lock; compute does not."""
 
     def __init__(
-        self, arena: Arena, busy: Callable[[], bool], begin: Callable[[str, torch.Tensor], Fetch], *, lookahead: int, slots: dict[int, int]
+        self,
+        arena: Arena,
+        busy: Callable[[], bool],
+        begin: Callable[[str, torch.Tensor], Fetch],
+        *,
+        lookahead: int,
+        slots: dict[int, int],
     ) -> None:
         """Begin with nothing resident.
 
@@ -217,6 +223,8 @@ class Residency:
         home.fetch = home.pending = None
         if fetch is not None and base is not None:
             fetch.wait()
+            # Not before it was checked: after an error somebody's traceback may hold what it was read into.
+            home.weak = (StorageWeakRef(base.untyped_storage()), home.version)
             home.base = base
             self._at[base.data_ptr()] = (home, home.version)
 
@@ -227,7 +235,7 @@ class Residency:
             return False
         with torch.inference_mode(mode=False):
             base = lease.tensor((home.nbytes,), torch.uint8)
-        home.weak = (StorageWeakRef(base.untyped_storage()), home.version)
+        home.weak = None
         home.fetch = self._begin(home.name, base)
         home.pending = base
         self.counters["fetches"] += 1
@@ -313,13 +321,18 @@ class Residency:
 
     # --- the step's end --------------------------------------------------------
 
+    def require_unbound(self, names: Iterable[str]) -> None:
+        """Refuse where the model is being computed with one of these parameters."""
+        with self.lock:
+            for home in (self.home_of[name] for name in names):
+                if home.bound:
+                    raise UsageError(f"unit {home.name!r} is in use; call step() outside of the model's forward")
+
     def changed(self, names: Iterable[str]) -> None:
         """Parameters have new values on storage: what is resident of their units is old."""
         with self.lock:
             for index in {self.home_of[name].index for name in names}:
                 home = self.homes[index]
-                if home.bound:
-                    raise UsageError(f"unit {home.name!r} is in use; call step() outside of the model's forward")
                 home.version += 1
                 self.evict(home)
 
