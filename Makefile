@@ -61,7 +61,7 @@ $(VENV)/installed: $(VENV)/synced $(RUST_SOURCES) pyproject.toml
 # --- use ----------------------------------------------------------------------
 
 .PHONY: demo
-demo: setup ## Show what memascend does, on this machine, in a minute
+demo: setup ## Train in memory and offloaded, side by side, and compare every bit
 	$(BIN)/memascend demo
 
 .PHONY: wheel

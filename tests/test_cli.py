@@ -1,5 +1,6 @@
 """The command line: what it prints and how it ends."""
 
+import io
 import json
 import subprocess
 import sys
@@ -7,7 +8,10 @@ import sys
 import pytest
 
 from memascend.cli import main
+from memascend.cli.demo.screen import Screen
+from memascend.cli.demo.turns import Settings, Side
 from memascend.cli.show import bytes_shown, seconds_shown, table
+from memascend.errors import MemascendError
 
 
 def test_doctor_prints_one_screen(capsys):
@@ -31,9 +35,32 @@ def test_doctor_names_storage_that_will_fail(capsys, tmp_path):
     assert "does not exist" in capsys.readouterr().out
 
 
-def test_demo_runs(capsys):
-    assert main(["demo"]) == 0
-    assert "TimeoutExpired" in capsys.readouterr().out
+@pytest.mark.timeout(300)
+def test_demo_is_killed_and_differs_in_nothing(capsys, tmp_path):
+    small = ["--steps", "3", "--layers", "2", "--width", "64"]
+    assert main(["demo", *small, "--storage", str(tmp_path), "--picture", str(tmp_path / "demo.png")]) == 0
+    out = capsys.readouterr().out
+    assert "kill -9" in out
+    assert "resumed from" in out
+    assert "3 of 3 losses have the same bits" in out
+    # What it stored is gone, the picture is there.
+    assert [path.name for path in tmp_path.iterdir()] == ["demo.png"]
+
+
+def test_demo_says_where_bits_differ():
+    stream = io.StringIO()
+    side = {"loss": 1.0, "seconds": 1.0, "held": 1 << 20}
+    Screen(stream).row(1, side, side)
+    Screen(stream).row(2, side, {**side, "loss": 1.0000001})
+    first, second = stream.getvalue().splitlines()
+    assert ("yes" in first, "NO" in first, "NO" in second) == (True, False, True)
+
+
+@pytest.mark.timeout(300)
+def test_demo_hands_on_what_a_side_says():
+    settings = Settings(layers=1, width=64, rows=1, length=8, storage="/proc/none", picture=None)
+    with Side(settings) as side, pytest.raises(MemascendError, match="/proc/none"):
+        side.answer()
 
 
 @pytest.mark.parametrize(

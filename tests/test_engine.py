@@ -155,7 +155,7 @@ def test_what_is_there_is_refused_resumed_or_replaced(tmp_path):
     made(tmp_path).close()
     path = tmp_path / "memascend.store"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    with pytest.raises(StorageError, match="a store is there already"):
+    with pytest.raises(ConfigError, match="a store is there already"):
         made(tmp_path)
     with made(tmp_path, existing="resume") as store:
         assert not store._core.created

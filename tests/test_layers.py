@@ -27,7 +27,7 @@ RESERVED = {"pyo3": "memascend-py", "io-uring": "memascend-nvme"}
 
 # Each module and the modules of ours that it may import; a package stands for everything in it.
 MODULES = {
-    "memascend": {"engine", "errors", "kernels", "memory", "nvme"},
+    "memascend": {"engine", "errors", "kernels", "memory", "nvme", "offload", "optimizer", "plan", "report", "surgery"},
     "memascend.__main__": {"cli"},
     "memascend.errors": set(),
     "memascend.config": {"errors"},
@@ -49,8 +49,8 @@ MODULES = {
     "memascend.gates": {"errors", "residency"},
     "memascend.buffers": {"engine"},
     "memascend.gradients": {"errors", "handles", "kept", "placeholder"},
-    "memascend.updates": {"engine", "errors", "gradients", "placeholder"},
-    "memascend.surgery": {"engine", "errors", "placeholder", "residency", "session"},
+    "memascend.updates": {"engine", "errors", "generic", "gradients", "placeholder", "solitary"},
+    "memascend.surgery": {"engine", "errors", "gates", "placeholder", "residency", "session"},
     "memascend.session": {
         "buffers",
         "engine",
@@ -94,9 +94,9 @@ MODULES = {
     "memascend.solitary": set(),
     "memascend.streamable": {"errors", "solitary"},
     "memascend.probing": {"errors", "solitary", "streamable"},
-    "memascend.generic": {"errors", "probing", "solitary", "streamable"},
+    "memascend.generic": {"chunk", "errors", "probing", "solitary", "streamable"},
     "memascend.kernels": {"errors", "_core"},
-    "memascend.cli": {"engine", "errors", "memory", "nvme", "plan", "kernels", "shown"},
+    "memascend.cli": {"engine", "errors", "memory", "nvme", "plan", "kernels", "shown", "offload", "optimizer"},
 }
 # The only modules that may import the extension.
 FACES = {"memascend.memory", "memascend.nvme", "memascend.compact", "memascend.engine", "memascend.kernels"}

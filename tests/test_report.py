@@ -22,9 +22,9 @@ def model_of(blocks=4):
     return nn.Sequential(nn.Linear(16, WIDTH), *[nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(blocks)])
 
 
-def trained(tmp_path, steps=3, **options):
+def trained(tmp_path, steps=3, kind=torch.optim.AdamW, **options):
     model = model_of()
-    model, optimizer = offload(model, torch.optim.AdamW(model.parameters()), storage=tmp_path, **options)
+    model, optimizer = offload(model, kind(model.parameters()), storage=tmp_path, **options)
     for step in range(steps):
         model(torch.full((2, 16), float(step))).square().mean().backward()
         optimizer.step()
@@ -32,13 +32,23 @@ def trained(tmp_path, steps=3, **options):
     return model, optimizer
 
 
-@pytest.mark.parametrize("gradients", ["fused", "ram"])
-def test_what_is_held_is_in_the_budget(tmp_path, gradients):
-    _, optimizer = trained(tmp_path, gradients=gradients)
+@pytest.mark.parametrize(
+    ("kind", "gradients"),
+    [
+        (torch.optim.AdamW, "fused"),
+        (torch.optim.AdamW, "ssd"),
+        (torch.optim.AdamW, "ram"),
+        (torch.optim.SGD, "auto"),
+        (torch.optim.Adafactor, "auto"),
+    ],
+)
+def test_what_is_held_is_in_the_budget(tmp_path, kind, gradients):
+    _, optimizer = trained(tmp_path, kind=kind, gradients=gradients)
     with optimizer:
         host = optimizer.report().to_dict()["host"]
         assert set(host) == {"total", "peak", "budget", "owners"}
-        assert set(host["owners"]) == {"units", "update staging", "catalog", "index", "gradients"}
+        names = {"units", "update staging", "catalog", "index", "gradients"}
+        assert set(host["owners"]) == (names if optimizer.plan.whole_bytes == 0 else names | {"whole parameters"})
         assert host["total"] == sum(owner["bytes"] for owner in host["owners"].values())
         assert host["total"] <= host["peak"] <= host["budget"] == optimizer.plan.budget
         planned = optimizer.plan.host
@@ -73,6 +83,16 @@ def test_bytes_are_those_of_the_updates(tmp_path):
         assert all(nbytes >= 0 for kinds in (report["read"], report["written"]) for nbytes in kinds.values())
         assert 0 < report["seconds"]["step()"] < report["seconds"]["wall"]
         json.dumps(report)
+
+
+def test_training_in_memory_has_whole_masters(tmp_path):
+    model = model_of().bfloat16()
+    count = sum(parameter.numel() for parameter in model.parameters())
+    model, optimizer = offload(model, torch.optim.AdamW(model.parameters()), storage=tmp_path)
+    with optimizer:
+        held = optimizer.report().in_memory
+        # Values and gradients of 16 bits; master and two moments of 32.
+        assert (held.values, held.gradients, held.state) == (2 * count, 2 * count, 12 * count)
 
 
 def test_a_resumed_run_counts_its_own_steps(tmp_path):

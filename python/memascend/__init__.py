@@ -6,6 +6,8 @@ The names below are loaded when they are first used, so that importing memascend
 from __future__ import annotations
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from memascend.offload import offload
     from memascend.optimizer import OffloadedOptimizer
     from memascend.plan import Plan
+    from memascend.report import Report
     from memascend.surgery import materialized
 
 __all__ = [
@@ -33,6 +36,7 @@ __all__ = [
     "MemoryLimitError",
     "OffloadedOptimizer",
     "Plan",
+    "Report",
     "StorageError",
     "TimeoutExpired",
     "UsageError",
@@ -49,6 +53,7 @@ _MODULES = ("engine", "kernels", "memory", "nvme")
 _OWNERS = {
     "OffloadedOptimizer": "optimizer",
     "Plan": "plan",
+    "Report": "report",
     "materialized": "surgery",
     "offload": "offload",
 }
@@ -74,3 +79,14 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+class _Package(ModuleType):
+    """Keeps its functions where a module has the same name: importing memascend.offload must not hide the function."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _OWNERS and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

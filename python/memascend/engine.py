@@ -208,8 +208,8 @@ class Store:
                 its entries may be on the meta device. Until its first commit nobody can open it.
 
         Raises:
-            ConfigError: an argument is wrong, or the store that is there does not fit.
-            StorageError: a device is full, foreign, in use, or holds a store; nothing was changed.
+            ConfigError: an argument is wrong, or a store is there that does not fit or that `existing` refuses.
+            StorageError: a device is full, foreign or in use; nothing was changed.
             CorruptionError: the store that is there is damaged; the message says where.
         """
         units, described = _description(entries)

@@ -16,34 +16,49 @@ from memascend.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from types import FrameType
 
     from memascend.residency import Home, Residency
 
-__all__ = ["Frames", "Gate", "close_gates", "open_gates"]
+__all__ = ["COPIED", "Frames", "Gate", "close_gates", "gated", "open_gates"]
 
 _KEY = "memascend"
-_CALL = torch.nn.Module._call_impl.__code__  # noqa: SLF001
+_GATE = "_memascend_gate"
+# What TorchScript calls first.
+_SCRIPT = "__prepare_scriptable__"
 
 
 class Gate:
     """What a module's hooks know: the units to bind, and how often the module is being computed."""
 
-    __slots__ = ("frames", "homes", "is_root", "open", "residency")
+    __slots__ = ("frames", "homes", "open", "owned", "residency", "root")
 
-    def __init__(self, homes: tuple[Home, ...], residency: Residency, frames: Frames, *, is_root: bool) -> None:
+    def __init__(
+        self, homes: tuple[Home, ...], owned: tuple[_Owned, ...], residency: Residency, frames: Frames, *, root: bool
+    ) -> None:
         self.homes = homes
+        # The parameters that are bound, and where their modules keep them.
+        self.owned = owned
         self.residency = residency
         self.frames = frames
-        # The model's own: what an interrupt left open is found here.
-        self.is_root = is_root
+        self.root = root
         self.open = 0
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError(COPIED)
+
+
+# A module's own table of parameters, the name there, and the parameter.
+_Owned = tuple[dict[str, Any], str, torch.nn.Parameter]
 
 
 class _Frame:
-    __slots__ = ("again", "bound", "module", "pushed")
+    __slots__ = ("again", "bound", "caller", "module", "pushed")
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
+        # Of the outermost frame: the Python frame that computes it. It is on the stack for as long as it does.
+        self.caller: FrameType | None = None
         self.bound: list[Home] = []
         self.pushed = False
         # Calls of the module from inside itself.
@@ -58,15 +73,16 @@ class Frames:
         self._residency = residency
         self._entered = entered
         self._local = threading.local()
-        self._first_thread = 0
-        # More than one thread computes: what another has bound, it may take away at any time.
-        self.several = False
+        # Those of all threads; an interrupted one may end without having left its modules.
+        self._stacks: list[tuple[threading.Thread, list[_Frame]]] = []
 
     @property
     def stack(self) -> list[_Frame]:
         """This thread's."""
         if not hasattr(self._local, "stack"):
             self._local.stack = []
+            self._stacks = [(thread, stack) for thread, stack in self._stacks if stack or thread.is_alive()]
+            self._stacks.append((threading.current_thread(), self._local.stack))
         stack: list[_Frame] = self._local.stack
         return stack
 
@@ -75,18 +91,19 @@ class Frames:
         if self._residency.closed:
             raise UsageError(self._residency.closed)
         _refuse_wrappers()
-        self._entered()
-        thread = threading.get_ident()
-        self._first_thread = self._first_thread or thread
-        self.several = self.several or thread != self._first_thread
+        for table, name, parameter in gate.owned:
+            if table.get(name) is not parameter:
+                raise _replaced(name)
         stack = self.stack
-        if stack and gate.is_root and _calls(module) <= 1:
-            # An interrupt skipped the hooks that end a forward.
+        if gate.root:
             self.unwind()
+        self._entered()
         if stack and stack[-1].module is module:
             stack[-1].again += 1
             return
         frame = _Frame(module)
+        if not stack:
+            frame.caller = _caller()
         try:
             for home in gate.homes:
                 self._residency.bind(home)
@@ -95,8 +112,7 @@ class Frames:
         except BaseException:
             self._leave(frame)
             raise
-        with self._residency.lock:
-            gate.open += 1
+        gate.open += 1
         stack.append(frame)
 
     def leave(self, module: torch.nn.Module, gate: Gate) -> None:
@@ -107,19 +123,32 @@ class Frames:
         if stack[-1].again:
             stack[-1].again -= 1
             return
-        with self._residency.lock:
-            gate.open -= 1
+        gate.open -= 1
         self._leave(stack.pop())
 
-    def unwind(self) -> None:
-        """End everything: what an interrupt left open, seen from outside of the model."""
+    @property
+    def inside(self) -> bool:
+        """Whether this thread computes a module now."""
         stack = self.stack
+        return bool(stack) and _is_running(stack[0].caller)
+
+    def unwind(self, *, all_of_it: bool = False) -> None:
+        """End what an interrupt left open; `all_of_it`: also what is being computed."""
+        if all_of_it or not self.inside:
+            self._end(self.stack)
+        for thread, stack in self._stacks:
+            if stack and not thread.is_alive():
+                for frame in stack:
+                    # Its hooks ended with it.
+                    frame.pushed = False
+                self._end(stack)
+
+    def _end(self, stack: list[_Frame]) -> None:
         while stack:
             frame = stack.pop()
-            gate = frame.module.__dict__.get("_memascend_gate")
+            gate = frame.module.__dict__.get(_GATE)
             if gate is not None:
-                with self._residency.lock:
-                    gate.open -= 1
+                gate.open -= 1
             self._leave(frame)
 
     def _leave(self, frame: _Frame) -> None:
@@ -131,17 +160,20 @@ class Frames:
 
 
 def open_gates(
+    model: torch.nn.Module,
     modules: Iterable[tuple[torch.nn.Module, tuple[Home, ...]]],
-    root: torch.nn.Module,
     residency: Residency,
     frames: Frames,
 ) -> None:
-    """Give modules their gates; `root` is the model."""
+    """Give modules their gates; `model` itself has one, too."""
+    owners = _owners(model)
     for module, homes in modules:
-        module.__dict__["_memascend_gate"] = Gate(homes, residency, frames, is_root=module is root)
+        owned = tuple(one for home in homes for place in home.places for one in owners[id(place.parameter)])
+        module.__dict__[_GATE] = Gate(homes, owned, residency, frames, root=module is model)
+        module.__dict__[_SCRIPT] = _refuse_script
         module._forward_pre_hooks[_KEY] = _before  # type: ignore[index] # noqa: SLF001
         # Before others' hooks: a parametrization computes in its own.
-        module._forward_pre_hooks.move_to_end(_KEY, last=False)  # type: ignore[arg-type] # noqa: SLF001
+        module._forward_pre_hooks.move_to_end(_KEY, last=False)  # type: ignore[attr-defined] # noqa: SLF001
         module._forward_hooks[_KEY] = _after  # type: ignore[index] # noqa: SLF001
         module._forward_hooks_always_called[_KEY] = True  # type: ignore[index] # noqa: SLF001
 
@@ -149,17 +181,33 @@ def open_gates(
 def close_gates(modules: Iterable[torch.nn.Module]) -> None:
     """Take the gates away."""
     for module in modules:
-        module.__dict__.pop("_memascend_gate", None)
+        module.__dict__.pop(_GATE, None)
+        module.__dict__.pop(_SCRIPT, None)
         module._forward_pre_hooks.pop(_KEY, None)  # type: ignore[call-overload] # noqa: SLF001
         module._forward_hooks.pop(_KEY, None)  # type: ignore[call-overload] # noqa: SLF001
         module._forward_hooks_always_called.pop(_KEY, None)  # type: ignore[call-overload] # noqa: SLF001
 
 
+def gated(model: torch.nn.Module) -> bool:
+    """Whether a module, or one in it, is offloaded."""
+    return any(_GATE in module.__dict__ for module in model.modules())
+
+
+def _owners(model: torch.nn.Module) -> dict[int, list[_Owned]]:
+    owners: dict[int, list[_Owned]] = {}
+    for module in model.modules():
+        table: dict[str, Any] = module._parameters  # noqa: SLF001
+        for name, parameter in table.items():
+            if parameter is not None:
+                owners.setdefault(id(parameter), []).append((table, name, parameter))
+    return owners
+
+
 def _before(module: torch.nn.Module, args: Any) -> None:
     del args
-    gate = module.__dict__["_memascend_gate"]
-    if gate.open > 0 or gate.is_root or gate.frames.several:
-        # The module may call itself, or be computed by another thread too.
+    gate = module.__dict__[_GATE]
+    if gate.open > 0 or gate.root or gate.residency.several:
+        # The module calls itself, or another thread may have bound what is bound.
         _enter(module, gate)
         return
     for home in gate.homes:
@@ -170,28 +218,19 @@ def _before(module: torch.nn.Module, args: Any) -> None:
 
 def _after(module: torch.nn.Module, args: Any, result: Any) -> None:
     del args, result
-    gate = module.__dict__["_memascend_gate"]
-    if gate.open > 0:
+    gate = module.__dict__.get(_GATE)
+    if gate is not None and gate.open > 0:
         _leave(module, gate)
 
 
-@torch._dynamo.disable  # noqa: SLF001
+@torch._dynamo.disable  # type: ignore[untyped-decorator] # noqa: SLF001
 def _enter(module: torch.nn.Module, gate: Gate) -> None:
     gate.frames.enter(module, gate)
 
 
-@torch._dynamo.disable  # noqa: SLF001
+@torch._dynamo.disable  # type: ignore[untyped-decorator] # noqa: SLF001
 def _leave(module: torch.nn.Module, gate: Gate) -> None:
     gate.frames.leave(module, gate)
-
-
-def _calls(module: torch.nn.Module) -> int:
-    """How often this thread is within a call of a module."""
-    count, frame = 0, sys._getframe()  # noqa: SLF001
-    while frame is not None:
-        count += frame.f_code is _CALL and frame.f_locals.get("self") is module
-        frame = frame.f_back  # type: ignore[assignment]
-    return count
 
 
 def _refuse_wrappers() -> None:
@@ -199,5 +238,56 @@ def _refuse_wrappers() -> None:
         raise UsageError("torch.jit.trace would record placeholders; trace the model before offload()")
     if torch._C._functorch.peek_interpreter_stack() is not None:  # noqa: SLF001
         raise UsageError("torch.func transforms do not work on an offloaded model; use autograd's own functions")
-    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # noqa: SLF001
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined] # noqa: SLF001
         raise UsageError("saved-tensor hooks are disabled here, and an offloaded model needs them")
+
+
+COPIED = (
+    "an offloaded model cannot be copied or pickled: its values are on storage; do it within "
+    "memascend.materialized(model), or save model.state_dict()"
+)
+
+
+def _refuse_script() -> Any:
+    raise UsageError("torch.jit.script would record placeholders; script the model before offload()")
+
+
+def _replaced(name: str) -> UsageError:
+    return UsageError(
+        f"parameter {name!r} of a module is not the one that was offloaded (torch.func.functional_call puts others "
+        "there for a call); change values within memascend.materialized(model, modify=True), and parameters before "
+        "offload()"
+    )
+
+
+def _refuse_wrapped(wrapper: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
+    """Refuse wrappers for several devices when they are made: they may call what is in them from anywhere."""
+    del name
+    if module is None or _GATE not in module.__dict__:
+        return
+    kinds = [kind.__name__ for kind in type(wrapper).__mro__]
+    for kind in ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"):
+        if kind in kinds:
+            raise UsageError(
+                f"{kind} does not work with an offloaded model: offload() works in one process, on one device"
+            )
+
+
+torch.nn.modules.module.register_module_module_registration_hook(_refuse_wrapped)
+
+
+def _caller() -> FrameType | None:
+    """The Python frame that called the module."""
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001
+    while frame is not None and (frame.f_code.co_filename == __file__ or "torch/_dynamo" in frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+def _is_running(caller: FrameType | None) -> bool:
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001
+    while frame is not None:
+        if frame is caller:
+            return True
+        frame = frame.f_back
+    return False

@@ -10,10 +10,11 @@ For each parameter::
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memascend.chunk import Chunk
 from memascend.errors import ConfigError, UsageError
 from memascend.probing import Kept, describe, in_order
 from memascend.solitary import attributes_of, group_options, named, stand_in, stepped
@@ -33,29 +34,6 @@ __all__ = [
     "rust_options",
     "update",
 ]
-
-
-class Chunk(Protocol):
-    """A part of a parameter, or all of it, in memory: what is written into its tensors is stored.
-
-    Nothing of it is held after the call. A parameter without elements has one chunk, without elements.
-
-    Attributes:
-        values: the values.
-        gradient: the gradient of these values, or None.
-        state: the state tensors by name: those of the parameter's shape hold the same part; any other is whole, and the
-            same tensor in every part.
-        start: the number of its first element.
-        count: how many elements it has.
-        last: whether no part follows.
-    """
-
-    values: torch.Tensor
-    gradient: torch.Tensor | None
-    state: Mapping[str, torch.Tensor]
-    start: int
-    count: int
-    last: bool
 
 
 def rust_options(

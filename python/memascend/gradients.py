@@ -74,11 +74,18 @@ class Rule(Protocol):
     def update_spilled(self, kept: Arrival, factors: Sequence[float], scale: float) -> None:
         """Begin the update by the gradient that was spilled."""
 
+    def rewrite(self, name: str, values: torch.Tensor, step: int) -> None:
+        """Stage other values, and a master that equals them."""
+
+    def state(self, kept: Arrival) -> dict[str, torch.Tensor]:
+        """A copy of the state, by torch's names, and the master."""
+
 
 class Arrival:
     """The gradient of one parameter, from its arrival until it is dropped. What a handle stands on."""
 
     __slots__ = (
+        "__weakref__",
         "_owner",
         "arrived_in",
         "finite",
@@ -265,7 +272,8 @@ class Gradients:
             self.spill.spill(kept.name, gradient)
             kept.spilled = True
         kept.used = False
-        kept.handle = GradientHandle(kept, strides=kept.place.stride)
+        # torch's `grad` is an edge that Python's collector does not see: what stands in it must not lead back here.
+        kept.handle = GradientHandle(weakref.proxy(kept), strides=kept.place.stride)
         parameter.grad = kept.handle
 
     def added(self, kept: Arrival, gradient: torch.Tensor) -> None:
@@ -301,8 +309,8 @@ class Gradients:
         declared = self._accumulation_steps
         if self.mode == "fused" and 1 < declared <= self.backwards:
             raise UsageError(
-                f"backward {self.backwards + 1} of a step of {declared}, for {kept.name!r}: accumulation_steps= says how many "
-                'make a step; pass another number, or gradients="ssd", which takes any'
+                f"backward {self.backwards + 1} of a step of {declared}, for {kept.name!r}: accumulation_steps= says "
+                'how many make a step; pass another number, or gradients="ssd", which takes any'
             )
 
     def _is_last_backward(self) -> bool:
@@ -355,7 +363,7 @@ class Gradients:
             self._task = task
             self._thread = threading.get_ident()
             self._delivered = False
-            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)  # type: ignore[attr-defined] # noqa: SLF001
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)  # noqa: SLF001
         return task != self._task
 
     def _backward_ended(self) -> None:
@@ -433,8 +441,8 @@ class Gradients:
                 now = self.rule.options(kept)
                 if now != kept.options:
                     raise UsageError(
-                        f"options of {kept.name!r} changed between backward and step(), from {kept.options} to {now}: its "
-                        'update ran already; change them after step(), or pass gradients="ssd"'
+                        f"options of {kept.name!r} changed between backward and step(), from {kept.options} to {now}: "
+                        'its update ran already; change them after step(), or pass gradients="ssd"'
                     )
                 continue
             if gradient is not kept.handle:
@@ -543,17 +551,17 @@ class Gradients:
         for kept, gradient in gradients:
             if gradient is None:
                 continue
-            if not kept.spilled and self._is_kept(kept, gradient):
+            in_memory = not self._is_kept(kept, gradient)
+            if not in_memory and not kept.spilled:
                 raise UsageError(
                     'zero_grad(set_to_none=False) would leave zeros where an update ran already: pass gradients="ssd"'
                 )
             if kept.staged:
                 self.spill.discard(kept.name)
                 kept.staged = False
-            if self._is_kept(kept, gradient):
-                gradient.zero_()
-            else:
-                gradient.detach_().zero_()
+            if in_memory:
+                gradient.detach_()
+            gradient.zero_()
             # A step would apply the zeros: moments decay, weights too.
             self.fresh = True
         self.backwards = 0

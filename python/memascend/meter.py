@@ -73,6 +73,9 @@ class Meter:
 
     def used(self) -> None:
         """A unit was used."""
+        if not self._samples:
+            # The step begins with its first use, and not when the one before it ended.
+            self._began = time.perf_counter()
         self._events += 1
         if self._events % self._every == 0:
             self._take()
@@ -124,7 +127,6 @@ class Meter:
         self._began = time.perf_counter()
         self._events = 0
         self._every = 1
-        self._take()
 
     def _take(self) -> None:
         if len(self._samples) >= _SAMPLES_MAX:

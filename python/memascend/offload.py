@@ -19,7 +19,7 @@ from memascend import kernels, memory
 from memascend.buffers import Buffers
 from memascend.config import Options
 from memascend.errors import ConfigError, StorageError
-from memascend.gates import Frames, close_gates, open_gates
+from memascend.gates import Frames, close_gates, gated, open_gates
 from memascend.gradients import Arrival, Gradients
 from memascend.optimizer import OffloadedOptimizer
 from memascend.placeholder import Place, dense_strides, laid_out
@@ -28,7 +28,7 @@ from memascend.progress import Progress
 from memascend.residency import Residency
 from memascend.scaling import LossScale
 from memascend.session import Resources, Session, options_of
-from memascend.surgery import Surgery
+from memascend.surgery import Surgery, is_materialized
 from memascend.units import find_units
 from memascend.updates import Arithmetic, Updates
 
@@ -76,13 +76,14 @@ def offload(
         model: any module on the CPU; the same object comes back.
         optimizer: a torch.optim optimizer that owns every trainable parameter of the model. State that it has already
             moves into the store.
-        storage: a folder, file or raw block device, or several of them, over which it is striped; None: a temporary file
-            that is gone with the process.
+        storage: a folder, file or raw block device, or several of them, over which it is striped; None: a temporary
+            file that is gone with the process.
         existing: what to do where a store is already: "refuse", "resume" its last committed step, or "replace" it.
         host_memory: a hard budget for what is held in memory, in bytes or as "8GiB"; None: the smallest that keeps disk
             and compute busy.
         device: where the model computes. Only the CPU so far.
-        gradients: "fused": updated as they appear; "ssd" or "ram": kept until `step()`; "auto": learnt in the first step.
+        gradients: "fused": updated as they appear; "ssd" or "ram": kept until `step()`; "auto": learnt in the first
+            step.
         max_grad_norm: clip the global norm in `step()`.
         accumulation_steps: backwards that make one step; "ssd" and "ram" take any number undeclared.
         loss_scale: "dynamic" or a number, for `optimizer.backward()`; None: dynamic for fp16 models, off otherwise.
@@ -90,7 +91,8 @@ def offload(
         units: names of modules that travel as one; None: found from the model.
         weights: not there yet.
         checkpoint: not there yet.
-        scratch: a folder for copies of the weights that `state_dict()` and `materialized()` make; None: beside the store.
+        scratch: a folder for copies of the weights that `state_dict()` and `materialized()` make; None: beside the
+            store.
         device_memory: not there yet.
         activations: only "device" so far.
         durability: "step": every step survives a loss of power; "close": the death of the process; "none": nothing is
@@ -216,27 +218,30 @@ class _Offloading:
 
     def _store(self, paths: list[str], entries: list[Entry], undo: contextlib.ExitStack) -> Store:
         options = self.options
-        create = {
-            "optimizer": type(self.original).__name__,
-            "existing": options.existing,
-            "durability": options.durability,
-            "fill": False,
-        }
+        kind = type(self.original).__name__
+
+        def create(where: str | list[str]) -> Store:
+            # A temporary store is gone with the machine's power anyway.
+            durability = options.durability if paths else "close"
+            return engines.Store.create(
+                where, entries, optimizer=kind, existing=options.existing, durability=durability, fill=False
+            )
+
         if paths:
             before = [path for path in paths if _file_of(path).exists()]
-            store = engines.Store.create(paths, entries, **create)
+            store = create(paths)
             if store.created and not before:
                 # A call that fails leaves nothing behind.
                 undo.callback(_remove, [_file_of(path) for path in paths])
             return store
-        create["durability"] = "close"
-        store, self.folder = _temporary(lambda path: engines.Store.create(path, entries, **create))
+        store, self.folder = _temporary(create)
         return store
 
     def _fill(self, engine: Engine) -> None:
         with Progress("writing the model to storage", self.sizes.slot_bytes) as progress:
             for owned in self.owned.values():
-                state, step = {}, 0
+                state: dict[str, torch.Tensor] = {}
+                step = 0
                 nbytes = owned.parameter.nbytes
                 if owned.group is not None:
                     state, step = self.arithmetic.initial(owned.parameter)
@@ -330,8 +335,14 @@ class _Offloading:
             max_grad_norm=options.max_grad_norm,
             leave=leave,
         )
-        surgery.attach(session)
+        resources.temporary = not options.paths
         offloaded = OffloadedOptimizer(self.original, session)
+
+        def enter() -> None:
+            open_gates(self.model, gates, residency, frames)
+            self.model.__dict__["_memascend"] = offloaded
+
+        surgery.attach(session, leave=leave, enter=enter)
         for home in residency.homes:
             for place in home.places:
                 place.unbind()
@@ -339,8 +350,7 @@ class _Offloading:
                 if owned.group is not None:
                     gradients.watch(place, owned.group, known[place.name]["step"])
         self.original.state.clear()
-        open_gates(gates, self.model, residency, frames)
-        self.model.__dict__["_memascend"] = offloaded
+        enter()
         return offloaded
 
     def _gates(self, units: Sequence[Unit], homes: dict[str, Home]) -> list[tuple[torch.nn.Module, tuple[Home, ...]]]:
@@ -398,7 +408,7 @@ def _owned(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
         raise ConfigError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
-    if isinstance(optimizer, OffloadedOptimizer) or "_memascend" in model.__dict__:
+    if isinstance(optimizer, OffloadedOptimizer) or gated(model) or is_materialized(model):
         raise ConfigError("this model or optimizer is offloaded already; close() it first")
     wrappers = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
     if isinstance(model, wrappers) or type(model).__name__ in ("FullyShardedDataParallel", "FSDPModule"):
@@ -410,7 +420,7 @@ def _owned(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
         and torch.distributed.is_initialized()
         and torch.distributed.get_world_size() > 1
     ):
-        raise ConfigError("several processes are not supported yet: offload() works in one")
+        raise ConfigError("a world size above 1 is not supported yet: offload() works in one process")
     named = dict(model.named_parameters())
     if not named:
         raise ConfigError("the model has no parameters: there is nothing to offload")
@@ -427,8 +437,8 @@ def _owned(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
     orphans = [name for name, parameter in named.items() if parameter.requires_grad and id(parameter) not in groups]
     if orphans:
         raise ConfigError(
-            f"the optimizer does not own {len(orphans)} trainable parameters ({', '.join(orphans[:3])}...): freeze them with "
-            "requires_grad_(False), or give them to it"
+            f"the optimizer does not own {len(orphans)} trainable parameters ({', '.join(orphans[:3])}...): freeze "
+            "them with requires_grad_(False), or give them to it"
         )
     if not groups:
         raise ConfigError("the optimizer owns no parameters of this model")
@@ -437,7 +447,7 @@ def _owned(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
             raise ConfigError(f"{name} is on meta; materialize the model before offload()")
         if parameter.device.type != "cpu":
             raise ConfigError(f"{name} is on {parameter.device}; offload() takes models on the CPU")
-        if isinstance(parameter, torch.nn.parameter.UninitializedTensorMixin):
+        if torch.nn.parameter.is_lazy(parameter):
             raise ConfigError(f"{name} is not initialised yet: run the model once before offload()")
     _refuse_shared(model)
     return {name: _Owned(name, parameter, groups.get(id(parameter))) for name, parameter in named.items()}

@@ -36,12 +36,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.param_groups = original.param_groups
         self._original = original
         self._session = session
-        self._finalizer = weakref.finalize(self, session.close)
+        # It must not know the model, nor this: they would live for as long as the interpreter.
+        self._finalizer = weakref.finalize(self, session.resources.close)
 
     # --- the loop --------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Commit what backward staged: all of it becomes visible and durable at once.
 
         Args:
@@ -133,7 +134,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             groups.append(options)
         return {"state": {}, "param_groups": groups, "memascend": self._session.identity()}
 
-    @torch._disable_dynamo  # type: ignore[untyped-decorator] # noqa: SLF001
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the groups' options; the state stays what the store holds.
 
@@ -153,14 +153,15 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             raise UsageError("parameters cannot be added to an offloaded optimizer; add the group before offload()")
         super().add_param_group(param_group)
 
-    def __getstate__(self) -> dict[str, Any]:
-        raise UsageError("an offloaded optimizer cannot be pickled or copied; use save()")
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError("an offloaded optimizer cannot be pickled or copied: its state is on storage; use save()")
 
     # --- the end ---------------------------------------------------------------------------
 
     def close(self) -> None:
         """Keep what `step()` committed, drop what it did not, free everything. Twice is fine."""
-        self._finalizer()
+        self._session.close()
+        self._finalizer.detach()
 
     def __enter__(self) -> Self:
         return self

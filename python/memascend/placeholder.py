@@ -66,23 +66,34 @@ class Place:
         self.away = _away_class(self.kind)
         with torch.inference_mode(mode=False):
             nan = torch.full((), math.nan if self.dtype.is_floating_point else 0, dtype=self.dtype)
+            # What asks torch's core for the memory (DLPack, a custom kernel) gets an error, and no NaN.
+            torch._C._set_throw_on_mutable_data_ptr(nan)  # noqa: SLF001
             self.nan = nan.expand(self.shape)
         self.bound_version: int | None = None
 
     def unbind(self) -> None:
         """Take the values away."""
         parameter = self.parameter
-        _set_data(parameter, self.nan)
         parameter._memascend = self  # type: ignore[attr-defined] # noqa: SLF001
         parameter.__class__ = self.away
+        _set_data(parameter, self.nan)
         self.bound_version = None
 
     def bind(self, values: torch.Tensor) -> None:
         """Let the parameter have its values; `values` is of its shape and strides."""
         parameter = self.parameter
-        parameter.__class__ = self.kind
+        # In this order another thread never finds a plain parameter without its values.
         _set_data(parameter, values)
+        parameter.__class__ = self.kind
         self.bound_version = parameter._version  # noqa: SLF001
+
+    def release(self, values: torch.Tensor) -> None:
+        """Make the parameter a plain one, which knows nothing of this, until `unbind`."""
+        self.bind(values)
+        self.parameter.__dict__.pop("_memascend", None)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise _refused(self, "pickled or copied")
 
     @property
     def written(self) -> bool:
@@ -184,8 +195,73 @@ def _refuse_writes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 
 
 def _metadata() -> frozenset[Any]:
-    attributes = ["shape", "dtype", "device", "layout", "ndim", "is_sparse", "is_sparse_csr", "is_quantized", "is_meta", "is_cpu", "is_cuda", "is_xpu", "is_mps", "is_mkldnn", "is_nested", "is_leaf", "requires_grad", "grad", "grad_fn", "output_nr", "names", "itemsize", "nbytes", "_backward_hooks", "_version", "_grad", "_base", "name", "retains_grad", "_post_accumulate_grad_hooks", "is_mtia", "is_ipu", "is_vulkan", "is_ort", "is_maia", "volatile", "_has_symbolic_sizes_strides"]
-    methods = ["size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "is_signed", "get_device", "is_same_size", "is_coalesced", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "__len__", "__hash__", "is_inference", "is_conj", "is_neg", "has_names", "_is_view", "dim_order", "is_distributed", "is_shared"]
+    attributes = [
+        "shape",
+        "dtype",
+        "device",
+        "layout",
+        "ndim",
+        "is_sparse",
+        "is_sparse_csr",
+        "is_quantized",
+        "is_meta",
+        "is_cpu",
+        "is_cuda",
+        "is_xpu",
+        "is_mps",
+        "is_mkldnn",
+        "is_nested",
+        "is_leaf",
+        "requires_grad",
+        "grad",
+        "grad_fn",
+        "output_nr",
+        "names",
+        "itemsize",
+        "nbytes",
+        "_backward_hooks",
+        "_version",
+        "_grad",
+        "_base",
+        "name",
+        "retains_grad",
+        "_post_accumulate_grad_hooks",
+        "is_mtia",
+        "is_ipu",
+        "is_vulkan",
+        "is_ort",
+        "is_maia",
+        "volatile",
+        "_has_symbolic_sizes_strides",
+    ]
+    methods = [
+        "size",
+        "dim",
+        "ndimension",
+        "numel",
+        "nelement",
+        "element_size",
+        "is_floating_point",
+        "is_complex",
+        "is_signed",
+        "get_device",
+        "is_same_size",
+        "is_coalesced",
+        "requires_grad_",
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "retain_grad",
+        "__len__",
+        "__hash__",
+        "is_inference",
+        "is_conj",
+        "is_neg",
+        "has_names",
+        "_is_view",
+        "dim_order",
+        "is_distributed",
+        "is_shared",
+    ]
     found: set[Any] = set()
     for name in attributes:
         attribute = getattr(torch.Tensor, name, None)
@@ -244,8 +320,9 @@ def _detach(func: Callable[..., Any], tensor: Any) -> Any:
 
 def _copy(func: Callable[..., Any], tensor: Any, values: Any, *args: Any, **kwargs: Any) -> Any:
     if isinstance(tensor, _Away):
-        if not tensor._memascend.source.assigned(tensor._memascend, values):
-            raise _refused(tensor._memascend, "written to by copy_()")
+        place = tensor._memascend  # noqa: SLF001
+        if not place.source.assigned(place, values):
+            raise _refused(place, "written to by copy_()")
         return tensor
     places = find_away(values)
     with places[0].source.borrowed(places):
@@ -255,21 +332,25 @@ def _copy(func: Callable[..., Any], tensor: Any, values: Any, *args: Any, **kwar
 def _cast(func: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
     """What `to()` and its kin give: the parameter itself where nothing changes."""
     if not isinstance(tensor, _Away):
-        places = find_away(tensor, args, kwargs)
-        with places[0].source.borrowed(places):
+        # `other.to(parameter)` asks for its dtype and device alone.
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             return func(tensor, *args, **kwargs)
-    place = tensor._memascend
+    place = tensor._memascend  # noqa: SLF001
     # A tensor of no elements tells what would come out.
     asked = func(
         torch.empty(0, dtype=place.dtype), *args, **{key: value for key, value in kwargs.items() if key != "copy"}
     )
-    if kwargs.get("copy") or (asked.dtype != place.dtype and asked.device.type == "cpu" and torch.is_grad_enabled()):
-        # In a graph, a cast is an operation like any other.
+    if isinstance(asked, str):
+        return asked
+    if asked.dtype == place.dtype and asked.device.type == "cpu":
+        if not kwargs.get("copy"):
+            return tensor
         with place.source.borrowed([place]):
             return func(tensor, *args, **kwargs)
-    if asked.dtype == place.dtype and asked.device.type == "cpu":
-        return tensor
-    raise _refused(place, f"moved or cast to {asked.device.type} {asked.dtype}; offload() decides where it computes")
+    raise UsageError(
+        f"the values of {place.name!r} are on storage and cannot be moved or cast to {asked.device.type} {asked.dtype} "
+        "here: cast the model before offload(), or a copy of the parameter, p.clone()"
+    )
 
 
 _METADATA = _metadata()

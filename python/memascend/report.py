@@ -204,12 +204,12 @@ def make_report(session: Session) -> Report:
         "values": store["fetched_bytes"],
         "values, update": engine["values_read"],
         "state": engine["state_read"],
-        "gradients": engine.get("spill_read", 0),
+        "gradients": engine["spill_read"],
     }
     written = {
         "values": engine["values_written"],
         "state": engine["state_written"],
-        "gradients": engine.get("spill_written", 0),
+        "gradients": engine["spill_written"],
     }
     read["other"] = max(0, store["read_bytes"] - sum(read.values()))
     written["other"] = max(0, store["written_bytes"] - sum(written.values()))
@@ -238,12 +238,14 @@ def _owners(session: Session) -> dict[str, Owner]:
     meter, info = session.meter, session.store.info()
     counters = session.engine.counters()
     region = session.resources.region
+    # The engine's memory has the room for whole parameters in it, too.
+    staging, whole = session.engine.staging_bytes, session.plan.whole_bytes
     held = {
         "units": 0 if region.closed else region.mapped_bytes + session.residency.table_bytes,
-        "update staging": session.engine.staging_bytes,
+        "update staging": max(0, staging - whole),
         "catalog": info["buffer_bytes"],
         "index": info["index_bytes"],
-        "whole parameters": session.plan.whole_bytes,
+        "whole parameters": min(staging, whole),
     }
     owners = {name: Owner(nbytes, nbytes) for name, nbytes in held.items() if nbytes or name != "whole parameters"}
     now = meter.gradients

@@ -117,6 +117,9 @@ class Residency:
         self.hooks = Hooks(self)
         self.order = Order()
         self.closed: str | None = None
+        # More threads than one have bound units: what one has bound is not bound for another.
+        self.several = False
+        self._thread: int | None = None
         # What makes copies of whole models.
         self.surgery: Copies | None = None
         self._at: dict[int, tuple[Home, int]] = {}
@@ -143,6 +146,11 @@ class Residency:
     def bind(self, home: Home) -> None:
         """Make a unit's parameters real. Every call is ended by `unbind`."""
         with self.lock:
+            thread = threading.get_ident()
+            if self._thread is None:
+                self._thread = thread
+            elif thread != self._thread:
+                self.several = True
             if home.bound == 0:
                 base = self.use(home)
                 if home.views is None:
@@ -154,7 +162,8 @@ class Residency:
     def unbind(self, home: Home) -> None:
         """End what `bind` began."""
         with self.lock:
-            home.bound -= 1
+            # close() may have ended it already.
+            home.bound = max(0, home.bound - 1)
             if home.bound > 0:
                 return
             for place in home.places:
@@ -249,7 +258,7 @@ class Residency:
         if storage is None or home.fetch is not None:
             return False
         with torch.inference_mode(mode=False):
-            home.base = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (home.nbytes,), (1,))  # type: ignore[call-overload]
+            home.base = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (home.nbytes,), (1,))
         self.counters["adopted"] += 1
         return True
 
@@ -314,10 +323,19 @@ class Residency:
         smallest = self.larger_budget(home.slot_bytes)
         return BudgetError(
             f"no room for unit {home.name!r} ({home.nbytes} bytes): all places of its size are held by views of "
-            f"{', '.join(holders) or 'units in use'}, which a checkpoint segment of several blocks, or your code, keeps; "
-            f"host_memory={smallest} works",
+            f"{', '.join(holders) or 'units in use'}, which a checkpoint segment of several blocks, or your "
+            f"code, keeps; host_memory={smallest} works",
             smallest=smallest,
         )
+
+    def require_idle(self, call: str) -> None:
+        """Refuse a call that may not come while units are in use, in whichever thread."""
+        with self.lock:
+            used = next((home.name for home in self.homes if home.bound), None)
+        if used is not None:
+            raise UsageError(
+                f"unit {used!r} is in use: call {call} outside of the model's forward and of materialized()"
+            )
 
     # --- the step's end --------------------------------------------------------
 
@@ -366,7 +384,7 @@ class Residency:
         return int(self._arena.stats()["tables"])
 
     def values_of(self, place: Place) -> torch.Tensor | None:
-        """The values of a parameter where they are resident, as the last commit left them. Holding them holds the unit."""
+        """The values of a parameter where they are resident, as the last commit left them. They hold the unit."""
         with self.lock:
             home = self.home_of[place.name]
             return None if home.base is None else _view(home.base, place)
@@ -382,8 +400,8 @@ class Residency:
         with self.lock:
             if home.version != version:
                 raise UsageError(
-                    f"a graph needs unit {home.name!r} as it was before step(); call backward() before step(), or run the "
-                    "forward again"
+                    f"a graph needs unit {home.name!r} as it was before step(); call backward() before step(), or run "
+                    "the forward again"
                 )
             return self.use(home).untyped_storage()
 
@@ -458,11 +476,11 @@ _RECORDED_MAX = 1 << 16
 def _view(base: torch.Tensor, place: Place) -> torch.Tensor:
     with torch.inference_mode(mode=False), torch.no_grad():
         view = torch.empty(0, dtype=place.dtype)
-        return view.set_(base.untyped_storage(), place.offset // view.element_size(), place.shape, place.stride)  # type: ignore[call-overload]
+        return view.set_(base.untyped_storage(), place.offset // view.element_size(), place.shape, place.stride)
 
 
 def _alive(weak: StorageWeakRef) -> torch.UntypedStorage | None:
     """The storage of a weak reference, if it lives."""
     if weak.expired():
         return None
-    return torch.UntypedStorage._new_with_weak_ptr(weak.cdata)  # type: ignore[no-any-return] # noqa: SLF001
+    return torch.UntypedStorage._new_with_weak_ptr(weak.cdata)  # noqa: SLF001

@@ -95,7 +95,7 @@ class Hooks:
         return Note(
             home,
             version,
-            tensor.storage_offset() * tensor.element_size(),
+            int(tensor.storage_offset()) * tensor.element_size(),
             tensor.dtype,
             tuple(tensor.shape),
             tensor.stride(),
@@ -107,7 +107,7 @@ class Hooks:
         storage = self._finder.storage_of(note.home, note.version)
         with torch.inference_mode(mode=False), torch.no_grad():
             tensor = torch.empty(0, dtype=note.dtype)
-            tensor.set_(storage, note.offset // tensor.element_size(), note.size, note.stride)  # type: ignore[call-overload]
+            tensor.set_(storage, note.offset // tensor.element_size(), note.size, note.stride)
             if note.conjugate:
                 tensor = tensor.conj()
             return torch._neg_view(tensor) if note.negative else tensor  # noqa: SLF001

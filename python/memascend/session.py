@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import time
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,18 +44,33 @@ class Resources:
         self.store = store
         self.engine = engine
         self.region = region
+        # Where the store is a temporary one: steps were committed that nobody has read out.
+        self.temporary = False
+        self.unread = False
         self.closed = False
+        self._process = os.getpid()
 
     def close(self) -> None:
         """Drain, drop what is not committed, free. Twice is fine."""
         if self.closed:
             return
         self.closed = True
+        if os.getpid() != self._process:
+            # A forked child has none of the threads, and what it would write is its parent's.
+            return
         try:
             self.engine.close()
-            self.store.close()
         finally:
-            self.region.close()
+            try:
+                self.store.close()
+            finally:
+                self.region.close()
+        if self.temporary and self.unread:
+            warnings.warn(
+                "the trained weights were in a temporary store and are gone, for nobody read them out: give storage=, "
+                "or save model.state_dict() before close()",
+                stacklevel=4,
+            )
 
 
 class Session:
@@ -106,7 +123,7 @@ class Session:
 
     def backward(self, loss: torch.Tensor, options: dict[str, Any]) -> None:
         """A backward from the scaled loss."""
-        self._open()
+        self.require_open()
         gradients = self.gradients
         gradients.scaling = True
         try:
@@ -116,7 +133,11 @@ class Session:
 
     def step(self) -> None:
         """Commit the step, or skip it where a scaled gradient overflowed."""
-        self._open()
+        self.require_open()
+        if self.frames.inside:
+            raise UsageError(
+                "step() was called inside of the model's forward, which uses the parameters; call it after"
+            )
         self.frames.unwind()
         self.surgery.forget()
         began = time.perf_counter()
@@ -127,11 +148,11 @@ class Session:
         self.residency.require_unbound(kept.name for kept, _ in present)
         if self.residency.written:
             names = ", ".join(sorted(self.residency.written))
-            self.residency.written.clear()
             raise UsageError(
                 f"the values of {names} were written to in place while the model computed, and storage does not know: "
-                "use memascend.materialized(model, modify=True)"
+                "call zero_grad(), and change them within memascend.materialized(model, modify=True)"
             )
+        self.residency.require_idle("step()")
         factor = 1.0
         if self.scale.enabled or self._max_grad_norm is not None:
             finite, self.grad_norm = gradients.measured(present)
@@ -167,6 +188,7 @@ class Session:
 
     def _committed(self, present: list[tuple[Arrival, torch.Tensor]]) -> None:
         self.steps += 1
+        self.resources.unread = True
         self.buffers.committed()
         self.residency.changed(self.gradients.committed(present))
         self._rescale()
@@ -177,6 +199,7 @@ class Session:
             return
         self.frames.unwind()
         self.surgery.forget()
+        self.residency.written.clear()
         if set_to_none:
             self.gradients.clear()
             self.meter.cleared()
@@ -187,7 +210,8 @@ class Session:
         self.gradients.scaled_only = self.scale.enabled
         self.gradients.scale = self.scale.inverse if self.scale.enabled else 1.0
 
-    def _open(self) -> None:
+    def require_open(self) -> None:
+        """Refuse what comes after close()."""
         if self.resources.closed:
             raise UsageError(_CLOSED)
 
@@ -216,20 +240,21 @@ class Session:
         here = self.identity()
         if identity is None:
             raise UsageError(
-                "this state dict was not made by an offloaded optimizer; give the optimizer that holds the state to offload()"
+                "this state dict was not made by an offloaded optimizer; give the optimizer that holds the state to "
+                "offload()"
             )
         if identity != here:
             raise UsageError(
-                f"this state dict is of step {identity.get('step')} of store {identity.get('store')}; the storage holds step "
-                f'{here["step"]} of store {here["store"]}: resume from the storage (existing="resume") or from a checkpoint '
-                "of that step"
+                f"this state dict is of step {identity.get('step')} of store {identity.get('store')}, and the storage "
+                f'holds step {here["step"]} of store {here["store"]}: resume from the storage (existing="resume"), or '
+                "from a checkpoint of that step"
             )
 
     # --- looking -----------------------------------------------------------------------
 
     def state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """A copy of the state of a parameter."""
-        self._open()
+        self.require_open()
         for kept in self.gradients.kept.values():
             if kept.place.parameter is parameter:
                 return self.gradients.rule.state(kept)
@@ -260,8 +285,8 @@ class Session:
         """Keep what was committed, drop the rest, free everything."""
         if self.resources.closed:
             return
+        self.frames.unwind(all_of_it=True)
         with contextlib.suppress(MemascendError):
-            self.frames.unwind()
             # It can be asked for afterwards, too.
             self._last_report = make_report(self)
         self.surgery.remove()
@@ -273,9 +298,11 @@ class Session:
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
         """Nothing staged, nothing in flight: for reading or changing what is committed."""
-        self._open()
-        if any(kept.staged for kept in self.gradients.kept.values()):
+        self.require_open()
+        self.frames.unwind()
+        if self.gradients.fresh or any(kept.staged for kept in self.gradients.kept.values()):
             raise UsageError("a step is staged: call step() or zero_grad() first")
+        self.residency.require_idle("this")
         self.engine.finish()
         yield
 

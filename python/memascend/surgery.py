@@ -1,7 +1,7 @@
 """Whole models outside of training: state dicts in and out, and real parameters for a while.
 
-Copies lie in unlinked files beside the store, one for each parameter, so that no memory of the model's size is needed and
-later steps do not change them.
+Copies lie in unlinked files beside the store, one for each parameter, so that no memory of the model's size is needed
+and later steps do not change them.
 """
 
 from __future__ import annotations
@@ -10,21 +10,23 @@ import contextlib
 import ctypes
 import os
 import tempfile
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from memascend.errors import ConfigError, StorageError, UsageError
+from memascend.gates import COPIED
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from memascend.placeholder import Place
     from memascend.residency import Home, Residency
     from memascend.session import Session
 
-__all__ = ["Surgery", "materialized"]
+__all__ = ["Surgery", "is_materialized", "materialized"]
 
 _WRITE_BYTES = 8 << 20
 
@@ -42,16 +44,16 @@ class Surgery:
         self._copies: dict[str, torch.Tensor] = {}
         self._loading: list[torch.nn.Module] = []
         self._changed = False
-        # Somebody has read the weights out.
-        self.read_out = False
         self._hooks: list[Any] = []
 
-        def after_state_dict(module: torch.nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -> None:
-            # torch marks this hook, which a method does not allow.
-            del state_dict, prefix, local_metadata
-            self._after_state_dict(module)
+        self._model = model
+        self._leave: Callable[[], None] = lambda: None
+        self._enter: Callable[[], None] = lambda: None
+        self._hook()
 
-        for module in model.modules():
+    def _hook(self) -> None:
+        after_state_dict = _AfterStateDict(self)
+        for module in self._model.modules():
             self._hooks += [
                 module.register_state_dict_pre_hook(self._before_state_dict),
                 module.register_state_dict_post_hook(after_state_dict),
@@ -59,9 +61,14 @@ class Surgery:
                 module.register_load_state_dict_post_hook(self._after_load),
             ]
 
-    def attach(self, session: Session) -> None:
-        """The session whose engine writes what is changed."""
+    def attach(self, session: Session, *, leave: Callable[[], None], enter: Callable[[], None]) -> None:
+        """The session whose engine writes what is changed, and what makes the model a plain one and takes it back."""
         self._session = session
+        self._leave = leave
+        self._enter = enter
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError(COPIED)
 
     def remove(self) -> None:
         """Take the hooks away."""
@@ -81,7 +88,7 @@ class Surgery:
         if self._snapshot_of is module:
             self._snapshot_of = None
             self._copies = {}
-            self.read_out = True
+            self._require_session().resources.unread = False
 
     def forget(self) -> None:
         """A state dict that was begun and failed is over."""
@@ -106,7 +113,7 @@ class Surgery:
             try:
                 parameter = place.parameter.detach()
                 nbytes = parameter.numel() * parameter.element_size()
-                _write(descriptor, parameter.data_ptr(), nbytes)
+                _write(descriptor, parameter.data_ptr(), nbytes, self._folder())
                 del parameter
             finally:
                 self._residency.unbind(home)
@@ -151,9 +158,9 @@ class Surgery:
         return True
 
     def _require_quiet(self) -> Session:
-        assert self._session is not None
-        with self._session.quiet():
-            return self._session
+        session = self._require_session()
+        with session.quiet():
+            return session
 
     def _write_back(self, place: Place, values: torch.Tensor) -> None:
         """Stage other values of a parameter; where no bit differs, master and state stay untouched."""
@@ -187,25 +194,32 @@ class Surgery:
     @contextlib.contextmanager
     def materialized(self, *, modify: bool) -> Iterator[None]:
         """Real parameters inside."""
+        if self._model in _OPEN:
+            raise UsageError("materialized() within materialized(): the parameters are real already")
         session = self._require_quiet() if modify else self._require_session()
+        session.require_open()
         session.frames.unwind()
         residency = self._residency
+        residency.require_idle("materialized()")
         homes: list[Home] = []
         try:
             for home in residency.homes:
                 copies = [self.copy_of(place) for place in home.places]
                 with residency.lock:
-                    if home.bound:
-                        raise UsageError("the model is being computed; materialized() works between steps")
                     # Its place in the arena is needed for the next one.
                     residency.evict(home)
                     home.bound += 1
                     homes.append(home)
                     for place, copy in zip(home.places, copies, strict=True):
-                        place.bind(copy)
-            self.read_out = True
+                        place.release(copy)
+            # What is copied or pickled in there is a plain model.
+            self.remove()
+            self._leave()
+            _OPEN.add(self._model)
+            session.resources.unread = False
             yield
             if modify:
+                session.require_open()
                 values = {place.name: place.parameter.detach() for home in homes for place in home.places}
                 self._release(homes)
                 for home in residency.homes:
@@ -218,15 +232,43 @@ class Surgery:
                 session.engine.discard()
             raise
         finally:
+            if self._model in _OPEN:
+                _OPEN.discard(self._model)
+                if not session.resources.closed:
+                    self._enter()
+                    self._hook()
             self._release(homes)
 
     def _release(self, homes: list[Home]) -> None:
         with self._residency.lock:
             while homes:
                 home = homes.pop()
-                home.bound -= 1
+                home.bound = max(0, home.bound - 1)
                 for place in home.places:
                     place.unbind()
+
+
+# Models whose parameters are real now.
+_OPEN: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+
+def is_materialized(model: torch.nn.Module) -> bool:
+    """Whether a module, or one in it, is offloaded and within `materialized()` now."""
+    return any(module in _OPEN for module in model.modules())
+
+
+class _AfterStateDict:
+    """A hook of its own class: torch marks it, which a method does not allow."""
+
+    def __init__(self, surgery: Surgery) -> None:
+        self._surgery = surgery
+
+    def __call__(self, module: torch.nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -> None:
+        del state_dict, prefix, local_metadata
+        self._surgery._after_state_dict(module)  # noqa: SLF001
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError(COPIED)
 
 
 def materialized(model: torch.nn.Module, modify: bool = False) -> contextlib.AbstractContextManager[None]:
@@ -243,6 +285,8 @@ def materialized(model: torch.nn.Module, modify: bool = False) -> contextlib.Abs
         UsageError: the model is not offloaded, or a step is staged (with `modify`).
     """
     offloaded = model.__dict__.get("_memascend")
+    if model in _OPEN:
+        raise UsageError("materialized() within materialized(): the parameters are real already")
     if offloaded is None:
         raise UsageError("this model is not offloaded, or its optimizer was closed")
     surgery: Surgery = offloaded._session.surgery  # noqa: SLF001
@@ -258,19 +302,30 @@ def _unlinked(folder: Path) -> int:
     try:
         descriptor, name = tempfile.mkstemp(prefix=".memascend-copy-", dir=folder)
     except OSError as error:
-        raise StorageError(error.errno, f"no file for a copy of the weights in {folder}: {error.strerror}") from error
+        raise _no_copy(folder, error) from error
     os.unlink(name)  # noqa: PTH108
     return descriptor
 
 
-def _write(descriptor: int, address: int, nbytes: int) -> None:
+def _no_copy(folder: Path, error: OSError) -> StorageError:
+    return StorageError(
+        f"{folder}: no room for a copy of the weights: {error.strerror}; give offload(scratch=) another folder",
+        errno=error.errno,
+        path=str(folder),
+    )
+
+
+def _write(descriptor: int, address: int, nbytes: int, folder: Path) -> None:
     """Write memory to a file, and let the page cache go behind it."""
     for start in range(0, nbytes, _WRITE_BYTES):
         length = min(_WRITE_BYTES, nbytes - start)
         part = memoryview((ctypes.c_char * length).from_address(address + start))
         at = 0
         while at < length:
-            at += os.pwrite(descriptor, part[at:], start + at)
+            try:
+                at += os.pwrite(descriptor, part[at:], start + at)
+            except OSError as error:
+                raise _no_copy(folder, error) from error
     if nbytes > _WRITE_BYTES:
         os.fdatasync(descriptor)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -94,7 +94,7 @@ class Arithmetic:
         return -(-(max(whole) + 64 * 16) // _PAGE_BYTES) * _PAGE_BYTES if whole else 0
 
     @property
-    def update_values(self) -> str:
+    def update_values(self) -> Literal["resident", "read", "never"]:
         """Whether updates need the values, for the plan: "resident", "read" or "never"."""
         rust = {
             parameter.dtype
@@ -137,7 +137,8 @@ class Updates:
         options = self._arithmetic.rust_options(group, kept.place.dtype)
         if options is None:
             raise UsageError(
-                f"the options of {kept.name!r} now need other state than it has (amsgrad, say): set them before offload()"
+                f"the options of {kept.name!r} now need other state than it has (amsgrad, say): set them before "
+                "offload()"
             )
         return options
 
@@ -148,8 +149,8 @@ class Updates:
         if described is None:
             if gradient.is_sparse:
                 raise UsageError(
-                    f"{type(self._arithmetic.optimizer).__name__} does not support sparse gradients, and {kept.name!r} has "
-                    "one; use SparseAdam or SGD, or an embedding without sparse=True"
+                    f"{type(self._arithmetic.optimizer).__name__} does not support sparse gradients, and {kept.name!r} "
+                    "has one; use SparseAdam or SGD, or an embedding without sparse=True"
                 )
             values = self._values(kept)
             self._engine.update(kept.name, gradient, step=step, grad_scale=scale, values=values, **kept.options)
@@ -189,7 +190,7 @@ class Updates:
 
         def function(chunk: Chunk) -> None:
             given = chunk.gradient
-            assert given is not None  # noqa: S101
+            assert given is not None
             chunk.values.copy_(given)
             if "master" in chunk.state:
                 chunk.state["master"].copy_(given)

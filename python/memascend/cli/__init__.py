@@ -17,7 +17,7 @@ __all__ = ["main"]
 # Each command is a module with add_arguments(parser) and run(options) -> exit status.
 _COMMANDS = {
     "doctor": "Say what this machine offers and what to do about what it lacks.",
-    "demo": "Show what memascend does, on this machine, in under a minute.",
+    "demo": "Train a model in memory and offloaded, side by side, in a minute or two, and compare every bit.",
     "bench": "Measure, and print the ratio to what else there is, from the same run.",
     "store": "Look at a store, or check every byte of it.",
 }

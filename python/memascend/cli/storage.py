@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from memascend.nvme import Volume
 
-__all__ = ["examine_ring", "examine_storage"]
+__all__ = ["examine_ring", "examine_storage", "file_system"]
 
 # What is written and read to see the speed: enough to leave a drive's own cache behind a little, gone in seconds.
 _TRIAL_BYTES = 512 << 20
@@ -62,7 +62,7 @@ def _fails(path: Path, advice: str) -> Finding:
 
 
 def _folder(path: Path, folder: Path) -> Iterator[Finding]:
-    kind = _file_system(folder)
+    kind = file_system(folder)
     room = os.statvfs(folder)
     free = room.f_bavail * room.f_frsize
     if kind in {"tmpfs", "ramfs"}:
@@ -131,7 +131,7 @@ def _judged(subject: str, gb_per_second: float) -> Finding:
     )
 
 
-def _file_system(folder: Path) -> str:
+def file_system(folder: Path) -> str:
     """The type of the file system that holds `folder`, from the kernel's list of mounts."""
     device = folder.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"

@@ -64,8 +64,10 @@ impl Store {
             (There::Nothing, _) | (There::Store(_) | There::Unusable(_), Existing::Replace) => {}
             (There::Unusable(why), _) => return refused(&paths[0], why),
             (There::Store(_), Existing::Refuse) => {
-                let why = "a store is there already; open it with existing=\"resume\", or give existing=\"replace\"";
-                return refused(&paths[0], why);
+                return Err(Error::Invalid(format!(
+                    "a store is there already, at {}: open it with existing=\"resume\", or give existing=\"replace\"",
+                    paths[0].display()
+                )));
             }
             (There::Store(_), Existing::Resume) => {
                 let store = Self::open(&paths, how)?;

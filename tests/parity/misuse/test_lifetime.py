@@ -62,7 +62,7 @@ def test_two_processes_do_not_train_on_one_store(offloaded, tmp_path, python):
         except memascend.StorageError as error:
             print(error)
     """
-    for existing in ("resume", "replace", "refuse"):
+    for existing in ("resume", "replace"):
         assert str(os.getpid()) in python(program, tmp_path / "run.store", existing)
 
 

@@ -181,7 +181,7 @@ def test_a_file_that_is_not_ours_stays_as_it_is(tmp_path, unchanged, existing):
     storage.write_bytes(b"do not lose this\n" * 1000)
     optimizer = adamw(model)
     check = unchanged(model, optimizer, storage)
-    with pytest.raises(StorageError, match="wipefs" if existing == "replace" else ""):
+    with pytest.raises(StorageError, match="wipefs" if existing == "replace" else "letters.txt"):
         memascend.offload(model, optimizer, storage=storage, existing=existing)
     check()
 

@@ -67,7 +67,7 @@ TOUCHES = {
     "data read": lambda p: p.data.sum(),
     "numpy": lambda p: p.detach().numpy() if False else p.numpy(),
     "array": np.asarray,
-    "dlpack": torch.utils.dlpack.to_dlpack,
+    "dlpack": torch.from_dlpack,
     "data_ptr": lambda p: p.data_ptr(),
     "storage": lambda p: p.untyped_storage(),
     "deepcopy": copy.deepcopy,
@@ -91,6 +91,13 @@ def test_a_touch_that_cannot_be_right_raises(training, weight, touch):
     assert all(torch.equal(before[name], after[name]) for name in before)
     training.step(1)
     assert training.optimizer.steps == 2
+
+
+def test_memory_that_is_asked_for_behind_our_back_is_none(training, weight):
+    """Where torch asks no class, there is an error of torch's, and no NaN."""
+    with pytest.raises(RuntimeError, match="data pointer"):
+        torch.utils.dlpack.to_dlpack(weight)
+    training.step(1)
 
 
 MODEL_TOUCHES = {
@@ -141,7 +148,7 @@ def test_moving_to_where_it_is_does_nothing(training, weight):
     assert training.model.to("cpu") is training.model
     assert training.model.cpu() is training.model
     assert training.model.float() is training.model
-    weight.data = weight.data
+    weight.data = weight
     assert weight.to("cpu") is weight
     training.step(1)
 

@@ -1,0 +1,87 @@
+"""The Hugging Face Trainer, with its defaults: clipping, logging, scheduler, accumulation.
+
+    python examples/hf_trainer.py --model Qwen/Qwen2.5-0.5B --storage /mnt/nvme/run1 --text corpus.txt
+
+Without --model a small one with random values is trained on its own configuration's bytes, which needs no download.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Trainer, TrainingArguments
+from transformers.optimization import get_linear_schedule_with_warmup
+
+import memascend
+
+_LENGTH = 64
+
+
+class Pieces(torch.utils.data.Dataset):
+    """A text in pieces of equal length."""
+
+    def __init__(self, tokens: torch.Tensor) -> None:
+        self.tokens = tokens
+
+    def __len__(self) -> int:
+        return len(self.tokens) // _LENGTH
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        piece = self.tokens[index * _LENGTH : (index + 1) * _LENGTH]
+        return {"input_ids": piece, "labels": piece}
+
+
+def main() -> None:
+    """Train."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="a name or folder; without it a small model with random values")
+    parser.add_argument("--text", type=Path, default=Path(__file__))
+    parser.add_argument("--storage", help="a folder, file or NVMe device; without it a temporary file is used")
+    parser.add_argument("--output", default="trained", help="where the Trainer writes")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=256)
+    options = parser.parse_args()
+
+    if options.model:
+        # 16-bit weights with fp32 masters, which is what saves most; the masters are on storage, too.
+        model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16)
+        tokens = AutoTokenizer.from_pretrained(options.model)(options.text.read_text())["input_ids"]
+    else:
+        sizes = {"hidden_size": options.width, "intermediate_size": 4 * options.width}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+        config = Qwen2Config(vocab_size=256, num_hidden_layers=options.layers, **sizes, **heads)
+        model = AutoModelForCausalLM.from_config(config).bfloat16()
+        tokens = list(options.text.read_bytes())
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = memascend.offload(model, optimizer, storage=options.storage)
+    scheduler = get_linear_schedule_with_warmup(optimizer, num_warmup_steps=2, num_training_steps=options.steps)
+
+    arguments = TrainingArguments(
+        output_dir=options.output,
+        max_steps=options.steps,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        # Recomputes activations, which are what is left in memory.
+        gradient_checkpointing=True,
+        logging_steps=1,
+        report_to=[],
+        # The storage is the checkpoint: after a crash go on with offload(existing="resume"). One of the Trainer's would
+        # hold the weights alone.
+        save_strategy="no",
+        use_cpu=True,
+    )
+    with optimizer:
+        # The optimizer is handed over, so that the Trainer does not make its own.
+        trainer = Trainer(
+            model, arguments, train_dataset=Pieces(torch.tensor(tokens)), optimizers=(optimizer, scheduler)
+        )
+        trainer.train()
+        # Real weights, written one by one; loads with from_pretrained.
+        trainer.save_model()
+        print(optimizer.report())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""The loop that people write, with one more line. Runs anywhere: the text is Python's own sources.
+
+    python examples/plain_loop.py --storage /mnt/nvme/run1
+    python examples/plain_loop.py --storage /mnt/nvme/run1 --steps 400    # goes on where the first one ended
+
+Kill it at any moment and start it again: not a step that was printed is lost.
+"""
+
+import argparse
+import sysconfig
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import memascend
+
+
+class Model(nn.Module):
+    """A language model of bytes."""
+
+    def __init__(self, layers: int, width: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(256, width)
+        block = {"nhead": width // 64, "dim_feedforward": 4 * width, "dropout": 0.0, "batch_first": True}
+        # Repeated blocks are found, and travel between storage and memory one by one.
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(width, **block) for _ in range(layers))
+        self.head = nn.Linear(width, 256)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The logits of the byte after each."""
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
+        hidden = self.embed(tokens)
+        for block in self.blocks:
+            hidden = block(hidden, src_mask=mask, is_causal=True)
+        return self.head(hidden)
+
+
+def main() -> None:
+    """Train, or go on training."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--storage", help="a folder, file or NVMe device; without it a temporary file is used")
+    parser.add_argument("--host-memory", help='a hard budget such as "8GiB"; else as little as runs at full speed')
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--width", type=int, default=512)
+    options = parser.parse_args()
+
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:100]
+    text = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
+
+    torch.manual_seed(0)
+    model = Model(options.layers, options.width)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+
+    # The one line. Values, master weights and optimizer state now live on storage.
+    model, optimizer = memascend.offload(
+        model,
+        optimizer,
+        storage=options.storage,
+        host_memory=options.host_memory,
+        existing="resume" if options.storage else "refuse",
+    )
+    # The steps that the storage has already say where to go on, in the schedule and in the data. Whatever else a resume
+    # needs can be set as optimizer.user_state before each step(), and comes back with it.
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, (step + 1) / 20), last_epoch=optimizer.steps - 1
+    )
+    print(optimizer.plan, "\n")
+
+    with optimizer:
+        for step in range(optimizer.steps, options.steps):
+            starts = torch.randint(len(text) - 129, (4,), generator=torch.Generator().manual_seed(step))
+            tokens = torch.stack([text[start : start + 129] for start in starts]).long()
+            loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+            loss.backward()
+            # All of the step becomes visible and durable here, at once.
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            print(f"step {optimizer.steps}: loss {loss.item():.4f}")
+        print(f"\n{optimizer.report()}")
+        # Ordinary tensors, in files instead of in memory.
+        if options.storage:
+            torch.save(model.state_dict(), Path(options.storage) / "weights.pt")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""One side of the demonstration, in a process of its own: trains a step each time it is told to on standard input.
+
+Each answer is a line of JSON. A process of its own makes its peak of memory its own, and lets it be killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memascend.cli.demo.model import ByteModel
+from memascend.cli.demo.text import batch, read_text
+from memascend.cli.demo.turns import Settings
+from memascend.errors import ConfigError, MemascendError
+from memascend.offload import offload
+
+if TYPE_CHECKING:
+    from memascend.optimizer import OffloadedOptimizer
+
+_LR = 1e-3
+
+
+def main() -> None:
+    """Train as told, until told to end or until nobody is there to tell."""
+    settings = Settings(**json.loads(sys.argv[1]))
+    try:
+        _train(settings)
+    except MemascendError as error:
+        _answer(error=str(error))
+
+
+def _train(settings: Settings) -> None:
+    # On one thread torch's fused AdamW has the bits of ours.
+    torch.set_num_threads(1)
+    text = read_text()
+    _warm_up()
+    imported = _memory("VmRSS")
+    torch.manual_seed(0)
+    model: torch.nn.Module = ByteModel(settings.layers, settings.width, settings.length)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=_LR, fused=True)
+    offloaded: OffloadedOptimizer | None = None
+    if settings.storage is not None:
+        model, offloaded = offload(model, optimizer, storage=settings.storage, existing="resume")
+        optimizer = offloaded
+    _reset_peak()
+    done = offloaded.steps if offloaded else 0
+    last = (offloaded.user_state or {}) if offloaded else {}
+    _answer(steps=done, last_loss=last.get("loss"), parameters=sum(one.numel() for one in model.parameters()))
+    for line in sys.stdin:
+        if line.strip() != "step":
+            break
+        began = time.perf_counter()
+        loss = model(batch(text, done, settings.rows, settings.length))
+        loss.backward()
+        if offloaded:
+            offloaded.user_state = {"loss": loss.item()}
+        optimizer.step()
+        optimizer.zero_grad()
+        done += 1
+        seconds = time.perf_counter() - began
+        held, peak = (max(0, _memory(line) - imported) for line in ("VmRSS", "VmHWM"))
+        _answer(step=done, loss=loss.item(), seconds=seconds, held=held, peak=peak, imported=imported)
+    _answer(digest=_digest(model), **_reported(offloaded, settings.picture))
+
+
+def _reported(offloaded: OffloadedOptimizer | None, picture: str | None) -> dict[str, Any]:
+    if offloaded is None:
+        return {}
+    report = offloaded.report()
+    drawn = None
+    if picture is not None:
+        with contextlib.suppress(ConfigError):
+            report.plot(picture)
+            drawn = picture
+    return {"report": report.to_dict(), "picture": drawn, "disk": offloaded.plan.disk_bytes}
+
+
+def _warm_up() -> None:
+    """Let torch take what it takes whatever is trained."""
+    model = ByteModel(1, 64, 16)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model(torch.zeros((1, 17), dtype=torch.long)).backward()
+    optimizer.step()
+
+
+def _digest(model: torch.nn.Module) -> str:
+    """SHA-256 of all parameters."""
+    hasher = hashlib.sha256()
+    for tensor in model.state_dict().values():
+        hasher.update(memoryview(tensor.numpy()))
+    return hasher.hexdigest()
+
+
+def _memory(line: str) -> int:
+    """Bytes of a line of this process's status."""
+    for found in Path("/proc/self/status").read_text().splitlines():
+        if found.startswith(line):
+            return int(found.split()[1]) << 10
+    return 0
+
+
+def _reset_peak() -> None:
+    """Let the peak begin anew; some containers forbid it, and then it is that of the whole process."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def _answer(**values: Any) -> None:
+    print(json.dumps(values), flush=True)
+
+
+if __name__ == "__main__":
+    main()

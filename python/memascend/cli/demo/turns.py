@@ -1,0 +1,104 @@
+"""A side of the demonstration, as the one who tells it when to go on sees it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+from memascend.errors import MemascendError
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+__all__ = ["Settings", "Side"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to train, and where.
+
+    Attributes:
+        layers: blocks of the model.
+        width: of its layers.
+        rows: pieces of text in a step.
+        length: bytes in each.
+        storage: a folder; None trains in memory.
+        picture: a file for the picture of the report.
+    """
+
+    layers: int
+    width: int
+    rows: int
+    length: int
+    storage: str | None
+    picture: str | None
+
+
+class Side:
+    """A process that trains when it is told to."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Start it; `ready` has its first answer."""
+        self._settings = settings
+        self.peak = 0
+        self.start()
+
+    def start(self) -> None:
+        """Start it, again after a `kill`."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "memascend.cli.demo.side", json.dumps(asdict(self._settings))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            # Ctrl-C is for the one who tells.
+            start_new_session=True,
+        )
+
+    def answer(self) -> dict[str, Any]:
+        """Wait for an answer.
+
+        Raises:
+            MemascendError: it said why it could not go on, or ended without a word.
+        """
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise MemascendError(f"the training ended with status {self._process.wait()}; what it said is above")
+        found: dict[str, Any] = json.loads(line)
+        if "error" in found:
+            raise MemascendError(found["error"])
+        self.peak = max(self.peak, found.get("peak", 0))
+        return found
+
+    def tell(self, word: str) -> None:
+        """Tell it to do something; `answer` has what came of it."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{word}\n")
+        self._process.stdin.flush()
+
+    def kill_in(self, seconds: float) -> None:
+        """Kill it so much later, without a warning."""
+        time.sleep(seconds)
+        self.stop()
+
+    def stop(self) -> None:
+        """Kill it, if it lives, and see it gone."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
