@@ -258,7 +258,7 @@ class Gradients:
             return
         if gradient.requires_grad:
             raise UsageError(
-                f"backward(create_graph=True) leaves a graph on the gradient of {kept.name!r}, which cannot be kept elsewhere: "
+                f"backward(create_graph=True) leaves a graph on the gradient of {kept.name!r}, which cannot be kept: "
                 'take gradients by torch.autograd.grad(..., create_graph=True), or pass gradients="ram"'
             )
         if torch._C._storage_Use_Count(gradient.untyped_storage()._cdata) > _STORAGE_USES:  # noqa: SLF001
@@ -450,7 +450,7 @@ class Gradients:
                 continue
             if not kept.spilled:
                 raise UsageError(
-                    f"the gradient of {kept.name!r} was used by the last step and is gone, and this step would need it again: "
+                    f"the gradient of {kept.name!r} was used by the last step and is gone, and this one needs it: "
                     'call zero_grad() after each step, or pass gradients="ssd"'
                 )
             factors = kept.handle.factors()

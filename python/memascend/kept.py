@@ -104,8 +104,8 @@ class Dropped:
 
     def _refuse(self) -> NoReturn:
         raise UsageError(
-            f"this gradient of {self.name} was dropped, by zero_grad() or because p.grad was replaced: take p.grad.clone() "
-            "before, which lasts"
+            f"this gradient of {self.name} was dropped, by zero_grad() or because p.grad was replaced: "
+            "take p.grad.clone() before, which lasts"
         )
 
     @property

@@ -470,7 +470,7 @@ def _refuse_shared(model: torch.nn.Module) -> None:
         for before in (parameter, other if owned else (0, "")):
             if begin < before[0]:
                 raise ConfigError(
-                    f"{before[1]} and {name} share memory, so that one changes with the other, which storage cannot keep up: "
+                    f"{before[1]} and {name} share memory, so that each changes with the other, which storage cannot: "
                     "tie them as one Parameter (head.weight = embedding.weight), or clone one"
                 )
         if owned:

@@ -310,8 +310,8 @@ class Session:
 def clip_factor(max_norm: float, norm: float) -> float:
     """What clipping multiplies gradients of this norm by: a number of fp32."""
     factor = max_norm / (norm + 1e-6)
-    # Not min(): of a NaN it makes 1, and torch's clipping makes NaN of everything.
-    return torch.tensor(1.0 if factor > 1.0 else factor, dtype=torch.float32).item()
+    # In this order a NaN stays one: torch's clipping makes NaN of everything.
+    return torch.tensor(min(factor, 1.0), dtype=torch.float32).item()
 
 
 def options_of(group: dict[str, Any]) -> dict[str, Any]:

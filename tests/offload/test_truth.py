@@ -161,7 +161,8 @@ def test_a_norm_that_is_nan_spoils_the_step_as_torch_does(tmp_path):
         theirs.step()
         optimizer.step()
         with memascend.materialized(model):
-            assert plain[1].weight.isnan().all() and model[1].weight.isnan().all()
+            assert plain[1].weight.isnan().all()
+            assert model[1].weight.isnan().all()
 
 
 # --- steps that nobody asked for, and steps that fail --------------------------------------
@@ -215,7 +216,7 @@ def test_after_a_step_that_failed_the_next_one_is_of_the_next_gradients(tmp_path
     plain, theirs, model, optimizer = twins(tmp_path, gradients)
     session = optimizer._session
 
-    def fails(*args, **options):
+    def fails(*_, **__):
         raise memascend.StorageError("no room")
 
     with optimizer:
@@ -320,7 +321,7 @@ def test_a_unit_whose_read_failed_is_read_again(tmp_path, monkeypatch):
         def wait(self):
             raise KeyboardInterrupt
 
-    def blank(name, into):
+    def blank(_, into):
         into.zero_()
         return Interrupted(None)
 
@@ -365,18 +366,18 @@ def test_two_threads_may_compute_at_once(tmp_path):
         with torch.no_grad():
             found.append(model.two(batch()))
 
-    def hold(module, args):
+    def hold(*_):
         # The first thread leaves while the second is inside.
         left.wait(10)
 
-    def enter_second(module, args):
+    def enter_second(*_):
         inside.set()
         left.wait(0.2)
 
     model.one.register_forward_pre_hook(enter_second)
     seen = []
 
-    def probe(module, args):
+    def probe(module, _):
         left.set()
         if threading.current_thread() is not first and first.ident is not None:
             first.join(10)
@@ -434,7 +435,7 @@ def test_a_forward_that_was_interrupted_leaves_nothing_bound(tmp_path):
     plain, _, model, optimizer = twins(tmp_path, make=lambda: chain(4))
     residency = optimizer._session.residency
 
-    def interrupts(module, args, result):
+    def interrupts(*_):
         raise KeyboardInterrupt
 
     with optimizer, torch.no_grad():
