@@ -422,7 +422,7 @@ class Gradients:
 
     @staticmethod
     def _is_kept(kept: Arrival, gradient: torch.Tensor | None) -> bool:
-        """Whether what stands in p.grad is the handle, or another tensor of the same gradient, which then is the handle."""
+        """Whether p.grad is the handle, or another tensor of the same gradient, which then is the handle."""
         if gradient is kept.handle:
             return True
         if (
