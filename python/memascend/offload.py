@@ -312,7 +312,7 @@ class _Offloading:
             accumulation_steps=options.accumulation_steps,
             keeps=options.max_grad_norm is not None or options.accumulation_steps > 1,
         )
-        frames = Frames(residency, gradients.seen_outside)
+        frames = Frames(residency, gradients.entered)
         gates = self._gates(units, homes)
         modules = [module for module, _ in gates]
         scale = self._scale(store)
@@ -449,7 +449,34 @@ def _owned(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
             raise ConfigError(f"{name} is on {parameter.device}; offload() takes models on the CPU")
         if torch.nn.parameter.is_lazy(parameter):
             raise ConfigError(f"{name} is not initialised yet: run the model once before offload()")
+    _refuse_shared(model)
     return {name: _Owned(name, parameter, groups.get(id(parameter))) for name, parameter in named.items()}
+
+
+def _refuse_shared(model: torch.nn.Module) -> None:
+    """Tensors that lie in each other's memory change together in torch; on storage they would go apart in silence."""
+    spans = []
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.numel() == 0:
+            continue
+        # Of what has gaps, others may lie in these.
+        if torch.ops.aten.is_non_overlapping_and_dense(tensor):
+            begin = tensor.data_ptr()
+            spans.append((begin, begin + tensor.nbytes, name, isinstance(tensor, torch.nn.Parameter)))
+    spans.sort()
+    parameter: tuple[int, str] = (0, "")
+    other: tuple[int, str] = (0, "")
+    for begin, end, name, owned in spans:
+        for before in (parameter, other if owned else (0, "")):
+            if begin < before[0]:
+                raise ConfigError(
+                    f"{before[1]} and {name} share memory, so that each changes with the other, which storage cannot: "
+                    "tie them as one Parameter (head.weight = embedding.weight), or clone one"
+                )
+        if owned:
+            parameter = max(parameter, (end, name))
+        else:
+            other = max(other, (end, name))
 
 
 def _as(like: Any, value: Any) -> Any:

@@ -232,6 +232,8 @@ class Residency:
         home.fetch = home.pending = None
         if fetch is not None and base is not None:
             fetch.wait()
+            # Not before it was checked: after an error somebody's traceback may hold what it was read into.
+            home.weak = (StorageWeakRef(base.untyped_storage()), home.version)
             home.base = base
             self._at[base.data_ptr()] = (home, home.version)
 
@@ -242,7 +244,7 @@ class Residency:
             return False
         with torch.inference_mode(mode=False):
             base = lease.tensor((home.nbytes,), torch.uint8)
-        home.weak = (StorageWeakRef(base.untyped_storage()), home.version)
+        home.weak = None
         home.fetch = self._begin(home.name, base)
         home.pending = base
         self.counters["fetches"] += 1
@@ -362,6 +364,13 @@ class Residency:
             )
 
     # --- the step's end --------------------------------------------------------
+
+    def require_unbound(self, names: Iterable[str]) -> None:
+        """Refuse where the model is being computed with one of these parameters."""
+        with self.lock:
+            for home in (self.home_of[name] for name in names):
+                if home.bound:
+                    raise UsageError(f"unit {home.name!r} is in use; call step() outside of the model's forward")
 
     def changed(self, names: Iterable[str]) -> None:
         """Parameters have new values on storage: what is resident of their units is old."""

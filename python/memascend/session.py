@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from memascend.buffers import Buffers
     from memascend.engine import Engine, Store
     from memascend.gates import Frames
-    from memascend.gradients import Gradients
+    from memascend.gradients import Arrival, Gradients
     from memascend.memory import Region
     from memascend.plan import Plan
     from memascend.residency import Residency
@@ -148,8 +148,9 @@ class Session:
         began = time.perf_counter()
         gradients = self.gradients
         present = gradients.present()
-        if not gradients.fresh and not any(kept.staged for kept, _ in present):
+        if not present or not (gradients.fresh or any(kept.staged for kept, _ in present)):
             return
+        self.residency.require_unbound(kept.name for kept, _ in present)
         if self.residency.written:
             names = ", ".join(sorted(self.residency.written))
             raise UsageError(
@@ -172,22 +173,30 @@ class Session:
         self.buffers.stage(self.store, self.steps + 1)
         before = self.scale.state()
         self.scale.update(overflowed=False)
+        generation = self.store.info()["generation"]
         try:
             self.engine.commit(self.steps + 1, user_state=self.user_state, hyperparameters=self.hyperparameters())
         except BaseException:
-            self.scale.load(before)
+            if self.store.info()["generation"] == generation:
+                self.scale.load(before)
+            else:
+                # Ctrl-C is heard once the commit has returned: it stands.
+                self._committed(present)
             raise
-        self.steps += 1
-        self.resources.unread = True
-        self.buffers.committed()
-        self.residency.changed(gradients.committed(present))
-        self._rescale()
+        self._committed(present)
         learnt = gradients.learn()
         if learnt:
             _log.info(learnt)
         self.residency.end_step()
         self.seconds["step"] += time.perf_counter() - began
         self.meter.step_ended()
+
+    def _committed(self, present: list[tuple[Arrival, torch.Tensor]]) -> None:
+        self.steps += 1
+        self.resources.unread = True
+        self.buffers.committed()
+        self.residency.changed(self.gradients.committed(present))
+        self._rescale()
 
     def zero_grad(self, *, set_to_none: bool) -> None:
         """Drop or zero the gradients."""
@@ -268,9 +277,12 @@ class Session:
 
     def commit_rewritten(self) -> None:
         """Make what was rewritten live, as a part of the step that is committed."""
-        self.engine.commit(self.steps)
-        self.residency.changed(self._rewritten)
-        self._rewritten = []
+        try:
+            self.engine.commit(self.steps)
+        finally:
+            # Also where Ctrl-C is heard once the commit has returned; to read a unit again is never wrong.
+            rewritten, self._rewritten = self._rewritten, []
+            self.residency.changed(rewritten)
 
     # --- the end -------------------------------------------------------------------------
 
@@ -302,7 +314,9 @@ class Session:
 
 def clip_factor(max_norm: float, norm: float) -> float:
     """What clipping multiplies gradients of this norm by: a number of fp32."""
-    return torch.tensor(min(1.0, max_norm / (norm + 1e-6)), dtype=torch.float32).item()
+    factor = max_norm / (norm + 1e-6)
+    # In this order a NaN stays one: torch's clipping makes NaN of everything.
+    return torch.tensor(min(factor, 1.0), dtype=torch.float32).item()
 
 
 def options_of(group: dict[str, Any]) -> dict[str, Any]:
