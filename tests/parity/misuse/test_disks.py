@@ -1,5 +1,6 @@
 """Disks that fail in any phase: the error comes from the call where it matters, and the last commit stands."""
 
+import contextlib
 import errno
 import os
 import subprocess
@@ -93,7 +94,8 @@ def test_an_error_in_any_phase_leaves_the_last_commit(on_it, faulty, phase, grad
     assert str(faulty.path) in str(error.value)
     assert training.optimizer.steps == 1
     faulty.set()
-    training.optimizer.zero_grad()
+    with contextlib.suppress(StorageError):  # after a flush that failed, only opening it again helps
+        training.optimizer.zero_grad()
     training.optimizer.close()
     resumed_exactly(on_it, before, 1)
 
@@ -157,7 +159,8 @@ def fill(folder):
                 file.flush()
         except OSError:
             pass
-    assert os.statvfs(folder).f_bavail * 4096 < 1 << 17
+    left = os.statvfs(folder)
+    assert left.f_bavail * left.f_frsize < 1 << 17
 
 
 def test_a_disk_that_is_too_small_is_known_before_anything_is_moved(small_disk, unchanged):
