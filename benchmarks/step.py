@@ -1,0 +1,383 @@
+"""Seconds, memory and SSD bytes of a training step: offloaded, beside the same step in RAM and beside its bound.
+
+Each case trains in a process of its own; the processes take turns, so that all of them meet the same machine. The bound
+is what the step would take if compute and disk overlapped without loss: compute as measured in RAM, bytes as the plan
+says, bandwidth as our engine reaches it on the same disk in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+_MIB = 1 << 20
+# Qwen2-shaped: layers, hidden, intermediate, heads, key-value heads, vocabulary; untied.
+_SHAPES = {"4M": (4, 256, 683, 4, 2, 2048), "125M": (12, 768, 2048, 12, 4, 32_000)}
+_CASES = {
+    "in RAM": None,
+    "fused": {"gradients": "fused"},
+    "auto": {},
+    "clipped": {"max_grad_norm": 1.0},
+    "smallest": {"gradients": "fused", "host_memory": "smallest"},
+}
+# What the case "in RAM" is measured by, too.
+_RAM = "in RAM"
+_WARM_STEPS = 2
+
+
+def main() -> None:
+    """Measure every workload, print a table of each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parameters", choices=_SHAPES, default="125M")
+    parser.add_argument("--tokens", nargs="+", default=["1x128", "4x512"], metavar="BATCHxLENGTH")
+    parser.add_argument("--cases", nargs="+", choices=_CASES, help="default: all; beyond 1,000 tokens the first two")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each process")
+    parser.add_argument("--steps", type=int, default=4, help="steps of a turn; of several the first is not counted")
+    parser.add_argument("--checkpoint", action="store_true", help="recompute blocks in the backward")
+    parser.add_argument("--storage", default=".", help="a folder on the disk to measure")
+    parser.add_argument("--json", action="store_true", help="print values instead of tables")
+    parser.add_argument("--write", metavar="FOLDER", help="also write step.txt and step.json there")
+    parser.add_argument("--work", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.work:
+        _Worker(json.loads(options.work)).serve()
+        return
+    from memascend.cli.bench.machine import described
+
+    with tempfile.TemporaryDirectory(dir=options.storage, prefix=".memascend-step-") as folder:
+        results = [_Workload(options, Path(folder), tokens).run() for tokens in options.tokens]
+    values = {"machine": described(), "parameters": options.parameters, "workloads": results}
+    text = "\n\n".join(_shown(result) for result in results)
+    print(json.dumps(values, indent=1) if options.json else text)
+    if options.write:
+        Path(options.write, "step.json").write_text(json.dumps(values, indent=1) + "\n")
+        about = "\n".join(f"{name}: {value}" for name, value in values["machine"].items())
+        Path(options.write, "step.txt").write_text(f"{about}\n\n{text}\n")
+
+
+# --- one workload --------------------------------------------------------------------------
+
+
+@dataclass
+class _Process:
+    """A case at work, and what it said."""
+
+    peer: subprocess.Popen[str]
+    started: dict[str, Any] = field(default_factory=dict)
+    turns: list[dict[str, Any]] = field(default_factory=list)
+
+    def ask(self, question: str) -> dict[str, Any]:
+        assert self.peer.stdin is not None
+        assert self.peer.stdout is not None
+        self.peer.stdin.write(question + "\n")
+        self.peer.stdin.flush()
+        for line in self.peer.stdout:
+            if line.startswith("{"):
+                answer: dict[str, Any] = json.loads(line)
+                return answer
+        raise SystemExit("a case ended before its time; what it said is above")
+
+
+class _Workload:
+    """So many tokens a step, in every case."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path, tokens: str) -> None:
+        self.options, self.folder, self.tokens = options, folder, tokens
+        batch, length = (int(part) for part in tokens.split("x"))
+        self.batch, self.length = batch, length
+        long = batch * length > 1000
+        self.cases = options.cases or (list(_CASES)[:2] if long else list(_CASES))
+        self.steps = min(options.steps, 2) if long else options.steps
+
+    def run(self) -> dict[str, Any]:
+        processes: dict[str, _Process] = {}
+        speeds: dict[str, list[float]] = {"read": [], "mixed": []}
+        try:
+            for name in self.cases:
+                processes[name] = self._start(name)
+            for _ in range(self.options.rounds):
+                for pattern, found in speeds.items():
+                    found.append(self._bandwidth(pattern))
+                for process in processes.values():
+                    process.turns.append(process.ask(str(self.steps)))
+            ended = {name: process.ask("end") for name, process in processes.items()}
+        finally:
+            for process in processes.values():
+                process.peer.kill()
+                process.peer.wait()
+        bandwidth = {pattern: statistics.median(found) for pattern, found in speeds.items()}
+        cases = {name: _summary(process, ended[name]) for name, process in processes.items()}
+        for name, case in cases.items():
+            _compare(name, case, cases.get(_RAM), bandwidth)
+        return {
+            "tokens": self.tokens,
+            "checkpoint": self.options.checkpoint,
+            "gb_per_second": bandwidth,
+            "gb_per_second_all": speeds,
+            "cases": cases,
+        }
+
+    def _start(self, name: str) -> _Process:
+        work = {
+            "case": name,
+            "shape": _SHAPES[self.options.parameters],
+            "batch": self.batch,
+            "length": self.length,
+            "checkpoint": self.options.checkpoint,
+            "storage": str(self.folder / f"{name} {self.tokens}.store"),
+        }
+        words = [sys.executable, __file__, "--work", json.dumps(work)]
+        process = _Process(subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        process.started = process.ask("begin")
+        return process
+
+    def _bandwidth(self, pattern: Any) -> float:
+        """Of our engine, through as much memory as an update stages in, on a file whose blocks were written before."""
+        from memascend import nvme
+        from memascend.cli.transfer import blocks, transfer
+
+        path, nbytes = self.folder / "bandwidth", 512 * _MIB
+        with nvme.open(path, size=nbytes, queue_depth=8) as volume, blocks(_MIB, 12) as tensors:
+            if not getattr(self, "_written", False):
+                transfer(volume, tensors, "write", nbytes)
+                volume.flush()
+                self._written = True
+            return transfer(volume, tensors, pattern, 2 * nbytes).gb_per_second
+
+
+def _summary(process: _Process, ended: dict[str, Any]) -> dict[str, Any]:
+    """Medians over all turns; the first step of a turn finds more of the disk done than others do."""
+    parts: dict[str, list[float]] = {"step": [], "forward": [], "backward": [], "update": []}
+    for turn in process.turns:
+        for part, taken in parts.items():
+            seconds = turn["seconds"][part]
+            taken.extend(seconds[1:] if len(seconds) > 1 else seconds)
+    return {
+        "seconds": {part: statistics.median(taken) for part, taken in parts.items()},
+        "spread": [min(parts["step"]), max(parts["step"])],
+        "steps": len(parts["step"]),
+        **process.started,
+        **ended,
+    }
+
+
+def _compare(name: str, case: dict[str, Any], ram: dict[str, Any] | None, bandwidth: dict[str, float]) -> None:
+    """The bound of a case, and the ratios."""
+    if ram is None or name == _RAM:
+        return
+    plan = case["plan"]
+    read, written = dict(plan["read"]), dict(plan["written"])
+    forward_bytes = read.pop("values, forward", 0)
+    forward = max(ram["seconds"]["forward"], forward_bytes / bandwidth["read"] / 1e9)
+    kept = written.pop("gradients", 0)
+    # Gradients that wait for their norm put the update behind the backward.
+    first = read.pop("values, backward", 0) + kept
+    rest = (sum(read.values()) + sum(written.values())) / bandwidth["mixed"] / 1e9
+    in_backward = first / bandwidth["mixed"] / 1e9 + (0.0 if kept else rest)
+    backward = max(ram["seconds"]["backward"], in_backward)
+    update = rest if kept else 0.0
+    case["bound"] = {"forward": forward, "backward": backward, "update": update, "step": forward + backward + update}
+    case["of_bound"] = case["seconds"]["step"] / case["bound"]["step"]
+    case["of_ram"] = case["seconds"]["step"] / ram["seconds"]["step"]
+    case["memory_of_ram"] = case["added_bytes"] / ram["added_bytes"]
+
+
+def _shown(result: dict[str, Any]) -> str:
+    from memascend.cli.show import table
+
+    rows = []
+    for name, case in result["cases"].items():
+        seconds, bound = case["seconds"], case.get("bound")
+        rows.append(
+            (
+                name,
+                f"{seconds['step']:.3f}",
+                f"{case['spread'][0]:.3f}..{case['spread'][1]:.3f}",
+                f"{seconds['forward']:.3f} + {seconds['backward']:.3f} + {seconds['update']:.3f}",
+                f"{bound['step']:.3f}" if bound else "",
+                f"{case['of_bound']:.2f}" if bound else "",
+                f"{case['of_ram']:.2f}" if bound else "",
+                f"{case['added_bytes'] / 1e6:.0f}",
+                f"{case['peak_bytes'] / 1e6:.0f}",
+                f"{case['moved_per_parameter']:.2f}",
+            )
+        )
+    parameters = next(iter(result["cases"].values()))["parameters"]
+    head = (
+        f"{parameters:,} parameters in bf16, {result['tokens']} tokens a step"
+        f"{', blocks recomputed' if result['checkpoint'] else ''}; "
+        + ", ".join(f"{pattern} {speed:.2f} GB/s" for pattern, speed in result["gb_per_second"].items())
+    )
+    columns = ("case", "s/step", "spread", "forward + backward + step()", "bound", "x bound", "x RAM")
+    return f"{head}\n\n{table((*columns, 'MB added', 'MB peak', 'SSD B/param'), rows)}"
+
+
+# --- a case, in its own process --------------------------------------------------------------
+
+
+class _Worker:
+    """Trains when it is told to."""
+
+    def __init__(self, work: dict[str, Any]) -> None:
+        self.work = work
+        self.case = work["case"]
+        self.steps = 0
+
+    def serve(self) -> None:
+        """Answer each line by one."""
+        for line in sys.stdin:
+            question = line.strip()
+            if question == "begin":
+                answer = self._begin()
+            elif question == "end":
+                answer = self._end()
+            else:
+                answer = self._turn(int(question))
+            print(json.dumps(answer), flush=True)
+
+    def _begin(self) -> dict[str, Any]:
+        import torch
+        import transformers
+
+        import memascend
+
+        transformers.Qwen2ForCausalLM  # noqa: B018 - what a user imports, before the baseline
+        memascend.offload  # noqa: B018
+        baseline = _status("VmRSS")
+        layers, hidden, intermediate, heads, kv_heads, vocabulary = self.work["shape"]
+        config = transformers.Qwen2Config(
+            num_hidden_layers=layers,
+            hidden_size=hidden,
+            intermediate_size=intermediate,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            vocab_size=vocabulary,
+            tie_word_embeddings=False,
+        )
+        torch.manual_seed(0)
+        model = transformers.Qwen2ForCausalLM(config).to(torch.bfloat16)
+        model.train()
+        model.config.use_cache = False
+        if self.work["checkpoint"]:
+            model.gradient_checkpointing_enable()
+        self.parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.tokens = torch.randint(0, vocabulary, (self.work["batch"], self.work["length"]))
+        answer: dict[str, Any] = {"parameters": self.parameters, "baseline_bytes": baseline}
+        options = _CASES[self.case]
+        if options is None:
+            self.optimizer: Any = _InRam(model)
+        else:
+            began = time.perf_counter()
+            self.optimizer = self._offloaded(model, dict(options))
+            answer["offload_seconds"] = time.perf_counter() - began
+            plan = self.optimizer.plan
+            answer["plan"] = {
+                "host_peak": plan.host_peak,
+                "host": plan.host,
+                "read": plan.read_bytes,
+                "written": plan.written_bytes,
+            }
+        self.model = model
+        # What making the model took is no part of training.
+        Path("/proc/self/clear_refs").write_text("5")
+        self.baseline = baseline
+        self._turn(_WARM_STEPS)
+        self.moved, self.steps = _moved(), 0
+        return answer
+
+    def _offloaded(self, model: Any, options: dict[str, Any]) -> Any:
+        import torch
+
+        import memascend
+
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        if options.get("host_memory") == "smallest":
+            try:
+                memascend.offload(model, optimizer, storage=self.work["storage"], **{**options, "host_memory": 1})
+            except memascend.BudgetError as error:
+                options["host_memory"] = error.smallest
+        return memascend.offload(model, optimizer, storage=self.work["storage"], **options)[1]
+
+    def _turn(self, steps: int) -> dict[str, Any]:
+        parts: dict[str, list[float]] = {"step": [], "forward": [], "backward": [], "update": []}
+        for _ in range(steps):
+            at = [time.perf_counter()]
+            loss = self.model(input_ids=self.tokens, labels=self.tokens).loss
+            at.append(time.perf_counter())
+            loss.backward()
+            at.append(time.perf_counter())
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            at.append(time.perf_counter())
+            del loss
+            for name, first, last in (("step", 0, 3), ("forward", 0, 1), ("backward", 1, 2), ("update", 2, 3)):
+                parts[name].append(at[last] - at[first])
+        self.steps += steps
+        return {"seconds": parts}
+
+    def _end(self) -> dict[str, Any]:
+        peak = _status("VmHWM")
+        read, written = (now - then for now, then in zip(_moved(), self.moved, strict=True))
+        answer = {
+            "peak_bytes": peak,
+            "added_bytes": peak - self.baseline,
+            "read_per_parameter": read / self.steps / self.parameters,
+            "written_per_parameter": written / self.steps / self.parameters,
+            "moved_per_parameter": (read + written) / self.steps / self.parameters,
+        }
+        if self.case != _RAM:
+            answer["report"] = self.optimizer.report().to_dict()
+            self.optimizer.close()
+        return answer
+
+
+class _InRam:
+    """What a user writes without memascend: a float32 master of each parameter, under torch's fused AdamW."""
+
+    def __init__(self, model: Any) -> None:
+        import torch
+
+        self.parameters = list(model.parameters())
+        self.masters = [torch.nn.Parameter(parameter.detach().float()) for parameter in self.parameters]
+        self.adam = torch.optim.AdamW(self.masters, lr=1e-4, fused=True)
+
+    def step(self) -> None:
+        import torch
+
+        with torch.no_grad():
+            for parameter, master in zip(self.parameters, self.masters, strict=True):
+                if parameter.grad is not None:
+                    master.grad = parameter.grad.float()
+                    parameter.grad = None
+            self.adam.step()
+            for parameter, master in zip(self.parameters, self.masters, strict=True):
+                parameter.copy_(master)
+
+    def zero_grad(self) -> None:
+        self.adam.zero_grad()
+
+
+def _status(field_name: str) -> int:
+    """A figure of this process, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field_name + ":"):
+            return int(line.split()[1]) << 10
+    raise KeyError(field_name)
+
+
+def _moved() -> tuple[int, int]:
+    """What this process has read from devices and written to them, as the kernel counts."""
+    counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(counts["read_bytes"]), int(counts["write_bytes"])
+
+
+if __name__ == "__main__":
+    main()
