@@ -1,5 +1,6 @@
 """More threads than one, and interrupts: what one has bound is no one else's, and what was left open is ended."""
 
+import contextlib
 import copy
 import io
 import threading
@@ -83,8 +84,12 @@ def test_a_thread_that_ends_in_the_middle_of_a_forward(offloaded):
     def ends(*_):
         raise SystemExit
 
+    def computes():
+        with contextlib.suppress(SystemExit):
+            training.loss()
+
     handle = training.model.blocks[1].register_forward_pre_hook(ends)
-    thread = threading.Thread(target=training.loss)
+    thread = threading.Thread(target=computes)
     thread.start()
     thread.join()
     handle.remove()
@@ -98,9 +103,11 @@ def test_an_interrupted_forward_changes_nothing_that_follows(offloaded, gradient
     """The next forward ends what the interrupt left open, also where every place in memory is needed."""
     options = {"gradients": gradients, "storage": tmp_path / "run.store"}
     budget = smallest(options={"gradients": gradients}, tmp_path=tmp_path)
+    torch.manual_seed(4)
     calm = offloaded(Stack(tied=True), host_memory=budget, steps=3, **options)
     expected = calm.weights()
     calm.optimizer.close()
+    torch.manual_seed(4)
     training = offloaded(Stack(tied=True), host_memory=budget, existing="replace", **options)
 
     def interrupted(*_):
