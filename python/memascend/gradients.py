@@ -222,18 +222,14 @@ class Gradients:
     def watch(self, place: Place, group: int, step: int) -> Arrival:
         """Take charge of a parameter's gradients."""
         kept = self.kept[place.name] = Arrival(self, place, group, step)
-        nbytes = place.nan.nbytes
+        # torch keeps the hook where Python's collector does not look: it must not lead back to the parameter.
+        weak = weakref.ref(self)
+        name, nbytes = place.name, place.nan.nbytes
 
         def arrived(parameter: torch.Tensor) -> None:
-            began = time.perf_counter()
-            with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-                gradient = parameter.grad
-                if gradient is not None and not self._is_kept(kept, gradient):
-                    self._arrived(kept, parameter, gradient)
-                elif gradient is not None:
-                    self.enter_backward()
-            if self.on_arrived is not None:
-                self.on_arrived(kept.name, nbytes, began)
+            gradients = weak()
+            if gradients is not None:
+                gradients._heard(name, nbytes, parameter)  # noqa: SLF001
 
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             frozen = not place.parameter.requires_grad
@@ -242,6 +238,19 @@ class Gradients:
             self._hooks.append(place.parameter.register_post_accumulate_grad_hook(arrived))
             place.parameter.requires_grad_(not frozen)
         return kept
+
+    def _heard(self, name: str, nbytes: int, parameter: torch.Tensor) -> None:
+        """A gradient was accumulated."""
+        began = time.perf_counter()
+        kept = self.kept[name]
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            gradient = parameter.grad
+            if gradient is not None and not self._is_kept(kept, gradient):
+                self._arrived(kept, parameter, gradient)
+            elif gradient is not None:
+                self.enter_backward()
+        if self.on_arrived is not None:
+            self.on_arrived(name, nbytes, began)
 
     def _arrived(self, kept: Arrival, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         """A gradient came where there was none."""

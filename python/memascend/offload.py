@@ -193,7 +193,6 @@ class _Offloading:
     # --- the store ------------------------------------------------------------------------
 
     def _entries(self, units: Sequence[Unit]) -> list[Entry]:
-        keep_spill = self.options.gradients != "ram"
         entries = []
         for unit in units:
             for name in unit.parameters:
@@ -211,7 +210,8 @@ class _Offloading:
                         state=state,
                         unit=unit.name,
                         order=order,
-                        spill=parameter.dtype if keep_spill and owned.group is not None else None,
+                        # Also where gradients stay in memory: a store may be resumed in another mode.
+                        spill=parameter.dtype if owned.group is not None else None,
                     )
                 )
         return entries + self.buffers.entries(engines.Entry)

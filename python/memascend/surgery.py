@@ -111,10 +111,9 @@ class Surgery:
             home = self._residency.home_of[place.name]
             self._residency.bind(home)
             try:
-                parameter = place.parameter.detach()
-                nbytes = parameter.numel() * parameter.element_size()
-                _write(descriptor, parameter.data_ptr(), nbytes, self._folder())
-                del parameter
+                nbytes = place.nan.nbytes
+                # No name for the values: the traceback of an error would hold them.
+                _write(descriptor, place.parameter.detach().data_ptr(), nbytes, self._folder())
             finally:
                 self._residency.unbind(home)
             if nbytes == 0:

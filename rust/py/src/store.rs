@@ -221,8 +221,12 @@ impl Store {
     }
 
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        waiting(py, None, |wait| self.inner.close(wait))?.map_err(|error| store_error(py, &error))?;
-        waiting(py, None, |wait| self.inner.volume().close(wait))?.map_err(|error| nvme_error(py, &error))?;
+        // The devices are let go even where the last words could not be written to them.
+        let said =
+            waiting(py, None, |wait| self.inner.close(wait)).map(|said| said.map_err(|error| store_error(py, &error)));
+        let let_go = waiting(py, None, |wait| self.inner.volume().close(wait))?.map_err(|error| nvme_error(py, &error));
+        said??;
+        let_go?;
         self.trace_end(py)
     }
 }
