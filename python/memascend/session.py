@@ -275,10 +275,19 @@ class Session:
         self.gradients.rule.rewrite(name, values, kept.step if kept else 0)
         self._rewritten.append(name)
 
+    def drop_rewritten(self) -> None:
+        """Forget what was rewritten, and nothing else."""
+        rewritten, self._rewritten = self._rewritten, []
+        for name in rewritten:
+            self.engine.discard(name)
+
     def commit_rewritten(self) -> None:
         """Make what was rewritten live, as a part of the step that is committed."""
         try:
+            # Both are of one moment: new weights never stand beside old statistics.
+            self.buffers.stage(self.store, self.steps)
             self.engine.commit(self.steps)
+            self.buffers.committed()
         finally:
             # Also where Ctrl-C is heard once the commit has returned; to read a unit again is never wrong.
             rewritten, self._rewritten = self._rewritten, []

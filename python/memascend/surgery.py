@@ -95,6 +95,10 @@ class Surgery:
         self._snapshot_of = None
         self._copies = {}
         self._loading.clear()
+        if self._changed:
+            # Values of a load that was interrupted are staged, and belong to no step.
+            self._changed = False
+            self._require_session().drop_rewritten()
 
     def detached(self, place: Place) -> torch.Tensor | None:
         """A private copy of a parameter where a state dict is being made; see `placeholder.Source`."""
