@@ -46,6 +46,10 @@ _Path = str | os.PathLike[str]
 
 _log = logging.getLogger("memascend")
 
+# From malloc.h, and the value that glibc begins with.
+_M_MMAP_THRESHOLD = -3
+_MMAP_THRESHOLD_BYTES = 128 << 10
+
 
 def offload(
     model: torch.nn.Module,
@@ -185,6 +189,7 @@ class _Offloading:
             resources = Resources(store, engine, region)
             offloaded = self._wire(units, plan, resources)
             undo.pop_all()
+        _steady_heap()
         _trim()
         if options.host_memory is None:
             _log.info("host_memory: %d bytes, the smallest that keeps disk and compute busy", plan.budget)
@@ -516,6 +521,18 @@ def _temporary(create: Callable[[str], Store]) -> tuple[Store, Path]:
             _remove([Path(folder) / "memascend.store"])
             Path(folder).rmdir()
     raise StorageError(f"there is no place for a temporary store: {refused}; give storage=")
+
+
+def _steady_heap() -> None:
+    """Let gradients and activations be mappings of their own.
+
+    glibc raises its threshold for that with each one that is freed, up to 32 MiB. From then on they come from the heap,
+    where what little stays between them keeps it from shrinking: it would grow with the depth of the model.
+    """
+    if "MALLOC_MMAP_THRESHOLD_" in os.environ or "GLIBC_TUNABLES" in os.environ:
+        return
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
 
 
 def _trim() -> None:
