@@ -202,8 +202,48 @@ def test_whole_state_is_made_compact_on_its_way_in(tmp_path):
         updates.fill("w", values, raw)
         updates.commit(0)
         assert all(same_bits(tensor, raw[of]) for of, tensor in store.read("w")[1].items())
-        with pytest.raises(ConfigError, match="not their master rounded"):
-            updates.fill("w", values * 2, whole)
+        updates.fill("w", values * 2, whole)
+        with pytest.raises(ConfigError, match="not its master rounded"):
+            updates.commit(1)
+        updates.discard()
+        assert all(same_bits(tensor, raw[of]) for of, tensor in store.read("w")[1].items())
+
+
+def test_a_walk_shows_every_byte_once(tmp_path):
+    torch.manual_seed(3)
+    made_of = {
+        "bf16": torch.randn(5000).bfloat16(),
+        "none": torch.zeros(0),
+        "f32": torch.randn(3, 1741),
+    }
+    odd = {"row": torch.randn(600), "moment": torch.randn(700, 600), "big": torch.randn(300_000)}
+    entries = [
+        engine.Entry(name=name, values=tensor, state=engine.adam_state(tensor, compact=True))
+        for name, tensor in made_of.items()
+    ]
+    entries.append(engine.Entry(name="odd", values=torch.randn(700, 600), state=odd))
+    with engine.Store.create(tmp_path / "store", entries, chunk_elements=CHUNK) as store:
+        found = {}
+
+        def visit(name, parts):
+            assert len({part.values.numel() for part in parts}) == 1
+            for part in parts:
+                kept = found.setdefault((name, part.of), [])
+                assert sum(map(len, kept)) == part.start
+                kept.append(part.values.clone())
+
+        store.scan([entry.name for entry in entries], visit)
+        for entry in entries:
+            values, state = store.read(entry.name)
+            for of, tensor in {"": values, **state}.items():
+                got = torch.cat(found.pop((entry.name, of), [tensor[:0].reshape(-1)]))
+                assert same_bits(got, tensor.reshape(-1)), (entry.name, of)
+        assert not found
+        with pytest.raises(ZeroDivisionError):
+            store.scan(["f32"], lambda *_: 1 / 0)
+        kept = []
+        with pytest.raises(UsageError, match="clone"):
+            store.scan(["f32"], lambda _, parts: kept.append(parts))
 
 
 def gradient_of(values, step):

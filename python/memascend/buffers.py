@@ -48,6 +48,10 @@ class Buffers:
         """A buffer's values, contiguous."""
         return self._tensor(name).detach().contiguous()
 
+    def target(self, name: str) -> torch.Tensor:
+        """A buffer itself, to be written to."""
+        return self._tensor(name).detach()
+
     def restore(self, store: Store) -> None:
         """Take the values that the store holds."""
         for name in self._owners:

@@ -109,13 +109,13 @@ class Options:
             raise ConfigError(f"activations={self.activations!r} is not there yet: leave it at 'device'")
 
     def _check_places(self) -> None:
-        for name in ("weights", "checkpoint"):
-            if getattr(self, name) is not None:
-                raise ConfigError(
-                    f"{name}= is not there yet, it comes with the next release: load the values into the model (and "
-                    "optimizer) before offload()"
-                )
-        for name in ("storage", "scratch"):
+        if self.weights is not None and self.checkpoint is not None:
+            raise ConfigError("a checkpoint has its own weights: give weights= or checkpoint=, not both")
+        if self.weights is not None and not (isinstance(self.weights, (str, os.PathLike)) or callable(self.weights)):
+            raise ConfigError(
+                f"weights is a safetensors file, a folder of them, or a function of (name, parameter), not {self.weights!r}"
+            )
+        for name in ("storage", "scratch", "checkpoint"):
             value = getattr(self, name)
             several = value if name == "storage" and isinstance(value, (list, tuple)) else [value]
             if value is not None and not all(

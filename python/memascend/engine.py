@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 from memascend import _core
 from memascend.chunk import Chunk, adapter
@@ -33,10 +33,12 @@ if TYPE_CHECKING:
 __all__ = [
     "CHUNK_ELEMENTS",
     "PAGE_BYTES",
+    "Checksum",
     "Chunk",
     "Engine",
     "Entry",
     "Fetch",
+    "Part",
     "Sizes",
     "Store",
     "adam_state",
@@ -165,6 +167,36 @@ def adam_state(
     if values.dtype == torch.float32:
         return zeros
     return {"master": values.float() if master is None else master, **zeros}
+
+
+class Part(NamedTuple):
+    """A part of a tensor of an entry, in the order in which it is stored.
+
+    Attributes:
+        of: the state tensor's name; "" is the values.
+        start: its first element.
+        values: the elements.
+    """
+
+    of: str
+    start: int
+    values: torch.Tensor
+
+
+class Checksum:
+    """XXH3-64 of bytes that come one after the other, as `xxhsum -H3` gives it."""
+
+    __slots__ = ("_core",)
+
+    def __init__(self) -> None:
+        self._core = _core.Checksum()
+
+    def update(self, tensor: torch.Tensor) -> None:
+        """Take the bytes of a contiguous CPU tensor."""
+        self._core.update(tensor.data_ptr(), tensor.nbytes)
+
+    def __str__(self) -> str:
+        return f"{self._core.value():016x}"
 
 
 class Store:
@@ -316,6 +348,39 @@ class Store:
         self._core.read(index, [(tensor.data_ptr(), tensor.nbytes) for tensor in (values, *state.values())])
         return values, state
 
+    def scan(self, names: Sequence[str], visit: Callable[[str, list[Part]], object]) -> None:
+        """Read entries as the last commit left them, part by part, in memory that does not grow with them.
+
+        Args:
+            names: which, in the order in which they are read.
+            visit: called with a name and parts that belong together: of a chunk, the values and the state of the same
+                elements; tensors of another shape come by themselves. The parts stand on memory that is taken again
+                after the call. It must not commit.
+
+        Raises:
+            CorruptionError: what is on storage is not what was written.
+        """
+        import torch
+
+        entries = self._entries
+        described = {
+            self.index(name): [
+                ("", entry["dtype"]),
+                *((of, dtype) for of, dtype, _ in entry["state"]),
+            ]
+            for name, entry in ((name, entries[self.index(name)]) for name in names)
+        }
+
+        def shown(index: int, lent: list[tuple[int, int, Any]]) -> None:
+            parts = []
+            for tensor, first, memory in lent:
+                of, dtype = described[index][tensor]
+                values = torch.frombuffer(memory, dtype=getattr(torch, dtype))
+                parts.append(Part(of, first // values.itemsize, values))
+            visit(entries[index]["name"], parts)
+
+        self._core.scan(list(described), shown)
+
     def fetch(self, unit: str, into: torch.Tensor) -> Fetch:
         """Begin to read the values of a unit, as the last commit left them, before all other I/O that waits.
 
@@ -465,7 +530,8 @@ class Engine:
             name: of which entry.
             values: contiguous, on the CPU, as they are described.
             state: tensors by name. One that is not given is zeros, or the values where it is a float32 "master" of the
-                entry's shape.
+                entry's shape. A compact entry takes a "master", too, and no "rest" then; that the values are what it is
+                rounded to is found out as it is written.
             step: the entry's count of updates, which the state is the result of.
 
         Raises:
@@ -474,8 +540,11 @@ class Engine:
         """
         index = self.store.index(name)
         entry = self.store._entries[index]  # noqa: SLF001
-        given = dict(self.store._compact(entry, values, state) if state else {})  # noqa: SLF001
+        given = dict(state or {})
         _require(name, values, entry["dtype"], entry["shape"], entry["order"])
+        master = given.pop("master", None) if entry["compact"] and "rest" not in given else None
+        if master is not None:
+            _require(name, master, "float32", entry["shape"], entry["order"])
         places = []
         for of, dtype, shape in entry["state"]:
             tensor = given.pop(of, None)
@@ -484,7 +553,7 @@ class Engine:
             places.append(None if tensor is None else _place(tensor))
         if given:
             raise ConfigError(f"{name!r} has no state called {next(iter(given))!r}")
-        self._core.fill(index, _place(values), places, step)
+        self._core.fill(index, _place(values), places, None if master is None else _place(master), step)
 
     def update(
         self,

@@ -16,13 +16,16 @@ import torch
 
 from memascend import engine as engines
 from memascend import kernels, memory
+from memascend.beginning import Beginning, InHand
+from memascend.bodiless import MetaBuffers, embody, require_plain
 from memascend.buffers import Buffers
+from memascend.checkpoint import Checkpoint, Continued
 from memascend.config import Options
 from memascend.errors import ConfigError, StorageError
 from memascend.gates import Frames, close_gates, gated, open_gates
 from memascend.gradients import Arrival, Gradients
 from memascend.optimizer import OffloadedOptimizer
-from memascend.placeholder import Place, dense_strides, laid_out
+from memascend.placeholder import Place, dense_strides
 from memascend.plan import make_plan
 from memascend.progress import Progress
 from memascend.residency import Residency
@@ -31,6 +34,7 @@ from memascend.session import Resources, Session, options_of
 from memascend.surgery import Surgery, is_materialized
 from memascend.units import find_units
 from memascend.updates import Arithmetic, Updates
+from memascend.weights import open_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -93,8 +97,11 @@ def offload(
         loss_scale: "dynamic" or a number, for `optimizer.backward()`; None: dynamic for fp16 models, off otherwise.
         master_dtype: of the copies that 16-bit parameters are updated in; None: their own.
         units: names of modules that travel as one; None: found from the model.
-        weights: not there yet.
-        checkpoint: not there yet.
+        weights: for parameters on "meta": a safetensors file, a folder of them with their index, or a function of
+            (name, parameter) that returns a tensor and is called one at a time. None: they are initialised by the
+            model's own code, from torch's default generator. A store that is resumed needs none.
+        checkpoint: a folder that `OffloadedOptimizer.save` wrote, to start from: its values, state, options and step
+            stand. A store that is resumed stands before it.
         scratch: a folder for copies of the weights that `state_dict()` and `materialized()` make; None: beside the
             store.
         device_memory: not there yet.
@@ -150,8 +157,16 @@ class _Offloading:
         self.original = optimizer
         self.options = options
         self.owned = _owned(model, optimizer)
+        self.named = {name: owned.parameter for name, owned in self.owned.items()}
+        require_plain(self.named)
+        if options.weights is not None and not any(parameter.is_meta for parameter in self.named.values()):
+            raise ConfigError("weights= is for parameters on meta, and the model has none there: leave it out")
         self.arithmetic = Arithmetic(optimizer, options.master_dtype, frozenset(_sparse(model)))
         self.buffers = Buffers(model)
+        self.meta_buffers = MetaBuffers(model)
+        self.weights = None if options.weights is None else open_weights(options.weights)
+        self.checkpoint: Checkpoint | None = None
+        self.beginning: Beginning | None = None
         # Where a temporary store went.
         self.folder: Path | None = None
         self.sizes: engines.Sizes
@@ -174,16 +189,26 @@ class _Offloading:
             budget=options.host_bytes,
         )
         with contextlib.ExitStack() as undo:
+            self.meta_buffers.install()
+            undo.callback(self.meta_buffers.uninstall)
+            if options.existing != "resume":
+                self._prepare(created=True)
             store = self._store(paths, entries, undo)
             undo.callback(store.close)
             engine = engines.Engine(
                 store, chunks=plan.chunks, queue=plan.queue_bytes, whole=self.arithmetic.whole_bytes
             )
             undo.callback(engine.close)
+            if options.existing == "resume":
+                self._prepare(created=store.created)
             if store.created:
-                self._fill(engine)
+                stored = self._fill(engine, units, plan.queue_bytes, undo)
             else:
-                self._resume(store)
+                self.buffers.restore(store)
+                stored = store.hyperparameters or {}
+            self._take_options(stored.get("groups"), undo)
+            # Files stay mapped no longer.
+            self.beginning = self.weights = None
             region = memory.Region(memory.layout(plan.classes).reserved, pin=False, on_fork="wipe", owner="units")
             undo.callback(region.close)
             resources = Resources(store, engine, region)
@@ -242,39 +267,81 @@ class _Offloading:
         store, self.folder = _temporary(create)
         return store
 
-    def _fill(self, engine: Engine) -> None:
-        with Progress("writing the model to storage", self.sizes.slot_bytes) as progress:
-            for owned in self.owned.values():
-                state: dict[str, torch.Tensor] = {}
-                step = 0
-                nbytes = owned.parameter.nbytes
-                if owned.group is not None:
-                    state, step = self.arithmetic.initial(owned.parameter)
-                    nbytes += sum(tensor.nbytes for tensor in self.arithmetic.describe(owned.parameter).values())
-                engine.fill(owned.name, laid_out(owned.parameter.detach()), state, step=step)
+    # --- what it begins with ------------------------------------------------------------------
+
+    def _beginning(self) -> Beginning:
+        trained = {name for name, owned in self.owned.items() if owned.group is not None}
+        if self.options.checkpoint is not None:
+            self.checkpoint = Checkpoint(self.options.checkpoint)
+            buffers = {name: self.buffers.tensor(name) for name in self.buffers.names}
+            return Continued(self.checkpoint, self.model, self.named, buffers, self.arithmetic, trained)
+        saved = self.meta_buffers.saved
+        return InHand(self.model, self.named, trained, self.arithmetic, self.weights, saved)
+
+    def _prepare(self, *, created: bool) -> None:
+        """Everything that can be found wrong before something is written."""
+        if created:
+            self.beginning = self._beginning()
+            self.beginning.check()
+        initialised = created and self.weights is None and self.options.checkpoint is None
+        self.meta_buffers.rebuild(self.weights, saved=initialised)
+        count = sum(parameter.is_meta for parameter in self.named.values())
+        if count and initialised:
+            _log.info(
+                "%d parameters on meta are initialised by the model's own code, from torch's default generator", count
+            )
+
+    def _options(self) -> list[dict[str, Any]]:
+        return [options_of(group) for group in self.original.param_groups]
+
+    def _fill(
+        self, engine: Engine, units: Sequence[Unit], queue_bytes: int, undo: contextlib.ExitStack
+    ) -> dict[str, Any]:
+        """Write and commit the first values; the hyperparameters that were committed."""
+        beginning = self.beginning
+        assert beginning is not None
+        waiting = 0
+        with (
+            Progress("writing the model to storage", self.sizes.slot_bytes) as progress,
+            contextlib.closing(beginning.parameters(units)) as firsts,
+        ):
+            for name, values, state, step in firsts:
+                engine.fill(name, values, state, step=step)
+                nbytes = values.nbytes + sum(tensor.nbytes for tensor in state.values())
+                waiting += nbytes
+                if waiting >= queue_bytes:
+                    # What was just handed over goes before the next is made.
+                    engine.finish()
+                    waiting = 0
+                if self.owned[name].group is not None:
+                    nbytes = values.nbytes + sum(t.nbytes for t in self.arithmetic.describe(self.named[name]).values())
                 progress.add(nbytes)
             for name in self.buffers.names:
+                target = self.buffers.target(name)
+                if not isinstance(beginning, InHand):
+                    undo.callback(target.copy_, target.clone())
+                beginning.buffer(name, target)
                 engine.fill(name, self.buffers.tensor(name), {})
-            groups = [options_of(group) for group in self.original.param_groups]
-            engine.commit(0, hyperparameters={"groups": groups, "loss_scale": None})
+            hyperparameters = beginning.hyperparameters(self._options())
+            engine.commit(beginning.step, user_state=beginning.user_state, hyperparameters=hyperparameters)
+        return hyperparameters
 
-    def _resume(self, store: Store) -> None:
-        self.buffers.restore(store)
-        stored = (store.hyperparameters or {}).get("groups")
+    def _take_options(self, stored: list[dict[str, Any]] | None, undo: contextlib.ExitStack) -> None:
+        """Let the groups have the options that are stored."""
         groups = self.original.param_groups
         if stored is None or len(stored) != len(groups):
-            raise ConfigError(f"the store has {len(stored or [])} parameter groups, the optimizer {len(groups)}")
+            raise ConfigError(f"what is stored has {len(stored or [])} parameter groups, the optimizer {len(groups)}")
         changed = []
         for number, (group, options) in enumerate(zip(groups, stored, strict=True)):
             now = options_of(group)
             for name, value in options.items():
                 if now.get(name) != value:
                     changed.append(f"group {number}: {name} {now.get(name)} -> {value}")
-                    kept = group.get(name)
-                    group[name] = _as(kept, value)
+                    undo.callback(group.__setitem__, name, group.get(name))
+                    group[name] = _as(group.get(name), value)
         if changed:
             warnings.warn(
-                "the store's options stand, and differ from the optimizer's: " + "; ".join(changed), stacklevel=4
+                "the stored options stand, and differ from the optimizer's: " + "; ".join(changed), stacklevel=4
             )
 
     # --- the wiring ---------------------------------------------------------------------------
@@ -347,9 +414,13 @@ class _Offloading:
             open_gates(self.model, gates, residency, frames)
             self.model.__dict__["_memascend"] = offloaded
 
+        if self.checkpoint is not None and store.created:
+            session.origin = {name: self.checkpoint.manifest[name] for name in ("store", "step")}
         surgery.attach(session, leave=leave, enter=enter)
         for home in residency.homes:
             for place in home.places:
+                if place.parameter.is_meta:
+                    embody(place.parameter, place.nan)
                 place.unbind()
                 owned = self.owned[place.name]
                 if owned.group is not None:
@@ -448,10 +519,8 @@ def _owned(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
     if not groups:
         raise ConfigError("the optimizer owns no parameters of this model")
     for name, parameter in named.items():
-        if parameter.device.type == "meta":
-            raise ConfigError(f"{name} is on meta; materialize the model before offload()")
-        if parameter.device.type != "cpu":
-            raise ConfigError(f"{name} is on {parameter.device}; offload() takes models on the CPU")
+        if parameter.device.type not in ("cpu", "meta"):
+            raise ConfigError(f"{name} is on {parameter.device}; offload() takes models on the CPU, or on meta")
         if torch.nn.parameter.is_lazy(parameter):
             raise ConfigError(f"{name} is not initialised yet: run the model once before offload()")
     _refuse_shared(model)

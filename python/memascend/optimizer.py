@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import weakref
 from typing import TYPE_CHECKING, Any, Self
 
@@ -121,6 +122,23 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """A copy of a parameter's state, read from storage, by torch's names, and its `master`."""
         return self._session.state_of(parameter)
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write a whole checkpoint: weights for `from_pretrained` and any other tool, state and options to go on from.
+
+        It is streamed, so that memory does not grow with the model, written under another name beside `folder`, flushed
+        and renamed: whatever happens, either the earlier checkpoint is there or this one. What others put into an
+        earlier checkpoint's folder stays. Between steps; `offload(checkpoint=folder)` goes on from it, bit for bit.
+
+        Args:
+            folder: where; its parent must be there.
+
+        Raises:
+            UsageError: a step is staged.
+            ConfigError: the folder holds something else.
+            StorageError: there is no room, or the device failed; what was there before is as it was.
+        """
+        self._session.save(folder)
 
     # --- torch's own ------------------------------------------------------------------------
 

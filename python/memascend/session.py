@@ -15,6 +15,7 @@ import torch
 from memascend.errors import ConfigError, MemascendError, UsageError
 from memascend.meter import Meter
 from memascend.report import Baseline, Report, make_report
+from memascend.saving import save
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -106,6 +107,8 @@ class Session:
         self.overflowed = False
         self.steps = self.store.step
         self.began_at = self.steps
+        # Store and step of the checkpoint that it began from.
+        self.origin: dict[str, Any] | None = None
         self.user_state: Any = self.store.user_state
         self.seconds = {"step": 0.0}
         self._max_grad_norm = max_grad_norm
@@ -236,6 +239,14 @@ class Session:
             raise ConfigError(f"user_state has {size} bytes as JSON, at most {_USER_BYTES_MAX} are kept")
         self.user_state = value
 
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write a whole checkpoint of what is committed, with the options that the groups have now."""
+        with self.quiet():
+            facts = {**self.identity(), **self.hyperparameters(), "user_state": self.user_state}
+            facts["optimizer"] = self.store.info()["optimizer"]
+            save(folder, self.store, self.surgery.model, self.gradients.kept.keys(), facts)
+            self.resources.unread = False
+
     def identity(self) -> dict[str, Any]:
         """Which store this is, and where it stands."""
         return {"store": self.store.info()["uuid"], "step": self.steps}
@@ -248,11 +259,14 @@ class Session:
                 "this state dict was not made by an offloaded optimizer; give the optimizer that holds the state to "
                 "offload()"
             )
-        if identity != here:
+        # What began from a checkpoint is what was saved there, until the next step.
+        if identity != here and not (identity == self.origin and self.steps == self.began_at):
+            origin = self.origin
+            began = f" (begun from a checkpoint of step {origin['step']} of store {origin['store']})" if origin else ""
             raise UsageError(
                 f"this state dict is of step {identity.get('step')} of store {identity.get('store')}, and the storage "
-                f'holds step {here["step"]} of store {here["store"]}: resume from the storage (existing="resume"), or '
-                "from a checkpoint of that step"
+                f"holds step {here['step']} of store {here['store']}{began}: resume from the storage "
+                '(existing="resume"), or give offload(checkpoint=) the one of that step'
             )
 
     # --- looking -----------------------------------------------------------------------

@@ -67,6 +67,11 @@ class Surgery:
         self._leave = leave
         self._enter = enter
 
+    @property
+    def model(self) -> torch.nn.Module:
+        """Whose state dicts these are."""
+        return self._model
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UsageError(COPIED)
 

@@ -1,6 +1,6 @@
 //! The first values of an entry: nothing is read, and every piece is built in a staging chunk and written.
 
-use memascend_math::{FloatsMut, cast};
+use memascend_math::{Bf16, Floats, FloatsMut, cast, split_master};
 use memascend_store::{Buffer, Content, Dtype, Shared, StateTensor, Store};
 
 use crate::{
@@ -19,6 +19,8 @@ pub struct First {
     /// Each state tensor, as they are described. What is not given is zeros; a float32 "master" of the entry's shape is
     /// the values.
     pub state: Vec<Option<Box<dyn Buffer>>>,
+    /// Of a compact entry, in place of its rest: what its values are rounded from, in float32.
+    pub master: Option<Box<dyn Buffer>>,
     /// The entry's count of updates, which the state is the result of.
     pub step: u64,
 }
@@ -35,6 +37,7 @@ pub(crate) struct Fill {
     values: Box<dyn Buffer>,
     dtype: Dtype,
     state: Vec<Source>,
+    master: Option<Box<dyn Buffer>>,
     pub(crate) step: u64,
 }
 
@@ -64,18 +67,28 @@ impl Fill {
         if !first.values.is_empty() && !(first.values.as_ptr().as_ptr() as usize).is_multiple_of(element) {
             return Err(Error::Invalid(format!("the values of {name:?} are not aligned for their dtype")));
         }
+        if let Some(master) = &first.master {
+            let nbytes = usize::try_from(described.elements()).unwrap_or(usize::MAX).saturating_mul(size_of::<f32>());
+            let aligned = (master.as_ptr().as_ptr() as usize).is_multiple_of(align_of::<f32>());
+            if !described.is_compact() || master.len() != nbytes || !(aligned || master.is_empty()) {
+                let got = master.len();
+                return Err(Error::Invalid(format!(
+                    "a master of {got} bytes for {name:?}, which takes one of {nbytes} if it is compact"
+                )));
+            }
+        }
         let source = |(tensor, given): (&StateTensor, Option<Box<dyn Buffer>>)| match given {
             Some(given) => Source::Given(given),
             None if widens(tensor) => Source::Values,
             None => Source::Zeros,
         };
         let state = described.state.iter().zip(first.state).map(source).collect();
-        Ok(Self { values: first.values, dtype: described.dtype, state, step: first.step })
+        Ok(Self { values: first.values, dtype: described.dtype, state, master: first.master, step: first.step })
     }
 
     pub(crate) fn nbytes(&self) -> usize {
         let given = self.state.iter().map(|source| if let Source::Given(given) = source { given.len() } else { 0 });
-        self.values.len() + given.sum::<usize>()
+        self.values.len() + given.sum::<usize>() + self.master.as_ref().map_or(0, |master| master.len())
     }
 
     /// One for each chunk, and one for each piece of a tensor of another shape.
@@ -94,6 +107,49 @@ impl Fill {
     pub(crate) fn compute(&self, bench: &Bench<'_>, entry: usize, turn: u32, memory: &Shared) -> Result<()> {
         for piece in Self::pieces(bench, entry, turn) {
             self.build(bench, entry, piece, &bench.part(entry, piece, memory)?)?;
+        }
+        match &self.master {
+            Some(master) if turn < bench.chunks_of(entry) => self.split(bench, entry, turn, memory, &**master),
+            _ => Ok(()),
+        }
+    }
+
+    /// Takes a chunk of the master apart, into the rest and the signs of the second moment that were built already.
+    fn split(&self, bench: &Bench<'_>, entry: usize, chunk: u32, memory: &Shared, master: &dyn Buffer) -> Result<()> {
+        let elements = bench.elements(entry, chunk);
+        let Floats::F32(master) = floats(master, Dtype::F32, elements.start, elements.len()) else {
+            return Err(Error::Invalid("a master that is not float32".into()));
+        };
+        let Floats::Bf16(given) = floats(&*self.values, self.dtype, elements.start, elements.len()) else {
+            return Err(Error::Invalid("a compact entry that is not bfloat16".into()));
+        };
+        let (values, state) =
+            (bench.part(entry, chunk, memory)?, bench.part(entry, bench.chunks_of(entry) + chunk, memory)?);
+        let places: Vec<usize> = bench.in_chunk(entry, chunk).map(|(_, at, _)| at).collect();
+        let [rest_at, _, exp_avg_sq_at] = places[..] else {
+            return Err(Error::Invalid("an entry without a compact state".into()));
+        };
+        // SAFETY: nothing is in flight of this chunk, which is this turn's; its tensors lie apart, on cache lines.
+        let rounded = unsafe { elements_mut::<Bf16>(&values, 0, elements.len()) };
+        // SAFETY: as above.
+        let rest = unsafe { elements_mut::<u16>(&state, rest_at, elements.len()) };
+        // SAFETY: as above.
+        let exp_avg_sq = unsafe { elements_mut::<f32>(&state, exp_avg_sq_at, elements.len()) };
+        if exp_avg_sq.iter().any(|&square| square < 0.0) {
+            return Err(Error::Invalid("a second moment is negative: exp_avg_sq is a mean of squares".into()));
+        }
+        for square in &mut *exp_avg_sq {
+            *square = square.abs();
+        }
+        split_master(master, rounded, rest, exp_avg_sq, bench.exec)?;
+        for (index, (rounded, &given)) in rounded.iter_mut().zip(given).enumerate() {
+            // A NaN stays the NaN that was given.
+            let is_nan = |value: Bf16| value.0 & 0x7FFF > 0x7F80;
+            if *rounded != given && !(is_nan(*rounded) && is_nan(given)) {
+                let (name, at) = (&bench.store.description().entries[entry].name, elements.start + index);
+                return Err(Error::Invalid(format!("element {at} of {name:?} is not its master rounded to bfloat16")));
+            }
+            *rounded = given;
         }
         Ok(())
     }

@@ -58,7 +58,7 @@ fn filled() -> Vec<Vec<u8>> {
     let store = ok(Store::create_on(volume(&disks, &Faults::default()), 8192, description(), &Create::default()));
     let engine = engine(store);
     for entry in 0..NAMES.len() {
-        let first = First { values: Box::new(bytes(1.0)), state: vec![None, None], step: 0 };
+        let first = First { values: Box::new(bytes(1.0)), state: vec![None, None], master: None, step: 0 };
         ok(engine.fill(entry, first, Wait::forever()));
     }
     ok(engine.commit(Commit::default(), Wait::forever()));

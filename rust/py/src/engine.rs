@@ -42,17 +42,19 @@ impl Engine {
         Ok(Self { inner: ManuallyDrop::new(inner.map_err(|error| engine_error(py, &error))?) })
     }
 
-    /// Begins an entry's first values; a state tensor that is None is zeros, or the values where it is their master.
+    /// Begins an entry's first values; a state tensor that is None is zeros, or the values where it is their master. A
+    /// compact entry may be given its master, in place of the rest.
     fn fill(
         &self,
         py: Python<'_>,
         entry: usize,
         values: Tensor,
         state: Vec<Option<Tensor>>,
+        master: Option<Tensor>,
         step: u64,
     ) -> PyResult<()> {
         let state = state.into_iter().map(|tensor| tensor.map(held)).collect();
-        let first = First { values: held(values), state, step };
+        let first = First { values: held(values), state, master: master.map(held), step };
         waiting(py, None, |wait| self.inner.fill(entry, first, wait))?.map_err(|error| engine_error(py, &error))
     }
 

@@ -12,6 +12,27 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<LentBuffer>()
 }
 
+/// Memory that is lent for the length of a call.
+#[derive(Default)]
+pub(crate) struct Lender(Arc<()>);
+
+impl Lender {
+    pub(crate) fn lend(&self, py: Python<'_>, memory: Shared) -> PyResult<Py<LentBuffer>> {
+        Py::new(py, LentBuffer { memory, _lent: Arc::clone(&self.0) })
+    }
+
+    /// Refuses what was kept beyond the call.
+    pub(crate) fn require_back(&self, py: Python<'_>) -> PyResult<()> {
+        if Arc::strong_count(&self.0) > 1 {
+            py.import("gc")?.call_method0("collect")?;
+        }
+        if Arc::strong_count(&self.0) > 1 {
+            return Err(usage_error(py, "it kept a tensor of its chunk, whose memory is taken again: keep a clone()"));
+        }
+        Ok(())
+    }
+}
+
 /// What `memascend.engine` calls with lent memory: values, gradient, state, start, count, last.
 pub(crate) struct Applied {
     pub(crate) adapter: Py<PyAny>,
@@ -19,7 +40,7 @@ pub(crate) struct Applied {
 
 /// Memory of a chunk, as long as a tensor stands on it.
 #[pyclass(frozen, module = "memascend._core")]
-struct LentBuffer {
+pub(crate) struct LentBuffer {
     memory: Shared,
     /// One of them is in each buffer of a call: whoever counts them knows whether all were given back.
     _lent: Arc<()>,
@@ -48,8 +69,8 @@ impl Function for Applied {
 
 impl Applied {
     fn called(&self, py: Python<'_>, chunk: Chunk) -> PyResult<()> {
-        let count_lent = Arc::new(());
-        let lend = |memory| Py::new(py, LentBuffer { memory, _lent: Arc::clone(&count_lent) });
+        let lender = Lender::default();
+        let lend = |memory| lender.lend(py, memory);
         let Chunk { values, gradient, state, start, count, last } = chunk;
         let result = {
             let state = PyList::new(py, state.into_iter().map(lend).collect::<PyResult<Vec<_>>>()?)?;
@@ -65,12 +86,6 @@ impl Applied {
             }
             return Err(error);
         }
-        if Arc::strong_count(&count_lent) > 1 {
-            py.import("gc")?.call_method0("collect")?;
-        }
-        if Arc::strong_count(&count_lent) > 1 {
-            return Err(usage_error(py, "it kept a tensor of its chunk, whose memory is taken again: keep a clone()"));
-        }
-        Ok(())
+        lender.require_back(py)
     }
 }

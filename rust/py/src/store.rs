@@ -5,14 +5,15 @@
 
 use std::{mem::ManuallyDrop, path::PathBuf, slice, sync::Arc};
 
-use memascend_store::{Commit, Create, Description, Dtype, Durability, Entry, Existing, Kind, StateTensor};
+use memascend_store::{Commit, Create, Description, Dtype, Durability, Entry, Existing, Kind, Part, StateTensor};
 use pyo3::{
     prelude::*,
-    types::{PyDict, PyTuple},
+    types::{PyDict, PyList, PyTuple},
 };
 
 use crate::{
     errors::{config_error, nvme_error, store_error},
+    function::Lender,
     nvme::Held,
     waiting::waiting,
 };
@@ -20,6 +21,7 @@ use crate::{
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Store>()?;
     module.add_class::<Fetch>()?;
+    module.add_class::<Checksum>()?;
     module.add_function(wrap_pyfunction!(store_sizes, module)?)
 }
 
@@ -210,6 +212,25 @@ impl Store {
         }
     }
 
+    /// Shows live entries in parts: `visit(entry, [(tensor, first byte, memory)])`, whose memory is lent for the call.
+    #[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
+    fn scan(&self, py: Python<'_>, entries: Vec<usize>, visit: Py<PyAny>) -> PyResult<()> {
+        let mut raised = None;
+        let scanned = py.detach(|| {
+            self.inner.scan(&entries, &mut |entry, parts| {
+                let told = Python::attach(|py| {
+                    py.check_signals()?;
+                    shown(py, &visit, entry, parts)
+                });
+                told.map_err(|error| raised = Some(error)).is_ok()
+            })
+        });
+        match raised {
+            Some(raised) => Err(raised),
+            None => scanned.map_err(|error| store_error(py, &error)),
+        }
+    }
+
     /// Begins to record a trace into a new file.
     #[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
     fn trace(&self, py: Python<'_>, path: PathBuf) -> PyResult<()> {
@@ -228,6 +249,41 @@ impl Store {
         said??;
         let_go?;
         self.trace_end(py)
+    }
+}
+
+fn shown(py: Python<'_>, visit: &Py<PyAny>, entry: usize, parts: Vec<Part>) -> PyResult<()> {
+    let lender = Lender::default();
+    let lent = PyList::empty(py);
+    for Part { tensor, start, memory } in parts {
+        lent.append((tensor, start, lender.lend(py, memory)?))?;
+    }
+    let result = visit.call1(py, (entry, &lent));
+    lent.call_method0("clear")?;
+    result?;
+    lender.require_back(py)
+}
+
+/// XXH3-64 of bytes that come one after the other. See `memascend.engine.Checksum`.
+#[pyclass(module = "memascend._core")]
+#[derive(Default)]
+struct Checksum(memascend_store::Checksum);
+
+#[pymethods]
+impl Checksum {
+    #[new]
+    fn new() -> Self {
+        Self::default()
+    }
+
+    fn update(&mut self, py: Python<'_>, address: usize, nbytes: usize) {
+        // SAFETY: the module's contract.
+        let bytes = unsafe { bytes((address, nbytes)) };
+        py.detach(|| self.0.update(bytes));
+    }
+
+    fn value(&self) -> u64 {
+        self.0.value()
     }
 }
 

@@ -1,5 +1,7 @@
 //! Checksums: XXH3-64, bound to the store, to the place and to the version of what they stand for.
 
+use std::hash::Hasher as _;
+
 use twox_hash::XxHash3_64;
 
 /// What a checksum stands for; the number goes into the seed.
@@ -27,6 +29,28 @@ pub(crate) fn checksum(uuid: &Uuid, subject: Subject, place: (u64, u64), version
     XxHash3_64::oneshot_with_seed(XxHash3_64::oneshot(&bound), bytes)
 }
 
+/// XXH3-64, without a seed, of bytes that come one after the other: for files that others read, too.
+pub struct Checksum(twox_hash::xxhash3_64::Hasher);
+
+impl Default for Checksum {
+    fn default() -> Self {
+        Self(twox_hash::xxhash3_64::Hasher::new())
+    }
+}
+
+impl Checksum {
+    /// Takes more bytes.
+    pub fn update(&mut self, bytes: &[u8]) {
+        self.0.write(bytes);
+    }
+
+    /// The checksum of all bytes so far.
+    #[must_use]
+    pub fn value(&self) -> u64 {
+        self.0.finish()
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -52,5 +76,16 @@ mod tests {
     fn it_is_xxh3() {
         // The specification's value for no input and no seed.
         assert_eq!(XxHash3_64::oneshot(b""), 0x2D06_8005_38D3_94C2);
+        assert_eq!(Checksum::default().value(), 0x2D06_8005_38D3_94C2);
+    }
+
+    #[test]
+    fn in_parts_it_is_the_same() {
+        let bytes: Vec<u8> = (0..10_000_u32).map(|number| (number * 31).to_le_bytes()[1]).collect();
+        let mut parts = Checksum::default();
+        for part in bytes.chunks(977) {
+            parts.update(part);
+        }
+        assert_eq!(parts.value(), XxHash3_64::oneshot(&bytes));
     }
 }

@@ -7,7 +7,7 @@ use memascend_mem::{ChunkRing, Lease, OnFork, OwnerId, Pin, Region, Wait};
 use crate::{Content, Error, Result, Shared, Store, buffer::bytes_of, layout::Piece};
 
 /// Where bytes of a piece belong: which tensor (0 is the values), its bytes, and where in the piece they are.
-type Run = (usize, Range<usize>, usize);
+pub(crate) type Run = (usize, Range<usize>, usize);
 
 /// One piece's memory, taken again and again.
 struct Bench {
@@ -86,7 +86,7 @@ impl Store {
         Err(Error::Invalid(format!("the tensors of {name:?} have {wanted:?} bytes, not {lengths:?}")))
     }
 
-    fn runs(&self, entry: usize, piece: &Piece) -> Vec<Run> {
+    pub(crate) fn runs(&self, entry: usize, piece: &Piece) -> Vec<Run> {
         let described = &self.description.entries[entry];
         let chunk_elements = self.description.chunk_elements as usize;
         // The index of each state tensor that lies in chunks, or by itself.

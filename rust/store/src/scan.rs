@@ -1,0 +1,99 @@
+//! A walk over live entries: every byte is read once, in order, checked, and shown.
+
+use std::collections::VecDeque;
+
+use memascend_mem::{ChunkRing, OnFork, Pin, Region, Wait};
+
+use crate::{Error, PieceRead, Result, Shared, Store, buffer::bytes_of};
+
+/// Chunks in flight.
+const DEPTH: usize = 4;
+
+/// A part of a tensor, in memory.
+pub struct Part {
+    /// Which tensor of the entry: 0 is its values, then its state as it is described.
+    pub tensor: usize,
+    /// The first byte, in the tensor.
+    pub start: usize,
+    /// The bytes.
+    pub memory: Shared,
+}
+
+/// The pieces of a chunk, being read.
+struct Turn<'a> {
+    entry: usize,
+    reads: Vec<(u32, PieceRead<'a, Shared>)>,
+}
+
+impl Store {
+    /// Shows the parts of live entries: of a chunk, its values and its state together; other tensors part by part.
+    ///
+    /// `visit` gets the entry and ends the walk by `false`. Memory is taken again after the call, and must not be kept.
+    pub fn scan(&self, entries: &[usize], visit: &mut dyn FnMut(usize, Vec<Part>) -> bool) -> Result<()> {
+        let mut versions = Vec::with_capacity(entries.len());
+        for &entry in entries {
+            versions.push(self.entry_state(entry)?.version);
+        }
+        let (state, values) = self.description.staging_bytes();
+        let values_at = usize::try_from(state).unwrap_or(usize::MAX);
+        let chunk = usize::try_from(state + values).unwrap_or(usize::MAX).max(1);
+        let region = Region::new(DEPTH * chunk, Pin::Off, OnFork::Wipe, "store scan")?;
+        let ring = ChunkRing::new(&region, chunk, DEPTH)?;
+        let owner = ring.owner("scan")?;
+        let mut flying: VecDeque<(Turn<'_>, u64)> = VecDeque::with_capacity(DEPTH);
+        let mut show = |flying: &mut VecDeque<(Turn<'_>, u64)>| -> Result<()> {
+            let Some((turn, version)) = flying.pop_front() else { return Ok(()) };
+            let parts = self.arrived(turn.entry, turn.reads, version)?;
+            if visit(turn.entry, parts) { Ok(()) } else { Err(Error::Interrupted("a walk over the store")) }
+        };
+        for (&entry, &version) in entries.iter().zip(&versions) {
+            for pieces in self.turns(entry) {
+                if flying.len() == DEPTH {
+                    show(&mut flying)?;
+                }
+                let memory = Shared::new(ring.lease(owner, Wait::forever())?);
+                let mut reads = Vec::with_capacity(pieces.len());
+                for piece in pieces {
+                    let at = if piece < self.layout.chunks_of(entry) { values_at } else { 0 };
+                    let bytes = self.layout.piece(&self.description, entry, piece).bytes();
+                    let part = memory.part(at, usize::try_from(bytes).unwrap_or(usize::MAX));
+                    let part = part.ok_or_else(|| Error::Invalid("a piece is larger than a chunk".into()))?;
+                    reads.push((piece, self.read(entry, piece, part)?));
+                }
+                flying.push_back((Turn { entry, reads }, version));
+            }
+        }
+        while !flying.is_empty() {
+            show(&mut flying)?;
+        }
+        Ok(())
+    }
+
+    /// Pieces that are shown together.
+    fn turns(&self, entry: usize) -> impl Iterator<Item = Vec<u32>> + use<> {
+        let chunks = self.layout.chunks_of(entry);
+        let stated = chunks > 0 && self.description.entries[entry].chunked().next().is_some();
+        let others = if stated { 2 * chunks } else { chunks };
+        let of_chunk = move |chunk| if stated { vec![chunk, chunks + chunk] } else { vec![chunk] };
+        (0..chunks).map(of_chunk).chain((others..self.layout.pieces_of(entry)).map(|piece| vec![piece]))
+    }
+
+    fn arrived(&self, entry: usize, reads: Vec<(u32, PieceRead<'_, Shared>)>, version: u64) -> Result<Vec<Part>> {
+        let mut parts = Vec::new();
+        for (number, read) in reads {
+            let (memory, read) = read.wait()?;
+            if read != version {
+                let name = &self.description.entries[entry].name;
+                return Err(Error::Usage(format!("{name:?} was committed while it was read; read it again")));
+            }
+            let piece = self.layout.piece(&self.description, entry, number);
+            for (tensor, range, at) in self.runs(entry, &piece) {
+                let part = memory.part(at, range.len());
+                let memory = part.ok_or_else(|| Error::Invalid("a part is larger than its piece".into()))?;
+                debug_assert_eq!(bytes_of(&memory).len(), range.len(), "all of the part");
+                parts.push(Part { tensor, start: range.start, memory });
+            }
+        }
+        Ok(parts)
+    }
+}

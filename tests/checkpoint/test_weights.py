@@ -1,0 +1,374 @@
+"""Models that begin on meta: weights from files or functions, checked first; initialisation; what is rebuilt; refusals."""
+
+from __future__ import annotations
+
+import json
+import weakref
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import memascend
+from memascend.errors import ConfigError, CorruptionError
+
+DTYPE = torch.bfloat16
+
+
+class Block(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(width)
+        self.inner = torch.nn.Linear(width, 2 * width)
+        self.outer = torch.nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        return x + self.outer(torch.relu(self.inner(self.norm(x))))
+
+
+class Turned(torch.nn.Module):
+    """With a buffer that is not saved."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.width = width
+        self.register_buffer("angles", torch.empty(width), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        with torch.no_grad():
+            self.angles.copy_(torch.linspace(0, 1, self.width).cos())
+
+    def forward(self, x):
+        return x * self.angles.to(x.dtype)
+
+
+class Base(torch.nn.Module):
+    def __init__(self, width=16, depth=3):
+        super().__init__()
+        self.embed = torch.nn.Embedding(40, width)
+        self.turned = Turned(width)
+        self.blocks = torch.nn.ModuleList(Block(width) for _ in range(depth))
+        self.batch = torch.nn.BatchNorm1d(width)
+
+    def forward(self, x):
+        x = self.turned(self.embed(x))
+        for block in self.blocks:
+            x = block(x)
+        return self.batch(x.flatten(0, 1)).view(x.shape)
+
+
+class Headed(torch.nn.Module):
+    base_model_prefix = "base"
+
+    def __init__(self, *, tied=True):
+        super().__init__()
+        self.base = Base()
+        self.head = torch.nn.Linear(16, 40, bias=False)
+        if tied:
+            self.head.weight = self.base.embed.weight
+
+    def forward(self, x):
+        return self.head(self.base(x))
+
+
+def real(kind=Headed, seed=0, **options):
+    torch.manual_seed(seed)
+    return kind(**options).to(DTYPE)
+
+
+def bodiless(kind=Headed, **options):
+    with torch.device("meta"):
+        return kind(**options).to(DTYPE)
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+TOKENS = torch.arange(24).view(2, 12) * 7 % 40
+
+
+def trained(model, optimizer, steps=3):
+    losses = []
+    for _ in range(steps):
+        loss = model(TOKENS).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def state(model):
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def wanted(tmp_path, **options):
+    model = real(**options)
+    model, optimizer = memascend.offload(model, adamw(model), storage=tmp_path / "wanted")
+    with optimizer:
+        return trained(model, optimizer), state(model)
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def saved(model, path, *, drop=(), rename=lambda name: name, **more):
+    tensors = {rename(name): tensor.clone() for name, tensor in model.state_dict().items() if name not in drop}
+    save_file({**tensors, **more}, path)
+    return path
+
+
+def sharded(model, folder, parts=3):
+    folder.mkdir()
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items() if name != "head.weight"}
+    places = {}
+    for part in range(parts):
+        file = f"model-{part + 1:05}-of-{parts:05}.safetensors"
+        names = list(tensors)[part::parts]
+        save_file({name: tensors[name] for name in names}, folder / file)
+        places |= dict.fromkeys(names, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    return folder
+
+
+@pytest.mark.parametrize("how", ["file", "folder", "index", "function"])
+def test_from_meta_it_is_the_same_training(tmp_path, how):
+    losses, after = wanted(tmp_path)
+    model = real()
+    values = state(model)
+    weights = {
+        "file": lambda: saved(model, tmp_path / "m.safetensors", drop={"head.weight"}),
+        "folder": lambda: sharded(model, tmp_path / "shards"),
+        "index": lambda: sharded(model, tmp_path / "shards") / "model.safetensors.index.json",
+        "function": lambda: lambda name, like: values[name].to(like.dtype),
+    }[how]()
+    model = bodiless()
+    optimizer = adamw(model)
+    held = list(model.parameters())
+    model, offloaded = memascend.offload(model, optimizer, storage=tmp_path / "run", weights=weights)
+    with offloaded:
+        assert all(one is other for one, other in zip(model.parameters(), held, strict=True))
+        assert all(one is other for one, other in zip(optimizer.param_groups[0]["params"], held, strict=True))
+        assert model.head.weight is model.base.embed.weight
+        assert trained(model, offloaded) == losses
+        assert same(state(model), after)
+    # The store goes on by itself.
+    model = bodiless()
+    model, offloaded = memascend.offload(model, adamw(model), storage=tmp_path / "run", existing="resume")
+    with offloaded:
+        assert offloaded.steps == 3
+        assert same(state(model), after)
+
+
+@pytest.mark.parametrize("more", [True, False])
+def test_a_base_models_prefix_may_be_on_one_side_only(tmp_path, more):
+    model = real()
+    if more:
+        weights = saved(
+            model, tmp_path / "w.safetensors", drop={"head.weight"}, rename=lambda name: name.removeprefix("base.")
+        )
+        other = bodiless()
+    else:
+        weights = saved(model, tmp_path / "w.safetensors", drop={"head.weight"})
+        other = bodiless(Base)
+        other.base_model_prefix = "base"
+    other, offloaded = memascend.offload(other, adamw(other), storage=tmp_path / "run", weights=weights)
+    with offloaded:
+        assert same(state(other if not more else other.base), state(model.base))
+
+
+def test_tied_names_may_both_be_there_if_they_are_the_same(tmp_path):
+    model = real()
+    weights = saved(model, tmp_path / "same.safetensors")
+    other = bodiless()
+    other, offloaded = memascend.offload(other, adamw(other), storage=tmp_path / "run", weights=weights)
+    with offloaded:
+        assert same(state(other), state(model))
+    only = saved(model, tmp_path / "only.safetensors", drop={"base.embed.weight"})
+    other = bodiless()
+    other, offloaded = memascend.offload(other, adamw(other), storage=tmp_path / "run2", weights=only)
+    with offloaded:
+        assert same(state(other), state(model))
+    differ = saved(real(tied=False), tmp_path / "differ.safetensors")
+    other = bodiless()
+    with pytest.raises(ConfigError, match=r"different values in the files: base.embed.weight and head.weight"):
+        memascend.offload(other, adamw(other), storage=tmp_path / "run3", weights=differ)
+
+
+def test_one_error_lists_what_does_not_fit_and_nothing_is_written(tmp_path):
+    model = real()
+    weights = saved(
+        model,
+        tmp_path / "w.safetensors",
+        drop={"head.weight", "base.blocks.1.norm.bias", "base.batch.running_mean", "base.blocks.0.inner.weight"},
+        **{
+            "base.extra": torch.zeros(3),
+            "base.blocks.0.inner.weight": torch.zeros(3, 3, dtype=DTYPE),
+            "base.blocks.2.outer.bias": torch.zeros(16),
+        },
+    )
+    before = real(seed=3)
+    before, offloaded = memascend.offload(before, adamw(before), storage=tmp_path / "run")
+    kept = state(before)
+    offloaded.close()
+    for existing in ("refuse", "replace"):
+        other = bodiless()
+        storage = tmp_path / ("run" if existing == "replace" else "none")
+        with pytest.raises(ConfigError) as error:
+            memascend.offload(other, adamw(other), storage=storage, weights=weights, existing=existing)
+        for part in (
+            "missing in the files: base.blocks.1.norm.bias, base.batch.running_mean",
+            "not in the model: base.extra",
+            "base.blocks.0.inner.weight is bfloat16 of shape [3, 3], not bfloat16 of shape [32, 16]",
+            "base.blocks.2.outer.bias is float32 of shape [16], not bfloat16 of shape [16]",
+        ):
+            assert part in str(error.value)
+        assert all(tensor.is_meta for tensor in [*other.parameters(), *other.buffers()])
+    assert not (tmp_path / "none").exists()
+    before = bodiless()
+    before, offloaded = memascend.offload(before, adamw(before), storage=tmp_path / "run", existing="resume")
+    with offloaded:
+        assert same(state(before), kept)
+
+
+def test_a_function_that_returns_what_does_not_fit(tmp_path):
+    values = state(real())
+    other = bodiless()
+    with pytest.raises(ConfigError, match=r"returned float32 of shape"):
+        memascend.offload(other, adamw(other), storage=tmp_path / "run", weights=lambda name, _: values[name].float())
+    assert not (tmp_path / "run").exists()
+    assert all(tensor.is_meta for tensor in [*other.parameters(), *other.buffers()])
+    other, offloaded = memascend.offload(
+        other, adamw(other), storage=tmp_path / "run", weights=lambda name, _: values[name]
+    )
+    offloaded.close()
+
+
+def test_damaged_and_partial_files_are_refused(tmp_path):
+    folder = sharded(real(), tmp_path / "shards")
+
+    def refused(error, match, weights=folder):
+        other = bodiless()
+        with pytest.raises(error, match=match):
+            memascend.offload(other, adamw(other), storage=tmp_path / "run", weights=weights)
+        assert not (tmp_path / "run").exists()
+
+    index = folder / "model.safetensors.index.json"
+    text = index.read_text()
+    part = folder / "model-00002-of-00003.safetensors"
+    whole = part.read_bytes()
+    part.write_bytes(whole[:-8])
+    refused(CorruptionError, "no whole safetensors file")
+    part.unlink()
+    refused(ConfigError, "misses files that its index names: model-00002")
+    part.write_bytes(whole)
+    index.write_text(text.replace("model-00001", "../model-00001"))
+    refused(CorruptionError, "something else than files beside it")
+    index.write_text(text[:-5])
+    refused(CorruptionError, "not an index")
+    index.unlink()
+    refused(ConfigError, r"3 safetensors files and no model.safetensors.index.json")
+    refused(ConfigError, "not there", tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    torch.save({}, tmp_path / "empty" / "pytorch_model.bin")
+    refused(ConfigError, "pickled files are not read", tmp_path / "empty")
+
+
+def test_initialised_as_if_it_had_been_built_in_memory(tmp_path, caplog):
+    def built():
+        return torch.nn.Sequential(
+            torch.nn.Embedding(40, 16),
+            torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True),
+            Base(),
+            torch.nn.Linear(16, 8),
+        )
+
+    caplog.set_level("INFO", "memascend")
+    torch.manual_seed(9)
+    model = built()
+    with torch.device("meta"):
+        other = built()
+    torch.manual_seed(9)
+    other, offloaded = memascend.offload(
+        other, torch.optim.SGD(other.parameters(), lr=0.1), storage=tmp_path / "run", units=["2"]
+    )
+    assert "initialised by the model's own code" in caplog.text
+    with offloaded:
+        assert same(state(other), state(model))
+        assert torch.equal(other[2].turned.angles, model[2].turned.angles)
+
+
+def test_what_nobody_knows_is_refused_by_name(tmp_path):
+    class Scaled(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(4, 4)
+            self.scale = torch.nn.Parameter(torch.ones(4))
+
+    class Masked(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(4, 4)
+            self.register_buffer("mask", torch.ones(4), persistent=False)
+
+    for kind, name in ((Scaled, "scale"), (Masked, "mask")):
+        with torch.device("meta"):
+            model = kind()
+        with pytest.raises(ConfigError, match=rf"\b{name}\b"):
+            memascend.offload(model, adamw(model), storage=tmp_path / "run")
+        assert not (tmp_path / "run").exists()
+        assert all(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
+        model, offloaded = memascend.offload(
+            model, adamw(model), storage=tmp_path / "run", weights=lambda _, like: torch.full(like.shape, 3.0)
+        )
+        with offloaded:
+            assert bool((dict(model.named_buffers()).get(name, model.linear.weight) == 3).all())
+        (tmp_path / "run").unlink()
+
+
+def test_what_is_real_keeps_its_values(tmp_path):
+    model = bodiless()
+    adapter = model.adapter = torch.nn.Linear(3, 3)
+    before = state(adapter)
+    values = state(real())
+    model, offloaded = memascend.offload(
+        model, adamw(model), storage=tmp_path / "run", weights=lambda name, _: values[name]
+    )
+    with offloaded:
+        assert same(state(model.adapter), before)
+        assert same(state(model.base), {name[5:]: values[name] for name in values if name.startswith("base.")})
+
+
+def test_refusals(tmp_path):
+    model = real()
+    with pytest.raises(ConfigError, match="none there"):
+        memascend.offload(model, adamw(model), storage=tmp_path / "run", weights=tmp_path)
+    model = bodiless()
+    with pytest.raises(ConfigError, match="not both"):
+        memascend.offload(model, adamw(model), storage=tmp_path / "run", weights=tmp_path, checkpoint=tmp_path)
+    with pytest.raises(ConfigError, match="not 5"):
+        memascend.offload(model, adamw(model), storage=tmp_path / "run", weights=5)
+    held = weakref.ref(model.base.embed.weight)
+    with pytest.raises(ConfigError, match="weak reference"):
+        memascend.offload(model, adamw(model), storage=tmp_path / "run")
+    assert held() is not None
+    assert not (tmp_path / "run").exists()
+
+
+def test_hooks_and_attributes_stay(tmp_path):
+    values = state(real())
+    model = bodiless()
+    weight = model.base.blocks[0].inner.weight
+    seen = []
+    weight.register_hook(lambda gradient: seen.append(gradient.shape))
+    weight.note = "mine"
+    model, offloaded = memascend.offload(
+        model, adamw(model), storage=tmp_path / "run", weights=lambda name, _: values[name]
+    )
+    with offloaded:
+        trained(model, offloaded, 1)
+    assert seen == [weight.shape]
+    assert weight.note == "mine"
