@@ -319,6 +319,9 @@ impl Drop for Fetch {
     }
 }
 
+/// Total, slot, index, buffers, a staging chunk, state of other shapes, each unit.
+type SizesOf = (u64, u64, u64, u64, u64, u64, Vec<u64>);
+
 /// What a store of this description takes, in bytes: total, slot, index, buffers, a staging chunk, state of
 /// other shapes, each unit.
 #[pyfunction]
@@ -330,7 +333,7 @@ fn store_sizes(
     chunk_elements: u32,
     devices: usize,
     stripe: Option<u64>,
-) -> PyResult<(u64, u64, u64, u64, u64, u64, Vec<u64>)> {
+) -> PyResult<SizesOf> {
     let description = described(py, entries, units, optimizer, chunk_elements)?;
     let sizes = description.sizes(devices, stripe).map_err(|error| store_error(py, &error))?;
     let chunk_bytes = memascend_engine::chunk_bytes(&description);
