@@ -6,6 +6,8 @@ The names below are loaded when they are first used, so that importing memascend
 from __future__ import annotations
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -77,3 +79,14 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+class _Package(ModuleType):
+    """Keeps its functions where a module has the same name: importing memascend.offload must not hide the function."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _OWNERS and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,8 +21,9 @@ class Buffers:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._owners = {name: (module, short) for name, module, short in persistent_buffers(model)}
-        self._seen: dict[str, tuple[int, int]] = {}
-        self._staged: dict[str, tuple[int, int]] = {}
+        # The tensor that was committed, which may be gone and another be where it was, and its version then.
+        self._seen: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._staged: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._always = sum(self._tensor(name).nbytes for name in self._owners) <= _ALWAYS_BYTES_MAX
 
     def _tensor(self, name: str) -> torch.Tensor:
@@ -62,11 +64,12 @@ class Buffers:
         self._staged = {}
         for name in self._owners:
             tensor = self._tensor(name)
-            mark = (id(tensor), tensor._version)  # noqa: SLF001
-            if self._always or self._seen.get(name) != mark:
+            seen = self._seen.get(name)
+            unchanged = seen is not None and seen[0]() is tensor and seen[1] == tensor._version  # noqa: SLF001
+            if self._always or not unchanged:
                 store.discard(name)
                 store.stage(name, self.tensor(name), step=step)
-                self._staged[name] = mark
+                self._staged[name] = (weakref.ref(tensor), tensor._version)  # noqa: SLF001
 
     def committed(self) -> None:
         """What was staged is on storage."""

@@ -112,7 +112,8 @@ class Frames:
         except BaseException:
             self._leave(frame)
             raise
-        gate.open += 1
+        with self._residency.lock:
+            gate.open += 1
         stack.append(frame)
 
     def leave(self, module: torch.nn.Module, gate: Gate) -> None:
@@ -123,7 +124,8 @@ class Frames:
         if stack[-1].again:
             stack[-1].again -= 1
             return
-        gate.open -= 1
+        with self._residency.lock:
+            gate.open -= 1
         self._leave(stack.pop())
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 import weakref
 from typing import TYPE_CHECKING, Any, Protocol
@@ -120,8 +121,8 @@ class Arrival:
         self.finite = True
         self.squared = 0.0
         self.arrived_in = -1
-        # The gradient in memory that a step has used, and its version then.
-        self.seen: tuple[int, int] | None = None
+        # The gradient in memory that a step has used (which may be gone, and another be where it was), and its version.
+        self.seen: tuple[weakref.ref[torch.Tensor], int] | None = None
         # It comes in several pieces in one backward (nested graph tasks), so it is never updated as it appears.
         self.in_pieces = False
 
@@ -139,8 +140,8 @@ class Arrival:
 
     @property
     def fused(self) -> bool:
-        """Whether it was used already, and is gone."""
-        return not self.spilled
+        """Whether an update used it already: it is gone, or a change would come too late."""
+        return self.staged or not self.spilled
 
     def read(self) -> torch.Tensor:
         """A copy of it."""
@@ -159,7 +160,7 @@ class Arrival:
 
     def norm(self) -> float:
         """Its 2-norm, in double precision."""
-        return math.sqrt(self.squared)
+        return math.sqrt(self._owner.spill.spilled(self.name)[1] if self.spilled else self.squared)
 
     def nonfinite(self) -> bool:
         """Whether it has a value that is not finite."""
@@ -207,6 +208,9 @@ class Gradients:
         self.fresh = False
         self.backwards = 0
         self._task: int | None = None
+        self._thread = 0
+        # The backward that is open brought a gradient.
+        self._delivered = False
         self._failed = False
         self._noticed: set[str] = set()
         self._hooks: list[Any] = []
@@ -218,21 +222,35 @@ class Gradients:
     def watch(self, place: Place, group: int, step: int) -> Arrival:
         """Take charge of a parameter's gradients."""
         kept = self.kept[place.name] = Arrival(self, place, group, step)
-        nbytes = place.nan.nbytes
+        # torch keeps the hook where Python's collector does not look: it must not lead back to the parameter.
+        weak = weakref.ref(self)
+        name, nbytes = place.name, place.nan.nbytes
 
         def arrived(parameter: torch.Tensor) -> None:
-            began = time.perf_counter()
-            with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-                gradient = parameter.grad
-                if gradient is not None and gradient is not kept.handle:
-                    self._arrived(kept, parameter, gradient)
-                elif gradient is not None:
-                    self.enter_backward()
-            if self.on_arrived is not None:
-                self.on_arrived(kept.name, nbytes, began)
+            gradients = weak()
+            if gradients is not None:
+                gradients._heard(name, nbytes, parameter)  # noqa: SLF001
 
-        self._hooks.append(place.parameter.register_post_accumulate_grad_hook(arrived))
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            frozen = not place.parameter.requires_grad
+            # One that is frozen now may thaw later, and torch takes no hook of it.
+            place.parameter.requires_grad_(True)
+            self._hooks.append(place.parameter.register_post_accumulate_grad_hook(arrived))
+            place.parameter.requires_grad_(not frozen)
         return kept
+
+    def _heard(self, name: str, nbytes: int, parameter: torch.Tensor) -> None:
+        """A gradient was accumulated."""
+        began = time.perf_counter()
+        kept = self.kept[name]
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            gradient = parameter.grad
+            if gradient is not None and not self._is_kept(kept, gradient):
+                self._arrived(kept, parameter, gradient)
+            elif gradient is not None:
+                self.enter_backward()
+        if self.on_arrived is not None:
+            self.on_arrived(name, nbytes, began)
 
     def _arrived(self, kept: Arrival, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         """A gradient came where there was none."""
@@ -242,10 +260,16 @@ class Gradients:
             self._drop(kept)
         kept.arrived_in = self.backwards
         self.fresh = True
+        self._delivered = True
         self._require_declared(kept)
         if self.mode == "ram" or gradient.is_sparse:
             # A sparse one is small: it waits where it is.
             return
+        if gradient.requires_grad:
+            raise UsageError(
+                f"backward(create_graph=True) leaves a graph on the gradient of {kept.name!r}, which cannot be kept: "
+                'take gradients by torch.autograd.grad(..., create_graph=True), or pass gradients="ram"'
+            )
         if torch._C._storage_Use_Count(gradient.untyped_storage()._cdata) > _STORAGE_USES:  # noqa: SLF001
             # A view of memory that somebody gave to backward(gradient=), and may write to.
             gradient = gradient.clone()
@@ -280,11 +304,12 @@ class Gradients:
             self._require_declared(kept)
         kept.arrived_in = self.backwards
         self.fresh = True
+        self._delivered = self._delivered or inside
         kept.used = False
         gradient = self.dense(kept, gradient)
         if self.mode == "fused" and not again and not kept.in_pieces and self._is_last_backward():
             self.spill.spill(kept.name, gradient, add=True)
-            self._stage_spilled(kept, ())
+            self._stage_spilled(kept, (), self.scale)
         else:
             self.spill.spill(kept.name, gradient, add=True)
 
@@ -303,15 +328,19 @@ class Gradients:
     def _update(self, kept: Arrival, gradient: torch.Tensor) -> None:
         found, squared = self._check(gradient)
         kept.finite, kept.squared = not bool(found), float(squared)
-        kept.options = self.rule.options(kept)
         kept.spilled = False
-        kept.staged = True
-        self.rule.update(kept, gradient, self.scale)
+        self._stage(kept, gradient, self.scale)
 
-    def _stage_spilled(self, kept: Arrival, factors: Sequence[float]) -> None:
+    def _stage(self, kept: Arrival, gradient: torch.Tensor, scale: float) -> None:
         kept.options = self.rule.options(kept)
+        self.rule.update(kept, gradient, scale)
+        # Only now: an update that could not begin is no part of the step.
         kept.staged = True
-        self.rule.update_spilled(kept, factors, self.scale)
+
+    def _stage_spilled(self, kept: Arrival, factors: Sequence[float], scale: float) -> None:
+        kept.options = self.rule.options(kept)
+        self.rule.update_spilled(kept, factors, scale)
+        kept.staged = True
 
     @staticmethod
     def dense(kept: Arrival, gradient: torch.Tensor) -> torch.Tensor:
@@ -337,16 +366,34 @@ class Gradients:
                 raise UsageError("the last backward failed; call zero_grad() before the next one")
             if self.scaled_only and not self.scaling:
                 raise UsageError("there is a loss scale: begin the backward by optimizer.backward(loss)")
+            if self.backwards and self.mode == "fused" and self._all_dropped():
+                # By p.grad = None, as model.zero_grad() does: the count begins again.
+                self.backwards = 0
             self._task = task
+            self._thread = threading.get_ident()
+            self._delivered = False
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)  # noqa: SLF001
         return task != self._task
 
     def _backward_ended(self) -> None:
         self._task = None
-        self.backwards += 1
+        # One that asked for gradients of something else is none.
+        self.backwards += self._delivered
+
+    def _all_dropped(self) -> bool:
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            return not any(
+                kept.handle is not None and self._is_kept(kept, kept.place.parameter.grad)
+                for kept in self.kept.values()
+            )
+
+    def entered(self) -> None:
+        """The model is entered; by another thread than the one that has a backward open, this says nothing of it."""
+        if self._task is None or self._thread == threading.get_ident():
+            self.seen_outside()
 
     def seen_outside(self) -> None:
-        """The model is entered: a backward that is still open, seen from outside, failed."""
+        """A backward that is still open, seen from outside, failed."""
         if torch._C._current_graph_task_id() != -1:  # noqa: SLF001
             self.enter_backward()
         elif self._task is not None:
@@ -368,13 +415,33 @@ class Gradients:
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             for kept in self.kept.values():
                 gradient = kept.place.parameter.grad
-                if gradient is not kept.handle and kept.handle is not None:
+                if kept.handle is not None and not self._is_kept(kept, gradient):
                     self._drop(kept)
+                elif kept.staged and kept.handle is None:
+                    # By a step that failed, from a gradient in memory, which may be another now.
+                    self.spill.discard(kept.name)
+                    kept.staged = False
                 if gradient is not None:
                     found.append((kept, gradient))
-                    if gradient is not kept.handle and kept.seen != (id(gradient), gradient._version):  # noqa: SLF001
+                    if gradient is not kept.handle and not _is_seen(kept, gradient):
                         self.fresh = True
+        if not found:
+            self.backwards = 0
         return found
+
+    @staticmethod
+    def _is_kept(kept: Arrival, gradient: torch.Tensor | None) -> bool:
+        """Whether p.grad is the handle, or another tensor of the same gradient, which then is the handle."""
+        if gradient is kept.handle:
+            return True
+        if (
+            kept.handle is None
+            or not isinstance(gradient, GradientHandle)
+            or gradient.gradient is not kept.handle.gradient
+        ):
+            return False
+        kept.handle = gradient
+        return True
 
     def update_all(self, present: Iterable[tuple[Arrival, torch.Tensor]], factor: float) -> None:
         """Begin every update that did not begin yet; none of those that did may have other options now."""
@@ -388,20 +455,18 @@ class Gradients:
                     )
                 continue
             if gradient is not kept.handle:
-                kept.options = self.rule.options(kept)
-                kept.staged = True
-                self.rule.update(kept, self.dense(kept, gradient), self.scale * factor)
+                self._stage(kept, self.dense(kept, gradient), self.scale * factor)
                 continue
+            if not kept.spilled:
+                raise UsageError(
+                    f"the gradient of {kept.name!r} was used by the last step and is gone, and this one needs it: "
+                    'call zero_grad() after each step, or pass gradients="ssd"'
+                )
             factors = kept.handle.factors()
             if factors is None:
-                whole = kept.handle.materialize()
-                kept.options = self.rule.options(kept)
-                kept.staged = True
-                self.rule.update(kept, whole, self.scale * factor)
+                self._stage(kept, kept.handle.materialize(), self.scale * factor)
             else:
-                kept.options = self.rule.options(kept)
-                kept.staged = True
-                self.rule.update_spilled(kept, factors, self.scale * factor)
+                self._stage_spilled(kept, factors, self.scale * factor)
 
     def measured(self, present: Iterable[tuple[Arrival, torch.Tensor]]) -> tuple[bool, float]:
         """Whether all gradients are finite, and the norm of them all, unscaled, in double precision."""
@@ -434,7 +499,7 @@ class Gradients:
                 kept.used = True
         for kept, gradient in present:
             if gradient is not kept.handle:
-                kept.seen = (id(gradient), gradient._version)  # noqa: SLF001
+                kept.seen = (weakref.ref(gradient), gradient._version)  # noqa: SLF001
         self.fresh = False
         self.backwards = 0
         return updated
@@ -467,13 +532,15 @@ class Gradients:
             self.spill.discard(kept.name)
         if kept.spilled:
             self.spill.drop_spilled(kept.name)
+        if kept.handle is not None:
+            kept.handle.gradient.drop()
         kept.handle = None
         kept.staged = kept.spilled = kept.used = False
 
     def clear(self) -> None:
         """Drop everything: staged updates, kept gradients, handles."""
         self.seen_outside()
-        if any(kept.staged for kept in self.kept.values()) or self._failed:
+        if self.fresh or self._failed or any(kept.staged for kept in self.kept.values()):
             self.spill.discard()
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             for kept in self.kept.values():
@@ -493,7 +560,7 @@ class Gradients:
         for kept, gradient in gradients:
             if gradient is None:
                 continue
-            in_memory = gradient is not kept.handle
+            in_memory = not self._is_kept(kept, gradient)
             if not in_memory and not kept.spilled:
                 raise UsageError(
                     'zero_grad(set_to_none=False) would leave zeros where an update ran already: pass gradients="ssd"'
@@ -514,3 +581,8 @@ class Gradients:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+
+def _is_seen(kept: Arrival, gradient: torch.Tensor) -> bool:
+    """Whether a step has used this gradient in memory, which nobody wrote to since."""
+    return kept.seen is not None and kept.seen[0]() is gradient and kept.seen[1] == gradient._version  # noqa: SLF001

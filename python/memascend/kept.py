@@ -94,6 +94,53 @@ def is_shared(gradient: Tensor) -> bool:
     return bool(storage_uses > STORAGE_USES or tensor_uses > TENSOR_USES)
 
 
+class Dropped:
+    """What keeps a gradient that was dropped: nobody."""
+
+    def __init__(self, name: str, shape: torch.Size, dtype: torch.dtype) -> None:
+        self.name = name
+        self.shape = shape
+        self.dtype = dtype
+
+    def _refuse(self) -> NoReturn:
+        raise UsageError(
+            f"this gradient of {self.name} was dropped, by zero_grad() or because p.grad was replaced: "
+            "take p.grad.clone() before, which lasts"
+        )
+
+    @property
+    def fused(self) -> bool:
+        """Asked before anything is done with it."""
+        self._refuse()
+
+    def read(self) -> Tensor:
+        """Refused."""
+        self._refuse()
+
+    def add(self, gradient: Tensor) -> None:
+        """Refused."""
+        del gradient
+        self._refuse()
+
+    def assign(self, gradient: Tensor) -> None:
+        """Refused."""
+        del gradient
+        self._refuse()
+
+    def norm(self) -> float:
+        """Refused."""
+        self._refuse()
+
+    def nonfinite(self) -> bool:
+        """Refused."""
+        self._refuse()
+
+    def noticed(self, what: Notice) -> None:
+        """Refused."""
+        del what
+        self._refuse()
+
+
 class KeptGradient:
     """What a handle and everything detached from it share.
 
@@ -115,6 +162,11 @@ class KeptGradient:
     def empty(self) -> Tensor:
         """Memory for a gradient, its values undefined."""
         return torch.empty_strided(self.kept.shape, self.strides, dtype=self.kept.dtype, device=self.device)
+
+    def drop(self) -> None:
+        """It is gone: whoever still has a handle is told, and never sees the next gradient of the parameter."""
+        self.kept = Dropped(self.kept.name, self.kept.shape, self.kept.dtype)
+        self.operations.clear()
 
     def laid_out(self, tensor: Tensor) -> Tensor:
         """The tensor with the gradient's strides, nothing lazy about it; itself where it is so."""

@@ -50,6 +50,10 @@ _Path = str | os.PathLike[str]
 
 _log = logging.getLogger("memascend")
 
+# From malloc.h, and the value that glibc begins with.
+_M_MMAP_THRESHOLD = -3
+_MMAP_THRESHOLD_BYTES = 128 << 10
+
 
 def offload(
     model: torch.nn.Module,
@@ -210,6 +214,7 @@ class _Offloading:
             resources = Resources(store, engine, region)
             offloaded = self._wire(units, plan, resources)
             undo.pop_all()
+        _steady_heap()
         _trim()
         if options.host_memory is None:
             _log.info("host_memory: %d bytes, the smallest that keeps disk and compute busy", plan.budget)
@@ -218,7 +223,6 @@ class _Offloading:
     # --- the store ------------------------------------------------------------------------
 
     def _entries(self, units: Sequence[Unit]) -> list[Entry]:
-        keep_spill = self.options.gradients != "ram"
         entries = []
         for unit in units:
             for name in unit.parameters:
@@ -236,7 +240,8 @@ class _Offloading:
                         state=state,
                         unit=unit.name,
                         order=order,
-                        spill=parameter.dtype if keep_spill and owned.group is not None else None,
+                        # Also where gradients stay in memory: a store may be resumed in another mode.
+                        spill=parameter.dtype if owned.group is not None else None,
                     )
                 )
         return entries + self.buffers.entries(engines.Entry)
@@ -379,7 +384,7 @@ class _Offloading:
             accumulation_steps=options.accumulation_steps,
             keeps=options.max_grad_norm is not None or options.accumulation_steps > 1,
         )
-        frames = Frames(residency, gradients.seen_outside)
+        frames = Frames(residency, gradients.entered)
         gates = self._gates(units, homes)
         modules = [module for module, _ in gates]
         scale = self._scale(store)
@@ -518,7 +523,34 @@ def _owned(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
             raise ConfigError(f"{name} is on {parameter.device}; offload() takes models on the CPU, or on meta")
         if torch.nn.parameter.is_lazy(parameter):
             raise ConfigError(f"{name} is not initialised yet: run the model once before offload()")
+    _refuse_shared(model)
     return {name: _Owned(name, parameter, groups.get(id(parameter))) for name, parameter in named.items()}
+
+
+def _refuse_shared(model: torch.nn.Module) -> None:
+    """Tensors that lie in each other's memory change together in torch; on storage they would go apart in silence."""
+    spans = []
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.numel() == 0:
+            continue
+        # Of what has gaps, others may lie in these.
+        if torch.ops.aten.is_non_overlapping_and_dense(tensor):
+            begin = tensor.data_ptr()
+            spans.append((begin, begin + tensor.nbytes, name, isinstance(tensor, torch.nn.Parameter)))
+    spans.sort()
+    parameter: tuple[int, str] = (0, "")
+    other: tuple[int, str] = (0, "")
+    for begin, end, name, owned in spans:
+        for before in (parameter, other if owned else (0, "")):
+            if begin < before[0]:
+                raise ConfigError(
+                    f"{before[1]} and {name} share memory, so that each changes with the other, which storage cannot: "
+                    "tie them as one Parameter (head.weight = embedding.weight), or clone one"
+                )
+        if owned:
+            parameter = max(parameter, (end, name))
+        else:
+            other = max(other, (end, name))
 
 
 def _as(like: Any, value: Any) -> Any:
@@ -558,6 +590,18 @@ def _temporary(create: Callable[[str], Store]) -> tuple[Store, Path]:
             _remove([Path(folder) / "memascend.store"])
             Path(folder).rmdir()
     raise StorageError(f"there is no place for a temporary store: {refused}; give storage=")
+
+
+def _steady_heap() -> None:
+    """Let gradients and activations be mappings of their own.
+
+    glibc raises its threshold for that with each one that is freed, up to 32 MiB. From then on they come from the heap,
+    where what little stays between them keeps it from shrinking: it would grow with the depth of the model.
+    """
+    if "MALLOC_MMAP_THRESHOLD_" in os.environ or "GLIBC_TUNABLES" in os.environ:
+        return
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
 
 
 def _trim() -> None:

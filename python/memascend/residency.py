@@ -232,6 +232,8 @@ class Residency:
         home.fetch = home.pending = None
         if fetch is not None and base is not None:
             fetch.wait()
+            # Not before it was checked: after an error somebody's traceback may hold what it was read into.
+            home.weak = (StorageWeakRef(base.untyped_storage()), home.version)
             home.base = base
             self._at[base.data_ptr()] = (home, home.version)
 
@@ -242,7 +244,7 @@ class Residency:
             return False
         with torch.inference_mode(mode=False):
             base = lease.tensor((home.nbytes,), torch.uint8)
-        home.weak = (StorageWeakRef(base.untyped_storage()), home.version)
+        home.weak = None
         home.fetch = self._begin(home.name, base)
         home.pending = base
         self.counters["fetches"] += 1
@@ -261,22 +263,42 @@ class Residency:
         return True
 
     def _room(self, home: Home, *, must: bool) -> Any:
-        patience = 0.0
+        """A lease for a unit; None where there is no room now and it is not needed yet."""
+        patience, evicted = 0.0, False
         while True:
             try:
                 return self._arena.lease(home.nbytes, timeout=patience, owner="units")
             except TimeoutExpired:
                 if patience == _LAST_SECONDS and not self._busy():
                     raise self._crowded(home) from None
+            leaving = self._is_leaving(home)
+            if not must and (evicted or leaving):
+                # It is asked for again soon; waiting here would keep compute from going on.
+                return None
+            if leaving and patience != _LAST_SECONDS and (self._busy() or not patience):
+                # Whoever read it lets go in a moment; an update that works on it, when it is done.
+                patience = _RELEASE_SECONDS
+                continue
             victim = self._victim(home, must=must)
             if victim is not None:
                 self.evict(victim)
-                # The thread that read it may be about to let go of it.
-                patience = _RELEASE_SECONDS
+                evicted, patience = True, 0.0
             elif must:
                 patience = _LAST_SECONDS
             else:
                 return None
+
+    def _is_leaving(self, home: Home) -> bool:
+        """Whether the bytes of an evicted unit of the same class are still held by somebody."""
+        return any(
+            other.slot_bytes == home.slot_bytes
+            and other is not home
+            and other.base is None
+            and other.fetch is None
+            and other.weak is not None
+            and not other.weak[0].expired()
+            for other in self.homes
+        )
 
     def _victim(self, home: Home, *, must: bool) -> Home | None:
         """The unit in the same class whose next use is farthest; one that is used before `home` only if it must be."""
@@ -305,6 +327,12 @@ class Residency:
             home.views = None
             home.base = None
             self.counters["evictions"] += 1
+
+    def look_ahead(self) -> None:
+        """Begin to fetch what is used next, where there is room now."""
+        with self.lock:
+            if not self.closed:
+                self._look_ahead()
 
     def _look_ahead(self) -> None:
         for index in self.order.ahead(self._lookahead):
@@ -336,6 +364,13 @@ class Residency:
             )
 
     # --- the step's end --------------------------------------------------------
+
+    def require_unbound(self, names: Iterable[str]) -> None:
+        """Refuse where the model is being computed with one of these parameters."""
+        with self.lock:
+            for home in (self.home_of[name] for name in names):
+                if home.bound:
+                    raise UsageError(f"unit {home.name!r} is in use; call step() outside of the model's forward")
 
     def changed(self, names: Iterable[str]) -> None:
         """Parameters have new values on storage: what is resident of their units is old."""

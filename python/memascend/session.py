@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from memascend.buffers import Buffers
     from memascend.engine import Engine, Store
     from memascend.gates import Frames
-    from memascend.gradients import Gradients
+    from memascend.gradients import Arrival, Gradients
     from memascend.memory import Region
     from memascend.plan import Plan
     from memascend.residency import Residency
@@ -119,8 +119,13 @@ class Session:
         self.meter = Meter(lambda: residency.lent_bytes, lambda: int(self.engine.counters()["queued"]))
         self.meter.keeps_all = gradients.mode == "ram"
         residency.on_used = self.meter.used
-        gradients.on_arrived = self.meter.arrived
+        gradients.on_arrived = self._arrived
         self._rescale()
+
+    def _arrived(self, name: str, nbytes: int, began: float) -> None:
+        self.meter.arrived(name, nbytes, began)
+        # Updates may have let go of units since the last one was used.
+        self.residency.look_ahead()
 
     # --- the loop --------------------------------------------------------------------
 
@@ -146,8 +151,9 @@ class Session:
         began = time.perf_counter()
         gradients = self.gradients
         present = gradients.present()
-        if not gradients.fresh and not any(kept.staged for kept, _ in present):
+        if not present or not (gradients.fresh or any(kept.staged for kept, _ in present)):
             return
+        self.residency.require_unbound(kept.name for kept, _ in present)
         if self.residency.written:
             names = ", ".join(sorted(self.residency.written))
             raise UsageError(
@@ -170,22 +176,30 @@ class Session:
         self.buffers.stage(self.store, self.steps + 1)
         before = self.scale.state()
         self.scale.update(overflowed=False)
+        generation = self.store.info()["generation"]
         try:
             self.engine.commit(self.steps + 1, user_state=self.user_state, hyperparameters=self.hyperparameters())
         except BaseException:
-            self.scale.load(before)
+            if self.store.info()["generation"] == generation:
+                self.scale.load(before)
+            else:
+                # Ctrl-C is heard once the commit has returned: it stands.
+                self._committed(present)
             raise
-        self.steps += 1
-        self.resources.unread = True
-        self.buffers.committed()
-        self.residency.changed(gradients.committed(present))
-        self._rescale()
+        self._committed(present)
         learnt = gradients.learn()
         if learnt:
             _log.info(learnt)
         self.residency.end_step()
         self.seconds["step"] += time.perf_counter() - began
         self.meter.step_ended()
+
+    def _committed(self, present: list[tuple[Arrival, torch.Tensor]]) -> None:
+        self.steps += 1
+        self.resources.unread = True
+        self.buffers.committed()
+        self.residency.changed(self.gradients.committed(present))
+        self._rescale()
 
     def zero_grad(self, *, set_to_none: bool) -> None:
         """Drop or zero the gradients."""
@@ -275,11 +289,23 @@ class Session:
         self.gradients.rule.rewrite(name, values, kept.step if kept else 0)
         self._rewritten.append(name)
 
+    def drop_rewritten(self) -> None:
+        """Forget what was rewritten, and nothing else."""
+        rewritten, self._rewritten = self._rewritten, []
+        for name in rewritten:
+            self.engine.discard(name)
+
     def commit_rewritten(self) -> None:
         """Make what was rewritten live, as a part of the step that is committed."""
-        self.engine.commit(self.steps)
-        self.residency.changed(self._rewritten)
-        self._rewritten = []
+        try:
+            # Both are of one moment: new weights never stand beside old statistics.
+            self.buffers.stage(self.store, self.steps)
+            self.engine.commit(self.steps)
+            self.buffers.committed()
+        finally:
+            # Also where Ctrl-C is heard once the commit has returned; to read a unit again is never wrong.
+            rewritten, self._rewritten = self._rewritten, []
+            self.residency.changed(rewritten)
 
     # --- the end -------------------------------------------------------------------------
 
@@ -311,7 +337,9 @@ class Session:
 
 def clip_factor(max_norm: float, norm: float) -> float:
     """What clipping multiplies gradients of this norm by: a number of fp32."""
-    return torch.tensor(min(1.0, max_norm / (norm + 1e-6)), dtype=torch.float32).item()
+    factor = max_norm / (norm + 1e-6)
+    # In this order a NaN stays one: torch's clipping makes NaN of everything.
+    return torch.tensor(min(factor, 1.0), dtype=torch.float32).item()
 
 
 def options_of(group: dict[str, Any]) -> dict[str, Any]:

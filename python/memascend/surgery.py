@@ -100,6 +100,10 @@ class Surgery:
         self._snapshot_of = None
         self._copies = {}
         self._loading.clear()
+        if self._changed:
+            # Values of a load that was interrupted are staged, and belong to no step.
+            self._changed = False
+            self._require_session().drop_rewritten()
 
     def detached(self, place: Place) -> torch.Tensor | None:
         """A private copy of a parameter where a state dict is being made; see `placeholder.Source`."""
@@ -116,10 +120,9 @@ class Surgery:
             home = self._residency.home_of[place.name]
             self._residency.bind(home)
             try:
-                parameter = place.parameter.detach()
-                nbytes = parameter.numel() * parameter.element_size()
-                _write(descriptor, parameter.data_ptr(), nbytes, self._folder())
-                del parameter
+                nbytes = place.nan.nbytes
+                # No name for the values: the traceback of an error would hold them.
+                _write(descriptor, place.parameter.detach().data_ptr(), nbytes, self._folder())
             finally:
                 self._residency.unbind(home)
             if nbytes == 0:

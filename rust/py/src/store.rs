@@ -242,8 +242,12 @@ impl Store {
     }
 
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        waiting(py, None, |wait| self.inner.close(wait))?.map_err(|error| store_error(py, &error))?;
-        waiting(py, None, |wait| self.inner.volume().close(wait))?.map_err(|error| nvme_error(py, &error))?;
+        // The devices are let go even where the last words could not be written to them.
+        let said =
+            waiting(py, None, |wait| self.inner.close(wait)).map(|said| said.map_err(|error| store_error(py, &error)));
+        let let_go = waiting(py, None, |wait| self.inner.volume().close(wait))?.map_err(|error| nvme_error(py, &error));
+        said??;
+        let_go?;
         self.trace_end(py)
     }
 }
@@ -315,6 +319,9 @@ impl Drop for Fetch {
     }
 }
 
+/// Total, slot, index, buffers, a staging chunk, state of other shapes, each unit.
+type SizesOf = (u64, u64, u64, u64, u64, u64, Vec<u64>);
+
 /// What a store of this description takes, in bytes: total, slot, index, buffers, a staging chunk, state of
 /// other shapes, each unit.
 #[pyfunction]
@@ -326,7 +333,7 @@ fn store_sizes(
     chunk_elements: u32,
     devices: usize,
     stripe: Option<u64>,
-) -> PyResult<(u64, u64, u64, u64, u64, u64, Vec<u64>)> {
+) -> PyResult<SizesOf> {
     let description = described(py, entries, units, optimizer, chunk_elements)?;
     let sizes = description.sizes(devices, stripe).map_err(|error| store_error(py, &error))?;
     let chunk_bytes = memascend_engine::chunk_bytes(&description);

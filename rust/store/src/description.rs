@@ -151,6 +151,11 @@ impl StateTensor {
     }
 }
 
+/// The state tensors of an entry, as people name them.
+fn words(entry: &Entry) -> Vec<String> {
+    entry.state.iter().map(|state| format!("{} {} {:?}", state.name, state.dtype.name(), state.shape)).collect()
+}
+
 impl Description {
     /// Checks every bound.
     pub fn check(&self) -> Result<()> {
@@ -214,8 +219,11 @@ impl Description {
             if there.dtype != asked.dtype {
                 return differs(&format!("the dtype of {name:?}"), &there.dtype.name(), &asked.dtype.name());
             }
+            if there.state != asked.state {
+                return differs(&format!("the state of {name:?}"), &words(there), &words(asked));
+            }
             if there != asked {
-                return differs(&format!("the state of {name:?}"), there, asked);
+                return Some(format!("{name:?} is laid out otherwise, or has other room for its gradient"));
             }
         }
         if self.entries.len() != wanted.entries.len() {

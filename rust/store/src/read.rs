@@ -27,6 +27,9 @@ impl<S: Deref<Target = Store>> Hold<S> {
     /// Compares a piece that was read with its checksum.
     pub(crate) fn check(&self, piece: u32, bytes: &[u8], place: (u64, u64)) -> Result<()> {
         let (store, entry) = (&*self.store, self.entry);
+        if store.is_unchecked() {
+            return Ok(());
+        }
         let number = (store.layout.entry(entry).first_piece + piece) as usize;
         let wanted = store.index.lock().sum(self.slot, number);
         let got = store.sum_of_bytes(entry, piece, self.version, bytes);
@@ -82,6 +85,9 @@ impl Store {
             return Ok(false);
         }
         let place = self.layout.piece(&self.description, entry, piece);
+        if self.is_unchecked() {
+            return Ok(buffer.len() as u64 == place.bytes());
+        }
         let number = (self.layout.entry(entry).first_piece + piece) as usize;
         let (version, wanted) = {
             let index = self.index.lock();

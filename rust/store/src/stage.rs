@@ -56,7 +56,7 @@ impl Store {
             return Err(Error::Invalid(format!("piece {piece} of {name:?} has {wanted} bytes, not {got}")));
         }
         let version = self.index.lock().generation + 1;
-        let sum = self.sum_of(entry, piece, version, &buffer);
+        let sum = if self.is_unchecked() { 0 } else { self.sum_of(entry, piece, version, &buffer) };
         let number = (self.layout.entry(entry).first_piece + piece) as usize;
         let slot = {
             let mut index = self.index.lock();

@@ -46,6 +46,8 @@ pub struct Store {
     pub(crate) chunks: ChunkRing,
     pub(crate) owner: OwnerId,
     pub(crate) counters: Counting,
+    #[cfg(feature = "unchecked")]
+    unchecked: std::sync::atomic::AtomicBool,
 }
 
 /// Memory of the buffers that the catalog is written from, and of the texts.
@@ -129,6 +131,8 @@ impl Store {
             chunks,
             owner,
             counters: Counting::default(),
+            #[cfg(feature = "unchecked")]
+            unchecked: std::sync::atomic::AtomicBool::new(false),
         })
     }
 
@@ -208,6 +212,25 @@ impl Store {
 
     pub(crate) fn sum_of_bytes(&self, entry: usize, piece: u32, version: u64, bytes: &[u8]) -> u64 {
         checksum(&self.uuid, Subject::Piece, (entry as u64, u64::from(piece)), version, bytes)
+    }
+
+    /// From now on pieces are neither sealed nor checked, or they are again. What is staged without checksums must be
+    /// discarded: it cannot be read once it is live.
+    #[cfg(feature = "unchecked")]
+    pub fn set_unchecked(&self, unchecked: bool) {
+        self.unchecked.store(unchecked, std::sync::atomic::Ordering::Relaxed);
+    }
+
+    /// Whether pieces are neither sealed nor checked.
+    #[cfg(feature = "unchecked")]
+    pub(crate) fn is_unchecked(&self) -> bool {
+        self.unchecked.load(std::sync::atomic::Ordering::Relaxed)
+    }
+
+    #[cfg(not(feature = "unchecked"))]
+    #[expect(clippy::unused_self, reason = "the feature's is a method")]
+    pub(crate) const fn is_unchecked(&self) -> bool {
+        false
     }
 
     pub(crate) fn corrupt(&self, what: String, (offset, nbytes): (u64, u64), why: impl Into<String>) -> Error {

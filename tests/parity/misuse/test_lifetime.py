@@ -2,7 +2,6 @@
 
 import gc
 import os
-import subprocess
 import weakref
 
 import pytest
@@ -12,31 +11,6 @@ from parity.zoo_plain import Stack, next_token
 
 import memascend
 from memascend import MemascendError, StorageError, UsageError
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 24 MiB."""
-    image, folder = tmp_path / "disk.image", tmp_path / "disk"
-    folder.mkdir()
-    with image.open("wb") as file:
-        file.truncate(24 << 20)
-    subprocess.run(["mkfs.ext4", "-q", "-F", "-m", "0", image], check=True)
-    subprocess.run(["mount", "-o", "loop", image, folder], check=True)
-    yield folder
-    subprocess.run(["umount", folder], check=True)
-
-
-@pytest.mark.root
-def test_a_disk_that_is_too_small_is_known_before_anything_is_moved(small_disk, unchanged):
-    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(8)))
-    optimizer = adamw(model)
-    check = unchanged(model, optimizer)
-    with pytest.raises(StorageError) as error:
-        memascend.offload(model, optimizer, storage=small_disk / "run.store")
-    assert error.value.errno == 28
-    check()
-    assert not (small_disk / "run.store").exists()
 
 
 def test_a_store_that_is_deleted_under_training(offloaded, tmp_path):
@@ -146,6 +120,7 @@ EXITS = {
 }
 
 
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("end", EXITS)
 def test_an_exit_without_close_keeps_what_was_committed(tmp_path, python, end):
     program = f"""if True:
@@ -166,7 +141,10 @@ def test_an_exit_without_close_keeps_what_was_committed(tmp_path, python, end):
     """
     status = 1 if end == "an exception" else 0
     assert "steps 0" in python(program, tmp_path / "run.store", status=status)
-    assert "steps 2" in python(program, tmp_path / "run.store", status=status)
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+    again = torch.optim.AdamW(model.parameters())
+    with memascend.offload(model, again, storage=tmp_path / "run.store", existing="resume")[1] as optimizer:
+        assert optimizer.steps == 2
 
 
 def test_an_interrupt_in_the_middle_leaves_a_whole_step(offloaded):

@@ -1,0 +1,80 @@
+//! fio beside the update: reads and writes mixed as a step mixes them, as many bytes, as deep, on a file of that size.
+
+use std::{path::Path, process::Command};
+
+use crate::Outcome;
+
+const HUGE_PAGES: &str = "/proc/sys/vm/nr_hugepages";
+/// fio's buffers, and one huge page more for what it adds to align them.
+const PAGES: u64 = 8;
+
+/// Huge pages for fio: those of a hugetlbfs, which takes root. They are given back in the end.
+pub(crate) struct Huge {
+    mounted: std::path::PathBuf,
+    pages_before: String,
+}
+
+impl Huge {
+    /// Why there are none, in words.
+    pub(crate) fn new(folder: &Path) -> Result<Self, String> {
+        let said = |what: &str, error: &dyn std::fmt::Display| format!("{what}: {error}");
+        let pages_before = std::fs::read_to_string(HUGE_PAGES).map_err(|error| said(HUGE_PAGES, &error))?;
+        let before: u64 = pages_before.trim().parse().map_err(|error| said(HUGE_PAGES, &error))?;
+        let mounted = folder.join("huge");
+        std::fs::create_dir(&mounted).map_err(|error| said("a folder to mount it at", &error))?;
+        std::fs::write(HUGE_PAGES, (before + PAGES).to_string()).map_err(|error| said(HUGE_PAGES, &error))?;
+        let huge = Self { mounted, pages_before };
+        let done = Command::new("mount").args(["-t", "hugetlbfs", "none"]).arg(&huge.mounted).output();
+        match done {
+            Ok(done) if done.status.success() => Ok(huge),
+            Ok(done) => Err(String::from_utf8_lossy(&done.stderr).trim().into()),
+            Err(error) => Err(said("mount", &error)),
+        }
+    }
+
+    fn option(&self) -> String {
+        format!("--iomem=mmaphuge:{}", self.mounted.join("fio").display())
+    }
+}
+
+impl Drop for Huge {
+    fn drop(&mut self) {
+        // What could not be given back is not the benchmark's result.
+        drop(Command::new("umount").arg(&self.mounted).output());
+        drop(std::fs::write(HUGE_PAGES, &self.pages_before));
+    }
+}
+
+/// Seconds that fio needs for `bytes`, of which `read` of `all` parts are reads; `None` where there is no fio.
+pub(crate) fn seconds(
+    path: &Path,
+    bytes: usize,
+    (read, all): (usize, usize),
+    depth: usize,
+    huge: Option<&Huge>,
+) -> Outcome<Option<f64>> {
+    let memory = huge.map_or_else(|| "--iomem=malloc".into(), Huge::option);
+    let done = Command::new("fio")
+        .args(["--name=mixed", "--rw=rw", "--bs=1M", "--ioengine=io_uring", "--direct=1", "--overwrite=1"])
+        .args(["--output-format=terse", "--terse-version=3"])
+        .args([format!("--rwmixread={}", (read * 100).div_euclid(all)), format!("--iodepth={depth}"), memory])
+        .args([format!("--io_size={bytes}"), format!("--filename={}", path.display())])
+        .output();
+    let done = match done {
+        Ok(done) => done,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(error.into()),
+    };
+    let text = String::from_utf8(done.stdout)?;
+    let line = text.lines().find(|line| line.starts_with("3;")).ok_or("fio said nothing")?;
+    if !done.status.success() {
+        return Err(format!("fio failed: {}", String::from_utf8_lossy(&done.stderr)).into());
+    }
+    // KiB of reads and of writes, and the milliseconds of each.
+    let fields: Vec<&str> = line.split(';').collect();
+    let of = |index: usize| fields.get(index).and_then(|field| field.parse::<f64>().ok()).ok_or("fio's terse line");
+    let (moved, longest) = ((of(5)? + of(46)?) * 1024.0, of(8)?.max(of(49)?) / 1e3);
+    // It moves whole blocks: as if it had been the bytes that were asked for.
+    #[expect(clippy::cast_precision_loss, reason = "a ratio")]
+    Ok(Some(longest * bytes as f64 / moved))
+}

@@ -1,0 +1,233 @@
+//! A step of `AdamW` on SSD: against the same bytes moved through the same kind of volume without arithmetic or
+//! checksums, against fio where it is installed, and against itself without checksums. Interleaved rounds, medians.
+//!
+//! `MEMASCEND_BENCH_DIR` says where (default: here), `MEMASCEND_BENCH_MPARAMS` how many millions of parameters,
+//! `MEMASCEND_BENCH_ROUNDS` how many rounds; `MEMASCEND_BENCH_LAYOUT` which layouts, separated by commas: whole (the
+//! default), compact, or resident: compact, and the values are given; `MEMASCEND_BENCH_CHUNK` how many elements a chunk
+//! has, likewise; `MEMASCEND_BENCH_CHUNKS` how many staging chunks there are, likewise; `MEMASCEND_BENCH_FIO=no`
+//! leaves fio out.
+
+mod fio;
+mod pure;
+mod subject;
+
+use std::{
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Instant,
+};
+
+use memascend_engine::{CHUNKS_DEFAULT, Engine, Gradient, Options};
+use memascend_mem::Wait;
+use memascend_store::{Buffer, Commit, Dtype, Store};
+
+use crate::{
+    fio::Huge,
+    pure::Pure,
+    subject::{Borrowed, ENTRIES, Layout, VALUE_BYTES, filled, hyperparameters, values},
+};
+
+type Outcome<T> = Result<T, Box<dyn std::error::Error>>;
+
+fn asked(name: &str, default: &str) -> String {
+    std::env::var(name).unwrap_or_else(|_| default.into())
+}
+
+/// Seconds of each round.
+#[derive(Default)]
+struct Seconds {
+    update: Vec<f64>,
+    unchecked: Vec<f64>,
+    pure: Vec<f64>,
+    commit: Vec<f64>,
+    fio: Vec<f64>,
+    fio_default: Vec<f64>,
+}
+
+/// One layout with chunks of one size.
+struct Case {
+    layout: Layout,
+    elements: usize,
+    staged: usize,
+    parameters: usize,
+    store: Arc<Store>,
+    engine: Engine,
+    gradient: Arc<Vec<u8>>,
+    pure: Pure,
+    seconds: Seconds,
+}
+
+impl Case {
+    fn new(folder: &Path, layout: Layout, (elements, staged): (usize, usize), parameters: usize) -> Outcome<Self> {
+        let chunks_each = (parameters / ENTRIES / elements).max(1);
+        let (numel, chunks) = (chunks_each * elements, chunks_each * ENTRIES);
+        std::fs::create_dir(folder)?;
+        let store = Arc::new(filled(&folder.join("store"), numel as u64, u32::try_from(elements)?, layout)?);
+        let mut options = Options::default();
+        options.chunks = staged;
+        let engine = Engine::new(Arc::clone(&store), &options)?;
+        let gradient = Arc::new(vec![0x3c_u8; numel * VALUE_BYTES]);
+        let pure = Pure::new(folder.join("pure"), (chunks, elements), staged, layout)?;
+        let parameters = chunks * elements;
+        Ok(Self { layout, elements, staged, parameters, store, engine, gradient, pure, seconds: Seconds::default() })
+    }
+
+    /// Bytes that a step moves.
+    fn bytes(&self) -> usize {
+        let (read, written) = self.layout.moved_bytes();
+        self.parameters * (read + written)
+    }
+
+    /// One step, staged and not committed.
+    fn update(&self, step: u64) -> Outcome<f64> {
+        // All entries began alike and have the same gradients, so the values of one are those of all.
+        let live = if self.layout.is_resident { values(&self.store)? } else { Arc::default() };
+        let began = Instant::now();
+        for entry in 0..ENTRIES {
+            let gradient = Gradient::new(Box::new(Borrowed(Arc::clone(&self.gradient))), Dtype::Bf16)?;
+            let values = self.layout.is_resident.then(|| Box::new(Borrowed(Arc::clone(&live))) as Box<dyn Buffer>);
+            self.engine.update_from(values, entry, gradient, &hyperparameters(step), Wait::forever())?;
+        }
+        self.engine.finish(Wait::forever())?;
+        Ok(began.elapsed().as_secs_f64())
+    }
+
+    /// The same step without checksums. It is discarded, so that it reads and writes where the other one does.
+    fn update_unchecked(&self, step: u64) -> Outcome<f64> {
+        self.store.set_unchecked(true);
+        let seconds = self.update(step);
+        self.store.set_unchecked(false);
+        self.engine.discard(Wait::forever())?;
+        seconds
+    }
+
+    fn commit(&self, step: u64) -> Outcome<f64> {
+        let began = Instant::now();
+        self.engine.commit(Commit { step, ..Commit::default() }, Wait::forever())?;
+        Ok(began.elapsed().as_secs_f64())
+    }
+
+    /// One round of each; the first two write each slot for the first time, which is slower, and are not counted.
+    fn round(&mut self, step: u64, with_fio: bool, huge: Option<&Huge>) -> Outcome<()> {
+        // Each comes first in turn: what comes after a pause is a little faster.
+        let (unchecked, update);
+        if step % 4 < 2 {
+            unchecked = self.update_unchecked(step)?;
+            update = self.update(step)?;
+            self.seconds.commit.push(self.commit(step)?);
+        } else {
+            update = self.update(step)?;
+            self.engine.discard(Wait::forever())?;
+            unchecked = self.update_unchecked(step)?;
+            self.update(step)?;
+            self.seconds.commit.push(self.commit(step)?);
+        }
+        self.seconds.unchecked.push(unchecked);
+        self.seconds.update.push(update);
+        let began = Instant::now();
+        self.pure.step(usize::from(step % 2 == 1))?;
+        self.seconds.pure.push(began.elapsed().as_secs_f64());
+        let (read, written) = self.layout.moved_bytes();
+        let fio = |huge| fio::seconds(&self.pure.path, self.bytes(), (read, read + written), self.staged, huge);
+        if with_fio {
+            let (default, huge) = (fio(None)?, if huge.is_some() { fio(huge)? } else { None });
+            self.seconds.fio_default.extend(default);
+            self.seconds.fio.extend(huge);
+        }
+        if step <= 2 {
+            self.seconds = Seconds::default();
+        }
+        Ok(())
+    }
+
+    #[expect(clippy::print_stdout, reason = "a benchmark prints")]
+    #[expect(clippy::cast_precision_loss, reason = "figures for people")]
+    fn print(&self) {
+        let Seconds { update, unchecked, pure, commit, fio, fio_default } = &self.seconds;
+        let (parameters, bytes) = (self.parameters as f64 / 1e6, self.bytes() as f64 / 1e9);
+        let (name, elements) = (self.layout.name(), self.elements);
+        let line = |what: &str, seconds: &[f64]| {
+            if !seconds.is_empty() {
+                let (middle, ratio) = (median(seconds), ratio(seconds, update));
+                println!("  {what:24} {middle:7.3} s  {:5.2} GB/s  the update is {ratio:.3} of it", bytes / middle);
+            }
+        };
+        println!(
+            "update of {parameters:.0} M {name} parameters, {elements} a chunk, {} chunks, {bytes:.2} GB a step",
+            self.staged
+        );
+        println!("  {:24} {:7.3} s  {:5.2} GB/s", "update", median(update), bytes / median(update));
+        line("without checksums", unchecked);
+        line("pure I/O", pure);
+        line("fio, huge pages", fio);
+        line("fio, as people run it", fio_default);
+        println!("  checksums {:.1} % of the step", (1.0 - ratio(unchecked, update)) * 100.0);
+        println!("  commit    {:.3} ms, {:.3} % of the step", median(commit) * 1e3, ratio(commit, update) * 100.0);
+        println!("  staging   {:.2} MiB", self.engine.staging_bytes() as f64 / f64::from(1 << 20));
+        let info = self.store.info();
+        let (index, mib) = (info.index_bytes as f64, info.slot_bytes as f64 / f64::from(1 << 20));
+        println!("  index     {:.1} KiB, {:.1} bytes per MiB of state", index / 1024.0, index / mib);
+        let counters = self.engine.counters();
+        let each = |seconds: std::time::Duration| seconds.as_secs_f64() * 1e6 / counters.chunks as f64;
+        println!(
+            "  a chunk   {:.0} us waits for reads (checked), {:.0} computes, {:.0} seals and begins writes, {:.0} waits for writes",
+            each(counters.reading),
+            each(counters.computing),
+            each(counters.sealing),
+            each(counters.writing)
+        );
+    }
+}
+
+/// The median of the rounds' own ratios: a round's parts met the same machine.
+fn ratio(one: &[f64], other: &[f64]) -> f64 {
+    median(&one.iter().zip(other).map(|(one, other)| one / other).collect::<Vec<_>>())
+}
+
+fn median(values: &[f64]) -> f64 {
+    let mut values = values.to_vec();
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
+}
+
+fn main() -> Outcome<()> {
+    let folder = PathBuf::from(asked("MEMASCEND_BENCH_DIR", "."));
+    let folder = folder.join(format!("memascend-bench-{}", std::process::id()));
+    std::fs::create_dir(&folder)?;
+    let result = measure(&folder);
+    std::fs::remove_dir_all(&folder)?;
+    result
+}
+
+#[expect(clippy::print_stdout, reason = "a benchmark prints")]
+fn measure(folder: &Path) -> Outcome<()> {
+    let parameters = asked("MEMASCEND_BENCH_MPARAMS", "64").parse::<usize>()? * 1_000_000;
+    let rounds = asked("MEMASCEND_BENCH_ROUNDS", "7").parse::<u64>()?;
+    let (layouts, chunks) = (asked("MEMASCEND_BENCH_LAYOUT", "whole"), asked("MEMASCEND_BENCH_CHUNK", "65536"));
+    let staged = asked("MEMASCEND_BENCH_CHUNKS", &CHUNKS_DEFAULT.to_string());
+    let mut cases = vec![];
+    for layout in layouts.split(',') {
+        for elements in chunks.split(',') {
+            for count in staged.split(',') {
+                let folder = folder.join(format!("{layout}-{elements}-{count}"));
+                let chunks = (elements.parse()?, count.parse()?);
+                cases.push(Case::new(&folder, Layout::called(layout), chunks, parameters)?);
+            }
+        }
+    }
+    let with_fio = asked("MEMASCEND_BENCH_FIO", "yes") == "yes";
+    let huge = Huge::new(folder);
+    if let Err(why) = &huge {
+        println!("no fio with huge pages: {why}");
+    }
+    for step in 1..=rounds + 2 {
+        for case in &mut cases {
+            case.round(step, with_fio, huge.as_ref().ok())?;
+        }
+    }
+    for case in cases {
+        case.print();
+        case.pure.close()?;
+    }
+    Ok(())
+}

@@ -1,0 +1,121 @@
+//! What is updated: a store of equal entries in one of the layouts.
+
+use std::{path::Path, sync::Arc};
+
+use memascend_engine::Hyperparameters;
+use memascend_mem::Wait;
+use memascend_store::{Buffer, COMPACT, Commit, Create, Description, Dtype, Entry, Existing, Kind, StateTensor, Store};
+
+use crate::Outcome;
+
+pub(crate) const ENTRIES: usize = 8;
+pub(crate) const VALUE_BYTES: usize = 2;
+
+/// How an entry's state is stored, and whether an update is given the values.
+#[derive(Clone, Copy)]
+pub(crate) struct Layout {
+    state: [(&'static str, Dtype); 3],
+    pub(crate) is_compact: bool,
+    pub(crate) is_resident: bool,
+}
+
+impl Layout {
+    /// By its name; none is bf16.
+    pub(crate) fn called(name: &str) -> Self {
+        let (is_compact, is_resident) = (matches!(name, "compact" | "resident"), name == "resident");
+        let whole = ["master", "exp_avg", "exp_avg_sq"].map(|name| (name, Dtype::F32));
+        Self { state: if is_compact { COMPACT } else { whole }, is_compact, is_resident }
+    }
+
+    pub(crate) fn name(self) -> &'static str {
+        match (self.is_compact, self.is_resident) {
+            (false, _) => "bf16",
+            (true, false) => "compact bf16",
+            (true, true) => "compact, resident bf16",
+        }
+    }
+
+    pub(crate) fn state_bytes(self) -> usize {
+        self.state.iter().map(|(_, dtype)| usize::try_from(dtype.bytes()).unwrap_or(0)).sum()
+    }
+
+    /// Bytes of a parameter that a step reads, and that it writes.
+    pub(crate) fn moved_bytes(self) -> (usize, usize) {
+        (self.state_bytes() + self.read_bytes(), self.state_bytes() + VALUE_BYTES)
+    }
+
+    /// Bytes of values that an update reads of a parameter.
+    pub(crate) fn read_bytes(self) -> usize {
+        if self.is_compact && !self.is_resident { VALUE_BYTES } else { 0 }
+    }
+}
+
+fn description(numel: u64, chunk_elements: u32, layout: Layout) -> Description {
+    let tensor = |(name, dtype): (&str, Dtype)| StateTensor { name: name.into(), dtype, shape: vec![numel] };
+    let entry = |index: usize| Entry {
+        name: format!("weight.{index}"),
+        kind: Kind::Parameter,
+        unit: 0,
+        dtype: Dtype::Bf16,
+        shape: vec![numel],
+        order: vec![],
+        spill: None,
+        state: layout.state.map(tensor).to_vec(),
+    };
+    Description {
+        chunk_elements,
+        user_bytes_max: 64 << 10,
+        hyperparameters_bytes_max: 64 << 10,
+        optimizer: "AdamW".into(),
+        units: vec!["all".into()],
+        entries: (0..ENTRIES).map(entry).collect(),
+    }
+}
+
+pub(crate) fn hyperparameters(step: u64) -> Hyperparameters {
+    Hyperparameters {
+        lr: 1e-3,
+        beta1: 0.9,
+        beta2: 0.999,
+        eps: 1e-8,
+        weight_decay: 0.01,
+        decoupled: true,
+        step,
+        grad_scale: 1.0,
+        maximize: false,
+    }
+}
+
+/// A gradient that all entries share: the engine only reads it.
+pub(crate) struct Borrowed(pub(crate) Arc<Vec<u8>>);
+
+// SAFETY: the vector lives as long as any clone, and nobody writes to it.
+unsafe impl Buffer for Borrowed {
+    fn as_ptr(&self) -> std::ptr::NonNull<u8> {
+        std::ptr::NonNull::from(self.0.as_slice()).cast()
+    }
+    fn len(&self) -> usize {
+        self.0.len()
+    }
+}
+
+/// Fills a store with zeros, as the first step does.
+pub(crate) fn filled(path: &Path, numel: u64, chunk_elements: u32, layout: Layout) -> Outcome<Store> {
+    let mut how = Create::default();
+    how.existing = Existing::Replace;
+    let (store, _) = Store::create(&[path], description(numel, chunk_elements, layout), &how)?;
+    let tensors: Vec<Vec<u8>> = store.tensor_bytes(0)?.into_iter().map(|bytes| vec![0; bytes]).collect();
+    let tensors: Vec<&[u8]> = tensors.iter().map(Vec::as_slice).collect();
+    for entry in 0..ENTRIES {
+        store.stage_entry(entry, 0, &tensors, Wait::forever())?;
+    }
+    store.commit(Commit::default(), Wait::forever())?;
+    Ok(store)
+}
+
+/// The values of the first entry.
+pub(crate) fn values(store: &Store) -> Outcome<Arc<Vec<u8>>> {
+    let mut tensors: Vec<Vec<u8>> = store.tensor_bytes(0)?.into_iter().map(|bytes| vec![0; bytes]).collect();
+    store.read_entry(0, &mut tensors.iter_mut().map(Vec::as_mut_slice).collect::<Vec<_>>())?;
+    Ok(Arc::new(tensors.swap_remove(0)))
+}

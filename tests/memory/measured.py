@@ -1,0 +1,227 @@
+"""A training that is measured: a program of its own, which says what it held once offload() had returned.
+
+It is run as `python measured.py '{...}'`: the options are those of `WORK`.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import threading
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import memascend
+from memascend import memory
+
+VOCABULARY = 12_288
+SQUARES = 8
+
+WORK = {
+    "blocks": 4,
+    "width": 512,
+    "vocabulary": VOCABULARY,
+    "tokens": 32,
+    "dtype": "float32",
+    "checkpoint": True,
+    "steps": 3,
+    "options": {},  # of offload()
+    "storage": None,
+    "phases": False,  # also everything else that a user may call
+    "cgroup": None,  # a memory cgroup to be in, which is lowered once offload() has returned
+    "grow_bytes": 0,  # ... to what is held then, and so many bytes
+}
+
+
+class Block(nn.Module):
+    """Many gradients of equal size: the fewer bytes each has, the less it matters how many are on their way."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.squares = nn.ModuleList(nn.Linear(width, width) for _ in range(SQUARES))
+
+    def forward(self, x):
+        inner = self.norm(x)
+        for square in self.squares:
+            inner = square(inner).relu()
+        return x + inner
+
+
+class Model(nn.Module):
+    def __init__(self, blocks, width, recompute, vocabulary=VOCABULARY):
+        super().__init__()
+        self.first = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.last = nn.Linear(width, 16)
+        self.recompute = recompute
+
+    def forward(self, x):
+        x = self.first(x)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.recompute else layer(x)
+        return self.last(x)
+
+
+def status():
+    """VmRSS, VmHWM, RssAnon and so on of this process, in bytes."""
+    lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
+    return {words[0].rstrip(":"): int(words[1]) << 10 for words in lines if words[-1] == "kB"}
+
+
+class Sampler:
+    """The most anonymous memory that was held: the kernel's own peak counts pages of files, too."""
+
+    def __init__(self):
+        self.peak = 0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self):
+        # Unbuffered, and read whole: nothing is allocated between two looks.
+        with open("/proc/self/status", "rb", buffering=0) as file:
+            while not self._over.wait(0.001):
+                file.seek(0)
+                text = file.read(4096)
+                at = text.index(b"RssAnon:") + 8
+                self.peak = max(self.peak, int(text[at : text.index(b"kB", at)]) << 10)
+
+    def take(self):
+        peak = max(self.peak, status()["RssAnon"])
+        self.peak = 0
+        return peak
+
+    def end(self):
+        self._over.set()
+        self._thread.join()
+
+
+def activation_bytes(work, itemsize):
+    """What checkpoints keep of each block: its input."""
+    return work["blocks"] * work["tokens"] * work["width"] * itemsize if work["checkpoint"] else 0
+
+
+def train(model, optimizer, batch, steps):
+    for _ in range(steps):
+        optimizer.backward(model(batch).float().square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def warm_up(dtype, folder):
+    """What torch and the library keep once they were used (threads, heaps, code) is nobody's model."""
+    model = Model(2, 64, recompute=True, vocabulary=64).to(dtype)
+    model, optimizer = memascend.offload(model, torch.optim.AdamW(model.parameters()), storage=folder)
+    train(model, optimizer, torch.arange(8), 2)
+    model.load_state_dict(model.state_dict())
+    optimizer.close()
+
+
+def enter(cgroup):
+    Path(cgroup, "cgroup.procs").write_text("0")
+
+
+def lower(cgroup, grow_bytes):
+    """To what is held now, without what the kernel gives up at once, and a bit more."""
+    first = Path(cgroup, "memory.limit_in_bytes")
+    limit = first if first.exists() else Path(cgroup, "memory.max")
+    stat = dict(line.split() for line in Path(cgroup, "memory.stat").read_text().splitlines())
+    held = int(stat["rss"] if "rss" in stat else stat["anon"])
+    limit.write_text(str(held + grow_bytes))
+    return held
+
+
+def main(given):
+    work = {**WORK, **given}
+    unknown = set(given) - set(WORK)
+    assert not unknown, unknown
+    dtype = getattr(torch, work["dtype"])
+    folder = Path(work["storage"])
+    torch.manual_seed(0)
+    (folder / "warm").mkdir()
+    warm_up(dtype, folder / "warm")
+    gc.collect()
+    before = status()
+    if work["cgroup"]:
+        enter(work["cgroup"])
+    model = Model(work["blocks"], work["width"], work["checkpoint"], work["vocabulary"]).to(dtype)
+    of_model = sum(parameter.nbytes for parameter in model.parameters())
+    elements = sum(parameter.numel() for parameter in model.parameters())
+    batch = torch.randint(0, work["vocabulary"], (work["tokens"],))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    (folder / "run").mkdir()
+    model, optimizer = memascend.offload(model, optimizer, storage=folder / "run", **work["options"])
+    after = status()
+    if work["cgroup"]:
+        lower(work["cgroup"], work["grow_bytes"])
+    Path("/proc/self/clear_refs").write_text("5")
+    sampler = Sampler()
+    peaks = {}
+
+    def phase(name):
+        peaks[name] = sampler.take()
+
+    train(model, optimizer, batch, work["steps"])
+    phase("train")
+    report = optimizer.report().to_dict()
+    held = {
+        "regions": sum(region["bytes"] for region in memory.regions()),
+        "staging": optimizer._session.engine.staging_bytes,
+    }
+    answer_peak = status()["VmHWM"]
+    if work["phases"]:
+        others(model, optimizer, batch, phase)
+    plan = optimizer.plan
+    optimizer.close()
+    phase("close()")
+    sampler.end()
+    print(
+        json.dumps(
+            {
+                "before": before,
+                "after": after,
+                "whole_peak": answer_peak,
+                "peaks": peaks,
+                "model_bytes": of_model,
+                "elements": elements,
+                "activation_bytes": activation_bytes(work, dtype.itemsize),
+                "plan": {"host": plan.host, "host_peak": plan.host_peak, "budget": plan.budget},
+                "report": report,
+                "held": held,
+            }
+        )
+    )
+
+
+def others(model, optimizer, batch, phase):
+    """Everything else that may be called, in turn."""
+    state = model.state_dict()
+    phase("state_dict()")
+    model.load_state_dict(state)
+    phase("load_state_dict() of the same")
+    with torch.no_grad():
+        for tensor in state.values():
+            tensor.mul_(0.5)
+    phase("change")
+    model.load_state_dict(state)
+    phase("load_state_dict() of others")
+    del state
+    with memascend.materialized(model, modify=True), torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    phase("materialized()")
+    optimizer.load_state_dict(optimizer.state_dict())
+    phase("optimizer.load_state_dict()")
+    train(model, optimizer, batch, 1)
+    phase("train again")
+    model(batch).float().square().mean().backward()
+    phase("backward")
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,193 @@
+"""Disks that fail in any phase: the error comes from the call where it matters, and the last commit stands."""
+
+import contextlib
+import errno
+import os
+import subprocess
+
+import pytest
+import torch
+from nvme.faulty import FaultyDisk
+from parity.harness import adamw
+from parity.zoo_plain import Stack
+
+import memascend
+from memascend import BudgetError, StorageError
+
+pytestmark = pytest.mark.root
+EIO = {"errno": errno.EIO}
+
+
+@pytest.fixture
+def faulty(tmp_path):
+    disk = FaultyDisk(tmp_path)
+    yield disk
+    disk.close()
+
+
+@pytest.fixture
+def on_it(offloaded, faulty, tmp_path):
+    """Offloads to the disk that fails, in the smallest budget, so that each phase needs the disk."""
+
+    def make(**options):
+        options = {"storage": faulty.path, "scratch": tmp_path, "existing": "resume", **options}
+        model = Stack(depth=6)
+        with pytest.raises(BudgetError) as error:
+            memascend.offload(model, adamw(model), host_memory=1, **options)
+        return offloaded(Stack(depth=6), host_memory=error.value.smallest, **options)
+
+    return make
+
+
+def resumed_exactly(on_it, before, steps):
+    """The last commit stands, and training goes on from it."""
+    again = on_it()
+    assert again.optimizer.steps == steps
+    after = again.weights()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    again.step(1)
+    assert again.optimizer.steps == steps + 1
+
+
+def fails_in_forward(training, faulty):
+    faulty.set(read=EIO)
+    training.loss(1)
+
+
+def fails_in_backward(training, faulty):
+    loss = training.loss(1)
+    faulty.set(read=EIO)
+    loss.backward()
+
+
+def fails_to_write(training, faulty):
+    loss = training.loss(1)
+    faulty.set(write=EIO)
+    loss.backward()
+    training.optimizer.step()
+
+
+def fails_to_write_a_part(training, faulty):
+    loss = training.loss(1)
+    faulty.set(write={**EIO, "torn": True})
+    loss.backward()
+    training.optimizer.step()
+
+
+def fails_to_flush(training, faulty):
+    training.loss(1).backward()
+    faulty.set(fsync=EIO)
+    training.optimizer.step()
+
+
+@pytest.mark.parametrize("gradients", ["fused", "ssd", "ram"])
+@pytest.mark.parametrize(
+    "phase", [fails_in_forward, fails_in_backward, fails_to_write, fails_to_write_a_part, fails_to_flush]
+)
+def test_an_error_in_any_phase_leaves_the_last_commit(on_it, faulty, phase, gradients):
+    training = on_it(gradients=gradients)
+    training.step(0)
+    before = training.weights()
+    with pytest.raises(StorageError) as error:
+        phase(training, faulty)
+    assert error.value.errno == errno.EIO
+    assert str(faulty.path) in str(error.value)
+    assert training.optimizer.steps == 1
+    faulty.set()
+    with contextlib.suppress(StorageError):  # after a flush that failed, only opening it again helps
+        training.optimizer.zero_grad()
+    training.optimizer.close()
+    resumed_exactly(on_it, before, 1)
+
+
+def test_an_error_in_close_is_said(on_it, faulty):
+    training = on_it(durability="none")
+    training.step(0)
+    faulty.set(write=EIO)
+    with pytest.raises(StorageError):
+        training.optimizer.close()
+    training.optimizer.close()
+    faulty.set()
+    with pytest.raises(StorageError, match="closed"):
+        on_it()
+
+
+def test_a_disk_that_fails_at_offload_changes_nothing(faulty, tmp_path, unchanged):
+    model = Stack()
+    optimizer = adamw(model)
+    check = unchanged(model, optimizer)
+    for faults in ({"write": EIO}, {"fsync": EIO}):
+        faulty.set(**faults)
+        with pytest.raises(StorageError):
+            memascend.offload(model, optimizer, storage=faulty.path, scratch=tmp_path, existing="replace")
+        check()
+    faulty.set()
+    with memascend.offload(model, optimizer, storage=faulty.path, scratch=tmp_path, existing="replace")[1] as optimizer:
+        assert optimizer.steps == 0
+
+
+def test_a_disk_that_vanishes(on_it, faulty):
+    training = on_it()
+    training.step(0)
+    faulty.vanish()
+    with pytest.raises(StorageError):  # noqa: PT012 - whichever of the steps says so
+        for index in range(3):
+            training.step(index)
+
+
+# --- a full disk ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 24 MiB."""
+    image, folder = tmp_path / "disk.image", tmp_path / "disk"
+    folder.mkdir()
+    with image.open("wb") as file:
+        file.truncate(24 << 20)
+    subprocess.run(["mkfs.ext4", "-q", "-F", "-m", "0", image], check=True)
+    subprocess.run(["mount", "-o", "loop", image, folder], check=True)
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def fill(folder):
+    with open(folder / "rest", "wb") as file:
+        try:
+            while True:
+                file.write(bytes(1 << 16))
+                file.flush()
+        except OSError:
+            pass
+    left = os.statvfs(folder)
+    assert left.f_bavail * left.f_frsize < 1 << 17
+
+
+def test_a_disk_that_is_too_small_is_known_before_anything_is_moved(small_disk, unchanged):
+    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(8)))
+    optimizer = adamw(model)
+    check = unchanged(model, optimizer)
+    with pytest.raises(StorageError) as error:
+        memascend.offload(model, optimizer, storage=small_disk / "run.store")
+    assert error.value.errno == errno.ENOSPC
+    check()
+    assert not (small_disk / "run.store").exists()
+
+
+def test_training_has_its_room_from_the_beginning(offloaded, small_disk):
+    """A disk that others fill later stops copies of the weights, and no step."""
+    wide = torch.nn.Sequential(torch.nn.Embedding(64, 512), torch.nn.Linear(512, 64))
+    training = offloaded(wide, storage=small_disk / "run.store", steps=1)
+    fill(small_disk)
+    for index in range(3):
+        training.step(index)
+    with pytest.raises(StorageError, match="scratch") as error:
+        training.model.state_dict()
+    assert error.value.errno == errno.ENOSPC
+    with pytest.raises(StorageError, match="scratch"):
+        training.weights()
+    (small_disk / "rest").unlink()
+    before = training.weights()
+    training.step(1)
+    assert training.optimizer.steps == 5
+    assert not torch.equal(before["1.weight"], training.weights()["1.weight"])

@@ -1,0 +1,190 @@
+"""More threads than one, and interrupts: what one has bound is no one else's, and what was left open is ended."""
+
+import contextlib
+import copy
+import io
+import threading
+
+import pytest
+import torch
+from parity.zoo_plain import Stack
+
+import memascend
+from memascend import UsageError
+
+
+def smallest(options, tmp_path):
+    model = Stack(tied=True)
+    with pytest.raises(memascend.BudgetError) as error:
+        memascend.offload(
+            model, torch.optim.AdamW(model.parameters()), host_memory=1, storage=tmp_path / "none.store", **options
+        )
+    return error.value.smallest
+
+
+def test_threads_that_read_one_model_do_not_disturb_each_other(offloaded):
+    training = offloaded(Stack(tied=True), steps=1)
+    expected = [training.loss(index).detach() for index in range(4)]
+    wrong = []
+
+    def evaluates(index):
+        try:
+            for turn in range(12):
+                batch = (index + turn) % 4
+                with torch.no_grad():
+                    got = training.loss(batch)
+                    norm = training.model.embed.weight.norm()
+                if not torch.equal(got, expected[batch]) or not norm.isfinite():
+                    wrong.append((batch, got))
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=evaluates, args=(index,)) for index in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    training.step(1)
+    assert training.optimizer.steps == 2
+
+
+def test_a_step_while_another_thread_computes(offloaded):
+    training = offloaded(steps=1)
+    training.loss(0).backward()
+    before = training.optimizer.steps
+    computing, stepped = threading.Event(), threading.Event()
+
+    def waits(*_):
+        computing.set()
+        stepped.wait(20)
+
+    handle = training.model.blocks[1].register_forward_pre_hook(waits)
+    thread = threading.Thread(target=training.loss)
+    thread.start()
+    try:
+        assert computing.wait(20)
+        with pytest.raises(UsageError, match="forward"):
+            training.optimizer.step()
+        with pytest.raises(UsageError):
+            training.weights()
+        assert training.optimizer.steps == before
+    finally:
+        stepped.set()
+        thread.join()
+        handle.remove()
+    training.optimizer.step()
+    assert training.optimizer.steps == before + 1
+
+
+def test_a_thread_that_ends_in_the_middle_of_a_forward(offloaded):
+    """An exit skips what ends a module's computation, as an interrupt does."""
+    training = offloaded(steps=1)
+
+    def ends(*_):
+        raise SystemExit
+
+    def computes():
+        with contextlib.suppress(SystemExit):
+            training.loss()
+
+    handle = training.model.blocks[1].register_forward_pre_hook(ends)
+    thread = threading.Thread(target=computes)
+    thread.start()
+    thread.join()
+    handle.remove()
+    training.optimizer.zero_grad()
+    training.step(1)
+    assert training.optimizer.steps == 2
+
+
+@pytest.mark.parametrize("gradients", ["fused", "ssd"])
+def test_an_interrupted_forward_changes_nothing_that_follows(offloaded, gradients, tmp_path):
+    """The next forward ends what the interrupt left open, also where every place in memory is needed."""
+    options = {"gradients": gradients, "storage": tmp_path / "run.store"}
+    budget = smallest(options={"gradients": gradients}, tmp_path=tmp_path)
+    torch.manual_seed(4)
+    calm = offloaded(Stack(tied=True), host_memory=budget, steps=3, **options)
+    expected = calm.weights()
+    calm.optimizer.close()
+    torch.manual_seed(4)
+    training = offloaded(Stack(tied=True), host_memory=budget, existing="replace", **options)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    for index in range(3):
+        for module in (training.model.blocks[0].up, training.model.blocks[1], training.model):
+            for register in (module.register_forward_pre_hook, module.register_forward_hook):
+                handle = register(interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    training.loss(index)
+                handle.remove()
+        training.step(index)
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+    got = training.weights()
+    assert all(torch.equal(expected[name], got[name]) for name in expected)
+
+
+def test_a_module_of_the_model_may_call_the_model(offloaded):
+    """The model is entered again from inside: nothing that it needs is taken away."""
+    training = offloaded(steps=1)
+    expected = training.loss(0).detach()
+    seen = []
+
+    def again(*_):
+        if not seen:
+            seen.append(None)
+            with torch.no_grad():
+                seen.append(training.loss(0))
+
+    handle = training.model.blocks[1].up.register_forward_pre_hook(again)
+    got = training.loss(0)
+    handle.remove()
+    assert torch.equal(got, expected)
+    assert torch.equal(seen[1], expected)
+    got.backward()
+    training.optimizer.step()
+    assert training.optimizer.steps == 2
+
+
+@pytest.mark.parametrize("way", ["copied", "pickled"])
+def test_what_is_copied_while_parameters_are_real_is_a_plain_model(offloaded, way):
+    training = offloaded(steps=1)
+    with memascend.materialized(training.model):
+        if way == "copied":
+            plain = copy.deepcopy(training.model)
+        else:
+            file = io.BytesIO()
+            torch.save(training.model, file)
+            file.seek(0)
+            plain = torch.load(file, weights_only=False)
+    expected = training.weights()
+    training.step(1)
+    for module in plain.modules():
+        assert not [name for name in vars(module) if "memascend" in name or name.startswith("__")]
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+        assert not module._state_dict_hooks
+    for name, parameter in plain.named_parameters():
+        assert type(parameter) is torch.nn.Parameter
+        assert torch.equal(parameter, expected[name])
+        assert not vars(parameter)
+    plain(training.batches[0]).sum().backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    with memascend.offload(plain, torch.optim.AdamW(plain.parameters()))[1]:
+        pass
+
+
+def test_while_parameters_are_real_nothing_else_is_begun(offloaded):
+    training = offloaded(steps=1)
+    training.loss(1).backward()
+    with memascend.materialized(training.model):
+        with pytest.raises(UsageError, match="materialized"), memascend.materialized(training.model):
+            pass
+        with pytest.raises(UsageError, match="materialized"):
+            training.optimizer.step()
+        with pytest.raises(memascend.ConfigError):
+            memascend.offload(training.model, torch.optim.AdamW(training.model.parameters()))
+    training.optimizer.step()
+    assert training.optimizer.steps == 2
