@@ -49,7 +49,9 @@ def huge_pages(nbytes: int) -> Iterator[Path | None]:
             _HUGE_PAGES.write_text(before)
 
 
-def fio(path: Path, pattern: str, block: int, depth: int, nbytes: int, huge: Path | None) -> Speed:
+def fio(
+    path: Path, pattern: str, block: int, depth: int, nbytes: int, huge: Path | None, *, reads_percent: int = 50
+) -> Speed:
     """Run fio with io_uring and direct I/O; its own clock and its own account of processor time."""
     if shutil.which("fio") is None:
         raise ConfigError("fio is not installed: apt-get install fio")
@@ -58,6 +60,7 @@ def fio(path: Path, pattern: str, block: int, depth: int, nbytes: int, huge: Pat
         "--name=peer",
         f"--filename={path}",
         f"--rw={_PATTERNS[pattern]}",
+        f"--rwmixread={reads_percent}",
         f"--bs={block}",
         f"--iodepth={depth}",
         f"--size={nbytes}",

@@ -1,16 +1,23 @@
-"""`memascend bench update`: the pipelined AdamW on SSD, against the same bytes moved and nothing computed."""
+"""`memascend bench update`: the pipelined AdamW on SSD, against the same bytes moved and nothing computed, and fio.
+
+What checksums cost is measured by `cargo bench -p memascend-engine`, which can leave them out.
+"""
 
 from __future__ import annotations
 
 import json
+import shutil
 import statistics
 import tempfile
 import time
-from collections import deque
+from collections import defaultdict, deque
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memascend import engine, nvme
+from memascend.cli.bench.peers import PASSES, fio, huge_pages
 from memascend.cli.show import bars, bytes_shown, seconds_shown, table
 from memascend.cli.transfer import blocks
 
@@ -21,11 +28,11 @@ if TYPE_CHECKING:
 
     from memascend.nvme import Ticket, Volume
 
-SUMMARY = "a step of AdamW on SSD, against pure I/O of the same bytes"
+SUMMARY = "a step of AdamW on SSD, against pure I/O of the same bytes and fio"
 
 _MEGA = 1_000_000
-# Bytes of a parameter in a step: state and 16-bit values.
-_STATE_BYTES, _VALUE_BYTES = 12, 2
+_MIB = 1 << 20
+_VALUE_BYTES = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,6 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="interleaved rounds (default 5)")
     parser.add_argument("--chunks", type=int, default=4, metavar="N", help="staging chunks (default 4)")
     parser.add_argument("--chunk-elements", type=int, default=engine.CHUNK_ELEMENTS, metavar="N")
+    parser.add_argument("--compact", action="store_true", help="the compact layout of bf16 masters")
+    parser.add_argument("--no-fio", action="store_true", help="leave fio out")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -51,29 +60,55 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Bytes:
+    """Bytes of a parameter: of its state, and of the values that a step reads beside writing them."""
+
+    state: int
+    read_values: int
+
+    @property
+    def read(self) -> int:
+        return self.state + self.read_values
+
+    @property
+    def written(self) -> int:
+        return self.state + _VALUE_BYTES
+
+    @property
+    def moved(self) -> int:
+        return self.read + self.written
+
+
 def _measure(folder: Path, options: argparse.Namespace) -> dict[str, float]:
     import torch
 
     chunk = options.chunk_elements
-    whole = max(1, options.parameters * _MEGA // chunk)
+    each = _Bytes(state=10, read_values=_VALUE_BYTES) if options.compact else _Bytes(state=12, read_values=0)
     # Few large parameters, as models have; the size of one gradient is what the queue must take.
     names = [f"weight.{index}" for index in range(8)]
-    numel = max(1, whole // len(names)) * chunk
+    numel = max(1, options.parameters * _MEGA // chunk // len(names)) * chunk
     values = torch.randn(numel).bfloat16()
-    entries = [engine.Entry(name=name, values=values, state=engine.adam_state(values)) for name in names]
+    state = engine.adam_state(values, compact=options.compact)
+    entries = [engine.Entry(name=name, values=values, state=state) for name in names]
     gradient = torch.randn(numel).bfloat16()
     store = engine.Store.create(folder / "store", entries, chunk_elements=chunk)
-    del entries, values
+    del entries, values, state
     chunks = len(names) * numel // chunk
-    nbytes = chunks * chunk * (2 * _STATE_BYTES + _VALUE_BYTES)
-    size = 2 * chunks * chunk * (_STATE_BYTES + _VALUE_BYTES)
-    seconds: dict[str, list[float]] = {"update": [], "pure": [], "commit": []}
-    volume = nvme.open(folder / "pure", size=size)
-    with (
-        volume,
-        engine.Engine(store, chunks=options.chunks) as updates,
-        blocks(chunk * (_STATE_BYTES + _VALUE_BYTES), options.chunks) as memory,
-    ):
+    nbytes: int = chunks * chunk * each.moved
+    seconds: dict[str, list[float]] = defaultdict(list)
+    with ExitStack() as stack:
+        volume = stack.enter_context(nvme.open(folder / "pure", size=2 * chunks * chunk * (each.state + _VALUE_BYTES)))
+        updates = stack.enter_context(engine.Engine(store, chunks=options.chunks))
+        memory = stack.enter_context(blocks(chunk * (each.state + _VALUE_BYTES), options.chunks))
+        has_fio = not options.no_fio and shutil.which("fio") is not None
+        huge = stack.enter_context(huge_pages(options.chunks * _MIB)) if has_fio else None
+
+        def moved_by_fio(memory: Path | None) -> float:
+            reads = 100 * each.read // each.moved
+            speed = fio(folder / "pure", "mixed", _MIB, options.chunks, nbytes // PASSES, memory, reads_percent=reads)
+            return speed.seconds * nbytes / speed.nbytes
+
         # Both slots of both are written once before anything counts: fresh extents are slower.
         for step in range(1, options.rounds + 3):
             began = time.perf_counter()
@@ -83,42 +118,46 @@ def _measure(folder: Path, options: argparse.Namespace) -> dict[str, float]:
             updated = time.perf_counter()
             updates.commit(step)
             committed = time.perf_counter()
-            _pure(volume, memory, chunks, chunk, slot=step % 2)
-            moved = time.perf_counter()
+            _pure(volume, memory, (chunks, chunk), each, slot=step % 2)
+            round_seconds = {
+                "update": updated - began,
+                "commit": committed - updated,
+                "pure": time.perf_counter() - committed,
+            }
+            if has_fio:
+                round_seconds["fio_default"] = moved_by_fio(None)
+            if huge is not None:
+                round_seconds["fio_huge_pages"] = moved_by_fio(huge)
             if step > 2:
-                seconds["update"].append(updated - began)
-                seconds["commit"].append(committed - updated)
-                seconds["pure"].append(moved - committed)
-        counters, staging = updates.counters(), updates.staging_bytes
+                for what, took in round_seconds.items():
+                    seconds[what].append(took)
+        staging = updates.staging_bytes
     info = store.info()
     store.close()
-    median = {name: statistics.median(times) for name, times in seconds.items()}
-    ratios = [pure / update for pure, update in zip(seconds["pure"], seconds["update"], strict=True)]
-    return {
-        "parameters": len(names) * numel,
-        "bytes": nbytes,
-        "update_seconds": median["update"],
-        "update_gb_per_second": nbytes / median["update"] / 1e9,
-        "pure_seconds": median["pure"],
-        "pure_gb_per_second": nbytes / median["pure"] / 1e9,
-        "update_over_pure": statistics.median(ratios),
-        "commit_seconds": median["commit"],
-        "commit_share": median["commit"] / median["update"],
-        "sealing_share": counters["seconds"]["sealing"]
-        / sum(seconds["update"])
-        * len(seconds["update"])
-        / (len(seconds["update"]) + 2),
+    result: dict[str, float] = {"parameters": len(names) * numel, "bytes": nbytes}
+    for what, times in seconds.items():
+        result[f"{what}_seconds"] = statistics.median(times)
+        ratios = [took / update for took, update in zip(times, seconds["update"], strict=True)]
+        if what != "update":
+            result[f"update_over_{what}"] = statistics.median(ratios)
+        if what in ("update", "pure"):
+            result[f"{what}_gb_per_second"] = nbytes / result[f"{what}_seconds"] / 1e9
+    held = staging + info["index_bytes"] + info["buffer_bytes"]
+    return result | {
+        "commit_share": result.pop("update_over_commit"),
         "staging_bytes": staging,
+        "held_bytes": held,
         "index_bytes": info["index_bytes"],
         "index_bytes_per_mib": info["index_bytes"] / (info["slot_bytes"] / 2**20),
     }
 
 
-def _pure(volume: Volume, memory: list[torch.Tensor], chunks: int, chunk: int, slot: int) -> None:
+def _pure(volume: Volume, memory: list[torch.Tensor], shape: tuple[int, int], each: _Bytes, slot: int) -> None:
     """Read each chunk's state, write its state and values to the other slot: as many in flight, nothing computed."""
-    state, values = chunk * _STATE_BYTES, chunk * _VALUE_BYTES
+    chunks, chunk = shape
+    state, values = chunk * each.state, chunk * _VALUE_BYTES
     values_at = 2 * chunks * state
-    reading: deque[tuple[int, torch.Tensor, Ticket]] = deque()
+    reading: deque[tuple[int, torch.Tensor, list[Ticket]]] = deque()
     writing: deque[tuple[torch.Tensor, Ticket, Ticket]] = deque()
     free = list(memory)
     begun = 0
@@ -131,10 +170,14 @@ def _pure(volume: Volume, memory: list[torch.Tensor], chunks: int, chunk: int, s
                 free.append(tensor)
             tensor = free.pop()
             offset = (slot * chunks + begun) * state
-            reading.append((begun, tensor, volume.read(tensor[:state], offset)))
+            tickets = [volume.read(tensor[:state], offset)]
+            if each.read_values:
+                tickets.append(volume.read(tensor[state:], values_at + (slot * chunks + begun) * values))
+            reading.append((begun, tensor, tickets))
             begun += 1
-        index, tensor, ticket = reading.popleft()
-        ticket.wait()
+        index, tensor, tickets = reading.popleft()
+        for ticket in tickets:
+            ticket.wait()
         other = (1 - slot) * chunks + index
         one = volume.write(tensor[:state], other * state)
         two = volume.write(tensor[state:], values_at + other * values)
@@ -144,27 +187,30 @@ def _pure(volume: Volume, memory: list[torch.Tensor], chunks: int, chunk: int, s
         two.wait()
 
 
+_ROWS = (
+    ("update", "update"),
+    ("pure", "pure I/O of the same bytes"),
+    ("fio_huge_pages", "fio, huge pages, as many bytes"),
+    ("fio_default", "fio as people run it"),
+)
+
+
 def _shown(result: dict[str, float]) -> str:
     rows = [
         (
-            "update",
-            seconds_shown(result["update_seconds"]),
-            f"{result['update_gb_per_second']:.2f}",
-            f"{result['update_over_pure']:.2f}",
-        ),
-        (
-            "pure I/O of the same bytes",
-            seconds_shown(result["pure_seconds"]),
-            f"{result['pure_gb_per_second']:.2f}",
-            "1",
-        ),
+            title,
+            seconds_shown(result[f"{what}_seconds"]),
+            f"{result['bytes'] / result[f'{what}_seconds'] / 1e9:.2f}",
+            f"{result.get(f'update_over_{what}', 1):.2f}",
+        )
+        for what, title in _ROWS
+        if f"{what}_seconds" in result
     ]
     return (
         f"A step of AdamW on {result['parameters'] / _MEGA:.0f} M bf16 parameters, "
         f"{bytes_shown(int(result['bytes']))}\n\n"
-        + table(("what", "time", "GB/s", "ratio"), rows)
+        + table(("what", "time", "GB/s", "times the update's"), rows)
         + f"\n\ncommit, durable: {seconds_shown(result['commit_seconds'])}, {result['commit_share']:.2%} of the step\n"
-        f"checksums of what is written: {result['sealing_share']:.1%} of the step\n"
         f"staging memory: {bytes_shown(int(result['staging_bytes']))}\n"
         f"index: {bytes_shown(int(result['index_bytes']))}, {result['index_bytes_per_mib']:.0f} bytes per MiB of state"
     )
