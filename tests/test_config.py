@@ -106,8 +106,6 @@ def test_what_goes_together(good):
         ({"device_memory": "1GiB"}, "leave it out"),
         ({"activations": "ssd"}, "leave it at 'device'"),
         ({"activations": "disk"}, "'device', 'host', 'ssd'"),
-        ({"weights": "model.safetensors"}, "next release"),
-        ({"checkpoint": "folder"}, "next release"),
         ({"max_grad_norm": 0}, "above 0"),
         ({"max_grad_norm": float("nan")}, "above 0"),
         ({"max_grad_norm": "1"}, "above 0"),

@@ -67,7 +67,7 @@ def test_sizes_need_no_device_and_are_what_the_store_and_the_engine_say(tmp_path
         info = store.info()
         of_store = {name: info[name] for name in ("total_bytes", "slot_bytes", "index_bytes", "buffer_bytes")}
         assert of_store == {name: getattr(sizes, name) for name in of_store}
-        assert updates.staging_bytes == 5 * sizes.chunk_bytes
+        assert updates.staging_bytes == 5 * sizes.chunk_bytes + sizes.other_bytes
         assert (tmp_path / "store").stat().st_size >= sizes.total_bytes
         store.commit(1, user_state="x" * 5000)
         assert store.info()["index_bytes"] == sizes.index_bytes

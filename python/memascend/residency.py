@@ -143,14 +143,18 @@ class Residency:
 
     # --- binding ---------------------------------------------------------------
 
+    def note_thread(self) -> None:
+        """A thread is about to use parameters: from its first module on it must not lean on what another has bound."""
+        thread = threading.get_ident()
+        if self._thread is None:
+            self._thread = thread
+        elif thread != self._thread:
+            self.several = True
+
     def bind(self, home: Home) -> None:
         """Make a unit's parameters real. Every call is ended by `unbind`."""
         with self.lock:
-            thread = threading.get_ident()
-            if self._thread is None:
-                self._thread = thread
-            elif thread != self._thread:
-                self.several = True
+            self.note_thread()
             if home.bound == 0:
                 base = self.use(home)
                 if home.views is None:

@@ -153,6 +153,7 @@ class Session:
         present = gradients.present()
         if not present or not (gradients.fresh or any(kept.staged for kept, _ in present)):
             return
+        self.residency.require_idle("step()")
         self.residency.require_unbound(kept.name for kept, _ in present)
         if self.residency.written:
             names = ", ".join(sorted(self.residency.written))
@@ -160,7 +161,6 @@ class Session:
                 f"the values of {names} were written to in place while the model computed, and storage does not know: "
                 "call zero_grad(), and change them within memascend.materialized(model, modify=True)"
             )
-        self.residency.require_idle("step()")
         factor = 1.0
         if self.scale.enabled or self._max_grad_norm is not None:
             finite, self.grad_norm = gradients.measured(present)

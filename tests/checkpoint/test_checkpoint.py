@@ -369,7 +369,7 @@ def killed_at_random_moments(folder, kills):
     print("seen", len(seen))
 
 
-@pytest.mark.parametrize("kills", [5, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_killed_at_any_moment_there_is_a_whole_one(tmp_path, python, kills):
     program = """
         import pathlib, sys, torch

@@ -202,7 +202,7 @@ def disjoint_in_one_go(run):
 
 def reads_the_head(run):
     for index in range(4):
-        loss = run.loss(index) + 0.1 * run.model.head.weight.float().square().mean()
+        loss = run.loss(index) + 0.1 * run.model.head.weight.square().float().mean()
         run.record(loss)
         loss.backward()
         finish(run)

@@ -26,8 +26,10 @@ def run_until(server, arguments, log, seconds=None):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("gradients", ["fused", "ssd"])
-@pytest.mark.parametrize("kills", [5, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("gradients", "kills"),
+    [("fused", 5), *(pytest.param(mode, 20, marks=pytest.mark.slow) for mode in ("fused", "ssd"))],
+)
 def test_kills_change_nothing(tmp_path, gradients, kills):
     # Children are forked from a process that has imported torch and run nothing: each begins within milliseconds.
     server = multiprocessing.get_context("forkserver")

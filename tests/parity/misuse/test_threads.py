@@ -33,8 +33,7 @@ def test_threads_that_read_one_model_do_not_disturb_each_other(offloaded):
                 batch = (index + turn) % 4
                 with torch.no_grad():
                     got = training.loss(batch)
-                    norm = training.model.embed.weight.norm()
-                if not torch.equal(got, expected[batch]) or not norm.isfinite():
+                if not torch.equal(got, expected[batch]):
                     wrong.append((batch, got))
         except BaseException as error:
             wrong.append(error)
