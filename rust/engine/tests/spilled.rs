@@ -130,7 +130,9 @@ fn a_read_or_write_that_fails_leaves_whole_sums_or_nothing() {
         let engine = engine(store);
         if let Err(error) = step(&engine) {
             failures += 1;
-            assert!(error.to_string().contains("errno 5"), "seed {seed}: {error}");
+            // A later job may be refused, because the gradient is lost, before the error itself was heard of.
+            let said = error.to_string();
+            assert!(said.contains("errno 5") || said.contains("lost to an error"), "seed {seed}: {said}");
             if engine.discard(Wait::forever()).is_err() {
                 continue;
             }
