@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 
 import pytest
@@ -60,3 +61,32 @@ def python():
         return done.stdout + done.stderr
 
     return run
+
+
+@pytest.fixture
+def cgroup():
+    """A memory cgroup without a limit, of whichever version the machine has."""
+    first, second = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
+    if first.is_dir():
+        parent = first
+    elif "memory" in (second / "cgroup.controllers").read_text().split():
+        parent = second
+        if "memory" not in (second / "cgroup.subtree_control").read_text().split():
+            pytest.skip("needs root in a machine whose top cgroup hands on the memory controller")
+    else:
+        pytest.fail("neither version of the memory cgroup can be had")
+    group = parent / f"memascend-test-{uuid.uuid4().hex[:8]}"
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"needs root that may make cgroups: {error}")
+    yield group
+    # The last process may take a moment to leave.
+    for _ in range(100):
+        try:
+            group.rmdir()
+        except OSError:
+            os.sched_yield()
+        else:
+            return
+    group.rmdir()

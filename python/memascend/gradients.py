@@ -6,7 +6,6 @@ skips a parameter whose gradient is None and uses one that the user assigned.
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 import time
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     from memascend.placeholder import Place
 
 __all__ = ["Arrival", "Gradients", "Rule"]
-
-_log = logging.getLogger("memascend")
 
 _WORDS: dict[Notice, str] = {
     "add": "accumulation",
@@ -92,7 +89,6 @@ class Arrival:
         "group",
         "handle",
         "in_pieces",
-        "index",
         "name",
         "options",
         "place",
@@ -165,7 +161,6 @@ class Arrival:
     def nonfinite(self) -> bool:
         """Whether it has a value that is not finite."""
         if self.spilled:
-            self._owner.spill.finish()
             return self._owner.spill.spilled(self.name)[0]
         return not self.finite
 
@@ -326,10 +321,15 @@ class Gradients:
         return (self.backwards + 1) % self._accumulation_steps == 0
 
     def _update(self, kept: Arrival, gradient: torch.Tensor) -> None:
-        found, squared = self._check(gradient)
-        kept.finite, kept.squared = not bool(found), float(squared)
+        bad, kept.squared = self._measure(gradient)
+        kept.finite = not bad
         kept.spilled = False
         self._stage(kept, gradient, self.scale)
+
+    def _measure(self, gradient: torch.Tensor) -> tuple[bool, float]:
+        """Whether a gradient in memory has a value that is not finite, and its squared norm."""
+        found, squared = self._check(gradient.coalesce().values() if gradient.is_sparse else gradient)
+        return bool(found), float(squared)
 
     def _stage(self, kept: Arrival, gradient: torch.Tensor, scale: float) -> None:
         kept.options = self.rule.options(kept)
@@ -474,12 +474,9 @@ class Gradients:
         finite, squared = True, 0.0
         for kept, gradient in present:
             if gradient is not kept.handle:
-                whole = self.dense(kept, gradient)
-                found, norm = self._check(whole.coalesce().values() if whole.is_sparse else whole)
-                bad, square = bool(found), float(norm)
+                bad, square = self._measure(self.dense(kept, gradient))
             elif kept.spilled and kept.handle.operations:
-                found, norm = self._check(kept.handle.materialize())
-                bad, square = bool(found), float(norm)
+                bad, square = self._measure(kept.handle.materialize())
             elif kept.spilled:
                 bad, square = self.spill.spilled(kept.name)
             else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from typing import TYPE_CHECKING, Any, Self
 
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
     from memascend.session import Session
 
 __all__ = ["OffloadedOptimizer"]
-
-_log = logging.getLogger("memascend")
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):

@@ -369,13 +369,6 @@ class Residency:
 
     # --- the step's end --------------------------------------------------------
 
-    def require_unbound(self, names: Iterable[str]) -> None:
-        """Refuse where the model is being computed with one of these parameters."""
-        with self.lock:
-            for home in (self.home_of[name] for name in names):
-                if home.bound:
-                    raise UsageError(f"unit {home.name!r} is in use; call step() outside of the model's forward")
-
     def changed(self, names: Iterable[str]) -> None:
         """Parameters have new values on storage: what is resident of their units is old."""
         with self.lock:

@@ -154,7 +154,6 @@ class Session:
         if not present or not (gradients.fresh or any(kept.staged for kept, _ in present)):
             return
         self.residency.require_idle("step()")
-        self.residency.require_unbound(kept.name for kept, _ in present)
         if self.residency.written:
             names = ", ".join(sorted(self.residency.written))
             raise UsageError(

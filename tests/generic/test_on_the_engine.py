@@ -5,8 +5,6 @@ import torch
 
 from memascend import engine, generic
 
-pytestmark = pytest.mark.skipif(not hasattr(engine.Engine, "apply"), reason="this engine applies no functions")
-
 CASES = [
     (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
     (torch.optim.AdamW, {"amsgrad": True}),

@@ -1,11 +1,10 @@
-"""What measurements share: a folder on a disk, a training in a process of its own, a memory cgroup."""
+"""What measurements share: a folder on a disk, a training in a process of its own."""
 
 import json
 import os
 import subprocess
 import sys
 import tempfile
-import uuid
 from pathlib import Path
 
 import pytest
@@ -45,27 +44,3 @@ def measure(disk):
 
 
 _MALLOC = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_ARENA_MAX", "GLIBC_TUNABLES")
-
-
-@pytest.fixture
-def cgroup():
-    """A memory cgroup without a limit, of whichever version the machine has."""
-    first, second = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
-    parent = first if first.is_dir() else second
-    if parent == second and "memory" not in (second / "cgroup.subtree_control").read_text().split():
-        pytest.skip("needs root in a machine whose top cgroup hands on the memory controller")
-    group = parent / f"memascend-test-{uuid.uuid4().hex[:8]}"
-    try:
-        group.mkdir()
-    except OSError as error:
-        pytest.skip(f"needs root that may make cgroups: {error}")
-    yield group
-    # The last process may take a moment to leave.
-    for _ in range(100):
-        try:
-            group.rmdir()
-        except OSError:
-            os.sched_yield()
-        else:
-            return
-    group.rmdir()
