@@ -150,6 +150,11 @@ bench: setup ## Benchmarks: tables with ratios, and pictures in benchmarks/resul
 	$(BIN)/memascend bench update --picture benchmarks/results/update.png
 	$(BIN)/python benchmarks/import_cost.py
 
+.PHONY: bench-step
+bench-step: setup ## The training step beside RAM and its bound, and what the module hooks cost (a quiet machine, half an hour)
+	$(BIN)/python benchmarks/hooks.py --write benchmarks/results
+	$(BIN)/python benchmarks/step.py --write benchmarks/results
+
 # --- keep ---------------------------------------------------------------------
 
 .PHONY: lock
