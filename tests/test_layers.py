@@ -27,7 +27,19 @@ RESERVED = {"pyo3": "memascend-py", "io-uring": "memascend-nvme"}
 
 # Each module and the modules of ours that it may import; a package stands for everything in it.
 MODULES = {
-    "memascend": {"engine", "errors", "kernels", "memory", "nvme", "offload", "optimizer", "plan", "report", "surgery"},
+    "memascend": {
+        "engine",
+        "errors",
+        "kernels",
+        "memory",
+        "nvme",
+        "offload",
+        "optimizer",
+        "plan",
+        "report",
+        "surgery",
+        "trainer",
+    },
     "memascend.__main__": {"cli"},
     "memascend.errors": set(),
     "memascend.config": {"errors"},
@@ -61,6 +73,7 @@ MODULES = {
     "memascend.surgery": {"engine", "errors", "gates", "placeholder", "residency", "session"},
     "memascend.session": {
         "buffers",
+        "checkpoint",
         "engine",
         "errors",
         "gates",
@@ -75,6 +88,7 @@ MODULES = {
         "saving",
     },
     "memascend.optimizer": {"errors", "plan", "report", "session"},
+    "memascend.trainer": {"checkpoint", "errors", "optimizer", "session"},
     "memascend.offload": {
         "buffers",
         "config",

@@ -414,8 +414,7 @@ class _Offloading:
             open_gates(self.model, gates, residency, frames)
             self.model.__dict__["_memascend"] = offloaded
 
-        if self.checkpoint is not None and store.created:
-            session.origin = {name: self.checkpoint.manifest[name] for name in ("store", "step")}
+        session.checkpoint = self.options.checkpoint
         surgery.attach(session, leave=leave, enter=enter)
         for home in residency.homes:
             for place in home.places:
