@@ -11,12 +11,14 @@ import json
 import os
 import re
 import shutil
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from memascend.checkpoint import FOLDER, FORMAT, MANIFEST, VERSION, rendered, state_key
+from memascend.converted import misread
 from memascend.engine import master_of
 from memascend.errors import ConfigError, StorageError, UsageError
 from memascend.names import Names
@@ -214,6 +216,13 @@ def _configure(model: torch.nn.Module, folder: Path) -> list[str]:
         dtype = next((p.dtype for p in model.parameters() if p.dtype.is_floating_point), None)
         config.dtype = None if dtype is None else str(dtype).removeprefix("torch.")
         config.save_pretrained(folder)
+        lost = misread(model)
+        if lost:
+            warnings.warn(
+                f"from_pretrained() of this version of transformers takes {lost[0]} for another parameter: weights= "
+                "and checkpoint= read this checkpoint, and model.save_pretrained() writes one for it",
+                stacklevel=2,
+            )
         generation: Any = getattr(model, "generation_config", None)
         if callable(getattr(generation, "save_pretrained", None)):
             generation.save_pretrained(folder)
