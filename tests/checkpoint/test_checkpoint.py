@@ -369,7 +369,7 @@ def killed_at_random_moments(folder, kills):
     print("seen", len(seen))
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
 def test_killed_at_any_moment_there_is_a_whole_one(tmp_path, python, kills):
     program = """
         import pathlib, sys, torch
@@ -380,7 +380,10 @@ def test_killed_at_any_moment_there_is_a_whole_one(tmp_path, python, kills):
         test_checkpoint.killed_at_random_moments(pathlib.Path(sys.argv[2]), int(sys.argv[3]))
     """
     tests = Path(__file__).parent.parent
-    output = python(textwrap.dedent(program), tests, tmp_path / "saved", kills, env={"TMPDIR": str(tmp_path)})
+    seconds = 100 if kills < 10 else 580
+    output = python(
+        textwrap.dedent(program), tests, tmp_path / "saved", kills, env={"TMPDIR": str(tmp_path)}, timeout=seconds
+    )
     assert int(output.split()[-1]) == kills, "each child saved"
 
 
