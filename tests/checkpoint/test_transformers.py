@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, MixtralConfig, Qwen2Config, Qwen2MoeConfig
 
 import memascend
+from memascend import saving, tensorfile
 from memascend.errors import ConfigError
 
 SMALL = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "vocab_size": 97}
@@ -52,7 +53,9 @@ def logits(model):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_from_meta_to_from_pretrained(tmp_path, name):
+def test_from_meta_to_from_pretrained(tmp_path, monkeypatch, name):
+    # In parts, with an index, as what is large is saved.
+    monkeypatch.setattr(tensorfile, "FILE_BYTES_MAX", 20_000)
     config = CONFIGS[name]()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -65,6 +68,7 @@ def test_from_meta_to_from_pretrained(tmp_path, name):
         optimizer.save(tmp_path / "saved")
         here = logits(model)
         losses = trained(model, optimizer)
+    assert len(list((tmp_path / "saved").glob("model-*.safetensors"))) > 1
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert type(plain) is type(model)
     assert plain.dtype == torch.bfloat16
@@ -142,3 +146,28 @@ def test_experts_that_are_not_all_there(tmp_path):
     refused(r"layers.1.mlp.experts.gate_up_proj is float32 of shape \[12, 96, 32\], not bfloat16")
     del tensors[one]
     refused("cannot make model.layers.1.mlp.experts.gate_up_proj from")
+
+
+def test_initialised_from_the_seed(tmp_path):
+    def values(seed, folder):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(CONFIGS["qwen2"]())
+        torch.manual_seed(seed)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / folder)
+        with optimizer:
+            return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    one, same, other = values(1, "one"), values(1, "same"), values(2, "other")
+    assert all(torch.equal(one[name], tensor) for name, tensor in same.items())
+    assert not torch.equal(one["model.embed_tokens.weight"], other["model.embed_tokens.weight"])
+
+
+def test_names_that_from_pretrained_would_take_for_others_are_told(tmp_path, monkeypatch):
+    model = AutoModelForCausalLM.from_config(CONFIGS["qwen2"]())
+    model, optimizer = memascend.offload(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with optimizer:
+        optimizer.save(tmp_path / "saved")
+        monkeypatch.setattr(saving, "misread", lambda _: ["model.odd"])
+        with pytest.warns(UserWarning, match=r"takes model.odd for another"):
+            optimizer.save(tmp_path / "saved")
