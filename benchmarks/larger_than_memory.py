@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 # Linux 5.14.
 _MADV_POPULATE_WRITE = 23
+# From linux/prctl.h.
+_PR_SET_PDEATHSIG = 1
 SAVED_AT, KILLED_AFTER, LAST = 2, 3, 4
 LENGTH = 64
 
@@ -242,6 +244,8 @@ def run(part: str, made: Qwen2Config, folder: Path, parent: Path, limit: int, *,
         status = 1
         try:
             os.close(hears)
+            # Nobody else knows of it.
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             own_what_is_there()
             group.enter()
             getattr(Part(made, folder, lambda *said: os.write(told, json.dumps(said).encode() + b"\n")), part)()

@@ -193,7 +193,7 @@ def test_a_bar_goes_to_its_end(tmp_path, monkeypatch):
 
     for module in (saving, checkpoints):
         monkeypatch.setattr(module, "Progress", Bar)
-    model, optimizer = memascend.offload(*made(torch.bfloat16, torch.optim.AdamW))
+    _, optimizer = memascend.offload(*made(torch.bfloat16, torch.optim.AdamW))
     with optimizer:
         optimizer.save(tmp_path / "saved")
     checkpoints.Checkpoint(tmp_path / "saved").verify()

@@ -37,7 +37,7 @@ def shown(cgroup, *arguments, timeout):
 
 @pytest.mark.root
 def test_every_part_runs_under_a_limit(cgroup):
-    shown(cgroup, "--limit", "64MiB", "--times", "0.2", "--width", "128", timeout=110)
+    shown(cgroup, "--limit", "64MiB", "--times", "0.1", "--width", "256", timeout=110)
 
 
 @pytest.mark.root
