@@ -70,6 +70,9 @@ wheel: $(VENV)/synced ## Build dist/*.whl for any Linux of this processor, and t
 	$(BIN)/maturin build --zig --compatibility $(COMPATIBILITY) --out dist
 	$(BIN)/maturin sdist --out dist
 
+# What the tests of Python run in: a process for each of two cores, and groups of tests that share what is dear to make.
+PYTEST_OPTIONS := -n 2 --dist loadgroup
+
 # --- check --------------------------------------------------------------------
 
 .PHONY: lint
@@ -89,7 +92,7 @@ fmt: $(VENV)/synced ## Format everything
 
 .PHONY: test
 test: setup test-rust test-loom ## The tests of every push
-	$(BIN)/pytest -m "not slow and not soak"
+	$(BIN)/pytest $(PYTEST_OPTIONS) -m "not slow and not soak"
 
 .PHONY: test-rust
 test-rust: $(VENV)/synced ## The Rust tests alone
@@ -102,7 +105,7 @@ test-loom: ## The model checker alone
 
 .PHONY: test-all
 test-all: test test-valgrind test-oldest ## Everything: slow tests, Valgrind, the oldest supported torch
-	$(BIN)/pytest -m "slow and not soak"
+	$(BIN)/pytest $(PYTEST_OPTIONS) -m "slow and not soak"
 
 # Leaks are looked for where nothing forks: a forked child ends with its parent's threads gone and their memory left.
 VALGRIND := valgrind --quiet --error-exitcode=99
@@ -123,7 +126,7 @@ test-oldest: setup ## The Python tests on the oldest supported torch
 	$(BIN)/uv venv --quiet --clear --python $(BIN)/python .venv-oldest
 	$(BIN)/uv pip install --quiet --python .venv-oldest/bin/python -r requirements/oldest.lock
 	VIRTUAL_ENV=$(abspath .venv-oldest) $(BIN)/maturin develop --uv --quiet --release --locked
-	.venv-oldest/bin/pytest -m "not slow and not soak"
+	.venv-oldest/bin/pytest $(PYTEST_OPTIONS) -m "not slow and not soak"
 
 .PHONY: soak
 soak: setup ## Tests that run for minutes

@@ -146,8 +146,8 @@ KILLED = """
 
 
 @pytest.mark.parametrize(("durability", "kills"), [("step", 50), ("close", 20)])
-def test_killed_at_random_moments_it_is_what_was_never_killed(python, tmp_path, durability, kills):
-    output = python(textwrap.dedent(KILLED), tmp_path / "store", kills, durability)
+def test_killed_at_random_moments_it_is_what_was_never_killed(loaded, tmp_path, durability, kills):
+    output = loaded(textwrap.dedent(KILLED), tmp_path / "store", kills, durability)
     assert int(output.split()[-1]) > kills  # it got somewhere between the kills
 
 
@@ -208,14 +208,14 @@ def test_memory_is_no_storage():
     assert not os.path.exists(os.path.join(folder, "memascend-test"))
 
 
-def test_a_store_that_was_never_filled_is_refused(tmp_path, python):
+def test_a_store_that_was_never_filled_is_refused(tmp_path, loaded):
     program = """
         import os, sys, torch
         from memascend import engine
         engine.Store.commit = lambda *arguments: os._exit(0)
         engine.Store.create(sys.argv[1], [engine.Entry(name="w", values=torch.zeros(3), state={})])
     """
-    python(textwrap.dedent(program), tmp_path / "store")
+    loaded(textwrap.dedent(program), tmp_path / "store")
     with pytest.raises(StorageError, match="first write did not finish"):
         engine.Store.open(tmp_path / "store")
 

@@ -291,7 +291,7 @@ def killed_at_random_moments(path, kills):
     print("steps", at)
 
 
-def test_killed_at_random_moments_it_is_what_was_never_killed(python, tmp_path):
+def test_killed_at_random_moments_it_is_what_was_never_killed(loaded, tmp_path):
     program = """
         import sys, torch
         torch.set_num_threads(1)
@@ -299,5 +299,5 @@ def test_killed_at_random_moments_it_is_what_was_never_killed(python, tmp_path):
         import test_engine_compact
         test_engine_compact.killed_at_random_moments(sys.argv[2], 15)
     """
-    output = python(textwrap.dedent(program), Path(__file__).parent, tmp_path / "store")
+    output = loaded(textwrap.dedent(program), Path(__file__).parent, tmp_path / "store")
     assert int(output.split()[-1]) > 15  # it got somewhere between the kills
