@@ -70,9 +70,6 @@ wheel: $(VENV)/synced ## Build dist/*.whl for any Linux of this processor, and t
 	$(BIN)/maturin build --zig --compatibility $(COMPATIBILITY) --out dist
 	$(BIN)/maturin sdist --out dist
 
-# What the tests of Python run in: a process for each of two cores, and groups of tests that share what is dear to make.
-PYTEST_OPTIONS := -n 2 --dist loadgroup
-
 # --- check --------------------------------------------------------------------
 
 .PHONY: lint
@@ -89,6 +86,9 @@ fmt: $(VENV)/synced ## Format everything
 	cargo fmt
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix --quiet .
+
+# A process for each of two cores; tests that share what is dear to make go to the same.
+PYTEST_OPTIONS := -n 2 --dist loadgroup
 
 .PHONY: test
 test: setup test-rust test-loom ## The tests of every push

@@ -13,6 +13,9 @@ from loaded import Loaded
 
 ROOT = Path(__file__).resolve().parent.parent
 
+# Threads of torch that wait do so asleep: awake, they hold up whoever else has work for the processors, themselves first.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 
 def pytest_collection_modifyitems(items):
     for item in items:
