@@ -13,7 +13,7 @@ from loaded import Loaded
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Threads of torch that wait do so asleep: awake, they hold up whoever else has work for the processors, themselves first.
+# Threads of torch that wait do so asleep: awake they hold up whoever has work for the processors, themselves first.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
