@@ -33,20 +33,15 @@ class Done(NamedTuple):
 
 
 class Loaded:
-    """The interpreter that programs are forked from, one after the other."""
+    """The interpreter that programs are forked from, one after the other; a new one after one that had no end."""
 
     def __init__(self):
-        words = [sys.executable, "-W", "error", __file__]
-        environment = {name: value for name, value in os.environ.items() if name not in HEAP}
-        self._process = subprocess.Popen(
-            words, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
-        )
+        self._process = None
 
     def run(self, program, *arguments, env, timeout):
         """Runs a program as `python -c` would, and waits for its end."""
         with tempfile.TemporaryDirectory() as folder:
             out, err = Path(folder, "out"), Path(folder, "err")
-            # A program may not be root's when it ends, and what it says is written all the same: these are open then.
             wanted = {
                 "program": program,
                 "arguments": arguments,
@@ -55,15 +50,30 @@ class Loaded:
                 "out": str(out),
                 "err": str(err),
             }
-            self._process.stdin.write(json.dumps(wanted).encode() + b"\n")
-            pid = self._number(BEGINS_WITHIN)
             try:
+                self._begin(wanted)
                 status = self._number(timeout)
             except TimeoutError:
-                os.kill(pid, signal.SIGKILL)
-                self._number(BEGINS_WITHIN)
+                self.close()
                 raise AssertionError(f"no end after {timeout} s\n{out.read_text()}\n{err.read_text()}") from None
+            except BaseException:
+                # Whoever asks next would be told of this program.
+                self.close()
+                raise
             return Done(status, out.read_text(), err.read_text())
+
+    def _begin(self, wanted):
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-W", "error", __file__],
+                env={name: value for name, value in os.environ.items() if name not in HEAP},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                bufsize=0,
+                start_new_session=True,
+            )
+        self._process.stdin.write(json.dumps(wanted).encode() + b"\n")
+        assert self._number(BEGINS_WITHIN) == 0
 
     def _number(self, timeout):
         """The next number that is said."""
@@ -77,9 +87,13 @@ class Loaded:
         return int(line)
 
     def close(self):
-        self._process.stdin.close()
-        self._process.wait(60)
-        self._process.stdout.close()
+        """Ends it, and the program that it may be waiting for."""
+        if self._process is not None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._process.stdin.close()
+            self._process.stdout.close()
+            self._process = None
 
 
 def forked():
@@ -93,9 +107,8 @@ def forked():
             pid = os.fork()
         if pid == 0:
             return json.loads(line)
-        print(pid, flush=True)
+        print(0, flush=True)
         print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
-    # It has nothing to tidy up.
     os._exit(0)
 
 

@@ -102,6 +102,7 @@ KILLED = """
 
     def child():
         with engine.Store.open(path, durability=durability) as store, engine.Engine(store) as updates:
+            os.write(told, b"x")
             step = store.step
             while True:
                 step += 1
@@ -116,12 +117,17 @@ KILLED = """
     at = 0
     dice = random.Random(5)
     for kill in range(kills):
+        hears, told = os.pipe()
         pid = os.fork()
         if pid == 0:
             try:
                 child()
             finally:
                 os._exit(1)
+        os.close(told)
+        # What it may do before it has begun takes as long as the machine is busy.
+        assert dice.random() < 0.1 or os.read(hears, 1) == b"x", "the child ended by itself"
+        os.close(hears)
         time.sleep(dice.uniform(0.01, 0.15))
         os.kill(pid, signal.SIGKILL)
         assert os.waitpid(pid, 0)[1] == signal.SIGKILL, "the child ended by itself"
