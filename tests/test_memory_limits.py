@@ -93,8 +93,9 @@ assert limits()["cgroup"] == sys.argv[1] and limits()["cgroup_limit"] == 512 << 
 
 
 @pytest.mark.root
-def test_a_cgroup_limit_is_an_error_and_not_a_kill(loaded, cgroup):
-    out = loaded(
+def test_a_cgroup_limit_is_an_error_and_not_a_kill(python, cgroup):
+    # What a forked process copies of what it shares would count.
+    out = python(
         IN_CGROUP
         + """
 try:
@@ -113,11 +114,11 @@ print("survived")
 
 
 @pytest.mark.root
-def test_page_cache_does_not_count_against_the_limit(loaded, cgroup):
+def test_page_cache_does_not_count_against_the_limit(python, cgroup):
     # Beside the source, since a temporary folder may be memory and no page cache.
     folder = Path(__file__).resolve().parent.parent / "target"
     folder.mkdir(exist_ok=True)
-    loaded(
+    python(
         IN_CGROUP
         + """
 import pathlib
