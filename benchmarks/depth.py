@@ -2,7 +2,8 @@
 
 Each depth trains in a process of its own: a Qwen2-shaped model of fixed width in bf16, with checkpointing. What is
 counted is the most that the process held while it trained, beyond what it holds once torch, transformers and a first
-small model are warm; of that, the inputs of blocks that checkpoints keep are shown apart, as they are the user's.
+small model are warm. What a forward leaves for each block (inputs that checkpoints keep, the graph) is the user's and
+the same in RAM, where it is measured: "flat" is without it.
 """
 
 from __future__ import annotations
@@ -39,15 +40,18 @@ def main() -> None:
     if options.work:
         print(json.dumps(_train(**json.loads(options.work))))
         return
-    rows = []
+    found: dict[tuple[int, str], dict[str, Any]] = {}
     for depth in options.depths:
         for case in options.cases:
             with tempfile.TemporaryDirectory(dir=options.storage, prefix=".memascend-depth-") as folder:
                 work = {"depth": depth, "case": case, "gradients": options.gradients, "folder": folder}
                 words = [sys.executable, __file__, "--work", json.dumps(work)]
                 done = subprocess.run(words, check=True, capture_output=True, text=True)
-            rows.append(_row(depth, case, json.loads(done.stdout.splitlines()[-1])))
-            print("  ".join(f"{name} {rows[-1][name]}" for name in _COLUMNS), flush=True)
+            found[depth, case] = json.loads(done.stdout.splitlines()[-1])
+            print(f"{depth} blocks, {case}: {found[depth, case]['added'] / _MIB:.1f} MiB", flush=True)
+    left = _left_by_block({depth: one["left"] for (depth, case), one in found.items() if case == "in RAM"})
+    rows = [_row(depth, case, one, left) for (depth, case), one in found.items()]
+    print("\n".join("  ".join(f"{name} {row[name]}" for name in _COLUMNS) for row in rows))
     ours = [row for row in rows if row["case"] == "offloaded"]
     if len(ours) > 1:
         grows = ours[-1]["flat_mib"] / ours[0]["flat_mib"] - 1
@@ -61,8 +65,16 @@ def main() -> None:
         _draw(options.write / "depth.png", rows)
 
 
-def _row(depth: int, case: str, found: dict[str, Any]) -> dict[str, Any]:
-    activations = depth * _LENGTH * _HIDDEN * 2
+def _left_by_block(left: dict[int, int]) -> float:
+    """Bytes that a forward leaves for each block: measured where two depths were, else the inputs alone."""
+    if len(left) > 1:
+        first, last = min(left), max(left)
+        return max(0.0, (left[last] - left[first]) / (last - first))
+    return _LENGTH * _HIDDEN * 2
+
+
+def _row(depth: int, case: str, found: dict[str, Any], left: float) -> dict[str, Any]:
+    activations = depth * left
     return {
         "depth": depth,
         "parameters": found["parameters"],
@@ -113,11 +125,11 @@ def _train(depth: int, case: str, gradients: str, folder: str) -> dict[str, Any]
     model, optimizer = _made(made, case, gradients, f"{folder}/run")
     # What making the model took is no part of training.
     Path("/proc/self/clear_refs").write_text("5")
-    _loop(model, optimizer, _VOCABULARY)
+    left = _loop(model, optimizer, _VOCABULARY)
     added = _status("VmHWM") - baseline
     planned = optimizer.plan.host_peak if case == "offloaded" else 0
     _close(optimizer)
-    return {"parameters": parameters, "added": added, "planned": planned}
+    return {"parameters": parameters, "added": added, "planned": planned, "left": left}
 
 
 def _model(depth: int, hidden: int, intermediate: int, heads: int, kv_heads: int) -> Any:
@@ -151,14 +163,21 @@ def _made(model: Any, case: str, gradients: str, storage: str) -> tuple[Any, Any
     return model, _InRam(model)
 
 
-def _loop(model: Any, optimizer: Any, vocabulary: int) -> None:
+def _loop(model: Any, optimizer: Any, vocabulary: int) -> int:
+    """Train; the bytes that the last forward left."""
     import torch
 
     tokens = torch.randint(0, vocabulary, (1, _LENGTH))
+    left = 0
     for _ in range(_STEPS):
-        model(input_ids=tokens, labels=tokens).loss.backward()
+        before = _status("VmRSS")
+        loss = model(input_ids=tokens, labels=tokens).loss
+        left = _status("VmRSS") - before
+        loss.backward()
+        del loss
         optimizer.step()
         optimizer.zero_grad()
+    return left
 
 
 def _close(optimizer: Any) -> None:

@@ -117,7 +117,7 @@ def _speed(volume: Volume, *, write: bool) -> Iterator[Finding]:
 
 def _measured(volume: Volume, patterns: Sequence[Pattern]) -> dict[str, float]:
     """GB/s by pattern; where one writes, the volume is filled first."""
-    speeds = {}
+    speeds: dict[str, float] = {}
     with blocks(_BLOCK_BYTES, _DEPTH) as tensors:
         if set(patterns) != {"read"}:
             # The first pass fills what was only reserved, which a run does once.
