@@ -144,7 +144,19 @@ MODULES = {
     "memascend.probing": {"errors", "solitary", "streamable"},
     "memascend.generic": {"chunk", "errors", "probing", "solitary", "streamable"},
     "memascend.kernels": {"errors", "_core"},
-    "memascend.cli": {"engine", "errors", "memory", "nvme", "plan", "kernels", "shown", "offload", "optimizer"},
+    "memascend.cli": {
+        "config",
+        "engine",
+        "errors",
+        "memory",
+        "nvme",
+        "plan",
+        "kernels",
+        "shown",
+        "offload",
+        "optimizer",
+        "weights",
+    },
 }
 # The only modules that may import the extension.
 FACES = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import tempfile
 import weakref
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 __all__ = ["Surgery", "is_materialized", "materialized"]
 
 _WRITE_BYTES = 8 << 20
+_KEY = "memascend"
+# A module's own tables of hooks.
+_TABLES = ("_state_dict_pre_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 
 
 class Surgery:
@@ -44,7 +48,6 @@ class Surgery:
         self._copies: dict[str, torch.Tensor] = {}
         self._loading: list[torch.nn.Module] = []
         self._changed = False
-        self._hooks: list[Any] = []
 
         self._model = model
         self._leave: Callable[[], None] = lambda: None
@@ -52,14 +55,14 @@ class Surgery:
         self._hook()
 
     def _hook(self) -> None:
-        after_state_dict = _AfterStateDict(self)
+        # Under one key, as gates do it: torch's own calls would leave a handle and a wrapper for each of them.
+        before, after, loaded = self._before_state_dict, _AfterStateDict(self), self._after_load
         for module in self._model.modules():
-            self._hooks += [
-                module.register_state_dict_pre_hook(self._before_state_dict),
-                module.register_state_dict_post_hook(after_state_dict),
-                module.register_load_state_dict_pre_hook(self._before_load),
-                module.register_load_state_dict_post_hook(self._after_load),
-            ]
+            tables: Any = module.__dict__
+            tables["_state_dict_pre_hooks"][_KEY] = before
+            tables["_state_dict_hooks"][_KEY] = after
+            tables["_load_state_dict_pre_hooks"][_KEY] = functools.partial(self._before_load, module)
+            tables["_load_state_dict_post_hooks"][_KEY] = loaded
 
     def attach(self, session: Session, *, leave: Callable[[], None], enter: Callable[[], None]) -> None:
         """The session whose engine writes what is changed, and what makes the model a plain one and takes it back."""
@@ -77,9 +80,9 @@ class Surgery:
 
     def remove(self) -> None:
         """Take the hooks away."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        for module in self._model.modules():
+            for table in _TABLES:
+                module.__dict__[table].pop(_KEY, None)
 
     # --- state dicts ----------------------------------------------------------------------
 
@@ -274,6 +277,9 @@ class _AfterStateDict:
     def __call__(self, module: torch.nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -> None:
         del state_dict, prefix, local_metadata
         self._surgery._after_state_dict(module)  # noqa: SLF001
+
+    # What torch marks the hooks with that were registered by its own call.
+    _from_public_api = True
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UsageError(COPIED)

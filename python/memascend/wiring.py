@@ -76,7 +76,7 @@ class Wiring:
             kernels.check_and_unscale,
             mode=options.gradients,
             accumulation_steps=options.accumulation_steps,
-            keeps=options.max_grad_norm is not None or options.accumulation_steps > 1,
+            keeps=options.keeps,
         )
         frames = Frames(residency, gradients.backwards.entered)
         gates = self._gates(residency)
