@@ -48,6 +48,8 @@ class Surgery:
         self._copies: dict[str, torch.Tensor] = {}
         self._loading: list[torch.nn.Module] = []
         self._changed = False
+        # The first parameter that a load would have changed, and must not.
+        self._refused: str | None = None
 
         self._model = model
         self._leave: Callable[[], None] = lambda: None
@@ -159,6 +161,9 @@ class Surgery:
             return
         del self._loading[self._loading.index(module) :]
         if not self._loading:
+            refused, self._refused = self._refused, None
+            if refused is not None:
+                self._require_session().refuse_weights(refused)
             self._commit()
 
     def assigned(self, place: Place, values: torch.Tensor) -> bool:
@@ -187,6 +192,10 @@ class Surgery:
         finally:
             self._residency.unbind(home)
         if same:
+            return
+        if self._loading and session.weights_stand:
+            # Told at the end: torch would gather an error for each parameter.
+            self._refused = self._refused or place.name
             return
         session.rewrite(place.name, given)
         self._changed = True

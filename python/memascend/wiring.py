@@ -55,8 +55,6 @@ class Wiring:
     resources: Resources
     # Where copies of the weights go.
     scratch: Path | None
-    # Store and step of the checkpoint that a new store began from.
-    origin: dict[str, Any] | None
 
     def run(self) -> OffloadedOptimizer:
         """Let the parameters go, and hand out the optimizer that has charge of them."""
@@ -109,7 +107,7 @@ class Wiring:
             open_gates(self.model, gates, residency, frames)
             self.model.__dict__["_memascend"] = offloaded
 
-        session.origin = self.origin
+        session.checkpoint = options.checkpoint
         surgery.attach(session, leave=leave, enter=enter)
         for home in residency.homes:
             for place in home.places:
