@@ -92,7 +92,7 @@ class Gradients:
         kept = self.kept[place.name] = Arrival(self, place, group, step)
         # torch keeps the hook where Python's collector does not look: it must not lead back to the parameter.
         weak = weakref.ref(self)
-        name, nbytes = place.name, place.nan.nbytes
+        name, nbytes = place.name, place.nothing.nbytes
 
         def arrived(parameter: torch.Tensor) -> None:
             gradients = weak()

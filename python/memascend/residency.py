@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from memascend.errors import BudgetError, TimeoutExpired, UsageError
 from memascend.saved import Hooks
+from memascend.threads import others_alive
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -25,6 +26,8 @@ _NEVER = 1 << 60
 # How long the bytes of an evicted unit may take to come back, and how long to wait before giving up.
 _RELEASE_SECONDS = 0.05
 _LAST_SECONDS = 1.0
+# How long an operation of another thread on a parameter may take before it is refused as one that does not end.
+_TOUCH_SECONDS = 60.0
 
 
 class Fetch(Protocol):
@@ -54,6 +57,8 @@ class Home:
         "base",
         "bound",
         "fetch",
+        "guarded",
+        "holders",
         "index",
         "name",
         "nbytes",
@@ -75,6 +80,9 @@ class Home:
         self.pinned = pinned
         self.places: list[Place] = []
         self.bound = 0
+        # Its parameters ask each thread whether it has bound them; and the threads that have, with how often.
+        self.guarded = False
+        self.holders: dict[int, int] = {}
         self.version = 0
         self.used = 0
         self.base: torch.Tensor | None = None
@@ -114,6 +122,11 @@ class Residency:
         self._classes = sorted(slots)
         self.homes: list[Home] = []
         self.lock = threading.RLock()
+        # Held while values change, so that nothing is bound meanwhile; taken before `lock`.
+        self._changing = threading.RLock()
+        # Threads that carry out one operation on a parameter, with how often, and what tells that one ended.
+        self._touching: dict[int, int] = {}
+        self._touched = threading.Condition(self.lock)
         self.hooks = Hooks(self)
         self.order = Order()
         self.closed: str | None = None
@@ -153,15 +166,18 @@ class Residency:
 
     def bind(self, home: Home) -> None:
         """Make a unit's parameters real. Every call is ended by `unbind`."""
-        with self.lock:
+        with self._changing, self.lock:
             self.note_thread()
             if home.bound == 0:
                 base = self.use(home)
                 if home.views is None:
                     home.views = [_view(base, place) for place in home.places]
+                home.guarded = self.several or others_alive()
                 for place, view in zip(home.places, home.views, strict=True):
-                    place.bind(view)
+                    place.bind(view, guarded=home.guarded)
             home.bound += 1
+            if home.guarded:
+                _count(home.holders, 1)
 
     def unbind(self, home: Home) -> None:
         """End what `bind` began."""
@@ -169,13 +185,20 @@ class Residency:
             # close() may have ended it already.
             home.bound = max(0, home.bound - 1)
             if home.bound > 0:
+                if home.guarded:
+                    _count(home.holders, -1)
                 return
+            home.holders.clear()
             for place in home.places:
                 if place.written:
                     self.written.add(place.name)
                 place.unbind()
         if self.on_used is not None:
             self.on_used()
+
+    def holds(self, place: Place) -> bool:
+        """Whether this thread has bound a parameter that asks; see `placeholder.Source`."""
+        return threading.get_ident() in self.home_of[place.name].holders
 
     @contextmanager
     def borrowed(self, places: Iterable[Place]) -> Iterator[None]:
@@ -185,6 +208,8 @@ class Residency:
         homes = list({id(home): home for home in (self.home_of[place.name] for place in places)}.values())
         bound: list[Home] = []
         pushed = False
+        with self._changing, self.lock:
+            _count(self._touching, 1)
         try:
             for home in homes:
                 self.bind(home)
@@ -196,6 +221,9 @@ class Residency:
                 self.hooks.pop()
             for home in reversed(bound):
                 self.unbind(home)
+            with self.lock:
+                _count(self._touching, -1)
+                self._touched.notify_all()
 
     def detached(self, place: Place) -> torch.Tensor | None:
         """See `placeholder.Source`."""
@@ -367,6 +395,15 @@ class Residency:
                 f"unit {used!r} is in use: call {call} outside of the model's forward and of materialized()"
             )
 
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Let the operations of other threads on parameters end, and no other thread bind anything inside."""
+        with self._changing:
+            here = threading.get_ident()
+            with self.lock:
+                self._touched.wait_for(lambda: not self._touching.keys() - {here}, timeout=_TOUCH_SECONDS)
+            yield
+
     # --- the step's end --------------------------------------------------------
 
     def changed(self, names: Iterable[str]) -> None:
@@ -494,6 +531,14 @@ class Order:
 
 # A step that uses more units than this (a long generate()) is not learnt beyond it.
 _RECORDED_MAX = 1 << 16
+
+
+def _count(threads: dict[int, int], more: int) -> None:
+    """Count for this thread; those that stand at nothing are not there."""
+    thread = threading.get_ident()
+    count = threads.pop(thread, 0) + more
+    if count > 0:
+        threads[thread] = count
 
 
 def _view(base: torch.Tensor, place: Place) -> torch.Tensor:

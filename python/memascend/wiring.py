@@ -112,7 +112,7 @@ class Wiring:
         for home in residency.homes:
             for place in home.places:
                 if place.parameter.is_meta:
-                    embody(place.parameter, place.nan)
+                    embody(place.parameter, place.nothing)
                 place.unbind()
                 owned = self.owned[place.name]
                 if owned.group is not None:
