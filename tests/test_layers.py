@@ -46,7 +46,8 @@ MODULES = {
     "memascend.placeholder": {"errors"},
     "memascend.saved": set(),
     "memascend.threads": set(),
-    "memascend.residency": {"errors", "memory", "placeholder", "saved", "threads"},
+    "memascend.order": set(),
+    "memascend.residency": {"errors", "memory", "order", "placeholder", "saved", "threads"},
     "memascend.gates": {"errors", "residency"},
     "memascend.buffers": {"engine"},
     "memascend.names": set(),
@@ -132,7 +133,11 @@ MODULES = {
     "memascend.nvme": {"errors", "_core"},
     "memascend.chunk": set(),
     "memascend.compact": {"errors", "_core"},
-    "memascend.engine": {"chunk", "compact", "errors", "_core"},
+    "memascend.handed": {"errors"},
+    "memascend.checksum": {"_core"},
+    "memascend.description": {"compact", "errors", "_core"},
+    "memascend.store": {"compact", "description", "errors", "handed", "_core"},
+    "memascend.engine": {"checksum", "chunk", "compact", "description", "errors", "handed", "store", "_core"},
     "memascend.solitary": set(),
     "memascend.streamable": {"errors", "solitary"},
     "memascend.probing": {"errors", "solitary", "streamable"},
@@ -141,7 +146,16 @@ MODULES = {
     "memascend.cli": {"engine", "errors", "memory", "nvme", "plan", "kernels", "shown", "offload", "optimizer"},
 }
 # The only modules that may import the extension.
-FACES = {"memascend.memory", "memascend.nvme", "memascend.compact", "memascend.engine", "memascend.kernels"}
+FACES = {
+    "memascend.memory",
+    "memascend.nvme",
+    "memascend.compact",
+    "memascend.checksum",
+    "memascend.description",
+    "memascend.store",
+    "memascend.engine",
+    "memascend.kernels",
+}
 
 
 def crates():

@@ -28,4 +28,4 @@ def steady_heap() -> None:
 def trim() -> None:
     """Give back to the system what the model held."""
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloctrim(0)
+        ctypes.CDLL(None).malloc_trim(0)
