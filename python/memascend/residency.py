@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from memascend.memory import Arena
     from memascend.placeholder import Place
+    from memascend.sums import Sums
 
 __all__ = ["Home", "Residency"]
 
@@ -140,6 +141,10 @@ class Residency:
         self._current: Home | None = None
         # Parameters that somebody wrote to while they were bound.
         self.written: set[str] = set()
+        # Finds what was written to past torch's counters, where that was asked for.
+        self.sums: Sums | None = None
+        # Hears of parameters that are touched outside of their modules.
+        self.on_borrowed: Callable[[Iterable[Place]], None] | None = None
         self.counters = {"fetches": 0, "hits": 0, "adopted": 0, "evictions": 0}
         # A budget that has more room, where a unit of so many bytes finds none.
         self.larger_budget: Callable[[int], int] = lambda nbytes: nbytes
@@ -188,10 +193,10 @@ class Residency:
                     _count(home.holders, -1)
                 return
             home.holders.clear()
+            written = [place.name for place in home.places if place.written]
             for place in home.places:
-                if place.written:
-                    self.written.add(place.name)
                 place.unbind()
+            self._find_written(home, written)
         if self.on_used is not None:
             self.on_used()
 
@@ -204,6 +209,8 @@ class Residency:
         """Bind the units of some parameters for one operation; see `placeholder.Source`."""
         if self.closed:
             raise UsageError(self.closed)
+        if self.on_borrowed is not None:
+            self.on_borrowed(places)
         homes = list({id(home): home for home in (self.home_of[place.name] for place in places)}.values())
         bound: list[Home] = []
         pushed = False
@@ -267,6 +274,8 @@ class Residency:
             home.weak = (StorageWeakRef(base.untyped_storage()), home.version)
             home.base = base
             self._at[base.data_ptr()] = (home, home.version)
+            if self.sums is not None:
+                self.sums.note(home)
 
     def _start(self, home: Home, *, must: bool) -> bool:
         """Lease memory and begin the read."""
@@ -355,6 +364,8 @@ class Residency:
                 home.fetch = None
                 home.pending = None
                 home.weak = None
+            if self.sums is not None:
+                self.written.update(self.sums.changed(home))
             home.views = None
             home.base = None
             self.counters["evictions"] += 1
@@ -384,6 +395,20 @@ class Residency:
             f"code, keeps; host_memory={smallest} works",
             smallest=smallest,
         )
+
+    def find_written(self) -> None:
+        """Look for values in memory that are not what was read, where that was asked for."""
+        with self.lock:
+            for home in self.homes:
+                self._find_written(home)
+
+    def _find_written(self, home: Home, seen: Iterable[str] = ()) -> None:
+        written = {*seen, *(self.sums.changed(home) if self.sums is not None else ())}
+        if written:
+            self.written.update(written)
+            # What it holds now is no step's: it is read again.
+            self.evict(home)
+            home.weak = None
 
     def require_idle(self, call: str) -> None:
         """Refuse a call that may not come while units are in use, in whichever thread."""

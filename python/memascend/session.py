@@ -165,6 +165,7 @@ class Session:
         if not present or not (gradients.fresh or any(kept.staged for kept, _ in present)):
             return False
         self.residency.require_idle("step()")
+        self.residency.find_written()
         if self.residency.written:
             names = ", ".join(sorted(self.residency.written))
             raise UsageError(

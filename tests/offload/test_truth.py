@@ -381,7 +381,10 @@ def test_two_threads_may_compute_at_once(tmp_path):
         left.set()
         if threading.current_thread() is not first and first.ident is not None:
             first.join(10)
-        seen.append(type(module.weight) is nn.Parameter)
+        try:
+            seen.append(torch.equal(module.weight.data, plain.two.weight))
+        except memascend.UsageError as error:
+            seen.append(error)
 
     model.two.register_forward_pre_hook(probe)
     with optimizer, torch.no_grad():
@@ -474,6 +477,35 @@ def test_autograd_grad_through_a_checkpoint_is_no_backward(tmp_path):
             loss_of(one, 2).backward()
             loss_of(one, 3).backward()
             opt.step()
+        require_same(plain, model)
+
+
+@pytest.mark.parametrize("gradients", ["fused", "auto", "ssd"])
+@pytest.mark.parametrize("way", ["first", "last", "twice", "touched"])
+def test_a_weight_inside_and_outside_of_a_reentrant_checkpoint(tmp_path, gradients, way):
+    """Its gradient comes in pieces, of which the outer may be the first."""
+    from torch.utils.checkpoint import checkpoint
+
+    def forward(model, x):
+        def inside(y):
+            return model[0](y) if way != "touched" else y @ model[0].weight.t()
+
+        if way == "first":
+            x = model[0](x)
+        x = checkpoint(inside, x, use_reentrant=True)
+        if way == "twice":
+            x = checkpoint(inside, model[1](x), use_reentrant=True)
+        if way in ("last", "touched"):
+            x = model[0](x)
+        return model[1](x).square().mean()
+
+    plain, theirs, model, optimizer = twins(tmp_path, gradients)
+    with optimizer:
+        for index in range(3):
+            for one, opt in ((plain, theirs), (model, optimizer)):
+                forward(one, batch(index).requires_grad_()).backward()
+                opt.step()
+                opt.zero_grad()
         require_same(plain, model)
 
 
