@@ -19,5 +19,8 @@ def others_alive() -> bool:
 
 
 def _is_helper(thread: threading.Thread) -> bool:
+    if isinstance(thread, threading._DummyThread):  # noqa: SLF001
+        # Begun outside of Python, as autograd's and ours are.
+        return True
     module = getattr(getattr(thread, "_target", None), "__module__", None) or type(thread).__module__
     return module.partition(".")[0] in _HELPERS
