@@ -12,6 +12,7 @@ from memascend.autocast import AutocastWatch
 from memascend.bodiless import embody
 from memascend.gates import Frames, close_gates, open_gates
 from memascend.gradients import Gradients
+from memascend.heap import Heap
 from memascend.optimizer import OffloadedOptimizer
 from memascend.placeholder import Place
 from memascend.residency import Residency
@@ -106,6 +107,7 @@ class Wiring:
             plan=plan,
             groups=self.original.param_groups,
             surgery=surgery,
+            heap=Heap(sum(self.unit_bytes.values())),
             max_grad_norm=options.max_grad_norm,
             leave=leave,
         )
