@@ -169,6 +169,34 @@ def test_a_forward_that_is_called_by_itself_has_plain_parameters(tmp_path):
     assert kinds == [nn.Parameter, nn.Parameter]
 
 
+def test_an_exception_leaves_nothing_bound(tmp_path):
+    """Raised in a forward, or by a checkpoint that has recomputed enough: at once, not with the next forward."""
+    from torch.utils.checkpoint import checkpoint
+
+    model, optimizer = offloaded(tmp_path, host_memory="64MiB")
+    residency = optimizer._session.residency
+    stopped = []
+
+    def nothing_is_bound():
+        return not any(home.bound for home in residency.homes) and (
+            torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+        )
+
+    def fails(*_):
+        raise KeyError("the user's own")
+
+    with optimizer:
+        with model[1][1].register_forward_pre_hook(fails), pytest.raises(KeyError):
+            model(x())
+        assert nothing_is_bound()
+        # The last module's result is not saved, so that the recomputation ends within it.
+        out = checkpoint(lambda y: model[1](model[0](y)) * 1, x().requires_grad_(), use_reentrant=False)
+        out.register_hook(lambda gradient: stopped.append(nothing_is_bound()) or gradient)
+        out.square().mean().backward()
+        assert stopped == [True]
+        assert nothing_is_bound()
+
+
 # --- state dicts ----------------------------------------------------------------------------------
 
 
