@@ -480,6 +480,39 @@ def test_autograd_grad_through_a_checkpoint_is_no_backward(tmp_path):
         require_same(plain, model)
 
 
+class OwnCheckpoint(torch.autograd.Function):
+    """A reentrant checkpoint that is not torch's, as libraries have them."""
+
+    @staticmethod
+    def forward(ctx, function, tensor):
+        ctx.function = function
+        ctx.save_for_backward(tensor)
+        with torch.no_grad():
+            return function(tensor)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        tensor = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            out = ctx.function(tensor)
+        torch.autograd.backward(out, gradient)
+        return None, tensor.grad
+
+
+@pytest.mark.parametrize("gradients", ["fused", "auto", "ssd"])
+def test_a_weight_in_two_backwards_within_one(tmp_path, gradients):
+    plain, theirs, model, optimizer = twins(tmp_path, gradients)
+    with optimizer:
+        for index in range(3):
+            for one, opt in ((plain, theirs), (model, optimizer)):
+                out = OwnCheckpoint.apply(one[0], batch(index).requires_grad_())
+                out = OwnCheckpoint.apply(one[0], one[1](out))
+                out.square().mean().backward()
+                opt.step()
+                opt.zero_grad()
+        require_same(plain, model)
+
+
 @pytest.mark.parametrize("gradients", ["fused", "auto", "ssd"])
 @pytest.mark.parametrize("way", ["first", "last", "twice", "touched"])
 def test_a_weight_inside_and_outside_of_a_reentrant_checkpoint(tmp_path, gradients, way):
