@@ -197,6 +197,32 @@ def test_an_exception_leaves_nothing_bound(tmp_path):
         assert nothing_is_bound()
 
 
+def test_a_module_that_cannot_have_all_of_its_units_binds_none(tmp_path, monkeypatch):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    model[1].weight = model[0].weight  # so that the second needs both units
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "run.store", units=["0", "1"])
+    residency = optimizer._session.residency
+    bind, bound = residency.bind, []
+
+    def fails_second(home):
+        if bound:
+            raise memascend.StorageError("no second one")
+        bound.append(home.name)
+        bind(home)
+
+    with optimizer:
+        expected = model[1](x())
+        with monkeypatch.context() as patch:
+            patch.setattr(residency, "bind", fails_second)
+            with pytest.raises(memascend.StorageError, match="no second"):
+                model[1](x())
+        assert bound
+        assert not any(home.bound for home in residency.homes)
+        assert torch.equal(model[1](x()), expected)
+
+
 # --- state dicts ----------------------------------------------------------------------------------
 
 
