@@ -46,13 +46,13 @@ def main(folder: str, numel: int, buffers: int) -> None:
             self.weights = torch.nn.ModuleList(Weight() for _ in range(bag.PARAMETERS))
 
         def forward(self, gradient: Any) -> Any:
-            return torch.stack([weight(gradient) for weight in self.weights]).sum()
+            return torch.stack([weight(gradient) for weight in list(self.weights)]).sum()
 
     baseline = process.resident()
     model = Bag()
     adam = DeepSpeedCPUAdam(model.parameters(), lr=1e-3, weight_decay=1e-2, adamw_mode=True)
     engine, *_ = deepspeed.initialize(model=model, optimizer=adam, config=_config(folder, numel, buffers))
-    first = model.weights[0].weight
+    first: Any = next(model.parameters())
 
     def step() -> dict[str, Any]:
         engine.backward(engine(grad))

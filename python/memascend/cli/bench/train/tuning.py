@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 from memascend.cli.bench.train.systems import SYSTEMS
 
 if TYPE_CHECKING:
-    from memascend.cli.bench.train.launch import Launcher
-    from memascend.cli.bench.train.results import Results
+    from memascend.cli.bench.train.measure import Bench
     from memascend.cli.bench.train.workload import Workload
 
 __all__ = ["tuned"]
@@ -20,36 +19,37 @@ _BUFFERS_MAX = 24
 _TRIAL_LENGTH = 16
 
 
-def tuned(launcher: Launcher, results: Results, work: Workload, system: str) -> dict[str, Any]:
+def tuned(bench: Bench, work: Workload, system: str) -> dict[str, Any]:
     """Settings to run a system with; {"error": ...} where none works. Empty for systems that have none."""
     settings = SYSTEMS[system].settings
     if "nvme" not in (settings.get("parameters"), settings.get("state")):
         return {}
-    trial = replace(work, batch=1, length=_TRIAL_LENGTH, clip=None, overflow=False, checkpoint=False)
+    trial = replace(work, name="", batch=1, length=_TRIAL_LENGTH, clip=None, overflow=False, checkpoint=False)
 
     def measure() -> dict[str, Any]:
         found: dict[str, Any] = {}
         if settings["parameters"] == "nvme":
-            found = _fewest(launcher, trial, system, "parameter_buffers", 1, {"state_buffers": _BUFFERS_MAX})
+            found = _fewest(bench, trial, system, "parameter_buffers", 1, {"state_buffers": _BUFFERS_MAX})
             if "error" in found:
                 return found
         # Adam's state has three tensors.
-        return _fewest(launcher, trial, system, "state_buffers", 3, found)
+        return _fewest(bench, trial, system, "state_buffers", 3, found)
 
-    name = f"{work.name.split('-')[0]}--{system}--buffers"
-    return results.get(name, {"model": replace(trial, name="").to_dict(), "settings": settings}, measure)
+    name = f"{work.layers}x{work.hidden}-{work.dtype}--{system}--buffers"
+    return bench.get(name, {"model": trial.to_dict(), "settings": settings}, measure)
 
 
 def _fewest(
-    launcher: Launcher, trial: Workload, system: str, name: str, first: int, others: dict[str, Any]
+    bench: Bench, trial: Workload, system: str, name: str, first: int, others: dict[str, Any]
 ) -> dict[str, Any]:
-    """The others' settings with the first count that trains two steps; without a name of `others` that was plenty."""
+    """The others' settings and the first count that trains two steps; plenty, among the others, was for the trial."""
     answer: dict[str, Any] = {"error": "nothing was tried"}
     for count in range(first, _BUFFERS_MAX + 1):
-        answer = launcher.run(trial, system, steps=1, warm=1, settings={**others, name: count})
+        answer = bench.launcher.run(trial, system, steps=1, warm=1, settings={**others, name: count})
         if "error" not in answer:
             kept = {other: value for other, value in others.items() if value != _BUFFERS_MAX}
             return {**kept, name: count}
+        bench.say(f"  {name} {count}: {answer['error']}")
         if answer.get("missing"):
             break
     return answer

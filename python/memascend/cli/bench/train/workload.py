@@ -8,7 +8,19 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-__all__ = ["WORKLOADS", "Workload", "tokens", "workload"]
+__all__ = [
+    "LEARNING_RATE",
+    "LOSS_SCALE_POWER",
+    "OVERFLOWING_STEP",
+    "OVERFLOW_FACTOR",
+    "WORKLOADS",
+    "Workload",
+    "configuration",
+    "made",
+    "prepared",
+    "tokens",
+    "workload",
+]
 
 LEARNING_RATE = 1e-4
 # Where a workload has an overflow: the step whose loss is multiplied, and by what.
@@ -100,12 +112,16 @@ def configuration(work: Workload) -> Any:
 
 
 def made(work: Workload) -> Any:
-    """The model, with the same values in every process, ready to train."""
+    """The model, with the same values in every process, ready to train. Its peak in memory is the model."""
     import torch
     import transformers
 
+    dtype = getattr(torch, work.dtype)
     torch.manual_seed(0)
-    return prepared(work, transformers.Qwen2ForCausalLM(configuration(work)).to(getattr(torch, work.dtype)))
+    models: Any = transformers.AutoModelForCausalLM
+    model = models.from_config(configuration(work), dtype=dtype)
+    # DeepSpeed casts buffers too, so all do.
+    return prepared(work, model.to(dtype))
 
 
 def prepared(work: Workload, model: Any) -> Any:

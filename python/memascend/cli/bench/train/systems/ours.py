@@ -22,39 +22,37 @@ LIBRARIES = ("torch", "transformers", "memascend.offload")
 def begin(work: Workload, settings: dict[str, Any], storage: Path) -> Ours:
     """The model in the store.
 
-    Settings: `smallest`: the smallest budget that works; `host_memory`: a budget; `weights`: a folder to read the
-    values from, so that the model is never in memory as a whole; `trace`: a file for a trace of what follows.
+    Settings: `smallest`: the smallest budget that works; `host_memory`: a budget, or as `"1.5x"` a multiple of the
+    smallest; `lean`: the model is made on "meta" and its values in the store, so that it is never in memory as a whole;
+    `trace`: a file for a trace of what follows.
     """
     import torch
+    import transformers
 
     from memascend.errors import BudgetError
     from memascend.offload import offload
 
-    weights = settings.get("weights")
-    if weights is None:
-        model = made(work)
-    else:
-        import transformers
-
+    if settings.get("lean"):
+        dtype = getattr(torch, work.dtype)
         with torch.device("meta"):
-            model = transformers.Qwen2ForCausalLM(configuration(work)).to(getattr(torch, work.dtype))
-        model = prepared(work, model)
+            model = prepared(work, transformers.Qwen2ForCausalLM(configuration(work)).to(dtype))
+    else:
+        model = made(work)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     options: dict[str, Any] = {"storage": storage / "memascend.store", "existing": "replace"}
-    if weights is not None:
-        options["weights"] = weights
     if work.clip is not None:
         options["max_grad_norm"] = work.clip
     if work.dtype == "float16":
         # Where the dynamic scale begins is no option of ours; both begin at 2^16.
         assert LOSS_SCALE_POWER == 16
-    if settings.get("host_memory"):
-        options["host_memory"] = settings["host_memory"]
-    if settings.get("smallest"):
+    budget = "1x" if settings.get("smallest") else settings.get("host_memory")
+    if isinstance(budget, str) and budget.endswith("x"):
         try:
             offload(model, optimizer, **{**options, "host_memory": 1})
         except BudgetError as error:
-            options["host_memory"] = error.smallest
+            budget = int(error.smallest * float(budget.removesuffix("x")))
+    if budget is not None:
+        options["host_memory"] = budget
     model, offloaded = offload(model, optimizer, **options)
     return Ours(model, offloaded, scaled=work.dtype == "float16", trace=settings.get("trace"))
 

@@ -6,7 +6,7 @@ import os
 import socket
 from typing import TYPE_CHECKING, Any
 
-from memascend.cli.bench.train.workload import LEARNING_RATE, LOSS_SCALE_POWER, Workload, made
+from memascend.cli.bench.train.workload import LEARNING_RATE, LOSS_SCALE_POWER, Workload, configuration, made, prepared
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,9 +26,17 @@ def begin(work: Workload, settings: dict[str, Any], storage: Path) -> Zero:
         os.environ["MASTER_PORT"] = str(free.getsockname()[1])
     os.environ.update(MASTER_ADDR="127.0.0.1", RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    model = made(work)
+    told = config(work, settings, storage)
+    if settings.get("lean") and settings["stage"] == 3:
+        import torch
+        import transformers
+
+        with deepspeed.zero.Init(config_dict_or_path=told, dtype=getattr(torch, work.dtype)):
+            model = prepared(work, transformers.Qwen2ForCausalLM(configuration(work)))
+    else:
+        model = made(work)
     adam = DeepSpeedCPUAdam(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01, adamw_mode=True)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=adam, config=config(work, settings, storage))
+    engine, *_ = deepspeed.initialize(model=model, optimizer=adam, config=told)
     return Zero(engine)
 
 
@@ -37,7 +45,7 @@ def config(work: Workload, settings: dict[str, Any], storage: Path) -> dict[str,
 
     Settings: `stage`; `parameters` and `state`: where they are, "nvme", "cpu" or "none"; `parameter_buffers` and
     `state_buffers`: how many of each, as tuning found; `pipelined`: the next group's state is read, and the last
-    one's written, while one is updated.
+    one's written, while one is updated; `lean`: parameters leave memory while the model is made.
     """
     largest = work.vocabulary * work.hidden
     matrix = work.hidden * work.intermediate
