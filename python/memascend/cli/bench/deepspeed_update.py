@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 from memascend.cli.bench import bag
-from memascend.cli.bench.train import process
+from memascend.cli.bench.cell import process
 
 
 def main(folder: str, numel: int, buffers: int) -> None:

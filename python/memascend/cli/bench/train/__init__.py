@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memascend.cli.bench import deepspeed
+from memascend.cli.bench.cell.systems import SYSTEMS
+from memascend.cli.bench.cell.workload import WORKLOADS
 from memascend.cli.bench.machine import described
 from memascend.cli.bench.train.curves import CURVES, draw, points
 from memascend.cli.bench.train.judge import LOSS_TOLERANCE, judged
@@ -17,8 +19,6 @@ from memascend.cli.bench.train.measure import Bench
 from memascend.cli.bench.train.results import Results
 from memascend.cli.bench.train.selection import FULL, HEADLINE, LIMITS, Cells
 from memascend.cli.bench.train.shown import notes, pictures, workload_table
-from memascend.cli.bench.train.systems import SYSTEMS
-from memascend.cli.bench.train.workload import WORKLOADS
 from memascend.errors import ConfigError
 from memascend.shown import table
 

@@ -6,7 +6,7 @@ import csv
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from memascend.cli.bench.train.workload import WORKLOADS, Workload
+from memascend.cli.bench.cell.workload import WORKLOADS, Workload
 from memascend.cli.show import lines
 
 if TYPE_CHECKING:

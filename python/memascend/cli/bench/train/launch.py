@@ -12,14 +12,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from memascend.cli.bench.cell import ANSWER
+from memascend.cli.bench.cell.systems import SYSTEMS
 from memascend.cli.bench.deepspeed import MISSING, variables
-from memascend.cli.bench.train.cell import ANSWER
-from memascend.cli.bench.train.systems import SYSTEMS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from memascend.cli.bench.train.workload import Workload
+    from memascend.cli.bench.cell.workload import Workload
 
 __all__ = ["Launcher", "memory_cgroup"]
 
@@ -85,7 +85,7 @@ class Launcher:
                 package = Path(folder, "package")
                 package.mkdir()
                 python, environment = self.deepspeed, variables(self.deepspeed, package)
-            words = [str(python), "-m", "memascend.cli.bench.train.cell", json.dumps(order)]
+            words = [str(python), "-m", "memascend.cli.bench.cell", json.dumps(order)]
             return self._answer(words, environment, group)
 
     def _answer(self, words: list[str], environment: dict[str, str], group: Path | None) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from memascend.cli.show import table
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from memascend.cli.bench.cell.workload import Workload
     from memascend.cli.bench.train.measure import Bench
-    from memascend.cli.bench.train.workload import Workload
 
 __all__ = ["limits_table", "reach", "reach_table", "smallest_cgroup"]
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from memascend.cli.bench.cell.systems import SYSTEMS
 from memascend.cli.bench.machine import described
 from memascend.cli.bench.train.speeds import disk_speeds
-from memascend.cli.bench.train.systems import SYSTEMS
 from memascend.cli.bench.train.tuning import tuned
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from memascend.cli.bench.cell.workload import Workload
     from memascend.cli.bench.train.launch import Launcher
     from memascend.cli.bench.train.results import Results
-    from memascend.cli.bench.train.workload import Workload
 
 __all__ = ["Bench"]
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from memascend.cli.bench.train.systems import SYSTEMS
+from memascend.cli.bench.cell.systems import SYSTEMS
 from memascend.cli.show import bars, table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from memascend.cli.bench.train.workload import Workload
+    from memascend.cli.bench.cell.workload import Workload
 
 __all__ = ["notes", "pictures", "workload_table"]
 

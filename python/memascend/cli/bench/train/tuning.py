@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from memascend.cli.bench.train.systems import SYSTEMS
+from memascend.cli.bench.cell.systems import SYSTEMS
 
 if TYPE_CHECKING:
+    from memascend.cli.bench.cell.workload import Workload
     from memascend.cli.bench.train.measure import Bench
-    from memascend.cli.bench.train.workload import Workload
 
 __all__ = ["tuned"]
 
 # More than any model here needs; trying ends there.
-_BUFFERS_MAX = 24
+_BUFFERS_MAX = 16
 # Tokens of a trial: buffers depend on parameters, not on the batch.
 _TRIAL_LENGTH = 16
 

@@ -1,7 +1,4 @@
-"""What is trained: the models, batches and rules that every system is given alike.
-
-Read by all processes of `memascend bench train`, also by those in a peer's environment: nothing of ours is imported.
-"""
+"""What is trained: the models, batches and rules that every system is given alike."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memascend.cli.bench.train.systems.trace import Trace
-from memascend.cli.bench.train.workload import LEARNING_RATE, LOSS_SCALE_POWER, Workload, configuration, made, prepared
+from memascend.cli.bench.cell.systems.trace import Trace
+from memascend.cli.bench.cell.workload import LEARNING_RATE, LOSS_SCALE_POWER, Workload, configuration, made, prepared
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

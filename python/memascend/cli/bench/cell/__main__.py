@@ -1,8 +1,4 @@
-"""One cell: one system trains one workload in a process of its own, and says what it took.
-
-`python -m memascend.cli.bench.train.cell ORDER` with the order as JSON; the last line of the output is the answer. Run
-also in a peer's environment: but for the systems, nothing of ours is imported.
-"""
+"""The process of a cell: makes the system, trains, measures; the last line of the output is the answer."""
 
 from __future__ import annotations
 
@@ -13,17 +9,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memascend.cli.bench.train import process
-from memascend.cli.bench.train.systems import SYSTEMS
-from memascend.cli.bench.train.workload import OVERFLOW_FACTOR, OVERFLOWING_STEP, Workload, tokens, workload
+from memascend.cli.bench.cell import ANSWER, process
+from memascend.cli.bench.cell.systems import SYSTEMS
+from memascend.cli.bench.cell.workload import OVERFLOW_FACTOR, OVERFLOWING_STEP, Workload, tokens, workload
 
 if TYPE_CHECKING:
-    from memascend.cli.bench.train.systems import System
+    from memascend.cli.bench.cell.systems import System
 
-__all__ = ["ANSWER", "run"]
+__all__ = ["run"]
 
-# Begins the line of the answer: peers print what they like before it.
-ANSWER = "cell: "
 _PARTS = ("forward", "backward", "update")
 
 
@@ -36,7 +30,7 @@ def run(order: dict[str, Any]) -> dict[str, Any]:
     work = workload(order["workload"])
     way = SYSTEMS[order["system"]]
     storage = Path(order["storage"])
-    module = importlib.import_module(f"memascend.cli.bench.train.systems.{way.module}")
+    module = importlib.import_module(f"memascend.cli.bench.cell.systems.{way.module}")
     libraries = [importlib.import_module(name) for name in module.LIBRARIES]
     # transformers loads a model's code when it is first asked for it.
     libraries[1].Qwen2ForCausalLM  # noqa: B018

@@ -1,7 +1,4 @@
-"""What the kernel says of this process: memory, bytes to and from devices, seconds run.
-
-Read by all processes of `memascend bench train`, also by those in a peer's environment: nothing of ours is imported.
-"""
+"""What the kernel says of this process: memory, bytes to and from devices, seconds run."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import os
 import socket
 from typing import TYPE_CHECKING, Any
 
-from memascend.cli.bench.train.workload import LEARNING_RATE, LOSS_SCALE_POWER, Workload, configuration, made, prepared
+from memascend.cli.bench.cell.workload import LEARNING_RATE, LOSS_SCALE_POWER, Workload, configuration, made, prepared
 
 if TYPE_CHECKING:
     from pathlib import Path
