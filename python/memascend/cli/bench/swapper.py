@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 __all__ = ["DIFFERENCE_MAX", "Swapper"]
 
-# Adam's state and the gradient, of one parameter, are the least; pipelined it holds those of three.
-_BUFFERS = range(4, 17)
+# Adam's state and gradient of a parameter take four; pipelined it reads those of the next and writes those of the last
+# one meanwhile. Eight were seen to fail.
+_BUFFERS = range(9, 17)
 # Of a bf16 value relative to its size: two roundings apart.
 DIFFERENCE_MAX = 2**-7
 
@@ -31,18 +32,22 @@ class Swapper:
 
     def __init__(self, python: Path, folder: Path, numel: int) -> None:
         self._last: dict[str, Any] = {}
+        error = "nothing was tried"
         for buffers in _BUFFERS:
-            peer = Peer(python, "memascend.cli.bench.deepspeed_update", folder, numel, buffers)
+            peer = None
             try:
-                # Both of the steps that show whether it runs: the first makes its state, the second reads it.
+                peer = Peer(python, "memascend.cli.bench.deepspeed_update", folder, numel, buffers)
+                # Two steps show whether it runs: the first makes its state, the second reads it.
                 self._early = [json.loads(peer.ask("step"))["seconds"] for _ in range(2)]
-            except ConfigError:
-                error = peer.last_words()
+            except ConfigError as failed:
+                error = str(failed)
+                if peer is None:
+                    break
                 peer.close()
                 continue
             self._peer, self.buffers = peer, buffers
             return
-        raise ConfigError(f"DeepSpeed's swapper runs with no number of buffers: {error}")
+        raise ConfigError(f"{error} (with up to {buffers} swap buffers)")
 
     def step(self) -> float:
         """Seconds of a step; the two that were made at the start count as the first two of ours."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -25,7 +26,6 @@ __all__ = ["Launcher", "memory_cgroup"]
 
 # Of what a failed cell printed, the end is kept.
 _ERROR_CHARACTERS = 600
-_SIGKILL = -9
 
 
 class Launcher:
@@ -115,14 +115,16 @@ class Launcher:
             if line.startswith(ANSWER):
                 answer: dict[str, Any] = json.loads(line.removeprefix(ANSWER))
                 return answer
-        if cell.returncode == _SIGKILL:
+        if cell.returncode == -signal.SIGKILL:
             return {"error": "killed: out of memory", "killed": True}
         return {"error": _last_words(said, cell.returncode), "output": said[-20 * _ERROR_CHARACTERS :]}
 
 
 def _end(cell: subprocess.Popen[str]) -> None:
     """The cell with all that it has started: a compiler, for example."""
-    os.killpg(cell.pid, 9)
+    os.killpg(cell.pid, signal.SIGKILL)
+    if cell.stdout is not None:
+        cell.stdout.close()
     cell.wait()
 
 
