@@ -144,14 +144,45 @@ COVERED := -Cpasses=sancov-module -Ccodegen-units=1 -Cdebug-assertions -Cllvm-ar
 	-Cllvm-args=-sanitizer-coverage-inline-8bit-counters -Cllvm-args=-sanitizer-coverage-pc-table \
 	-Cllvm-args=-sanitizer-coverage-trace-compares
 
+# The peers' environments are none of our dependencies.
+PEERS := .venv-deepspeed
+.PHONY: peers
+peers: $(PEERS)/built ## DeepSpeed in an environment of its own, which the benchmarks then find
+
+# DeepSpeed's set-up wants torch; its extensions are built when first used, so they are used here.
+$(PEERS)/built: requirements/deepspeed.lock | $(VENV)/synced
+	@command -v c++ >/dev/null || { echo "a C++ compiler is missing: apt-get install g++"; exit 1; }
+	@echo '#include <libaio.h>' | c++ -E -x c++ - >/dev/null 2>&1 || { echo "libaio is missing: apt-get install libaio-dev"; exit 1; }
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(PEERS)
+	awk '/^[a-z]/{p=!/^deepspeed==/} p' requirements/deepspeed.lock > $(PEERS)/others.lock
+	$(BIN)/uv pip sync --quiet --python $(PEERS)/bin/python --require-hashes $(PEERS)/others.lock
+	export PATH="$(abspath $(PEERS)/bin):$$PATH" DS_BUILD_OPS=0 DS_ACCELERATOR=cpu \
+		TORCH_EXTENSIONS_DIR=$(abspath $(PEERS))/torch_extensions; \
+	$(BIN)/uv pip install --quiet --python $(PEERS)/bin/python --no-build-isolation --require-hashes \
+		-r requirements/deepspeed.lock; \
+	$(PEERS)/bin/python -c 'from deepspeed.ops.op_builder import AsyncIOBuilder; AsyncIOBuilder().load(); \
+		from deepspeed.ops.op_builder.cpu import CPUAdamBuilder; CPUAdamBuilder().load()'
+	@touch $@
+
 .PHONY: bench
-bench: setup ## Benchmarks: tables with ratios, and pictures in benchmarks/results
+bench: setup ## Benchmarks: tables with ratios, and pictures in benchmarks/results; beside DeepSpeed after `make peers`
 	cargo bench --locked --workspace
 	$(BIN)/memascend bench kernels --picture benchmarks/results/kernels.png
 	$(BIN)/memascend bench memory --picture benchmarks/results/host_memory.png
 	$(BIN)/memascend bench io --picture benchmarks/results/io.png
 	$(BIN)/memascend bench update --picture benchmarks/results/update.png
 	$(BIN)/python benchmarks/import_cost.py
+	$(MAKE) --no-print-directory bench-train
+
+# What is in benchmarks/results/train already is not measured again: remove it to begin anew.
+TRAIN := $(BIN)/memascend bench train --results benchmarks/results/train
+.PHONY: bench-train
+bench-train: setup ## The headline cells of training beside its peers: 25 minutes
+	$(TRAIN) --picture benchmarks/results/train.png | tee benchmarks/results/train.txt
+
+.PHONY: bench-full
+bench-full: setup ## All cells of training, curves, limits: hours; goes on where it was interrupted
+	$(TRAIN) --full --picture benchmarks/results/train_full.png | tee benchmarks/results/train_full.txt
 
 # --- keep ---------------------------------------------------------------------
 
