@@ -48,7 +48,7 @@ __all__ = [
 
 # Gradients that may wait in the queue, in bytes, unless the caller says otherwise.
 _QUEUE_BYTES = 256 << 20
-_CHUNKS = 4
+_CHUNKS = 12
 
 _Path = str | os.PathLike[str]
 

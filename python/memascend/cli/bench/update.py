@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--storage", default=None, metavar="FOLDER", help="where to measure (default: here)")
     parser.add_argument("--parameters", type=int, default=64, metavar="M", help="millions of parameters (default 64)")
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="interleaved rounds (default 5)")
-    parser.add_argument("--chunks", type=int, default=4, metavar="N", help="staging chunks (default 4)")
+    parser.add_argument("--chunks", type=int, default=12, metavar="N", help="staging chunks (default 12)")
     parser.add_argument("--chunk-elements", type=int, default=engine.CHUNK_ELEMENTS, metavar="N")
     parser.add_argument("--compact", action="store_true", help="the compact layout of bf16 masters")
     parser.add_argument("--no-fio", action="store_true", help="leave fio out")
