@@ -19,7 +19,7 @@ from memascend.checkpoint import Checkpoint, Continued
 from memascend.config import Options
 from memascend.errors import ConfigError
 from memascend.groups import options_of, take_options
-from memascend.heap import steady_heap, trim
+from memascend.heap import trim
 from memascend.ownership import find_owned, sparse_ids
 from memascend.placeholder import dense_strides
 from memascend.places import file_of, remove, temporary
@@ -207,7 +207,6 @@ class _Offloading:
                 origin=self._origin(store),
             ).run()
             undo.pop_all()
-        steady_heap()
         trim()
         if options.host_memory is None:
             _log.info("host_memory: %d bytes, the smallest that keeps disk and compute busy", plan.budget)

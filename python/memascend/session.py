@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from memascend.engine import Engine, Store
     from memascend.gates import Frames
     from memascend.gradients import Gradients
+    from memascend.heap import Heap
     from memascend.memory import Region
     from memascend.plan import Plan
     from memascend.residency import Residency
@@ -91,6 +92,7 @@ class Session:
         plan: Plan,
         groups: list[dict[str, Any]],
         surgery: Surgery,
+        heap: Heap,
         max_grad_norm: float | None,
         leave: Callable[[], None],
     ) -> None:
@@ -103,6 +105,7 @@ class Session:
         self.scale = scale
         self.buffers = buffers
         self.surgery = surgery
+        self.heap = heap
         self.plan = plan
         self.groups = groups
         self.grad_norm: float | None = None
@@ -194,6 +197,7 @@ class Session:
         self.residency.end_step()
         self.seconds["step"] += time.perf_counter() - began
         self.meter.step_ended()
+        self.heap.step_ended()
 
     def _committed(self, present: list[tuple[Arrival, torch.Tensor]]) -> None:
         self.steps += 1

@@ -11,6 +11,7 @@ from memascend import kernels, memory
 from memascend.bodiless import embody
 from memascend.gates import Frames, close_gates, open_gates
 from memascend.gradients import Gradients
+from memascend.heap import Heap
 from memascend.optimizer import OffloadedOptimizer
 from memascend.placeholder import Place
 from memascend.residency import Residency
@@ -97,6 +98,7 @@ class Wiring:
             plan=plan,
             groups=self.original.param_groups,
             surgery=surgery,
+            heap=Heap(sum(self.unit_bytes.values())),
             max_grad_norm=options.max_grad_norm,
             leave=leave,
         )
