@@ -207,15 +207,16 @@ fn main() -> Outcome<()> {
 fn measure(folder: &Path) -> Outcome<()> {
     let parameters = asked("MEMASCEND_BENCH_MPARAMS", "64").parse::<usize>()? * 1_000_000;
     let rounds = asked("MEMASCEND_BENCH_ROUNDS", "7").parse::<u64>()?;
-    let (layouts, chunks) = (asked("MEMASCEND_BENCH_LAYOUT", "whole"), asked("MEMASCEND_BENCH_CHUNK", "65536"));
+    let (layouts, chunks) = (asked("MEMASCEND_BENCH_LAYOUT", "whole"), asked("MEMASCEND_BENCH_CHUNK", ""));
     let staged = asked("MEMASCEND_BENCH_CHUNKS", &CHUNKS_DEFAULT.to_string());
     let mut cases = vec![];
     for layout in layouts.split(',') {
         for elements in chunks.split(',') {
             for count in staged.split(',') {
                 let folder = folder.join(format!("{layout}-{elements}-{count}"));
-                let chunks = (elements.parse()?, count.parse()?);
-                cases.push(Case::new(&folder, Layout::called(layout), chunks, parameters)?);
+                let layout = Layout::called(layout);
+                let elements = if elements.is_empty() { layout.chunk_elements() } else { elements.parse()? };
+                cases.push(Case::new(&folder, layout, (elements, count.parse()?), parameters)?);
             }
         }
     }
