@@ -35,8 +35,8 @@ def huge_pages(nbytes: int) -> Iterator[Path | None]:
         mounted = False
         try:
             before = _HUGE_PAGES.read_text()
-            # One more for what fio adds to align its buffers.
-            _HUGE_PAGES.write_text(str(int(before) + nbytes // _HUGE_PAGE_BYTES + 2))
+            # fio aligns its buffers and rounds up to 4 MiB, and aborts where it finds too few.
+            _HUGE_PAGES.write_text(str(int(before) + nbytes // _HUGE_PAGE_BYTES + 4))
         except OSError:
             yield None
             return

@@ -42,8 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--storage", default=None, metavar="FOLDER", help="where to measure (default: here)")
     parser.add_argument("--parameters", type=int, default=64, metavar="M", help="millions of parameters (default 64)")
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="interleaved rounds (default 5)")
-    parser.add_argument("--chunks", type=int, default=4, metavar="N", help="staging chunks (default 4)")
-    parser.add_argument("--chunk-elements", type=int, default=engine.CHUNK_ELEMENTS, metavar="N")
+    parser.add_argument("--chunks", type=int, default=12, metavar="N", help="staging chunks (default 12)")
+    parser.add_argument("--chunk-elements", type=int, default=None, metavar="N", help="default: what a store takes")
     parser.add_argument("--compact", action="store_true", help="the compact layout of bf16 masters")
     parser.add_argument("--no-fio", action="store_true", help="leave fio out")
     parser.add_argument("--deepspeed", metavar="PYTHON", help=deepspeed.OPTION_HELP)
@@ -85,7 +85,9 @@ class _Bytes:
 
 def _measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 
-    chunk = options.chunk_elements
+    few = torch.zeros(1, dtype=torch.bfloat16)
+    like = engine.Entry(name="", values=few, state=engine.adam_state(few, compact=options.compact))
+    chunk = options.chunk_elements or engine.chunk_elements_of([like])
     each = _Bytes(state=10, read_values=_VALUE_BYTES) if options.compact else _Bytes(state=12, read_values=0)
     # The size of one gradient is what the queue must take.
     names = [f"weight.{index}" for index in range(bag.PARAMETERS)]
