@@ -58,7 +58,10 @@ MODULES = {
     "memascend.placeholder": {"errors"},
     "memascend.saved": set(),
     "memascend.order": set(),
-    "memascend.residency": {"errors", "memory", "order", "placeholder", "saved"},
+    "memascend.threads": set(),
+    "memascend.autocast": set(),
+    "memascend.sums": {"residency"},
+    "memascend.residency": {"errors", "memory", "order", "placeholder", "saved", "sums", "threads"},
     "memascend.gates": {"errors", "residency"},
     "memascend.buffers": {"engine"},
     "memascend.names": set(),
@@ -102,6 +105,7 @@ MODULES = {
     "memascend.heap": set(),
     "memascend.wiring": {
         "arrival",
+        "autocast",
         "bodiless",
         "buffers",
         "config",
@@ -118,6 +122,7 @@ MODULES = {
         "residency",
         "scaling",
         "session",
+        "sums",
         "surgery",
         "units",
         "updates",
@@ -159,7 +164,19 @@ MODULES = {
     "memascend.probing": {"errors", "solitary", "streamable"},
     "memascend.generic": {"chunk", "errors", "probing", "solitary", "streamable"},
     "memascend.kernels": {"errors", "_core"},
-    "memascend.cli": {"engine", "errors", "memory", "nvme", "plan", "kernels", "shown", "offload", "optimizer"},
+    "memascend.cli": {
+        "config",
+        "engine",
+        "errors",
+        "memory",
+        "nvme",
+        "plan",
+        "kernels",
+        "shown",
+        "offload",
+        "optimizer",
+        "weights",
+    },
 }
 # The only modules that may import the extension.
 FACES = {

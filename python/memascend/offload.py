@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -36,9 +37,10 @@ if TYPE_CHECKING:
 
     from memascend.engine import Engine, Entry, Store
     from memascend.optimizer import OffloadedOptimizer
+    from memascend.plan import Plan
     from memascend.units import Unit
 
-__all__ = ["offload"]
+__all__ = ["offload", "planned"]
 
 _Path = str | os.PathLike[str]
 
@@ -129,6 +131,38 @@ def offload(
         return _Offloading(model, optimizer, options).run()
 
 
+@dataclass(frozen=True)
+class Planned:
+    """What `offload()` would do.
+
+    Attributes:
+        plan: the plan.
+        state_bytes: what the same optimizer keeps in memory without offloading.
+    """
+
+    plan: Plan
+    state_bytes: int
+
+
+def planned(model: torch.nn.Module, optimizer: torch.optim.Optimizer, options: Options) -> Planned:
+    """What `offload()` with these options would do, from shapes alone: the model may be on "meta"; nothing changes.
+
+    Raises:
+        ConfigError: it would refuse; the message says why.
+        BudgetError: the budget is too small; `smallest` is what works.
+    """
+    with torch.no_grad():
+        offloading = _Offloading(model, optimizer, options)
+        _, entries, plan = offloading.decide()
+    # The rest of a compact master stands for all of it.
+    state = (
+        tensor.numel() * (4 if name == "rest" else tensor.element_size())
+        for entry in entries
+        for name, tensor in entry.state.items()
+    )
+    return Planned(plan, sum(state))
+
+
 class _Offloading:
     """One call of `offload()`."""
 
@@ -150,7 +184,8 @@ class _Offloading:
         self.folder: Path | None = None
         self.sizes: engines.Sizes
 
-    def run(self) -> tuple[torch.nn.Module, OffloadedOptimizer]:
+    def decide(self) -> tuple[tuple[Unit, ...], list[Entry], Plan]:
+        """Units, what the store holds, and the plan: from shapes alone, and nothing is touched."""
         options = self.options
         units = find_units(self.model, units=options.unit_names)
         entries = self._entries(units)
@@ -160,13 +195,19 @@ class _Offloading:
         plan = make_plan(
             units,
             sizes,
-            gradients=options.gradients,
+            gradients="ssd" if options.gradients == "auto" and options.keeps else options.gradients,
             largest_gradient=max(gradients),
             all_gradients=sum(gradients),
             whole_bytes=self.arithmetic.whole_bytes + sizes.other_bytes,
             update_values=self.arithmetic.update_values,
             budget=options.host_bytes,
         )
+        return units, entries, plan
+
+    def run(self) -> tuple[torch.nn.Module, OffloadedOptimizer]:
+        options = self.options
+        units, entries, plan = self.decide()
+        paths, sizes = list(options.paths or ()), self.sizes
         with contextlib.ExitStack() as undo:
             self.meta_buffers.install()
             undo.callback(self.meta_buffers.uninstall)

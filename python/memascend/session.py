@@ -159,11 +159,22 @@ class Session:
         self.frames.unwind()
         self.surgery.forget()
         began = time.perf_counter()
+        with self.residency.alone():
+            committed = self._step()
+        if committed:
+            self.residency.end_step()
+            self.seconds["step"] += time.perf_counter() - began
+            self.meter.step_ended()
+            self.heap.step_ended()
+
+    def _step(self) -> bool:
+        """Whether there was a step, and it did not overflow."""
         gradients = self.gradients
         present = gradients.present()
         if not present or not (gradients.fresh or any(kept.staged for kept, _ in present)):
-            return
+            return False
         self.residency.require_idle("step()")
+        self.residency.find_written()
         if self.residency.written:
             names = ", ".join(sorted(self.residency.written))
             raise UsageError(
@@ -178,7 +189,7 @@ class Session:
                 gradients.skip()
                 self.scale.update(overflowed=True)
                 self._rescale()
-                return
+                return False
             if self._max_grad_norm is not None:
                 factor = clip_factor(self._max_grad_norm, self.grad_norm)
         gradients.update_all(present, factor)
@@ -199,10 +210,7 @@ class Session:
         learnt = gradients.learn()
         if learnt:
             _log.info(learnt)
-        self.residency.end_step()
-        self.seconds["step"] += time.perf_counter() - began
-        self.meter.step_ended()
-        self.heap.step_ended()
+        return True
 
     def _committed(self, present: list[tuple[Arrival, torch.Tensor]]) -> None:
         self.steps += 1
