@@ -179,7 +179,6 @@ class _Offloading:
         self.buffers = Buffers(model)
         self.meta_buffers = MetaBuffers(model)
         self.weights = None if options.weights is None else open_weights(options.weights)
-        self.checkpoint: Checkpoint | None = None
         self.beginning: Beginning | None = None
         # Where a temporary store went.
         self.folder: Path | None = None
@@ -245,7 +244,6 @@ class _Offloading:
                 plan=plan,
                 resources=resources,
                 scratch=self._scratch(),
-                origin=self._origin(store),
             ).run()
             undo.pop_all()
         trim()
@@ -305,9 +303,9 @@ class _Offloading:
     def _beginning(self) -> Beginning:
         trained = {name for name, owned in self.owned.items() if owned.group is not None}
         if self.options.checkpoint is not None:
-            self.checkpoint = Checkpoint(self.options.checkpoint)
+            checkpoint = Checkpoint(self.options.checkpoint)
             buffers = {name: self.buffers.tensor(name) for name in self.buffers.names}
-            return Continued(self.checkpoint, self.model, self.named, buffers, self.arithmetic, trained)
+            return Continued(checkpoint, self.model, self.named, buffers, self.arithmetic, trained)
         saved = self.meta_buffers.saved
         return InHand(self.model, self.named, trained, self.arithmetic, self.weights, saved)
 
@@ -368,9 +366,3 @@ class _Offloading:
         if not paths:
             return self.folder
         return None if Path(paths[0]).is_block_device() else file_of(paths[0]).parent
-
-    def _origin(self, store: Store) -> dict[str, Any] | None:
-        """Of the checkpoint that a new store began from."""
-        if self.checkpoint is None or not store.created:
-            return None
-        return {name: self.checkpoint.manifest[name] for name in ("store", "step")}

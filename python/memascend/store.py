@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 from memascend import _core
 from memascend.compact import compact_of
-from memascend.description import CHUNK_ELEMENTS, Entry, description
+from memascend.description import CHUNK_ELEMENTS, Entry, chunk_elements_of, description
 from memascend.errors import ConfigError
 from memascend.handed import json_of, place_of, require, require_laid_out, stored_order
 
@@ -61,7 +61,7 @@ class Store:
         optimizer: str = "AdamW",
         existing: Literal["refuse", "resume", "replace"] = "refuse",
         durability: Literal["step", "close", "none"] = "step",
-        chunk_elements: int = CHUNK_ELEMENTS,
+        chunk_elements: int | None = None,
         stripe: int | None = None,
         backend: Literal["auto", "io_uring", "threads"] = "auto",
         fill: bool = True,
@@ -75,7 +75,7 @@ class Store:
             existing: what to do where a store is already: refuse, resume its last committed step, or replace it.
             durability: "step": commits survive a loss of power; "close": the death of the process; "none": nothing is
                 kept before `close()`.
-            chunk_elements: elements of a chunk, a multiple of 2,048.
+            chunk_elements: elements of a chunk, a multiple of 2,048; None: as many as have their state in one request.
             stripe: bytes that lie together on one of several devices.
             backend: how the devices are driven.
             fill: False leaves a store that was made now unfilled, at generation 0, for the caller to fill and commit:
@@ -91,9 +91,8 @@ class Store:
             for entry in entries:
                 for tensor in (entry.values, *entry.state.values()):
                     require_laid_out(entry.name, tensor, entry.order if tensor.shape == entry.values.shape else None)
-        core = _core.Store(
-            _paths(paths), described, units, optimizer, chunk_elements, existing, durability, stripe, backend
-        )
+        chunk = chunk_elements_of(entries) if chunk_elements is None else chunk_elements
+        core = _core.Store(_paths(paths), described, units, optimizer, chunk, existing, durability, stripe, backend)
         store = cls(core)
         if core.created and fill:
             for entry in entries:

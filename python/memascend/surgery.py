@@ -48,6 +48,8 @@ class Surgery:
         self._copies: dict[str, torch.Tensor] = {}
         self._loading: list[torch.nn.Module] = []
         self._changed = False
+        # The first parameter that a load would have changed, and must not.
+        self._refused: str | None = None
 
         self._model = model
         self._leave: Callable[[], None] = lambda: None
@@ -123,7 +125,7 @@ class Surgery:
             home = self._residency.home_of[place.name]
             self._residency.bind(home)
             try:
-                nbytes = place.nan.nbytes
+                nbytes = place.nothing.nbytes
                 # No name for the values: the traceback of an error would hold them.
                 _write(descriptor, place.parameter.detach().data_ptr(), nbytes, self._folder())
             finally:
@@ -159,6 +161,9 @@ class Surgery:
             return
         del self._loading[self._loading.index(module) :]
         if not self._loading:
+            refused, self._refused = self._refused, None
+            if refused is not None:
+                self._require_session().refuse_weights(refused)
             self._commit()
 
     def assigned(self, place: Place, values: torch.Tensor) -> bool:
@@ -188,6 +193,10 @@ class Surgery:
             self._residency.unbind(home)
         if same:
             return
+        if self._loading and session.weights_stand:
+            # Told at the end: torch would gather an error for each parameter.
+            self._refused = self._refused or place.name
+            return
         session.rewrite(place.name, given)
         self._changed = True
 
@@ -197,8 +206,10 @@ class Surgery:
 
     def _commit(self) -> None:
         if self._changed:
-            self._changed = False
-            self._require_session().commit_rewritten()
+            with self._residency.alone():
+                self._residency.require_idle("this")
+                self._changed = False
+                self._require_session().commit_rewritten()
 
     # --- real parameters -----------------------------------------------------------------------
 
@@ -211,18 +222,11 @@ class Surgery:
         session.require_open()
         session.frames.unwind()
         residency = self._residency
-        residency.require_idle("materialized()")
         homes: list[Home] = []
         try:
-            for home in residency.homes:
-                copies = [self.copy_of(place) for place in home.places]
-                with residency.lock:
-                    # Its place in the arena is needed for the next one.
-                    residency.evict(home)
-                    home.bound += 1
-                    homes.append(home)
-                    for place, copy in zip(home.places, copies, strict=True):
-                        place.release(copy)
+            with residency.alone():
+                residency.require_idle("materialized()")
+                self._make_real(homes)
             # What is copied or pickled in there is a plain model.
             self.remove()
             self._leave()
@@ -250,8 +254,21 @@ class Surgery:
                     self._hook()
             self._release(homes)
 
+    def _make_real(self, homes: list[Home]) -> None:
+        """Let every parameter be a plain one; `homes` are those that are."""
+        residency = self._residency
+        for home in residency.homes:
+            copies = [self.copy_of(place) for place in home.places]
+            with residency.lock:
+                # Its place in the arena is needed for the next one.
+                residency.evict(home)
+                home.bound += 1
+                homes.append(home)
+                for place, copy in zip(home.places, copies, strict=True):
+                    place.release(copy)
+
     def _release(self, homes: list[Home]) -> None:
-        with self._residency.lock:
+        with self._residency.alone(), self._residency.lock:
             while homes:
                 home = homes.pop()
                 home.bound = max(0, home.bound - 1)

@@ -52,6 +52,7 @@ def room(model_bytes):
 EVERYTHING = {"blocks": 16, "width": NARROW, "vocabulary": 64, "phases": True, "steps": 1}
 
 
+@pytest.mark.timeout(300)
 def test_nothing_holds_the_model(measure):
     run = measure(**EVERYTHING)
     assert run["model_bytes"] > 120 * MIB
@@ -62,6 +63,7 @@ def test_nothing_holds_the_model(measure):
 
 
 @pytest.mark.root
+@pytest.mark.timeout(300)
 def test_a_limit_that_the_kernel_enforces(measure, cgroup):
     # The process would be killed, and the status says so.
     measure(**EVERYTHING, cgroup=str(cgroup), grow_bytes=room(16 * BLOCK_BYTES))
