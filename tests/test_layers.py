@@ -27,7 +27,19 @@ RESERVED = {"pyo3": "memascend-py", "io-uring": "memascend-nvme"}
 
 # Each module and the modules of ours that it may import; a package stands for everything in it.
 MODULES = {
-    "memascend": {"engine", "errors", "kernels", "memory", "nvme", "offload", "optimizer", "plan", "report", "surgery"},
+    "memascend": {
+        "engine",
+        "errors",
+        "kernels",
+        "memory",
+        "nvme",
+        "offload",
+        "optimizer",
+        "plan",
+        "report",
+        "surgery",
+        "trainer",
+    },
     "memascend.__main__": {"cli"},
     "memascend.errors": set(),
     "memascend.config": {"errors"},
@@ -54,12 +66,13 @@ MODULES = {
     "memascend.buffers": {"engine"},
     "memascend.names": set(),
     "memascend.tensorfile": {"engine", "errors"},
-    "memascend.weights": {"errors", "names", "tensorfile"},
+    "memascend.converted": {"errors"},
+    "memascend.weights": {"converted", "errors", "names", "tensorfile"},
     "memascend.initialising": {"errors", "units"},
     "memascend.bodiless": {"errors", "initialising", "weights"},
     "memascend.beginning": {"initialising", "names", "placeholder", "units", "updates", "weights"},
     "memascend.checkpoint": {"beginning", "engine", "errors", "names", "progress", "units", "updates", "weights"},
-    "memascend.saving": {"checkpoint", "engine", "errors", "names", "progress", "tensorfile"},
+    "memascend.saving": {"checkpoint", "converted", "engine", "errors", "names", "progress", "tensorfile"},
     "memascend.arrival": {"handles", "placeholder"},
     "memascend.backwards": {"errors"},
     "memascend.gradients": {"arrival", "backwards", "errors", "handles", "placeholder"},
@@ -69,6 +82,7 @@ MODULES = {
     "memascend.session": {
         "arrival",
         "buffers",
+        "checkpoint",
         "engine",
         "errors",
         "gates",
@@ -85,6 +99,7 @@ MODULES = {
         "saving",
     },
     "memascend.optimizer": {"errors", "plan", "report", "session"},
+    "memascend.trainer": {"checkpoint", "errors", "optimizer", "session"},
     "memascend.ownership": {"errors", "gates", "optimizer", "surgery"},
     "memascend.places": {"engine", "errors"},
     "memascend.heap": set(),
@@ -149,7 +164,19 @@ MODULES = {
     "memascend.probing": {"errors", "solitary", "streamable"},
     "memascend.generic": {"chunk", "errors", "probing", "solitary", "streamable"},
     "memascend.kernels": {"errors", "_core"},
-    "memascend.cli": {"engine", "errors", "memory", "nvme", "plan", "kernels", "shown", "offload", "optimizer"},
+    "memascend.cli": {
+        "config",
+        "engine",
+        "errors",
+        "memory",
+        "nvme",
+        "plan",
+        "kernels",
+        "shown",
+        "offload",
+        "optimizer",
+        "weights",
+    },
 }
 # The only modules that may import the extension.
 FACES = {

@@ -57,8 +57,6 @@ class Wiring:
     resources: Resources
     # Where copies of the weights go.
     scratch: Path | None
-    # Store and step of the checkpoint that a new store began from.
-    origin: dict[str, Any] | None
 
     def run(self) -> OffloadedOptimizer:
         """Let the parameters go, and hand out the optimizer that has charge of them."""
@@ -78,7 +76,7 @@ class Wiring:
             kernels.check_and_unscale,
             mode=options.gradients,
             accumulation_steps=options.accumulation_steps,
-            keeps=options.max_grad_norm is not None or options.accumulation_steps > 1,
+            keeps=options.keeps,
         )
         watch = AutocastWatch([owned.parameter for owned in self.owned.values()], "cpu")
 
@@ -118,7 +116,7 @@ class Wiring:
             open_gates(self.model, gates, residency, frames)
             self.model.__dict__["_memascend"] = offloaded
 
-        session.origin = self.origin
+        session.checkpoint = options.checkpoint
         surgery.attach(session, leave=leave, enter=enter)
         for home in residency.homes:
             for place in home.places:

@@ -216,7 +216,7 @@ def test_a_store_of_another_model_is_refused_and_unharmed(offloaded, tmp_path, u
     assert offloaded(existing="resume").optimizer.steps == 1
 
 
-def test_an_unclosed_store_that_was_not_made_to_survive_is_refused_by_name(tmp_path, python):
+def test_an_unclosed_store_that_was_not_made_to_survive_is_refused_by_name(tmp_path, loaded):
     program = """if True:
         import os, sys, torch, memascend
         model = torch.nn.Linear(64, 64)
@@ -228,7 +228,7 @@ def test_an_unclosed_store_that_was_not_made_to_survive_is_refused_by_name(tmp_p
             optimizer.zero_grad()
         os._exit(0)
     """
-    python(program, tmp_path / "run.store")
+    loaded(program, tmp_path / "run.store")
     model = nn.Linear(64, 64)
     with pytest.raises(StorageError, match="durability"):
         memascend.offload(model, adamw(model), storage=tmp_path / "run.store", existing="resume")
