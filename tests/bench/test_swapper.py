@@ -1,0 +1,87 @@
+"""DeepSpeed's swapper beside `bench update`: started with what works, compared before it counts."""
+
+import json
+import stat
+
+import pytest
+import torch
+
+from memascend import kernels
+from memascend.cli import main
+from memascend.cli.bench import bag
+from memascend.cli.bench.swapper import Swapper
+from memascend.errors import ConfigError
+
+
+@pytest.fixture
+def python(tmp_path):
+    """A peer that needs ten buffers; its answers are those of a file."""
+    path = tmp_path / "bin" / "python"
+    path.parent.mkdir()
+    path.write_text(
+        f"#!/bin/sh\n"
+        "echo noise; echo peer: ready\n"
+        'test "$5" -ge 10 || { read order; echo "AssertionError: ran out of swap buffers"; exit 1; }\n'
+        f'while read order; do echo "peer: $(cat {tmp_path}/answer)"; done\n'
+    )
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    sample = bag.values(bag.SAMPLE).float()
+    answer = {"seconds": 2.0, "added_bytes": 1000, "swap_buffer_bytes": 500, "sample": sample.tolist()}
+    (tmp_path / "answer").write_text(json.dumps(answer))
+    return path
+
+
+def test_it_is_started_with_the_fewest_buffers_that_work(python, tmp_path):
+    with Swapper(python, tmp_path / "state", bag.SAMPLE) as swapper:
+        assert [swapper.step() for _ in range(3)] == [2.0] * 3
+        assert swapper.compared(bag.values(bag.SAMPLE).float()) == {
+            "buffers": 10,
+            "swap_buffer_bytes": 500,
+            "added_bytes": 1000,
+            "difference": 0,
+        }
+
+
+def test_it_stands_beside_our_update_once_its_parameters_are_ours(python, tmp_path, capsys):
+    words = ["bench", "update", "--parameters", "1", "--rounds", "1", "--no-fio", "--storage", str(tmp_path), "--json"]
+    # After three steps, the first two of which warm up.
+    expected = trained(3)
+    answer = {"seconds": 9.0, "added_bytes": 10**9, "swap_buffer_bytes": 10**8, "sample": expected.tolist()}
+    (tmp_path / "answer").write_text(json.dumps(answer))
+    assert main([*words, "--deepspeed", str(python)]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["deepspeed_seconds"] == 9.0
+    assert report["deepspeed"]["difference"] == 0
+    assert report["deepspeed"]["ours_of_swap_buffer_bytes"] == report["held_bytes"] / 10**8
+    # A step too few is seen.
+    (tmp_path / "answer").write_text(json.dumps({**answer, "sample": trained(2).tolist()}))
+    assert main([*words, "--deepspeed", str(python)]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert "deepspeed_seconds" not in report
+    assert "differ from ours" in report["deepspeed"]["error"]
+
+
+def trained(steps):
+    """The bag's first values after so many steps of the same gradient, in memory."""
+    values, gradient = bag.values(bag.SAMPLE), bag.gradient(bag.SAMPLE)
+    master = values.float()
+    m, v = torch.zeros_like(master), torch.zeros_like(master)
+    options = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
+    for step in range(1, steps + 1):
+        kernels.adamw(master, gradient, m, v, values, step=step, **options)
+    return values.float()
+
+
+def test_another_update_is_no_peer(python, tmp_path):
+    with Swapper(python, tmp_path / "state", bag.SAMPLE) as swapper:
+        for _ in range(3):
+            swapper.step()
+        other = bag.values(bag.SAMPLE).float() * 1.02
+        assert "differ from ours" in swapper.compared(other)["error"]
+        assert "differ from ours" in swapper.compared(other * torch.nan)["error"]
+
+
+def test_an_environment_without_it_is_named(python, tmp_path):
+    python.write_text('#!/bin/sh\necho "ModuleNotFoundError: No module named deepspeed"\nexit 1\n')
+    with pytest.raises(ConfigError, match="No module named deepspeed"):
+        Swapper(python, tmp_path / "state", bag.SAMPLE)
