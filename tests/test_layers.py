@@ -45,6 +45,8 @@ MODULES = {
     "memascend.report": {"errors", "meter", "session", "shown"},
     "memascend.placeholder": {"errors"},
     "memascend.saved": set(),
+    "memascend.scratch": {"errors", "nvme"},
+    "memascend.activations": {"engine", "errors", "memory", "scratch"},
     "memascend.residency": {"errors", "memory", "placeholder", "saved"},
     "memascend.gates": {"errors", "residency"},
     "memascend.buffers": {"engine"},
@@ -60,6 +62,7 @@ MODULES = {
     "memascend.updates": {"engine", "errors", "generic", "gradients", "placeholder", "solitary"},
     "memascend.surgery": {"engine", "errors", "gates", "placeholder", "residency", "session"},
     "memascend.session": {
+        "activations",
         "buffers",
         "engine",
         "errors",
@@ -76,6 +79,7 @@ MODULES = {
     },
     "memascend.optimizer": {"errors", "plan", "report", "session"},
     "memascend.offload": {
+        "activations",
         "buffers",
         "config",
         "engine",

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from memascend import activations, kernels, memory
 from memascend import engine as engines
-from memascend import kernels, memory
 from memascend.beginning import Beginning, InHand
 from memascend.bodiless import MetaBuffers, embody, require_plain
 from memascend.buffers import Buffers
@@ -105,7 +105,9 @@ def offload(
         scratch: a folder for copies of the weights that `state_dict()` and `materialized()` make; None: beside the
             store.
         device_memory: not there yet.
-        activations: only "device" so far.
+        activations: where what checkpoints save within the model's forward waits for the backward: "device": in
+            memory, as torch keeps it; "ssd": in files beside the store (in `scratch`, where that is given), in the same
+            bits. "host" is for a CUDA device.
         durability: "step": every step survives a loss of power; "close": the death of the process; "none": nothing is
             kept before `close()`.
 
@@ -185,6 +187,7 @@ class _Offloading:
             largest_gradient=max(gradients),
             all_gradients=sum(gradients),
             whole_bytes=self.arithmetic.whole_bytes + sizes.other_bytes,
+            activation_chunks=activations.CHUNKS if options.activations == "ssd" else None,
             update_values=self.arithmetic.update_values,
             budget=options.host_bytes,
         )
@@ -211,7 +214,10 @@ class _Offloading:
             self.beginning = self.weights = None
             region = memory.Region(memory.layout(plan.classes).reserved, pin=False, on_fork="wipe", owner="units")
             undo.callback(region.close)
-            resources = Resources(store, engine, region)
+            keeper = self._activations()
+            if keeper is not None:
+                undo.callback(keeper.close, "offload() failed")
+            resources = Resources(store, engine, region, keeper)
             offloaded = self._wire(units, plan, resources)
             undo.pop_all()
         _steady_heap()
@@ -365,6 +371,7 @@ class _Offloading:
                 for name in unit.parameters
             ]
         residency.settle()
+        residency.hooks.keeper = resources.activations
         residency.larger_budget = plan.larger_budget
         index = {home.name: home.index for home in residency.homes}
         forward = [index[name] for name in plan.order]
@@ -441,6 +448,23 @@ class _Offloading:
             if needed or module is self.model:
                 gates.append((module, tuple({id(home): home for home in needed}.values())))
         return gates
+
+    def _activations(self) -> activations.Activations | None:
+        if self.options.activations != "ssd":
+            return None
+        folders = self._folders()
+        if not folders:
+            raise ConfigError("the storage is a raw device: give offload(scratch=) a folder for activations='ssd'")
+        return activations.open_activations(folders)
+
+    def _folders(self) -> list[Path]:
+        """For files that are gone with the process: beside each part of the store."""
+        if self.options.scratch is not None:
+            return [Path(self.options.scratch)]
+        if not self.options.paths:
+            return [] if self.folder is None else [self.folder]
+        files = [path for path in self.options.paths if not Path(path).is_block_device()]
+        return list(dict.fromkeys(_file_of(path).parent for path in files))
 
     def _scratch(self) -> Path | None:
         if self.options.scratch is not None:

@@ -94,6 +94,7 @@ def make_plan(
     largest_gradient: int,
     all_gradients: int,
     whole_bytes: int = 0,
+    activation_chunks: Mapping[int, int] | None = None,
     budget: int | None = None,
     segment: int = 1,
     update_values: Literal["resident", "read", "never"] = "resident",
@@ -107,6 +108,7 @@ def make_plan(
         largest_gradient: bytes of it.
         all_gradients: bytes of all of them.
         whole_bytes: what an optimizer needs that updates whole parameters.
+        activation_chunks: {bytes: count} of those through which checkpointed activations go to storage.
         budget: the limit; None: the smallest that keeps disk and compute busy. Of a larger one, units stay resident.
         segment: units that a checkpoint segment recomputes together.
         update_values: whether an update reads the values: "resident" where their unit was evicted (the compact state),
@@ -117,7 +119,9 @@ def make_plan(
     """
     if segment < 1:
         raise ConfigError(f"a checkpoint segment has at least one unit, not {segment}")
-    planner = _Planner(units, sizes, gradients, largest_gradient, all_gradients, whole_bytes, segment)
+    planner = _Planner(
+        units, sizes, gradients, largest_gradient, all_gradients, whole_bytes, segment, activation_chunks or {}
+    )
     # From the smallest plan to the comfortable one, in the order of what it gains: two chunks more cost little.
     rungs = [
         planner.settled(1, _CHUNKS_MIN, largest_gradient),
@@ -234,11 +238,13 @@ class _Planner:
         all_gradients: int,
         whole_bytes: int,
         segment: int,
+        activation_chunks: Mapping[int, int],
     ) -> None:
         self.units, self.sizes, self.segment = units, sizes, segment
         self.order = [unit for unit in forward_order(units) if self.bytes_of(unit)]
         self.kept_bytes = max(all_gradients, largest_gradient) if gradients == "ram" else 0
         self.whole_bytes = whole_bytes
+        self.activation_bytes = _reserved(activation_chunks)
         # With ease: the largest gradient is worked on while those of one block come in.
         counts = Counter(self.bytes_of(unit) for unit in units if not unit.pinned)
         block = max(counts.items(), key=lambda item: (item[1], item[0]), default=(0, 0))[0]
@@ -265,6 +271,7 @@ class _Planner:
             "catalog": self.sizes.buffer_bytes,
             "index": self.sizes.index_bytes,
             "whole parameters": self.whole_bytes,
+            "activations": self.activation_bytes,
         }
         return _Held(window, chunks, queue_bytes, classes, host)
 

@@ -137,6 +137,8 @@ def _note(plan: Plan, owner: str) -> str:
         return f"{plan.chunks} chunks"
     if owner == "gradients":
         return "all of them" if plan.gradients == "ram" else "that wait for their update"
+    if owner == "activations":
+        return "chunks through which they go to storage and come back"
     return ""
 
 

@@ -214,6 +214,10 @@ def make_report(session: Session) -> Report:
     read["other"] = max(0, store["read_bytes"] - sum(read.values()))
     written["other"] = max(0, store["written_bytes"] - sum(written.values()))
     written["first values"] = base.store["written_bytes"]
+    activations = session.resources.activations
+    if activations is not None:
+        read["activations"] = activations.counters["read"]
+        written["activations"] = activations.counters["written"]
     seconds = {
         "wall": time.perf_counter() - base.began,
         "waiting for units": store["wait_seconds"],
@@ -237,7 +241,7 @@ def make_report(session: Session) -> Report:
 def _owners(session: Session) -> dict[str, Owner]:
     meter, info = session.meter, session.store.info()
     counters = session.engine.counters()
-    region = session.resources.region
+    region, activations = session.resources.region, session.resources.activations
     # The engine's memory has the room for whole parameters in it, too.
     staging, whole = session.engine.staging_bytes, session.plan.whole_bytes
     held = {
@@ -246,8 +250,10 @@ def _owners(session: Session) -> dict[str, Owner]:
         "catalog": info["buffer_bytes"],
         "index": info["index_bytes"],
         "whole parameters": min(staging, whole),
+        "activations": 0 if activations is None else activations.host_bytes,
     }
-    owners = {name: Owner(nbytes, nbytes) for name, nbytes in held.items() if nbytes or name != "whole parameters"}
+    always = ("units", "update staging", "catalog", "index")
+    owners = {name: Owner(nbytes, nbytes) for name, nbytes in held.items() if nbytes or name in always}
     now = meter.gradients
     owners["gradients"] = Owner(now, max(now, int(counters["queued_peak"]), meter.gradients_peak))
     return owners

@@ -20,6 +20,7 @@ from memascend.saving import save
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from memascend.activations import Activations
     from memascend.buffers import Buffers
     from memascend.engine import Engine, Store
     from memascend.gates import Frames
@@ -41,10 +42,12 @@ _CLOSED = "this model was offloaded, and its optimizer has been closed; open its
 class Resources:
     """What has to be let go: it knows neither model nor optimizer, so that both can be collected."""
 
-    def __init__(self, store: Store, engine: Engine, region: Region) -> None:
+    def __init__(self, store: Store, engine: Engine, region: Region, activations: Activations | None = None) -> None:
         self.store = store
         self.engine = engine
         self.region = region
+        # Where checkpointed activations are kept on storage.
+        self.activations = activations
         # Where the store is a temporary one: steps were committed that nobody has read out.
         self.temporary = False
         self.unread = False
@@ -66,6 +69,8 @@ class Resources:
                 self.store.close()
             finally:
                 self.region.close()
+                if self.activations is not None:
+                    self.activations.close(_CLOSED)
         if self.temporary and self.unread:
             warnings.warn(
                 "the trained weights were in a temporary store and are gone, for nobody read them out: give storage=, "
