@@ -17,7 +17,7 @@ import torch.utils.checkpoint
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from memascend import memory
-from memascend.engine import Checksum
+from memascend.checksum import Checksum
 from memascend.errors import CorruptionError, UsageError
 from memascend.scratch import Scratch
 

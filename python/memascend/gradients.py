@@ -7,56 +7,27 @@ skips a parameter whose gradient is None and uses one that the user assigned.
 from __future__ import annotations
 
 import math
-import threading
 import time
 import weakref
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from memascend.arrival import Arrival, Spill
+from memascend.backwards import Backwards
 from memascend.errors import UsageError
-from memascend.handles import GradientHandle, Notice
+from memascend.handles import GradientHandle
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from memascend.placeholder import Place
 
-__all__ = ["Arrival", "Gradients", "Rule"]
+__all__ = ["Gradients", "Rule"]
 
-_WORDS: dict[Notice, str] = {
-    "add": "accumulation",
-    "change": "a change of gradients, as by clipping",
-    "norm": "a norm of gradients",
-    "read": "a read of gradients",
-    "scaler": "a GradScaler",
-    "zero": "zero_grad(set_to_none=False)",
-}
 # The gradient's own, and the one that asks.
 _STORAGE_USES = 2
 _INSTEAD = 'pass accumulation_steps= to offload(), or gradients="ssd"'
-
-
-class Spill(Protocol):
-    """Where gradients wait: the part of the engine that is used here."""
-
-    def spill(self, name: str, gradient: torch.Tensor, *, add: bool = False) -> None:
-        """Write a gradient, or add it to the one that is there."""
-
-    def spilled(self, name: str) -> tuple[bool, float]:
-        """Whether it has a value that is not finite, and its squared norm."""
-
-    def read_spilled(self, name: str, into: torch.Tensor) -> None:
-        """Read it."""
-
-    def drop_spilled(self, name: str) -> None:
-        """Forget it."""
-
-    def finish(self) -> None:
-        """Wait for all that is queued."""
-
-    def discard(self, name: str | None = None) -> None:
-        """Forget what is staged."""
 
 
 class Rule(Protocol):
@@ -76,98 +47,6 @@ class Rule(Protocol):
 
     def state(self, kept: Arrival) -> dict[str, torch.Tensor]:
         """A copy of the state, by torch's names, and the master."""
-
-
-class Arrival:
-    """The gradient of one parameter, from its arrival until it is dropped. What a handle stands on."""
-
-    __slots__ = (
-        "__weakref__",
-        "_owner",
-        "arrived_in",
-        "finite",
-        "group",
-        "handle",
-        "in_pieces",
-        "name",
-        "options",
-        "place",
-        "seen",
-        "spilled",
-        "squared",
-        "staged",
-        "step",
-        "used",
-    )
-
-    def __init__(self, owner: Gradients, place: Place, group: int, step: int) -> None:
-        self._owner = owner
-        self.place = place
-        self.name = place.name
-        self.group = group
-        # Updates that are committed.
-        self.step = step
-        self.handle: GradientHandle | None = None
-        # An update is staged and not committed.
-        self.staged = False
-        # A committed step has used it, and no gradient came since.
-        self.used = False
-        self.spilled = False
-        self.options: Any = None
-        self.finite = True
-        self.squared = 0.0
-        self.arrived_in = -1
-        # The gradient in memory that a step has used (which may be gone, and another be where it was), and its version.
-        self.seen: tuple[weakref.ref[torch.Tensor], int] | None = None
-        # It comes in several pieces in one backward (nested graph tasks), so it is never updated as it appears.
-        self.in_pieces = False
-
-    # --- what handles ask ---------------------------------------------------------
-
-    @property
-    def shape(self) -> torch.Size:
-        """The parameter's."""
-        return torch.Size(self.place.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The gradient's."""
-        return self.place.dtype
-
-    @property
-    def fused(self) -> bool:
-        """Whether an update used it already: it is gone, or a change would come too late."""
-        return self.staged or not self.spilled
-
-    def read(self) -> torch.Tensor:
-        """A copy of it."""
-        into = torch.empty_strided(self.place.shape, self.place.stride, dtype=self.dtype)
-        self._owner.spill.read_spilled(self.name, into)
-        return into
-
-    def add(self, gradient: torch.Tensor) -> None:
-        """More of it came."""
-        self._owner.added(self, gradient)
-
-    def assign(self, gradient: torch.Tensor) -> None:
-        """It is another one now."""
-        self._owner.spill.spill(self.name, gradient)
-        self._owner.fresh = True
-
-    def norm(self) -> float:
-        """Its 2-norm, in double precision."""
-        return math.sqrt(self._owner.spill.spilled(self.name)[1] if self.spilled else self.squared)
-
-    def nonfinite(self) -> bool:
-        """Whether it has a value that is not finite."""
-        if self.spilled:
-            return self._owner.spill.spilled(self.name)[0]
-        return not self.finite
-
-    def noticed(self, what: Notice) -> None:
-        """Somebody looked at it, or changed it. A second piece of it is told from accumulation in `added`."""
-        if what != "add":
-            self._owner.noticed(_WORDS[what])
 
 
 class Gradients:
@@ -191,7 +70,6 @@ class Gradients:
         self._check = check
         self.learning = mode == "auto"
         self.mode = "ssd" if mode == "auto" else mode
-        self._accumulation_steps = accumulation_steps
         self._keeps = keeps
         self.kept: dict[str, Arrival] = {}
         # Multiplies every gradient: the inverse of the loss scale.
@@ -201,12 +79,7 @@ class Gradients:
         self.scaling = False
         # Something arrived since the last step.
         self.fresh = False
-        self.backwards = 0
-        self._task: int | None = None
-        self._thread = 0
-        # The backward that is open brought a gradient.
-        self._delivered = False
-        self._failed = False
+        self.backwards = Backwards(accumulation_steps, self._begins)
         self._noticed: set[str] = set()
         self._hooks: list[Any] = []
         # Hears of each gradient that was handed on: its name, its bytes, and when that began.
@@ -240,22 +113,22 @@ class Gradients:
         kept = self.kept[name]
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             gradient = parameter.grad
-            if gradient is not None and not self._is_kept(kept, gradient):
+            if gradient is not None and not kept.stands_in(gradient):
                 self._arrived(kept, parameter, gradient)
             elif gradient is not None:
-                self.enter_backward()
+                self.backwards.enter()
         if self.on_arrived is not None:
             self.on_arrived(name, nbytes, began)
 
     def _arrived(self, kept: Arrival, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         """A gradient came where there was none."""
-        nested = self.enter_backward()
+        nested = self.backwards.enter()
         if kept.handle is not None:
             # The handle was taken away: what stood behind it is dropped.
             self._drop(kept)
-        kept.arrived_in = self.backwards
+        kept.arrived_in = self.backwards.count
         self.fresh = True
-        self._delivered = True
+        self.backwards.delivered = True
         self._require_declared(kept)
         if self.mode == "ram" or gradient.is_sparse:
             # A sparse one is small: it waits where it is.
@@ -268,8 +141,8 @@ class Gradients:
         if torch._C._storage_Use_Count(gradient.untyped_storage()._cdata) > _STORAGE_USES:  # noqa: SLF001
             # A view of memory that somebody gave to backward(gradient=), and may write to.
             gradient = gradient.clone()
-        gradient = self.dense(kept, gradient)
-        if self.mode == "fused" and not nested and not kept.in_pieces and self._is_last_backward():
+        gradient = kept.laid_out(gradient)
+        if self.mode == "fused" and not nested and not kept.in_pieces and self.backwards.is_last():
             self._update(kept, gradient)
         else:
             kept.in_pieces = kept.in_pieces or nested
@@ -282,10 +155,10 @@ class Gradients:
 
     def added(self, kept: Arrival, gradient: torch.Tensor) -> None:
         """A gradient came where there is one."""
-        inside = torch._C._current_graph_task_id() != -1  # noqa: SLF001
+        inside = self.backwards.inside()
         if inside:
-            self.enter_backward()
-        again = kept.arrived_in == self.backwards and inside
+            self.backwards.enter()
+        again = kept.arrived_in == self.backwards.count and inside
         if again:
             kept.in_pieces = True
         if not kept.spilled:
@@ -297,28 +170,20 @@ class Gradients:
         if not again:
             self.noticed("accumulation")
             self._require_declared(kept)
-        kept.arrived_in = self.backwards
+        kept.arrived_in = self.backwards.count
         self.fresh = True
-        self._delivered = self._delivered or inside
+        self.backwards.delivered = self.backwards.delivered or inside
         kept.used = False
-        gradient = self.dense(kept, gradient)
-        if self.mode == "fused" and not again and not kept.in_pieces and self._is_last_backward():
+        gradient = kept.laid_out(gradient)
+        if self.mode == "fused" and not again and not kept.in_pieces and self.backwards.is_last():
             self.spill.spill(kept.name, gradient, add=True)
             self._stage_spilled(kept, (), self.scale)
         else:
             self.spill.spill(kept.name, gradient, add=True)
 
     def _require_declared(self, kept: Arrival) -> None:
-        """More backwards than were declared would make a step that is none of the loop's."""
-        declared = self._accumulation_steps
-        if self.mode == "fused" and 1 < declared <= self.backwards:
-            raise UsageError(
-                f"backward {self.backwards + 1} of a step of {declared}, for {kept.name!r}: accumulation_steps= says "
-                'how many make a step; pass another number, or gradients="ssd", which takes any'
-            )
-
-    def _is_last_backward(self) -> bool:
-        return (self.backwards + 1) % self._accumulation_steps == 0
+        if self.mode == "fused":
+            self.backwards.require_declared(kept.name)
 
     def _update(self, kept: Arrival, gradient: torch.Tensor) -> None:
         bad, kept.squared = self._measure(gradient)
@@ -342,63 +207,21 @@ class Gradients:
         self.rule.update_spilled(kept, factors, scale)
         kept.staged = True
 
-    @staticmethod
-    def dense(kept: Arrival, gradient: torch.Tensor) -> torch.Tensor:
-        """A gradient laid out as its parameter is stored."""
-        if isinstance(gradient, GradientHandle):
-            gradient = gradient.materialize()
-        gradient = gradient.detach()
-        if gradient.is_sparse:
-            return gradient
-        if tuple(gradient.stride()) != kept.place.stride and gradient.numel() > 1:
-            gradient = torch.empty_strided(kept.place.shape, kept.place.stride, dtype=gradient.dtype).copy_(gradient)
-        return gradient
+    # --- the loop --------------------------------------------------------------------
 
-    # --- which backward it is ---------------------------------------------------------
-
-    def enter_backward(self) -> bool:
-        """Note that a backward runs; whether this is one inside another."""
-        task = torch._C._current_graph_task_id()  # noqa: SLF001
-        if task == -1:
-            return False
-        if self._task is None:
-            if self._failed:
-                raise UsageError("the last backward failed; call zero_grad() before the next one")
-            if self.scaled_only and not self.scaling:
-                raise UsageError("there is a loss scale: begin the backward by optimizer.backward(loss)")
-            if self.backwards and self.mode == "fused" and self._all_dropped():
-                # By p.grad = None, as model.zero_grad() does: the count begins again.
-                self.backwards = 0
-            self._task = task
-            self._thread = threading.get_ident()
-            self._delivered = False
-            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)  # noqa: SLF001
-        return task != self._task
-
-    def _backward_ended(self) -> None:
-        self._task = None
-        # One that asked for gradients of something else is none.
-        self.backwards += self._delivered
+    def _begins(self) -> None:
+        """A backward begins."""
+        if self.scaled_only and not self.scaling:
+            raise UsageError("there is a loss scale: begin the backward by optimizer.backward(loss)")
+        if self.backwards.count and self.mode == "fused" and self._all_dropped():
+            # By p.grad = None, as model.zero_grad() does: the count begins again.
+            self.backwards.count = 0
 
     def _all_dropped(self) -> bool:
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             return not any(
-                kept.handle is not None and self._is_kept(kept, kept.place.parameter.grad)
-                for kept in self.kept.values()
+                kept.handle is not None and kept.stands_in(kept.place.parameter.grad) for kept in self.kept.values()
             )
-
-    def entered(self) -> None:
-        """The model is entered; by another thread than the one that has a backward open, this says nothing of it."""
-        if self._task is None or self._thread == threading.get_ident():
-            self.seen_outside()
-
-    def seen_outside(self) -> None:
-        """A backward that is still open, seen from outside, failed."""
-        if torch._C._current_graph_task_id() != -1:  # noqa: SLF001
-            self.enter_backward()
-        elif self._task is not None:
-            self._task = None
-            self._failed = True
 
     def noticed(self, what: str) -> None:
         """The loop does something that needs kept gradients."""
@@ -408,14 +231,14 @@ class Gradients:
 
     def present(self) -> list[tuple[Arrival, torch.Tensor]]:
         """The parameters that have a gradient now, and those gradients; what was taken away is dropped."""
-        self.seen_outside()
-        if self._failed:
+        self.backwards.seen_outside()
+        if self.backwards.failed:
             raise UsageError("the last backward failed, so this step would be a part of one; call zero_grad()")
         found = []
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             for kept in self.kept.values():
                 gradient = kept.place.parameter.grad
-                if kept.handle is not None and not self._is_kept(kept, gradient):
+                if kept.handle is not None and not kept.stands_in(gradient):
                     self._drop(kept)
                 elif kept.staged and kept.handle is None:
                     # By a step that failed, from a gradient in memory, which may be another now.
@@ -423,25 +246,11 @@ class Gradients:
                     kept.staged = False
                 if gradient is not None:
                     found.append((kept, gradient))
-                    if gradient is not kept.handle and not _is_seen(kept, gradient):
+                    if gradient is not kept.handle and not kept.is_seen(gradient):
                         self.fresh = True
         if not found:
-            self.backwards = 0
+            self.backwards.count = 0
         return found
-
-    @staticmethod
-    def _is_kept(kept: Arrival, gradient: torch.Tensor | None) -> bool:
-        """Whether p.grad is the handle, or another tensor of the same gradient, which then is the handle."""
-        if gradient is kept.handle:
-            return True
-        if (
-            kept.handle is None
-            or not isinstance(gradient, GradientHandle)
-            or gradient.gradient is not kept.handle.gradient
-        ):
-            return False
-        kept.handle = gradient
-        return True
 
     def update_all(self, present: Iterable[tuple[Arrival, torch.Tensor]], factor: float) -> None:
         """Begin every update that did not begin yet; none of those that did may have other options now."""
@@ -455,7 +264,7 @@ class Gradients:
                     )
                 continue
             if gradient is not kept.handle:
-                self._stage(kept, self.dense(kept, gradient), self.scale * factor)
+                self._stage(kept, kept.laid_out(gradient), self.scale * factor)
                 continue
             if not kept.spilled:
                 raise UsageError(
@@ -474,7 +283,7 @@ class Gradients:
         finite, squared = True, 0.0
         for kept, gradient in present:
             if gradient is not kept.handle:
-                bad, square = self._measure(self.dense(kept, gradient))
+                bad, square = self._measure(kept.laid_out(gradient))
             elif kept.spilled and kept.handle.operations:
                 bad, square = self._measure(kept.handle.materialize())
             elif kept.spilled:
@@ -498,7 +307,7 @@ class Gradients:
             if gradient is not kept.handle:
                 kept.seen = (weakref.ref(gradient), gradient._version)  # noqa: SLF001
         self.fresh = False
-        self.backwards = 0
+        self.backwards.count = 0
         return updated
 
     def learn(self) -> str | None:
@@ -520,7 +329,7 @@ class Gradients:
             kept.used = kept.used or kept.staged
             kept.staged = False
         self.fresh = False
-        self.backwards = 0
+        self.backwards.count = 0
 
     # --- the end ----------------------------------------------------------------------
 
@@ -536,28 +345,28 @@ class Gradients:
 
     def clear(self) -> None:
         """Drop everything: staged updates, kept gradients, handles."""
-        self.seen_outside()
-        if self.fresh or self._failed or any(kept.staged for kept in self.kept.values()):
+        self.backwards.seen_outside()
+        if self.fresh or self.backwards.failed or any(kept.staged for kept in self.kept.values()):
             self.spill.discard()
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             for kept in self.kept.values():
                 kept.staged = False
                 self._drop(kept)
                 kept.place.parameter.grad = None
-        self._failed = False
+        self.backwards.failed = False
         self.fresh = False
-        self.backwards = 0
+        self.backwards.count = 0
 
     def zero(self) -> None:
         """Leave zeros, as `zero_grad(set_to_none=False)` does."""
-        self.seen_outside()
+        self.backwards.seen_outside()
         self.noticed("zero_grad(set_to_none=False)")
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             gradients = [(kept, kept.place.parameter.grad) for kept in self.kept.values()]
         for kept, gradient in gradients:
             if gradient is None:
                 continue
-            in_memory = not self._is_kept(kept, gradient)
+            in_memory = not kept.stands_in(gradient)
             if not in_memory and not kept.spilled:
                 raise UsageError(
                     'zero_grad(set_to_none=False) would leave zeros where an update ran already: pass gradients="ssd"'
@@ -570,16 +379,11 @@ class Gradients:
             gradient.zero_()
             # A step would apply the zeros: moments decay, weights too.
             self.fresh = True
-        self.backwards = 0
-        self._failed = False
+        self.backwards.count = 0
+        self.backwards.failed = False
 
     def unwatch(self) -> None:
         """Let go of the parameters."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-
-
-def _is_seen(kept: Arrival, gradient: torch.Tensor) -> bool:
-    """Whether a step has used this gradient in memory, which nobody wrote to since."""
-    return kept.seen is not None and kept.seen[0]() is gradient and kept.seen[1] == gradient._version  # noqa: SLF001

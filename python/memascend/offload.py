@@ -3,45 +3,39 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import os
-import tempfile
-import warnings
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
-from memascend import activations, kernels, memory
+from memascend import activations, memory
 from memascend import engine as engines
 from memascend.beginning import Beginning, InHand
-from memascend.bodiless import MetaBuffers, embody, require_plain
+from memascend.bodiless import MetaBuffers, require_plain
 from memascend.buffers import Buffers
 from memascend.checkpoint import Checkpoint, Continued
 from memascend.config import Options
-from memascend.errors import ConfigError, StorageError
-from memascend.gates import Frames, close_gates, gated, open_gates
-from memascend.gradients import Arrival, Gradients
-from memascend.optimizer import OffloadedOptimizer
-from memascend.placeholder import Place, dense_strides
+from memascend.errors import ConfigError
+from memascend.groups import options_of, take_options
+from memascend.heap import steady_heap, trim
+from memascend.ownership import find_owned, sparse_ids
+from memascend.placeholder import dense_strides
+from memascend.places import file_of, remove, temporary
 from memascend.plan import make_plan
 from memascend.progress import Progress
-from memascend.residency import Residency
-from memascend.scaling import LossScale
-from memascend.session import Resources, Session, options_of
-from memascend.surgery import Surgery, is_materialized
+from memascend.session import Resources
 from memascend.units import find_units
-from memascend.updates import Arithmetic, Updates
+from memascend.updates import Arithmetic
 from memascend.weights import open_weights
+from memascend.wiring import Wiring
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Sequence
 
     from memascend.engine import Engine, Entry, Store
-    from memascend.plan import Plan
-    from memascend.residency import Home
+    from memascend.optimizer import OffloadedOptimizer
     from memascend.units import Unit
 
 __all__ = ["offload"]
@@ -49,10 +43,6 @@ __all__ = ["offload"]
 _Path = str | os.PathLike[str]
 
 _log = logging.getLogger("memascend")
-
-# From malloc.h, and the value that glibc begins with.
-_M_MMAP_THRESHOLD = -3
-_MMAP_THRESHOLD_BYTES = 128 << 10
 
 
 def offload(
@@ -141,16 +131,6 @@ def offload(
         return _Offloading(model, optimizer, options).run()
 
 
-@dataclass(frozen=True)
-class _Owned:
-    """A parameter of the model, as the optimizer sees it."""
-
-    name: str
-    parameter: torch.nn.Parameter
-    # Its group; None where the optimizer does not own it.
-    group: int | None
-
-
 class _Offloading:
     """One call of `offload()`."""
 
@@ -158,12 +138,12 @@ class _Offloading:
         self.model = model
         self.original = optimizer
         self.options = options
-        self.owned = _owned(model, optimizer)
+        self.owned = find_owned(model, optimizer)
         self.named = {name: owned.parameter for name, owned in self.owned.items()}
         require_plain(self.named)
         if options.weights is not None and not any(parameter.is_meta for parameter in self.named.values()):
             raise ConfigError("weights= is for parameters on meta, and the model has none there: leave it out")
-        self.arithmetic = Arithmetic(optimizer, options.master_dtype, frozenset(_sparse(model)))
+        self.arithmetic = Arithmetic(optimizer, options.master_dtype, frozenset(sparse_ids(model)))
         self.buffers = Buffers(model)
         self.meta_buffers = MetaBuffers(model)
         self.weights = None if options.weights is None else open_weights(options.weights)
@@ -178,6 +158,8 @@ class _Offloading:
         units = find_units(self.model, units=options.unit_names)
         entries = self._entries(units)
         paths = list(options.paths or ())
+        if options.activations == "ssd" and paths and not self._folders():
+            raise ConfigError("the storage is a raw device: give offload(scratch=) a folder for activations='ssd'")
         sizes = self.sizes = engines.sizes(entries, optimizer=type(self.original).__name__, devices=max(1, len(paths)))
         gradients = [owned.parameter.nbytes for owned in self.owned.values() if owned.group is not None]
         plan = make_plan(
@@ -209,7 +191,7 @@ class _Offloading:
             else:
                 self.buffers.restore(store)
                 stored = store.hyperparameters or {}
-            self._take_options(stored.get("groups"), undo)
+            take_options(self.original.param_groups, stored.get("groups"), undo)
             # Files stay mapped no longer.
             self.beginning = self.weights = None
             region = memory.Region(memory.layout(plan.classes).reserved, pin=False, on_fork="wipe", owner="units")
@@ -218,10 +200,23 @@ class _Offloading:
             if keeper is not None:
                 undo.callback(keeper.close, "offload() failed")
             resources = Resources(store, engine, region, keeper)
-            offloaded = self._wire(units, plan, resources)
+            offloaded = Wiring(
+                model=self.model,
+                original=self.original,
+                options=options,
+                owned=self.owned,
+                arithmetic=self.arithmetic,
+                buffers=self.buffers,
+                units=units,
+                unit_bytes=sizes.unit_bytes,
+                plan=plan,
+                resources=resources,
+                scratch=self._scratch(),
+                origin=self._origin(store),
+            ).run()
             undo.pop_all()
-        _steady_heap()
-        _trim()
+        steady_heap()
+        trim()
         if options.host_memory is None:
             _log.info("host_memory: %d bytes, the smallest that keeps disk and compute busy", plan.budget)
         return self.model, offloaded
@@ -264,13 +259,13 @@ class _Offloading:
             )
 
         if paths:
-            before = [path for path in paths if _file_of(path).exists()]
+            before = [path for path in paths if file_of(path).exists()]
             store = create(paths)
             if store.created and not before:
                 # A call that fails leaves nothing behind.
-                undo.callback(_remove, [_file_of(path) for path in paths])
+                undo.callback(remove, [file_of(path) for path in paths])
             return store
-        store, self.folder = _temporary(create)
+        store, self.folder = temporary(create)
         return store
 
     # --- what it begins with ------------------------------------------------------------------
@@ -332,139 +327,19 @@ class _Offloading:
             engine.commit(beginning.step, user_state=beginning.user_state, hyperparameters=hyperparameters)
         return hyperparameters
 
-    def _take_options(self, stored: list[dict[str, Any]] | None, undo: contextlib.ExitStack) -> None:
-        """Let the groups have the options that are stored."""
-        groups = self.original.param_groups
-        if stored is None or len(stored) != len(groups):
-            raise ConfigError(f"what is stored has {len(stored or [])} parameter groups, the optimizer {len(groups)}")
-        changed = []
-        for number, (group, options) in enumerate(zip(groups, stored, strict=True)):
-            now = options_of(group)
-            for name, value in options.items():
-                if now.get(name) != value:
-                    changed.append(f"group {number}: {name} {now.get(name)} -> {value}")
-                    undo.callback(group.__setitem__, name, group.get(name))
-                    group[name] = _as(group.get(name), value)
-        if changed:
-            warnings.warn(
-                "the stored options stand, and differ from the optimizer's: " + "; ".join(changed), stacklevel=4
-            )
-
-    # --- the wiring ---------------------------------------------------------------------------
-
-    def _wire(self, units: Sequence[Unit], plan: Plan, resources: Resources) -> OffloadedOptimizer:
-        options, store, engine = self.options, resources.store, resources.engine
-        arena = memory.Arena(resources.region, plan.classes)
-        residency = Residency(
-            arena,
-            lambda: engine.counters()["queued"] > 0,
-            store.fetch,
-            lookahead=max(0, plan.window - 1),
-            slots=plan.classes,
-        )
-        known = {entry["name"]: entry for entry in store.entries()}
-        homes: dict[str, Home] = {}
-        for unit in units:
-            home = homes[unit.name] = residency.add(unit.name, self.sizes.unit_bytes[unit.name], pinned=unit.pinned)
-            home.places = [
-                Place(self.owned[name].parameter, name, known[name]["unit_offset"], residency)
-                for name in unit.parameters
-            ]
-        residency.settle()
-        residency.hooks.keeper = resources.activations
-        residency.larger_budget = plan.larger_budget
-        index = {home.name: home.index for home in residency.homes}
-        forward = [index[name] for name in plan.order]
-        residency.order.expect(forward + forward[::-1])
-        groups = self.original.param_groups
-
-        def resident(kept: Arrival) -> torch.Tensor | None:
-            # Where one unit at a time is held, an update must not keep it from making room.
-            return residency.values_of(kept.place) if plan.window > 1 else None
-
-        rule = Updates(self.arithmetic, engine, store, resident)
-        gradients = Gradients(
-            engine,
-            rule,
-            kernels.check_and_unscale,
-            mode=options.gradients,
-            accumulation_steps=options.accumulation_steps,
-            keeps=options.max_grad_norm is not None or options.accumulation_steps > 1,
-        )
-        frames = Frames(residency, gradients.entered)
-        gates = self._gates(units, homes)
-        modules = [module for module, _ in gates]
-        scale = self._scale(store)
-
-        def leave() -> None:
-            close_gates(modules)
-            self.model.__dict__.pop("_memascend", None)
-
-        surgery = residency.surgery = Surgery(self.model, residency, self._scratch())
-        session = Session(
-            resources=resources,
-            residency=residency,
-            frames=frames,
-            gradients=gradients,
-            scale=scale,
-            buffers=self.buffers,
-            plan=plan,
-            groups=groups,
-            surgery=surgery,
-            max_grad_norm=options.max_grad_norm,
-            leave=leave,
-        )
-        resources.temporary = not options.paths
-        offloaded = OffloadedOptimizer(self.original, session)
-
-        def enter() -> None:
-            open_gates(self.model, gates, residency, frames)
-            self.model.__dict__["_memascend"] = offloaded
-
-        if self.checkpoint is not None and store.created:
-            session.origin = {name: self.checkpoint.manifest[name] for name in ("store", "step")}
-        surgery.attach(session, leave=leave, enter=enter)
-        for home in residency.homes:
-            for place in home.places:
-                if place.parameter.is_meta:
-                    embody(place.parameter, place.nan)
-                place.unbind()
-                owned = self.owned[place.name]
-                if owned.group is not None:
-                    gradients.watch(place, owned.group, known[place.name]["step"])
-        self.original.state.clear()
-        enter()
-        return offloaded
-
-    def _gates(self, units: Sequence[Unit], homes: dict[str, Home]) -> list[tuple[torch.nn.Module, tuple[Home, ...]]]:
-        """Every module that owns a parameter, and every unit that is one module, with the units that it binds."""
-        home_of = {id(place.parameter): home for home in homes.values() for place in home.places}
-        whole = {unit.module: homes[unit.name] for unit in units if unit.module is not None}
-        gates = []
-        for name, module in self.model.named_modules():
-            needed = [whole[name]] if name in whole else []
-            needed += [home_of[id(own)] for own in module._parameters.values() if own is not None]  # noqa: SLF001
-            needed += [home_of[id(own)] for own in _listed(module)]
-            if needed or module is self.model:
-                gates.append((module, tuple({id(home): home for home in needed}.values())))
-        return gates
+    # --- what the run is told ------------------------------------------------------------------
 
     def _activations(self) -> activations.Activations | None:
         if self.options.activations != "ssd":
             return None
-        folders = self._folders()
-        if not folders:
-            raise ConfigError("the storage is a raw device: give offload(scratch=) a folder for activations='ssd'")
-        return activations.open_activations(folders)
+        return activations.open_activations(self._folders() or [cast("Path", self.folder)])
 
     def _folders(self) -> list[Path]:
-        """For files that are gone with the process: beside each part of the store."""
+        """For files that are gone with the process: beside each part of the store, as far as that is known."""
         if self.options.scratch is not None:
             return [Path(self.options.scratch)]
-        if not self.options.paths:
-            return [] if self.folder is None else [self.folder]
-        files = [path for path in self.options.paths if not Path(path).is_block_device()]
-        return list(dict.fromkeys(_file_of(path).parent for path in files))
+        files = [path for path in self.options.paths or () if not Path(path).is_block_device()]
+        return list(dict.fromkeys(file_of(path).parent for path in files))
 
     def _scratch(self) -> Path | None:
         if self.options.scratch is not None:
@@ -472,163 +347,10 @@ class _Offloading:
         paths = self.options.paths
         if not paths:
             return self.folder
-        folder = _file_of(paths[0]).parent
-        return None if Path(paths[0]).is_block_device() else folder
+        return None if Path(paths[0]).is_block_device() else file_of(paths[0]).parent
 
-    def _scale(self, store: Store) -> LossScale:
-        asked = self.options.loss_scale
-        if asked is None:
-            half = any(
-                owned.parameter.dtype == torch.float16 for owned in self.owned.values() if owned.group is not None
-            )
-            asked = "dynamic" if half else None
-        scale = LossScale(asked)
-        stored = (store.hyperparameters or {}).get("loss_scale")
-        if stored and scale.mode == "dynamic" and stored.get("mode") == "dynamic":
-            scale.load(stored)
-        return scale
-
-
-def _sparse(model: torch.nn.Module) -> Iterator[int]:
-    """Parameters whose gradients are sparse."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
-            yield id(module.weight)
-
-
-def _listed(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
-    """Parameters that a module reaches through a ParameterList or ParameterDict of its own, which is never called."""
-    for child in module.children():
-        if isinstance(child, torch.nn.ParameterList | torch.nn.ParameterDict):
-            yield from child.parameters()
-
-
-def _owned(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, _Owned]:
-    if not isinstance(model, torch.nn.Module):
-        raise ConfigError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
-    if isinstance(optimizer, OffloadedOptimizer) or gated(model) or is_materialized(model):
-        raise ConfigError("this model or optimizer is offloaded already; close() it first")
-    wrappers = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
-    if isinstance(model, wrappers) or type(model).__name__ in ("FullyShardedDataParallel", "FSDPModule"):
-        raise ConfigError(
-            f"{type(model).__name__} does not work with offload(); give the module inside it, on one process"
-        )
-    if (
-        torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-        and torch.distributed.get_world_size() > 1
-    ):
-        raise ConfigError("a world size above 1 is not supported yet: offload() works in one process")
-    named = dict(model.named_parameters())
-    if not named:
-        raise ConfigError("the model has no parameters: there is nothing to offload")
-    groups = {}
-    for number, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            groups[id(parameter)] = number
-    known = {id(parameter) for parameter in named.values()}
-    if not groups.keys() <= known:
-        count = len(groups.keys() - known)
-        raise ConfigError(
-            f"the optimizer owns {count} parameters that are not this model's; make it from model.parameters()"
-        )
-    orphans = [name for name, parameter in named.items() if parameter.requires_grad and id(parameter) not in groups]
-    if orphans:
-        raise ConfigError(
-            f"the optimizer does not own {len(orphans)} trainable parameters ({', '.join(orphans[:3])}...): freeze "
-            "them with requires_grad_(False), or give them to it"
-        )
-    if not groups:
-        raise ConfigError("the optimizer owns no parameters of this model")
-    for name, parameter in named.items():
-        if parameter.device.type not in ("cpu", "meta"):
-            raise ConfigError(f"{name} is on {parameter.device}; offload() takes models on the CPU, or on meta")
-        if torch.nn.parameter.is_lazy(parameter):
-            raise ConfigError(f"{name} is not initialised yet: run the model once before offload()")
-    _refuse_shared(model)
-    return {name: _Owned(name, parameter, groups.get(id(parameter))) for name, parameter in named.items()}
-
-
-def _refuse_shared(model: torch.nn.Module) -> None:
-    """Tensors that lie in each other's memory change together in torch; on storage they would go apart in silence."""
-    spans = []
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.numel() == 0:
-            continue
-        # Of what has gaps, others may lie in these.
-        if torch.ops.aten.is_non_overlapping_and_dense(tensor):
-            begin = tensor.data_ptr()
-            spans.append((begin, begin + tensor.nbytes, name, isinstance(tensor, torch.nn.Parameter)))
-    spans.sort()
-    parameter: tuple[int, str] = (0, "")
-    other: tuple[int, str] = (0, "")
-    for begin, end, name, owned in spans:
-        for before in (parameter, other if owned else (0, "")):
-            if begin < before[0]:
-                raise ConfigError(
-                    f"{before[1]} and {name} share memory, so that each changes with the other, which storage cannot: "
-                    "tie them as one Parameter (head.weight = embedding.weight), or clone one"
-                )
-        if owned:
-            parameter = max(parameter, (end, name))
-        else:
-            other = max(other, (end, name))
-
-
-def _as(like: Any, value: Any) -> Any:
-    """A stored option as the group holds it."""
-    if isinstance(like, torch.Tensor):
-        return torch.full_like(like, value)
-    if isinstance(like, tuple):
-        return tuple(value)
-    return value
-
-
-def _file_of(path: str) -> Path:
-    place = Path(path)
-    return place / "memascend.store" if place.is_dir() else place
-
-
-def _remove(files: Sequence[Path]) -> None:
-    for file in files:
-        if file.is_file():
-            file.unlink()
-
-
-def _temporary(create: Callable[[str], Store]) -> tuple[Store, Path]:
-    """A store whose file is gone with the process, where there is a disk, and the folder that it was in."""
-    refused: Exception | None = None
-    for place in dict.fromkeys((tempfile.gettempdir(), "/var/tmp", os.getcwd())):  # noqa: PTH109, S108
-        try:
-            folder = tempfile.mkdtemp(prefix="memascend-", dir=place)
-        except OSError as error:
-            refused = refused or error
-            continue
-        try:
-            return create(folder), Path(place)
-        except StorageError as error:
-            refused = refused or error
-        finally:
-            _remove([Path(folder) / "memascend.store"])
-            Path(folder).rmdir()
-    raise StorageError(f"there is no place for a temporary store: {refused}; give storage=")
-
-
-def _steady_heap() -> None:
-    """Let gradients and activations be mappings of their own.
-
-    glibc raises its threshold for that with each one that is freed, up to 32 MiB. From then on they come from the heap,
-    where what little stays between them keeps it from shrinking: it would grow with the depth of the model.
-    """
-    if "MALLOC_MMAP_THRESHOLD_" in os.environ or "GLIBC_TUNABLES" in os.environ:
-        return
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
-
-
-def _trim() -> None:
-    """Give back to the system what the model held."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
+    def _origin(self, store: Store) -> dict[str, Any] | None:
+        """Of the checkpoint that a new store began from."""
+        if self.checkpoint is None or not store.created:
+            return None
+        return {name: self.checkpoint.manifest[name] for name in ("store", "step")}

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memascend.errors import ConfigError, MemascendError, UsageError
+from memascend.groups import options_of
 from memascend.meter import Meter
 from memascend.report import Baseline, Report, make_report
 from memascend.saving import save
@@ -21,10 +22,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from memascend.activations import Activations
+    from memascend.arrival import Arrival
     from memascend.buffers import Buffers
     from memascend.engine import Engine, Store
     from memascend.gates import Frames
-    from memascend.gradients import Arrival, Gradients
+    from memascend.gradients import Gradients
     from memascend.memory import Region
     from memascend.plan import Plan
     from memascend.residency import Residency
@@ -344,17 +346,3 @@ def clip_factor(max_norm: float, norm: float) -> float:
     factor = max_norm / (norm + 1e-6)
     # In this order a NaN stays one: torch's clipping makes NaN of everything.
     return torch.tensor(min(factor, 1.0), dtype=torch.float32).item()
-
-
-def options_of(group: dict[str, Any]) -> dict[str, Any]:
-    """The options of a group that JSON can hold; a tensor of one element becomes a number."""
-    found: dict[str, Any] = {}
-    for name, value in group.items():
-        if name in ("params", "param_names"):
-            continue
-        plain = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-        if isinstance(plain, tuple):
-            plain = [item.item() if isinstance(item, torch.Tensor) else item for item in plain]
-        if isinstance(plain, (bool, int, float, str, list, type(None))):
-            found[name] = plain
-    return found

@@ -15,8 +15,8 @@ from memascend.solitary import group_options
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from memascend.arrival import Arrival
     from memascend.engine import Chunk, Engine, Store
-    from memascend.gradients import Arrival
 
 __all__ = ["Arithmetic", "Updates"]
 

@@ -1,0 +1,81 @@
+"""Which backward it is: told by autograd's graph tasks, of which a failed one never says that it ended."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import torch
+
+from memascend.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["Backwards"]
+
+
+class Backwards:
+    """The backwards since the last step, and the one that is open."""
+
+    def __init__(self, declared: int, begins: Callable[[], None]) -> None:
+        """None yet; `declared` of them make a step, and `begins` hears of each new one, which it may refuse."""
+        self.declared = declared
+        # Those that ended and brought a gradient.
+        self.count = 0
+        # The one that is open brought a gradient.
+        self.delivered = False
+        self.failed = False
+        self._begins = begins
+        self._task: int | None = None
+        self._thread = 0
+
+    @staticmethod
+    def inside() -> bool:
+        """Whether autograd runs a backward in this thread now."""
+        return bool(torch._C._current_graph_task_id() != -1)  # noqa: SLF001
+
+    def enter(self) -> bool:
+        """Note that a backward runs; whether this is one inside another."""
+        task = torch._C._current_graph_task_id()  # noqa: SLF001
+        if task == -1:
+            return False
+        if self._task is None:
+            if self.failed:
+                raise UsageError("the last backward failed; call zero_grad() before the next one")
+            self._begins()
+            self._task = task
+            self._thread = threading.get_ident()
+            self.delivered = False
+            torch.autograd.Variable._execution_engine.queue_callback(self._ended)  # noqa: SLF001
+        return bool(task != self._task)
+
+    def _ended(self) -> None:
+        self._task = None
+        # One that asked for gradients of something else is none.
+        self.count += self.delivered
+
+    def entered(self) -> None:
+        """The model is entered; by another thread than the one that has a backward open, this says nothing of it."""
+        if self._task is None or self._thread == threading.get_ident():
+            self.seen_outside()
+
+    def seen_outside(self) -> None:
+        """A backward that is still open, seen from outside, failed."""
+        if self.inside():
+            self.enter()
+        elif self._task is not None:
+            self._task = None
+            self.failed = True
+
+    def is_last(self) -> bool:
+        """Whether the one that is open makes a step."""
+        return (self.count + 1) % self.declared == 0
+
+    def require_declared(self, name: str) -> None:
+        """Refuse more backwards than were declared: the step would be none of the loop's."""
+        if 1 < self.declared <= self.count:
+            raise UsageError(
+                f"backward {self.count + 1} of a step of {self.declared}, for {name!r}: accumulation_steps= says "
+                'how many make a step; pass another number, or gradients="ssd", which takes any'
+            )

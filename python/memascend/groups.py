@@ -1,0 +1,57 @@
+"""Options of parameter groups: as JSON, and taken from what was stored."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memascend.errors import ConfigError
+
+if TYPE_CHECKING:
+    import contextlib
+    from collections.abc import Sequence
+
+__all__ = ["options_of", "take_options"]
+
+
+def options_of(group: dict[str, Any]) -> dict[str, Any]:
+    """The options of a group that JSON can hold; a tensor of one element becomes a number."""
+    found: dict[str, Any] = {}
+    for name, value in group.items():
+        if name in ("params", "param_names"):
+            continue
+        plain = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+        if isinstance(plain, tuple):
+            plain = [item.item() if isinstance(item, torch.Tensor) else item for item in plain]
+        if isinstance(plain, (bool, int, float, str, list, type(None))):
+            found[name] = plain
+    return found
+
+
+def take_options(
+    groups: Sequence[dict[str, Any]], stored: list[dict[str, Any]] | None, undo: contextlib.ExitStack
+) -> None:
+    """Let the groups have the options that are stored; `undo` gives them back their own."""
+    if stored is None or len(stored) != len(groups):
+        raise ConfigError(f"what is stored has {len(stored or [])} parameter groups, the optimizer {len(groups)}")
+    changed = []
+    for number, (group, options) in enumerate(zip(groups, stored, strict=True)):
+        now = options_of(group)
+        for name, value in options.items():
+            if now.get(name) != value:
+                changed.append(f"group {number}: {name} {now.get(name)} -> {value}")
+                undo.callback(group.__setitem__, name, group.get(name))
+                group[name] = _as(group.get(name), value)
+    if changed:
+        warnings.warn("the stored options stand, and differ from the optimizer's: " + "; ".join(changed), stacklevel=4)
+
+
+def _as(like: Any, value: Any) -> Any:
+    """A stored option as the group holds it."""
+    if isinstance(like, torch.Tensor):
+        return torch.full_like(like, value)
+    if isinstance(like, tuple):
+        return tuple(value)
+    return value

@@ -1,0 +1,58 @@
+"""How tensors and values are handed to the extension: what they must be, where they are."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from memascend.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+
+__all__ = ["dtype_of", "json_of", "place_of", "require", "require_laid_out", "stored_order"]
+
+
+def place_of(tensor: torch.Tensor) -> tuple[int, int, object]:
+    """Address, bytes, and what keeps them valid."""
+    return tensor.data_ptr(), tensor.nbytes, tensor.untyped_storage()
+
+
+def dtype_of(tensor: torch.Tensor) -> str:
+    """The type of its elements, as descriptions name it."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def stored_order(entry: Mapping[str, Any], shape: Sequence[int]) -> tuple[int, ...] | None:
+    """In which order a tensor of an entry is stored: state of its shape lies as its values do."""
+    return entry["order"] if list(shape) == entry["shape"] else None
+
+
+def require_laid_out(name: str, tensor: torch.Tensor, order: Sequence[int] | None) -> None:
+    """Refuse a tensor that is not on the CPU, or not without gaps in this order."""
+    if tensor.device.type != "cpu":
+        raise ConfigError(f"the tensors of {name!r} must be on the CPU, not on {tensor.device}")
+    if order is None and not tensor.is_contiguous():
+        raise ConfigError(f"the tensors of {name!r} must be contiguous")
+    if order is not None and not (len(order) == tensor.dim() and tensor.permute(tuple(order)).is_contiguous()):
+        raise ConfigError(f"the tensors of {name!r} must have their dimensions in memory in the order {list(order)}")
+
+
+def require(name: str, tensor: torch.Tensor, dtype: str, shape: list[int], order: Sequence[int] | None) -> None:
+    """Refuse a tensor that is not what is described."""
+    require_laid_out(name, tensor, order)
+    got = str(tensor.dtype).removeprefix("torch.")
+    if got != dtype or list(tensor.shape) != shape:
+        raise ConfigError(f"a tensor of {name!r} is {got} of shape {list(tensor.shape)}, not {dtype} of {shape}")
+
+
+def json_of(value: Any) -> str | None:
+    """A value as text; None stays None."""
+    if value is None:
+        return None
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"only JSON values can be committed: {error}") from error

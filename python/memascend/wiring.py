@@ -1,0 +1,180 @@
+"""The pieces of a run, made for one model and plan and put together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from memascend import kernels, memory
+from memascend.bodiless import embody
+from memascend.gates import Frames, close_gates, open_gates
+from memascend.gradients import Gradients
+from memascend.optimizer import OffloadedOptimizer
+from memascend.placeholder import Place
+from memascend.residency import Residency
+from memascend.scaling import LossScale
+from memascend.session import Session
+from memascend.surgery import Surgery
+from memascend.updates import Updates
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+    from typing import Any
+
+    from memascend.arrival import Arrival
+    from memascend.buffers import Buffers
+    from memascend.config import Options
+    from memascend.engine import Store
+    from memascend.ownership import Owned
+    from memascend.plan import Plan
+    from memascend.residency import Home
+    from memascend.session import Resources
+    from memascend.units import Unit
+    from memascend.updates import Arithmetic
+
+__all__ = ["Wiring"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wiring:
+    """What a run is made of. Nothing of the model has changed before `run`."""
+
+    model: torch.nn.Module
+    original: torch.optim.Optimizer
+    options: Options
+    owned: Mapping[str, Owned]
+    arithmetic: Arithmetic
+    buffers: Buffers
+    units: Sequence[Unit]
+    unit_bytes: Mapping[str, int]
+    plan: Plan
+    resources: Resources
+    # Where copies of the weights go.
+    scratch: Path | None
+    # Store and step of the checkpoint that a new store began from.
+    origin: dict[str, Any] | None
+
+    def run(self) -> OffloadedOptimizer:
+        """Let the parameters go, and hand out the optimizer that has charge of them."""
+        options, plan, resources = self.options, self.plan, self.resources
+        store, engine = resources.store, resources.engine
+        known = {entry["name"]: entry for entry in store.entries()}
+        residency = self._residency(known)
+
+        def resident(kept: Arrival) -> torch.Tensor | None:
+            # Where one unit at a time is held, an update must not keep it from making room.
+            return residency.values_of(kept.place) if plan.window > 1 else None
+
+        rule = Updates(self.arithmetic, engine, store, resident)
+        gradients = Gradients(
+            engine,
+            rule,
+            kernels.check_and_unscale,
+            mode=options.gradients,
+            accumulation_steps=options.accumulation_steps,
+            keeps=options.max_grad_norm is not None or options.accumulation_steps > 1,
+        )
+        frames = Frames(residency, gradients.backwards.entered)
+        gates = self._gates(residency)
+        modules = [module for module, _ in gates]
+        scale = self._scale(store)
+
+        def leave() -> None:
+            close_gates(modules)
+            self.model.__dict__.pop("_memascend", None)
+
+        surgery = residency.surgery = Surgery(self.model, residency, self.scratch)
+        session = Session(
+            resources=resources,
+            residency=residency,
+            frames=frames,
+            gradients=gradients,
+            scale=scale,
+            buffers=self.buffers,
+            plan=plan,
+            groups=self.original.param_groups,
+            surgery=surgery,
+            max_grad_norm=options.max_grad_norm,
+            leave=leave,
+        )
+        resources.temporary = not options.paths
+        offloaded = OffloadedOptimizer(self.original, session)
+
+        def enter() -> None:
+            open_gates(self.model, gates, residency, frames)
+            self.model.__dict__["_memascend"] = offloaded
+
+        session.origin = self.origin
+        surgery.attach(session, leave=leave, enter=enter)
+        for home in residency.homes:
+            for place in home.places:
+                if place.parameter.is_meta:
+                    embody(place.parameter, place.nan)
+                place.unbind()
+                owned = self.owned[place.name]
+                if owned.group is not None:
+                    gradients.watch(place, owned.group, known[place.name]["step"])
+        self.original.state.clear()
+        enter()
+        return offloaded
+
+    def _residency(self, known: Mapping[str, Any]) -> Residency:
+        """The units' homes, and the order in which they are expected to be used."""
+        plan, engine = self.plan, self.resources.engine
+        residency = Residency(
+            memory.Arena(self.resources.region, plan.classes),
+            lambda: engine.counters()["queued"] > 0,
+            self.resources.store.fetch,
+            lookahead=max(0, plan.window - 1),
+            slots=plan.classes,
+        )
+        for unit in self.units:
+            home = residency.add(unit.name, self.unit_bytes[unit.name], pinned=unit.pinned)
+            home.places = [
+                Place(self.owned[name].parameter, name, known[name]["unit_offset"], residency)
+                for name in unit.parameters
+            ]
+        residency.settle()
+        residency.hooks.keeper = self.resources.activations
+        residency.larger_budget = plan.larger_budget
+        index = {home.name: home.index for home in residency.homes}
+        forward = [index[name] for name in plan.order]
+        residency.order.expect(forward + forward[::-1])
+        return residency
+
+    def _gates(self, residency: Residency) -> list[tuple[torch.nn.Module, tuple[Home, ...]]]:
+        """Every module that owns a parameter, and every unit that is one module, with the units that it binds."""
+        homes = {home.name: home for home in residency.homes}
+        home_of = {id(place.parameter): home for home in homes.values() for place in home.places}
+        whole = {unit.module: homes[unit.name] for unit in self.units if unit.module is not None}
+        gates = []
+        for name, module in self.model.named_modules():
+            needed = [whole[name]] if name in whole else []
+            needed += [home_of[id(own)] for own in module._parameters.values() if own is not None]  # noqa: SLF001
+            needed += [home_of[id(own)] for own in _listed(module)]
+            if needed or module is self.model:
+                gates.append((module, tuple({id(home): home for home in needed}.values())))
+        return gates
+
+    def _scale(self, store: Store) -> LossScale:
+        asked = self.options.loss_scale
+        if asked is None:
+            half = any(
+                owned.parameter.dtype == torch.float16 for owned in self.owned.values() if owned.group is not None
+            )
+            asked = "dynamic" if half else None
+        scale = LossScale(asked)
+        stored = (store.hyperparameters or {}).get("loss_scale")
+        if stored and scale.mode == "dynamic" and stored.get("mode") == "dynamic":
+            scale.load(stored)
+        return scale
+
+
+def _listed(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
+    """Parameters that a module reaches through a ParameterList or ParameterDict of its own, which is never called."""
+    for child in module.children():
+        if isinstance(child, torch.nn.ParameterList | torch.nn.ParameterDict):
+            yield from child.parameters()
