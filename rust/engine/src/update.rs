@@ -71,7 +71,7 @@ impl Update {
         let elements = bench.elements(entry, turn);
         match &self.by {
             By::Given(gradient) => {
-                let gradient = gradient.part(elements.start, elements.len());
+                let gradient = gradient.part(bench, entry, elements.start, elements.len())?;
                 stepped(bench, entry, turn, memory, gradient, &self.scalars)
             }
             By::Spilled { dtype, factors } => {
