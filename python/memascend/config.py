@@ -160,6 +160,11 @@ class Options:
         return None if self.host_memory is None else parse_bytes(self.host_memory, "host_memory")
 
     @property
+    def device_bytes(self) -> int | None:
+        """The budget of the device's memory in bytes; None where the plan chooses."""
+        return None if self.device_memory is None else parse_bytes(self.device_memory, "device_memory")
+
+    @property
     def unit_names(self) -> tuple[str, ...] | None:
         """The modules that travel as one; None where they are found."""
         if self.units is None:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
-from memascend import activations, memory
+from memascend import activations
+from memascend import device as devices
 from memascend import engine as engines
 from memascend.beginning import Beginning, InHand
 from memascend.bodiless import MetaBuffers, require_plain
@@ -20,12 +21,15 @@ from memascend.config import Options
 from memascend.errors import ConfigError
 from memascend.groups import options_of, take_options
 from memascend.heap import steady_heap, trim
+from memascend.lending import WINDOWS
 from memascend.ownership import find_owned, sparse_ids
 from memascend.placeholder import dense_strides
 from memascend.places import file_of, remove, temporary
 from memascend.plan import make_plan
 from memascend.progress import Progress
 from memascend.session import Resources
+from memascend.staging import CHUNKS
+from memascend.unit_memory import DeviceUnits, HostUnits
 from memascend.units import find_units
 from memascend.updates import Arithmetic
 from memascend.weights import open_weights
@@ -162,9 +166,12 @@ class _Offloading:
             raise ConfigError("the storage is a raw device: give offload(scratch=) a folder for activations='ssd'")
         sizes = self.sizes = engines.sizes(entries, optimizer=type(self.original).__name__, devices=max(1, len(paths)))
         gradients = [owned.parameter.nbytes for owned in self.owned.values() if owned.group is not None]
+        device = devices.open_device(torch.device(options.device or "cpu"))
         plan = make_plan(
             units,
             sizes,
+            staging=None if device is None else {"unit staging": CHUNKS, "gradient windows": WINDOWS},
+            device_budget=options.device_bytes,
             gradients=options.gradients,
             largest_gradient=max(gradients),
             all_gradients=sum(gradients),
@@ -194,12 +201,13 @@ class _Offloading:
             take_options(self.original.param_groups, stored.get("groups"), undo)
             # Files stay mapped no longer.
             self.beginning = self.weights = None
-            region = memory.Region(memory.layout(plan.classes).reserved, pin=False, on_fork="wipe", owner="units")
-            undo.callback(region.close)
+            unit_memory = HostUnits(store, plan.classes) if device is None else DeviceUnits(store, device, plan.classes)
+            undo.callback(unit_memory.close)
+            undo.callback(unit_memory.stop)
             keeper = self._activations()
             if keeper is not None:
                 undo.callback(keeper.close, "offload() failed")
-            resources = Resources(store, engine, region, keeper)
+            resources = Resources(store, engine, unit_memory, keeper)
             offloaded = Wiring(
                 model=self.model,
                 original=self.original,

@@ -31,6 +31,9 @@ class Plan:
             from step to step.
         whole_bytes: for optimizers that update whole parameters.
         host: host memory by owner; everything that is held, and its sum `host_peak`, is in the budget.
+        device: memory of the device by owner, where that is not the host; its sum is `device_peak`.
+        device_budget: the limit in force there; 0 where the host computes.
+        device_smallest: the smallest that works there.
         budget: the limit in force.
         smallest: the smallest budget that works.
         comfortable: the smallest budget that keeps disk and compute busy.
@@ -54,6 +57,10 @@ class Plan:
     whole_bytes: int
     host: dict[str, int]
     host_peak: int
+    device: dict[str, int]
+    device_peak: int
+    device_budget: int
+    device_smallest: int
     budget: int
     smallest: int
     comfortable: int
@@ -66,6 +73,8 @@ class Plan:
 
     def larger_budget(self, nbytes: int) -> int:
         """The next budget to try where the model holds more units together than a plan can know, `nbytes` at least."""
+        if self.device:
+            return self.device_budget + nbytes
         for budget in (self.comfortable, self.ample):
             if budget > self.budget:
                 return budget
@@ -98,6 +107,9 @@ def _table(plan: Plan) -> str:
     lines += _rows(_unit_rows(plan))
     lines += ["", f"Host memory: {readable(plan.host_peak)} of a budget of {readable(plan.budget)}"]
     lines += _rows([(owner, readable(nbytes), _note(plan, owner)) for owner, nbytes in plan.host.items() if nbytes])
+    if plan.device:
+        lines += ["", f"Device memory: {readable(plan.device_peak)} of a budget of {readable(plan.device_budget)}"]
+        lines += _rows([(owner, readable(nbytes), _note(plan, owner)) for owner, nbytes in plan.device.items()])
     lines += ["", f"Storage: {readable(plan.disk_bytes)}"]
     lines += ["", "Each step moves" + (", in bytes for each parameter" if elements else "")]
     rows = []
@@ -139,6 +151,8 @@ def _note(plan: Plan, owner: str) -> str:
         return "all of them" if plan.gradients == "ram" else "that wait for their update"
     if owner == "activations":
         return "chunks through which they go to storage and come back"
+    if owner in ("unit staging", "gradient windows"):
+        return "pinned, on the way to the device" if owner == "unit staging" else "pinned, on the way from the device"
     return ""
 
 

@@ -241,19 +241,22 @@ def make_report(session: Session) -> Report:
 def _owners(session: Session) -> dict[str, Owner]:
     meter, info = session.meter, session.store.info()
     counters = session.engine.counters()
-    region, activations = session.resources.region, session.resources.activations
+    resources = session.resources
     # The engine's memory has the room for whole parameters in it, too.
     staging, whole = session.engine.staging_bytes, session.plan.whole_bytes
     held = {
-        "units": 0 if region.closed else region.mapped_bytes + session.residency.table_bytes,
+        **resources.units.host,
         "update staging": max(0, staging - whole),
         "catalog": info["buffer_bytes"],
         "index": info["index_bytes"],
         "whole parameters": min(staging, whole),
-        "activations": 0 if activations is None else activations.host_bytes,
+        "activations": 0 if resources.activations is None else resources.activations.host_bytes,
     }
-    always = ("units", "update staging", "catalog", "index")
+    always = (*resources.units.host, "update staging", "catalog", "index")
     owners = {name: Owner(nbytes, nbytes) for name, nbytes in held.items() if nbytes or name in always}
+    if session.plan.device:
+        # They wait where they were made.
+        return owners
     now = meter.gradients
     owners["gradients"] = Owner(now, max(now, int(counters["queued_peak"]), meter.gradients_peak))
     return owners

@@ -119,7 +119,7 @@ class Hooks:
     def _tensor(self, note: Note) -> torch.Tensor:
         storage = self._finder.storage_of(note.home, note.version)
         with torch.inference_mode(mode=False), torch.no_grad():
-            tensor = torch.empty(0, dtype=note.dtype)
+            tensor = torch.empty(0, dtype=note.dtype, device=storage.device)
             tensor.set_(storage, note.offset // tensor.element_size(), note.size, note.stride)
             if note.conjugate:
                 tensor = tensor.conj()
