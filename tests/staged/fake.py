@@ -1,8 +1,8 @@
 """A device that is none: it lies in host memory, copies behind the caller's back, and spoils what nobody may rely on.
 
 Computing is the caller's own thread, so that its "stream" is whatever it does next, and to come after a copy is to wait
-for it. Copies run on one thread for each direction, later than they were asked for. What is being copied is spoilt at its
-target at once: who does not order what it does after the copy sees it. What nobody holds is spoilt as well.
+for it. Copies run on one thread for each direction, later than they were asked for. What is being copied is spoilt at
+its target at once: who does not order what it does after the copy sees it. What nobody holds is spoilt as well.
 """
 
 from __future__ import annotations
@@ -122,3 +122,9 @@ class Fake:
 
     def returned(self, memory):
         memory.fill_(SPOILT)
+
+    def end(self):
+        for direction in (self.inward, self.outward):
+            direction.waiting.put(None)
+            direction.thread.join(60)
+            assert not direction.thread.is_alive()
