@@ -13,6 +13,8 @@ __all__ = [
     "Lease",
     "LeaseBuffer",
     "LentBuffer",
+    "PartFetch",
+    "Parts",
     "Region",
     "Store",
     "Ticket",

@@ -200,6 +200,8 @@ def make_plan(
         device_peak=chosen.device_peak,
         device_budget=0 if staging is None else device_budget,
         device_smallest=device_smallest,
+        device_comfortable=rungs[-1].device_peak,
+        device_ample=ample.device_peak,
         budget=budget,
         smallest=smallest,
         comfortable=comfortable,

@@ -34,6 +34,8 @@ class Plan:
         device: memory of the device by owner, where that is not the host; its sum is `device_peak`.
         device_budget: the limit in force there; 0 where the host computes.
         device_smallest: the smallest that works there.
+        device_comfortable: the smallest there that keeps disk and compute busy.
+        device_ample: the budget there from which on more of it saves nothing.
         budget: the limit in force.
         smallest: the smallest budget that works.
         comfortable: the smallest budget that keeps disk and compute busy.
@@ -61,6 +63,8 @@ class Plan:
     device_peak: int
     device_budget: int
     device_smallest: int
+    device_comfortable: int
+    device_ample: int
     budget: int
     smallest: int
     comfortable: int
@@ -73,12 +77,10 @@ class Plan:
 
     def larger_budget(self, nbytes: int) -> int:
         """The next budget to try where the model holds more units together than a plan can know, `nbytes` at least."""
-        if self.device:
-            return self.device_budget + nbytes
-        for budget in (self.comfortable, self.ample):
-            if budget > self.budget:
-                return budget
-        return self.budget + nbytes
+        here = (self.budget, self.comfortable, self.ample)
+        there = (self.device_budget, self.device_comfortable, self.device_ample)
+        now, *larger = there if self.device else here
+        return next((budget for budget in larger if budget > now), now + nbytes)
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as JSON values."""
@@ -157,16 +159,21 @@ def _note(plan: Plan, owner: str) -> str:
 
 
 def _advice(plan: Plan) -> str:
-    if plan.budget < plan.comfortable:
-        return (
-            f"host_memory={plan.comfortable} ({readable(plan.comfortable)}) would keep disk and compute busy; "
-            f"{plan.smallest} is the smallest that works"
-        )
+    host = ("host_memory", plan.budget, plan.smallest, plan.comfortable, plan.ample)
+    there = (plan.device_budget, plan.device_smallest, plan.device_comfortable, plan.device_ample)
+    device = ("device_memory", *there)
+    for option, budget, smallest, comfortable, _ in [host, device]:
+        if budget < comfortable:
+            return (
+                f"{option}={comfortable} ({readable(comfortable)}) would keep disk and compute busy; "
+                f"{smallest} is the smallest that works"
+            )
     saved = f"the budget saves {readable(plan.saved_bytes)} of reads a step; " if plan.saved_bytes else ""
     if not plan.savable_bytes:
         return f"{saved}a larger budget would save nothing"
+    option, *_, ample = device if plan.device else host
     return (
-        f"{saved}host_memory={plan.ample} ({readable(plan.ample)}) would save {readable(plan.savable_bytes)} "
+        f"{saved}{option}={ample} ({readable(ample)}) would save {readable(plan.savable_bytes)} "
         f"{'more' if plan.saved_bytes else 'of reads a step'}"
     )
 

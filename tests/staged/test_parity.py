@@ -35,8 +35,11 @@ def test_the_same_bits(case, mode, tmp_path, fake):
     reference(case, mode.threads)
     budget = 1
     for attempt in range(BUDGETS_MAX + 1):
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        options = {**case.options, "device_memory": budget}
         try:
-            check(dataclasses.replace(case, options={**case.options, "device_memory": budget}), mode, tmp_path)
+            check(dataclasses.replace(case, options=options, learns_budget=False), mode, folder)
         except memascend.BudgetError as error:
             # The smallest, first; then what a first step showed that no plan could know.
             if attempt and not case.learns_budget:
