@@ -188,5 +188,5 @@ def test_staging_memory_does_not_grow_with_what_is_spilled(tmp_path):
     ]
     with engine.Store.create(tmp_path / "store", entries) as store, engine.Engine(store) as updates:
         wanted = engine.sizes(entries).chunk_bytes
-        assert wanted == 65_536 * (12 + 2 + 4)
-        assert updates.staging_bytes == 4 * wanted
+        assert wanted == 86_016 * (12 + 2 + 4), "as many elements as have their state in 1 MiB"
+        assert updates.staging_bytes == 12 * wanted

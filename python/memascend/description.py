@@ -18,10 +18,23 @@ if TYPE_CHECKING:
     Tensor = tuple[str, str, list[int]]
     Described = tuple[bool, int, Tensor, list[Tensor], list[int], str | None]
 
-__all__ = ["CHUNK_ELEMENTS", "Entry", "Sizes", "adam_state", "description", "order_of", "sizes"]
+__all__ = [
+    "CHUNK_ELEMENTS",
+    "Entry",
+    "Sizes",
+    "adam_state",
+    "chunk_elements_of",
+    "description",
+    "order_of",
+    "sizes",
+]
 
-# Elements of a chunk: 768 KiB of Adam's state, and 128 KiB of 16-bit values.
-CHUNK_ELEMENTS = 65_536
+# Bytes of the largest request. Of a smaller one a disk moves less in the same time; a state a little larger than one
+# would be a large and a small request.
+_REQUEST_BYTES = 1 << 20
+# The most elements of a chunk, so that the staging chunks of an engine, gradients included, stay within 16 MiB.
+CHUNK_ELEMENTS = 98_304
+_CHUNK_GRAIN = 2_048
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +89,7 @@ def sizes(
     entries: Sequence[Entry],
     *,
     optimizer: str = "AdamW",
-    chunk_elements: int = CHUNK_ELEMENTS,
+    chunk_elements: int | None = None,
     devices: int = 1,
     stripe: int | None = None,
 ) -> Sizes:
@@ -86,7 +99,8 @@ def sizes(
         ConfigError: they cannot be stored; the message says why.
     """
     units, described = description(entries)
-    *all_bytes, of_units = _core.store_sizes(described, units, optimizer, chunk_elements, devices, stripe)
+    chunk = chunk_elements_of(entries) if chunk_elements is None else chunk_elements
+    *all_bytes, of_units = _core.store_sizes(described, units, optimizer, chunk, devices, stripe)
     total, slot, index, buffer, chunk, other = all_bytes
     return Sizes(
         total_bytes=total,
@@ -97,6 +111,16 @@ def sizes(
         other_bytes=other,
         unit_bytes=dict(zip(units, of_units, strict=True)),
     )
+
+
+def chunk_elements_of(entries: Sequence[Entry]) -> int:
+    """Elements of a chunk unless the caller says otherwise: as many as have their state in one request, at most 98,304."""
+    widths = [
+        sum(tensor.element_size() for tensor in entry.state.values() if tensor.shape == entry.values.shape)
+        for entry in entries
+    ]
+    fitting = _REQUEST_BYTES // max([1, *widths]) // _CHUNK_GRAIN * _CHUNK_GRAIN
+    return max(_CHUNK_GRAIN, min(fitting, CHUNK_ELEMENTS))
 
 
 def order_of(tensor: torch.Tensor) -> tuple[int, ...] | None:

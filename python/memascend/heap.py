@@ -1,31 +1,63 @@
-"""The C library's heap: what it keeps that nobody uses."""
+"""The C library's heap: what it gives back to the system, and what that costs."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
+import mmap
 import os
+import resource
 
-__all__ = ["steady_heap", "trim"]
+__all__ = ["Heap", "trim"]
 
-# From malloc.h, and the value that glibc begins with.
-_M_MMAP_THRESHOLD = -3
-_MMAP_THRESHOLD_BYTES = 128 << 10
+_log = logging.getLogger("memascend")
+# From malloc.h; the thresholds are those that glibc begins with, and the highest it goes to by itself.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_STEADY_BYTES = 128 << 10
+_KEPT_BYTES, _KEPT_TOP_BYTES = 32 << 20, 64 << 20
+# A step that maps so many times the model's own bytes is one of activations: the heap's holes are small beside them.
+_ACTIVATIONS = 8
 
 
-def steady_heap() -> None:
-    """Let gradients and activations be mappings of their own.
+class Heap:
+    """How the heap of this process treats tensors, while a model of so many bytes is trained.
 
-    glibc raises its threshold for that with each one that is freed, up to 32 MiB. From then on they come from the heap,
-    where what little stays between them keeps it from shrinking: it would grow with the depth of the model.
+    glibc raises its threshold for mappings of their own with each one that is freed, up to 32 MiB. From then on
+    gradients come from the heap, where what little stays between them keeps it from shrinking: it would grow with the
+    depth of the model. So the threshold is fixed. But a mapping is zeroed page by page each time: where batches are
+    large, and with them the activations, that takes long, and the heap keeps what is freed as it would by itself.
     """
-    if "MALLOC_MMAP_THRESHOLD_" in os.environ or "GLIBC_TUNABLES" in os.environ:
-        return
+
+    def __init__(self, model_bytes: int) -> None:
+        self._model_bytes = model_bytes
+        self._steps = 0
+        self._faults = 0
+        chosen = "MALLOC_MMAP_THRESHOLD_" in os.environ or "GLIBC_TUNABLES" in os.environ
+        self.steady = not chosen and _set(_M_MMAP_THRESHOLD, _STEADY_BYTES)
+
+    def step_ended(self) -> None:
+        """Look at what the step mapped; the first one also warmed everything up."""
+        if not self.steady:
+            return
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        mapped = (faults - self._faults) * mmap.PAGESIZE
+        self._faults = faults
+        self._steps += 1
+        if self._steps > 1 and mapped > _ACTIVATIONS * self._model_bytes:
+            self.steady = False
+            _set(_M_MMAP_THRESHOLD, _KEPT_BYTES)
+            _set(_M_TRIM_THRESHOLD, _KEPT_TOP_BYTES)
+            _log.info("activations of %d MB a step: the heap keeps freed memory from now on", mapped // 1_000_000)
+
+
+def _set(option: int, value: int) -> bool:
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
+        return bool(ctypes.CDLL(None).mallopt(option, value))
+    return False
 
 
 def trim() -> None:
     """Give back to the system what the model held."""
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloctrim(0)
+        ctypes.CDLL(None).malloc_trim(0)

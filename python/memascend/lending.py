@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memascend.errors import UsageError
 from memascend.handed import Lent
 
 if TYPE_CHECKING:
@@ -105,6 +106,10 @@ class DeviceEngine:
 
     def _window(self, gradient: _Gradient, start: int, nbytes: int) -> tuple[int, int, int]:
         """Where bytes of a gradient are in host memory: an address, the first byte there, and how many."""
+        # Whole chunks of the update, as all but the last one are of one size.
+        span = self._bytes // nbytes * nbytes
+        if not span:
+            raise UsageError(f"a chunk of {nbytes} bytes of a gradient does not fit a window of {self._bytes}")
         with self._lock:
             window = next(
                 (
@@ -118,13 +123,13 @@ class DeviceEngine:
             )
             if window is None:
                 window = self._windows[0]
-                self._fill(window, gradient, start)
+                self._fill(window, gradient, start, span)
             window.wait()
             other = self._windows[1] if window is self._windows[0] else self._windows[0]
             after = window.start + window.nbytes
             if after < gradient.data.nbytes:
                 if other.gradient is not gradient or other.start != after:
-                    self._fill(other, gradient, after)
+                    self._fill(other, gradient, after, window.nbytes)
             else:
                 # The last of it: nothing here holds it any longer.
                 for one in self._windows:
@@ -132,9 +137,9 @@ class DeviceEngine:
                     one.gradient = None
             return window.memory.data_ptr(), window.start, window.nbytes
 
-    def _fill(self, window: _Window, gradient: _Gradient, start: int) -> None:
+    def _fill(self, window: _Window, gradient: _Gradient, start: int, nbytes: int) -> None:
         window.wait()
         window.gradient, window.start = gradient, start
-        window.nbytes = min(self._bytes, gradient.data.nbytes - start)
+        window.nbytes = min(nbytes, gradient.data.nbytes - start)
         part = gradient.data[start : start + window.nbytes]
         window.copy = self._device.take(part, window.memory[: window.nbytes], [gradient.after])

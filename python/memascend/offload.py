@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -20,7 +21,7 @@ from memascend.checkpoint import Checkpoint, Continued
 from memascend.config import Options
 from memascend.errors import ConfigError
 from memascend.groups import options_of, take_options
-from memascend.heap import steady_heap, trim
+from memascend.heap import trim
 from memascend.lending import WINDOWS
 from memascend.ownership import find_owned, sparse_ids
 from memascend.placeholder import dense_strides
@@ -40,9 +41,10 @@ if TYPE_CHECKING:
 
     from memascend.engine import Engine, Entry, Store
     from memascend.optimizer import OffloadedOptimizer
+    from memascend.plan import Plan
     from memascend.units import Unit
 
-__all__ = ["offload"]
+__all__ = ["offload", "planned"]
 
 _Path = str | os.PathLike[str]
 
@@ -135,6 +137,38 @@ def offload(
         return _Offloading(model, optimizer, options).run()
 
 
+@dataclass(frozen=True)
+class Planned:
+    """What `offload()` would do.
+
+    Attributes:
+        plan: the plan.
+        state_bytes: what the same optimizer keeps in memory without offloading.
+    """
+
+    plan: Plan
+    state_bytes: int
+
+
+def planned(model: torch.nn.Module, optimizer: torch.optim.Optimizer, options: Options) -> Planned:
+    """What `offload()` with these options would do, from shapes alone: the model may be on "meta"; nothing changes.
+
+    Raises:
+        ConfigError: it would refuse; the message says why.
+        BudgetError: the budget is too small; `smallest` is what works.
+    """
+    with torch.no_grad():
+        offloading = _Offloading(model, optimizer, options)
+        _, entries, plan = offloading.decide()
+    # The rest of a compact master stands for all of it.
+    state = (
+        tensor.numel() * (4 if name == "rest" else tensor.element_size())
+        for entry in entries
+        for name, tensor in entry.state.items()
+    )
+    return Planned(plan, sum(state))
+
+
 class _Offloading:
     """One call of `offload()`."""
 
@@ -142,6 +176,8 @@ class _Offloading:
         self.model = model
         self.original = optimizer
         self.options = options
+        # What computes, where that is not the host.
+        self.device = devices.open_device(torch.device(options.device or "cpu"))
         self.owned = find_owned(model, optimizer)
         self.named = {name: owned.parameter for name, owned in self.owned.items()}
         require_plain(self.named)
@@ -151,13 +187,13 @@ class _Offloading:
         self.buffers = Buffers(model)
         self.meta_buffers = MetaBuffers(model)
         self.weights = None if options.weights is None else open_weights(options.weights)
-        self.checkpoint: Checkpoint | None = None
         self.beginning: Beginning | None = None
         # Where a temporary store went.
         self.folder: Path | None = None
         self.sizes: engines.Sizes
 
-    def run(self) -> tuple[torch.nn.Module, OffloadedOptimizer]:
+    def decide(self) -> tuple[tuple[Unit, ...], list[Entry], Plan]:
+        """Units, what the store holds, and the plan: from shapes alone, and nothing is touched."""
         options = self.options
         units = find_units(self.model, units=options.unit_names)
         entries = self._entries(units)
@@ -166,13 +202,12 @@ class _Offloading:
             raise ConfigError("the storage is a raw device: give offload(scratch=) a folder for activations='ssd'")
         sizes = self.sizes = engines.sizes(entries, optimizer=type(self.original).__name__, devices=max(1, len(paths)))
         gradients = [owned.parameter.nbytes for owned in self.owned.values() if owned.group is not None]
-        device = devices.open_device(torch.device(options.device or "cpu"))
         plan = make_plan(
             units,
             sizes,
-            staging=None if device is None else {"unit staging": CHUNKS, "gradient windows": WINDOWS},
+            staging=None if self.device is None else {"unit staging": CHUNKS, "gradient windows": WINDOWS},
             device_budget=options.device_bytes,
-            gradients=options.gradients,
+            gradients="ssd" if options.gradients == "auto" and options.keeps else options.gradients,
             largest_gradient=max(gradients),
             all_gradients=sum(gradients),
             whole_bytes=self.arithmetic.whole_bytes + sizes.other_bytes,
@@ -180,6 +215,12 @@ class _Offloading:
             update_values=self.arithmetic.update_values,
             budget=options.host_bytes,
         )
+        return units, entries, plan
+
+    def run(self) -> tuple[torch.nn.Module, OffloadedOptimizer]:
+        options = self.options
+        units, entries, plan = self.decide()
+        paths, sizes = list(options.paths or ()), self.sizes
         with contextlib.ExitStack() as undo:
             self.meta_buffers.install()
             undo.callback(self.meta_buffers.uninstall)
@@ -201,7 +242,9 @@ class _Offloading:
             take_options(self.original.param_groups, stored.get("groups"), undo)
             # Files stay mapped no longer.
             self.beginning = self.weights = None
-            unit_memory = HostUnits(store, plan.classes) if device is None else DeviceUnits(store, device, plan.classes)
+            unit_memory = (
+                HostUnits(store, plan.classes) if self.device is None else DeviceUnits(store, self.device, plan.classes)
+            )
             undo.callback(unit_memory.close)
             undo.callback(unit_memory.stop)
             keeper = self._activations()
@@ -220,10 +263,8 @@ class _Offloading:
                 plan=plan,
                 resources=resources,
                 scratch=self._scratch(),
-                origin=self._origin(store),
             ).run()
             undo.pop_all()
-        steady_heap()
         trim()
         if options.host_memory is None:
             _log.info("host_memory: %d bytes, the smallest that keeps disk and compute busy", plan.budget)
@@ -281,9 +322,9 @@ class _Offloading:
     def _beginning(self) -> Beginning:
         trained = {name for name, owned in self.owned.items() if owned.group is not None}
         if self.options.checkpoint is not None:
-            self.checkpoint = Checkpoint(self.options.checkpoint)
+            checkpoint = Checkpoint(self.options.checkpoint)
             buffers = {name: self.buffers.tensor(name) for name in self.buffers.names}
-            return Continued(self.checkpoint, self.model, self.named, buffers, self.arithmetic, trained)
+            return Continued(checkpoint, self.model, self.named, buffers, self.arithmetic, trained)
         saved = self.meta_buffers.saved
         return InHand(self.model, self.named, trained, self.arithmetic, self.weights, saved)
 
@@ -356,9 +397,3 @@ class _Offloading:
         if not paths:
             return self.folder
         return None if Path(paths[0]).is_block_device() else file_of(paths[0]).parent
-
-    def _origin(self, store: Store) -> dict[str, Any] | None:
-        """Of the checkpoint that a new store began from."""
-        if self.checkpoint is None or not store.created:
-            return None
-        return {name: self.checkpoint.manifest[name] for name in ("store", "step")}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 from memascend import _core
 from memascend.compact import compact_of
-from memascend.description import CHUNK_ELEMENTS, Entry, description
+from memascend.description import CHUNK_ELEMENTS, Entry, chunk_elements_of, description
 from memascend.errors import ConfigError
 from memascend.handed import Lent, json_of, place_of, require, require_laid_out, require_order, stored_order
 
@@ -48,8 +48,9 @@ class Store:
     def __init__(self, core: _core.Store) -> None:
         self._core = core
         self._units: list[str] = core.info()["units"]
-        self._entries = core.entries()
-        self._names = {entry["name"]: index for index, entry in enumerate(self._entries)}
+        entries = core.entries()
+        self._names = {entry["name"]: index for index, entry in enumerate(entries)}
+        self._entries = _shared(entries)
 
     @classmethod
     def create(
@@ -60,7 +61,7 @@ class Store:
         optimizer: str = "AdamW",
         existing: Literal["refuse", "resume", "replace"] = "refuse",
         durability: Literal["step", "close", "none"] = "step",
-        chunk_elements: int = CHUNK_ELEMENTS,
+        chunk_elements: int | None = None,
         stripe: int | None = None,
         backend: Literal["auto", "io_uring", "threads"] = "auto",
         fill: bool = True,
@@ -74,7 +75,7 @@ class Store:
             existing: what to do where a store is already: refuse, resume its last committed step, or replace it.
             durability: "step": commits survive a loss of power; "close": the death of the process; "none": nothing is
                 kept before `close()`.
-            chunk_elements: elements of a chunk, a multiple of 2,048.
+            chunk_elements: elements of a chunk, a multiple of 2,048; None: as many as have their state in one request.
             stripe: bytes that lie together on one of several devices.
             backend: how the devices are driven.
             fill: False leaves a store that was made now unfilled, at generation 0, for the caller to fill and commit:
@@ -90,9 +91,8 @@ class Store:
             for entry in entries:
                 for tensor in (entry.values, *entry.state.values()):
                     require_laid_out(entry.name, tensor, entry.order if tensor.shape == entry.values.shape else None)
-        core = _core.Store(
-            _paths(paths), described, units, optimizer, chunk_elements, existing, durability, stripe, backend
-        )
+        chunk = chunk_elements_of(entries) if chunk_elements is None else chunk_elements
+        core = _core.Store(_paths(paths), described, units, optimizer, chunk, existing, durability, stripe, backend)
         store = cls(core)
         if core.created and fill:
             for entry in entries:
@@ -204,6 +204,7 @@ class Store:
         import torch
 
         entries = self._entries
+        names_of = {self.index(name): name for name in names}
         described = {
             self.index(name): [
                 ("", entry["dtype"]),
@@ -218,7 +219,7 @@ class Store:
                 of, dtype = described[index][tensor]
                 values = torch.frombuffer(memory, dtype=getattr(torch, dtype))
                 parts.append(Part(of, first // values.itemsize, values))
-            visit(entries[index]["name"], parts)
+            visit(names_of[index], parts)
 
         self._core.scan(list(described), shown)
 
@@ -360,6 +361,16 @@ class Fetch:
 def _paths(paths: _Path | Sequence[_Path]) -> list[str]:
     several = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     return [os.fspath(path) for path in several]
+
+
+def _shared(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What entries are by type and shape, one for all that are alike: a model has thousands of some tens of kinds."""
+    kinds: dict[str, dict[str, Any]] = {}
+    found = []
+    for entry in entries:
+        kind = {name: entry[name] for name in ("dtype", "shape", "order", "spill", "compact", "state")}
+        found.append(kinds.setdefault(repr(kind), kind))
+    return found
 
 
 class UnitParts:

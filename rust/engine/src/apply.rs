@@ -6,8 +6,9 @@ use memascend_mem::{ChunkRing, OnFork, OwnerId, Pin, Region, Wait};
 use memascend_store::{Buffer, Content, Description, PAGE_BYTES, Shared, Store, WHOLE_PIECE_BYTES};
 
 use crate::{
-    Error, Result,
+    Counters, Error, Result,
     bench::{Bench, Read, Write},
+    job::{Turn, Work},
     spill::required,
     whole::{self, Plan},
 };
@@ -133,13 +134,15 @@ impl Apply {
         }
         Ok(Self { asked, others: RefCell::default(), all: RefCell::default() })
     }
+}
 
-    pub(crate) fn nbytes(&self) -> usize {
+impl Work for Apply {
+    fn nbytes(&self) -> usize {
         self.asked.nbytes
     }
 
     /// Takes the memory that it needs beside staging chunks; `false` if that is not free.
-    pub(crate) fn claim(&self, bench: &Bench<'_>, entry: usize) -> Result<bool> {
+    fn claim(&self, bench: &Bench<'_>, entry: usize) -> Result<bool> {
         let description = bench.store.description();
         let mut others = self.others.borrow_mut();
         if let (None, Some(slots), Some(_)) = (&*others, &bench.others, description.entries[entry].whole().next()) {
@@ -156,7 +159,7 @@ impl Apply {
         Ok(true)
     }
 
-    pub(crate) fn begin(&self, bench: &Bench<'_>, entry: usize) -> Result<()> {
+    fn begin(&self, bench: &Bench<'_>, entry: usize) -> Result<()> {
         if self.asked.spilled {
             required(bench.store, entry)?;
         }
@@ -164,74 +167,65 @@ impl Apply {
     }
 
     /// A call for each chunk, or one without elements. Whole: reads, the call, writes.
-    pub(crate) fn turns(&self, bench: &Bench<'_>, entry: usize) -> u32 {
+    fn turns(&self, bench: &Bench<'_>, entry: usize) -> u32 {
         let chunks = bench.chunks_of(entry);
         if self.asked.whole { 2 * chunks + 1 } else { chunks.max(1) }
     }
 
-    pub(crate) fn reads<'a>(
-        &self,
-        bench: &Bench<'a>,
-        entry: usize,
-        turn: u32,
-        memory: &Shared,
-    ) -> Result<Vec<Read<'a>>> {
+    fn reads<'a>(&self, bench: &Bench<'a>, turn: &Turn) -> Result<Vec<Read<'a>>> {
+        let &Turn { entry, index, ref memory } = turn;
         let mut reads = Vec::new();
-        if turn == 0 {
+        if index == 0 {
             for (piece, part) in self.other_pieces(bench, entry)? {
                 reads.push(bench.read_into(entry, piece, part)?);
             }
         }
-        if turn < bench.chunks_of(entry) {
-            for piece in bench.pieces_of_chunk(entry, turn) {
+        if index < bench.chunks_of(entry) {
+            for piece in bench.pieces_of_chunk(entry, index) {
                 reads.push(bench.read(entry, piece, memory)?);
             }
             if self.asked.spilled {
-                reads.push(bench.read_spill(entry, turn, memory)?);
+                reads.push(bench.read_spill(entry, index, memory)?);
             }
         }
         Ok(reads)
     }
 
-    pub(crate) fn compute(&self, bench: &Bench<'_>, entry: usize, turn: u32, memory: &Shared) -> Result<()> {
+    fn compute(&self, bench: &Bench<'_>, turn: &Turn) -> Result<()> {
+        let &Turn { entry, index, ref memory } = turn;
         let chunks = bench.chunks_of(entry);
         if !self.asked.whole {
-            return self.call(bench, entry, self.of_chunk(bench, entry, turn, memory)?);
+            return self.call(bench, entry, self.of_chunk(bench, turn)?);
         }
         // An entry without elements takes no memory.
         let all = self.all.borrow().clone();
         let all = all.as_ref().unwrap_or(memory);
         let plan = Plan::new(bench.store, entry, self.asked.spilled)?;
-        if turn == chunks {
+        if index == chunks {
             let (values, state, gradient) = plan.parts(all)?;
             let count = bench.store.description().entries[entry].elements();
             let count = usize::try_from(count).unwrap_or(usize::MAX);
             let state = self.state(bench, entry, state)?;
             return self.call(bench, entry, Chunk { values, gradient, state, start: 0, count, last: true });
         }
-        if turn < chunks {
-            whole::gathered(bench, entry, turn, memory, &plan, all)
+        if index < chunks {
+            whole::gathered(bench, (entry, index), memory, &plan, all)
         } else {
-            whole::scattered(bench, entry, turn - chunks - 1, memory, &plan, all)
+            whole::scattered(bench, (entry, index - chunks - 1), memory, &plan, all)
         }
     }
 
-    pub(crate) fn writes<'a>(
-        &self,
-        bench: &mut Bench<'a>,
-        entry: usize,
-        turn: u32,
-        memory: &Shared,
-    ) -> Result<Vec<Write<'a>>> {
+    fn writes<'a>(&self, bench: &mut Bench<'a>, turn: &Turn) -> Result<Vec<Write<'a>>> {
+        let &Turn { entry, index, ref memory } = turn;
         let chunks = bench.chunks_of(entry);
         let mut writes = Vec::new();
-        let chunk = if self.asked.whole { turn.checked_sub(chunks + 1) } else { Some(turn) };
+        let chunk = if self.asked.whole { index.checked_sub(chunks + 1) } else { Some(index) };
         if let Some(chunk) = chunk.filter(|&chunk| chunk < chunks) {
             for piece in bench.pieces_of_chunk(entry, chunk) {
                 writes.push(bench.stage(entry, piece, memory)?);
             }
         }
-        if turn + 1 == self.turns(bench, entry) {
+        if index + 1 == self.turns(bench, entry) {
             for (piece, part) in self.other_pieces(bench, entry)? {
                 writes.push(bench.stage_from(entry, piece, part)?);
             }
@@ -239,14 +233,21 @@ impl Apply {
         Ok(writes)
     }
 
+    fn counted<'a>(&self, counters: &'a mut Counters) -> Option<&'a mut u64> {
+        Some(&mut counters.applied)
+    }
+}
+
+impl Apply {
     fn call(&self, bench: &Bench<'_>, entry: usize, chunk: Chunk) -> Result<()> {
         let name = || bench.store.description().entries[entry].name.clone();
         self.asked.function.call(chunk).map_err(|cause| Error::Function { name: name(), cause })
     }
 
-    fn of_chunk(&self, bench: &Bench<'_>, entry: usize, turn: u32, memory: &Shared) -> Result<Chunk> {
-        let last = turn + 1 == self.turns(bench, entry);
-        let elements = bench.elements(entry, turn);
+    fn of_chunk(&self, bench: &Bench<'_>, turn: &Turn) -> Result<Chunk> {
+        let &Turn { entry, index: chunk, ref memory } = turn;
+        let last = chunk + 1 == self.turns(bench, entry);
+        let elements = bench.elements(entry, chunk);
         let (start, count) = (elements.start, elements.len());
         if count == 0 {
             let nothing = inside(memory, 0, 0)?;
@@ -257,14 +258,14 @@ impl Apply {
         }
         let element = bench.store.description().entries[entry].dtype.bytes();
         let used = count * usize::try_from(element).unwrap_or(1);
-        let values = inside(&bench.part(entry, turn, memory)?, 0, used)?;
+        let values = inside(&bench.part(entry, chunk, memory)?, 0, used)?;
         let gradient = if self.asked.spilled {
-            let (part, used) = bench.spill_part(entry, turn, memory)?;
+            let (part, used) = bench.spill_part(entry, chunk, memory)?;
             Some(inside(&part, 0, used)?)
         } else {
             None
         };
-        let chunked = bench.in_chunk(entry, turn).map(|(_, at, nbytes)| inside(memory, at, nbytes));
+        let chunked = bench.in_chunk(entry, chunk).map(|(_, at, nbytes)| inside(memory, at, nbytes));
         let state = self.state(bench, entry, chunked.collect::<Result<_>>()?)?;
         Ok(Chunk { values, gradient, state, start, count, last })
     }

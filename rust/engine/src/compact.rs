@@ -1,22 +1,16 @@
 //! Adam's arithmetic on a chunk of a compact entry: the master is put together, updated and taken apart in one pass.
 
 use memascend_math::{Bf16, CompactState, Floats, Scalars, adam_compact};
-use memascend_store::Shared;
 
 use crate::{
     Error, Result,
     bench::{Bench, clear_from, elements_mut},
+    job::Turn,
 };
 
 /// The arithmetic on one chunk, whose values are there already: read, or taken from where they are resident.
-pub(crate) fn stepped(
-    bench: &Bench<'_>,
-    entry: usize,
-    chunk: u32,
-    memory: &Shared,
-    gradient: Floats<'_>,
-    scalars: &Scalars,
-) -> Result<()> {
+pub(crate) fn stepped(bench: &Bench<'_>, turn: &Turn, gradient: Floats<'_>, scalars: &Scalars) -> Result<()> {
+    let &Turn { entry, index: chunk, ref memory } = turn;
     let elements = bench.elements(entry, chunk).len();
     let state = bench.part(entry, bench.chunks_of(entry) + chunk, memory)?;
     let values = bench.part(entry, chunk, memory)?;

@@ -14,11 +14,11 @@ use crate::{
     apply::{self, Application, Apply, Slots},
     bench::{Bench, Parts},
     fill::Fill,
-    job::{Job, Leaves, Work},
+    job::{Job, Leaves},
     live::Live,
     pipeline::{CHUNKS_DEFAULT, Pipeline, lose_spilled},
     queue::{Queue, State},
-    spill::{Spill, Unspill, nothing, spill_dtype},
+    spill::{Forget, Spill, Unspill, nothing, spill_dtype},
     update::{By, Update, has_adam},
 };
 
@@ -94,7 +94,7 @@ impl Engine {
     pub fn fill(&self, entry: usize, first: First, mut wait: Wait<'_>) -> Result<()> {
         self.known(entry)?;
         let fill = Fill::new(&self.shared.store, entry, first)?;
-        self.shared.queue.push(Job::new(entry, Work::Fill(fill)), &mut wait)
+        self.shared.queue.push(Job::new(entry, fill), &mut wait)
     }
 
     /// Begins the update of an entry by its gradient, as its update number `hyperparameters.step`.
@@ -163,7 +163,7 @@ impl Engine {
         entry: usize,
         by: By,
         hyperparameters: &Hyperparameters,
-    ) -> Result<Work> {
+    ) -> Result<Update> {
         let description = self.shared.store.description();
         if !has_adam(description, entry) {
             let name = &description.entries[entry].name;
@@ -174,7 +174,7 @@ impl Engine {
         }
         let live = values.map(|values| Live::new(&self.shared.store, entry, values)).transpose()?.flatten();
         let (scalars, step) = (hyperparameters.scalars()?, hyperparameters.step);
-        Ok(Work::Update(Update { by, live, scalars, step }))
+        Ok(Update { by, live, scalars, step })
     }
 
     /// Begins to write a gradient to the room that its entry has for it; or to add it to what lies there, in its dtype,
@@ -188,7 +188,7 @@ impl Engine {
         if add {
             self.will_be_spilled(entry)?;
         }
-        self.shared.queue.push(Job::new(entry, Work::Spill(spill)), &mut wait)
+        self.shared.queue.push(Job::new(entry, spill), &mut wait)
     }
 
     /// Waits for the jobs of an entry, and says what is spilled of it.
@@ -204,7 +204,7 @@ impl Engine {
         self.known(entry)?;
         let unspill = Unspill::new(&self.shared.store, entry, into)?;
         self.will_be_spilled(entry)?;
-        let job = Job::new(entry, Work::Unspill(unspill));
+        let job = Job::new(entry, unspill);
         let mark = Arc::clone(&job.mark);
         self.shared.queue.push(job, &mut wait)?;
         let mut state = self.shared.queue.wait(&mut wait, "a spilled gradient", |state| !state.holds(&mark))?;
@@ -221,7 +221,7 @@ impl Engine {
         let waits = self.shared.queue.lock().has(entry);
         if waits {
             spill_dtype(&self.shared.store, entry)?;
-            return self.shared.queue.push(Job::new(entry, Work::Forget), &mut wait);
+            return self.shared.queue.push(Job::new(entry, Forget), &mut wait);
         }
         Ok(self.shared.store.set_spilled(entry, None)?)
     }
@@ -237,7 +237,7 @@ impl Engine {
         if spilled {
             self.will_be_spilled(entry)?;
         }
-        self.shared.queue.push(Job::new(entry, Work::Apply(apply)), &mut wait)
+        self.shared.queue.push(Job::new(entry, apply), &mut wait)
     }
 
     /// Refuses what needs a spilled gradient where there is none, nor one on its way.
@@ -248,7 +248,12 @@ impl Engine {
             Leaves::Gradient => true,
             Leaves::Nothing => false,
         };
-        if there { Ok(()) } else { Err(nothing(&self.shared.store, entry)) }
+        if there {
+            return Ok(());
+        }
+        // Where an error of this step lost it, that is what is to be told.
+        self.shared.queue.lock().failure()?;
+        Err(nothing(&self.shared.store, entry))
     }
 
     fn known(&self, entry: usize) -> Result<&memascend_store::Entry> {

@@ -1,12 +1,14 @@
 //! The first values of an entry: nothing is read, and every piece is built in a staging chunk and written.
 
 use memascend_math::{Bf16, Floats, FloatsMut, cast, split_master};
+use memascend_mem::Wait;
 use memascend_store::{Buffer, Content, Dtype, Shared, StateTensor, Store};
 
 use crate::{
-    Error, Result,
+    Counters, Error, Result,
     bench::{Bench, Write, bytes_mut, clear_from, elements_mut},
     gradient::floats,
+    job::{Turn, Work},
 };
 
 /// The name of the state tensor that begins as the values in float32.
@@ -38,7 +40,7 @@ pub(crate) struct Fill {
     dtype: Dtype,
     state: Vec<Source>,
     master: Option<Box<dyn Buffer>>,
-    pub(crate) step: u64,
+    step: u64,
 }
 
 impl Fill {
@@ -86,16 +88,6 @@ impl Fill {
         Ok(Self { values: first.values, dtype: described.dtype, state, master: first.master, step: first.step })
     }
 
-    pub(crate) fn nbytes(&self) -> usize {
-        let given = self.state.iter().map(|source| if let Source::Given(given) = source { given.len() } else { 0 });
-        self.values.len() + given.sum::<usize>() + self.master.as_ref().map_or(0, |master| master.len())
-    }
-
-    /// One for each chunk, and one for each piece of a tensor of another shape.
-    pub(crate) fn turns(bench: &Bench<'_>, entry: usize) -> u32 {
-        bench.chunks_of(entry) + bench.store.layout().pieces_of(entry) - bench.first_other_piece(entry)
-    }
-
     /// The pieces of a turn.
     fn pieces(bench: &Bench<'_>, entry: usize, turn: u32) -> Vec<u32> {
         match turn.checked_sub(bench.chunks_of(entry)) {
@@ -104,18 +96,9 @@ impl Fill {
         }
     }
 
-    pub(crate) fn compute(&self, bench: &Bench<'_>, entry: usize, turn: u32, memory: &Shared) -> Result<()> {
-        for piece in Self::pieces(bench, entry, turn) {
-            self.build(bench, entry, piece, &bench.part(entry, piece, memory)?)?;
-        }
-        match &self.master {
-            Some(master) if turn < bench.chunks_of(entry) => self.split(bench, entry, turn, memory, &**master),
-            _ => Ok(()),
-        }
-    }
-
     /// Takes a chunk of the master apart, into the rest and the signs of the second moment that were built already.
-    fn split(&self, bench: &Bench<'_>, entry: usize, chunk: u32, memory: &Shared, master: &dyn Buffer) -> Result<()> {
+    fn split(&self, bench: &Bench<'_>, turn: &Turn, master: &dyn Buffer) -> Result<()> {
+        let &Turn { entry, index: chunk, ref memory } = turn;
         let elements = bench.elements(entry, chunk);
         let Floats::F32(master) = floats(master, Dtype::F32, elements.start, elements.len()) else {
             return Err(Error::Invalid("a master that is not float32".into()));
@@ -152,15 +135,6 @@ impl Fill {
             *rounded = given;
         }
         Ok(())
-    }
-
-    pub(crate) fn writes<'a>(
-        bench: &mut Bench<'a>,
-        entry: usize,
-        turn: u32,
-        memory: &Shared,
-    ) -> Result<Vec<Write<'a>>> {
-        Self::pieces(bench, entry, turn).into_iter().map(|piece| bench.stage(entry, piece, memory)).collect()
     }
 
     fn build(&self, bench: &Bench<'_>, entry: usize, piece: u32, part: &Shared) -> Result<()> {
@@ -224,6 +198,46 @@ impl Fill {
             }
         }
         Ok(())
+    }
+}
+
+impl Work for Fill {
+    fn nbytes(&self) -> usize {
+        let given = self.state.iter().map(|source| if let Source::Given(given) = source { given.len() } else { 0 });
+        self.values.len() + given.sum::<usize>() + self.master.as_ref().map_or(0, |master| master.len())
+    }
+
+    fn is_of_a_step(&self) -> bool {
+        false
+    }
+
+    fn begin(&self, bench: &Bench<'_>, entry: usize) -> Result<()> {
+        Ok(bench.store.begin(entry, self.step, Wait::forever())?)
+    }
+
+    /// One for each chunk, and one for each piece of a tensor of another shape.
+    fn turns(&self, bench: &Bench<'_>, entry: usize) -> u32 {
+        bench.chunks_of(entry) + bench.store.layout().pieces_of(entry) - bench.first_other_piece(entry)
+    }
+
+    fn compute(&self, bench: &Bench<'_>, turn: &Turn) -> Result<()> {
+        let &Turn { entry, index, ref memory } = turn;
+        for piece in Self::pieces(bench, entry, index) {
+            self.build(bench, entry, piece, &bench.part(entry, piece, memory)?)?;
+        }
+        match &self.master {
+            Some(master) if index < bench.chunks_of(entry) => self.split(bench, turn, &**master),
+            _ => Ok(()),
+        }
+    }
+
+    fn writes<'a>(&self, bench: &mut Bench<'a>, turn: &Turn) -> Result<Vec<Write<'a>>> {
+        let pieces = Self::pieces(bench, turn.entry, turn.index).into_iter();
+        pieces.map(|piece| bench.stage(turn.entry, piece, &turn.memory)).collect()
+    }
+
+    fn counted<'a>(&self, counters: &'a mut Counters) -> Option<&'a mut u64> {
+        Some(&mut counters.fills)
     }
 }
 

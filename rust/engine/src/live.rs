@@ -1,11 +1,12 @@
 //! Values that an update starts from and that are resident already: taken from there, and not read.
 
-use memascend_store::{Buffer, Dtype, Entry, Shared, Store};
+use memascend_store::{Buffer, Dtype, Entry, Store};
 
 use crate::{
     Error, Result,
     bench::{Bench, bytes_mut, clear_from},
     fill::copied,
+    job::Turn,
 };
 
 /// Whether an update starts from the entry's values: they are the master, or the upper half of it.
@@ -30,7 +31,8 @@ impl Live {
 
     /// Copies a chunk of them to its part of a staging chunk, and checks them there as if they had been read: a weight
     /// that was changed in place, or is of another step, would ruin the master in silence.
-    pub(crate) fn take(&self, bench: &Bench<'_>, entry: usize, chunk: u32, memory: &Shared) -> Result<()> {
+    pub(crate) fn take(&self, bench: &Bench<'_>, turn: &Turn) -> Result<()> {
+        let &Turn { entry, index: chunk, ref memory } = turn;
         let (part, elements) = (bench.part(entry, chunk, memory)?, bench.elements(entry, chunk));
         let described = &bench.store.description().entries[entry];
         let element = usize::try_from(described.dtype.bytes()).unwrap_or(1);

@@ -11,7 +11,7 @@ use memascend_mem::Wait;
 
 use crate::{
     Counters, Error, Result,
-    job::{Job, Leaves, Mark, Work},
+    job::{Job, Leaves, Mark},
 };
 
 /// How often a waiting caller is asked whether it still wants to wait.
@@ -142,7 +142,7 @@ impl Queue {
             return Err(Error::Usage("the engine has been closed".into()));
         }
         state.held_bytes += bytes;
-        if !matches!(job.work, Work::Fill(_)) {
+        if job.work.is_of_a_step() {
             state.counters.queued_peak = state.counters.queued_peak.max(state.held_bytes as u64);
         }
         state.jobs.push_back(job);

@@ -3,11 +3,12 @@
 use std::cell::Cell;
 
 use memascend_math::{add, check};
-use memascend_store::{Buffer, Dtype, Shared, Spilled, Store};
+use memascend_store::{Buffer, Dtype, Spilled, Store};
 
 use crate::{
-    Error, Gradient, Result,
+    Counters, Error, Gradient, Result,
     bench::{Bench, Read, Write, bytes_mut, clear_from, floats, floats_mut},
+    job::{Leaves, Turn, Work},
 };
 
 /// A gradient on its way to the room of its entry.
@@ -33,12 +34,18 @@ impl Spill {
         }
         Ok(Self { gradient, adds, so_far: Cell::new(Spilled { nonfinite: false, squared_norm: 0.0 }) })
     }
+}
 
-    pub(crate) fn nbytes(&self) -> usize {
+impl Work for Spill {
+    fn nbytes(&self) -> usize {
         self.gradient.nbytes()
     }
 
-    pub(crate) fn begin(&self, bench: &Bench<'_>, entry: usize) -> Result<()> {
+    fn leaves(&self) -> Leaves {
+        Leaves::Gradient
+    }
+
+    fn begin(&self, bench: &Bench<'_>, entry: usize) -> Result<()> {
         if self.adds {
             required(bench.store, entry)?;
         }
@@ -47,19 +54,14 @@ impl Spill {
         Ok(bench.store.set_spilled(entry, whole)?)
     }
 
-    pub(crate) fn reads<'a>(
-        &self,
-        bench: &Bench<'a>,
-        entry: usize,
-        turn: u32,
-        memory: &Shared,
-    ) -> Result<Vec<Read<'a>>> {
-        if self.adds { Ok(vec![bench.read_spill(entry, turn, memory)?]) } else { Ok(Vec::new()) }
+    fn reads<'a>(&self, bench: &Bench<'a>, turn: &Turn) -> Result<Vec<Read<'a>>> {
+        if self.adds { Ok(vec![bench.read_spill(turn.entry, turn.index, &turn.memory)?]) } else { Ok(Vec::new()) }
     }
 
-    pub(crate) fn compute(&self, bench: &Bench<'_>, entry: usize, turn: u32, memory: &Shared) -> Result<()> {
-        let elements = bench.elements(entry, turn);
-        let (part, used) = bench.spill_part(entry, turn, memory)?;
+    fn compute(&self, bench: &Bench<'_>, turn: &Turn) -> Result<()> {
+        let &Turn { entry, index: chunk, ref memory } = turn;
+        let elements = bench.elements(entry, chunk);
+        let (part, used) = bench.spill_part(entry, chunk, memory)?;
         let dtype = self.gradient.dtype();
         // SAFETY: nothing is in flight of this chunk, which is this turn's.
         unsafe { clear_from(&part, used) };
@@ -78,20 +80,19 @@ impl Spill {
         so_far.nonfinite |= found.nonfinite;
         so_far.squared_norm += found.squared_norm;
         self.so_far.set(so_far);
-        if turn + 1 == bench.chunks_of(entry) {
+        if chunk + 1 == bench.chunks_of(entry) {
             // A write of it that fails takes this back.
             bench.store.set_spilled(entry, Some(so_far))?;
         }
         Ok(())
     }
 
-    pub(crate) fn writes<'a>(
-        bench: &mut Bench<'a>,
-        entry: usize,
-        turn: u32,
-        memory: &Shared,
-    ) -> Result<Vec<Write<'a>>> {
-        Ok(vec![bench.write_spill(entry, turn, memory)?])
+    fn writes<'a>(&self, bench: &mut Bench<'a>, turn: &Turn) -> Result<Vec<Write<'a>>> {
+        Ok(vec![bench.write_spill(turn.entry, turn.index, &turn.memory)?])
+    }
+
+    fn counted<'a>(&self, counters: &'a mut Counters) -> Option<&'a mut u64> {
+        Some(&mut counters.spills)
     }
 }
 
@@ -111,24 +112,47 @@ impl Unspill {
         }
         Ok(Self { into })
     }
+}
 
-    pub(crate) fn begin(bench: &Bench<'_>, entry: usize) -> Result<()> {
+impl Work for Unspill {
+    fn begin(&self, bench: &Bench<'_>, entry: usize) -> Result<()> {
         required(bench.store, entry)
     }
 
-    pub(crate) fn reads<'a>(bench: &Bench<'a>, entry: usize, turn: u32, memory: &Shared) -> Result<Vec<Read<'a>>> {
-        Ok(vec![bench.read_spill(entry, turn, memory)?])
+    fn reads<'a>(&self, bench: &Bench<'a>, turn: &Turn) -> Result<Vec<Read<'a>>> {
+        Ok(vec![bench.read_spill(turn.entry, turn.index, &turn.memory)?])
     }
 
-    pub(crate) fn compute(&self, bench: &Bench<'_>, entry: usize, turn: u32, memory: &Shared) -> Result<()> {
-        let (part, used) = bench.spill_part(entry, turn, memory)?;
-        let elements = bench.elements(entry, turn);
+    fn compute(&self, bench: &Bench<'_>, turn: &Turn) -> Result<()> {
+        let (part, used) = bench.spill_part(turn.entry, turn.index, &turn.memory)?;
+        let elements = bench.elements(turn.entry, turn.index);
         let start = elements.start * (used / elements.len().max(1));
         assert!(start + used <= self.into.len(), "a gradient past the end of its memory");
         // SAFETY: inside the memory, see above.
         let first = unsafe { self.into.as_ptr().as_ptr().add(start) };
         // SAFETY: nobody else uses the memory, see `new`, and nothing is in flight of the chunk.
         unsafe { std::ptr::copy_nonoverlapping(part.as_ptr().as_ptr(), first, used) };
+        Ok(())
+    }
+}
+
+/// What is spilled is forgotten.
+pub(crate) struct Forget;
+
+impl Work for Forget {
+    fn leaves(&self) -> Leaves {
+        Leaves::Nothing
+    }
+
+    fn begin(&self, bench: &Bench<'_>, entry: usize) -> Result<()> {
+        Ok(bench.store.set_spilled(entry, None)?)
+    }
+
+    fn turns(&self, _bench: &Bench<'_>, _entry: usize) -> u32 {
+        0
+    }
+
+    fn compute(&self, _bench: &Bench<'_>, _turn: &Turn) -> Result<()> {
         Ok(())
     }
 }

@@ -2,12 +2,13 @@
 
 use memascend_math::{Floats, FloatsMut, Scalars, State, adam, scale};
 use memascend_mem::Wait;
-use memascend_store::{Description, Dtype, Shared};
+use memascend_store::{Description, Dtype};
 
 use crate::{
-    Error, Gradient, Result,
+    Counters, Error, Gradient, Result,
     bench::{Bench, Read, Write, clear_from, elements_mut, floats, floats_mut},
     compact,
+    job::{Turn, Work},
     live::{self, Live},
     spill::required,
 };
@@ -31,85 +32,74 @@ pub(crate) struct Update {
     pub(crate) step: u64,
 }
 
-impl Update {
-    pub(crate) fn nbytes(&self) -> usize {
+impl Work for Update {
+    fn nbytes(&self) -> usize {
         match &self.by {
             By::Given(gradient) => gradient.nbytes(),
             By::Spilled { .. } => 0,
         }
     }
 
-    pub(crate) fn begin(&self, bench: &Bench<'_>, entry: usize) -> Result<()> {
+    fn begin(&self, bench: &Bench<'_>, entry: usize) -> Result<()> {
         if matches!(self.by, By::Spilled { .. }) {
             required(bench.store, entry)?;
         }
         Ok(bench.store.begin(entry, self.step, Wait::forever())?)
     }
 
-    pub(crate) fn reads<'a>(
-        &self,
-        bench: &Bench<'a>,
-        entry: usize,
-        turn: u32,
-        memory: &Shared,
-    ) -> Result<Vec<Read<'a>>> {
+    fn reads<'a>(&self, bench: &Bench<'a>, turn: &Turn) -> Result<Vec<Read<'a>>> {
+        let &Turn { entry, index: chunk, ref memory } = turn;
         let mut reads = Vec::with_capacity(3);
         if self.live.is_none() && live::are_needed(&bench.store.description().entries[entry]) {
-            reads.push(bench.read(entry, turn, memory)?);
+            reads.push(bench.read(entry, chunk, memory)?);
         }
-        reads.push(bench.read(entry, bench.chunks_of(entry) + turn, memory)?);
+        reads.push(bench.read(entry, bench.chunks_of(entry) + chunk, memory)?);
         if matches!(self.by, By::Spilled { .. }) {
-            reads.push(bench.read_spill(entry, turn, memory)?);
+            reads.push(bench.read_spill(entry, chunk, memory)?);
         }
         Ok(reads)
     }
 
-    pub(crate) fn compute(&self, bench: &Bench<'_>, entry: usize, turn: u32, memory: &Shared) -> Result<()> {
+    fn compute(&self, bench: &Bench<'_>, turn: &Turn) -> Result<()> {
         if let Some(live) = &self.live {
-            live.take(bench, entry, turn, memory)?;
+            live.take(bench, turn)?;
         }
-        let elements = bench.elements(entry, turn);
+        let elements = bench.elements(turn.entry, turn.index);
         match &self.by {
             By::Given(gradient) => {
-                let gradient = gradient.part(bench, entry, elements.start, elements.len())?;
-                stepped(bench, entry, turn, memory, gradient, &self.scalars)
+                let gradient = gradient.part(bench, turn.entry, elements.start, elements.len())?;
+                stepped(bench, turn, gradient, &self.scalars)
             }
             By::Spilled { dtype, factors } => {
-                let (part, _) = bench.spill_part(entry, turn, memory)?;
+                let (part, _) = bench.spill_part(turn.entry, turn.index, &turn.memory)?;
                 for factor in factors {
                     // SAFETY: nothing is in flight of this chunk, which is this turn's.
                     scale(unsafe { floats_mut(&part, *dtype, elements.len()) }, *factor, bench.exec);
                 }
-                stepped(bench, entry, turn, memory, floats(&part, *dtype, 0, elements.len()), &self.scalars)
+                stepped(bench, turn, floats(&part, *dtype, 0, elements.len()), &self.scalars)
             }
         }
     }
 
-    pub(crate) fn writes<'a>(
-        bench: &mut Bench<'a>,
-        entry: usize,
-        turn: u32,
-        memory: &Shared,
-    ) -> Result<Vec<Write<'a>>> {
-        let state = bench.stage(entry, bench.chunks_of(entry) + turn, memory);
-        let values = bench.stage(entry, turn, memory);
+    fn writes<'a>(&self, bench: &mut Bench<'a>, turn: &Turn) -> Result<Vec<Write<'a>>> {
+        let &Turn { entry, index: chunk, ref memory } = turn;
+        let state = bench.stage(entry, bench.chunks_of(entry) + chunk, memory);
+        let values = bench.stage(entry, chunk, memory);
         // Both are kept if one failed: dropping a write waits for it.
         Ok(vec![state?, values?])
+    }
+
+    fn counted<'a>(&self, counters: &'a mut Counters) -> Option<&'a mut u64> {
+        Some(&mut counters.updates)
     }
 }
 
 /// The arithmetic on one chunk.
-fn stepped(
-    bench: &Bench<'_>,
-    entry: usize,
-    chunk: u32,
-    memory: &Shared,
-    gradient: Floats<'_>,
-    scalars: &Scalars,
-) -> Result<()> {
+fn stepped(bench: &Bench<'_>, turn: &Turn, gradient: Floats<'_>, scalars: &Scalars) -> Result<()> {
+    let &Turn { entry, index: chunk, ref memory } = turn;
     let described = &bench.store.description().entries[entry];
     if described.is_compact() {
-        return compact::stepped(bench, entry, chunk, memory, gradient, scalars);
+        return compact::stepped(bench, turn, gradient, scalars);
     }
     let dtype = described.dtype;
     let elements = bench.elements(entry, chunk).len();

@@ -69,8 +69,7 @@ fn staged(bench: &Bench<'_>, entry: usize, chunk: u32, memory: &Shared, plan: &P
 /// Copies what was read of a chunk to its place in the whole.
 pub(crate) fn gathered(
     bench: &Bench<'_>,
-    entry: usize,
-    chunk: u32,
+    (entry, chunk): (usize, u32),
     memory: &Shared,
     plan: &Plan,
     all: &Shared,
@@ -89,8 +88,7 @@ pub(crate) fn gathered(
 /// Copies a chunk of the whole to where it is written from. The gradient stays: it is not written.
 pub(crate) fn scattered(
     bench: &Bench<'_>,
-    entry: usize,
-    chunk: u32,
+    (entry, chunk): (usize, u32),
     memory: &Shared,
     plan: &Plan,
     all: &Shared,

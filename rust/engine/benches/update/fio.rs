@@ -5,8 +5,8 @@ use std::{path::Path, process::Command};
 use crate::Outcome;
 
 const HUGE_PAGES: &str = "/proc/sys/vm/nr_hugepages";
-/// fio's buffers, and one huge page more for what it adds to align them.
-const PAGES: u64 = 8;
+/// Pages beside those of its buffers: fio aligns them and rounds up to 4 MiB, and aborts where it finds too few.
+const PAGES_MORE: u64 = 4;
 
 /// Huge pages for fio: those of a hugetlbfs, which takes root. They are given back in the end.
 pub(crate) struct Huge {
@@ -15,14 +15,15 @@ pub(crate) struct Huge {
 }
 
 impl Huge {
-    /// Why there are none, in words.
-    pub(crate) fn new(folder: &Path) -> Result<Self, String> {
+    /// For `depth` blocks of 1 MiB. Why there are none, in words.
+    pub(crate) fn new(folder: &Path, depth: usize) -> Result<Self, String> {
         let said = |what: &str, error: &dyn std::fmt::Display| format!("{what}: {error}");
         let pages_before = std::fs::read_to_string(HUGE_PAGES).map_err(|error| said(HUGE_PAGES, &error))?;
         let before: u64 = pages_before.trim().parse().map_err(|error| said(HUGE_PAGES, &error))?;
+        let pages = depth.div_ceil(2) as u64 + PAGES_MORE;
         let mounted = folder.join("huge");
         std::fs::create_dir(&mounted).map_err(|error| said("a folder to mount it at", &error))?;
-        std::fs::write(HUGE_PAGES, (before + PAGES).to_string()).map_err(|error| said(HUGE_PAGES, &error))?;
+        std::fs::write(HUGE_PAGES, (before + pages).to_string()).map_err(|error| said(HUGE_PAGES, &error))?;
         let huge = Self { mounted, pages_before };
         let done = Command::new("mount").args(["-t", "hugetlbfs", "none"]).arg(&huge.mounted).output();
         match done {
@@ -45,9 +46,10 @@ impl Drop for Huge {
     }
 }
 
-/// Seconds that fio needs for `bytes`, of which `read` of `all` parts are reads; `None` where there is no fio.
+/// Seconds that fio needs for `bytes` within a range of a file, of which `read` of `all` parts are reads; `None` where
+/// there is no fio.
 pub(crate) fn seconds(
-    path: &Path,
+    (path, (start, length)): (&Path, (usize, usize)),
     bytes: usize,
     (read, all): (usize, usize),
     depth: usize,
@@ -58,7 +60,8 @@ pub(crate) fn seconds(
         .args(["--name=mixed", "--rw=rw", "--bs=1M", "--ioengine=io_uring", "--direct=1", "--overwrite=1"])
         .args(["--output-format=terse", "--terse-version=3"])
         .args([format!("--rwmixread={}", (read * 100).div_euclid(all)), format!("--iodepth={depth}"), memory])
-        .args([format!("--io_size={bytes}"), format!("--filename={}", path.display())])
+        .args([format!("--offset={start}"), format!("--size={length}"), format!("--io_size={bytes}")])
+        .arg(format!("--filename={}", path.display()))
         .output();
     let done = match done {
         Ok(done) => done,

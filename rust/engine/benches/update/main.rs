@@ -1,5 +1,6 @@
 //! A step of `AdamW` on SSD: against the same bytes moved through the same kind of volume without arithmetic or
-//! checksums, against fio where it is installed, and against itself without checksums. Interleaved rounds, medians.
+//! checksums, against fio where it is installed, and against itself without checksums. All of it for one entry after the
+//! other, medians.
 //!
 //! `MEMASCEND_BENCH_DIR` says where (default: here), `MEMASCEND_BENCH_MPARAMS` how many millions of parameters,
 //! `MEMASCEND_BENCH_ROUNDS` how many rounds; `MEMASCEND_BENCH_LAYOUT` which layouts, separated by commas: whole (the
@@ -33,7 +34,7 @@ fn asked(name: &str, default: &str) -> String {
     std::env::var(name).unwrap_or_else(|_| default.into())
 }
 
-/// Seconds of each round.
+/// Seconds of each entry in each round, one after the other; of commits, of each round.
 #[derive(Default)]
 struct Seconds {
     update: Vec<f64>,
@@ -72,83 +73,84 @@ impl Case {
         Ok(Self { layout, elements, staged, parameters, store, engine, gradient, pure, seconds: Seconds::default() })
     }
 
-    /// Bytes that a step moves.
-    fn bytes(&self) -> usize {
+    /// Bytes that the update of one entry moves.
+    fn bytes_each(&self) -> usize {
         let (read, written) = self.layout.moved_bytes();
-        self.parameters * (read + written)
+        self.parameters / ENTRIES * (read + written)
     }
 
-    /// One step, staged and not committed.
-    fn update(&self, step: u64) -> Outcome<f64> {
-        // All entries began alike and have the same gradients, so the values of one are those of all.
-        let live = if self.layout.is_resident { values(&self.store)? } else { Arc::default() };
+    /// The update of an entry, staged and not committed.
+    fn update(&self, entry: usize, step: u64, live: &Arc<Vec<u8>>) -> Outcome<f64> {
         let began = Instant::now();
-        for entry in 0..ENTRIES {
-            let gradient = Gradient::new(Box::new(Borrowed(Arc::clone(&self.gradient))), Dtype::Bf16)?;
-            let values = self.layout.is_resident.then(|| Box::new(Borrowed(Arc::clone(&live))) as Box<dyn Buffer>);
-            self.engine.update_from(values, entry, gradient, &hyperparameters(step), Wait::forever())?;
-        }
+        let gradient = Gradient::new(Box::new(Borrowed(Arc::clone(&self.gradient))), Dtype::Bf16)?;
+        let values = self.layout.is_resident.then(|| Box::new(Borrowed(Arc::clone(live))) as Box<dyn Buffer>);
+        self.engine.update_from(values, entry, gradient, &hyperparameters(step), Wait::forever())?;
         self.engine.finish(Wait::forever())?;
         Ok(began.elapsed().as_secs_f64())
     }
 
-    /// The same step without checksums. It is discarded, so that it reads and writes where the other one does.
-    fn update_unchecked(&self, step: u64) -> Outcome<f64> {
+    /// The same without checksums. It is discarded, so that it reads and writes where the other one does.
+    fn update_unchecked(&self, entry: usize, step: u64, live: &Arc<Vec<u8>>) -> Outcome<f64> {
         self.store.set_unchecked(true);
-        let seconds = self.update(step);
+        let seconds = self.update(entry, step, live);
         self.store.set_unchecked(false);
-        self.engine.discard(Wait::forever())?;
+        self.engine.discard_entry(entry, Wait::forever())?;
         seconds
     }
 
-    fn commit(&self, step: u64) -> Outcome<f64> {
+    /// A step, in which each entry is updated in every way before the next: what a disk does drifts within seconds. The
+    /// first two steps write each slot for the first time, which is slower, and are not counted.
+    fn round(&mut self, step: u64, with_fio: bool, huge: Option<&Huge>) -> Outcome<()> {
+        // All entries began alike and have the same gradients, so the values of one are those of all.
+        let live = if self.layout.is_resident { values(&self.store)? } else { Arc::default() };
+        for entry in 0..ENTRIES {
+            // Each comes first in turn: what comes after a pause is a little faster.
+            let (unchecked, update);
+            if (entry as u64 + step).is_multiple_of(2) {
+                unchecked = self.update_unchecked(entry, step, &live)?;
+                update = self.update(entry, step, &live)?;
+            } else {
+                update = self.update(entry, step, &live)?;
+                self.engine.discard_entry(entry, Wait::forever())?;
+                unchecked = self.update_unchecked(entry, step, &live)?;
+                self.update(entry, step, &live)?;
+            }
+            self.seconds.unchecked.push(unchecked);
+            self.seconds.update.push(update);
+            let began = Instant::now();
+            self.pure.entry(entry, usize::from(step % 2 == 1))?;
+            self.seconds.pure.push(began.elapsed().as_secs_f64());
+            if with_fio {
+                self.seconds.fio_default.extend(self.fio(entry, None)?);
+                self.seconds.fio.extend(if huge.is_some() { self.fio(entry, huge)? } else { None });
+            }
+        }
         let began = Instant::now();
         self.engine.commit(Commit { step, ..Commit::default() }, Wait::forever())?;
-        Ok(began.elapsed().as_secs_f64())
-    }
-
-    /// One round of each; the first two write each slot for the first time, which is slower, and are not counted.
-    fn round(&mut self, step: u64, with_fio: bool, huge: Option<&Huge>) -> Outcome<()> {
-        // Each comes first in turn: what comes after a pause is a little faster.
-        let (unchecked, update);
-        if step % 4 < 2 {
-            unchecked = self.update_unchecked(step)?;
-            update = self.update(step)?;
-            self.seconds.commit.push(self.commit(step)?);
-        } else {
-            update = self.update(step)?;
-            self.engine.discard(Wait::forever())?;
-            unchecked = self.update_unchecked(step)?;
-            self.update(step)?;
-            self.seconds.commit.push(self.commit(step)?);
-        }
-        self.seconds.unchecked.push(unchecked);
-        self.seconds.update.push(update);
-        let began = Instant::now();
-        self.pure.step(usize::from(step % 2 == 1))?;
-        self.seconds.pure.push(began.elapsed().as_secs_f64());
-        let (read, written) = self.layout.moved_bytes();
-        let fio = |huge| fio::seconds(&self.pure.path, self.bytes(), (read, read + written), self.staged, huge);
-        if with_fio {
-            let (default, huge) = (fio(None)?, if huge.is_some() { fio(huge)? } else { None });
-            self.seconds.fio_default.extend(default);
-            self.seconds.fio.extend(huge);
-        }
+        self.seconds.commit.push(began.elapsed().as_secs_f64());
         if step <= 2 {
             self.seconds = Seconds::default();
         }
         Ok(())
     }
 
+    /// fio in the place where the entry lies in the file of pure I/O.
+    fn fio(&self, entry: usize, huge: Option<&Huge>) -> Outcome<Option<f64>> {
+        let (read, written) = self.layout.moved_bytes();
+        let part = self.pure.bytes() / ENTRIES;
+        let place = (entry * part, part);
+        fio::seconds((&self.pure.path, place), self.bytes_each(), (read, read + written), self.staged, huge)
+    }
+
     #[expect(clippy::print_stdout, reason = "a benchmark prints")]
     #[expect(clippy::cast_precision_loss, reason = "figures for people")]
     fn print(&self) {
         let Seconds { update, unchecked, pure, commit, fio, fio_default } = &self.seconds;
-        let (parameters, bytes) = (self.parameters as f64 / 1e6, self.bytes() as f64 / 1e9);
+        let (parameters, bytes) = (self.parameters as f64 / 1e6, (self.bytes_each() * ENTRIES) as f64 / 1e9);
         let (name, elements) = (self.layout.name(), self.elements);
         let line = |what: &str, seconds: &[f64]| {
             if !seconds.is_empty() {
-                let (middle, ratio) = (median(seconds), ratio(seconds, update));
+                let (middle, ratio) = (median(seconds) * ENTRIES as f64, ratio(seconds, update));
                 println!("  {what:24} {middle:7.3} s  {:5.2} GB/s  the update is {ratio:.3} of it", bytes / middle);
             }
         };
@@ -156,13 +158,15 @@ impl Case {
             "update of {parameters:.0} M {name} parameters, {elements} a chunk, {} chunks, {bytes:.2} GB a step",
             self.staged
         );
-        println!("  {:24} {:7.3} s  {:5.2} GB/s", "update", median(update), bytes / median(update));
+        let whole = median(update) * ENTRIES as f64;
+        println!("  {:24} {whole:7.3} s  {:5.2} GB/s", "update", bytes / whole);
         line("without checksums", unchecked);
         line("pure I/O", pure);
         line("fio, huge pages", fio);
         line("fio, as people run it", fio_default);
-        println!("  checksums {:.1} % of the step", (1.0 - ratio(unchecked, update)) * 100.0);
-        println!("  commit    {:.3} ms, {:.3} % of the step", median(commit) * 1e3, ratio(commit, update) * 100.0);
+        let (checksums, pairs) = ((1.0 - ratio(unchecked, update)) * 100.0, update.len());
+        println!("  checksums {checksums:.1} % of the step, the median of {pairs} pairs");
+        println!("  commit    {:.3} ms, {:.3} % of the step", median(commit) * 1e3, median(commit) / whole * 100.0);
         println!("  staging   {:.2} MiB", self.engine.staging_bytes() as f64 / f64::from(1 << 20));
         let info = self.store.info();
         let (index, mib) = (info.index_bytes as f64, info.slot_bytes as f64 / f64::from(1 << 20));
@@ -203,20 +207,22 @@ fn main() -> Outcome<()> {
 fn measure(folder: &Path) -> Outcome<()> {
     let parameters = asked("MEMASCEND_BENCH_MPARAMS", "64").parse::<usize>()? * 1_000_000;
     let rounds = asked("MEMASCEND_BENCH_ROUNDS", "7").parse::<u64>()?;
-    let (layouts, chunks) = (asked("MEMASCEND_BENCH_LAYOUT", "whole"), asked("MEMASCEND_BENCH_CHUNK", "65536"));
+    let (layouts, chunks) = (asked("MEMASCEND_BENCH_LAYOUT", "whole"), asked("MEMASCEND_BENCH_CHUNK", ""));
     let staged = asked("MEMASCEND_BENCH_CHUNKS", &CHUNKS_DEFAULT.to_string());
     let mut cases = vec![];
     for layout in layouts.split(',') {
         for elements in chunks.split(',') {
             for count in staged.split(',') {
                 let folder = folder.join(format!("{layout}-{elements}-{count}"));
-                let chunks = (elements.parse()?, count.parse()?);
-                cases.push(Case::new(&folder, Layout::called(layout), chunks, parameters)?);
+                let layout = Layout::called(layout);
+                let elements = if elements.is_empty() { layout.chunk_elements() } else { elements.parse()? };
+                cases.push(Case::new(&folder, layout, (elements, count.parse()?), parameters)?);
             }
         }
     }
     let with_fio = asked("MEMASCEND_BENCH_FIO", "yes") == "yes";
-    let huge = Huge::new(folder);
+    let deepest = cases.iter().map(|case| case.staged).max().unwrap_or(0);
+    let huge = Huge::new(folder, deepest);
     if let Err(why) = &huge {
         println!("no fio with huge pages: {why}");
     }

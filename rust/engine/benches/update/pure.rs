@@ -8,7 +8,7 @@ use memascend_store::Shared;
 
 use crate::{
     Outcome,
-    subject::{Layout, VALUE_BYTES},
+    subject::{ENTRIES, Layout, VALUE_BYTES},
 };
 
 type Moving = (Shared, Ticket<Shared>, Option<Ticket<Shared>>);
@@ -44,8 +44,14 @@ impl Pure {
         Ok(self.volume.close(Wait::forever())?)
     }
 
-    /// Reads each chunk's state and writes its state and values to the other slot: as many in flight, nothing computed.
-    pub(crate) fn step(&self, slot: usize) -> Outcome<()> {
+    /// Bytes of both slots.
+    pub(crate) fn bytes(&self) -> usize {
+        2 * self.chunks * self.elements * (self.layout.state_bytes() + VALUE_BYTES)
+    }
+
+    /// Reads the state of each chunk of an entry and writes its state and values to the other slot: as many in flight,
+    /// nothing computed.
+    pub(crate) fn entry(&self, entry: usize, slot: usize) -> Outcome<()> {
         let Self { volume, ring, chunks, elements, staged, layout, .. } = self;
         let (chunks, elements, staged) = (*chunks, *elements, *staged);
         let owner = ring.owner("pure")?;
@@ -57,9 +63,10 @@ impl Pure {
         };
         let mut reading: VecDeque<(usize, Moving)> = VecDeque::new();
         let mut writing: VecDeque<[Ticket<Shared>; 2]> = VecDeque::new();
-        let mut begun = 0;
-        while begun < chunks || !reading.is_empty() {
-            while begun < chunks && reading.len() < staged.div_ceil(2) {
+        let each = chunks / ENTRIES;
+        let (mut begun, end) = (entry * each, (entry + 1) * each);
+        while begun < end || !reading.is_empty() {
+            while begun < end && reading.len() < staged.div_ceil(2) {
                 if reading.len() + writing.len() == staged {
                     for ticket in writing.pop_front().into_iter().flatten() {
                         ticket.wait().result?;

@@ -35,6 +35,11 @@ impl Layout {
         }
     }
 
+    /// Elements of a chunk unless asked otherwise: as many as have their state in one request, as Python chooses them.
+    pub(crate) fn chunk_elements(self) -> usize {
+        if self.is_compact { 98_304 } else { 86_016 }
+    }
+
     pub(crate) fn state_bytes(self) -> usize {
         self.state.iter().map(|(_, dtype)| usize::try_from(dtype.bytes()).unwrap_or(0)).sum()
     }
