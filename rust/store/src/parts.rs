@@ -13,7 +13,7 @@ use crate::{Buffer, Error, Result, Shared, Store, buffer::bytes_of, read::Hold};
 pub struct Parts {
     store: Arc<Store>,
     holds: Vec<Hold<Arc<Store>>>,
-    parts: Vec<Part>,
+    cuts: Vec<Part>,
 }
 
 /// Pieces that follow each other in the unit.
@@ -27,7 +27,8 @@ struct Part {
 struct Piece {
     /// Which of the holds.
     hold: usize,
-    piece: u32,
+    /// Which of the entry's.
+    number: u32,
     /// Where it begins in its part.
     at: u64,
     /// Where it is in the volume, and its bytes.
@@ -75,27 +76,27 @@ impl Store {
                 }
                 if let Some(part) = parts.last_mut() {
                     let place = (self.layout.offset(&layout, hold.slot), bytes);
-                    part.pieces.push(Piece { hold: number, piece, at: part.bytes, place });
+                    part.pieces.push(Piece { hold: number, number: piece, at: part.bytes, place });
                     part.bytes += bytes;
                 }
             }
         }
         self.counters.began(parts.iter().map(|part| part.bytes).sum());
-        Ok(Parts { store: Arc::clone(self), holds, parts })
+        Ok(Parts { store: Arc::clone(self), holds, cuts: parts })
     }
 }
 
 impl Parts {
     /// Where each part begins in the unit, and its bytes.
     pub fn places(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
-        self.parts.iter().map(|part| (part.start, part.bytes))
+        self.cuts.iter().map(|part| (part.start, part.bytes))
     }
 
     /// Begins to read a part into memory of exactly its size, before all other I/O that waits. Memory that does not
     /// begin on a page is right, and slower.
     pub fn begin<B: Buffer + Sync>(self: &Arc<Self>, index: usize, memory: B) -> Result<PartFetch<B>> {
-        let Some(part) = self.parts.get(index) else {
-            return Err(Error::Invalid(format!("part {index} of {}", self.parts.len())));
+        let Some(part) = self.cuts.get(index) else {
+            return Err(Error::Invalid(format!("part {index} of {}", self.cuts.len())));
         };
         if memory.len() as u64 != part.bytes {
             return Err(Error::Invalid(format!("part {index} has {} bytes, not {}", part.bytes, memory.len())));
@@ -158,9 +159,9 @@ impl<B: Buffer + Sync> Flying<B> {
             ticket.outcome().unwrap_or(Err(memascend_nvme::Error::Closed))?;
         }
         let bytes = bytes_of(&self.memory);
-        for piece in &self.parts.parts[self.index].pieces {
+        for piece in &self.parts.cuts[self.index].pieces {
             let part = &bytes[piece.at as usize..(piece.at + piece.place.1) as usize];
-            self.parts.holds[piece.hold].check(piece.piece, part, piece.place)?;
+            self.parts.holds[piece.hold].check(piece.number, part, piece.place)?;
         }
         Ok(())
     }
