@@ -220,7 +220,7 @@ def make_report(session: Session) -> Report:
         written["activations"] = activations.counters["written"]
     seconds = {
         "wall": time.perf_counter() - base.began,
-        "waiting for units": store["wait_seconds"],
+        "waiting for units": store["wait_seconds"] + session.resources.units.wait_seconds,
         "handing on gradients": session.meter.handing_seconds,
         "step()": session.seconds["step"],
         **{f"update, {stage}": taken for stage, taken in engine["seconds"].items()},

@@ -7,6 +7,7 @@ begins the copy of each as soon as it was checked. A chunk is free again when th
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
@@ -131,7 +132,8 @@ class Staging:
         self._changed = threading.Condition(threading.RLock())
         self._waiting: deque[_Unit] = deque()
         self._closing = False
-        self.copied_bytes = 0
+        self._broken: BaseException | None = None
+        self.wait_seconds = 0.0
         self._thread = threading.Thread(target=self._serve, name="memascend-staging", daemon=True)
         self._thread.start()
 
@@ -141,28 +143,34 @@ class Staging:
         """Begin to bring a unit, as the last commit left it, into a lease on the device."""
         unit = _Unit(self._parts_of(name, self._chunk_bytes), base, self._after(base))
         with self._changed:
-            if self._closing:
-                raise UsageError("the staging of units was closed")
+            self._require_working()
             self._waiting.append(unit)
             self._changed.notify_all()
         return Staged(self, unit)
 
     def waited(self, unit: _Unit) -> int:
         """See `Staged.wait`."""
+        began = time.perf_counter()
         with self._changed:
             while not unit.ended:
-                if self._closing:
-                    raise UsageError("the staging of units was closed")
+                self._require_working()
                 # What is waited for goes before what was only looked ahead for.
                 if self._waiting and unit in self._waiting and self._waiting[0] is not unit:
                     self._waiting.remove(unit)
                     self._waiting.appendleft(unit)
                 self._changed.wait(0.1)
+            self.wait_seconds += time.perf_counter() - began
             if unit.error is not None:
                 raise unit.error
         if unit.last is not None:
             unit.last.order()
         return sum(nbytes for _, nbytes in unit.places)
+
+    def _require_working(self) -> None:
+        if self._broken is not None:
+            raise self._broken
+        if self._closing:
+            raise UsageError("the staging of units was closed")
 
     def dropped(self, unit: _Unit) -> None:
         """See `Staged`."""
@@ -181,12 +189,21 @@ class Staging:
             self._changed.notify_all()
         self._thread.join()
         for chunk in self._copying:
-            if chunk.copy is not None:
+            if chunk.copy is not None and self._broken is None:
                 chunk.copy.wait()
 
     # --- the thread ----------------------------------------------------------------
 
     def _serve(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:  # noqa: BLE001
+            # A device that is lost, most likely: whoever waits hears of it, and so does whoever comes later.
+            with self._changed:
+                self._broken = error
+                self._changed.notify_all()
+
+    def _work(self) -> None:
         while True:
             self._recycle(wait=not self._free and not self._reading)
             if self._free:
@@ -255,7 +272,6 @@ class Staging:
             return
         chunk.copy = copy
         self._copying.append(chunk)
-        self.copied_bytes += nbytes
         self._ended(unit, None, copy)
 
     def _ended(self, unit: _Unit, error: BaseException | None, copy: Copy | None = None) -> None:

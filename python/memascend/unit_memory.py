@@ -38,6 +38,10 @@ class UnitMemory(Protocol):
     def host(self) -> dict[str, int]:
         """Host memory that is held, by owner."""
 
+    @property
+    def wait_seconds(self) -> float:
+        """What callers waited for units beside what the store counts."""
+
     def stop(self) -> None:
         """End what reads from the store."""
 
@@ -66,6 +70,11 @@ class HostUnits:
         """See `UnitMemory`."""
         held = 0 if self._region.closed else self._region.mapped_bytes + int(self.arena.stats()["tables"])
         return {"units": held}
+
+    @property
+    def wait_seconds(self) -> float:
+        """See `UnitMemory`."""
+        return 0.0
 
     def stop(self) -> None:
         """See `UnitMemory`: reads belong to their tickets, which the store drains."""
@@ -103,6 +112,11 @@ class DeviceUnits:
             name: 0 if ring.region.closed else ring.region.mapped_bytes + int(ring.stats()["tables"])
             for name, ring in held.items()
         }
+
+    @property
+    def wait_seconds(self) -> float:
+        """See `UnitMemory`."""
+        return self._staging.wait_seconds
 
     def stop(self) -> None:
         """See `UnitMemory`."""

@@ -171,6 +171,20 @@ def test_a_device_that_fails_is_heard_of(staging, arena, store, device):
     staging.begin("first", base).wait()
 
 
+def test_a_device_that_is_lost_is_heard_of(device, store, arena):
+    """A copy that fails later than it began ends the thread; nobody waits for it in vain."""
+    staging = Staging(device, [pages(16 << 10)], store.parts, arena.after)
+    base = leased(arena, store)
+    lost = Work(lambda: 1 / 0)
+    lost.run()
+    device.bring = lambda *_: lost
+    with pytest.raises(ZeroDivisionError):
+        staging.begin("first", base).wait()
+    with pytest.raises(ZeroDivisionError):
+        staging.begin("second", base).wait()
+    staging.close()
+
+
 def test_dropping_lets_go(staging, arena, store, device):
     device.inward.delay = 0.05
     base = leased(arena, store)
