@@ -13,6 +13,8 @@ __all__ = [
     "Lease",
     "LeaseBuffer",
     "LentBuffer",
+    "PartFetch",
+    "Parts",
     "Region",
     "Store",
     "Ticket",
@@ -180,6 +182,17 @@ class Checksum:
 @final
 class Fetch:
     def wait(self) -> int: ...
+    def done(self) -> bool: ...
+
+@final
+class Parts:
+    def __new__(cls, store: Store, unit: int, bytes_max: int) -> Parts: ...
+    def places(self) -> list[tuple[int, int]]: ...
+    def begin(self, index: int, address: int, nbytes: int, keep: object) -> PartFetch: ...
+
+@final
+class PartFetch:
+    def wait(self) -> None: ...
     def done(self) -> bool: ...
 
 def store_sizes(

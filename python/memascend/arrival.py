@@ -70,7 +70,7 @@ class Arrival:
         "__weakref__",
         "_owner",
         "arrived_in",
-        "finite",
+        "found",
         "group",
         "handle",
         "in_pieces",
@@ -79,7 +79,6 @@ class Arrival:
         "place",
         "seen",
         "spilled",
-        "squared",
         "staged",
         "step",
         "used",
@@ -99,13 +98,24 @@ class Arrival:
         self.used = False
         self.spilled = False
         self.options: Any = None
-        self.finite = True
-        self.squared = 0.0
+        # What the check of a used gradient found, where the gradient was: read when it is asked for, as that may
+        # have to wait for a device.
+        self.found: tuple[torch.Tensor, torch.Tensor] | None = None
         self.arrived_in = -1
         # The gradient in memory that a step has used (which may be gone, and another be where it was), and its version.
         self.seen: tuple[weakref.ref[torch.Tensor], int] | None = None
         # It comes in several pieces in one backward (nested graph tasks), so it is never updated as it appears.
         self.in_pieces = False
+
+    @property
+    def finite(self) -> bool:
+        """Whether every value of the used gradient was finite."""
+        return self.found is None or not bool(self.found[0])
+
+    @property
+    def squared(self) -> float:
+        """The squared norm of the used gradient."""
+        return 0.0 if self.found is None else float(self.found[1])
 
     # --- what handles ask ---------------------------------------------------------
 
@@ -179,5 +189,7 @@ class Arrival:
         if gradient.is_sparse:
             return gradient
         if tuple(gradient.stride()) != self.place.stride and gradient.numel() > 1:
-            gradient = torch.empty_strided(self.place.shape, self.place.stride, dtype=gradient.dtype).copy_(gradient)
+            gradient = torch.empty_strided(
+                self.place.shape, self.place.stride, dtype=gradient.dtype, device=gradient.device
+            ).copy_(gradient)
         return gradient

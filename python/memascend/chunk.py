@@ -65,9 +65,9 @@ def adapter(
         if spilled is not None:
             part = tensor(spilled, entry["spill"], entry["shape"])
         elif flat is not None and not whole:
-            part = flat[start : start + count]
+            part = flat[start : start + count].cpu()
         else:
-            part = gradient
+            part = None if gradient is None else gradient.cpu()
         chunk = Chunk(
             values=tensor(values, entry["dtype"], entry["shape"]),
             gradient=part,

@@ -105,8 +105,11 @@ class Options:
             raise ConfigError(
                 "device_memory is the budget of a CUDA device, which cannot be computed on yet: leave it out"
             )
-        if self.activations != "device":
-            raise ConfigError(f"activations={self.activations!r} is not there yet: leave it at 'device'")
+        if self.activations == "host":
+            raise ConfigError(
+                "activations='host' is for a CUDA device; on the CPU they are in host memory anyway: pass 'device', or "
+                "'ssd' to keep what checkpoints save on storage"
+            )
 
     def _check_places(self) -> None:
         if self.weights is not None and self.checkpoint is not None:
@@ -155,6 +158,11 @@ class Options:
     def host_bytes(self) -> int | None:
         """The budget of host memory in bytes; None where the plan chooses."""
         return None if self.host_memory is None else parse_bytes(self.host_memory, "host_memory")
+
+    @property
+    def device_bytes(self) -> int | None:
+        """The budget of the device's memory in bytes; None where the plan chooses."""
+        return None if self.device_memory is None else parse_bytes(self.device_memory, "device_memory")
 
     @property
     def keeps(self) -> bool:

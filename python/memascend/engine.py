@@ -19,7 +19,7 @@ from memascend.chunk import Chunk, adapter
 from memascend.compact import compact_of, master_of
 from memascend.description import CHUNK_ELEMENTS, Entry, Sizes, adam_state, chunk_elements_of, order_of, sizes
 from memascend.errors import ConfigError
-from memascend.handed import dtype_of, json_of, place_of, require, stored_order
+from memascend.handed import Lent, dtype_of, json_of, place_of, require, stored_order
 from memascend.store import PAGE_BYTES, Fetch, Part, Store
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class Engine:
     def update(
         self,
         name: str,
-        gradient: torch.Tensor,
+        gradient: torch.Tensor | Lent,
         *,
         step: int,
         lr: float = 1e-3,
@@ -145,7 +145,7 @@ class Engine:
         live = self.store._live(name, values)  # noqa: SLF001
         self._core.update(index, place_of(gradient), dtype_of(gradient), live, numbers)
 
-    def spill(self, name: str, gradient: torch.Tensor, *, add: bool = False) -> None:
+    def spill(self, name: str, gradient: torch.Tensor | Lent, *, add: bool = False) -> None:
         """Queue a gradient to wait on storage; with `add`, add it to the one that is there, with the bits of `add_`.
 
         Returns when the gradient has room in the queue. It is held until it was used, and must not change meanwhile.
@@ -230,7 +230,7 @@ class Engine:
         function: Callable[[Chunk], object],
         *,
         step: int,
-        gradient: torch.Tensor | None = None,
+        gradient: torch.Tensor | Lent | None = None,
         whole: bool = False,
     ) -> None:
         """Queue arithmetic that is not ours, and return when its gradient has room in the queue.
@@ -254,8 +254,9 @@ class Engine:
         """
         index = self.store.index(name) if gradient is None else self.store._gradient(name, gradient)  # noqa: SLF001
         entry = self.store._entries[index]  # noqa: SLF001
-        nbytes = 0 if gradient is None else gradient.nbytes
-        call = adapter(function, entry, gradient, whole=whole)
+        given = gradient.tensor if isinstance(gradient, Lent) else gradient
+        nbytes = 0 if given is None else given.nbytes
+        call = adapter(function, entry, given, whole=whole)
         self._core.apply(index, call, nbytes, step, gradient is None, whole)
 
     def finish(self) -> None:

@@ -109,7 +109,8 @@ class Frames:
             for home in gate.homes:
                 self._residency.bind(home)
                 frame.bound.append(home)
-            frame.pushed = bool(gate.homes) and self._residency.hooks.push()
+            hooks = self._residency.hooks
+            frame.pushed = (bool(gate.homes) or (gate.root and hooks.keeper is not None)) and hooks.push()
         except BaseException:
             self._leave(frame)
             raise

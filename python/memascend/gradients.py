@@ -186,8 +186,7 @@ class Gradients:
             self.backwards.require_declared(kept.name)
 
     def _update(self, kept: Arrival, gradient: torch.Tensor) -> None:
-        bad, kept.squared = self._measure(gradient)
-        kept.finite = not bad
+        kept.found = self._check(gradient)
         kept.spilled = False
         self._stage(kept, gradient, self.scale)
 

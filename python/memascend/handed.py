@@ -3,26 +3,43 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memascend.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
 
-__all__ = ["dtype_of", "json_of", "place_of", "require", "require_laid_out", "stored_order"]
+__all__ = ["Lent", "dtype_of", "json_of", "place_of", "require", "require_laid_out", "require_order", "stored_order"]
 
 
-def place_of(tensor: torch.Tensor) -> tuple[int, int, object]:
-    """Address, bytes, and what keeps them valid."""
+class Lent(NamedTuple):
+    """A gradient that the extension cannot reach, and a function that lends it.
+
+    Attributes:
+        tensor: it, wherever it lies, without gaps in the order in which its parameter is stored.
+        window: of (first byte, bytes), on the engine's thread: an address in host memory, aligned to 8, the first byte
+            there, and how many, which hold what was asked for. They are left alone until the next call of any window of
+            the same engine's.
+    """
+
+    tensor: torch.Tensor
+    window: Callable[[int, int], tuple[int, int, int]]
+
+
+def place_of(tensor: torch.Tensor | Lent) -> tuple[int, int, object]:
+    """Address, bytes, and what keeps them valid; of what is lent no address, its bytes, and the function."""
+    if isinstance(tensor, Lent):
+        return 0, tensor.tensor.nbytes, tensor.window
     return tensor.data_ptr(), tensor.nbytes, tensor.untyped_storage()
 
 
-def dtype_of(tensor: torch.Tensor) -> str:
+def dtype_of(tensor: torch.Tensor | Lent) -> str:
     """The type of its elements, as descriptions name it."""
-    return str(tensor.dtype).removeprefix("torch.")
+    of = tensor.tensor if isinstance(tensor, Lent) else tensor
+    return str(of.dtype).removeprefix("torch.")
 
 
 def stored_order(entry: Mapping[str, Any], shape: Sequence[int]) -> tuple[int, ...] | None:
@@ -34,6 +51,11 @@ def require_laid_out(name: str, tensor: torch.Tensor, order: Sequence[int] | Non
     """Refuse a tensor that is not on the CPU, or not without gaps in this order."""
     if tensor.device.type != "cpu":
         raise ConfigError(f"the tensors of {name!r} must be on the CPU, not on {tensor.device}")
+    require_order(name, tensor, order)
+
+
+def require_order(name: str, tensor: torch.Tensor, order: Sequence[int] | None) -> None:
+    """Refuse a tensor that has gaps in this order."""
     if order is None and not tensor.is_contiguous():
         raise ConfigError(f"the tensors of {name!r} must be contiguous")
     if order is not None and not (len(order) == tensor.dim() and tensor.permute(tuple(order)).is_contiguous()):

@@ -7,12 +7,13 @@ import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
+from memascend import activations
+from memascend import device as devices
 from memascend import engine as engines
-from memascend import memory
 from memascend.beginning import Beginning, InHand
 from memascend.bodiless import MetaBuffers, require_plain
 from memascend.buffers import Buffers
@@ -21,12 +22,15 @@ from memascend.config import Options
 from memascend.errors import ConfigError
 from memascend.groups import options_of, take_options
 from memascend.heap import trim
+from memascend.lending import WINDOWS
 from memascend.ownership import find_owned, sparse_ids
 from memascend.placeholder import dense_strides
 from memascend.places import file_of, remove, temporary
 from memascend.plan import make_plan
 from memascend.progress import Progress
 from memascend.session import Resources
+from memascend.staging import CHUNKS
+from memascend.unit_memory import DeviceUnits, HostUnits
 from memascend.units import find_units
 from memascend.updates import Arithmetic
 from memascend.weights import open_weights
@@ -97,7 +101,9 @@ def offload(
         scratch: a folder for copies of the weights that `state_dict()` and `materialized()` make; None: beside the
             store.
         device_memory: not there yet.
-        activations: only "device" so far.
+        activations: where what checkpoints save within the model's forward waits for the backward: "device": in
+            memory, as torch keeps it; "ssd": in files beside the store (in `scratch`, where that is given), in the same
+            bits. "host" is for a CUDA device.
         durability: "step": every step survives a loss of power; "close": the death of the process; "none": nothing is
             kept before `close()`.
 
@@ -170,6 +176,8 @@ class _Offloading:
         self.model = model
         self.original = optimizer
         self.options = options
+        # What computes, where that is not the host.
+        self.device = devices.open_device(torch.device(options.device or "cpu"))
         self.owned = find_owned(model, optimizer)
         self.named = {name: owned.parameter for name, owned in self.owned.items()}
         require_plain(self.named)
@@ -190,15 +198,20 @@ class _Offloading:
         units = find_units(self.model, units=options.unit_names)
         entries = self._entries(units)
         paths = list(options.paths or ())
+        if options.activations == "ssd" and paths and not self._folders():
+            raise ConfigError("the storage is a raw device: give offload(scratch=) a folder for activations='ssd'")
         sizes = self.sizes = engines.sizes(entries, optimizer=type(self.original).__name__, devices=max(1, len(paths)))
         gradients = [owned.parameter.nbytes for owned in self.owned.values() if owned.group is not None]
         plan = make_plan(
             units,
             sizes,
+            staging=None if self.device is None else {"unit staging": CHUNKS, "gradient windows": WINDOWS},
+            device_budget=options.device_bytes,
             gradients="ssd" if options.gradients == "auto" and options.keeps else options.gradients,
             largest_gradient=max(gradients),
             all_gradients=sum(gradients),
             whole_bytes=self.arithmetic.whole_bytes + sizes.other_bytes,
+            activation_chunks=activations.CHUNKS if options.activations == "ssd" else None,
             update_values=self.arithmetic.update_values,
             budget=options.host_bytes,
         )
@@ -229,9 +242,15 @@ class _Offloading:
             take_options(self.original.param_groups, stored.get("groups"), undo)
             # Files stay mapped no longer.
             self.beginning = self.weights = None
-            region = memory.Region(memory.layout(plan.classes).reserved, pin=False, on_fork="wipe", owner="units")
-            undo.callback(region.close)
-            resources = Resources(store, engine, region)
+            unit_memory = (
+                HostUnits(store, plan.classes) if self.device is None else DeviceUnits(store, self.device, plan.classes)
+            )
+            undo.callback(unit_memory.close)
+            undo.callback(unit_memory.stop)
+            keeper = self._activations()
+            if keeper is not None:
+                undo.callback(keeper.close, "offload() failed")
+            resources = Resources(store, engine, unit_memory, keeper)
             offloaded = Wiring(
                 model=self.model,
                 original=self.original,
@@ -358,6 +377,18 @@ class _Offloading:
         return hyperparameters
 
     # --- what the run is told ------------------------------------------------------------------
+
+    def _activations(self) -> activations.Activations | None:
+        if self.options.activations != "ssd":
+            return None
+        return activations.open_activations(self._folders() or [cast("Path", self.folder)])
+
+    def _folders(self) -> list[Path]:
+        """For files that are gone with the process: beside each part of the store, as far as that is known."""
+        if self.options.scratch is not None:
+            return [Path(self.options.scratch)]
+        files = [path for path in self.options.paths or () if not Path(path).is_block_device()]
+        return list(dict.fromkeys(file_of(path).parent for path in files))
 
     def _scratch(self) -> Path | None:
         if self.options.scratch is not None:

@@ -24,6 +24,7 @@ __all__ = ["Plan", "arena_classes", "make_plan"]
 _ARENA_BYTES, _CLASS_BYTES, _SLOT_BYTES = 16_416, 112, 5
 # Staging chunks: fewer do not overlap at all, more than four gain nothing measurable.
 _CHUNKS_MIN, _CHUNKS = 2, 4
+_PAGE_BYTES = 4096
 
 
 def arena_classes(windows: Sequence[Sequence[int]]) -> dict[int, int]:
@@ -94,6 +95,9 @@ def make_plan(
     largest_gradient: int,
     all_gradients: int,
     whole_bytes: int = 0,
+    activation_chunks: Mapping[int, int] | None = None,
+    staging: Mapping[str, Mapping[int, int]] | None = None,
+    device_budget: int | None = None,
     budget: int | None = None,
     segment: int = 1,
     update_values: Literal["resident", "read", "never"] = "resident",
@@ -107,17 +111,23 @@ def make_plan(
         largest_gradient: bytes of it.
         all_gradients: bytes of all of them.
         whole_bytes: what an optimizer needs that updates whole parameters.
+        activation_chunks: {bytes: count} of those through which checkpointed activations go to storage.
+        staging: where a device computes, the chunks, {bytes: count}, that lie between it and storage, by owner; units
+            and gradients are then in its memory.
+        device_budget: the limit there; None: the smallest that keeps disk and compute busy.
         budget: the limit; None: the smallest that keeps disk and compute busy. Of a larger one, units stay resident.
         segment: units that a checkpoint segment recomputes together.
         update_values: whether an update reads the values: "resident" where their unit was evicted (the compact state),
             "read" always (values of 32 bits), "never" (the state has a master of its own).
 
     Raises:
-        BudgetError: the budget is too small; `smallest` is the one that works, to the byte.
+        BudgetError: a budget is too small; `smallest` is the one that works, to the byte.
     """
     if segment < 1:
         raise ConfigError(f"a checkpoint segment has at least one unit, not {segment}")
-    planner = _Planner(units, sizes, gradients, largest_gradient, all_gradients, whole_bytes, segment)
+    planner = _Planner(
+        units, sizes, gradients, largest_gradient, all_gradients, whole_bytes, segment, activation_chunks or {}, staging
+    )
     # From the smallest plan to the comfortable one, in the order of what it gains: two chunks more cost little.
     rungs = [
         planner.settled(1, _CHUNKS_MIN, largest_gradient),
@@ -131,18 +141,28 @@ def make_plan(
         largest = max(units, key=planner.bytes_of)
         raise BudgetError(
             f"host_memory {readable(budget)} is too small: the smallest budget that works is {smallest} bytes "
-            f"({readable(smallest)}), of which {rungs[0].owners()}; the largest unit, {largest.name!r}, has "
+            f"({readable(smallest)}), of which {_owners(rungs[0].host)}; the largest unit, {largest.name!r}, has "
             f"{readable(planner.bytes_of(largest))}",
             smallest=smallest,
         )
+    device_smallest = min(rung.device_peak for rung in rungs)
+    if device_budget is not None and device_budget < device_smallest:
+        raise BudgetError(
+            f"device_memory {readable(device_budget)} is too small: the smallest budget that works is "
+            f"{device_smallest} bytes ({readable(device_smallest)}), of which {_owners(rungs[0].device)}",
+            smallest=device_smallest,
+        )
     budget = comfortable if budget is None else budget
+    device_budget = rungs[-1].device_peak if device_budget is None else device_budget
+    # Where units and gradients lie.
+    limit = budget if staging is None else device_budget
     ample = planner.widened(rungs[-1], None)
-    if budget >= comfortable:
-        chosen = planner.widened(rungs[-1], budget)
+    if budget >= comfortable and device_budget >= rungs[-1].device_peak:
+        chosen = planner.widened(rungs[-1], limit)
     else:
-        chosen = [rung for rung in rungs if rung.peak <= budget][-1]
+        chosen = [rung for rung in rungs if rung.peak <= budget and rung.device_peak <= device_budget][-1]
         # Gradients get what is left, up to what they would have with ease.
-        spare = 0 if gradients == "ram" else budget - chosen.peak
+        spare = 0 if gradients == "ram" else limit - chosen.units_peak
         chosen = planner.settled(
             chosen.window, chosen.chunks, max(chosen.queue_bytes, min(planner.queue_bytes, chosen.queue_bytes + spare))
         )
@@ -176,6 +196,12 @@ def make_plan(
         whole_bytes=whole_bytes,
         host=chosen.host,
         host_peak=chosen.peak,
+        device=chosen.device,
+        device_peak=chosen.device_peak,
+        device_budget=0 if staging is None else device_budget,
+        device_smallest=device_smallest,
+        device_comfortable=rungs[-1].device_peak,
+        device_ample=ample.device_peak,
         budget=budget,
         smallest=smallest,
         comfortable=comfortable,
@@ -199,14 +225,26 @@ class _Held:
     queue_bytes: int
     classes: dict[int, int]
     host: dict[str, int]
+    # Empty where the host computes.
+    device: dict[str, int]
 
     @property
     def peak(self) -> int:
         return sum(self.host.values())
 
-    def owners(self) -> str:
-        ranked = sorted(self.host.items(), key=lambda item: -item[1])
-        return ", ".join(f"{owner} {readable(nbytes)}" for owner, nbytes in ranked if nbytes)
+    @property
+    def device_peak(self) -> int:
+        return sum(self.device.values())
+
+    @property
+    def units_peak(self) -> int:
+        """Of the memory in which units lie."""
+        return self.device_peak if self.device else self.peak
+
+
+def _owners(held: Mapping[str, int]) -> str:
+    ranked = sorted(held.items(), key=lambda item: -item[1])
+    return ", ".join(f"{owner} {readable(nbytes)}" for owner, nbytes in ranked if nbytes)
 
 
 @dataclass(frozen=True)
@@ -234,11 +272,15 @@ class _Planner:
         all_gradients: int,
         whole_bytes: int,
         segment: int,
+        activation_chunks: Mapping[int, int],
+        staging: Mapping[str, Mapping[int, int]] | None,
     ) -> None:
         self.units, self.sizes, self.segment = units, sizes, segment
         self.order = [unit for unit in forward_order(units) if self.bytes_of(unit)]
         self.kept_bytes = max(all_gradients, largest_gradient) if gradients == "ram" else 0
         self.whole_bytes = whole_bytes
+        self.activation_bytes = _reserved(activation_chunks)
+        self.staging = staging
         # With ease: the largest gradient is worked on while those of one block come in.
         counts = Counter(self.bytes_of(unit) for unit in units if not unit.pinned)
         block = max(counts.items(), key=lambda item: (item[1], item[0]), default=(0, 0))[0]
@@ -257,16 +299,23 @@ class _Planner:
         if self.kept_bytes:
             # Their updates wait in the memory that they have anyway.
             queue_bytes = self.kept_bytes
-        staging = {self.sizes.chunk_bytes: chunks} if self.sizes.chunk_bytes else {}
+        chunked = {self.sizes.chunk_bytes: chunks} if self.sizes.chunk_bytes else {}
+        device: dict[str, int] = {}
+        here = {"units": _reserved(classes), "update staging": _reserved(chunked), "gradients": queue_bytes}
+        if self.staging is not None:
+            # Slots there begin on pages, and its arena keeps nothing beside them.
+            units = sum(-(-nbytes // _PAGE_BYTES) * _PAGE_BYTES * count for nbytes, count in classes.items())
+            device = {"units": units, "gradients": queue_bytes}
+            here = {owner: _reserved(passed) for owner, passed in self.staging.items()}
+            here["update staging"] = _reserved(chunked)
         host = {
-            "units": _reserved(classes),
-            "update staging": _reserved(staging),
-            "gradients": queue_bytes,
+            **here,
             "catalog": self.sizes.buffer_bytes,
             "index": self.sizes.index_bytes,
             "whole parameters": self.whole_bytes,
+            "activations": self.activation_bytes,
         }
-        return _Held(window, chunks, queue_bytes, classes, host)
+        return _Held(window, chunks, queue_bytes, classes, host, device)
 
     def _by_class(self, classes: Mapping[int, int]) -> dict[int, tuple[list[Unit], int]]:
         """For each class its units in the order of the forward, and the slots that pinned ones leave them."""
@@ -307,7 +356,7 @@ class _Planner:
                 options.append((gain, bound, members, slots, wanted))
         # The most for its bytes first (frozen units stay from step to step), then the largest.
         for _, bound, members, slots, wanted in sorted(options, key=lambda option: option[:2], reverse=True):
-            room = wanted if budget is None else (budget - held.peak) // (bound + _SLOT_BYTES)
+            room = wanted if budget is None else (budget - held.units_peak) // (bound + _SLOT_BYTES)
             count = min(wanted, room)
             if count <= 0 or not self._saved(members, slots, slots + count):
                 continue
@@ -315,7 +364,7 @@ class _Planner:
                 held.window, held.chunks, held.queue_bytes, {**held.classes, bound: classes[bound] + count}
             )
             # Alignment may take a percent more than the slots themselves.
-            while budget is not None and wider.peak > budget and count > 0:
+            while budget is not None and wider.units_peak > budget and count > 0:
                 count -= 1
                 wider = self._held(
                     held.window, held.chunks, held.queue_bytes, {**held.classes, bound: classes[bound] + count}

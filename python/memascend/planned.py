@@ -31,6 +31,11 @@ class Plan:
             from step to step.
         whole_bytes: for optimizers that update whole parameters.
         host: host memory by owner; everything that is held, and its sum `host_peak`, is in the budget.
+        device: memory of the device by owner, where that is not the host; its sum is `device_peak`.
+        device_budget: the limit in force there; 0 where the host computes.
+        device_smallest: the smallest that works there.
+        device_comfortable: the smallest there that keeps disk and compute busy.
+        device_ample: the budget there from which on more of it saves nothing.
         budget: the limit in force.
         smallest: the smallest budget that works.
         comfortable: the smallest budget that keeps disk and compute busy.
@@ -54,6 +59,12 @@ class Plan:
     whole_bytes: int
     host: dict[str, int]
     host_peak: int
+    device: dict[str, int]
+    device_peak: int
+    device_budget: int
+    device_smallest: int
+    device_comfortable: int
+    device_ample: int
     budget: int
     smallest: int
     comfortable: int
@@ -66,10 +77,10 @@ class Plan:
 
     def larger_budget(self, nbytes: int) -> int:
         """The next budget to try where the model holds more units together than a plan can know, `nbytes` at least."""
-        for budget in (self.comfortable, self.ample):
-            if budget > self.budget:
-                return budget
-        return self.budget + nbytes
+        here = (self.budget, self.comfortable, self.ample)
+        there = (self.device_budget, self.device_comfortable, self.device_ample)
+        now, *larger = there if self.device else here
+        return next((budget for budget in larger if budget > now), now + nbytes)
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as JSON values."""
@@ -98,6 +109,9 @@ def _table(plan: Plan) -> str:
     lines += _rows(_unit_rows(plan))
     lines += ["", f"Host memory: {readable(plan.host_peak)} of a budget of {readable(plan.budget)}"]
     lines += _rows([(owner, readable(nbytes), _note(plan, owner)) for owner, nbytes in plan.host.items() if nbytes])
+    if plan.device:
+        lines += ["", f"Device memory: {readable(plan.device_peak)} of a budget of {readable(plan.device_budget)}"]
+        lines += _rows([(owner, readable(nbytes), _note(plan, owner)) for owner, nbytes in plan.device.items()])
     lines += ["", f"Storage: {readable(plan.disk_bytes)}"]
     lines += ["", "Each step moves" + (", in bytes for each parameter" if elements else "")]
     rows = []
@@ -137,20 +151,29 @@ def _note(plan: Plan, owner: str) -> str:
         return f"{plan.chunks} chunks"
     if owner == "gradients":
         return "all of them" if plan.gradients == "ram" else "that wait for their update"
+    if owner == "activations":
+        return "chunks through which they go to storage and come back"
+    if owner in ("unit staging", "gradient windows"):
+        return "pinned, on the way to the device" if owner == "unit staging" else "pinned, on the way from the device"
     return ""
 
 
 def _advice(plan: Plan) -> str:
-    if plan.budget < plan.comfortable:
-        return (
-            f"host_memory={plan.comfortable} ({readable(plan.comfortable)}) would keep disk and compute busy; "
-            f"{plan.smallest} is the smallest that works"
-        )
+    host = ("host_memory", plan.budget, plan.smallest, plan.comfortable, plan.ample)
+    there = (plan.device_budget, plan.device_smallest, plan.device_comfortable, plan.device_ample)
+    device = ("device_memory", *there)
+    for option, budget, smallest, comfortable, _ in [host, device]:
+        if budget < comfortable:
+            return (
+                f"{option}={comfortable} ({readable(comfortable)}) would keep disk and compute busy; "
+                f"{smallest} is the smallest that works"
+            )
     saved = f"the budget saves {readable(plan.saved_bytes)} of reads a step; " if plan.saved_bytes else ""
     if not plan.savable_bytes:
         return f"{saved}a larger budget would save nothing"
+    option, *_, ample = device if plan.device else host
     return (
-        f"{saved}host_memory={plan.ample} ({readable(plan.ample)}) would save {readable(plan.savable_bytes)} "
+        f"{saved}{option}={ample} ({readable(ample)}) would save {readable(plan.savable_bytes)} "
         f"{'more' if plan.saved_bytes else 'of reads a step'}"
     )
 

@@ -214,9 +214,13 @@ def make_report(session: Session) -> Report:
     read["other"] = max(0, store["read_bytes"] - sum(read.values()))
     written["other"] = max(0, store["written_bytes"] - sum(written.values()))
     written["first values"] = base.store["written_bytes"]
+    activations = session.resources.activations
+    if activations is not None:
+        read["activations"] = activations.counters["read"]
+        written["activations"] = activations.counters["written"]
     seconds = {
         "wall": time.perf_counter() - base.began,
-        "waiting for units": store["wait_seconds"],
+        "waiting for units": store["wait_seconds"] + session.resources.units.wait_seconds,
         "handing on gradients": session.meter.handing_seconds,
         "step()": session.seconds["step"],
         **{f"update, {stage}": taken for stage, taken in engine["seconds"].items()},
@@ -237,17 +241,22 @@ def make_report(session: Session) -> Report:
 def _owners(session: Session) -> dict[str, Owner]:
     meter, info = session.meter, session.store.info()
     counters = session.engine.counters()
-    region = session.resources.region
+    resources = session.resources
     # The engine's memory has the room for whole parameters in it, too.
     staging, whole = session.engine.staging_bytes, session.plan.whole_bytes
     held = {
-        "units": 0 if region.closed else region.mapped_bytes + session.residency.table_bytes,
+        **resources.units.host,
         "update staging": max(0, staging - whole),
         "catalog": info["buffer_bytes"],
         "index": info["index_bytes"],
         "whole parameters": min(staging, whole),
+        "activations": 0 if resources.activations is None else resources.activations.host_bytes,
     }
-    owners = {name: Owner(nbytes, nbytes) for name, nbytes in held.items() if nbytes or name != "whole parameters"}
+    always = (*resources.units.host, "update staging", "catalog", "index")
+    owners = {name: Owner(nbytes, nbytes) for name, nbytes in held.items() if nbytes or name in always}
+    if session.plan.device:
+        # They wait where they were made.
+        return owners
     now = meter.gradients
     owners["gradients"] = Owner(now, max(now, int(counters["queued_peak"]), meter.gradients_peak))
     return owners

@@ -105,6 +105,7 @@ class Residency:
         *,
         lookahead: int,
         slots: dict[int, int],
+        used: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
         """Begin with nothing resident.
 
@@ -114,9 +115,11 @@ class Residency:
             begin: begins to read a unit into memory.
             lookahead: how many units ahead of the one in use are fetched.
             slots: the arena's classes, {bytes: count}.
+            used: hears of a unit's bytes each time that somebody is about to compute with them.
         """
         self._arena = arena
         self._begin = begin
+        self._used = used
         self._busy = busy
         self._lookahead = lookahead
         self._classes = sorted(slots)
@@ -150,6 +153,7 @@ class Residency:
         self.on_borrowed: Callable[[Iterable[Place]], None] | None = None
         self.counters = {"fetches": 0, "hits": 0, "adopted": 0, "evictions": 0}
         # A budget that has more room, where a unit of so many bytes finds none.
+        self.budget_option = "host_memory"
         self.larger_budget: Callable[[int], int] = lambda nbytes: nbytes
         # Hears when the use of a unit has ended.
         self.on_used: Callable[[], None] | None = None
@@ -268,6 +272,8 @@ class Residency:
             self._look_ahead()
             base = home.base
             assert base is not None
+            if self._used is not None:
+                self._used(base)
             return base
 
     def _bring(self, home: Home) -> None:
@@ -305,7 +311,7 @@ class Residency:
         if storage is None or home.fetch is not None:
             return False
         with torch.inference_mode(mode=False):
-            home.base = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (home.nbytes,), (1,))
+            home.base = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (home.nbytes,), (1,))
         self.counters["adopted"] += 1
         return True
 
@@ -401,7 +407,7 @@ class Residency:
         return BudgetError(
             f"no room for unit {home.name!r} ({home.nbytes} bytes): all places of its size are held by views of "
             f"{', '.join(holders) or 'units in use'}, which a checkpoint segment of several blocks, or your "
-            f"code, keeps; host_memory={smallest} works",
+            f"code, keeps; {self.budget_option}={smallest} works",
             smallest=smallest,
         )
 
@@ -521,7 +527,7 @@ def _count(threads: dict[int, int], more: int) -> None:
 
 def _view(base: torch.Tensor, place: Place) -> torch.Tensor:
     with torch.inference_mode(mode=False), torch.no_grad():
-        view = torch.empty(0, dtype=place.dtype)
+        view = torch.empty(0, dtype=place.dtype, device=base.device)
         return view.set_(base.untyped_storage(), place.offset // view.element_size(), place.shape, place.stride)
 
 

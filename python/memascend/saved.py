@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import FrameType
 
 __all__ = ["Hooks", "Note"]
 
@@ -37,26 +39,37 @@ class Finder(Protocol):
         """The bytes of a unit, brought in where they are away."""
 
 
+class Keeper(Protocol):
+    """What keeps tensors that lie in no unit elsewhere; see `activations`."""
+
+    def kept(self, tensor: torch.Tensor, caller: FrameType) -> Any:
+        """What stands for a tensor that is saved in this frame, with a method `tensor()`; or the tensor itself."""
+
+
 class Hooks:
     """One pair of hooks, which are pushed while a unit computes."""
 
-    __slots__ = ("_finder", "_pair")
+    __slots__ = ("_finder", "_pair", "keeper")
 
     def __init__(self, finder: Finder) -> None:
         self._finder = finder
+        # Where there is one, the hooks are pushed for all of a model's forward.
+        self.keeper: Keeper | None = None
         # Bound once, so that they can be told from others'.
         self._pair = (self.pack, self.unpack)
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """A note for what lies in a unit; anything else as it is."""
         note = self._note(tensor)
-        return tensor if note is None else note
+        if note is not None:
+            return note
+        return tensor if self.keeper is None else self.keeper.kept(tensor, sys._getframe(1))  # noqa: SLF001
 
     def unpack(self, saved: Any) -> torch.Tensor:
         """The tensor again."""
         if isinstance(saved, Note):
             return self._tensor(saved)
-        tensor: torch.Tensor = saved
+        tensor: torch.Tensor = saved if isinstance(saved, torch.Tensor) else saved.tensor()
         return tensor
 
     def push(self) -> bool:
@@ -106,7 +119,7 @@ class Hooks:
     def _tensor(self, note: Note) -> torch.Tensor:
         storage = self._finder.storage_of(note.home, note.version)
         with torch.inference_mode(mode=False), torch.no_grad():
-            tensor = torch.empty(0, dtype=note.dtype)
+            tensor = torch.empty(0, dtype=note.dtype, device=storage.device)
             tensor.set_(storage, note.offset // tensor.element_size(), note.size, note.stride)
             if note.conjugate:
                 tensor = tensor.conj()

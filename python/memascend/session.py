@@ -22,17 +22,18 @@ from memascend.saving import save
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from memascend.activations import Activations
     from memascend.arrival import Arrival
     from memascend.buffers import Buffers
     from memascend.engine import Engine, Store
     from memascend.gates import Frames
     from memascend.gradients import Gradients
     from memascend.heap import Heap
-    from memascend.memory import Region
     from memascend.plan import Plan
     from memascend.residency import Residency
     from memascend.scaling import LossScale
     from memascend.surgery import Surgery
+    from memascend.unit_memory import UnitMemory
 
 __all__ = ["Resources", "Session"]
 
@@ -45,10 +46,12 @@ _CLOSED = "this model was offloaded, and its optimizer has been closed; open its
 class Resources:
     """What has to be let go: it knows neither model nor optimizer, so that both can be collected."""
 
-    def __init__(self, store: Store, engine: Engine, region: Region) -> None:
+    def __init__(self, store: Store, engine: Engine, units: UnitMemory, activations: Activations | None = None) -> None:
         self.store = store
         self.engine = engine
-        self.region = region
+        self.units = units
+        # Where checkpointed activations are kept on storage.
+        self.activations = activations
         # Where the store is a temporary one: steps were committed that nobody has read out.
         self.temporary = False
         self.unread = False
@@ -63,13 +66,14 @@ class Resources:
         if os.getpid() != self._process:
             # A forked child has none of the threads, and what it would write is its parent's.
             return
-        try:
-            self.engine.close()
-        finally:
-            try:
-                self.store.close()
-            finally:
-                self.region.close()
+        with contextlib.ExitStack() as last_first:
+            # Each of them also where another fails.
+            if self.activations is not None:
+                last_first.callback(self.activations.close, _CLOSED)
+            last_first.callback(self.units.close)
+            last_first.callback(self.store.close)
+            last_first.callback(self.units.stop)
+            last_first.callback(self.engine.close)
         if self.temporary and self.unread:
             warnings.warn(
                 "the trained weights were in a temporary store and are gone, for nobody read them out: give storage=, "

@@ -10,7 +10,7 @@ from memascend import _core
 from memascend.compact import compact_of
 from memascend.description import CHUNK_ELEMENTS, Entry, chunk_elements_of, description
 from memascend.errors import ConfigError
-from memascend.handed import json_of, place_of, require, require_laid_out, stored_order
+from memascend.handed import Lent, json_of, place_of, require, require_laid_out, require_order, stored_order
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["PAGE_BYTES", "Fetch", "Part", "Store"]
+__all__ = ["PAGE_BYTES", "Fetch", "Part", "Store", "UnitParts"]
 
 # What memory that a unit is fetched into begins on, and what its bytes are a multiple of.
 PAGE_BYTES = 4096
@@ -245,6 +245,16 @@ class Store:
         keep = into.untyped_storage()
         return Fetch(self._core.fetch(units.index(unit), into.data_ptr(), into.nbytes, keep))
 
+    def parts(self, unit: str, bytes_max: int) -> UnitParts:
+        """The values of a unit, as the last commit left them, in parts of at most so many bytes; reads nothing yet.
+
+        Raises:
+            ConfigError: there is no such unit, or a piece of it is larger than a part may be.
+        """
+        if unit not in self._units:
+            raise ConfigError(f"the store has no unit {unit!r}")
+        return UnitParts(_core.Parts(self._core, self._units.index(unit), bytes_max))
+
     def counters(self) -> dict[str, Any]:
         """Since it was opened: "fetches", "fetched_bytes", "wait_seconds" in `Fetch.wait`, and all I/O.
 
@@ -294,13 +304,20 @@ class Store:
         require(name, values, entry["dtype"], entry["shape"], entry["order"])
         return place_of(values)
 
-    def _gradient(self, name: str, gradient: torch.Tensor) -> int:
+    def _gradient(self, name: str, gradient: torch.Tensor | Lent) -> int:
+        index = self.index(name)
+        if isinstance(gradient, Lent):
+            require_order(name, gradient.tensor, self._entries[index]["order"])
+            return self._shaped(name, gradient.tensor)
+        require_laid_out(name, gradient, self._entries[index]["order"])
+        return self._shaped(name, gradient)
+
+    def _shaped(self, name: str, gradient: torch.Tensor) -> int:
         index = self.index(name)
         if list(gradient.shape) != self._entries[index]["shape"]:
             raise ConfigError(
                 f"the gradient of {name!r} has shape {list(gradient.shape)}, not {self._entries[index]['shape']}"
             )
-        require_laid_out(name, gradient, self._entries[index]["order"])
         return index
 
     def __enter__(self) -> Self:
@@ -354,3 +371,29 @@ def _shared(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
         kind = {name: entry[name] for name in ("dtype", "shape", "order", "spill", "compact", "state")}
         found.append(kinds.setdefault(repr(kind), kind))
     return found
+
+
+class UnitParts:
+    """A unit that is read part by part; `Store.parts` makes it. All parts are of one commit.
+
+    Until it and every read of it are gone, the slots that it reads are not written: the step after the next commit
+    waits for it.
+    """
+
+    __slots__ = ("_core",)
+
+    def __init__(self, core: _core.Parts) -> None:
+        self._core = core
+
+    def places(self) -> list[tuple[int, int]]:
+        """Where each part begins in the unit, and its bytes."""
+        return self._core.places()
+
+    def begin(self, index: int, into: torch.Tensor) -> _core.PartFetch:
+        """Begin to read a part into a contiguous uint8 CPU tensor of its size, before all other I/O that waits.
+
+        The tensor is held until the end. What comes back has `wait()`, which checks every byte and raises as
+        `Fetch.wait` does, and `done()`; dropping it waits for the device.
+        """
+        require("a part", into, "uint8", [self.places()[index][1]], None)
+        return self._core.begin(index, *place_of(into))

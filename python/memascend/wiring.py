@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from memascend import kernels, memory
+from memascend import kernels
 from memascend.autocast import AutocastWatch
 from memascend.bodiless import embody
 from memascend.gates import Frames, close_gates, open_gates
@@ -61,13 +61,14 @@ class Wiring:
     def run(self) -> OffloadedOptimizer:
         """Let the parameters go, and hand out the optimizer that has charge of them."""
         options, plan, resources = self.options, self.plan, self.resources
-        store, engine = resources.store, resources.engine
+        store = resources.store
+        engine = resources.units.engine(resources.engine)
         known = {entry["name"]: entry for entry in store.entries()}
         residency = self._residency(known)
 
         def resident(kept: Arrival) -> torch.Tensor | None:
             # Where one unit at a time is held, an update must not keep it from making room.
-            return residency.values_of(kept.place) if plan.window > 1 else None
+            return residency.values_of(kept.place) if plan.window > 1 and not plan.device else None
 
         rule = Updates(self.arithmetic, engine, store, resident)
         gradients = Gradients(
@@ -132,13 +133,14 @@ class Wiring:
 
     def _residency(self, known: Mapping[str, Any]) -> Residency:
         """The units' homes, and the order in which they are expected to be used."""
-        plan, engine = self.plan, self.resources.engine
+        plan, engine, memory = self.plan, self.resources.engine, self.resources.units
         residency = Residency(
-            memory.Arena(self.resources.region, plan.classes),
+            memory.arena,
             lambda: engine.queued_bytes > 0,
-            self.resources.store.fetch,
+            memory.begin,
             lookahead=max(0, plan.window - 1),
             slots=plan.classes,
+            used=memory.used,
         )
         for unit in self.units:
             home = residency.add(unit.name, self.unit_bytes[unit.name], pinned=unit.pinned)
@@ -147,7 +149,9 @@ class Wiring:
                 for name in unit.parameters
             ]
         residency.settle()
+        residency.hooks.keeper = self.resources.activations
         residency.larger_budget = plan.larger_budget
+        residency.budget_option = "device_memory" if plan.device else "host_memory"
         residency.sums = Sums() if wanted() else None
         index = {home.name: home.index for home in residency.homes}
         forward = [index[name] for name in plan.order]

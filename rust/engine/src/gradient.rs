@@ -1,38 +1,86 @@
-//! Gradients: memory that the engine holds on to until it has used it.
+//! Gradients: memory that the engine holds on to until it has used it, or a source that lends it window by window.
+
+use std::{cell::Cell, ptr::NonNull};
 
 use memascend_math::{Bf16, F16, Floats};
 use memascend_store::{Buffer, Dtype};
 
-use crate::{Error, Result};
+use crate::{Cause, Error, Result, bench::Bench};
 
 /// A parameter's gradient, contiguous in the parameter's own order.
 pub struct Gradient {
-    memory: Box<dyn Buffer>,
+    memory: Memory,
     dtype: Dtype,
+}
+
+enum Memory {
+    Here(Box<dyn Buffer>),
+    /// Elsewhere, and what of it is here now.
+    Away {
+        source: Box<dyn Source>,
+        nbytes: usize,
+        window: Cell<Option<Window>>,
+    },
+}
+
+/// A gradient that lies where the engine cannot read it, on a device.
+pub trait Source: Send {
+    /// Bytes of the gradient in host memory, `nbytes` from `start` on and, if that costs nothing, more. They stay as they
+    /// are until the next call of any source of the engine's. Called on the engine's thread, in order; it must not wait
+    /// for the engine.
+    fn window(&self, start: usize, nbytes: usize) -> std::result::Result<Window, Cause>;
+}
+
+/// Bytes of a gradient that are in host memory now.
+#[derive(Debug, Clone, Copy)]
+pub struct Window {
+    address: NonNull<u8>,
+    start: usize,
+    nbytes: usize,
+}
+
+// SAFETY: it is read by the engine's thread alone, between two calls of its source.
+unsafe impl Send for Window {}
+
+impl Window {
+    /// `nbytes` of a gradient from its byte `start` on, at `address`.
+    ///
+    /// # Safety
+    /// The memory is mapped, aligned for the gradient's dtype, and nobody writes to it until the next call of a source of
+    /// the engine that it is for, or until all jobs of the source have ended.
+    #[must_use]
+    pub unsafe fn new(address: NonNull<u8>, start: usize, nbytes: usize) -> Self {
+        Self { address, start, nbytes }
+    }
 }
 
 impl Gradient {
     /// A gradient of `dtype` that lies in `memory`, aligned for it.
     pub fn new(memory: Box<dyn Buffer>, dtype: Dtype) -> Result<Self> {
-        if !matches!(dtype, Dtype::F32 | Dtype::Bf16 | Dtype::F16) {
-            return Err(Error::Invalid(format!(
-                "a gradient of {}: float32, bfloat16 and float16 have an update",
-                dtype.name()
-            )));
-        }
-        let element = usize::try_from(dtype.bytes()).unwrap_or(usize::MAX);
+        let element = require_float(dtype)?;
         if !memory.is_empty()
             && (!(memory.as_ptr().as_ptr() as usize).is_multiple_of(element) || !memory.len().is_multiple_of(element))
         {
             return Err(Error::Invalid(format!("the gradient's memory is not aligned for {}", dtype.name())));
         }
-        Ok(Self { memory, dtype })
+        Ok(Self { memory: Memory::Here(memory), dtype })
+    }
+
+    /// A gradient of `nbytes` of `dtype` that is lent by `source` as it is needed.
+    pub fn lent(source: Box<dyn Source>, nbytes: usize, dtype: Dtype) -> Result<Self> {
+        if !nbytes.is_multiple_of(require_float(dtype)?) {
+            return Err(Error::Invalid(format!("{nbytes} bytes are no number of {}", dtype.name())));
+        }
+        Ok(Self { memory: Memory::Away { source, nbytes, window: Cell::new(None) }, dtype })
     }
 
     /// Bytes of it.
     #[must_use]
     pub fn nbytes(&self) -> usize {
-        self.memory.len()
+        match &self.memory {
+            Memory::Here(memory) => memory.len(),
+            Memory::Away { nbytes, .. } => *nbytes,
+        }
     }
 
     pub(crate) fn elements(&self) -> u64 {
@@ -43,30 +91,74 @@ impl Gradient {
         self.dtype
     }
 
-    /// `nbytes` from byte `start` on, which lie inside.
-    pub(crate) fn bytes(&self, start: usize, nbytes: usize) -> &[u8] {
-        assert!(start + nbytes <= self.nbytes(), "bytes past the end of a gradient");
+    /// `nbytes` from byte `start` on, which lie inside. Of a source, until the next call of this or another.
+    pub(crate) fn bytes(&self, bench: &Bench<'_>, entry: usize, start: usize, nbytes: usize) -> Result<&[u8]> {
+        let first = self.at(bench, entry, start, nbytes)?;
         // SAFETY: inside the memory, which is mapped while it is held; nobody writes to a gradient that was handed over.
-        unsafe { elements(self.memory.as_ptr().as_ptr(), start, nbytes) }
+        Ok(unsafe { elements(first, 0, nbytes) })
     }
 
-    /// `count` elements from `start` on, which lie inside.
-    pub(crate) fn part(&self, start: usize, count: usize) -> Floats<'_> {
-        floats(&*self.memory, self.dtype, start, count)
+    /// `count` elements from `start` on, which lie inside. Of a source, until the next call of this or another.
+    pub(crate) fn part(&self, bench: &Bench<'_>, entry: usize, start: usize, count: usize) -> Result<Floats<'_>> {
+        let element = usize::try_from(self.dtype.bytes()).unwrap_or(usize::MAX);
+        let first = self.at(bench, entry, start * element, count * element)?;
+        // SAFETY: inside the memory, which is mapped while it is held and aligned; nobody writes to a gradient that was
+        // handed over.
+        Ok(unsafe { floats_at(first, self.dtype, 0, count) })
     }
+
+    /// Where `nbytes` from byte `start` on lie.
+    fn at(&self, bench: &Bench<'_>, entry: usize, start: usize, nbytes: usize) -> Result<*const u8> {
+        assert!(start + nbytes <= self.nbytes(), "bytes past the end of a gradient");
+        let (memory, from) = match &self.memory {
+            Memory::Here(memory) => (memory.as_ptr(), 0),
+            Memory::Away { source, window, .. } => {
+                let holds = |lent: &Window| lent.start <= start && start + nbytes <= lent.start + lent.nbytes;
+                let lent = match window.get().filter(holds) {
+                    Some(lent) => lent,
+                    None => source.window(start, nbytes).map_err(|cause| {
+                        let name = bench.store.description().entries[entry].name.clone();
+                        Error::Function { name, cause }
+                    })?,
+                };
+                assert!(holds(&lent), "a source lent other bytes than it was asked for");
+                window.set(Some(lent));
+                (lent.address, lent.start)
+            }
+        };
+        // SAFETY: inside the memory.
+        Ok(unsafe { memory.as_ptr().add(start - from) })
+    }
+}
+
+/// The bytes of an element of a dtype that has an update.
+fn require_float(dtype: Dtype) -> Result<usize> {
+    if !matches!(dtype, Dtype::F32 | Dtype::Bf16 | Dtype::F16) {
+        return Err(Error::Invalid(format!(
+            "a gradient of {}: float32, bfloat16 and float16 have an update",
+            dtype.name()
+        )));
+    }
+    Ok(usize::try_from(dtype.bytes()).unwrap_or(usize::MAX))
 }
 
 /// `count` elements from `start` on of memory that is aligned for its dtype, one of the three that kernels know.
 pub(crate) fn floats(memory: &dyn Buffer, dtype: Dtype, start: usize, count: usize) -> Floats<'_> {
     assert!((start + count) as u64 * dtype.bytes() <= memory.len() as u64, "elements past the end of a tensor");
-    let memory = memory.as_ptr().as_ptr();
+    // SAFETY: inside the memory, which is mapped while it is held and aligned; nobody writes to a tensor that was handed
+    // over.
+    unsafe { floats_at(memory.as_ptr().as_ptr(), dtype, start, count) }
+}
+
+/// # Safety
+/// As [`elements`], for `dtype`.
+unsafe fn floats_at<'a>(memory: *const u8, dtype: Dtype, start: usize, count: usize) -> Floats<'a> {
     match dtype {
-        // SAFETY: inside the memory, which is mapped while it is held and aligned; nobody writes to a tensor that was
-        // handed over.
+        // SAFETY: the caller's.
         Dtype::F32 => Floats::F32(unsafe { elements(memory, start, count) }),
-        // SAFETY: as above.
+        // SAFETY: the caller's.
         Dtype::Bf16 => Floats::Bf16(unsafe { elements::<Bf16>(memory, start, count) }),
-        // SAFETY: as above.
+        // SAFETY: the caller's.
         _ => Floats::F16(unsafe { elements::<F16>(memory, start, count) }),
     }
 }

@@ -26,7 +26,7 @@ pub use counters::Counters;
 pub use engine::{Engine, Options};
 pub use error::{Error, Result};
 pub use fill::First;
-pub use gradient::Gradient;
+pub use gradient::{Gradient, Source, Window};
 pub use memascend_math::Hyperparameters;
 pub use memascend_store::Spilled;
 pub use pipeline::CHUNKS_DEFAULT;

@@ -62,18 +62,18 @@ impl Work for Spill {
         let &Turn { entry, index: chunk, ref memory } = turn;
         let elements = bench.elements(entry, chunk);
         let (part, used) = bench.spill_part(entry, chunk, memory)?;
-        let given = self.gradient.part(elements.start, elements.len());
         let dtype = self.gradient.dtype();
         // SAFETY: nothing is in flight of this chunk, which is this turn's.
         unsafe { clear_from(&part, used) };
         if self.adds {
+            let given = self.gradient.part(bench, entry, elements.start, elements.len())?;
             // SAFETY: as above.
             add(unsafe { floats_mut(&part, dtype, elements.len()) }, given, bench.exec)?;
         } else {
             // SAFETY: as above.
             let bytes = unsafe { bytes_mut(&part) };
             let size = used / elements.len().max(1);
-            bytes[..used].copy_from_slice(self.gradient.bytes(elements.start * size, used));
+            bytes[..used].copy_from_slice(self.gradient.bytes(bench, entry, elements.start * size, used)?);
         }
         let found = check(floats(&part, dtype, 0, elements.len()), bench.exec);
         let mut so_far = self.so_far.get();

@@ -66,7 +66,10 @@ impl Work for Update {
         }
         let elements = bench.elements(turn.entry, turn.index);
         match &self.by {
-            By::Given(gradient) => stepped(bench, turn, gradient.part(elements.start, elements.len()), &self.scalars),
+            By::Given(gradient) => {
+                let gradient = gradient.part(bench, turn.entry, elements.start, elements.len())?;
+                stepped(bench, turn, gradient, &self.scalars)
+            }
             By::Spilled { dtype, factors } => {
                 let (part, _) = bench.spill_part(turn.entry, turn.index, &turn.memory)?;
                 for factor in factors {

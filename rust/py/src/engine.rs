@@ -10,6 +10,7 @@ use crate::{
     errors::engine_error,
     function::Applied,
     nvme::Held,
+    source::Lending,
     store::{Store, dtype},
     waiting::waiting,
 };
@@ -18,7 +19,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Engine>()
 }
 
-/// Address and bytes of a tensor, and what keeps them valid.
+/// Address and bytes of a tensor, and what keeps them valid. Of a gradient, address 0 says that this lends it.
 type Tensor = (usize, usize, Py<PyAny>);
 /// lr, betas, eps, weight decay, decoupled, step, gradient scale, maximize.
 type Numbers = (f64, (f64, f64), f64, f64, bool, u64, f64, bool);
@@ -214,7 +215,11 @@ fn held((address, nbytes, keep): Tensor) -> Box<dyn Buffer> {
 
 fn typed(py: Python<'_>, gradient: Tensor, name: &str) -> PyResult<Gradient> {
     let dtype = dtype(py, name)?;
-    Gradient::new(held(gradient), dtype).map_err(|error| engine_error(py, &error))
+    let made = match gradient {
+        (0, nbytes, function) if nbytes > 0 => Gradient::lent(Box::new(Lending { function }), nbytes, dtype),
+        gradient => Gradient::new(held(gradient), dtype),
+    };
+    made.map_err(|error| engine_error(py, &error))
 }
 
 fn hyperparameters(numbers: Numbers) -> Hyperparameters {

@@ -10,6 +10,8 @@ mod function;
 mod kernels;
 mod memory;
 mod nvme;
+mod parts;
+mod source;
 mod store;
 mod waiting;
 
@@ -24,5 +26,6 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     kernels::register(module)?;
     memory::register(module)?;
     nvme::register(module)?;
+    parts::register(module)?;
     store::register(module)
 }

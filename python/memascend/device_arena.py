@@ -1,0 +1,174 @@
+"""An arena on a device: exact-size slots, planned once, each lent until its last view and its last use are over.
+
+A lease belongs to its storage, as on the host. The host's part of a use ends with the last view; the device may still
+compute with the bytes then. So a slot comes back with marks on the streams that used it, and what is copied into it
+next comes after these: nobody waits for that on the host.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from bisect import bisect_left
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memascend.errors import ConfigError, TimeoutExpired, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from memascend.device import Copy, Device
+
+__all__ = ["DeviceArena", "DeviceLease"]
+
+_PAGE_BYTES = 4096
+
+
+def slot_bytes(nbytes: int) -> int:
+    """What a slot for so many bytes takes."""
+    return -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
+
+
+class _Slot:
+    """A place in the arena's memory."""
+
+    __slots__ = ("after", "nbytes", "start")
+
+    def __init__(self, start: int, nbytes: int) -> None:
+        self.start = start
+        self.nbytes = nbytes
+        # What has to be over before anything is written here.
+        self.after: list[Copy] = []
+
+
+class _Hold:
+    """What the storage of a lease holds; gone with its last view, on whichever thread."""
+
+    __slots__ = ("_arena", "slot", "streams")
+
+    def __init__(self, arena: DeviceArena, slot: _Slot) -> None:
+        self._arena = arena
+        self.slot = slot
+        self.streams: dict[Any, None] = {}
+
+    def __del__(self) -> None:
+        # This queue is made for finalizers: putting never waits for a lock that this thread may have.
+        self._arena.gone.put(self)
+
+
+class DeviceLease:
+    """A hold on a slot, until `tensor()` hands it to a storage."""
+
+    __slots__ = ("_arena", "_hold", "nbytes")
+
+    def __init__(self, arena: DeviceArena, hold: _Hold, nbytes: int) -> None:
+        self._arena = arena
+        self._hold: _Hold | None = hold
+        self.nbytes = nbytes
+
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor there, which the lease lives as long as any view of; to be had once."""
+        hold, self._hold = self._hold, None
+        if hold is None:
+            raise UsageError("this lease was handed to a tensor already")
+        if dtype != torch.uint8 or shape != (self.nbytes,):
+            raise ConfigError(f"a lease on a device is a tensor of {self.nbytes} uint8, not {shape} of {dtype}")
+        return self._arena.made(hold, self.nbytes)
+
+
+class DeviceArena:
+    """Slots of classes, {bytes: count}, in one piece of a device's memory. A lease takes one of its own class alone."""
+
+    def __init__(self, device: Device, classes: Mapping[int, int]) -> None:
+        """Take the memory."""
+        self._device = device
+        self._bounds = sorted(classes)
+        self._counts = dict(classes)
+        self.reserved_bytes = sum(slot_bytes(bound) * count for bound, count in classes.items())
+        self._memory = device.memory(max(self.reserved_bytes, 1))
+        self._free: dict[int, list[_Slot]] = {}
+        at = 0
+        for bound in self._bounds:
+            slots = self._free[bound] = []
+            for _ in range(classes[bound]):
+                slots.append(_Slot(at, bound))
+                at += slot_bytes(bound)
+        # By the address of its storage.
+        self._lent: dict[int, _Slot] = {}
+        self._streams: dict[int, dict[Any, None]] = {}
+        self._in_use = 0
+        self._lock = threading.Lock()
+        # Holds whose last view is gone.
+        self.gone: queue.SimpleQueue[_Hold] = queue.SimpleQueue()
+
+    def lease(self, nbytes: int, timeout: float | None = None, owner: str = "user") -> DeviceLease:
+        """Take a slot, waiting up to `timeout` seconds (None: until there is one).
+
+        Raises:
+            ConfigError: no class is large enough.
+            TimeoutExpired: all slots stayed taken.
+        """
+        at = bisect_left(self._bounds, nbytes)
+        if at == len(self._bounds):
+            raise ConfigError(f"{nbytes} bytes are more than the largest slot of the device's arena")
+        bound = self._bounds[at]
+        deadline = None if timeout is None else time.monotonic() + timeout
+        self._take_back()
+        while True:
+            with self._lock:
+                if self._free[bound]:
+                    slot = self._free[bound].pop()
+                    self._in_use += bound
+                    return DeviceLease(self, _Hold(self, slot), nbytes)
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                raise TimeoutExpired(f"no slot of {bound} bytes for {owner} on {self._device.torch_device}")
+            self._take_back(wait=left)
+
+    def made(self, hold: _Hold, nbytes: int) -> torch.Tensor:
+        """The tensor of a lease."""
+        slot = hold.slot
+        with torch.inference_mode(mode=False), torch.no_grad():
+            tensor = self._device.lent(self._memory, slot.start, nbytes, hold)
+        address = tensor.untyped_storage().data_ptr()
+        self._lent[address] = slot
+        self._streams[address] = hold.streams
+        return tensor
+
+    def used(self, tensor: torch.Tensor) -> None:
+        """The caller's current stream is about to compute with a lease's bytes."""
+        streams = self._streams.get(tensor.untyped_storage().data_ptr())
+        if streams is not None:
+            streams[self._device.stream()] = None
+
+    def after(self, tensor: torch.Tensor) -> list[Copy]:
+        """What has to be over before a lease's bytes are written for the first time; told once."""
+        slot = self._lent[tensor.untyped_storage().data_ptr()]
+        after, slot.after = slot.after, []
+        return after
+
+    def _take_back(self, wait: float | None = 0.0) -> None:
+        """Take back the slots of holds that are gone; `wait` so long for a first one."""
+        try:
+            hold = self.gone.get(timeout=wait) if wait is None or wait > 0 else self.gone.get_nowait()
+            while True:
+                self._came_back(hold.slot, hold.streams)
+                hold = self.gone.get_nowait()
+        except queue.Empty:
+            pass
+
+    def _came_back(self, slot: _Slot, streams: Mapping[Any, None]) -> None:
+        # Whatever was begun with these bytes was begun on one of these streams, and before this moment.
+        slot.after += [self._device.mark(stream) for stream in streams]
+        self._device.returned(self._memory[slot.start : slot.start + slot.nbytes])
+        with self._lock:
+            self._in_use -= slot.nbytes
+            self._free[slot.nbytes].append(slot)
+
+    def stats(self) -> dict[str, Any]:
+        """What is "in_use" and "reserved", in bytes; "tables" are none, but for a few objects."""
+        self._take_back()
+        return {"in_use": self._in_use, "reserved": self.reserved_bytes, "tables": 0}

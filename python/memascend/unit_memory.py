@@ -1,0 +1,132 @@
+"""Where units are while they are used: in host memory, or on a device that they reach through a few host chunks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from memascend import memory
+from memascend.device_arena import DeviceArena
+from memascend.lending import WINDOWS, DeviceEngine
+from memascend.staging import CHUNKS, Staging
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from memascend.device import Device
+    from memascend.engine import Engine, Store
+
+__all__ = ["DeviceUnits", "HostUnits", "UnitMemory"]
+
+
+class UnitMemory(Protocol):
+    """The memory of units, and the way there."""
+
+    arena: Any
+
+    def begin(self, name: str, base: torch.Tensor) -> Any:
+        """Begin to bring a unit into a lease of the arena: something with `wait()` and `done()`."""
+
+    def used(self, base: torch.Tensor) -> None:
+        """The caller is about to compute with a unit's bytes."""
+
+    def engine(self, engine: Engine) -> Any:
+        """The engine, for gradients that lie where units do."""
+
+    @property
+    def host(self) -> dict[str, int]:
+        """Host memory that is held, by owner."""
+
+    @property
+    def wait_seconds(self) -> float:
+        """What callers waited for units beside what the store counts."""
+
+    def stop(self) -> None:
+        """End what reads from the store."""
+
+    def close(self) -> None:
+        """Let the memory go."""
+
+
+class HostUnits:
+    """Units in a region of host memory, which the store reads into."""
+
+    def __init__(self, store: Store, classes: Mapping[int, int]) -> None:
+        """Take the memory."""
+        self._region = memory.Region(memory.layout(classes).reserved, pin=False, on_fork="wipe", owner="units")
+        self.arena = memory.Arena(self._region, classes)
+        self.begin = store.fetch
+
+    def used(self, base: torch.Tensor) -> None:
+        """See `UnitMemory`."""
+
+    def engine(self, engine: Engine) -> Any:
+        """See `UnitMemory`."""
+        return engine
+
+    @property
+    def host(self) -> dict[str, int]:
+        """See `UnitMemory`."""
+        held = 0 if self._region.closed else self._region.mapped_bytes + int(self.arena.stats()["tables"])
+        return {"units": held}
+
+    @property
+    def wait_seconds(self) -> float:
+        """See `UnitMemory`."""
+        return 0.0
+
+    def stop(self) -> None:
+        """See `UnitMemory`: reads belong to their tickets, which the store drains."""
+
+    def close(self) -> None:
+        """See `UnitMemory`."""
+        self._region.close()
+
+
+class DeviceUnits:
+    """Units in an arena on a device. Host memory has the chunks that they and their gradients pass through."""
+
+    def __init__(self, store: Store, device: Device, classes: Mapping[int, int]) -> None:
+        """Take the memory on both sides, and start the thread that copies."""
+        self._device = device
+        self.arena = DeviceArena(device, classes)
+        ((chunk_bytes, count),) = CHUNKS.items()
+        self._ring = memory.ChunkRing(chunk_bytes, count)
+        ((window_bytes, windows),) = WINDOWS.items()
+        self._windows = memory.ChunkRing(window_bytes, windows)
+        self._staging = Staging(device, _all(self._ring, chunk_bytes, count), store.parts, self.arena.after)
+        self.begin = self._staging.begin
+        self.used = self.arena.used
+
+    def engine(self, engine: Engine) -> DeviceEngine:
+        """See `UnitMemory`."""
+        ((window_bytes, count),) = WINDOWS.items()
+        return DeviceEngine(engine, self._device, _all(self._windows, window_bytes, count))
+
+    @property
+    def host(self) -> dict[str, int]:
+        """See `UnitMemory`."""
+        held = {"unit staging": self._ring, "gradient windows": self._windows}
+        return {
+            name: 0 if ring.region.closed else ring.region.mapped_bytes + int(ring.stats()["tables"])
+            for name, ring in held.items()
+        }
+
+    @property
+    def wait_seconds(self) -> float:
+        """See `UnitMemory`."""
+        return self._staging.wait_seconds
+
+    def stop(self) -> None:
+        """See `UnitMemory`."""
+        self._staging.close()
+
+    def close(self) -> None:
+        """See `UnitMemory`."""
+        self._ring.close()
+        self._windows.close()
+
+
+def _all(ring: memory.ChunkRing, nbytes: int, count: int) -> list[torch.Tensor]:
+    return [ring.lease(0, "staging").tensor(nbytes, torch.uint8) for _ in range(count)]

@@ -1,0 +1,78 @@
+//! Units that are read part by part, for Python.
+
+use std::{mem::ManuallyDrop, sync::Arc};
+
+use pyo3::prelude::*;
+
+use crate::{errors::store_error, nvme::Held, store::Store, waiting::waiting};
+
+pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<Parts>()?;
+    module.add_class::<PartFetch>()
+}
+
+/// The values of a unit in parts. See `memascend.store.Parts`.
+#[pyclass(frozen, module = "memascend._core")]
+struct Parts {
+    inner: Arc<memascend_store::Parts>,
+}
+
+#[pymethods]
+impl Parts {
+    #[new]
+    fn new(py: Python<'_>, store: &Store, unit: usize, bytes_max: u64) -> PyResult<Self> {
+        let inner = py.detach(|| store.inner.parts(unit, bytes_max)).map_err(|error| store_error(py, &error))?;
+        Ok(Self { inner: Arc::new(inner) })
+    }
+
+    /// Where each begins in the unit, and its bytes.
+    fn places(&self) -> Vec<(u64, u64)> {
+        self.inner.places().collect()
+    }
+
+    /// Begins to read a part into `nbytes` at `address`, which stay valid as long as `keep` lives.
+    fn begin(
+        &self,
+        py: Python<'_>,
+        index: usize,
+        address: usize,
+        nbytes: usize,
+        keep: Py<PyAny>,
+    ) -> PyResult<PartFetch> {
+        let memory = Held::new(address, nbytes, keep);
+        let inner = py.detach(|| self.inner.begin(index, memory)).map_err(|error| store_error(py, &error))?;
+        Ok(PartFetch { inner: ManuallyDrop::new(inner) })
+    }
+}
+
+/// A part on its way into memory. See `memascend.store.PartFetch`.
+#[pyclass(frozen, module = "memascend._core")]
+struct PartFetch {
+    inner: ManuallyDrop<memascend_store::PartFetch<Held>>,
+}
+
+#[pymethods]
+impl PartFetch {
+    fn wait(&self, py: Python<'_>) -> PyResult<()> {
+        waiting(py, None, |wait| self.inner.wait(wait))?.map_err(|error| store_error(py, &error))
+    }
+
+    fn done(&self) -> bool {
+        self.inner.is_done()
+    }
+}
+
+impl Drop for PartFetch {
+    /// Waits for the devices, so other Python threads must be let on meanwhile.
+    fn drop(&mut self) {
+        // SAFETY: dropped once, here, and not used afterwards.
+        let mut inner = Some(unsafe { ManuallyDrop::take(&mut self.inner) });
+        let let_go = Python::try_attach(|py| {
+            let inner = inner.take();
+            py.detach(|| drop(inner));
+        });
+        if let_go.is_none() {
+            drop(inner);
+        }
+    }
+}

@@ -1,0 +1,177 @@
+//! Reading the values of a unit part by part, through memory that is smaller than the unit: on the way to a device.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use memascend_mem::Wait;
+use memascend_nvme::{Lane, Ticket};
+
+use crate::{Buffer, Error, Result, Shared, Store, buffer::bytes_of, read::Hold};
+
+/// The values of a unit, all of one commit, cut into parts of whole pieces that are read one by one.
+///
+/// Until it and every part that is being read are dropped, nothing is staged into the slots that it reads.
+pub struct Parts {
+    store: Arc<Store>,
+    holds: Vec<Hold<Arc<Store>>>,
+    cuts: Vec<Part>,
+}
+
+/// Pieces that follow each other in the unit.
+struct Part {
+    /// Where it begins in the unit.
+    start: u64,
+    bytes: u64,
+    pieces: Vec<Piece>,
+}
+
+struct Piece {
+    /// Which of the holds.
+    hold: usize,
+    /// Which of the entry's.
+    number: u32,
+    /// Where it begins in its part.
+    at: u64,
+    /// Where it is in the volume, and its bytes.
+    place: (u64, u64),
+}
+
+/// A part on its way into memory. Dropping it waits for the devices.
+pub struct PartFetch<B: Buffer + Sync> {
+    state: Mutex<Option<Flying<B>>>,
+}
+
+struct Flying<B: Buffer + Sync> {
+    tickets: Vec<Ticket<Shared<B>>>,
+    memory: Shared<B>,
+    parts: Arc<Parts>,
+    index: usize,
+}
+
+impl Store {
+    /// The values of a unit as the last commit left them, in parts of at most `bytes_max` bytes. Nothing is read yet.
+    pub fn parts(self: &Arc<Self>, unit: usize, bytes_max: u64) -> Result<Parts> {
+        let Some(name) = self.description.units.get(unit) else {
+            return Err(Error::Invalid(format!("unit {unit} of {}", self.description.units.len())));
+        };
+        let mut holds = Vec::new();
+        {
+            let mut index = self.index.lock();
+            let with_values = self.entries_of(unit).filter(|&entry| self.layout.chunks_of(entry) > 0);
+            holds.extend(with_values.map(|entry| Hold::live(Arc::clone(self), &mut index, entry)));
+        }
+        let mut parts: Vec<Part> = Vec::new();
+        for (number, hold) in holds.iter().enumerate() {
+            let first = self.layout.piece(&self.description, hold.entry, 0).at;
+            for piece in 0..self.layout.chunks_of(hold.entry) {
+                let layout = self.layout.piece(&self.description, hold.entry, piece);
+                let (at, bytes) = (self.layout.in_unit(hold.entry, unit) + layout.at - first, layout.bytes());
+                if bytes > bytes_max {
+                    return Err(Error::Invalid(format!(
+                        "a piece of unit {name:?} has {bytes} bytes, and parts have {bytes_max}"
+                    )));
+                }
+                match parts.last() {
+                    Some(part) if part.start + part.bytes == at && part.bytes + bytes <= bytes_max => {}
+                    _ => parts.push(Part { start: at, bytes: 0, pieces: Vec::new() }),
+                }
+                if let Some(part) = parts.last_mut() {
+                    let place = (self.layout.offset(&layout, hold.slot), bytes);
+                    part.pieces.push(Piece { hold: number, number: piece, at: part.bytes, place });
+                    part.bytes += bytes;
+                }
+            }
+        }
+        self.counters.began(parts.iter().map(|part| part.bytes).sum());
+        Ok(Parts { store: Arc::clone(self), holds, cuts: parts })
+    }
+}
+
+impl Parts {
+    /// Where each part begins in the unit, and its bytes.
+    pub fn places(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
+        self.cuts.iter().map(|part| (part.start, part.bytes))
+    }
+
+    /// Begins to read a part into memory of exactly its size, before all other I/O that waits. Memory that does not
+    /// begin on a page is right, and slower.
+    pub fn begin<B: Buffer + Sync>(self: &Arc<Self>, index: usize, memory: B) -> Result<PartFetch<B>> {
+        let Some(part) = self.cuts.get(index) else {
+            return Err(Error::Invalid(format!("part {index} of {}", self.cuts.len())));
+        };
+        if memory.len() as u64 != part.bytes {
+            return Err(Error::Invalid(format!("part {index} has {} bytes, not {}", part.bytes, memory.len())));
+        }
+        let (memory, parts) = (Shared::new(memory), Arc::clone(self));
+        let mut flying = Flying { tickets: Vec::new(), memory, parts, index };
+        // Pieces that lie side by side in one slot are one read: where in the part, where in the volume, bytes.
+        let mut runs: Vec<(u64, u64, u64)> = Vec::new();
+        for piece in &part.pieces {
+            let (from, bytes) = piece.place;
+            match runs.last_mut() {
+                Some((_, start, length)) if *start + *length == from => *length += bytes,
+                _ => runs.push((piece.at, from, bytes)),
+            }
+        }
+        for (into, from, bytes) in runs {
+            let into = flying.memory.part(into as usize, bytes as usize);
+            let into = into.ok_or_else(|| Error::Invalid(format!("part {index} does not fit its memory")))?;
+            let ticket = self.store.volume.read_in(Lane::First, into, from).map_err(|refused| refused.error)?;
+            flying.tickets.push(ticket);
+        }
+        Ok(PartFetch { state: Mutex::new(Some(flying)) })
+    }
+}
+
+impl<B: Buffer + Sync> PartFetch<B> {
+    /// Whether the devices are done with it. Never waits.
+    #[must_use]
+    pub fn is_done(&self) -> bool {
+        match self.state.try_lock() {
+            Ok(state) => state.as_ref().is_none_or(|flying| flying.tickets.iter().all(Ticket::is_done)),
+            // Somebody waits for it at this moment.
+            Err(_) => false,
+        }
+    }
+
+    /// Waits, and checks every piece. Once that succeeded, the memory is the caller's again.
+    pub fn wait(&self, mut wait: Wait<'_>) -> Result<()> {
+        let mut state = self.lock();
+        if let Some(flying) = &*state {
+            for ticket in &flying.tickets {
+                let keep_waiting = wait.keep_waiting.as_mut().map(|keep| &mut **keep as &mut dyn FnMut() -> bool);
+                ticket.wait_until(Wait { timeout: wait.timeout, keep_waiting })?;
+            }
+            flying.ended()?;
+            *state = None;
+        }
+        Ok(())
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<Flying<B>>> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl<B: Buffer + Sync> Flying<B> {
+    /// What came of it, once every ticket is done.
+    fn ended(&self) -> Result<()> {
+        for ticket in &self.tickets {
+            ticket.outcome().unwrap_or(Err(memascend_nvme::Error::Closed))?;
+        }
+        let bytes = bytes_of(&self.memory);
+        for piece in &self.parts.cuts[self.index].pieces {
+            let part = &bytes[piece.at as usize..(piece.at + piece.place.1) as usize];
+            self.parts.holds[piece.hold].check(piece.number, part, piece.place)?;
+        }
+        Ok(())
+    }
+}
+
+impl<B: Buffer + Sync> Drop for Flying<B> {
+    fn drop(&mut self) {
+        // Also where only some of its reads were begun.
+        for ticket in &self.tickets {
+            while !ticket.is_done() && ticket.wait_until(Wait::forever()).is_err() {}
+        }
+    }
+}

@@ -1,0 +1,130 @@
+"""A device that is none: it lies in host memory, copies behind the caller's back, and spoils what nobody may rely on.
+
+Computing is the caller's own thread, so that its "stream" is whatever it does next, and to come after a copy is to wait
+for it. Copies run on one thread for each direction, later than they were asked for. What is being copied is spoilt at
+its target at once: who does not order what it does after the copy sees it. What nobody holds is spoilt as well.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import queue
+import threading
+import time
+
+import torch
+
+# NaN in every floating type, and nothing that an integer is likely to be.
+SPOILT = 0xFF
+
+
+class Work:
+    """A `Copy`."""
+
+    def __init__(self, do=None):
+        self.do = do
+        self.over = threading.Event()
+        self.error = None
+        if do is None:
+            self.over.set()
+
+    def run(self):
+        try:
+            self.do()
+        except BaseException as error:
+            self.error = error
+        self.do = None
+        self.over.set()
+
+    def done(self):
+        return self.over.is_set()
+
+    def wait(self):
+        assert self.over.wait(60), "a copy never ended"
+        if self.error is not None:
+            raise self.error
+
+    order = wait
+
+
+class Direction:
+    """A stream of copies."""
+
+    def __init__(self, delay):
+        self.delay = delay
+        self.waiting = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self.serve, daemon=True)
+        self.thread.start()
+
+    def serve(self):
+        while (work := self.waiting.get()) is not None:
+            time.sleep(self.delay)
+            work.run()
+
+    def copy(self, source, target, after):
+        assert source.is_contiguous()
+        assert source.nbytes == target.nbytes
+        target.fill_(SPOILT)
+
+        def do():
+            for before in after:
+                before.wait()
+            target.copy_(source)
+
+        work = Work(do)
+        self.waiting.put(work)
+        return work
+
+
+class Fake:
+    """A `Device`."""
+
+    torch_device = torch.device("cpu")
+
+    def __init__(self, delay=0.0005):
+        self.inward, self.outward = Direction(delay), Direction(delay)
+        self.brought = self.taken = 0
+        self.marks = 0
+        # Lets a test make a copy fail.
+        self.fails = None
+
+    def memory(self, nbytes):
+        whole = torch.full((nbytes + 4096,), SPOILT, dtype=torch.uint8)
+        start = -whole.data_ptr() % 4096
+        return whole[start : start + nbytes]
+
+    def lent(self, memory, start, nbytes, owner):
+        bytes_there = (ctypes.c_uint8 * nbytes).from_address(memory.data_ptr() + start)
+        # What torch makes of it holds it.
+        bytes_there.owner = owner
+        return torch.frombuffer(bytes_there, dtype=torch.uint8)
+
+    def stream(self):
+        return "the only one"
+
+    def mark(self, stream):
+        assert stream == "the only one"
+        self.marks += 1
+        # Whatever the caller computed is over when it returns.
+        return Work()
+
+    def bring(self, source, target, after):
+        if self.fails is not None:
+            raise self.fails
+        self.brought += source.nbytes
+        return self.inward.copy(source, target, after)
+
+    def take(self, source, target, after):
+        if self.fails is not None:
+            raise self.fails
+        self.taken += source.nbytes
+        return self.outward.copy(source, target, after)
+
+    def returned(self, memory):
+        memory.fill_(SPOILT)
+
+    def end(self):
+        for direction in (self.inward, self.outward):
+            direction.waiting.put(None)
+            direction.thread.join(60)
+            assert not direction.thread.is_alive()
