@@ -6,13 +6,7 @@ use memascend_engine::{Application, First, Gradient, Hyperparameters, Options};
 use memascend_store::{Buffer, Commit};
 use pyo3::{prelude::*, types::PyDict};
 
-use crate::{
-    errors::engine_error,
-    function::Applied,
-    nvme::Held,
-    store::{Store, dtype},
-    waiting::waiting,
-};
+use crate::{described::dtype, errors::engine_error, function::Applied, nvme::Held, store::Store, waiting::waiting};
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Engine>()
