@@ -150,6 +150,14 @@ bench: setup ## Benchmarks: tables with ratios, and pictures in benchmarks/resul
 	$(BIN)/memascend bench update --picture benchmarks/results/update.png
 	$(BIN)/python benchmarks/import_cost.py
 
+# Each layout by itself, since both would take 45 GB of storage at once. MEMASCEND_BENCH_DIR says where.
+.PHONY: bench-update
+bench-update: $(VENV)/synced ## The update of 400 M parameters alone, into benchmarks/results (10 minutes, 25 GB)
+	for layout in compact whole; do \
+		MEMASCEND_BENCH_MPARAMS=400 MEMASCEND_BENCH_ROUNDS=5 MEMASCEND_BENCH_LAYOUT=$$layout \
+			cargo bench --quiet --locked -p memascend-engine --bench update; \
+	done | tee benchmarks/results/update_cargo.txt
+
 # --- keep ---------------------------------------------------------------------
 
 .PHONY: lock
