@@ -87,9 +87,12 @@ fmt: $(VENV)/synced ## Format everything
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix --quiet .
 
+# A process for each of two cores; tests that share what is dear to make go to the same.
+PYTEST_OPTIONS := -n 2 --dist loadgroup
+
 .PHONY: test
 test: setup test-rust test-loom ## The tests of every push
-	$(BIN)/pytest -m "not slow and not soak"
+	$(BIN)/pytest $(PYTEST_OPTIONS) -m "not slow and not soak"
 
 .PHONY: test-rust
 test-rust: $(VENV)/synced ## The Rust tests alone
@@ -102,7 +105,7 @@ test-loom: ## The model checker alone
 
 .PHONY: test-all
 test-all: test test-valgrind test-oldest ## Everything: slow tests, Valgrind, the oldest supported torch
-	$(BIN)/pytest -m "slow and not soak"
+	$(BIN)/pytest $(PYTEST_OPTIONS) -m "slow and not soak"
 
 # Leaks are looked for where nothing forks: a forked child ends with its parent's threads gone and their memory left.
 VALGRIND := valgrind --quiet --error-exitcode=99
@@ -123,7 +126,7 @@ test-oldest: setup ## The Python tests on the oldest supported torch
 	$(BIN)/uv venv --quiet --clear --python $(BIN)/python .venv-oldest
 	$(BIN)/uv pip install --quiet --python .venv-oldest/bin/python -r requirements/oldest.lock
 	VIRTUAL_ENV=$(abspath .venv-oldest) $(BIN)/maturin develop --uv --quiet --release --locked
-	.venv-oldest/bin/pytest -m "not slow and not soak"
+	.venv-oldest/bin/pytest $(PYTEST_OPTIONS) -m "not slow and not soak"
 
 .PHONY: soak
 soak: setup ## Tests that run for minutes
@@ -141,14 +144,45 @@ COVERED := -Cpasses=sancov-module -Ccodegen-units=1 -Cdebug-assertions -Cllvm-ar
 	-Cllvm-args=-sanitizer-coverage-inline-8bit-counters -Cllvm-args=-sanitizer-coverage-pc-table \
 	-Cllvm-args=-sanitizer-coverage-trace-compares
 
+# The peers' environments are none of our dependencies.
+PEERS := .venv-deepspeed
+.PHONY: peers
+peers: $(PEERS)/built ## DeepSpeed in an environment of its own, which the benchmarks then find
+
+# DeepSpeed's set-up wants torch; its extensions are built when first used, so they are used here.
+$(PEERS)/built: requirements/deepspeed.lock | $(VENV)/synced
+	@command -v c++ >/dev/null || { echo "a C++ compiler is missing: apt-get install g++"; exit 1; }
+	@echo '#include <libaio.h>' | c++ -E -x c++ - >/dev/null 2>&1 || { echo "libaio is missing: apt-get install libaio-dev"; exit 1; }
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(PEERS)
+	awk '/^[a-z]/{p=!/^deepspeed==/} p' requirements/deepspeed.lock > $(PEERS)/others.lock
+	$(BIN)/uv pip sync --quiet --python $(PEERS)/bin/python --require-hashes $(PEERS)/others.lock
+	export PATH="$(abspath $(PEERS)/bin):$$PATH" DS_BUILD_OPS=0 DS_ACCELERATOR=cpu \
+		TORCH_EXTENSIONS_DIR=$(abspath $(PEERS))/torch_extensions; \
+	$(BIN)/uv pip install --quiet --python $(PEERS)/bin/python --no-build-isolation --require-hashes \
+		-r requirements/deepspeed.lock; \
+	$(PEERS)/bin/python -c 'from deepspeed.ops.op_builder import AsyncIOBuilder; AsyncIOBuilder().load(); \
+		from deepspeed.ops.op_builder.cpu import CPUAdamBuilder; CPUAdamBuilder().load()'
+	@touch $@
+
 .PHONY: bench
-bench: setup ## Benchmarks: tables with ratios, and pictures in benchmarks/results
+bench: setup ## Benchmarks: tables with ratios, and pictures in benchmarks/results; beside DeepSpeed after `make peers`
 	cargo bench --locked --workspace
 	$(BIN)/memascend bench kernels --picture benchmarks/results/kernels.png
 	$(BIN)/memascend bench memory --picture benchmarks/results/host_memory.png
 	$(BIN)/memascend bench io --picture benchmarks/results/io.png
 	$(BIN)/memascend bench update --picture benchmarks/results/update.png
 	$(BIN)/python benchmarks/import_cost.py
+	$(MAKE) --no-print-directory bench-train
+
+# What is in benchmarks/results/train already is not measured again: remove it to begin anew.
+TRAIN := $(BIN)/memascend bench train --results benchmarks/results/train
+.PHONY: bench-train
+bench-train: setup ## The headline cells of training beside its peers: 25 minutes
+	$(TRAIN) --picture benchmarks/results/train.png | tee benchmarks/results/train.txt
+
+.PHONY: bench-full
+bench-full: setup ## All cells of training, curves, limits: hours; goes on where it was interrupted
+	$(TRAIN) --full --picture benchmarks/results/train_full.png | tee benchmarks/results/train_full.txt
 
 # Each layout by itself, since both would take 45 GB of storage at once. MEMASCEND_BENCH_DIR says where.
 .PHONY: bench-update

@@ -14,13 +14,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 _MIB = 1 << 20
-# Qwen2-shaped: layers, hidden, intermediate, heads, key-value heads, vocabulary; untied.
-_SHAPES = {"4M": (4, 256, 683, 4, 2, 2048), "125M": (12, 768, 2048, 12, 4, 32_000)}
+_SHAPES = ("4M", "25M", "125M", "500M")
 _CASES = {
     "in RAM": None,
     "fused": {"gradients": "fused"},
@@ -128,7 +127,7 @@ class _Workload:
     def _start(self, name: str) -> _Process:
         work = {
             "case": name,
-            "shape": _SHAPES[self.options.parameters],
+            "parameters": self.options.parameters,
             "batch": self.batch,
             "length": self.length,
             "checkpoint": self.options.checkpoint,
@@ -173,18 +172,10 @@ def _compare(name: str, case: dict[str, Any], ram: dict[str, Any] | None, bandwi
     """The bound of a case, and the ratios."""
     if ram is None or name == _RAM:
         return
+    from memascend.cli.bench.train.judge import bound
+
     plan = case["plan"]
-    read, written = dict(plan["read"]), dict(plan["written"])
-    forward_bytes = read.pop("values, forward", 0)
-    forward = max(ram["seconds"]["forward"], forward_bytes / bandwidth["read"] / 1e9)
-    kept = written.pop("gradients", 0)
-    # Gradients that wait for their norm put the update behind the backward.
-    first = read.pop("values, backward", 0) + kept
-    rest = (sum(read.values()) + sum(written.values())) / bandwidth["mixed"] / 1e9
-    in_backward = first / bandwidth["mixed"] / 1e9 + (0.0 if kept else rest)
-    backward = max(ram["seconds"]["backward"], in_backward)
-    update = rest if kept else 0.0
-    case["bound"] = {"forward": forward, "backward": backward, "update": update, "step": forward + backward + update}
+    case["bound"] = bound(ram["seconds"], plan["read"], plan["written"], bandwidth)
     case["of_bound"] = case["seconds"]["step"] / case["bound"]["step"]
     case["of_ram"] = case["seconds"]["step"] / ram["seconds"]["step"]
     case["memory_of_ram"] = case["added_bytes"] / ram["added_bytes"]
@@ -248,32 +239,22 @@ class _Worker:
         import transformers
 
         import memascend
+        from memascend.cli.bench.cell import process
+        from memascend.cli.bench.cell.systems.in_ram import InRam
+        from memascend.cli.bench.cell.workload import WORKLOADS, made
 
         transformers.Qwen2ForCausalLM  # noqa: B018 - what a user imports, before the baseline
         memascend.offload  # noqa: B018
-        baseline = _status("VmRSS")
-        layers, hidden, intermediate, heads, kv_heads, vocabulary = self.work["shape"]
-        config = transformers.Qwen2Config(
-            num_hidden_layers=layers,
-            hidden_size=hidden,
-            intermediate_size=intermediate,
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
-            vocab_size=vocabulary,
-            tie_word_embeddings=False,
-        )
-        torch.manual_seed(0)
-        model = transformers.Qwen2ForCausalLM(config).to(torch.bfloat16)
-        model.train()
-        model.config.use_cache = False
-        if self.work["checkpoint"]:
-            model.gradient_checkpointing_enable()
-        self.parameters = sum(parameter.numel() for parameter in model.parameters())
-        self.tokens = torch.randint(0, vocabulary, (self.work["batch"], self.work["length"]))
+        baseline = process.resident()
+        plain = WORKLOADS[f"{self.work['parameters']}-1x128"]
+        work = replace(plain, batch=self.work["batch"], length=self.work["length"], checkpoint=self.work["checkpoint"])
+        model = made(work)
+        self.parameters = work.parameters
+        self.tokens = torch.randint(0, work.vocabulary, (work.batch, work.length))
         answer: dict[str, Any] = {"parameters": self.parameters, "baseline_bytes": baseline}
         options = _CASES[self.case]
         if options is None:
-            self.optimizer: Any = _InRam(model)
+            self.optimizer: Any = InRam(model)
         else:
             began = time.perf_counter()
             self.optimizer = self._offloaded(model, dict(options))
@@ -287,10 +268,10 @@ class _Worker:
             }
         self.model = model
         # What making the model took is no part of training.
-        Path("/proc/self/clear_refs").write_text("5")
+        process.restart_peak()
         self.baseline = baseline
         self._turn(_WARM_STEPS)
-        self.moved, self.steps = _moved(), 0
+        self.before, self.steps = process.counts(), 0
         return answer
 
     def _offloaded(self, model: Any, options: dict[str, Any]) -> Any:
@@ -314,8 +295,7 @@ class _Worker:
             at.append(time.perf_counter())
             loss.backward()
             at.append(time.perf_counter())
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            self._update()
             at.append(time.perf_counter())
             del loss
             for name, first, last in (("step", 0, 3), ("forward", 0, 1), ("backward", 1, 2), ("update", 2, 3)):
@@ -323,9 +303,19 @@ class _Worker:
         self.steps += steps
         return {"seconds": parts}
 
+    def _update(self) -> None:
+        if self.case == _RAM:
+            self.optimizer.update()
+        else:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
     def _end(self) -> dict[str, Any]:
-        peak = _status("VmHWM")
-        read, written = (now - then for now, then in zip(_moved(), self.moved, strict=True))
+        from memascend.cli.bench.cell import process
+
+        peak = process.resident_peak()
+        moved = process.counts().since(self.before)
+        read, written = moved["read"], moved["written"]
         answer = {
             "peak_bytes": peak,
             "added_bytes": peak - self.baseline,
@@ -337,46 +327,6 @@ class _Worker:
             answer["report"] = self.optimizer.report().to_dict()
             self.optimizer.close()
         return answer
-
-
-class _InRam:
-    """What a user writes without memascend: a float32 master of each parameter, under torch's fused AdamW."""
-
-    def __init__(self, model: Any) -> None:
-        import torch
-
-        self.parameters = list(model.parameters())
-        self.masters = [torch.nn.Parameter(parameter.detach().float()) for parameter in self.parameters]
-        self.adam = torch.optim.AdamW(self.masters, lr=1e-4, fused=True)
-
-    def step(self) -> None:
-        import torch
-
-        with torch.no_grad():
-            for parameter, master in zip(self.parameters, self.masters, strict=True):
-                if parameter.grad is not None:
-                    master.grad = parameter.grad.float()
-                    parameter.grad = None
-            self.adam.step()
-            for parameter, master in zip(self.parameters, self.masters, strict=True):
-                parameter.copy_(master)
-
-    def zero_grad(self) -> None:
-        self.adam.zero_grad()
-
-
-def _status(field_name: str) -> int:
-    """A figure of this process, in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field_name + ":"):
-            return int(line.split()[1]) << 10
-    raise KeyError(field_name)
-
-
-def _moved() -> tuple[int, int]:
-    """What this process has read from devices and written to them, as the kernel counts."""
-    counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(counts["read_bytes"]), int(counts["write_bytes"])
 
 
 if __name__ == "__main__":

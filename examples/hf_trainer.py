@@ -1,8 +1,9 @@
-"""The Hugging Face Trainer, with its defaults: clipping, logging, scheduler, accumulation.
+"""The Hugging Face Trainer with its defaults: clipping, logging, scheduler, accumulation, checkpoints, evaluation.
 
     python examples/hf_trainer.py --model Qwen/Qwen2.5-0.5B --storage /mnt/nvme/run1 --text corpus.txt
 
 Without --model a small one with random values is trained on its own configuration's bytes, which needs no download.
+Kill it whenever you like: started again, it goes on from the last checkpoint, bit for bit.
 """
 
 import argparse
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Train
 from transformers.optimization import get_linear_schedule_with_warmup
 
 import memascend
+from memascend.trainer import Callback, last_checkpoint
 
 _LENGTH = 64
 
@@ -31,6 +33,20 @@ class Pieces(torch.utils.data.Dataset):
         return {"input_ids": piece, "labels": piece}
 
 
+class Continues(Trainer):
+    """Its evaluation also lets the model go on with the beginning of a text."""
+
+    def evaluate(self, *arguments: object, **options: object) -> dict[str, float]:
+        """The loss as ever, and a sample."""
+        metrics = super().evaluate(*arguments, **options)
+        self.model.eval()
+        beginning = self.eval_dataset[0]["input_ids"][None, :16]
+        with torch.no_grad():
+            made = self.model.generate(beginning, max_new_tokens=8, do_sample=False, pad_token_id=0)
+        print("goes on:", made[0, 16:].tolist())
+        return metrics
+
+
 def main() -> None:
     """Train."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -39,6 +55,7 @@ def main() -> None:
     parser.add_argument("--storage", help="a folder, file or NVMe device; without it a temporary file is used")
     parser.add_argument("--output", default="trained", help="where the Trainer writes")
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--save-steps", type=int, default=10)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=256)
     options = parser.parse_args()
@@ -51,11 +68,14 @@ def main() -> None:
         sizes = {"hidden_size": options.width, "intermediate_size": 4 * options.width}
         heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
         config = Qwen2Config(vocab_size=256, num_hidden_layers=options.layers, **sizes, **heads)
+        torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config).bfloat16()
         tokens = list(options.text.read_bytes())
 
+    # What the Trainer resumes from is what the storage begins from; without a checkpoint both begin anew.
+    last = last_checkpoint(options.output)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model, optimizer = memascend.offload(model, optimizer, storage=options.storage)
+    model, optimizer = memascend.offload(model, optimizer, storage=options.storage, existing="replace", checkpoint=last)
     scheduler = get_linear_schedule_with_warmup(optimizer, num_warmup_steps=2, num_training_steps=options.steps)
 
     arguments = TrainingArguments(
@@ -66,18 +86,26 @@ def main() -> None:
         # Recomputes activations, which are what is left in memory.
         gradient_checkpointing=True,
         logging_steps=1,
+        eval_strategy="steps",
+        eval_steps=options.save_steps,
+        save_steps=options.save_steps,
+        save_total_limit=2,
         report_to=[],
-        # The storage is the checkpoint: after a crash go on with offload(existing="resume"). One of the Trainer's would
-        # hold the weights alone.
-        save_strategy="no",
         use_cpu=True,
     )
+    pieces = Pieces(torch.tensor(tokens))
+    held_out = torch.utils.data.Subset(pieces, range(4))
     with optimizer:
         # The optimizer is handed over, so that the Trainer does not make its own.
-        trainer = Trainer(
-            model, arguments, train_dataset=Pieces(torch.tensor(tokens)), optimizers=(optimizer, scheduler)
+        trainer = Continues(
+            model,
+            arguments,
+            train_dataset=pieces,
+            eval_dataset=held_out,
+            callbacks=[Callback()],
+            optimizers=(optimizer, scheduler),
         )
-        trainer.train()
+        trainer.train(resume_from_checkpoint=None if last is None else str(last))
         # Real weights, written one by one; loads with from_pretrained.
         trainer.save_model()
         print(optimizer.report())

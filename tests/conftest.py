@@ -9,8 +9,12 @@ import uuid
 from pathlib import Path
 
 import pytest
+from loaded import Loaded
 
 ROOT = Path(__file__).resolve().parent.parent
+
+# Threads of torch that wait do so asleep: awake they hold up whoever has work for the processors, themselves first.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def pytest_collection_modifyitems(items):
@@ -59,6 +63,25 @@ def python():
         )
         assert done.returncode == status, f"status {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done.stdout + done.stderr
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def _loaded():
+    loaded = Loaded()
+    yield loaded
+    loaded.close()
+
+
+@pytest.fixture
+def loaded(_loaded):
+    """As `python`, but for what an interpreter does when it starts: torch is there (see loaded.py)."""
+
+    def run(program, *arguments, env=None, status=0, timeout=100):
+        done = _loaded.run(program, *map(str, arguments), env={**os.environ, **(env or {})}, timeout=timeout)
+        assert done.status == status, f"status {done.status}\n{done.out}\n{done.err}"
+        return done.out + done.err
 
     return run
 

@@ -250,9 +250,10 @@ def gradient_of(values, step):
     return torch.randn(values.shape, generator=torch.Generator().manual_seed(step * 1000 + values.numel())).bfloat16()
 
 
-def trains_until_killed(path):
+def trains_until_killed(path, told):
     """What the child does."""
     with engine.Store.open(path) as store, engine.Engine(store) as updates:
+        os.write(told, b"x")
         held = {entry["name"]: store.read(entry["name"])[0] for entry in store.entries()}
         step = store.step
         while True:
@@ -272,12 +273,17 @@ def killed_at_random_moments(path, kills):
     dice, at = random.Random(5), 0
     numbers = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
     for _ in range(kills):
+        hears, told = os.pipe()
         pid = os.fork()
         if pid == 0:
             try:
-                trains_until_killed(path)
+                trains_until_killed(path, told)
             finally:
                 os._exit(1)
+        os.close(told)
+        # What it may do before it has begun takes as long as the machine is busy.
+        assert dice.random() < 0.1 or os.read(hears, 1) == b"x", "the child ended by itself"
+        os.close(hears)
         time.sleep(dice.uniform(0.02, 0.2))
         os.kill(pid, signal.SIGKILL)
         assert os.waitpid(pid, 0)[1] == signal.SIGKILL, "the child ended by itself"
@@ -291,7 +297,7 @@ def killed_at_random_moments(path, kills):
     print("steps", at)
 
 
-def test_killed_at_random_moments_it_is_what_was_never_killed(python, tmp_path):
+def test_killed_at_random_moments_it_is_what_was_never_killed(loaded, tmp_path):
     program = """
         import sys, torch
         torch.set_num_threads(1)
@@ -299,5 +305,5 @@ def test_killed_at_random_moments_it_is_what_was_never_killed(python, tmp_path):
         import test_engine_compact
         test_engine_compact.killed_at_random_moments(sys.argv[2], 15)
     """
-    output = python(textwrap.dedent(program), Path(__file__).parent, tmp_path / "store")
+    output = loaded(textwrap.dedent(program), Path(__file__).parent, tmp_path / "store")
     assert int(output.split()[-1]) > 15  # it got somewhere between the kills

@@ -2,6 +2,7 @@
 
 import re
 import runpy
+import shutil
 import sys
 from pathlib import Path
 
@@ -44,9 +45,17 @@ def test_plain_loop_goes_on_where_it_ended(run, tmp_path):
 def test_trainer(run, tmp_path):
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    out = run("hf_trainer.py", "--steps", 3, "--output", tmp_path / "trained")
-    assert len(re.findall(r"'loss'", out)) == 3
-    assert "3 steps" in out
+    options = ("--steps", 4, "--save-steps", 2, "--output", tmp_path / "trained", "--storage", tmp_path / "store")
+    out = run("hf_trainer.py", *options)
+    losses = re.findall(r"'loss': '?([^',]+)", out)
+    assert len(losses) == 4
+    assert len(re.findall(r"'waiting_seconds'", out)) == 4
+    assert len(re.findall(r"goes on: \[", out)) == 2
+    assert "4 steps" in out
+    # As if it had been killed before the last checkpoint.
+    shutil.rmtree(tmp_path / "trained/checkpoint-4")
+    out = run("hf_trainer.py", *options)
+    assert re.findall(r"'loss': '?([^',]+)", out) == losses[2:]
     weights = tmp_path / "trained/model.safetensors"
     assert weights.stat().st_size > 100_000
     # What was written are real values, which load as any others do.

@@ -314,9 +314,9 @@ def test_making_a_region_answers_ctrl_c():
     assert not [listed for listed in regions() if listed["owner"] == "interrupted"]
 
 
-def test_a_finaliser_that_asks_a_lease_does_not_block_it(python):
+def test_a_finaliser_that_asks_a_lease_does_not_block_it(loaded):
     # Building an exception may collect garbage, which may run code that touches the same lease.
-    python(
+    loaded(
         """
 import gc, torch
 from memascend.memory import Arena, Region

@@ -217,8 +217,8 @@ assert tensor.eq(3).all() and arena.stats()["leases"] == 1
 """
 
 
-def test_a_child_that_exits_neither_unmaps_nor_unpins(python):
-    python(CHILD_THAT_EXITS.replace("import os,", "import warnings; warnings.simplefilter('ignore'); import os,"))
+def test_a_child_that_exits_neither_unmaps_nor_unpins(loaded):
+    loaded(CHILD_THAT_EXITS.replace("import os,", "import warnings; warnings.simplefilter('ignore'); import os,"))
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_a_child_that_exits_neither_unmaps_nor_unpins(python):
         "tensor.requires_grad_(); builtins.kept = (tensor * 2).sum()",
     ],
 )
-def test_the_interpreter_ends_cleanly(python, ending):
+def test_the_interpreter_ends_cleanly(loaded, ending):
     program = """
 import atexit, builtins, sys, threading, time, torch
 from memascend.memory import Arena, Region
@@ -243,4 +243,4 @@ arena = Arena(region, {4096: 1})
 lease = arena.lease(4096)
 tensor = lease.tensor(1024, torch.float32)
 """
-    assert python(program + ending) == ""
+    assert loaded(program + ending) == ""

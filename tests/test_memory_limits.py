@@ -17,8 +17,8 @@ assert limits()["memlock_soft"] == 64 << 10
 
 
 @pytest.mark.root
-def test_auto_goes_on_without_pinning_and_says_why(python):
-    python(
+def test_auto_goes_on_without_pinning_and_says_why(loaded):
+    loaded(
         UNPRIVILEGED
         + """
 region = Region(1 << 20)
@@ -35,8 +35,8 @@ with ChunkRing(1 << 20, 2) as ring:
 
 
 @pytest.mark.root
-def test_an_explicit_mlock_past_the_limit_is_refused(python):
-    python(
+def test_an_explicit_mlock_past_the_limit_is_refused(loaded):
+    loaded(
         UNPRIVILEGED
         + """
 try:
@@ -51,14 +51,14 @@ assert memascend.memory.regions() == []
 
 
 @pytest.mark.root
-def test_doctor_explains_a_memlock_limit(python):
-    out = python(UNPRIVILEGED + "from memascend.cli import main; sys.exit(main(['doctor']))")
+def test_doctor_explains_a_memlock_limit(loaded):
+    out = loaded(UNPRIVILEGED + "from memascend.cli import main; sys.exit(main(['doctor']))")
     assert "memlock limit   slower" in out.replace("memlock limit  slower", "memlock limit   slower")
     assert "ulimit -l" in out
 
 
-def test_an_address_space_limit_is_an_error_with_a_name(python):
-    out = python(
+def test_an_address_space_limit_is_an_error_with_a_name(loaded):
+    out = loaded(
         """
 import resource, torch, memascend
 from memascend.memory import Region
@@ -94,6 +94,7 @@ assert limits()["cgroup"] == sys.argv[1] and limits()["cgroup_limit"] == 512 << 
 
 @pytest.mark.root
 def test_a_cgroup_limit_is_an_error_and_not_a_kill(python, cgroup):
+    # What a forked process copies of what it shares would count.
     out = python(
         IN_CGROUP
         + """

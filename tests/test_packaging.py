@@ -17,7 +17,8 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).resolve().parent.parent
 KERNELS = {f"memascend/kernels/{path.name}" for path in (ROOT / "triton_kernels").glob("*.py")}
 
-pytestmark = pytest.mark.timeout(600)
+# One process builds the wheel, for all of them.
+pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("wheel")]
 
 
 def maturin(*arguments):
@@ -145,7 +146,7 @@ def test_the_wheel_works_in_a_bare_environment(bare, tmp_path):
     assert str(bare.parent.parent) in where
     report = json.loads(run(bare.parent / "memascend", "doctor", "--json", cwd=tmp_path))
     assert report["ok"] is True
-    run(bare, "-m", "memascend", "demo", cwd=tmp_path)
+    run(bare, "-m", "memascend", "demo", "--steps", "6", cwd=tmp_path)
     run(
         bare,
         "-c",

@@ -11,9 +11,9 @@ EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=range(len(EXAMPLES)))
-def test_an_example_runs(example, python, tmp_path, monkeypatch):
+def test_an_example_runs(example, loaded, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    python(example)
+    loaded(example)
 
 
 @pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])

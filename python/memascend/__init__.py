@@ -50,6 +50,8 @@ __all__ = [
 ]
 
 _MODULES = ("engine", "kernels", "memory", "nvme")
+# Needs what may not be installed, so that it is no part of "everything".
+_OPTIONAL = ("trainer",)
 _OWNERS = {
     "OffloadedOptimizer": "optimizer",
     "Plan": "plan",
@@ -66,7 +68,7 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(f"memascend.{_OWNERS[name]}"), name)
         globals()[name] = value
         return value
-    if name in _MODULES:
+    if name in _MODULES or name in _OPTIONAL:
         return importlib.import_module(f"memascend.{name}")
     if name in _ERRORS:
         return getattr(importlib.import_module("memascend.errors"), name)

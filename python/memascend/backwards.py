@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from typing import TYPE_CHECKING
 
 import torch
+from torch.utils.checkpoint import CheckpointFunction
 
 from memascend.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import FrameType
 
-__all__ = ["Backwards"]
+__all__ = ["Backwards", "in_reentrant_checkpoint"]
+
+# What runs a reentrant checkpoint's part of the model, without gradients, for the first time.
+_CHECKPOINTED = CheckpointFunction.forward.__code__
 
 
 class Backwards:
@@ -79,3 +85,15 @@ class Backwards:
                 f"backward {self.count + 1} of a step of {self.declared}, for {name!r}: accumulation_steps= says "
                 'how many make a step; pass another number, or gradients="ssd", which takes any'
             )
+
+
+def in_reentrant_checkpoint() -> bool:
+    """Whether this is the forward of a reentrant checkpoint: its backward is going to run inside of another."""
+    if torch.is_grad_enabled():
+        return False
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001
+    while frame is not None:
+        if frame.f_code is _CHECKPOINTED:
+            return True
+        frame = frame.f_back
+    return False

@@ -13,7 +13,7 @@ import torch
 
 from memascend.beginning import First, as_laid
 from memascend.engine import Checksum
-from memascend.errors import ConfigError, CorruptionError, StorageError
+from memascend.errors import ConfigError, CorruptionError, MemascendError, StorageError
 from memascend.names import Names
 from memascend.progress import Progress
 from memascend.weights import Files
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from memascend.units import Unit
     from memascend.updates import Arithmetic
 
-__all__ = ["FOLDER", "MANIFEST", "Checkpoint", "Continued", "plain_state", "rendered", "state_key"]
+__all__ = ["FOLDER", "MANIFEST", "Checkpoint", "Continued", "identity_of", "plain_state", "rendered", "state_key"]
 
 # In the checkpoint's folder: what is ours, out of the way of tools that take every safetensors file for weights.
 FOLDER = "memascend"
@@ -35,6 +35,15 @@ VERSION = 1
 # A million tensors need less.
 _MANIFEST_BYTES_MAX = 256 << 20
 _READ_BYTES = 8 << 20
+
+
+def identity_of(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """Which step of which store a checkpoint holds; None where there is none, or a damaged one."""
+    try:
+        manifest = _manifest(Path(folder))
+    except MemascendError:
+        return None
+    return {name: manifest[name] for name in ("store", "step")}
 
 
 def state_key(name: str, of: str) -> str:
@@ -163,9 +172,11 @@ class Continued:
         return {**plain_state(self._arithmetic.describe(self._named[name])), "updates": updates}
 
     def hyperparameters(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
-        """The checkpoint's."""
+        """The checkpoint's, and which one it was: the first step of the store commits others."""
         del groups
-        return {"groups": self._checkpoint.manifest["groups"], "loss_scale": self._checkpoint.manifest["loss_scale"]}
+        manifest = self._checkpoint.manifest
+        origin = {name: manifest[name] for name in ("store", "step")}
+        return {"groups": manifest["groups"], "loss_scale": manifest["loss_scale"], "origin": origin}
 
     def parameters(self, units: Sequence[Unit]) -> Generator[First, None, None]:
         """In the order of the units, on the mapped files."""

@@ -157,6 +157,11 @@ class Options:
         return None if self.host_memory is None else parse_bytes(self.host_memory, "host_memory")
 
     @property
+    def keeps(self) -> bool:
+        """Whether the loop is known to need kept gradients, so that "auto" has nothing to learn."""
+        return self.max_grad_norm is not None or self.accumulation_steps > 1
+
+    @property
     def unit_names(self) -> tuple[str, ...] | None:
         """The modules that travel as one; None where they are found."""
         if self.units is None:

@@ -68,7 +68,7 @@ class _Frame:
 class Frames:
     """The modules that are being computed, outermost first, of each thread."""
 
-    def __init__(self, residency: Residency, entered: Callable[[], None]) -> None:
+    def __init__(self, residency: Residency, entered: Callable[[torch.nn.Module], None]) -> None:
         """`entered` hears of every module that is entered."""
         self._residency = residency
         self._entered = entered
@@ -98,7 +98,7 @@ class Frames:
         stack = self.stack
         if gate.root:
             self.unwind()
-        self._entered()
+        self._entered(module)
         if stack and stack[-1].module is module:
             stack[-1].again += 1
             return

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from memascend.arrival import Arrival, Spill
-from memascend.backwards import Backwards
+from memascend.backwards import Backwards, in_reentrant_checkpoint
 from memascend.errors import UsageError
 from memascend.handles import GradientHandle
 
@@ -92,7 +92,7 @@ class Gradients:
         kept = self.kept[place.name] = Arrival(self, place, group, step)
         # torch keeps the hook where Python's collector does not look: it must not lead back to the parameter.
         weak = weakref.ref(self)
-        name, nbytes = place.name, place.nan.nbytes
+        name, nbytes = place.name, place.nothing.nbytes
 
         def arrived(parameter: torch.Tensor) -> None:
             gradients = weak()
@@ -222,6 +222,24 @@ class Gradients:
             return not any(
                 kept.handle is not None and kept.stands_in(kept.place.parameter.grad) for kept in self.kept.values()
             )
+
+    def entered(self, module: torch.nn.Module) -> None:
+        """A module of the model is entered."""
+        self.backwards.entered()
+        if in_reentrant_checkpoint():
+            self._comes_in_pieces({id(parameter) for parameter in module.parameters()})
+
+    def touched(self, places: Iterable[Place]) -> None:
+        """Parameters are used outside of their modules."""
+        if in_reentrant_checkpoint():
+            self._comes_in_pieces({id(place.parameter) for place in places})
+
+    def _comes_in_pieces(self, parameters: set[int]) -> None:
+        # The backward of a reentrant checkpoint is one inside another. A gradient from outside of it, which may come
+        # first, is not all of it.
+        for kept in self.kept.values():
+            if id(kept.place.parameter) in parameters:
+                kept.in_pieces = True
 
     def noticed(self, what: str) -> None:
         """The loop does something that needs kept gradients."""

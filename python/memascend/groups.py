@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 __all__ = ["options_of", "take_options"]
 
+# Where a group has no such option.
+_NONE = object()
+
 
 def options_of(group: dict[str, Any]) -> dict[str, Any]:
     """The options of a group that JSON can hold; a tensor of one element becomes a number."""
@@ -41,11 +44,27 @@ def take_options(
         now = options_of(group)
         for name, value in options.items():
             if now.get(name) != value:
-                changed.append(f"group {number}: {name} {now.get(name)} -> {value}")
-                undo.callback(group.__setitem__, name, group.get(name))
+                if not _is_scheduled(name, now, options):
+                    changed.append(f"group {number}: {name} {now.get(name)} -> {value}")
+                undo.callback(_give_back, group, name, group.get(name, _NONE))
                 group[name] = _as(group.get(name), value)
     if changed:
         warnings.warn("the stored options stand, and differ from the optimizer's: " + "; ".join(changed), stacklevel=4)
+
+
+def _is_scheduled(name: str, given: dict[str, Any], stored: dict[str, Any]) -> bool:
+    """Whether a scheduler made an option what it is, from the value that is given now too."""
+    if name not in given:
+        # A scheduler's own: initial_lr, max_lr and their like.
+        return True
+    return name == "lr" and stored.get("initial_lr") in (given["lr"], given.get("initial_lr", _NONE))
+
+
+def _give_back(group: dict[str, Any], name: str, value: Any) -> None:
+    if value is _NONE:
+        group.pop(name, None)
+    else:
+        group[name] = value
 
 
 def _as(like: Any, value: Any) -> Any:

@@ -30,6 +30,7 @@ class Names:
     """All names of a model's tensors; a tied one's first name stands for it."""
 
     def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
         self._first: dict[str, str] = {}
         # Names beside the first, and that.
         self.tied: dict[str, str] = {}
@@ -55,18 +56,18 @@ class Names:
 
     def matched(self, keys: Collection[str]) -> Matched:
         """Match the names in files: as they are, or with a prefix more or less, whichever leaves fewest over."""
-        wanted = {first for name, first in self._first.items() if name not in self._unsaved}
-
-        def left(found: Matched) -> int:
-            return len(found.unexpected) + len(wanted - found.of.keys())
-
         best = self._with(keys, None)
-        if left(best):
+        if self.left(best):
             for prefix in self._prefixes(keys):
                 found = self._with(keys, prefix)
-                if left(found) < left(best):
+                if self.left(found) < self.left(best):
                     best = found
         return best
+
+    def left(self, found: Matched) -> int:
+        """How many names are left over, on both sides."""
+        wanted = {first for name, first in self._first.items() if name not in self._unsaved}
+        return len(found.unexpected) + len(wanted - found.of.keys())
 
     def _prefixes(self, keys: Collection[str]) -> Iterator[str]:
         if self._base is not None:

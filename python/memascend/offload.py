@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -36,9 +37,10 @@ if TYPE_CHECKING:
 
     from memascend.engine import Engine, Entry, Store
     from memascend.optimizer import OffloadedOptimizer
+    from memascend.plan import Plan
     from memascend.units import Unit
 
-__all__ = ["offload"]
+__all__ = ["offload", "planned"]
 
 _Path = str | os.PathLike[str]
 
@@ -129,6 +131,38 @@ def offload(
         return _Offloading(model, optimizer, options).run()
 
 
+@dataclass(frozen=True)
+class Planned:
+    """What `offload()` would do.
+
+    Attributes:
+        plan: the plan.
+        state_bytes: what the same optimizer keeps in memory without offloading.
+    """
+
+    plan: Plan
+    state_bytes: int
+
+
+def planned(model: torch.nn.Module, optimizer: torch.optim.Optimizer, options: Options) -> Planned:
+    """What `offload()` with these options would do, from shapes alone: the model may be on "meta"; nothing changes.
+
+    Raises:
+        ConfigError: it would refuse; the message says why.
+        BudgetError: the budget is too small; `smallest` is what works.
+    """
+    with torch.no_grad():
+        offloading = _Offloading(model, optimizer, options)
+        _, entries, plan = offloading.decide()
+    # The rest of a compact master stands for all of it.
+    state = (
+        tensor.numel() * (4 if name == "rest" else tensor.element_size())
+        for entry in entries
+        for name, tensor in entry.state.items()
+    )
+    return Planned(plan, sum(state))
+
+
 class _Offloading:
     """One call of `offload()`."""
 
@@ -145,13 +179,13 @@ class _Offloading:
         self.buffers = Buffers(model)
         self.meta_buffers = MetaBuffers(model)
         self.weights = None if options.weights is None else open_weights(options.weights)
-        self.checkpoint: Checkpoint | None = None
         self.beginning: Beginning | None = None
         # Where a temporary store went.
         self.folder: Path | None = None
         self.sizes: engines.Sizes
 
-    def run(self) -> tuple[torch.nn.Module, OffloadedOptimizer]:
+    def decide(self) -> tuple[tuple[Unit, ...], list[Entry], Plan]:
+        """Units, what the store holds, and the plan: from shapes alone, and nothing is touched."""
         options = self.options
         units = find_units(self.model, units=options.unit_names)
         entries = self._entries(units)
@@ -161,13 +195,19 @@ class _Offloading:
         plan = make_plan(
             units,
             sizes,
-            gradients=options.gradients,
+            gradients="ssd" if options.gradients == "auto" and options.keeps else options.gradients,
             largest_gradient=max(gradients),
             all_gradients=sum(gradients),
             whole_bytes=self.arithmetic.whole_bytes + sizes.other_bytes,
             update_values=self.arithmetic.update_values,
             budget=options.host_bytes,
         )
+        return units, entries, plan
+
+    def run(self) -> tuple[torch.nn.Module, OffloadedOptimizer]:
+        options = self.options
+        units, entries, plan = self.decide()
+        paths, sizes = list(options.paths or ()), self.sizes
         with contextlib.ExitStack() as undo:
             self.meta_buffers.install()
             undo.callback(self.meta_buffers.uninstall)
@@ -204,7 +244,6 @@ class _Offloading:
                 plan=plan,
                 resources=resources,
                 scratch=self._scratch(),
-                origin=self._origin(store),
             ).run()
             undo.pop_all()
         trim()
@@ -264,9 +303,9 @@ class _Offloading:
     def _beginning(self) -> Beginning:
         trained = {name for name, owned in self.owned.items() if owned.group is not None}
         if self.options.checkpoint is not None:
-            self.checkpoint = Checkpoint(self.options.checkpoint)
+            checkpoint = Checkpoint(self.options.checkpoint)
             buffers = {name: self.buffers.tensor(name) for name in self.buffers.names}
-            return Continued(self.checkpoint, self.model, self.named, buffers, self.arithmetic, trained)
+            return Continued(checkpoint, self.model, self.named, buffers, self.arithmetic, trained)
         saved = self.meta_buffers.saved
         return InHand(self.model, self.named, trained, self.arithmetic, self.weights, saved)
 
@@ -327,9 +366,3 @@ class _Offloading:
         if not paths:
             return self.folder
         return None if Path(paths[0]).is_block_device() else file_of(paths[0]).parent
-
-    def _origin(self, store: Store) -> dict[str, Any] | None:
-        """Of the checkpoint that a new store began from."""
-        if self.checkpoint is None or not store.created:
-            return None
-        return {name: self.checkpoint.manifest[name] for name in ("store", "step")}

@@ -1,12 +1,12 @@
 """Parameters that are away: what stands in a module while the values are on storage.
 
-A parameter that is away holds one NaN, expanded to its shape, and is of a class that brings the values in when they are
-touched. While it is bound it is of its own class again, so that being bound costs nothing.
+A parameter that is away has a shape and no memory, and is of a class that brings the values in when they are touched.
+While it is bound it is of its own class again, so that being bound costs nothing; but where other threads may touch it,
+it keeps the class that asks, and only the threads that bound it have it.
 """
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -27,6 +27,9 @@ _HOW = "use memascend.materialized(model) to read it, and materialized(model, mo
 class Source(Protocol):
     """Where the values of parameters come from."""
 
+    def holds(self, place: Place) -> bool:
+        """Whether this thread has bound the parameter."""
+
     def borrowed(self, places: Iterable[Place]) -> AbstractContextManager[None]:
         """Bind what holds these parameters for one operation."""
 
@@ -46,7 +49,7 @@ class Place:
         "dtype",
         "kind",
         "name",
-        "nan",
+        "nothing",
         "offset",
         "parameter",
         "shape",
@@ -65,10 +68,10 @@ class Place:
         self.kind = type(parameter)
         self.away = _away_class(self.kind)
         with torch.inference_mode(mode=False):
-            nan = torch.full((), math.nan if self.dtype.is_floating_point else 0, dtype=self.dtype)
-            # What asks torch's core for the memory (DLPack, a custom kernel) gets an error, and no NaN.
-            torch._C._set_throw_on_mutable_data_ptr(nan)  # noqa: SLF001
-            self.nan = nan.expand(self.shape)
+            self.nothing = torch.empty((), dtype=self.dtype).expand(self.shape)
+            # It has no memory from here on. What asks torch's core for it (DLPack, a custom kernel, a thread that found
+            # the parameter bound a moment ago) gets this error, and no number.
+            torch._C._set_storage_access_error_msg(self.nothing, _said(name, "read past the parameter's class"))  # noqa: SLF001
         self.bound_version: int | None = None
 
     def unbind(self) -> None:
@@ -76,15 +79,21 @@ class Place:
         parameter = self.parameter
         parameter._memascend = self  # type: ignore[attr-defined] # noqa: SLF001
         parameter.__class__ = self.away
-        _set_data(parameter, self.nan)
+        _set_data(parameter, self.nothing)
         self.bound_version = None
 
-    def bind(self, values: torch.Tensor) -> None:
-        """Let the parameter have its values; `values` is of its shape and strides."""
+    def bind(self, values: torch.Tensor, *, guarded: bool = False) -> None:
+        """Let the parameter have its values; `values` is of its shape and strides.
+
+        Args:
+            values: what it has from now on.
+            guarded: it keeps the class that asks `Source.holds` at each use.
+        """
         parameter = self.parameter
         # In this order another thread never finds a plain parameter without its values.
         _set_data(parameter, values)
-        parameter.__class__ = self.kind
+        if not guarded:
+            parameter.__class__ = self.kind
         self.bound_version = parameter._version  # noqa: SLF001
 
     def release(self, values: torch.Tensor) -> None:
@@ -143,14 +152,15 @@ class _Away:
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
                 return func(*args, **kwargs)
+        places = find_away(args, kwargs)
+        if all(place.source.holds(place) for place in places):
+            # Of this thread, and real: as a plain parameter does it.
+            with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+                return func(*args, **kwargs)
         special = _SPECIAL.get(func)
         if special is not None:
             return special(func, *args, **kwargs)
         _refuse_writes(func, args, kwargs)
-        places = find_away(args, kwargs)
-        if not places:
-            with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-                return func(*args, **kwargs)
         with places[0].source.borrowed(places):
             return func(*args, **kwargs)
 
@@ -175,8 +185,12 @@ def _set_data(parameter: torch.Tensor, values: torch.Tensor) -> None:
         parameter.data = values
 
 
+def _said(name: str, how: str) -> str:
+    return f"the values of {name!r} are on storage and cannot be {how} here: {_HOW}"
+
+
 def _refused(place: Place, how: str) -> UsageError:
-    return UsageError(f"the values of {place.name!r} are on storage and cannot be {how} here: {_HOW}")
+    return UsageError(_said(place.name, how))
 
 
 def _is_in_place(func: Callable[..., Any]) -> bool:

@@ -12,18 +12,22 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from memascend.errors import BudgetError, TimeoutExpired, UsageError
 from memascend.order import Order
 from memascend.saved import Hooks
+from memascend.threads import others_alive
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from memascend.memory import Arena
     from memascend.placeholder import Place
+    from memascend.sums import Sums
 
 __all__ = ["Home", "Residency"]
 
 # How long the bytes of an evicted unit may take to come back, and how long to wait before giving up.
 _RELEASE_SECONDS = 0.05
 _LAST_SECONDS = 1.0
+# How long an operation of another thread on a parameter may take before it is refused as one that does not end.
+_TOUCH_SECONDS = 60.0
 
 
 class Fetch(Protocol):
@@ -53,6 +57,8 @@ class Home:
         "base",
         "bound",
         "fetch",
+        "guarded",
+        "holders",
         "index",
         "name",
         "nbytes",
@@ -74,6 +80,9 @@ class Home:
         self.pinned = pinned
         self.places: list[Place] = []
         self.bound = 0
+        # Its parameters ask each thread whether it has bound them; and the threads that have, with how often.
+        self.guarded = False
+        self.holders: dict[int, int] = {}
         self.version = 0
         self.used = 0
         self.base: torch.Tensor | None = None
@@ -113,6 +122,11 @@ class Residency:
         self._classes = sorted(slots)
         self.homes: list[Home] = []
         self.lock = threading.RLock()
+        # Held while values change, so that nothing is bound meanwhile; taken before `lock`.
+        self._changing = threading.RLock()
+        # Threads that carry out one operation on a parameter, with how often, and what tells that one ended.
+        self._touching: dict[int, int] = {}
+        self._touched = threading.Condition(self.lock)
         self.hooks = Hooks(self)
         self.order = Order()
         self.closed: str | None = None
@@ -127,6 +141,10 @@ class Residency:
         self._current: Home | None = None
         # Parameters that somebody wrote to while they were bound.
         self.written: set[str] = set()
+        # Finds what was written to past torch's counters, where that was asked for.
+        self.sums: Sums | None = None
+        # Hears of parameters that are touched outside of their modules.
+        self.on_borrowed: Callable[[Iterable[Place]], None] | None = None
         self.counters = {"fetches": 0, "hits": 0, "adopted": 0, "evictions": 0}
         # A budget that has more room, where a unit of so many bytes finds none.
         self.larger_budget: Callable[[int], int] = lambda nbytes: nbytes
@@ -152,15 +170,18 @@ class Residency:
 
     def bind(self, home: Home) -> None:
         """Make a unit's parameters real. Every call is ended by `unbind`."""
-        with self.lock:
+        with self._changing, self.lock:
             self.note_thread()
             if home.bound == 0:
                 base = self.use(home)
                 if home.views is None:
                     home.views = [_view(base, place) for place in home.places]
+                home.guarded = self.several or others_alive()
                 for place, view in zip(home.places, home.views, strict=True):
-                    place.bind(view)
+                    place.bind(view, guarded=home.guarded)
             home.bound += 1
+            if home.guarded:
+                _count(home.holders, 1)
 
     def unbind(self, home: Home) -> None:
         """End what `bind` began."""
@@ -168,22 +189,33 @@ class Residency:
             # close() may have ended it already.
             home.bound = max(0, home.bound - 1)
             if home.bound > 0:
+                if home.guarded:
+                    _count(home.holders, -1)
                 return
+            home.holders.clear()
+            written = [place.name for place in home.places if place.written]
             for place in home.places:
-                if place.written:
-                    self.written.add(place.name)
                 place.unbind()
+            self._find_written(home, written)
         if self.on_used is not None:
             self.on_used()
+
+    def holds(self, place: Place) -> bool:
+        """Whether this thread has bound a parameter that asks; see `placeholder.Source`."""
+        return threading.get_ident() in self.home_of[place.name].holders
 
     @contextmanager
     def borrowed(self, places: Iterable[Place]) -> Iterator[None]:
         """Bind the units of some parameters for one operation; see `placeholder.Source`."""
         if self.closed:
             raise UsageError(self.closed)
+        if self.on_borrowed is not None:
+            self.on_borrowed(places)
         homes = list({id(home): home for home in (self.home_of[place.name] for place in places)}.values())
         bound: list[Home] = []
         pushed = False
+        with self._changing, self.lock:
+            _count(self._touching, 1)
         try:
             for home in homes:
                 self.bind(home)
@@ -195,6 +227,9 @@ class Residency:
                 self.hooks.pop()
             for home in reversed(bound):
                 self.unbind(home)
+            with self.lock:
+                _count(self._touching, -1)
+                self._touched.notify_all()
 
     def detached(self, place: Place) -> torch.Tensor | None:
         """See `placeholder.Source`."""
@@ -239,6 +274,8 @@ class Residency:
             home.weak = (StorageWeakRef(base.untyped_storage()), home.version)
             home.base = base
             self._at[base.data_ptr()] = (home, home.version)
+            if self.sums is not None:
+                self.sums.note(home)
 
     def _start(self, home: Home, *, must: bool) -> bool:
         """Lease memory and begin the read."""
@@ -327,6 +364,8 @@ class Residency:
                 home.fetch = None
                 home.pending = None
                 home.weak = None
+            if self.sums is not None:
+                self.written.update(self.sums.changed(home))
             home.views = None
             home.base = None
             self.counters["evictions"] += 1
@@ -357,6 +396,20 @@ class Residency:
             smallest=smallest,
         )
 
+    def find_written(self) -> None:
+        """Look for values in memory that are not what was read, where that was asked for."""
+        with self.lock:
+            for home in self.homes:
+                self._find_written(home)
+
+    def _find_written(self, home: Home, seen: Iterable[str] = ()) -> None:
+        written = {*seen, *(self.sums.changed(home) if self.sums is not None else ())}
+        if written:
+            self.written.update(written)
+            # What it holds now is no step's: it is read again.
+            self.evict(home)
+            home.weak = None
+
     def require_idle(self, call: str) -> None:
         """Refuse a call that may not come while units are in use, in whichever thread."""
         with self.lock:
@@ -365,6 +418,15 @@ class Residency:
             raise UsageError(
                 f"unit {used!r} is in use: call {call} outside of the model's forward and of materialized()"
             )
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Let the operations of other threads on parameters end, and no other thread bind anything inside."""
+        with self._changing:
+            here = threading.get_ident()
+            with self.lock:
+                self._touched.wait_for(lambda: not self._touching.keys() - {here}, timeout=_TOUCH_SECONDS)
+            yield
 
     # --- the step's end --------------------------------------------------------
 
@@ -426,6 +488,14 @@ class Residency:
                     "the forward again"
                 )
             return self.use(home).untyped_storage()
+
+
+def _count(threads: dict[int, int], more: int) -> None:
+    """Count for this thread; those that stand at nothing are not there."""
+    thread = threading.get_ident()
+    count = threads.pop(thread, 0) + more
+    if count > 0:
+        threads[thread] = count
 
 
 def _view(base: torch.Tensor, place: Place) -> torch.Tensor:

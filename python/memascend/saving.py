@@ -9,13 +9,16 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shutil
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from memascend.checkpoint import FOLDER, FORMAT, MANIFEST, VERSION, rendered, state_key
+from memascend.converted import misread
 from memascend.engine import master_of
 from memascend.errors import ConfigError, StorageError, UsageError
 from memascend.names import Names
@@ -33,6 +36,8 @@ __all__ = ["save"]
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _MARK = ".memascend-saving"
+# Weights as transformers names them, whole or in parts.
+_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json")
 
 
 def save(
@@ -43,6 +48,7 @@ def save(
     facts: Mapping[str, Any],
     *,
     file_bytes_max: int | None = None,
+    among_others: bool = False,
 ) -> None:
     """Write what the store holds to a folder; the one that is there is replaced at the end, or stays whole.
 
@@ -53,10 +59,11 @@ def save(
         trained: the names of the parameters that the optimizer updates.
         facts: what the manifest says beside files and format.
         file_bytes_max: of one file of weights or state.
+        among_others: the folder may hold files of others and no earlier checkpoint; weights in it are replaced.
     """
     target = Path(os.path.abspath(folder))  # noqa: PTH100
     writing = _Writing(store, Names(model).tied, trained, file_bytes_max)
-    _require_place(target, writing.nbytes)
+    _require_place(target, writing.nbytes, among_others=among_others)
     with _beside(target) as new:
         (new / FOLDER).mkdir()
         files = writing.run(new)
@@ -209,6 +216,13 @@ def _configure(model: torch.nn.Module, folder: Path) -> list[str]:
         dtype = next((p.dtype for p in model.parameters() if p.dtype.is_floating_point), None)
         config.dtype = None if dtype is None else str(dtype).removeprefix("torch.")
         config.save_pretrained(folder)
+        lost = misread(model)
+        if lost:
+            warnings.warn(
+                f"from_pretrained() of this version of transformers takes {lost[0]} for another parameter: weights= "
+                "and checkpoint= read this checkpoint, and model.save_pretrained() writes one for it",
+                stacklevel=2,
+            )
         generation: Any = getattr(model, "generation_config", None)
         if callable(getattr(generation, "save_pretrained", None)):
             generation.save_pretrained(folder)
@@ -218,11 +232,12 @@ def _configure(model: torch.nn.Module, folder: Path) -> list[str]:
 # --- the place -----------------------------------------------------------------------------------
 
 
-def _require_place(target: Path, nbytes: int) -> None:
+def _require_place(target: Path, nbytes: int, *, among_others: bool) -> None:
     parent = target.parent
     if not parent.is_dir():
         raise ConfigError(f"{parent} is not there: make it before save({target.name!r})")
-    if target.exists() and not (target / FOLDER / MANIFEST).is_file() and not _is_empty(target):
+    ours = _is_empty(target) or (target / FOLDER / MANIFEST).is_file() or (among_others and target.is_dir())
+    if target.exists() and not ours:
         raise ConfigError(f"{target} holds something else than a checkpoint, and is left alone: name another folder")
     free = shutil.disk_usage(parent).free
     if nbytes > free:
@@ -281,10 +296,12 @@ def _replace(target: Path, new: Path) -> None:
 
 def _keep_others(target: Path, new: Path) -> None:
     """What others put into an earlier checkpoint (a tokenizer, say) is in the new one, too."""
-    said = json.loads((target / FOLDER / MANIFEST).read_bytes())
+    manifest = target / FOLDER / MANIFEST
+    said = json.loads(manifest.read_bytes()) if manifest.is_file() else {}
     ours = {str(name) for name in (*said.get("files", ()), *said.get("beside", ()))}
     for path in target.iterdir():
-        if path.name in ours or path.name == FOLDER or (new / path.name).exists():
+        replaced = path.name in ours or (not said and _WEIGHTS.fullmatch(path.name))
+        if replaced or path.name == FOLDER or (new / path.name).exists():
             continue
         if path.is_dir() and not path.is_symlink():
             shutil.copytree(path, new / path.name, symlinks=True, copy_function=_linked)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memascend.checkpoint import identity_of
 from memascend.errors import ConfigError, MemascendError, UsageError
 from memascend.groups import options_of
 from memascend.meter import Meter
@@ -112,8 +113,12 @@ class Session:
         self.overflowed = False
         self.steps = self.store.step
         self.began_at = self.steps
-        # Store and step of the checkpoint that it began from.
-        self.origin: dict[str, Any] | None = None
+        # Store and step of the checkpoint that it began from, where no step was made since.
+        self.origin: dict[str, Any] | None = (self.store.hyperparameters or {}).get("origin")
+        # The checkpoint that offload() was given, also where the store stood before it.
+        self.checkpoint: str | os.PathLike[str] | None = None
+        # Whether a load_state_dict() of other weights is refused.
+        self.weights_stand = False
         self.user_state: Any = self.store.user_state
         self.seconds = {"step": 0.0}
         self._max_grad_norm = max_grad_norm
@@ -154,11 +159,22 @@ class Session:
         self.frames.unwind()
         self.surgery.forget()
         began = time.perf_counter()
+        with self.residency.alone():
+            committed = self._step()
+        if committed:
+            self.residency.end_step()
+            self.seconds["step"] += time.perf_counter() - began
+            self.meter.step_ended()
+            self.heap.step_ended()
+
+    def _step(self) -> bool:
+        """Whether there was a step, and it did not overflow."""
         gradients = self.gradients
         present = gradients.present()
         if not present or not (gradients.fresh or any(kept.staged for kept, _ in present)):
-            return
+            return False
         self.residency.require_idle("step()")
+        self.residency.find_written()
         if self.residency.written:
             names = ", ".join(sorted(self.residency.written))
             raise UsageError(
@@ -173,7 +189,7 @@ class Session:
                 gradients.skip()
                 self.scale.update(overflowed=True)
                 self._rescale()
-                return
+                return False
             if self._max_grad_norm is not None:
                 factor = clip_factor(self._max_grad_norm, self.grad_norm)
         gradients.update_all(present, factor)
@@ -194,10 +210,7 @@ class Session:
         learnt = gradients.learn()
         if learnt:
             _log.info(learnt)
-        self.residency.end_step()
-        self.seconds["step"] += time.perf_counter() - began
-        self.meter.step_ended()
-        self.heap.step_ended()
+        return True
 
     def _committed(self, present: list[tuple[Arrival, torch.Tensor]]) -> None:
         self.steps += 1
@@ -244,12 +257,13 @@ class Session:
             raise ConfigError(f"user_state has {size} bytes as JSON, at most {_USER_BYTES_MAX} are kept")
         self.user_state = value
 
-    def save(self, folder: str | os.PathLike[str]) -> None:
+    def save(self, folder: str | os.PathLike[str], *, among_others: bool = False) -> None:
         """Write a whole checkpoint of what is committed, with the options that the groups have now."""
         with self.quiet():
             facts = {**self.identity(), **self.hyperparameters(), "user_state": self.user_state}
             facts["optimizer"] = self.store.info()["optimizer"]
-            save(folder, self.store, self.surgery.model, self.gradients.kept.keys(), facts)
+            trained = self.gradients.kept.keys()
+            save(folder, self.store, self.surgery.model, trained, facts, among_others=among_others)
             self.resources.unread = False
 
     def identity(self) -> dict[str, Any]:
@@ -266,13 +280,23 @@ class Session:
             )
         # What began from a checkpoint is what was saved there, until the next step.
         if identity != here and not (identity == self.origin and self.steps == self.began_at):
-            origin = self.origin
-            began = f" (begun from a checkpoint of step {origin['step']} of store {origin['store']})" if origin else ""
+            began = f" (begun from a checkpoint of {_named(self.origin)})" if self.origin else ""
+            given = None if self.checkpoint is None else identity_of(self.checkpoint)
+            other = f", and the checkpoint {self.checkpoint} is of {_named(given)}" if given else ""
             raise UsageError(
-                f"this state dict is of step {identity.get('step')} of store {identity.get('store')}, and the storage "
-                f"holds step {here['step']} of store {here['store']}{began}: resume from the storage "
-                '(existing="resume"), or give offload(checkpoint=) the one of that step'
+                f"this state dict is of {_named(identity)}, and the storage holds {_named(here)}{began}{other}: go on "
+                'from the storage (existing="resume") with the data of its step, or begin from the checkpoint of the '
+                'state dict: offload(existing="replace", checkpoint=...)'
             )
+
+    def refuse_weights(self, name: str) -> None:
+        """Say that weights are being loaded that the store does not hold, before they are written over them."""
+        given = "" if self.checkpoint is None else f" (offload() was given checkpoint={str(self.checkpoint)!r})"
+        raise UsageError(
+            f"a Trainer loads other weights ({name} differs) than those of {_named(self.identity())}, which the "
+            f"storage holds{given}, and storage was left as it is: to resume from a checkpoint, begin from it with "
+            'offload(existing="replace", checkpoint=...); to take weights alone, load them before the Trainer is made'
+        )
 
     # --- looking -----------------------------------------------------------------------
 
@@ -338,6 +362,10 @@ class Session:
         self.residency.require_idle("this")
         self.engine.finish()
         yield
+
+
+def _named(identity: dict[str, Any]) -> str:
+    return f"step {identity.get('step')} of store {identity.get('store')}"
 
 
 def clip_factor(max_norm: float, norm: float) -> float:

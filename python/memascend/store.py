@@ -48,8 +48,9 @@ class Store:
     def __init__(self, core: _core.Store) -> None:
         self._core = core
         self._units: list[str] = core.info()["units"]
-        self._entries = core.entries()
-        self._names = {entry["name"]: index for index, entry in enumerate(self._entries)}
+        entries = core.entries()
+        self._names = {entry["name"]: index for index, entry in enumerate(entries)}
+        self._entries = _shared(entries)
 
     @classmethod
     def create(
@@ -205,6 +206,7 @@ class Store:
         import torch
 
         entries = self._entries
+        names_of = {self.index(name): name for name in names}
         described = {
             self.index(name): [
                 ("", entry["dtype"]),
@@ -219,7 +221,7 @@ class Store:
                 of, dtype = described[index][tensor]
                 values = torch.frombuffer(memory, dtype=getattr(torch, dtype))
                 parts.append(Part(of, first // values.itemsize, values))
-            visit(entries[index]["name"], parts)
+            visit(names_of[index], parts)
 
         self._core.scan(list(described), shown)
 
@@ -344,3 +346,13 @@ class Fetch:
 def _paths(paths: _Path | Sequence[_Path]) -> list[str]:
     several = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     return [os.fspath(path) for path in several]
+
+
+def _shared(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What entries are by type and shape, one for all that are alike: a model has thousands of some tens of kinds."""
+    kinds: dict[str, dict[str, Any]] = {}
+    found = []
+    for entry in entries:
+        kind = {name: entry[name] for name in ("dtype", "shape", "order", "spill", "compact", "state")}
+        found.append(kinds.setdefault(repr(kind), kind))
+    return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import tempfile
 import weakref
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 __all__ = ["Surgery", "is_materialized", "materialized"]
 
 _WRITE_BYTES = 8 << 20
+_KEY = "memascend"
+# A module's own tables of hooks.
+_TABLES = ("_state_dict_pre_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 
 
 class Surgery:
@@ -44,7 +48,8 @@ class Surgery:
         self._copies: dict[str, torch.Tensor] = {}
         self._loading: list[torch.nn.Module] = []
         self._changed = False
-        self._hooks: list[Any] = []
+        # The first parameter that a load would have changed, and must not.
+        self._refused: str | None = None
 
         self._model = model
         self._leave: Callable[[], None] = lambda: None
@@ -52,14 +57,14 @@ class Surgery:
         self._hook()
 
     def _hook(self) -> None:
-        after_state_dict = _AfterStateDict(self)
+        # Under one key, as gates do it: torch's own calls would leave a handle and a wrapper for each of them.
+        before, after, loaded = self._before_state_dict, _AfterStateDict(self), self._after_load
         for module in self._model.modules():
-            self._hooks += [
-                module.register_state_dict_pre_hook(self._before_state_dict),
-                module.register_state_dict_post_hook(after_state_dict),
-                module.register_load_state_dict_pre_hook(self._before_load),
-                module.register_load_state_dict_post_hook(self._after_load),
-            ]
+            tables: Any = module.__dict__
+            tables["_state_dict_pre_hooks"][_KEY] = before
+            tables["_state_dict_hooks"][_KEY] = after
+            tables["_load_state_dict_pre_hooks"][_KEY] = functools.partial(self._before_load, module)
+            tables["_load_state_dict_post_hooks"][_KEY] = loaded
 
     def attach(self, session: Session, *, leave: Callable[[], None], enter: Callable[[], None]) -> None:
         """The session whose engine writes what is changed, and what makes the model a plain one and takes it back."""
@@ -77,9 +82,9 @@ class Surgery:
 
     def remove(self) -> None:
         """Take the hooks away."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        for module in self._model.modules():
+            for table in _TABLES:
+                module.__dict__[table].pop(_KEY, None)
 
     # --- state dicts ----------------------------------------------------------------------
 
@@ -120,7 +125,7 @@ class Surgery:
             home = self._residency.home_of[place.name]
             self._residency.bind(home)
             try:
-                nbytes = place.nan.nbytes
+                nbytes = place.nothing.nbytes
                 # No name for the values: the traceback of an error would hold them.
                 _write(descriptor, place.parameter.detach().data_ptr(), nbytes, self._folder())
             finally:
@@ -156,6 +161,9 @@ class Surgery:
             return
         del self._loading[self._loading.index(module) :]
         if not self._loading:
+            refused, self._refused = self._refused, None
+            if refused is not None:
+                self._require_session().refuse_weights(refused)
             self._commit()
 
     def assigned(self, place: Place, values: torch.Tensor) -> bool:
@@ -185,6 +193,10 @@ class Surgery:
             self._residency.unbind(home)
         if same:
             return
+        if self._loading and session.weights_stand:
+            # Told at the end: torch would gather an error for each parameter.
+            self._refused = self._refused or place.name
+            return
         session.rewrite(place.name, given)
         self._changed = True
 
@@ -194,8 +206,10 @@ class Surgery:
 
     def _commit(self) -> None:
         if self._changed:
-            self._changed = False
-            self._require_session().commit_rewritten()
+            with self._residency.alone():
+                self._residency.require_idle("this")
+                self._changed = False
+                self._require_session().commit_rewritten()
 
     # --- real parameters -----------------------------------------------------------------------
 
@@ -208,18 +222,11 @@ class Surgery:
         session.require_open()
         session.frames.unwind()
         residency = self._residency
-        residency.require_idle("materialized()")
         homes: list[Home] = []
         try:
-            for home in residency.homes:
-                copies = [self.copy_of(place) for place in home.places]
-                with residency.lock:
-                    # Its place in the arena is needed for the next one.
-                    residency.evict(home)
-                    home.bound += 1
-                    homes.append(home)
-                    for place, copy in zip(home.places, copies, strict=True):
-                        place.release(copy)
+            with residency.alone():
+                residency.require_idle("materialized()")
+                self._make_real(homes)
             # What is copied or pickled in there is a plain model.
             self.remove()
             self._leave()
@@ -247,8 +254,21 @@ class Surgery:
                     self._hook()
             self._release(homes)
 
+    def _make_real(self, homes: list[Home]) -> None:
+        """Let every parameter be a plain one; `homes` are those that are."""
+        residency = self._residency
+        for home in residency.homes:
+            copies = [self.copy_of(place) for place in home.places]
+            with residency.lock:
+                # Its place in the arena is needed for the next one.
+                residency.evict(home)
+                home.bound += 1
+                homes.append(home)
+                for place, copy in zip(home.places, copies, strict=True):
+                    place.release(copy)
+
     def _release(self, homes: list[Home]) -> None:
-        with self._residency.lock:
+        with self._residency.alone(), self._residency.lock:
             while homes:
                 home = homes.pop()
                 home.bound = max(0, home.bound - 1)
@@ -274,6 +294,9 @@ class _AfterStateDict:
     def __call__(self, module: torch.nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -> None:
         del state_dict, prefix, local_metadata
         self._surgery._after_state_dict(module)  # noqa: SLF001
+
+    # What torch marks the hooks with that were registered by its own call.
+    _from_public_api = True
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UsageError(COPIED)

@@ -125,6 +125,8 @@ class Updates:
         self._store = store
         self._values = values
         self._groups = arithmetic.optimizer.param_groups
+        # The last ones of each group: parameters whose options are equal share them.
+        self._options: dict[int, dict[str, Any]] = {}
 
     def _kept(self, kept: Arrival) -> generic.Kept | None:
         return self._arithmetic.kept[id(kept.place.parameter)]
@@ -140,7 +142,9 @@ class Updates:
                 f"the options of {kept.name!r} now need other state than it has (amsgrad, say): set them before "
                 "offload()"
             )
-        return options
+        if self._options.get(kept.group) != options:
+            self._options[kept.group] = options
+        return self._options[kept.group]
 
     def update(self, kept: Arrival, gradient: torch.Tensor, scale: float) -> None:
         """Begin the update by a gradient in memory, multiplied by `scale`."""

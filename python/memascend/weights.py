@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 import torch
 from safetensors import SafetensorError, safe_open
 
+from memascend.converted import converted
 from memascend.errors import ConfigError, CorruptionError, StorageError
 from memascend.tensorfile import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from memascend.names import Names
+    from memascend.converted import Source
+    from memascend.names import Matched, Names
 
 __all__ = ["Files", "Function", "Weights", "open_weights"]
 
@@ -99,8 +101,8 @@ class Files:
 
     def _open(self, path: Path, files: Mapping[Path, list[str] | None]) -> None:
         self.path = path
-        # By the name in the files.
-        self._where: dict[str, Any] = {}
+        # By the name in the files, or the one that transformers gives it.
+        self._where: dict[str, Source] = {}
         # The name in the files, by ours.
         self._of: dict[str, str] = {}
         for file, keys in files.items():
@@ -109,7 +111,7 @@ class Files:
             lost = [key for key in keys or () if key not in held]
             if lost:
                 raise ConfigError(f"{path} says that {lost[0]!r} is in {file.name}, and it is not")
-            self._where.update(dict.fromkeys(held if keys is None else keys, opened))
+            self._where.update({key: _Stored(opened, key) for key in (held if keys is None else keys)})
 
     @property
     def keys(self) -> list[str]:
@@ -118,17 +120,16 @@ class Files:
 
     def check(self, names: Names, wanted: Mapping[str, torch.Tensor]) -> None:
         """Match the files' names with the model's, both ways."""
-        found = names.matched(self._where)
+        found = self._matched(names)
         missing = [name for name in wanted if name not in found.of]
         problems = [_listed("missing in the files", missing), _listed("not in the model", found.unexpected)]
         unfit = []
         for name, like in wanted.items():
             for key in found.of.get(name, ()):
-                part = self._where[key].get_slice(key)
-                shape, dtype = list(part.get_shape()), DTYPES.get(part.get_dtype())
-                if shape != list(like.shape) or dtype != like.dtype:
-                    named = str(dtype or part.get_dtype()).removeprefix("torch.")
-                    unfit.append(f"{key} is {named} of shape {shape}, not {_described(like)}")
+                dtype, shape = self._where[key].described()
+                if shape != tuple(like.shape) or dtype != like.dtype:
+                    named = "of a dtype that torch has no name for" if dtype is None else str(dtype)[len("torch.") :]
+                    unfit.append(f"{key} is {named} of shape {list(shape)}, not {_described(like)}")
             if name in found.of:
                 self._of[name] = found.of[name][0]
         problems.append(_listed("of another shape or dtype (a function as weights= may convert)", unfit))
@@ -142,6 +143,17 @@ class Files:
         # Buffers that are not saved as a rule, and are there all the same.
         self._of.update({name: keys[0] for name, keys in found.of.items() if name not in self._of})
 
+    def _matched(self, names: Names) -> Matched:
+        """As they are; where that leaves something over, as transformers would rename and merge them."""
+        found = names.matched(self._where)
+        if not names.left(found):
+            return found
+        others = converted(names.model, self._where)
+        if others is not None and names.left(converted_too := names.matched(others)) < names.left(found):
+            self._where = others
+            return converted_too
+        return found
+
     def has(self, name: str) -> bool:
         """Whether the files have it; after `check`."""
         return name in self._of
@@ -154,19 +166,35 @@ class Files:
         return values
 
     def at(self, key: str) -> torch.Tensor:
-        """A tensor by its name in the files; it stands on the mapped file."""
-        values: torch.Tensor = self._where[key].get_tensor(key)
-        # Files of others may begin a tensor anywhere.
-        return values.clone() if values.data_ptr() % values.element_size() else values
+        """A tensor by its name in the files; it stands on the mapped file, but for one that is made from several."""
+        return self._where[key].values()
 
     def described(self, key: str) -> tuple[torch.dtype | None, tuple[int, ...]]:
         """Dtype and shape of a tensor by its name in the files."""
-        part = self._where[key].get_slice(key)
-        return DTYPES.get(part.get_dtype()), tuple(part.get_shape())
+        return self._where[key].described()
 
     def _same(self, keys: Iterable[str]) -> bool:
         first, *others = (self.at(key).reshape(-1).view(torch.uint8) for key in keys)
         return all(torch.equal(first, other) for other in others)
+
+
+class _Stored:
+    """A tensor as a file has it."""
+
+    def __init__(self, file: Any, key: str) -> None:
+        self._file = file
+        self._key = key
+
+    def described(self) -> tuple[torch.dtype | None, tuple[int, ...]]:
+        """Its dtype and shape."""
+        part = self._file.get_slice(self._key)
+        return DTYPES.get(part.get_dtype()), tuple(part.get_shape())
+
+    def values(self) -> torch.Tensor:
+        """It, on the mapped file."""
+        values: torch.Tensor = self._file.get_tensor(self._key)
+        # Files of others may begin a tensor anywhere.
+        return values.clone() if values.data_ptr() % values.element_size() else values
 
 
 def _files(path: Path) -> dict[Path, list[str] | None]:

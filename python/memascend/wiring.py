@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from memascend import kernels, memory
+from memascend.autocast import AutocastWatch
 from memascend.bodiless import embody
 from memascend.gates import Frames, close_gates, open_gates
 from memascend.gradients import Gradients
@@ -17,6 +18,7 @@ from memascend.placeholder import Place
 from memascend.residency import Residency
 from memascend.scaling import LossScale
 from memascend.session import Session
+from memascend.sums import Sums, wanted
 from memascend.surgery import Surgery
 from memascend.updates import Updates
 
@@ -55,8 +57,6 @@ class Wiring:
     resources: Resources
     # Where copies of the weights go.
     scratch: Path | None
-    # Store and step of the checkpoint that a new store began from.
-    origin: dict[str, Any] | None
 
     def run(self) -> OffloadedOptimizer:
         """Let the parameters go, and hand out the optimizer that has charge of them."""
@@ -76,9 +76,16 @@ class Wiring:
             kernels.check_and_unscale,
             mode=options.gradients,
             accumulation_steps=options.accumulation_steps,
-            keeps=options.max_grad_norm is not None or options.accumulation_steps > 1,
+            keeps=options.keeps,
         )
-        frames = Frames(residency, gradients.backwards.entered)
+        watch = AutocastWatch([owned.parameter for owned in self.owned.values()], "cpu")
+
+        def entered(module: torch.nn.Module) -> None:
+            watch.look()
+            gradients.entered(module)
+
+        frames = Frames(residency, entered)
+        residency.on_borrowed = gradients.touched
         gates = self._gates(residency)
         modules = [module for module, _ in gates]
         scale = self._scale(store)
@@ -109,12 +116,12 @@ class Wiring:
             open_gates(self.model, gates, residency, frames)
             self.model.__dict__["_memascend"] = offloaded
 
-        session.origin = self.origin
+        session.checkpoint = options.checkpoint
         surgery.attach(session, leave=leave, enter=enter)
         for home in residency.homes:
             for place in home.places:
                 if place.parameter.is_meta:
-                    embody(place.parameter, place.nan)
+                    embody(place.parameter, place.nothing)
                 place.unbind()
                 owned = self.owned[place.name]
                 if owned.group is not None:
@@ -141,6 +148,7 @@ class Wiring:
             ]
         residency.settle()
         residency.larger_budget = plan.larger_budget
+        residency.sums = Sums() if wanted() else None
         index = {home.name: home.index for home in residency.homes}
         forward = [index[name] for name in plan.order]
         residency.order.expect(forward + forward[::-1])

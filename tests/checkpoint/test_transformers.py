@@ -5,9 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, GPT2Config, MixtralConfig, Qwen2Config
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GPT2Config, MixtralConfig, Qwen2Config, Qwen2MoeConfig
 
 import memascend
+from memascend import saving, tensorfile
+from memascend.errors import ConfigError
 
 SMALL = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "vocab_size": 97}
 CONFIGS = {
@@ -49,7 +53,9 @@ def logits(model):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_from_meta_to_from_pretrained(tmp_path, name):
+def test_from_meta_to_from_pretrained(tmp_path, monkeypatch, name):
+    # In parts, with an index, as what is large is saved.
+    monkeypatch.setattr(tensorfile, "FILE_BYTES_MAX", 20_000)
     config = CONFIGS[name]()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -62,6 +68,7 @@ def test_from_meta_to_from_pretrained(tmp_path, name):
         optimizer.save(tmp_path / "saved")
         here = logits(model)
         losses = trained(model, optimizer)
+    assert len(list((tmp_path / "saved").glob("model-*.safetensors"))) > 1
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert type(plain) is type(model)
     assert plain.dtype == torch.bfloat16
@@ -74,3 +81,93 @@ def test_from_meta_to_from_pretrained(tmp_path, name):
     )
     with optimizer:
         assert trained(other, optimizer) == losses
+
+
+# More than ten experts: their names in alphabetical order are in another.
+EXPERTS = {
+    "mixtral": lambda: MixtralConfig(**SMALL, num_key_value_heads=2, intermediate_size=48, num_local_experts=12),
+    "qwen2": lambda: Qwen2MoeConfig(
+        **SMALL,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        num_experts=12,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_by_the_names_that_the_hub_has_for_them(tmp_path, name):
+    config = EXPERTS[name]()
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    values = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
+    plain.save_pretrained(tmp_path / "hub", max_shard_size="100KB")
+    files = sorted((tmp_path / "hub").glob("*.safetensors"))
+    assert len(files) > 1
+    keys = [key for file in files for key in safe_open(file, "pt").keys()]  # noqa: SIM118
+    assert any(".experts.11." in key for key in keys), "the hub's names are the model's own: this shows nothing"
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "run", weights=tmp_path / "hub")
+    with optimizer:
+        found = model.state_dict()
+        assert found.keys() == values.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in values.items())
+        assert torch.equal(logits(model), logits(plain))
+        trained(model, optimizer, 1)
+        here = logits(model)
+        optimizer.save(tmp_path / "saved")
+        model.save_pretrained(tmp_path / "theirs")
+    for saved in ("saved", "theirs"):
+        assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / saved)), here)
+
+
+def test_experts_that_are_not_all_there(tmp_path):
+    config = EXPERTS["mixtral"]()
+    plain = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    plain.save_pretrained(tmp_path / "hub")
+    file = tmp_path / "hub" / "model.safetensors"
+    tensors = load_file(file)
+    one = "model.layers.1.block_sparse_moe.experts.7.w1.weight"
+
+    def refused(match):
+        save_file(tensors, file)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        optimizer = torch.optim.AdamW(model.parameters())
+        with pytest.raises(ConfigError, match=match):
+            memascend.offload(model, optimizer, storage=tmp_path / "run", weights=tmp_path / "hub")
+        assert not (tmp_path / "run").exists()
+
+    tensors[one] = tensors[one].float()
+    refused(r"layers.1.mlp.experts.gate_up_proj is float32 of shape \[12, 96, 32\], not bfloat16")
+    del tensors[one]
+    refused("cannot make model.layers.1.mlp.experts.gate_up_proj from")
+
+
+def test_initialised_from_the_seed(tmp_path):
+    def values(seed, folder):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(CONFIGS["qwen2"]())
+        torch.manual_seed(seed)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / folder)
+        with optimizer:
+            return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    one, same, other = values(1, "one"), values(1, "same"), values(2, "other")
+    assert all(torch.equal(one[name], tensor) for name, tensor in same.items())
+    assert not torch.equal(one["model.embed_tokens.weight"], other["model.embed_tokens.weight"])
+
+
+def test_names_that_from_pretrained_would_take_for_others_are_told(tmp_path, monkeypatch):
+    model = AutoModelForCausalLM.from_config(CONFIGS["qwen2"]())
+    model, optimizer = memascend.offload(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with optimizer:
+        optimizer.save(tmp_path / "saved")
+        monkeypatch.setattr(saving, "misread", lambda _: ["model.odd"])
+        with pytest.warns(UserWarning, match=r"takes model.odd for another"):
+            optimizer.save(tmp_path / "saved")

@@ -1,13 +1,12 @@
 """A training that is measured: a program of its own, which says what it held once offload() had returned.
 
-It is run as `python measured.py '{...}'`: the options are those of `WORK`.
+The fixture `measure` runs it; the options are those of `WORK`.
 """
 
 from __future__ import annotations
 
 import gc
 import json
-import sys
 import threading
 from pathlib import Path
 
@@ -221,7 +220,3 @@ def others(model, optimizer, batch, phase):
     phase("train again")
     model(batch).float().square().mean().backward()
     phase("backward")
-
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))

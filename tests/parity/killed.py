@@ -7,7 +7,8 @@ from parity.loops import CLIPPED
 from parity.zoo_loops import BF16, stack
 from parity.zoo_plain import Stack
 
-import memascend
+# By name, so that it is loaded, with all that it needs, where each child is forked from.
+from memascend import offload
 
 KILLED = stack("killed", model=lambda: Stack(tied=True), dtype=BF16)
 
@@ -17,7 +18,7 @@ def train(storage, log, gradients, steps):
     torch.manual_seed(1)
     model = KILLED.model().to(KILLED.dtype)
     options = {"max_grad_norm": CLIPPED} if gradients == "ssd" else {}
-    model, optimizer = memascend.offload(
+    model, optimizer = offload(
         model,
         KILLED.optimizer(model),
         storage=storage,

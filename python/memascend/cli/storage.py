@@ -11,14 +11,15 @@ from memascend import nvme
 from memascend.cli.finding import Finding
 from memascend.cli.show import bytes_shown
 from memascend.cli.transfer import blocks, transfer
-from memascend.errors import MemascendError
+from memascend.errors import MemascendError, StorageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
+    from memascend.cli.transfer import Pattern
     from memascend.nvme import Volume
 
-__all__ = ["examine_ring", "examine_storage", "file_system"]
+__all__ = ["bandwidth", "examine_ring", "examine_storage", "file_system"]
 
 # What is written and read to see the speed: enough to leave a drive's own cache behind a little, gone in seconds.
 _TRIAL_BYTES = 512 << 20
@@ -27,6 +28,8 @@ _TRIAL_SECONDS = 1.5
 _BLOCK_BYTES, _DEPTH = 1 << 20, 8
 # Below this a step of a small model takes minutes.
 _SLOW_GB_PER_SECOND = 0.5
+# File systems without a disk.
+_MEMORY = {"tmpfs", "ramfs"}
 
 
 def examine_ring() -> Iterator[Finding]:
@@ -65,7 +68,7 @@ def _folder(path: Path, folder: Path) -> Iterator[Finding]:
     kind = file_system(folder)
     room = os.statvfs(folder)
     free = room.f_bavail * room.f_frsize
-    if kind in {"tmpfs", "ramfs"}:
+    if kind in _MEMORY:
         yield _fails(path, f"{folder} is a {kind}: it is memory itself, so streaming from it saves none; choose a disk")
         return
     yield Finding(subject="storage", found=f"{path}, {kind}, {bytes_shown(free)} free")
@@ -106,17 +109,49 @@ def _volume(volume: Volume) -> Iterator[Finding]:
 
 
 def _speed(volume: Volume, *, write: bool) -> Iterator[Finding]:
+    speeds = _measured(volume, ("write", "read") if write else ("read",))
+    yield from (_judged(f"sequential {pattern}", speed) for pattern, speed in speeds.items())
+    if not write:
+        yield Finding(subject="sequential write", found="not tried: it would overwrite what is on the device")
+
+
+def _measured(volume: Volume, patterns: Sequence[Pattern]) -> dict[str, float]:
+    """GB/s by pattern; where one writes, the volume is filled first."""
+    speeds: dict[str, float] = {}
     with blocks(_BLOCK_BYTES, _DEPTH) as tensors:
-        if write:
+        if set(patterns) != {"read"}:
             # The first pass fills what was only reserved, which a run does once.
             transfer(volume, tensors, "write", volume.size, _TRIAL_SECONDS)
-            written = transfer(volume, tensors, "write", 8 * volume.size, _TRIAL_SECONDS)
-            volume.flush()
-            yield _judged("sequential write", written.gb_per_second)
-        read = transfer(volume, tensors, "read", 8 * volume.size, _TRIAL_SECONDS)
-        yield _judged("sequential read", read.gb_per_second)
-        if not write:
-            yield Finding(subject="sequential write", found="not tried: it would overwrite what is on the device")
+        for pattern in patterns:
+            speeds[pattern] = transfer(volume, tensors, pattern, 8 * volume.size, _TRIAL_SECONDS).gb_per_second
+            if pattern != "read":
+                volume.flush()
+    return speeds
+
+
+def bandwidth(path: Path) -> dict[str, float]:
+    """GB/s of reads ("read") and of reads and writes in turn ("mixed") where `path` is; of a raw device only the first.
+
+    Raises:
+        StorageError: no store can be there; the message says why.
+    """
+    if path.is_block_device():
+        with nvme.open(path) as volume:
+            return _measured(volume, ("read",))
+    folder = path if path.is_dir() else path.parent
+    if not folder.is_dir():
+        raise StorageError(f"{folder} does not exist: make it")
+    if file_system(folder) in _MEMORY:
+        raise StorageError(f"{folder} is memory itself, so streaming from it saves none; choose a disk")
+    room = os.statvfs(folder)
+    trial = min(_TRIAL_BYTES, room.f_bavail * room.f_frsize // 4) // _BLOCK_BYTES * _BLOCK_BYTES
+    if trial == 0:
+        raise StorageError(f"{folder} is full: free some room, or choose another disk")
+    with (
+        tempfile.NamedTemporaryFile(dir=folder, prefix=".memascend-plan-") as file,
+        nvme.open(file.name, size=trial) as volume,
+    ):
+        return _measured(volume, ("read", "mixed"))
 
 
 def _judged(subject: str, gb_per_second: float) -> Finding:

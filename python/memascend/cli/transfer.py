@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from memascend.nvme import Ticket, Volume
 
-__all__ = ["Speed", "blocks", "transfer"]
+__all__ = ["Pattern", "Speed", "blocks", "transfer"]
 
 Pattern = Literal["read", "write", "mixed"]
 

@@ -73,7 +73,7 @@ fn every_crash_point_of_a_short_run() {
         let how = toy::how();
         let points = requests(count, &how, 3);
         assert!(points > 80, "{points}");
-        for point in 0..=points {
+        toy::side_by_side(0..points + 1, |point| {
             let disks = toy::disks(count);
             let faults = Faults { dies_after: Some(point), ..Faults::default() };
             let ended = run(&disks, &faults, &how, 3);
@@ -83,7 +83,7 @@ fn every_crash_point_of_a_short_run() {
             }
             // The process died and the machine did not.
             reopened(&disks, &how, ended, &format!("{count} devices, point {point}, killed"));
-        }
+        });
     }
 }
 
@@ -180,8 +180,8 @@ fn random_lives() {
         return life(seed);
     }
     let seeds = number("MEMASCEND_SEEDS").unwrap_or(1000);
-    for seed in 0..seeds {
+    toy::side_by_side(0..seeds, |seed| {
         let lived = std::panic::catch_unwind(|| life(seed));
         assert!(lived.is_ok(), "run it again with MEMASCEND_SEED={seed}");
-    }
+    });
 }

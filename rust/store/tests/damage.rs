@@ -3,6 +3,8 @@
 
 mod toy;
 
+use std::sync::atomic::{AtomicUsize, Ordering};
+
 use memascend_mem::Wait;
 use memascend_nvme::sim::{Faults, Rng, SimDisk};
 use memascend_store::{EntryState, Error, Info, Store, parse_description, parse_label, parse_root};
@@ -34,7 +36,11 @@ fn trained() -> (Vec<u8>, Vec<(usize, u64, u64)>, u64) {
 
 /// What opening and reading everything says: the step, or the error's text.
 fn outcome(bytes: Vec<u8>) -> Result<u64, String> {
-    let store = toy::open(&[SimDisk::of(bytes)], &toy::how()).map_err(|error| named(&error))?;
+    found_on(&SimDisk::of(bytes))
+}
+
+fn found_on(disk: &SimDisk) -> Result<u64, String> {
+    let store = toy::open(std::slice::from_ref(disk), &toy::how()).map_err(|error| named(&error))?;
     store.verify(&mut |_, _| true).map_err(|error| named(&error))?;
     Ok(toy::check(&store, "damaged"))
 }
@@ -55,46 +61,51 @@ fn named(error: &Error) -> String {
 fn every_byte_of_the_catalog() {
     let (bytes, _, end) = trained();
     let whole = known(&toy::open(&[SimDisk::of(bytes.clone())], &toy::how()).unwrap_or_else(|error| panic!("{error}")));
-    let mut errors = 0;
-    let disk = SimDisk::of(bytes.clone());
-    for at in 0..usize::try_from(end).unwrap_or(0) {
+    let errors = AtomicUsize::new(0);
+    toy::side_by_side(0..end / 512, |sector| {
+        let disk = SimDisk::of(bytes.clone());
+        let from = usize::try_from(sector).unwrap_or(0) * 512;
         // Of sectors that hold nothing, some bytes.
-        let sector = at / 512 * 512;
-        if at % 16 > 0 && bytes[sector..sector + 512].iter().all(|&byte| byte == 0) {
-            continue;
-        }
-        disk.flip(at, 1 << (at % 8));
-        let opened = toy::open(std::slice::from_ref(&disk), &toy::how()).map_err(|error| named(&error));
-        disk.flip(at, 1 << (at % 8));
-        match opened {
-            Ok(store) => {
-                assert_eq!(known(&store), whole, "byte {at}");
-                // The checksums that it knows are right if the pieces pass.
-                if at % 257 == 0 {
-                    assert_eq!(toy::check(&store, "flipped"), 2, "byte {at}");
+        let step = if bytes[from..from + 512].iter().all(|&byte| byte == 0) { 16 } else { 1 };
+        for at in (from..from + 512).step_by(step) {
+            disk.flip(at, 1 << (at % 8));
+            let opened = toy::open(std::slice::from_ref(&disk), &toy::how()).map_err(|error| named(&error));
+            disk.flip(at, 1 << (at % 8));
+            match opened {
+                Ok(store) => {
+                    assert_eq!(known(&store), whole, "byte {at}");
+                    // The checksums that it knows are right if the pieces pass.
+                    if at % 257 == 0 {
+                        assert_eq!(toy::check(&store, "flipped"), 2, "byte {at}");
+                    }
+                }
+                Err(why) => {
+                    errors.fetch_add(1, Ordering::Relaxed);
+                    assert!(why.contains("damaged") || why.contains("no store"), "byte {at}: {why}");
                 }
             }
-            Err(why) => {
-                errors += 1;
-                assert!(why.contains("damaged") || why.contains("no store"), "byte {at}: {why}");
-            }
         }
-    }
+    });
     // The label, the description and one of the two tables have no copy.
+    let errors = errors.into_inner();
     assert!(errors > 3000, "{errors}");
 }
 
 #[test]
 fn every_byte_of_some_chunks() {
     let (bytes, pieces, _) = trained();
-    for &(entry, offset, nbytes) in pieces.iter().step_by(5) {
+    let chosen: Vec<_> = pieces.iter().step_by(5).collect();
+    toy::side_by_side(0..chosen.len() as u64, |number| {
+        let &(entry, offset, nbytes) = chosen[usize::try_from(number).unwrap_or(0)];
+        let disk = SimDisk::of(bytes.clone());
         for at in (offset..offset + nbytes).step_by(7) {
-            let mut flipped = bytes.clone();
-            flipped[usize::try_from(at).unwrap_or(0)] ^= 0x10;
-            let why = outcome(flipped).map_err(|why| why.contains("damaged") && why.contains("checksum"));
+            let byte = usize::try_from(at).unwrap_or(0);
+            disk.flip(byte, 0x10);
+            let why = found_on(&disk).map_err(|why| why.contains("damaged") && why.contains("checksum"));
+            disk.flip(byte, 0x10);
             assert_eq!(why, Err(true), "entry {entry}, byte {at}");
         }
-    }
+    });
 }
 
 #[test]

@@ -26,7 +26,7 @@ def test_a_store_that_is_deleted_under_training(offloaded, tmp_path):
         assert all(values.isfinite().all() for values in weights.values())
 
 
-def test_two_processes_do_not_train_on_one_store(offloaded, tmp_path, python):
+def test_two_processes_do_not_train_on_one_store(offloaded, tmp_path, loaded):
     offloaded(steps=1)
     program = """if True:
         import sys, torch, memascend
@@ -37,7 +37,7 @@ def test_two_processes_do_not_train_on_one_store(offloaded, tmp_path, python):
             print(error)
     """
     for existing in ("resume", "replace"):
-        assert str(os.getpid()) in python(program, tmp_path / "run.store", existing)
+        assert str(os.getpid()) in loaded(program, tmp_path / "run.store", existing)
 
 
 def test_nothing_outlives_a_model_that_is_dropped(tmp_path):
@@ -122,7 +122,7 @@ EXITS = {
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("end", EXITS)
-def test_an_exit_without_close_keeps_what_was_committed(tmp_path, python, end):
+def test_an_exit_without_close_keeps_what_was_committed(tmp_path, loaded, end):
     program = f"""if True:
         import sys, torch, memascend
         torch.manual_seed(0)
@@ -140,7 +140,7 @@ def test_an_exit_without_close_keeps_what_was_committed(tmp_path, python, end):
         {EXITS[end]}
     """
     status = 1 if end == "an exception" else 0
-    assert "steps 0" in python(program, tmp_path / "run.store", status=status)
+    assert "steps 0" in loaded(program, tmp_path / "run.store", status=status)
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
     again = torch.optim.AdamW(model.parameters())
     with memascend.offload(model, again, storage=tmp_path / "run.store", existing="resume")[1] as optimizer:

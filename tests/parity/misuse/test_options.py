@@ -216,7 +216,7 @@ def test_a_store_of_another_model_is_refused_and_unharmed(offloaded, tmp_path, u
     assert offloaded(existing="resume").optimizer.steps == 1
 
 
-def test_an_unclosed_store_that_was_not_made_to_survive_is_refused_by_name(tmp_path, python):
+def test_an_unclosed_store_that_was_not_made_to_survive_is_refused_by_name(tmp_path, loaded):
     program = """if True:
         import os, sys, torch, memascend
         model = torch.nn.Linear(64, 64)
@@ -228,7 +228,21 @@ def test_an_unclosed_store_that_was_not_made_to_survive_is_refused_by_name(tmp_p
             optimizer.zero_grad()
         os._exit(0)
     """
-    python(program, tmp_path / "run.store")
+    loaded(program, tmp_path / "run.store")
     model = nn.Linear(64, 64)
     with pytest.raises(StorageError, match="durability"):
         memascend.offload(model, adamw(model), storage=tmp_path / "run.store", existing="resume")
+
+
+def test_a_store_whose_first_write_did_not_finish_is_refused_by_name(offloaded, tmp_path, unchanged):
+    storage = tmp_path / "run.store"
+    entries = [memascend.engine.Entry(name="weight", values=torch.empty(64, 64, device="meta"), state={})]
+    memascend.engine.Store.create(storage, entries, optimizer="AdamW", fill=False).close()
+    model = Stack()
+    optimizer = adamw(model)
+    check = unchanged(model, optimizer, storage)
+    for existing in ("resume", "refuse"):
+        with pytest.raises((StorageError, ConfigError), match="first write" if existing == "resume" else "existing="):
+            memascend.offload(model, optimizer, storage=storage, existing=existing)
+    check()
+    assert offloaded(model, optimizer, existing="replace").optimizer.steps == 0

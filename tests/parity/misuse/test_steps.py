@@ -290,6 +290,58 @@ def test_options_in_the_store_win_and_are_listed(offloaded):
     assert again.optimizer.param_groups[0]["lr"] == pytest.approx(1e-2)
 
 
+def scheduled(optimizer):
+    return torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=4)
+
+
+@pytest.mark.parametrize("when", ["after", "before", "no more"])
+def test_what_a_scheduler_made_of_the_rate_is_no_difference(offloaded, when):
+    """A script that is started again gives the rate that its scheduler began with."""
+    training = offloaded()
+    scheduler = scheduled(training.optimizer)
+    training.step()
+    scheduler.step()
+    rate = training.optimizer.param_groups[0]["lr"]
+    training.step(1)
+    training.optimizer.close()
+    model = Stack()
+    optimizer = adamw(model)
+    if when == "before":
+        scheduled(optimizer)
+    again = offloaded(model, optimizer, existing="resume")
+    if when == "after":
+        scheduled(again.optimizer)
+    assert again.optimizer.param_groups[0]["initial_lr"] == pytest.approx(1e-2)
+    if when == "no more":
+        assert again.optimizer.param_groups[0]["lr"] == rate
+
+
+def test_a_scheduler_hides_no_rate_that_is_another(offloaded):
+    training = offloaded()
+    scheduled(training.optimizer)
+    training.step()
+    training.optimizer.close()
+    model = Stack()
+    with pytest.warns(UserWarning, match=r"lr 0\.5 -> 0\.005") as warned:
+        offloaded(model, adamw(model, lr=0.5), existing="resume")
+    assert "initial_lr" not in str(warned[0].message)
+
+
+def test_a_refused_resume_gives_the_options_back(offloaded, tmp_path, unchanged):
+    training = offloaded(steps=1)
+    scheduled(training.optimizer)
+    training.step(1)
+    training.optimizer.close()
+    model = Stack()
+    optimizer = adamw(model)
+    check = unchanged(model, optimizer)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memascend.memory, "Region", lambda *_, **__: (_ for _ in ()).throw(MemoryError))
+        with pytest.raises(MemoryError):
+            memascend.offload(model, optimizer, storage=tmp_path / "run.store", existing="resume")
+    check()
+
+
 def test_state_of_something_else(offloaded):
     with pytest.raises((ConfigError, UsageError)):
         offloaded().optimizer.state_of(torch.nn.Parameter(torch.zeros(3)))

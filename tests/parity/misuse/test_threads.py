@@ -3,11 +3,13 @@
 import contextlib
 import copy
 import io
+import sys
 import threading
 
 import pytest
 import torch
 from parity.zoo_plain import Stack
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import memascend
 from memascend import UsageError
@@ -46,6 +48,121 @@ def test_threads_that_read_one_model_do_not_disturb_each_other(offloaded):
     assert wrong == []
     training.step(1)
     assert training.optimizer.steps == 2
+
+
+class Waits(TorchDispatchMode):
+    """Operations begin when they are told to."""
+
+    def __init__(self, begun, told):
+        super().__init__()
+        self.begun, self.told = begun, told
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.begun.set()
+        assert self.told.wait(20)
+        return func(*args, **kwargs or {})
+
+
+def in_other_thread(function):
+    """Begins a function in a thread of its own; a call of the result ends it, and gives what it gave."""
+    given = []
+
+    def runs():
+        try:
+            given.append(function())
+        except BaseException as error:
+            given.append(error)
+
+    thread = threading.Thread(target=runs)
+    thread.start()
+
+    def ends():
+        thread.join(20)
+        return given[0]
+
+    return ends
+
+
+def test_a_touch_from_outside_outlasts_the_module_that_had_it_bound(offloaded):
+    """One thread's module ends in the middle of another thread's operation on its weight, which goes on."""
+    training = offloaded(steps=1)
+    module = training.model.blocks[1].up
+    expected = training.weights()["blocks.1.up.weight"].norm()
+    inside, begun, left = threading.Event(), threading.Event(), threading.Event()
+
+    def touches():
+        assert inside.wait(20)
+        with Waits(begun, left):
+            return module.weight.norm().detach()
+
+    def holds(*_):
+        inside.set()
+        assert begun.wait(20)
+
+    touched = in_other_thread(touches)
+    with module.register_forward_pre_hook(holds):
+        training.loss()
+    left.set()
+    assert torch.equal(touched(), expected)
+
+
+def test_what_one_thread_has_bound_another_has_not(offloaded):
+    """Where threads are about, memory of a parameter can be reached by those alone that compute with it."""
+    training = offloaded(steps=1)
+    module = training.model.blocks[1].up
+    expected = training.weights()["blocks.1.up.weight"]
+    inside, looked = threading.Event(), threading.Event()
+
+    def looks():
+        assert inside.wait(20)
+        try:
+            return [bool((module.weight == expected).all()), module.weight.data]
+        except UsageError as error:
+            return error
+        finally:
+            looked.set()
+
+    seen = []
+
+    def compares(*_):
+        seen.append(torch.equal(module.weight.data, expected))
+        inside.set()
+        assert looked.wait(20)
+        seen.append(torch.equal(module.weight.data, expected))
+
+    other = in_other_thread(looks)
+    with module.register_forward_pre_hook(compares):
+        training.loss()
+    assert seen == [True, True]
+    assert isinstance(other(), UsageError)
+    training.step(1)
+
+
+def test_touches_while_another_thread_trains(offloaded):
+    training = offloaded(steps=1)
+    parameters = dict(training.model.named_parameters())
+    done, wrong, touches = threading.Event(), [], []
+
+    def touch():
+        while not done.is_set():
+            for name, parameter in parameters.items():
+                value = parameter.detach().abs().max()
+                if not 0 < value < 100:
+                    wrong.append((name, value))
+            touches.append(None)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    ended = in_other_thread(touch)
+    try:
+        for index in range(3):
+            training.step(index)
+    finally:
+        sys.setswitchinterval(interval)
+        done.set()
+    assert ended() is None
+    assert (wrong, training.optimizer.steps) == ([], 4)
+    assert touches
 
 
 def test_a_step_while_another_thread_computes(offloaded):

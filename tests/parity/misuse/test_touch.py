@@ -7,6 +7,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from parity.harness import adamw
 from parity.zoo_plain import VOCABULARY, Stack
 from torch import nn
 
@@ -94,9 +95,13 @@ def test_a_touch_that_cannot_be_right_raises(training, weight, touch):
 
 
 def test_memory_that_is_asked_for_behind_our_back_is_none(training, weight):
-    """Where torch asks no class, there is an error of torch's, and no NaN."""
-    with pytest.raises(RuntimeError, match="data pointer"):
+    """Where torch asks no class, there is an error, and no NaN."""
+    with pytest.raises(RuntimeError, match=r"blocks\.1\.up\.weight"):
         torch.utils.dlpack.to_dlpack(weight)
+    with torch._C.DisableTorchFunctionSubclass():
+        for read in (weight.norm, weight.tolist, lambda: weight + 1):
+            with pytest.raises(RuntimeError, match=r"blocks\.1\.up\.weight"):
+                read()
     training.step(1)
 
 
@@ -121,7 +126,11 @@ def test_a_touch_of_the_whole_model_raises(training, touch):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_what_is_known_without_the_values(training, weight):
+def test_what_is_known_without_the_values(training, weight, monkeypatch):
+    def reads(*_):
+        raise AssertionError("the values were brought in")
+
+    monkeypatch.setattr(training.optimizer._session.residency, "bind", reads)
     assert weight.shape == (64, 32)
     assert weight.stride() == (32, 1)
     assert (weight.numel(), weight.dim(), weight.dtype) == (2048, 2, torch.float32)
@@ -169,11 +178,43 @@ def test_a_weight_that_was_written_in_a_forward_is_refused_at_step(training):
         with torch.no_grad():
             module.weight.mul_(0.5)
 
+    expected = training.loss(1).detach()
     handle = training.model.blocks[1].up.register_forward_pre_hook(decays)
     training.loss(1).backward()
     handle.remove()
     with pytest.raises(UsageError, match=r"blocks\.1\.up\.weight"):
         training.optimizer.step()
+    training.optimizer.zero_grad()
+    assert torch.equal(training.loss(1), expected), "what was written is still there"
+
+
+@pytest.mark.parametrize("budget", ["64MiB", "smallest"])
+def test_a_write_that_torch_does_not_count_is_found_in_debug_mode(offloaded, monkeypatch, caplog, tmp_path, budget):
+    monkeypatch.setenv("MEMASCEND_DEBUG", "1")
+    if budget == "smallest":
+        model = Stack()
+        with pytest.raises(memascend.BudgetError) as refused:
+            memascend.offload(model, adamw(model), storage=tmp_path / "none.store", host_memory=1)
+        budget = refused.value.smallest
+    training = offloaded(steps=1, host_memory=budget)
+    before = training.weights()
+    expected = training.loss(1).detach()
+
+    def decays(module, *_):
+        module.weight.data.mul_(0.5)
+
+    handle = training.model.blocks[1].up.register_forward_pre_hook(decays)
+    training.loss(1).backward()
+    handle.remove()
+    assert "blocks.1.up.weight" in caplog.text
+    with pytest.raises(UsageError, match=r"of blocks\.1\.up\.weight were"):
+        training.optimizer.step()
+    training.optimizer.zero_grad()
+    assert torch.equal(training.loss(1), expected)
+    after = training.weights()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    training.step(1)
+    assert training.optimizer.steps == 2
 
 
 @pytest.mark.parametrize("gradients", ["fused", "ssd"])

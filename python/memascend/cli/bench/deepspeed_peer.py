@@ -1,6 +1,6 @@
 """DeepSpeed's aio as a peer: reads orders ("read", "write") and prints bytes, seconds and processor seconds.
 
-Run by `memascend bench io --deepspeed PYTHON` in an environment that has DeepSpeed; nothing here imports memascend.
+Run by `memascend bench io` in an environment that has DeepSpeed; nothing of ours is imported.
 """
 
 import resource

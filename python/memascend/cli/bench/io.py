@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memascend import nvme
+from memascend.cli.bench import deepspeed
 from memascend.cli.bench.machine import described
 from memascend.cli.bench.peers import PASSES, DeepSpeed, fio, huge_pages
 from memascend.cli.bench.weights import WEIGHT_CASES, weight_cases
@@ -50,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, metavar="N", default=5, help="medians of so many rounds (default 5)")
     parser.add_argument("--grid", action="store_true", help="also 128 KiB to 16 MiB and depth 1 to 32; takes a while")
     parser.add_argument("--raw", action="store_true", help="also a loop device as a raw one (needs root)")
-    parser.add_argument("--deepspeed", metavar="PYTHON", help="an interpreter that has DeepSpeed, to measure its aio")
+    parser.add_argument("--deepspeed", metavar="PYTHON", help=deepspeed.OPTION_HELP)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -102,11 +103,12 @@ class _Bench:
             self.left_out.append("fio with huge pages: this process may not mount a hugetlbfs (run as root)")
         self.file = self._made("one")
         self.deepspeed: DeepSpeed | None = None
-        if options.deepspeed:
-            peer = DeepSpeed(options.deepspeed, self.file, _BLOCK_BYTES, _DEPTH, min(self.nbytes, 512 * _MIB))
+        python = deepspeed.found(options.deepspeed)
+        if python is not None:
+            peer = DeepSpeed(python, self.file, _BLOCK_BYTES, _DEPTH, min(self.nbytes, 512 * _MIB))
             self.deepspeed = stack.enter_context(peer)
         else:
-            self.left_out.append("DeepSpeed's aio: name an interpreter that has it with --deepspeed")
+            self.left_out.append(f"DeepSpeed's aio: {deepspeed.MISSING}")
 
     def headline(self) -> dict[str, Speed]:
         """All ways at the size and depth that are best."""

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from memascend.cli.bench.deepspeed import Peer
 from memascend.cli.transfer import Speed
 from memascend.errors import ConfigError
 
@@ -84,28 +85,13 @@ def fio(
 class DeepSpeed:
     """DeepSpeed's aio with its own pinned buffer, in a Python of its own that waits for orders."""
 
-    def __init__(self, python: str, path: Path, block: int, depth: int, nbytes: int) -> None:
-        program = Path(__file__).with_name("deepspeed_peer.py")
-        words = [python, str(program), str(path), str(block), str(depth), str(nbytes)]
-        self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        if self._answer() != "ready":
-            raise ConfigError(f"DeepSpeed's aio did not start in {python}; its output says why")
+    def __init__(self, python: Path, path: Path, block: int, depth: int, nbytes: int) -> None:
+        self._peer = Peer(python, "memascend.cli.bench.deepspeed_peer", path, block, depth, nbytes)
 
     def run(self, pattern: str) -> Speed:
         """One pass over the file."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{pattern}\n")
-        self._process.stdin.flush()
-        nbytes, seconds, cpu_seconds = self._answer().split()
+        nbytes, seconds, cpu_seconds = self._peer.ask(pattern).split()
         return Speed(nbytes=int(nbytes), seconds=float(seconds), cpu_seconds=float(cpu_seconds))
-
-    def _answer(self) -> str:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            # The build of its extension prints there too.
-            if line.startswith("peer: "):
-                return line.removeprefix("peer: ").strip()
-        return ""
 
     def __enter__(self) -> Self:
         return self
@@ -113,4 +99,4 @@ class DeepSpeed:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._process.communicate()
+        self._peer.close()

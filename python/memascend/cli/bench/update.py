@@ -1,4 +1,4 @@
-"""`memascend bench update`: the pipelined AdamW on SSD, against the same bytes moved and nothing computed, and fio.
+"""`memascend bench update`: the pipelined AdamW on SSD, against the same bytes moved, fio, and DeepSpeed's swapper.
 
 What checksums cost is measured by `cargo bench -p memascend-engine`, which can leave them out.
 """
@@ -14,10 +14,12 @@ from collections import defaultdict, deque
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from memascend import engine, nvme
+from memascend.cli.bench import bag, deepspeed
 from memascend.cli.bench.peers import PASSES, fio, huge_pages
+from memascend.cli.bench.swapper import Swapper
 from memascend.cli.show import bars, bytes_shown, seconds_shown, table
 from memascend.cli.transfer import blocks
 
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 
     from memascend.nvme import Ticket, Volume
 
-SUMMARY = "a step of AdamW on SSD, against pure I/O of the same bytes and fio"
+SUMMARY = "a step of AdamW on SSD, against pure I/O of the same bytes, fio, and DeepSpeed's NVMe swapper"
 
 _MEGA = 1_000_000
 _MIB = 1 << 20
@@ -44,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chunk-elements", type=int, default=None, metavar="N", help="default: what a store takes")
     parser.add_argument("--compact", action="store_true", help="the compact layout of bf16 masters")
     parser.add_argument("--no-fio", action="store_true", help="leave fio out")
+    parser.add_argument("--deepspeed", metavar="PYTHON", help=deepspeed.OPTION_HELP)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -80,20 +83,19 @@ class _Bytes:
         return self.read + self.written
 
 
-def _measure(folder: Path, options: argparse.Namespace) -> dict[str, float]:
-    import torch
+def _measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 
     few = torch.zeros(1, dtype=torch.bfloat16)
     like = engine.Entry(name="", values=few, state=engine.adam_state(few, compact=options.compact))
     chunk = options.chunk_elements or engine.chunk_elements_of([like])
     each = _Bytes(state=10, read_values=_VALUE_BYTES) if options.compact else _Bytes(state=12, read_values=0)
-    # Few large parameters, as models have; the size of one gradient is what the queue must take.
-    names = [f"weight.{index}" for index in range(8)]
+    # The size of one gradient is what the queue must take.
+    names = [f"weight.{index}" for index in range(bag.PARAMETERS)]
     numel = max(1, options.parameters * _MEGA // chunk // len(names)) * chunk
-    values = torch.randn(numel).bfloat16()
+    values = bag.values(numel)
     state = engine.adam_state(values, compact=options.compact)
     entries = [engine.Entry(name=name, values=values, state=state) for name in names]
-    gradient = torch.randn(numel).bfloat16()
+    gradient = bag.gradient(numel)
     store = engine.Store.create(folder / "store", entries, chunk_elements=chunk)
     del entries, values, state
     chunks = len(names) * numel // chunk
@@ -105,6 +107,10 @@ def _measure(folder: Path, options: argparse.Namespace) -> dict[str, float]:
         memory = stack.enter_context(blocks(chunk * (each.state + _VALUE_BYTES), options.chunks))
         has_fio = not options.no_fio and shutil.which("fio") is not None
         huge = stack.enter_context(huge_pages(options.chunks * _MIB)) if has_fio else None
+        python = deepspeed.found(options.deepspeed)
+        swapper = Swapper(python, folder / "deepspeed", numel) if python is not None else None
+        if swapper is not None:
+            stack.enter_context(swapper)
 
         def moved_by_fio(memory: Path | None) -> float:
             reads = 100 * each.read // each.moved
@@ -130,13 +136,21 @@ def _measure(folder: Path, options: argparse.Namespace) -> dict[str, float]:
                 round_seconds["fio_default"] = moved_by_fio(None)
             if huge is not None:
                 round_seconds["fio_huge_pages"] = moved_by_fio(huge)
+            if swapper is not None:
+                round_seconds["deepspeed"] = swapper.step()
             if step > 2:
                 for what, took in round_seconds.items():
                     seconds[what].append(took)
         staging = updates.staging_bytes
+        peer: dict[str, Any] = {"error": deepspeed.MISSING}
+        if swapper is not None:
+            peer = swapper.compared(store.read(names[0])[0].flatten()[: bag.SAMPLE].float())
     info = store.info()
     store.close()
-    result: dict[str, float] = {"parameters": len(names) * numel, "bytes": nbytes}
+    result: dict[str, Any] = {"parameters": len(names) * numel, "bytes": nbytes, "deepspeed": peer}
+    if "error" in peer:
+        # What computes something else is no peer.
+        seconds.pop("deepspeed", None)
     for what, times in seconds.items():
         result[f"{what}_seconds"] = statistics.median(times)
         ratios = [took / update for took, update in zip(times, seconds["update"], strict=True)]
@@ -145,6 +159,9 @@ def _measure(folder: Path, options: argparse.Namespace) -> dict[str, float]:
         if what in ("update", "pure"):
             result[f"{what}_gb_per_second"] = nbytes / result[f"{what}_seconds"] / 1e9
     held = staging + info["index_bytes"] + info["buffer_bytes"]
+    if "added_bytes" in peer:
+        peer["ours_of_added_bytes"] = held / peer["added_bytes"]
+        peer["ours_of_swap_buffer_bytes"] = held / peer["swap_buffer_bytes"]
     return result | {
         "commit_share": result.pop("update_over_commit"),
         "staging_bytes": staging,
@@ -194,10 +211,11 @@ _ROWS = (
     ("pure", "pure I/O of the same bytes"),
     ("fio_huge_pages", "fio, huge pages, as many bytes"),
     ("fio_default", "fio as people run it"),
+    ("deepspeed", "DeepSpeed's NVMe swapper, pipelined"),
 )
 
 
-def _shown(result: dict[str, float]) -> str:
+def _shown(result: dict[str, Any]) -> str:
     rows = [
         (
             title,
@@ -208,6 +226,15 @@ def _shown(result: dict[str, float]) -> str:
         for what, title in _ROWS
         if f"{what}_seconds" in result
     ]
+    peer = result["deepspeed"]
+    beside = (
+        f"DeepSpeed is left out: {peer['error']}"
+        if "error" in peer
+        else f"DeepSpeed, {peer['buffers']} buffers: {bytes_shown(peer['swap_buffer_bytes'])} of swap buffers, "
+        f"{bytes_shown(peer['added_bytes'])} in all; ours holds {result['held_bytes'] / peer['swap_buffer_bytes']:.2%} "
+        f"and {result['held_bytes'] / peer['added_bytes']:.2%} of that; "
+        f"parameters differ by {peer['difference']:.1e} at most"
+    )
     return (
         f"A step of AdamW on {result['parameters'] / _MEGA:.0f} M bf16 parameters, "
         f"{bytes_shown(int(result['bytes']))}\n\n"
@@ -215,4 +242,5 @@ def _shown(result: dict[str, float]) -> str:
         + f"\n\ncommit, durable: {seconds_shown(result['commit_seconds'])}, {result['commit_share']:.2%} of the step\n"
         f"staging memory: {bytes_shown(int(result['staging_bytes']))}\n"
         f"index: {bytes_shown(int(result['index_bytes']))}, {result['index_bytes_per_mib']:.0f} bytes per MiB of state"
+        f"\n{beside}"
     )

@@ -2,6 +2,8 @@
 
 #![allow(clippy::allow_attributes, dead_code, reason = "each test file uses its part of it")]
 
+use std::sync::atomic::{AtomicU64, Ordering};
+
 use memascend_mem::Wait;
 use memascend_nvme::{
     Options, Volume,
@@ -136,4 +138,25 @@ pub(crate) fn how() -> Create {
 
 pub(crate) fn open(disks: &[SimDisk], how: &Create) -> Result<Store, Error> {
     Store::open_on(volume(disks, &Faults::default()), STRIPE, how)
+}
+
+/// How many pieces of work go on at a time: most of their time they wait for a simulated device.
+const LANES: usize = 4;
+
+/// Does the work of every number in a range, several at a time; a panic of any of them is a panic of this.
+pub(crate) fn side_by_side(range: std::ops::Range<u64>, work: impl Fn(u64) + Sync) {
+    let next = AtomicU64::new(range.start);
+    std::thread::scope(|scope| {
+        for _ in 0..LANES {
+            scope.spawn(|| {
+                loop {
+                    let number = next.fetch_add(1, Ordering::Relaxed);
+                    if number >= range.end {
+                        return;
+                    }
+                    work(number);
+                }
+            });
+        }
+    });
 }

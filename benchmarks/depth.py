@@ -1,0 +1,222 @@
+"""Host memory against depth: the same model with more and more blocks, offloaded and in RAM.
+
+Each depth trains in a process of its own: a Qwen2-shaped model of fixed width in bf16, with checkpointing. What is
+counted is the most that the process held while it trained, beyond what it holds once torch, transformers and a first
+small model are warm. What a forward leaves for each block (inputs that checkpoints keep, the graph) is the user's and
+the same in RAM, where it is measured: "flat" is without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import gc
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+_MIB = 1 << 20
+_HIDDEN, _INTERMEDIATE, _HEADS, _KV_HEADS, _VOCABULARY = 768, 2048, 12, 4, 32_000
+_LENGTH = 128
+_STEPS = 3
+# What the growth of memory is promised to stay below, from the first depth to the last.
+_GROWS_MAX = 0.05
+_COLUMNS = ("depth", "parameters", "case", "added_mib", "activations_mib", "flat_mib", "planned_mib")
+
+
+def main() -> None:
+    """Measure every depth, print a table, write CSV and picture."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--depths", nargs="+", type=int, default=[4, 12, 24, 48])
+    parser.add_argument("--cases", nargs="+", choices=("offloaded", "in RAM"), default=["offloaded", "in RAM"])
+    parser.add_argument("--gradients", choices=("auto", "fused", "ssd"), default="fused")
+    parser.add_argument("--storage", default=".", help="a folder on the disk to train from")
+    parser.add_argument("--write", metavar="FOLDER", type=Path, help="also write depth.csv and depth.png there")
+    parser.add_argument("--work", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.work:
+        print(json.dumps(_train(**json.loads(options.work))))
+        return
+    found: dict[tuple[int, str], dict[str, Any]] = {}
+    for depth in options.depths:
+        for case in options.cases:
+            with tempfile.TemporaryDirectory(dir=options.storage, prefix=".memascend-depth-") as folder:
+                work = {"depth": depth, "case": case, "gradients": options.gradients, "folder": folder}
+                words = [sys.executable, __file__, "--work", json.dumps(work)]
+                done = subprocess.run(words, check=True, capture_output=True, text=True)
+            found[depth, case] = json.loads(done.stdout.splitlines()[-1])
+            print(f"{depth} blocks, {case}: {found[depth, case]['added'] / _MIB:.1f} MiB", flush=True)
+    left = _left_by_block({depth: one["left"] for (depth, case), one in found.items() if case == "in RAM"})
+    rows = [_row(depth, case, one, left) for (depth, case), one in found.items()]
+    print("\n".join("  ".join(f"{name} {row[name]}" for name in _COLUMNS) for row in rows))
+    ours = [row for row in rows if row["case"] == "offloaded"]
+    if len(ours) > 1:
+        grows = ours[-1]["flat_mib"] / ours[0]["flat_mib"] - 1
+        verdict = "within" if grows <= _GROWS_MAX else "beyond"
+        print(f"offloaded, {ours[0]['depth']} to {ours[-1]['depth']} blocks: {grows:+.1%}, {verdict} {_GROWS_MAX:.0%}")
+    if options.write:
+        with (options.write / "depth.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, _COLUMNS)
+            writer.writeheader()
+            writer.writerows(rows)
+        _draw(options.write / "depth.png", rows)
+
+
+def _left_by_block(left: dict[int, int]) -> float:
+    """Bytes that a forward leaves for each block: measured where two depths were, else the inputs alone."""
+    if len(left) > 1:
+        first, last = min(left), max(left)
+        return max(0.0, (left[last] - left[first]) / (last - first))
+    return _LENGTH * _HIDDEN * 2
+
+
+def _row(depth: int, case: str, found: dict[str, Any], left: float) -> dict[str, Any]:
+    activations = depth * left
+    return {
+        "depth": depth,
+        "parameters": found["parameters"],
+        "case": case,
+        "added_mib": round(found["added"] / _MIB, 1),
+        "activations_mib": round(activations / _MIB, 1),
+        "flat_mib": round((found["added"] - activations) / _MIB, 1),
+        "planned_mib": round(found["planned"] / _MIB, 1) if found["planned"] else "",
+    }
+
+
+def _draw(path: Path, rows: list[dict[str, Any]]) -> None:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    for case in dict.fromkeys(row["case"] for row in rows):
+        mine = [row for row in rows if row["case"] == case]
+        axes.plot([row["depth"] for row in mine], [row["flat_mib"] for row in mine], marker="o", label=case)
+    axes.set_xlabel(f"blocks of width {_HIDDEN}")
+    axes.set_ylabel("MiB of host memory beyond the imports, but for activations")
+    axes.set_yscale("log")
+    axes.set_title(f"Training with {_LENGTH} tokens, in bf16")
+    axes.grid(alpha=0.3, which="both")
+    axes.legend()
+    figure.savefig(path, dpi=110)
+
+
+# --- a training, in its own process ----------------------------------------------------------
+
+
+def _train(depth: int, case: str, gradients: str, folder: str) -> dict[str, Any]:
+    import torch
+
+    torch.manual_seed(0)
+    for name in ("warm", "run"):
+        Path(folder, name).mkdir()
+    small, optimizer = _made(_model(2, 64, 64, 2, 1), case, gradients, f"{folder}/warm")
+    _loop(small, optimizer, 64)
+    _close(optimizer)
+    del small, optimizer
+    gc.collect()
+    baseline = _status("VmRSS")
+    made = _model(depth, _HIDDEN, _INTERMEDIATE, _HEADS, _KV_HEADS)
+    parameters = sum(parameter.numel() for parameter in made.parameters())
+    model, optimizer = _made(made, case, gradients, f"{folder}/run")
+    # What making the model took is no part of training.
+    Path("/proc/self/clear_refs").write_text("5")
+    left = _loop(model, optimizer, _VOCABULARY)
+    added = _status("VmHWM") - baseline
+    planned = optimizer.plan.host_peak if case == "offloaded" else 0
+    _close(optimizer)
+    return {"parameters": parameters, "added": added, "planned": planned, "left": left}
+
+
+def _model(depth: int, hidden: int, intermediate: int, heads: int, kv_heads: int) -> Any:
+    import torch
+    import transformers
+
+    config = transformers.Qwen2Config(
+        num_hidden_layers=depth,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        vocab_size=_VOCABULARY if hidden == _HIDDEN else 64,
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
+    model = transformers.Qwen2ForCausalLM(config).to(torch.bfloat16)
+    model.train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def _made(model: Any, case: str, gradients: str, storage: str) -> tuple[Any, Any]:
+    import torch
+
+    import memascend
+
+    if case == "offloaded":
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        return memascend.offload(model, optimizer, storage=storage, gradients=gradients)
+    return model, _InRam(model)
+
+
+def _loop(model: Any, optimizer: Any, vocabulary: int) -> int:
+    """Train; the bytes that the last forward left."""
+    import torch
+
+    tokens = torch.randint(0, vocabulary, (1, _LENGTH))
+    left = 0
+    for _ in range(_STEPS):
+        before = _status("VmRSS")
+        loss = model(input_ids=tokens, labels=tokens).loss
+        left = _status("VmRSS") - before
+        loss.backward()
+        del loss
+        optimizer.step()
+        optimizer.zero_grad()
+    return left
+
+
+def _close(optimizer: Any) -> None:
+    if hasattr(optimizer, "close"):
+        optimizer.close()
+
+
+class _InRam:
+    """What a user writes without memascend: a float32 master of each parameter, under torch's fused AdamW."""
+
+    def __init__(self, model: Any) -> None:
+        import torch
+
+        self.parameters = list(model.parameters())
+        self.masters = [torch.nn.Parameter(parameter.detach().float()) for parameter in self.parameters]
+        self.adam = torch.optim.AdamW(self.masters, lr=1e-4, fused=True)
+
+    def step(self) -> None:
+        import torch
+
+        with torch.no_grad():
+            for parameter, master in zip(self.parameters, self.masters, strict=True):
+                master.grad = parameter.grad.float()
+                parameter.grad = None
+            self.adam.step()
+            for parameter, master in zip(self.parameters, self.masters, strict=True):
+                parameter.copy_(master)
+
+    def zero_grad(self) -> None:
+        self.adam.zero_grad()
+
+
+def _status(name: str) -> int:
+    """A figure of this process, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name + ":"):
+            return int(line.split()[1]) << 10
+    raise KeyError(name)
+
+
+if __name__ == "__main__":
+    main()

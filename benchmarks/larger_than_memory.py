@@ -1,0 +1,369 @@
+"""A language model three times as large as memory: made, trained, evaluated, saved, killed, resumed, loaded by others.
+
+    python benchmarks/larger_than_memory.py --limit 96MiB --folder /mnt/nvme
+
+Each part runs in a process of its own within a memory cgroup, whose limit leaves it `--limit` beyond what importing
+torch, transformers and memascend takes: the processes are forked from one that has imported them, own what is there,
+and all that comes from then on is counted. The weights are three times the limit, the training state 21 times. Needs
+root, for the cgroups.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import itertools
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch._dynamo  # a first step would load it
+import transformers
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers.models.qwen2 import modeling_qwen2  # noqa: F401
+
+import memascend
+import memascend.offload
+from memascend.config import parse_bytes
+from memascend.shown import bytes_shown, seconds_shown, table
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# Linux 5.14.
+_MADV_POPULATE_WRITE = 23
+# From linux/prctl.h.
+_PR_SET_PDEATHSIG = 1
+SAVED_AT, KILLED_AFTER, LAST = 2, 3, 4
+LENGTH = 64
+
+
+def config(nbytes: int, width: int) -> Qwen2Config:
+    """A model of as many blocks as make the weights that large."""
+    heads, inner, vocabulary = 8, 11 * width // 4, 1024
+    block = 2 * width * width + 2 * width * width // 4 + 3 * width * inner
+    blocks = max(2, (nbytes // 2 - 2 * vocabulary * width) // block + 1)
+    return Qwen2Config(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=inner,
+        num_hidden_layers=blocks,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 4,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+
+
+def bodiless(made: Qwen2Config) -> Any:
+    """The model, without values."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(made, dtype=torch.bfloat16)
+
+
+def write_shards(made: Qwen2Config, folder: Path, limit: int) -> int:
+    """Random weights in the files that Hugging Face has for a large model; their bytes."""
+    folder.mkdir()
+    dice = torch.Generator().manual_seed(0)
+    parts: list[dict[str, torch.Tensor]] = [{}]
+    total = 0
+    places = {}
+    for name, like in bodiless(made).named_parameters():
+        one = name.endswith("norm.weight")
+        values = torch.ones(like.shape) if one else torch.randn(like.shape, generator=dice) * 0.02
+        if sum(tensor.nbytes for tensor in parts[-1].values()) > limit // 4:
+            save_file(parts[-1], folder / f"model-{len(parts):05}.safetensors")
+            parts[-1].clear()
+            parts.append({})
+        parts[-1][name] = values.bfloat16()
+        places[name] = f"model-{len(parts):05}.safetensors"
+        total += like.nbytes
+    save_file(parts[-1], folder / places[name])
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    return total
+
+
+def batch(step: int) -> torch.Tensor:
+    """The tokens of a step."""
+    return torch.randint(2, 1024, (1, LENGTH), generator=torch.Generator().manual_seed(step))
+
+
+def logits(model: Any) -> torch.Tensor:
+    """What an evaluation computes."""
+    model.eval()
+    with torch.no_grad():
+        found: torch.Tensor = model(input_ids=batch(10**6)).logits
+    model.train()
+    return found
+
+
+class Part:
+    """What the parts share. Each is run in its own process, and says lines to the one that began it."""
+
+    def __init__(self, made: Qwen2Config, folder: Path, say: Callable[[str, Any], None]) -> None:
+        self.made = made
+        self.folder = folder
+        self.say = say
+
+    def begin(self, storage: str, **options: Any) -> None:
+        """Offload a model that has no values yet."""
+        self.model = bodiless(self.made)
+        self.model.activation_checkpointing_enable()
+        self.model.train()
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        (self.folder / storage).mkdir(exist_ok=True)
+        self.model, self.optimizer = memascend.offload(
+            self.model, optimizer, storage=self.folder / storage, gradients="fused", **options
+        )
+
+    def train(self, to: int) -> None:
+        """Up to a step; say the losses."""
+        for step in range(self.optimizer.steps + 1, to + 1):
+            tokens = batch(step)
+            loss = self.model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.say("loss", [step, loss.item().hex()])
+
+    def evaluate(self, name: str) -> None:
+        """Keep logits in a file, and generate."""
+        torch.save(logits(self.model), self.folder / name)
+        self.model.eval()
+        with torch.no_grad():
+            made = self.model.generate(batch(7)[:, :8], max_new_tokens=4, do_sample=False, pad_token_id=1)
+        self.model.train()
+        self.say("generated", made.tolist())
+
+    def created(self) -> None:
+        """From shards to a saved checkpoint, and on until it is killed."""
+        self.begin("store", weights=self.folder / "shards")
+        self.say("plan", self.optimizer.plan.host_peak)
+        self.train(SAVED_AT)
+        self.evaluate("logits")
+        self.optimizer.save(self.folder / "checkpoint")
+        self.train(KILLED_AFTER)
+        self.say("goes on", None)
+        self.train(10**6)
+
+    def resumed(self) -> None:
+        """From the store, as the kill left it."""
+        self.begin("store", existing="resume")
+        self.say("resumed at", self.optimizer.steps)
+        self.train(LAST)
+        self.evaluate("last")
+        # As others save it: by a state dict of the whole model.
+        self.model.save_pretrained(self.folder / "saved")
+        self.optimizer.close()
+
+    def continued(self) -> None:
+        """From the checkpoint, in a new store."""
+        self.begin("other", checkpoint=self.folder / "checkpoint")
+        self.say("resumed at", self.optimizer.steps)
+        self.train(LAST)
+        self.evaluate("again")
+        self.optimizer.close()
+
+
+def own_what_is_there() -> None:
+    """Copy the pages that a forked process shares with its parent: later it would be charged for them one by one."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.malloc_trim(0)
+    page = os.sysconf("SC_PAGESIZE")
+    with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:  # noqa: PTH123
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            span, rights, *_ = line.split()
+            start, end = (int(place, 16) // page for place in span.split("-"))
+            if not rights.startswith("rw-p"):
+                continue
+            entries = memoryview(os.pread(pagemap.fileno(), 8 * (end - start), 8 * start)).cast("Q")
+            at = start
+            for present, pages in itertools.groupby(entry >> 63 for entry in entries):
+                count = len(list(pages))
+                if present:
+                    libc.madvise(ctypes.c_void_p(at * page), ctypes.c_size_t(count * page), _MADV_POPULATE_WRITE)
+                at += count
+
+
+class Group:
+    """A memory cgroup with a limit, of whichever version there is."""
+
+    def __init__(self, parent: Path, name: str, limit: int) -> None:
+        self.path = parent / name
+        self.path.mkdir()
+        self._first = (self.path / "memory.limit_in_bytes").exists()
+        (self.path / ("memory.limit_in_bytes" if self._first else "memory.max")).write_text(str(limit))
+        self.anonymous_peak = 0
+
+    def enter(self) -> None:
+        """Let this process be in it."""
+        (self.path / "cgroup.procs").write_text("0")
+
+    def look(self) -> None:
+        """What no reclaim could give back."""
+        stat = dict(line.split() for line in (self.path / "memory.stat").read_text().splitlines())
+        self.anonymous_peak = max(self.anonymous_peak, int(stat["rss" if self._first else "anon"]))
+
+    def end(self) -> dict[str, int]:
+        """What the kernel counted; then it is gone."""
+        peak = self.path / ("memory.max_usage_in_bytes" if self._first else "memory.peak")
+        events = (self.path / ("memory.oom_control" if self._first else "memory.events")).read_text()
+        found = {
+            "anonymous peak": self.anonymous_peak,
+            "peak with files": int(peak.read_text()) if peak.exists() else 0,
+            "killed for memory": next(int(line.split()[1]) for line in events.splitlines() if "oom_kill " in line),
+        }
+        for _ in range(1000):
+            try:
+                self.path.rmdir()
+            except OSError:
+                time.sleep(0.001)
+            else:
+                break
+        return found
+
+
+def run(part: str, made: Qwen2Config, folder: Path, parent: Path, limit: int, *, kill: bool) -> dict[str, Any]:
+    """One part in its process and its cgroup; what it said and held."""
+    group = Group(parent, part, limit)
+    hears, told = os.pipe()
+    began = time.perf_counter()
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            os.close(hears)
+            # Nobody else knows of it.
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            own_what_is_there()
+            group.enter()
+            getattr(Part(made, folder, lambda *said: os.write(told, json.dumps(said).encode() + b"\n")), part)()
+            status = 0
+        except BaseException:  # noqa: BLE001
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    os.close(told)
+    os.set_blocking(hears, False)
+    text, killed = b"", False
+    ended, status = 0, 0
+    while not ended:
+        group.look()
+        try:
+            text += os.read(hears, 65536)
+        except BlockingIOError:
+            time.sleep(0.002)
+        if kill and not killed and b"goes on" in text:
+            killed = True
+            # In the middle of a step.
+            time.sleep(0.05)
+            os.kill(pid, signal.SIGKILL)
+        ended, status = os.waitpid(pid, os.WNOHANG)
+    while more := os.read(hears, 65536):
+        text += more
+    os.close(hears)
+    held = group.end()
+    if status != (signal.SIGKILL if killed else 0) or held["killed for memory"]:
+        raise SystemExit(f"{part} ended with status {status}, having said {text.decode()!r}; {held}")
+    said = [json.loads(line) for line in text.splitlines()]
+    return {
+        "part": part,
+        "seconds": time.perf_counter() - began,
+        **held,
+        "losses": dict(value for key, value in said if key == "loss"),
+        **{key: value for key, value in said if key != "loss"},
+    }
+
+
+def compare(found: dict[str, dict[str, Any]], folder: Path) -> None:
+    """Every bit of what the parts have in common, and what plain transformers makes of the files."""
+    losses: dict[int, str] = {}
+    for part in found.values():
+        for step, loss in part["losses"].items():
+            if losses.setdefault(step, loss) != loss:
+                raise SystemExit(f"the loss of step {step} is another in {part['part']}")
+    at = found["resumed"]["resumed at"]
+    if at < KILLED_AFTER or found["continued"]["resumed at"] != SAVED_AT:
+        raise SystemExit(f"resumed at step {at}, continued at {found['continued']['resumed at']}")
+    same = [("checkpoint", "logits"), ("saved", "last")]
+    for saved, said in same:
+        plain = AutoModelForCausalLM.from_pretrained(folder / saved)
+        if not torch.equal(logits(plain), torch.load(folder / said)):
+            raise SystemExit(f"plain transformers computes other logits from {saved} than were computed offloaded")
+        del plain
+    if not torch.equal(torch.load(folder / "last"), torch.load(folder / "again")):
+        raise SystemExit("resumed from the store and from the checkpoint, the logits differ")
+
+
+def cgroups(given: Path | None) -> Path:
+    """A cgroup to make others in."""
+    first, second = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
+    if given is None:
+        given = (first if first.is_dir() else second) / f"memascend-{uuid.uuid4().hex[:8]}"
+        given.mkdir()
+    if (given / "cgroup.controllers").exists():
+        (given / "cgroup.subtree_control").write_text("+memory")
+    return given
+
+
+def main() -> None:
+    """Run the parts, compare, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--limit", default="96MiB", help="memory for each part, beyond what imports take")
+    parser.add_argument("--times", type=float, default=3, help="the limit are the weights")
+    parser.add_argument("--width", type=int, default=512, help="of a block")
+    parser.add_argument("--folder", type=Path, help="a disk with room for 60 times the limit; none: beside this file")
+    parser.add_argument("--cgroup", type=Path, help="an empty cgroup to make others in")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    limit = parse_bytes(options.limit)
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    made = config(int(options.times * limit), options.width)
+    parent = cgroups(options.cgroup)
+    place = options.folder or Path(__file__).resolve().parent
+    found = {}
+    try:
+        with tempfile.TemporaryDirectory(dir=place, prefix="larger-") as name:
+            folder = Path(name)
+            nbytes = write_shards(made, folder / "shards", limit)
+            gc.collect()
+            # So that collections do not touch what was there before.
+            gc.freeze()
+            for part in ("created", "resumed", "continued"):
+                found[part] = run(part, made, folder, parent, limit, kill=part == "created")
+            gc.unfreeze()
+            compare(found, folder)
+    finally:
+        if options.cgroup is None:
+            parent.rmdir()
+    if options.json:
+        print(json.dumps({"limit": limit, "weights": nbytes, "state": 7 * nbytes, "parts": list(found.values())}))
+        return
+    rows = [
+        (
+            part["part"],
+            *(bytes_shown(part[name]) for name in ("anonymous peak", "peak with files")),
+            seconds_shown(part["seconds"]),
+        )
+        for part in found.values()
+    ]
+    print(f"limit {bytes_shown(limit)}, weights {bytes_shown(nbytes)}, training state {bytes_shown(7 * nbytes)}")
+    print(table(("part", "anonymous peak", "with files", "time"), rows))
+    print("nothing was killed for memory; losses and logits are the same bits, also those of plain transformers")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""The process of a cell: makes the system, trains, measures; the last line of the output is the answer."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memascend.cli.bench.cell import ANSWER, process
+from memascend.cli.bench.cell.systems import SYSTEMS
+from memascend.cli.bench.cell.workload import OVERFLOW_FACTOR, OVERFLOWING_STEP, Workload, tokens, workload
+
+if TYPE_CHECKING:
+    from memascend.cli.bench.cell.systems import System
+
+__all__ = ["run"]
+
+_PARTS = ("forward", "backward", "update")
+
+
+def run(order: dict[str, Any]) -> dict[str, Any]:
+    """Train, and measure.
+
+    The order: `workload`, `system`, `settings` over those of the system, `storage`, `warm` and `steps`, and `cgroup`,
+    the folder of the memory cgroup that this process is in, if it is in one of its own.
+    """
+    work = workload(order["workload"])
+    way = SYSTEMS[order["system"]]
+    storage = Path(order["storage"])
+    module = importlib.import_module(f"memascend.cli.bench.cell.systems.{way.module}")
+    libraries = [importlib.import_module(name) for name in module.LIBRARIES]
+    # transformers loads a model's code when it is first asked for it.
+    libraries[1].Qwen2ForCausalLM  # noqa: B018
+    baseline = process.resident()
+    began = process.counts(storage)
+    system = module.begin(work, way.settings | order.get("settings", {}), storage)
+    set_up = process.counts(storage).since(began)
+    set_up_peak = process.resident_peak()
+    process.restart_peak()
+    cgroup = Path(order["cgroup"]) if order.get("cgroup") else None
+    cgroup_set_up = _restarted_peak(cgroup)
+    trained = _trained(system, work, order, storage)
+    answer = {
+        "set_up_seconds": set_up["wall"],
+        "baseline_bytes": baseline,
+        "set_up_peak_bytes": set_up_peak,
+        "peak_bytes": process.resident_peak(),
+        "cgroup_set_up_peak_bytes": cgroup_set_up,
+        "cgroup_peak_bytes": _peak(cgroup),
+        "added_bytes": process.resident_peak() - baseline,
+        **trained,
+        **system.end(),
+    }
+    answer["versions"] = {library.__name__.split(".")[0]: _version(library) for library in libraries}
+    return answer
+
+
+def _trained(system: System, work: Workload, order: dict[str, Any], storage: Path) -> dict[str, Any]:
+    """Warm steps and measured ones; seconds of each of the latter, means of what is counted over them."""
+    batch = tokens(work)
+    losses: list[float] = []
+    seconds: dict[str, list[float]] = {"step": [], **{part: [] for part in _PARTS}}
+    between: list[dict[str, float]] = []
+    counted: int | None = None
+    for index in range(order["warm"] + order["steps"]):
+        if index == order["warm"]:
+            counted = system.counted()
+        at = [process.counts(storage)]
+        loss = system.forward(batch)
+        losses.append(loss.item())
+        at.append(process.counts(storage))
+        # A loss that is too large for 16-bit gradients, where the workload wants to see what then happens.
+        overflows = work.overflow and index == OVERFLOWING_STEP
+        system.backward(loss * OVERFLOW_FACTOR if overflows else loss)
+        at.append(process.counts(storage))
+        del loss
+        system.update()
+        at.append(process.counts(storage))
+        if not math.isfinite(losses[-1]):
+            raise ValueError(f"the loss of step {index} is {losses[-1]}")
+        if index >= order["warm"]:
+            whole = at[-1].since(at[0])
+            between.append(whole)
+            seconds["step"].append(whole["wall"])
+            for part, first, last in zip(_PARTS, at, at[1:], strict=False):
+                seconds[part].append(last.wall - first.wall)
+    steps = len(between)
+    counted_end = system.counted()
+    mean = {name: sum(counts[name] for counts in between) / max(steps, 1) for name in (between or [{}])[0]}
+    return {
+        "parameters": work.parameters,
+        "losses": losses,
+        "seconds": seconds,
+        "steps": steps,
+        "mean": mean,
+        "read_per_parameter": mean.get("read", 0) / work.parameters,
+        "written_per_parameter": mean.get("written", 0) / work.parameters,
+        "counted_per_parameter": None
+        if counted is None or counted_end is None
+        else (counted_end - counted) / max(steps, 1) / work.parameters,
+    }
+
+
+def _restarted_peak(cgroup: Path | None) -> int | None:
+    """The cgroup's peak so far; where the kernel can, it then begins anew."""
+    if cgroup is None:
+        return None
+    peak = _peak(cgroup)
+    first = cgroup / "memory.max_usage_in_bytes"
+    if first.exists():
+        first.write_text("0")
+    return peak
+
+
+def _peak(cgroup: Path | None) -> int | None:
+    if cgroup is None:
+        return None
+    for name in ("memory.max_usage_in_bytes", "memory.peak"):
+        if (cgroup / name).exists():
+            return int((cgroup / name).read_text())
+    return None
+
+
+def _version(library: Any) -> str:
+    return str(getattr(library, "__version__", "") or "here")
+
+
+if __name__ == "__main__":
+    print(f"\n{ANSWER}{json.dumps(run(json.loads(sys.argv[1])))}", flush=True)

@@ -1,0 +1,64 @@
+"""The systems that train the same workload: ours, torch in memory, DeepSpeed's; one module for each kind.
+
+Each module has `LIBRARIES`, which are imported before memory is counted, and `begin(work, settings, storage)`, which
+makes the model and gives a `System`. The module of a peer is read in the peer's environment.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+__all__ = ["SYSTEMS", "System", "Way"]
+
+
+class System(Protocol):
+    """A model that trains, whoever makes it do so."""
+
+    def forward(self, tokens: Any) -> Any:
+        """The loss of a batch."""
+
+    def backward(self, loss: Any) -> None:
+        """Its gradients."""
+
+    def update(self) -> None:
+        """The optimizer's step; gradients are gone afterwards."""
+
+    def counted(self) -> int | None:
+        """Bytes to and from SSD so far by the system's own account, if it keeps one."""
+
+    def end(self) -> dict[str, Any]:
+        """Finish; what the system itself has to say of the run."""
+
+
+class Way(NamedTuple):
+    """A system under a name, and how it is begun."""
+
+    module: str
+    settings: dict[str, Any]
+    about: str
+    deepspeed: bool = False
+
+
+SYSTEMS = {
+    "memascend": Way("ours", {}, "everything on SSD, the default budget"),
+    "memascend-smallest": Way("ours", {"smallest": True}, "everything on SSD, the smallest budget"),
+    "torch": Way("in_ram", {}, "in memory: fp32 masters, fused AdamW"),
+    "zero-infinity": Way(
+        "zero", {"stage": 3, "parameters": "nvme", "state": "nvme"}, "DeepSpeed, parameters and state on SSD", True
+    ),
+    "zero-infinity-pipelined": Way(
+        "zero",
+        {"stage": 3, "parameters": "nvme", "state": "nvme", "pipelined": True},
+        "the same, state read ahead and written behind",
+        True,
+    ),
+    "zero-infinity-params-in-ram": Way(
+        "zero",
+        {"stage": 3, "parameters": "cpu", "state": "nvme"},
+        "DeepSpeed, state on SSD, parameters in memory",
+        True,
+    ),
+    "zero-offload": Way(
+        "zero", {"stage": 2, "parameters": "none", "state": "cpu"}, "DeepSpeed, everything in memory", True
+    ),
+}

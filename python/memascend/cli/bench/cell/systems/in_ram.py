@@ -1,0 +1,78 @@
+"""What a user writes without memascend: a float32 master of each parameter, under torch's fused AdamW, in memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from memascend.cli.bench.cell.workload import LEARNING_RATE, LOSS_SCALE_POWER, Workload, made
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["LIBRARIES", "InRam", "begin"]
+
+LIBRARIES = ("torch", "transformers")
+
+
+def begin(work: Workload, settings: dict[str, Any], storage: Path) -> InRam:  # noqa: ARG001 - as every system is begun
+    """The model beside its masters."""
+    return InRam(made(work), clip=work.clip, scale=2.0**LOSS_SCALE_POWER if work.dtype == "float16" else None)
+
+
+class InRam:
+    """Trains a 16-bit model by float32 masters, all in memory."""
+
+    def __init__(self, model: Any, *, clip: float | None = None, scale: float | None = None) -> None:
+        import torch
+
+        self.model, self.clip, self.scale = model, clip, scale
+        self.parameters = list(model.parameters())
+        self.masters = [torch.nn.Parameter(parameter.detach().float()) for parameter in self.parameters]
+        self.adam = torch.optim.AdamW(self.masters, lr=LEARNING_RATE, fused=True)
+
+    def forward(self, tokens: Any) -> Any:
+        """The loss of a batch."""
+        return self.model(input_ids=tokens, labels=tokens).loss
+
+    def backward(self, loss: Any) -> None:
+        """Gradients, times the loss scale where there is one."""
+        (loss if self.scale is None else loss * self.scale).backward()
+
+    def update(self) -> None:
+        """Through the masters; a step that overflowed is left out and halves the scale."""
+        import torch
+
+        with torch.no_grad():
+            for parameter, master in zip(self.parameters, self.masters, strict=True):
+                if parameter.grad is not None:
+                    master.grad = parameter.grad.float()
+                    parameter.grad = None
+            if self._finite():
+                if self.clip is not None:
+                    torch.nn.utils.clip_grad_norm_(self.masters, self.clip)
+                self.adam.step()
+                for parameter, master in zip(self.parameters, self.masters, strict=True):
+                    parameter.copy_(master)
+        self.adam.zero_grad()
+
+    def _finite(self) -> bool:
+        """Whether the step counts. The gradients have lost their scale afterwards."""
+        import torch
+
+        if self.scale is None:
+            return True
+        grads = [master.grad for master in self.masters if master.grad is not None]
+        finite = all(bool(torch.isfinite(grad).all()) for grad in grads)
+        for grad in grads:
+            grad.mul_(1.0 / self.scale)
+        if not finite:
+            self.scale /= 2
+        return finite
+
+    def counted(self) -> int | None:
+        """It keeps no account."""
+        return None
+
+    def end(self) -> dict[str, Any]:
+        """Nothing to add."""
+        return {}

@@ -1,0 +1,109 @@
+"""memascend: the model and its optimizer offloaded."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memascend.cli.bench.cell.systems.trace import Trace
+from memascend.cli.bench.cell.workload import LEARNING_RATE, LOSS_SCALE_POWER, Workload, configuration, made, prepared
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from memascend.optimizer import OffloadedOptimizer
+
+__all__ = ["LIBRARIES", "Ours", "begin"]
+
+LIBRARIES = ("torch", "transformers", "memascend.offload")
+
+
+def begin(work: Workload, settings: dict[str, Any], storage: Path) -> Ours:
+    """The model in the store.
+
+    Settings: `smallest`: the smallest budget that works; `host_memory`: a budget, or as `"1.5x"` a multiple of the
+    smallest; `lean`: the model is made on "meta" and its values in the store, so that it is never in memory as a whole;
+    `trace`: a file for a trace of what follows.
+    """
+    import torch
+    import transformers
+
+    from memascend.errors import BudgetError
+    from memascend.offload import offload
+
+    if settings.get("lean"):
+        dtype = getattr(torch, work.dtype)
+        with torch.device("meta"):
+            model = prepared(work, transformers.Qwen2ForCausalLM(configuration(work)).to(dtype))
+    else:
+        model = made(work)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    options: dict[str, Any] = {"storage": storage / "memascend.store", "existing": "replace"}
+    if work.clip is not None:
+        options["max_grad_norm"] = work.clip
+    if work.dtype == "float16":
+        # Where the dynamic scale begins is no option of ours; both begin at 2^16.
+        assert LOSS_SCALE_POWER == 16
+    budget = "1x" if settings.get("smallest") else settings.get("host_memory")
+    if isinstance(budget, str) and budget.endswith("x"):
+        try:
+            offload(model, optimizer, **{**options, "host_memory": 1})
+        except BudgetError as error:
+            budget = int(error.smallest * float(budget.removesuffix("x")))
+    if budget is not None:
+        options["host_memory"] = budget
+    model, offloaded = offload(model, optimizer, **options)
+    return Ours(model, offloaded, scaled=work.dtype == "float16", trace=settings.get("trace"))
+
+
+class Ours:
+    """The usual loop, its optimizer offloaded."""
+
+    def __init__(self, model: Any, optimizer: OffloadedOptimizer, *, scaled: bool, trace: str | None) -> None:
+        self.model, self.optimizer, self.scaled = model, optimizer, scaled
+        self._trace = Trace(optimizer._session.engine, Path(trace)) if trace else None  # noqa: SLF001
+
+    def forward(self, tokens: Any) -> Any:
+        """The loss of a batch."""
+        with self._span("forward"):
+            return self.model(input_ids=tokens, labels=tokens).loss
+
+    def backward(self, loss: Any) -> None:
+        """Gradients; a loss scale goes through the optimizer."""
+        with self._span("backward"):
+            if self.scaled:
+                self.optimizer.backward(loss)
+            else:
+                loss.backward()
+
+    def update(self) -> None:
+        """The step, committed."""
+        with self._span("step()"):
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def _span(self, name: str) -> AbstractContextManager[None]:
+        return self._trace.span(name) if self._trace else nullcontext()
+
+    def counted(self) -> int | None:
+        """By the report."""
+        report = self.optimizer.report().to_dict()
+        return int(sum(report["read"].values()) + sum(report["written"].values()))
+
+    def end(self) -> dict[str, Any]:
+        """Report and plan, and the store closed."""
+        if self._trace:
+            self._trace.end()
+        plan = self.optimizer.plan
+        said = {
+            "report": self.optimizer.report().to_dict(),
+            "plan": {
+                "host_peak": plan.host_peak,
+                "host": plan.host,
+                "read": plan.read_bytes,
+                "written": plan.written_bytes,
+            },
+        }
+        self.optimizer.close()
+        return said

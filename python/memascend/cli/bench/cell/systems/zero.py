@@ -1,0 +1,133 @@
+"""DeepSpeed: ZeRO-Infinity with parameters on SSD or in memory, and ZeRO-Offload. Read in DeepSpeed's environment."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import TYPE_CHECKING, Any
+
+from memascend.cli.bench.cell.workload import LEARNING_RATE, LOSS_SCALE_POWER, Workload, configuration, made, prepared
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["LIBRARIES", "Zero", "begin", "config"]
+
+LIBRARIES = ("torch", "transformers", "deepspeed")
+
+
+def begin(work: Workload, settings: dict[str, Any], storage: Path) -> Zero:
+    """The model in DeepSpeed's engine; for the settings see `config`."""
+    import deepspeed
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        os.environ["MASTER_PORT"] = str(free.getsockname()[1])
+    os.environ.update(MASTER_ADDR="127.0.0.1", RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    told = config(work, settings, storage)
+    if settings.get("lean") and settings["stage"] == 3:
+        import torch
+        import transformers
+
+        with deepspeed.zero.Init(config_dict_or_path=told, dtype=getattr(torch, work.dtype)):
+            model = prepared(work, transformers.Qwen2ForCausalLM(configuration(work)))
+    else:
+        model = made(work)
+    adam = DeepSpeedCPUAdam(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01, adamw_mode=True)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=adam, config=told)
+    return Zero(engine)
+
+
+def config(work: Workload, settings: dict[str, Any], storage: Path) -> dict[str, Any]:
+    """What DeepSpeed is told: the smallest buffers that work, and everything that makes its I/O fast.
+
+    Settings: `stage`; `parameters` and `state`: where they are, "nvme", "cpu" or "none"; `parameter_buffers` and
+    `state_buffers`: how many of each, as tuning found; `pipelined`: the next group's state is read, and the last
+    one's written, while one is updated; `lean`: parameters leave memory while the model is made.
+    """
+    largest = work.vocabulary * work.hidden
+    matrix = work.hidden * work.intermediate
+    pipelined = bool(settings.get("pipelined", False))
+    zero: dict[str, Any] = {
+        "stage": settings["stage"],
+        "contiguous_gradients": True,
+        "overlap_comm": False,
+        # A bucket takes the largest matrix of a block; what is larger goes by itself.
+        "reduce_bucket_size": matrix,
+        "offload_optimizer": {
+            "device": settings["state"],
+            "nvme_path": str(storage),
+            "pin_memory": False,
+            "buffer_count": settings.get("state_buffers", 4),
+            "pipeline_read": pipelined,
+            "pipeline_write": pipelined,
+            "fast_init": False,
+        },
+    }
+    if settings["stage"] == 3:
+        zero |= {
+            "sub_group_size": matrix,
+            # Anything else asserts where parameters are on SSD.
+            "stage3_prefetch_bucket_size": 0,
+            "stage3_max_live_parameters": largest,
+            "stage3_max_reuse_distance": largest,
+            "offload_param": {
+                "device": settings["parameters"],
+                "nvme_path": str(storage),
+                "pin_memory": False,
+                "buffer_count": settings.get("parameter_buffers", 5),
+                "buffer_size": largest,
+                "max_in_cpu": 0,
+            },
+        }
+    described: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": work.batch,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 1 << 30,
+        "gradient_clipping": work.clip or 0.0,
+        # As fast as any on the disks that were measured.
+        "aio": {
+            "block_size": 1 << 20,
+            "queue_depth": 8,
+            "intra_op_parallelism": 1,
+            "single_submit": False,
+            "overlap_events": True,
+        },
+    }
+    if work.dtype == "float16":
+        # An overflow halves the scale at once, as elsewhere.
+        scale = {"initial_scale_power": LOSS_SCALE_POWER, "hysteresis": 1, "loss_scale_window": 2000}
+        described["fp16"] = {"enabled": True, **scale}
+    else:
+        described["bf16"] = {"enabled": True}
+    return described
+
+
+class Zero:
+    """DeepSpeed's own loop."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+
+    def forward(self, tokens: Any) -> Any:
+        """The loss of a batch."""
+        return self.engine(input_ids=tokens, labels=tokens).loss
+
+    def backward(self, loss: Any) -> None:
+        """Gradients."""
+        self.engine.backward(loss)
+
+    def update(self) -> None:
+        """The step."""
+        self.engine.step()
+
+    def counted(self) -> int | None:
+        """It keeps no account."""
+        return None
+
+    def end(self) -> dict[str, Any]:
+        """Nothing to add."""
+        return {}

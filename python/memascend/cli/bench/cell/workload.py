@@ -1,0 +1,139 @@
+"""What is trained: the models, batches and rules that every system is given alike."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+__all__ = [
+    "LEARNING_RATE",
+    "LOSS_SCALE_POWER",
+    "OVERFLOWING_STEP",
+    "OVERFLOW_FACTOR",
+    "WORKLOADS",
+    "Workload",
+    "configuration",
+    "made",
+    "prepared",
+    "tokens",
+    "workload",
+]
+
+LEARNING_RATE = 1e-4
+# Where a workload has an overflow: the step whose loss is multiplied, and by what.
+OVERFLOWING_STEP = 1
+OVERFLOW_FACTOR = 1e7
+# Where the fp16 loss scale begins, in every system.
+LOSS_SCALE_POWER = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A model and what one step of it gets. Shapes are Qwen2's, heads untied."""
+
+    name: str
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    vocabulary: int = 32_000
+    dtype: str = "bfloat16"
+    batch: int = 1
+    length: int = 128
+    checkpoint: bool = False
+    clip: float | None = None
+    overflow: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON takes it."""
+        return asdict(self)
+
+    @property
+    def parameters(self) -> int:
+        """Of the model, counted from its shape."""
+        head = self.hidden // self.heads
+        attention = 2 * self.hidden * self.hidden + 2 * self.hidden * self.kv_heads * head
+        biases = self.hidden + 2 * self.kv_heads * head
+        block = attention + biases + 3 * self.hidden * self.intermediate + 2 * self.hidden
+        return self.layers * block + 2 * self.vocabulary * self.hidden + self.hidden
+
+
+_SHAPES: dict[str, dict[str, Any]] = {
+    "4M": {"layers": 4, "hidden": 256, "intermediate": 683, "heads": 4, "kv_heads": 2, "vocabulary": 2048},
+    "25M": {"layers": 8, "hidden": 384, "intermediate": 1024, "heads": 6, "kv_heads": 2, "vocabulary": 16_000},
+    "125M": {"layers": 12, "hidden": 768, "intermediate": 2048, "heads": 12, "kv_heads": 4},
+    "500M": {"layers": 24, "hidden": 1152, "intermediate": 4608, "heads": 18, "kv_heads": 6, "vocabulary": 16_000},
+}
+
+
+def _named() -> dict[str, Workload]:
+    found: dict[str, Workload] = {}
+    for size, shape in _SHAPES.items():
+        plain = Workload(name=size, **shape)
+        variants: dict[str, dict[str, Any]] = {
+            "1x128": {},
+            "1x128-clip": {"clip": 1.0},
+            "4x512": {"batch": 4, "length": 512},
+            "fp16": {"dtype": "float16", "overflow": True},
+            "1x2048-checkpointed": {"length": 2048, "checkpoint": True},
+        }
+        for variant, changes in variants.items():
+            name = f"{size}-{variant}"
+            found[name] = replace(plain, name=name, **changes)
+    return found
+
+
+WORKLOADS = _named()
+
+
+def workload(values: dict[str, Any]) -> Workload:
+    """The workload that `to_dict` wrote."""
+    return Workload(**values)
+
+
+def configuration(work: Workload) -> Any:
+    """Of transformers, for a workload."""
+    import transformers
+
+    return transformers.Qwen2Config(
+        num_hidden_layers=work.layers,
+        hidden_size=work.hidden,
+        intermediate_size=work.intermediate,
+        num_attention_heads=work.heads,
+        num_key_value_heads=work.kv_heads,
+        vocab_size=work.vocabulary,
+        max_position_embeddings=max(4096, work.length),
+        tie_word_embeddings=False,
+    )
+
+
+def made(work: Workload) -> Any:
+    """The model, with the same values in every process, ready to train. Its peak in memory is the model."""
+    import torch
+    import transformers
+
+    dtype = getattr(torch, work.dtype)
+    torch.manual_seed(0)
+    models: Any = transformers.AutoModelForCausalLM
+    model = models.from_config(configuration(work), dtype=dtype)
+    # DeepSpeed casts buffers too, so all do.
+    return prepared(work, model.to(dtype))
+
+
+def prepared(work: Workload, model: Any) -> Any:
+    """The model in training mode, recomputing its blocks where the workload says so."""
+    model.train()
+    model.config.use_cache = False
+    if work.checkpoint:
+        model.gradient_checkpointing_enable()
+    return model
+
+
+def tokens(work: Workload) -> Any:
+    """The batch of every step: one batch, so that its loss falls, and a system that does not train is found out."""
+    import torch
+
+    # Arithmetic, as random numbers may differ between versions of torch.
+    count = work.batch * work.length
+    return (torch.arange(count) * 7919 % 9973 % work.vocabulary).view(work.batch, work.length)

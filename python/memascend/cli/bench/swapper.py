@@ -1,0 +1,81 @@
+"""DeepSpeed's NVMe optimizer swapper beside our update: started with the fewest buffers that work, and compared."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, Self
+
+from memascend.cli.bench.deepspeed import Peer
+from memascend.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+    from types import TracebackType
+
+    import torch
+
+__all__ = ["DIFFERENCE_MAX", "Swapper"]
+
+# Adam's state and gradient of a parameter take four; pipelined it reads those of the next and writes those of the last
+# one meanwhile. Eight were seen to fail.
+_BUFFERS = range(9, 17)
+# Of a bf16 value relative to its size: two roundings apart.
+DIFFERENCE_MAX = 2**-7
+
+
+class Swapper:
+    """DeepSpeed at the same bag of parameters.
+
+    Raises:
+        ConfigError: it runs with no number of buffers.
+    """
+
+    def __init__(self, python: Path, folder: Path, numel: int) -> None:
+        self._last: dict[str, Any] = {}
+        error = "nothing was tried"
+        for buffers in _BUFFERS:
+            peer = None
+            try:
+                peer = Peer(python, "memascend.cli.bench.deepspeed_update", folder, numel, buffers)
+                # Two steps show whether it runs: the first makes its state, the second reads it.
+                self._early = [json.loads(peer.ask("step"))["seconds"] for _ in range(2)]
+            except ConfigError as failed:
+                error = str(failed)
+                if peer is None:
+                    break
+                peer.close()
+                continue
+            self._peer, self.buffers = peer, buffers
+            return
+        raise ConfigError(f"{error} (with up to {buffers} swap buffers)")
+
+    def step(self) -> float:
+        """Seconds of a step; the two that were made at the start count as the first two of ours."""
+        if self._early:
+            return float(self._early.pop(0))
+        self._last = json.loads(self._peer.ask("step"))
+        return float(self._last["seconds"])
+
+    def compared(self, sample: torch.Tensor) -> dict[str, Any]:
+        """What it took, if its parameters are ours after as many steps: else an error."""
+        import torch
+
+        theirs = torch.tensor(self._last["sample"])
+        size = sample.abs().clamp(min=sample.abs().mean().item())
+        difference = ((theirs - sample).abs() / size).max().item()
+        if not difference <= DIFFERENCE_MAX:
+            return {"error": f"its parameters differ from ours by {difference:.1e}, relative to their size"}
+        return {
+            "buffers": self.buffers,
+            "swap_buffer_bytes": self._last["swap_buffer_bytes"],
+            "added_bytes": self._last["added_bytes"],
+            "difference": difference,
+        }
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._peer.close()

@@ -1,0 +1,140 @@
+"""`memascend bench train`: whole training steps beside what people use today, each cell in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memascend.cli.bench import deepspeed
+from memascend.cli.bench.cell.systems import SYSTEMS
+from memascend.cli.bench.cell.workload import WORKLOADS
+from memascend.cli.bench.machine import described
+from memascend.cli.bench.train.curves import CURVES, draw, points
+from memascend.cli.bench.train.judge import LOSS_TOLERANCE, judged
+from memascend.cli.bench.train.launch import Launcher
+from memascend.cli.bench.train.limits import limits_table, reach, reach_table, smallest_cgroup
+from memascend.cli.bench.train.measure import Bench
+from memascend.cli.bench.train.results import Results
+from memascend.cli.bench.train.selection import FULL, HEADLINE, LIMITS, Cells
+from memascend.cli.bench.train.shown import notes, pictures, workload_table
+from memascend.errors import ConfigError
+from memascend.shown import table
+
+if TYPE_CHECKING:
+    import argparse
+
+SUMMARY = "training steps: time, memory and SSD bytes beside in-memory torch and DeepSpeed"
+
+_PARTS = ("cells", "curves", "limits", "reach")
+_MIB = 1 << 20
+_REACH_MIB = 6 << 10
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, metavar="NAME", help="instead of the headline's")
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, metavar="NAME", help="instead of all")
+    parser.add_argument(
+        "--parts",
+        nargs="+",
+        choices=_PARTS,
+        help="cells (default); curves of memory and time; limits: the smallest memory cgroup that three steps fit in; "
+        "reach: the longest context and largest batch inside one",
+    )
+    parser.add_argument("--full", action="store_true", help="every workload and part; hours; goes on where it was")
+    parser.add_argument("--steps", type=int, default=8, help="measured steps of a cell (default 8; long ones half)")
+    parser.add_argument("--storage", default=".", metavar="FOLDER", help="on the disk to measure (default: here)")
+    parser.add_argument(
+        "--results", default="bench-train", metavar="FOLDER", help="a file for each cell; what is there is not repeated"
+    )
+    parser.add_argument("--again", action="store_true", help="measure also what is there")
+    parser.add_argument("--limit", type=int, default=_REACH_MIB, metavar="MIB", help="for reach (default 6144)")
+    parser.add_argument("--deepspeed", metavar="PYTHON", help=deepspeed.OPTION_HELP)
+    parser.add_argument("--trace", metavar="FILE", help="only trace a few steps of the first workload, for Perfetto")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure and print."""
+    if options.steps < 1:
+        raise ConfigError("--steps is at least 1")
+    if not Path(options.storage).is_dir():
+        raise ConfigError(f"--storage {options.storage}: there is no such folder")
+    launcher = Launcher(Path(options.storage), deepspeed.found(options.deepspeed))
+    if options.trace:
+        return _trace(launcher, next(iter(options.workloads or HEADLINE)), Path(options.trace))
+    bench = Bench(launcher, Results(Path(options.results), again=options.again), options.steps, _say)
+    parts = options.parts or (_PARTS if options.full else _PARTS[:1])
+    values: dict[str, Any] = {"machine": described(), "loss_tolerance": LOSS_TOLERANCE}
+    printed = _nothing if options.json else _print
+    if "cells" in parts:
+        values["workloads"] = _cells(bench, options, printed)
+    if "curves" in parts:
+        values["curves"] = _curves(bench, options, printed)
+    if "limits" in parts:
+        values["limits"] = {}
+        for name in options.workloads or LIMITS:
+            found = smallest_cgroup(bench, WORKLOADS[name], tuple(options.systems or LIMITS.get(name, SYSTEMS)))
+            values["limits"][name] = found
+            printed(limits_table(WORKLOADS[name], found))
+    if "reach" in parts:
+        values["reach"] = {}
+        for name in options.workloads or ["125M-1x128"]:
+            systems = tuple(options.systems or ("memascend", "zero-infinity"))
+            found = reach(bench, WORKLOADS[name], systems, options.limit * _MIB)
+            values["reach"][name] = found
+            printed(reach_table(WORKLOADS[name], options.limit * _MIB, found))
+    if options.json:
+        print(json.dumps(values, indent=1))
+    return 0
+
+
+def _cells(bench: Bench, options: argparse.Namespace, printed: Any) -> dict[str, Any]:
+    chosen: Cells = FULL if options.full else HEADLINE
+    if options.workloads:
+        chosen = {name: FULL.get(name, tuple(SYSTEMS)) for name in options.workloads}
+    if options.systems:
+        chosen = {name: tuple(options.systems) for name in chosen}
+    measured: dict[str, dict[str, dict[str, Any]]] = {}
+    for name, systems in chosen.items():
+        measured[name] = judged({system: bench.cell(WORKLOADS[name], system) for system in systems})
+        printed(workload_table(WORKLOADS[name], measured[name]))
+    printed(f"losses are at most {LOSS_TOLERANCE:.0%} from in-memory torch's, at every step\n{notes()}")
+    if options.picture:
+        pictures(Path(options.picture), measured)
+    return measured
+
+
+def _curves(bench: Bench, options: argparse.Namespace, printed: Any) -> dict[str, Any]:
+    """Each as a table, a CSV beside the results and, where there is a picture of the cells, a picture beside it."""
+    found = {}
+    for name, curve in CURVES.items():
+        rows = points(bench, curve)
+        found[name] = rows
+        printed(
+            f"{curve.title}\n\n{table((curve.along, 'system', curve.unit), [tuple(map(str, row)) for row in rows])}"
+        )
+        picture = Path(options.picture) if options.picture else None
+        draw(bench.results.folder, picture and picture.with_stem(f"{picture.stem}-{name}"), name, curve, rows)
+    return found
+
+
+def _trace(launcher: Launcher, name: str, path: Path) -> int:
+    answer = launcher.run(WORKLOADS[name], "memascend", steps=3, settings={"trace": str(path.absolute())})
+    if "error" in answer:
+        raise ConfigError(answer["error"])
+    print(f"{path}: a few steps of {name}; open it in ui.perfetto.dev")
+    return 0
+
+
+def _print(text: str) -> None:
+    print(f"\n{text}", flush=True)
+
+
+def _nothing(text: str) -> None:
+    """Where JSON is printed, it is all that is."""
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,99 @@
+"""Curves: host memory against model size and context, step time against the budget; a table, a CSV and a picture."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from memascend.cli.bench.cell.workload import WORKLOADS, Workload
+from memascend.cli.show import lines
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from memascend.cli.bench.train.measure import Bench
+
+__all__ = ["CURVES", "Curve", "draw", "points"]
+
+Row = tuple[float, str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """Places along an axis, each a workload and settings of every system, and what is taken of each cell."""
+
+    title: str
+    along: str
+    unit: str
+    systems: tuple[str, ...]
+    places: tuple[tuple[float, Workload, dict[str, Any]], ...]
+    seconds: bool = False
+    log: bool = field(default=True)
+
+
+_SYSTEMS = ("torch", "memascend", "zero-infinity", "zero-offload")
+
+
+def _contexts() -> tuple[tuple[float, Workload, dict[str, Any]], ...]:
+    work = replace(WORKLOADS["25M-1x128"], checkpoint=True)
+    lengths = (128, 256, 512, 1024, 2048, 4096)
+    return tuple((length, replace(work, name=f"25M-1x{length}-curve", length=length), {}) for length in lengths)
+
+
+CURVES = {
+    "size": Curve(
+        title="Host memory that training adds, by model size (bf16, 1 x 128 tokens)",
+        along="M parameters",
+        unit="MB",
+        systems=_SYSTEMS,
+        places=tuple(
+            (round(WORKLOADS[name].parameters / 1e6, 1), WORKLOADS[name], {})
+            for name in ("4M-1x128", "25M-1x128", "125M-1x128", "500M-1x128")
+        ),
+    ),
+    "context": Curve(
+        title="Host memory that training adds, by context (25 M, bf16, blocks recomputed)",
+        along="tokens",
+        unit="MB",
+        systems=_SYSTEMS,
+        places=_contexts(),
+    ),
+    "budget": Curve(
+        title="Seconds of a step, by budget (125 M, bf16, 1 x 128 tokens)",
+        along="times the smallest budget",
+        unit="s/step",
+        systems=("memascend",),
+        places=tuple(
+            (times, WORKLOADS["125M-1x128"], {"host_memory": f"{times}x"}) for times in (1.0, 1.25, 1.5, 2.0, 3.0, 5.0)
+        ),
+        seconds=True,
+        log=False,
+    ),
+}
+
+
+def points(bench: Bench, curve: Curve) -> list[Row]:
+    """(place, system, value) of every cell that could be measured."""
+    rows: list[Row] = []
+    for place, work, settings in curve.places:
+        for system in curve.systems:
+            cell = bench.cell(work, system, settings)
+            if "error" in cell:
+                bench.say(f"  {system} at {place}: {cell['error']}")
+                continue
+            taken = sorted(cell["seconds"]["step"])
+            value = taken[len(taken) // 2] if curve.seconds else cell["added_bytes"] / 1e6
+            rows.append((place, system, round(value, 4)))
+    return rows
+
+
+def draw(folder: Path, picture: Path | None, name: str, curve: Curve, rows: list[Row]) -> None:
+    """Write the CSV into the folder, and the picture where one is wanted."""
+    with (folder / f"curve-{name}.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow((curve.along, "system", curve.unit))
+        writer.writerows(rows)
+    if picture is not None and rows:
+        series = {system: [(x, y) for x, of, y in rows if of == system] for system in curve.systems}
+        lines(picture, curve.title, (curve.along, curve.unit), series, log=curve.log)

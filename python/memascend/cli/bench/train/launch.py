@@ -1,0 +1,169 @@
+"""Cells are started here: each in a process and, where that can be had, a memory cgroup of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import uuid
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memascend.cli.bench.cell import ANSWER
+from memascend.cli.bench.cell.systems import SYSTEMS
+from memascend.cli.bench.deepspeed import MISSING, variables
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from memascend.cli.bench.cell.workload import Workload
+
+__all__ = ["Launcher", "memory_cgroup"]
+
+# Of what a failed cell printed, the end is kept.
+_ERROR_CHARACTERS = 600
+
+
+class Launcher:
+    """Starts cells on one storage folder.
+
+    Args:
+        storage: a folder on the disk to measure.
+        deepspeed: an interpreter that has DeepSpeed; None: the cells of its systems say how to get one.
+        seconds: the longest that a cell may take.
+    """
+
+    def __init__(self, storage: Path, deepspeed: Path | None, *, seconds: float = 1800) -> None:
+        self.storage, self.deepspeed, self.seconds = storage, deepspeed, seconds
+
+    def run(
+        self,
+        work: Workload,
+        system: str,
+        *,
+        steps: int,
+        warm: int = 2,
+        settings: dict[str, Any] | None = None,
+        limit: int | None = None,
+    ) -> dict[str, Any]:
+        """A cell's answer, or {"error": why there is none}; "missing" too where the environment is not there.
+
+        Args:
+            work: what is trained.
+            system: a name of `SYSTEMS`.
+            steps: so many are measured.
+            warm: so many before them are not.
+            settings: over those of the system.
+            limit: bytes that the cell's cgroup may hold.
+        """
+        way = SYSTEMS[system]
+        if way.deepspeed and self.deepspeed is None:
+            return {"error": MISSING, "missing": True}
+        with (
+            tempfile.TemporaryDirectory(dir=self.storage, prefix=".memascend-cell-") as folder,
+            memory_cgroup() as group,
+        ):
+            if limit is not None:
+                if group is None:
+                    return {"error": "a limit needs root and a memory cgroup", "missing": True}
+                _limit(group, limit)
+            order = {
+                "workload": work.to_dict(),
+                "system": system,
+                "settings": settings or {},
+                "storage": folder,
+                "warm": warm,
+                "steps": steps,
+                "cgroup": str(group) if group else None,
+            }
+            python, environment = Path(sys.executable), dict(os.environ)
+            if way.deepspeed and self.deepspeed is not None:
+                package = Path(folder, "package")
+                package.mkdir()
+                python, environment = self.deepspeed, variables(self.deepspeed, package)
+            words = [str(python), "-m", "memascend.cli.bench.cell", json.dumps(order)]
+            return self._answer(words, environment, group)
+
+    def _answer(self, words: list[str], environment: dict[str, str], group: Path | None) -> dict[str, Any]:
+        def enter() -> None:
+            if group is not None:
+                (group / "cgroup.procs").write_text(str(os.getpid()))
+
+        cell = subprocess.Popen(
+            words,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            preexec_fn=enter,  # noqa: PLW1509 - no thread of ours holds a lock that writing a file needs
+            start_new_session=True,
+        )
+        try:
+            said, _ = cell.communicate(timeout=self.seconds)
+        except subprocess.TimeoutExpired:
+            _end(cell)
+            return {"error": f"not done after {self.seconds:.0f} s"}
+        except BaseException:
+            _end(cell)
+            raise
+        for line in reversed(said.splitlines()):
+            if line.startswith(ANSWER):
+                answer: dict[str, Any] = json.loads(line.removeprefix(ANSWER))
+                return answer
+        if cell.returncode == -signal.SIGKILL:
+            return {"error": "killed: out of memory", "killed": True}
+        return {"error": _last_words(said, cell.returncode), "output": said[-20 * _ERROR_CHARACTERS :]}
+
+
+def _end(cell: subprocess.Popen[str]) -> None:
+    """The cell with all that it has started: a compiler, for example."""
+    os.killpg(cell.pid, signal.SIGKILL)
+    if cell.stdout is not None:
+        cell.stdout.close()
+    cell.wait()
+
+
+def _last_words(said: str, status: int) -> str:
+    """The line that names the error, which peers may follow by much else."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    errors = [line for line in lines if "Error" in line.partition(":")[0] and not line.startswith("File ")]
+    return (errors or lines or [f"exit status {status}"])[-1][:_ERROR_CHARACTERS]
+
+
+@contextmanager
+def memory_cgroup() -> Iterator[Path | None]:
+    """A memory cgroup for one cell, of whichever version the machine has; None where there can be none."""
+    first, second = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
+    group = (first if first.is_dir() else second) / f"memascend-bench-{uuid.uuid4().hex[:8]}"
+    try:
+        group.mkdir()
+    except OSError:
+        yield None
+        return
+    try:
+        has_memory = any((group / name).exists() for name in ("memory.max", "memory.limit_in_bytes"))
+        yield group if has_memory else None
+    finally:
+        # The last process may take a moment to leave.
+        for _ in range(1000):
+            try:
+                group.rmdir()
+            except OSError:
+                os.sched_yield()
+            else:
+                break
+
+
+def _limit(group: Path, nbytes: int) -> None:
+    for name in ("memory.limit_in_bytes", "memory.max"):
+        if (group / name).exists():
+            (group / name).write_text(str(nbytes))
+    # Memory and swap together, where swap is accounted: what is swapped out is no less needed.
+    for name, value in (("memory.memsw.limit_in_bytes", str(nbytes)), ("memory.swap.max", "0")):
+        if (group / name).exists():
+            (group / name).write_text(value)

@@ -1,0 +1,121 @@
+"""What fits: the smallest memory cgroup that a system trains in, the longest context and largest batch inside one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from memascend.cli.bench.train.search import least, most
+from memascend.cli.show import table
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from memascend.cli.bench.cell.workload import Workload
+    from memascend.cli.bench.train.measure import Bench
+
+__all__ = ["limits_table", "reach", "reach_table", "smallest_cgroup"]
+
+_MIB = 1 << 20
+# So many steps must be completed: in the first, optimizers make their state.
+_STEPS = 3
+# Where the search begins; it halves from the first that works.
+_START_BYTES = 1 << 30
+_LENGTHS = tuple(128 << power for power in range(10))
+_BATCHES = tuple(1 << power for power in range(10))
+
+
+def smallest_cgroup(bench: Bench, work: Workload, systems: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+    """For each system the smallest limit of a memory cgroup, from the first import on, in which it does three steps."""
+    found: dict[str, dict[str, Any]] = {}
+    for system in systems:
+        settings = bench.settings(work, system)
+        if "error" in settings:
+            found[system] = settings
+            continue
+        tries = _Tries(bench, system, settings)
+
+        def works(megabytes: int, tries: _Tries = tries) -> bool:
+            return tries.works(work, megabytes * _MIB, _STEPS)
+
+        smallest = least(works, _START_BYTES // _MIB)
+        found[system] = tries.error if smallest is None else {"bytes": smallest * _MIB}
+    return found
+
+
+def reach(bench: Bench, work: Workload, systems: tuple[str, ...], limit: int) -> dict[str, dict[str, Any]]:
+    """For each system the longest context, and the largest batch, with which it trains inside a limit."""
+    found: dict[str, dict[str, Any]] = {}
+    for system in systems:
+        settings = bench.settings(work, system)
+        if "error" in settings:
+            found[system] = settings
+            continue
+        tries = _Tries(bench, system, settings)
+
+        def length_works(length: int, tries: _Tries = tries) -> bool:
+            return tries.works(replace(work, batch=1, length=length, checkpoint=True), limit, 1)
+
+        def batch_works(batch: int, tries: _Tries = tries) -> bool:
+            return tries.works(replace(work, batch=batch, checkpoint=True), limit, 1)
+
+        length, batch = most(length_works, _LENGTHS), most(batch_works, _BATCHES)
+        found[system] = tries.error if length is None else {"length": length, "batch": batch or 0}
+    return found
+
+
+class _Tries:
+    """Whether one system trains inside a limit; each try has a result of its own."""
+
+    def __init__(self, bench: Bench, system: str, settings: dict[str, Any]) -> None:
+        self.bench, self.system = bench, system
+        self.settings = {**settings, "lean": True}
+        self.error: dict[str, Any] = {}
+
+    def works(self, work: Workload, limit: int, steps: int) -> bool:
+        def measure() -> dict[str, Any]:
+            return self.bench.launcher.run(work, self.system, steps=steps, warm=0, settings=self.settings, limit=limit)
+
+        asked = {
+            "workload": replace(work, name="").to_dict(),
+            "system": self.system,
+            "settings": self.settings,
+            "limit": limit,
+            "steps": steps,
+        }
+        name = f"{work.layers}x{work.hidden}-{work.batch}x{work.length}-in-{limit // _MIB}-MiB--{self.system}"
+        answer = self.bench.get(name, asked, measure)
+        if "error" in answer:
+            self.error = {"error": answer["error"]}
+        return "error" not in answer
+
+
+def limits_table(work: Workload, found: dict[str, dict[str, Any]]) -> str:
+    """Of `smallest_cgroup`."""
+    return _table(
+        f"{work.name}: the smallest memory cgroup in which {_STEPS} steps are completed, all of the process in it",
+        found,
+        ("system", "MiB"),
+        lambda cell: (f"{cell['bytes'] / _MIB:.0f}",),
+    )
+
+
+def reach_table(work: Workload, limit: int, found: dict[str, dict[str, Any]]) -> str:
+    """Of `reach`."""
+    return _table(
+        f"{work.name}, blocks recomputed, in a memory cgroup of {limit / _MIB:.0f} MiB",
+        found,
+        ("system", "longest context, batch 1", f"largest batch, context {work.length}"),
+        lambda cell: (str(cell["length"]), str(cell["batch"])),
+    )
+
+
+def _table(
+    title: str,
+    found: dict[str, dict[str, Any]],
+    columns: tuple[str, ...],
+    cells: Callable[[dict[str, Any]], tuple[str, ...]],
+) -> str:
+    rows = [(system, *cells(cell)) for system, cell in found.items() if "error" not in cell]
+    errors = [f"{system}: {cell['error']}" for system, cell in found.items() if "error" in cell]
+    return "\n".join([title, "", *([table(columns, rows)] if rows else []), *errors])

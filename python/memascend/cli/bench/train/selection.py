@@ -1,0 +1,26 @@
+"""Which cells are measured: the headline, and everything."""
+
+from __future__ import annotations
+
+__all__ = ["FULL", "HEADLINE", "LIMITS", "Cells"]
+
+# Workload, and the systems that train it. In-memory torch comes first: the others are compared with its losses.
+Cells = dict[str, tuple[str, ...]]
+
+_INFINITY = ("zero-infinity", "zero-infinity-pipelined")
+_ALL = ("torch", "memascend", "memascend-smallest", *_INFINITY, "zero-infinity-params-in-ram", "zero-offload")
+
+HEADLINE: Cells = {
+    "125M-1x128": _ALL,
+    "125M-1x128-clip": ("torch", "memascend", "zero-infinity-pipelined"),
+    "125M-4x512": ("torch", "memascend", "zero-infinity-pipelined"),
+}
+FULL: Cells = {
+    **dict.fromkeys(("25M-1x128", "25M-fp16", "25M-1x128-clip"), _ALL),
+    **dict.fromkeys(("125M-1x128", "125M-1x128-clip", "125M-4x512", "125M-1x2048-checkpointed"), _ALL),
+    **dict.fromkeys(("500M-1x128", "500M-1x128-clip"), _ALL),
+}
+# The 500 M model is what does not fit; its smallest cgroups are found for these.
+LIMITS: Cells = {
+    "500M-1x128": ("memascend-smallest", "torch", "zero-infinity", "zero-infinity-params-in-ram", "zero-offload"),
+}

@@ -1,0 +1,121 @@
+"""How `bench train` shows its cells: a table of each workload, and pictures."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from memascend.cli.bench.cell.systems import SYSTEMS
+from memascend.cli.show import bars, table
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from memascend.cli.bench.cell.workload import Workload
+
+__all__ = ["notes", "pictures", "workload_table"]
+
+_COLUMNS = (
+    "system",
+    "s/step",
+    "spread",
+    "MB added",
+    "MB process",
+    "MB cgroup",
+    "computes",
+    "waits",
+    "disk busy",
+    "SSD B/param",
+    "(counted)",
+    "x bound",
+    "x RAM",
+    "ours is x as fast",
+    "ours has x of its memory",
+    "loss off by",
+)
+_NOTES = """MB added: the process' peak after set-up, less what importing took; process: its peak, set-up too;
+cgroup: the peak after set-up, with the page cache. computes, waits: seconds of a step that the training thread ran,
+and did not; disk busy: that the device had requests. SSD bytes by the kernel, and as memascend counts them.
+x bound: of max(compute, bytes / bandwidth), for forward and backward."""
+
+
+def workload_table(work: Workload, cells: dict[str, dict[str, Any]]) -> str:
+    """Of the judged cells of one workload, with what went wrong below."""
+    rows = [_row(system, cell) for system, cell in cells.items() if "error" not in cell]
+    lines = [_title(work), ""]
+    if rows:
+        lines.append(table(_COLUMNS, rows))
+    lines += [f"{system}: {cell['error']}" for system, cell in cells.items() if "error" in cell]
+    return "\n".join(lines)
+
+
+def notes() -> str:
+    """What the columns mean, and what the systems are."""
+    systems = "\n".join(f"{name}: {way.about}" for name, way in SYSTEMS.items())
+    return f"{_NOTES}\n\n{systems}"
+
+
+def _title(work: Workload) -> str:
+    more = [
+        f"{work.parameters / 1e6:.1f} M parameters in {work.dtype}",
+        f"{work.batch} x {work.length} tokens a step",
+        *(["blocks recomputed"] if work.checkpoint else []),
+        *([f"clipped at {work.clip:g}"] if work.clip is not None else []),
+        *(["one step overflows"] if work.overflow else []),
+    ]
+    return f"{work.name}: {', '.join(more)}"
+
+
+def _row(system: str, cell: dict[str, Any]) -> tuple[str, ...]:
+    mean = cell["mean"]
+
+    def shown(name: str, form: str, scale: float = 1.0) -> str:
+        return format(cell[name] * scale, form) if cell.get(name) is not None else ""
+
+    return (
+        system,
+        f"{cell['seconds']['step']:.3f}",
+        f"{cell['spread'][0]:.3f}..{cell['spread'][1]:.3f}",
+        shown("added_bytes", ".0f", 1e-6),
+        shown("peak_bytes", ".0f", 1e-6),
+        shown("cgroup_peak_bytes", ".0f", 1e-6),
+        f"{mean['main_thread']:.3f}",
+        f"{mean['wall'] - mean['main_thread']:.3f}",
+        f"{mean['disk_busy']:.3f}",
+        shown("moved_per_parameter", ".2f"),
+        shown("counted_per_parameter", ".2f"),
+        shown("of_bound", ".2f"),
+        shown("of_memory_seconds", ".2f"),
+        shown("ours_faster", ".2f"),
+        shown("ours_of_memory", ".3f"),
+        shown("loss_difference", ".1e") or cell.get("losses", ""),
+    )
+
+
+def pictures(path: Path, judged: dict[str, dict[str, dict[str, Any]]]) -> list[Path]:
+    """Two pictures, of memory and of time: FILE.png and FILE-seconds.png."""
+    systems = list(dict.fromkeys(system for cells in judged.values() for system in cells))
+    drawn = []
+    pick: Callable[[dict[str, Any]], float]
+    for target, title, unit, pick in (
+        (path, "Host memory that training adds", "MB", _added_megabytes),
+        (path.with_stem(f"{path.stem}-seconds"), "A training step", "seconds", _step_seconds),
+    ):
+        series = {
+            system: {
+                name: pick(cells[system]) if system in cells and "error" not in cells[system] else 0.0
+                for name, cells in judged.items()
+            }
+            for system in systems
+        }
+        bars(target, title, unit, series)
+        drawn.append(target)
+    return drawn
+
+
+def _added_megabytes(cell: dict[str, Any]) -> float:
+    return float(cell["added_bytes"] / 1e6)
+
+
+def _step_seconds(cell: dict[str, Any]) -> float:
+    return float(cell["seconds"]["step"])

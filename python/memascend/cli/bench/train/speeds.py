@@ -1,0 +1,32 @@
+"""Bandwidth of the disk by our own engine, for the bound of a step."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from memascend import nvme
+from memascend.cli.transfer import blocks, transfer
+
+__all__ = ["disk_speeds"]
+
+_MIB = 1 << 20
+_FILE_BYTES = 512 * _MIB
+_PASSES = 2
+_DEPTH = 8
+
+
+def disk_speeds(storage: Path) -> dict[str, float]:
+    """GB/s of reads and of reads and writes mixed, through as much memory as an update stages in."""
+    with (
+        tempfile.TemporaryDirectory(dir=storage, prefix=".memascend-speed-") as folder,
+        nvme.open(Path(folder, "file"), size=_FILE_BYTES, queue_depth=_DEPTH) as volume,
+        blocks(_MIB, _DEPTH + _DEPTH // 2) as tensors,
+    ):
+        # Blocks that were only reserved are slower the first time.
+        transfer(volume, tensors, "write", _FILE_BYTES)
+        volume.flush()
+        return {
+            "read": transfer(volume, tensors, "read", _PASSES * _FILE_BYTES).gb_per_second,
+            "mixed": transfer(volume, tensors, "mixed", _PASSES * _FILE_BYTES).gb_per_second,
+        }

@@ -1,0 +1,56 @@
+"""The fewest swap buffers with which DeepSpeed runs, found by trying: its documents' counts fail on many models."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from memascend.cli.bench.cell.systems import SYSTEMS
+
+if TYPE_CHECKING:
+    from memascend.cli.bench.cell.workload import Workload
+    from memascend.cli.bench.train.measure import Bench
+
+__all__ = ["tuned"]
+
+# More than any model here needs; trying ends there.
+_BUFFERS_MAX = 16
+# Tokens of a trial: buffers depend on parameters, not on the batch.
+_TRIAL_LENGTH = 16
+
+
+def tuned(bench: Bench, work: Workload, system: str) -> dict[str, Any]:
+    """Settings to run a system with; {"error": ...} where none works. Empty for systems that have none."""
+    settings = SYSTEMS[system].settings
+    if "nvme" not in (settings.get("parameters"), settings.get("state")):
+        return {}
+    trial = replace(work, name="", batch=1, length=_TRIAL_LENGTH, clip=None, overflow=False, checkpoint=False)
+
+    def measure() -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        if settings["parameters"] == "nvme":
+            found = _fewest(bench, trial, system, "parameter_buffers", 1, {"state_buffers": _BUFFERS_MAX})
+            if "error" in found:
+                return found
+        # Adam's state has three tensors; pipelined, eight buffers were seen to fail.
+        first = 9 if settings.get("pipelined") else 3
+        return _fewest(bench, trial, system, "state_buffers", first, found)
+
+    name = f"{work.layers}x{work.hidden}-{work.dtype}--{system}--buffers"
+    return bench.get(name, {"model": trial.to_dict(), "settings": settings}, measure)
+
+
+def _fewest(
+    bench: Bench, trial: Workload, system: str, name: str, first: int, others: dict[str, Any]
+) -> dict[str, Any]:
+    """The others' settings and the first count that trains two steps; plenty, among the others, was for the trial."""
+    answer: dict[str, Any] = {"error": "nothing was tried"}
+    for count in range(first, _BUFFERS_MAX + 1):
+        answer = bench.launcher.run(trial, system, steps=1, warm=1, settings={**others, name: count})
+        if "error" not in answer:
+            kept = {other: value for other, value in others.items() if value != _BUFFERS_MAX}
+            return {**kept, name: count}
+        bench.say(f"  {name} {count}: {answer['error']}")
+        if answer.get("missing"):
+            break
+    return answer

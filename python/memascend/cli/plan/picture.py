@@ -1,0 +1,61 @@
+"""A picture of a plan: host memory by owner beside the same training in memory, and what a step moves."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from memascend.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from memascend.cli.plan.costs import Costs
+    from memascend.plan import Plan
+
+__all__ = ["draw"]
+
+_GIB = 1 << 30
+
+
+def draw(path: Path, plan: Plan, costs: Costs) -> None:
+    """Draw it.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib as mpl
+    except ImportError as error:
+        raise ConfigError("a picture needs matplotlib: pip install 'memascend[plot]'") from error
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, 3, figsize=(14, 5), layout="constrained")
+    beside, owners, moved = axes
+    beside.bar(["in memory", "memascend"], [costs.in_memory / _GIB, plan.host_peak / _GIB], color=["grey", "tab:blue"])
+    beside.set_title("Host memory, but for activations")
+    _stacked(owners, "of host memory", {name: nbytes for name, nbytes in plan.host.items() if nbytes})
+    owners.axhline(plan.budget / _GIB, color="grey", linestyle=":", label="budget")
+    owners.set_title("memascend, by owner")
+    for direction, kinds in (("read", plan.read_bytes), ("written", plan.written_bytes)):
+        _stacked(moved, direction, {f"{direction}: {kind}": nbytes for kind, nbytes in kinds.items()})
+    moved.set_title("What a step moves")
+    for axis in axes:
+        axis.set_ylabel("GiB")
+        axis.grid(axis="y", alpha=0.3)
+    for axis in (owners, moved):
+        axis.margins(x=0.3)
+        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=2)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=110)
+    finally:
+        plt.close(figure)
+
+
+def _stacked(axis: Any, where: str, parts: Mapping[str, int]) -> None:
+    bottom = 0.0
+    for name, nbytes in parts.items():
+        axis.bar([where], [nbytes / _GIB], 0.6, bottom=bottom, label=name)
+        bottom += nbytes / _GIB

@@ -1,0 +1,157 @@
+"""Models on "meta", as a Hugging Face config or the headers of safetensors describe them."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from memascend.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+__all__ = ["Source", "describe", "described_by_names"]
+
+_CONFIG = "config.json"
+_CONFIG_BYTES_MAX = 16 << 20
+# What is computed last, whatever the order of names says.
+_HEAD = re.compile(r"(^|\.)(lm_head|embed_out|head|classifier|score|qa_outputs)\.")
+# Statistics, and not parameters.
+_BUFFERS = re.compile(r"(^|\.)(running_mean|running_var|num_batches_tracked|inv_freq)$")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model on "meta", and what described it."""
+
+    model: nn.Module
+    by: str
+
+
+def describe(path: Path, dtype: torch.dtype | None) -> Source:
+    """The model of a config, or of a file or folder of safetensors.
+
+    Args:
+        path: a JSON file, a safetensors file or its index, or a folder of either; the config in a folder goes first.
+        dtype: of the parameters; None: as the config or the files say, bfloat16 where they do not.
+
+    Raises:
+        ConfigError: nothing there describes a model, or transformers is needed and is not there or does not know it.
+    """
+    folder = path if path.is_dir() else path.parent
+    if not path.exists():
+        raise ConfigError(f"{path} is not there: give a config.json, a safetensors file, or a folder with one of them")
+    is_config = path.is_file() and path.suffix == ".json" and not path.name.endswith(".index.json")
+    config = path if is_config else folder / _CONFIG
+    if not config.is_file():
+        return Source(described_by_names(path, dtype), "the names and shapes in its safetensors")
+    values = _read(config)
+    if not is_config and not values.get("model_type"):
+        return Source(described_by_names(path, dtype), "the names and shapes in its safetensors")
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError(
+            f"{config} describes a model of transformers, which is not installed: pip install transformers"
+            + ("" if is_config else f"; without {_CONFIG} beside them, names and shapes of safetensors do")
+        ) from error
+    return Source(_configured(transformers, config, values, dtype), str(config))
+
+
+def _read(config: Path) -> dict[str, Any]:
+    if config.stat().st_size > _CONFIG_BYTES_MAX:
+        raise ConfigError(f"{config} is larger than {_CONFIG_BYTES_MAX} bytes: this is no config")
+    try:
+        values = json.loads(config.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{config} is no JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{config} is no config: it holds a {type(values).__name__}, and no object")
+    return values
+
+
+def _configured(transformers: Any, config: Path, values: dict[str, Any], dtype: torch.dtype | None) -> nn.Module:
+    """The model that transformers makes of a config; code that comes with a model is never run."""
+    kind = values.pop("model_type", None)
+    if not isinstance(kind, str):
+        raise ConfigError(f"{config} has no model_type, so that nobody knows which model it describes")
+    known = values.get("dtype", values.get("torch_dtype"))
+    if dtype is None:
+        dtype = getattr(torch, known, None) if isinstance(known, str) else None
+    dtype = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
+    try:
+        made = transformers.AutoConfig.for_model(kind, **values)
+        named = [getattr(transformers, str(name), None) for name in values.get("architectures") or ()]
+        chosen = next((one for one in named if isinstance(one, type)), None)
+        with torch.device("meta"):
+            if chosen is not None:
+                return _of_type(chosen(made), dtype)
+            for auto in (transformers.AutoModelForCausalLM, transformers.AutoModel):
+                if type(made) in auto._model_mapping:  # noqa: SLF001
+                    return _of_type(auto.from_config(made), dtype)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"transformers {transformers.__version__} makes no model of {config}: {type(error).__name__}: {error}"
+        ) from error
+    raise ConfigError(f"transformers {transformers.__version__} has no model for {kind!r}")
+
+
+def _of_type(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    return model.to(dtype)
+
+
+# --- by names alone ----------------------------------------------------------------------------
+
+
+class _Part(nn.Module):
+    """A module of which nothing is known but what it holds."""
+
+
+def described_by_names(path: Path, dtype: torch.dtype | None) -> nn.Module:
+    """A tree of modules with the tensors that safetensors name; numbers in names are places in a list.
+
+    Args:
+        path: a file, an index, or a folder; only headers are read.
+        dtype: of the parameters; None: as the files say.
+
+    Raises:
+        ConfigError: there are no safetensors there.
+        CorruptionError: a file is damaged or cut short.
+    """
+    from memascend.weights import Files
+
+    files = Files(path)
+    root = _Part()
+    for name in sorted(files.keys, key=_place):
+        kind, shape = files.described(name)
+        if kind is None:
+            raise ConfigError(f"{name} in {path} is of a type that torch does not have")
+        *parents, last = name.split(".")
+        module: nn.Module = root
+        for at, part in enumerate(parents):
+            below = dict(module.named_children())
+            if part not in below:
+                following = [*parents, last][at + 1]
+                below[part] = nn.ModuleList() if following.isdigit() and at + 1 < len(parents) else _Part()
+                module.add_module(part, below[part])
+            module = below[part]
+        if not kind.is_floating_point or _BUFFERS.search(name):
+            module.register_buffer(last, torch.empty(shape, dtype=kind, device="meta"))
+        else:
+            wanted = kind if dtype is None else dtype
+            module.register_parameter(last, nn.Parameter(torch.empty(shape, dtype=wanted, device="meta")))
+    return root
+
+
+def _place(name: str) -> tuple[bool, Iterable[tuple[bool, int, str]]]:
+    """Numbers by their value; embeddings first, which is how alphabets have it, and the head last."""
+    parts = tuple((not part.isdigit(), int(part) if part.isdigit() else 0, part) for part in name.split("."))
+    return _HEAD.search(name) is not None, parts

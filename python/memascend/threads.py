@@ -1,0 +1,26 @@
+"""Whether another thread of this process may touch parameters."""
+
+from __future__ import annotations
+
+import threading
+
+__all__ = ["others_alive"]
+
+# Threads of these packages carry out their own work, and never touch a model: progress bars, loaders, debuggers.
+_HELPERS = ("torch", "tqdm", "multiprocessing", "ipykernel", "execnet", "memascend")
+
+
+def others_alive() -> bool:
+    """Whether a thread runs beside this one that is not known to be a library's helper."""
+    if threading.active_count() == 1:
+        return False
+    here = threading.get_ident()
+    return any(thread.ident != here and not _is_helper(thread) for thread in threading.enumerate())
+
+
+def _is_helper(thread: threading.Thread) -> bool:
+    if isinstance(thread, threading._DummyThread):  # noqa: SLF001
+        # Begun outside of Python, as autograd's and ours are.
+        return True
+    module = getattr(getattr(thread, "_target", None), "__module__", None) or type(thread).__module__
+    return module.partition(".")[0] in _HELPERS

@@ -1,0 +1,200 @@
+"""Beside a Hugging Face Trainer: checkpoints that hold the whole state, figures for its log, what to resume from."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memascend.checkpoint import Checkpoint, identity_of
+from memascend.errors import ConfigError, MemascendError
+from memascend.optimizer import OffloadedOptimizer
+
+try:
+    from transformers import PreTrainedModel, TrainerCallback
+except ImportError as error:
+    raise ImportError(
+        "memascend.trainer is for the Trainer of transformers: pip install transformers accelerate"
+    ) from error
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable
+
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
+    from memascend.session import Session
+
+__all__ = ["Callback", "last_checkpoint"]
+
+# As the Trainer names them.
+_FOLDER = re.compile(r"checkpoint-(\d+)")
+# The last file that the Trainer writes to one of its checkpoints.
+_LAST_FILE = "trainer_state.json"
+# Stages of a report in which the training loop stands still.
+_WAITING = ("waiting for units", "handing on gradients", "step()")
+
+
+def last_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
+    """The newest whole checkpoint of a Trainer, for `offload(checkpoint=)` and `train(resume_from_checkpoint=)`.
+
+    One that a killed process left unfinished is passed over.
+
+    Args:
+        folder: the Trainer's `output_dir`; it need not be there.
+
+    Returns:
+        None where there is none.
+    """
+    found = []
+    for path in Path(folder).glob("checkpoint-*"):
+        number = _FOLDER.fullmatch(path.name)
+        if number and (path / _LAST_FILE).is_file():
+            found.append((int(number[1]), path))
+    for _, path in sorted(found, reverse=True):
+        try:
+            Checkpoint(path)
+        except MemascendError:
+            continue
+        return path
+    return None
+
+
+class Callback(TrainerCallback):
+    """For `Trainer(callbacks=[memascend.trainer.Callback()])` with an offloaded model and optimizer.
+
+    Each checkpoint of the Trainer gets what `OffloadedOptimizer.save` writes, and the log with a loss these:
+
+    - `host_memory_bytes`: the most that memascend held so far.
+    - `read_bytes`, `written_bytes`: from and to storage since the last log.
+    - `waiting_seconds`: of the training loop, for units, for room for gradients and in `step()`, since the last log.
+
+    They are in the Trainer's log history and in what it prints. Reporters that it calls before its callbacks
+    (`report_to`) do not see them.
+
+    The weights of a checkpoint are written once, from storage to their file, where the model is one of transformers;
+    other models (peft) are saved by the Trainer first and then once more. With `save_only_model` nothing is added.
+
+    To go on from a checkpoint, begin from it, and name it to the Trainer: see `last_checkpoint`. A Trainer that resumes
+    from other weights than the store's is refused before they are written over the store.
+    """
+
+    def __init__(self) -> None:
+        """It finds model and optimizer when the Trainer calls it."""
+        self._session: Session | None = None
+        self._state: TrainerState | None = None
+        # What was counted at the last log.
+        self._before = (0, 0, 0.0)
+
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
+        """Guard the store until the training has begun."""
+        del args, state, control
+        self._session = _session_of(others.get("optimizer"))
+        self._session.weights_stand = True
+        self._before = self._counted()
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> None:
+        """Take the writing of checkpoints over."""
+        del control
+        if self._session is None:
+            self._session = _session_of(others.get("optimizer"))
+            self._before = self._counted()
+        self._session.weights_stand = False
+        self._state = state
+        model = others["model"]
+        if _is_streamed(model, self._session) and not args.save_only_model:
+            model.save_pretrained = _Saving(model.save_pretrained, self._session, state)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> None:
+        """Let the model save itself again."""
+        del args, state, control
+        others["model"].__dict__.pop("save_pretrained", None)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
+        """Complete a checkpoint that the model wrote itself."""
+        del control, others
+        folder = Path(str(args.output_dir), f"checkpoint-{state.global_step}")
+        if self._session is None or args.save_only_model or not folder.is_dir():
+            return
+        if not _is_of(folder, self._session):
+            self._session.save(folder, among_others=True)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **others: Any,
+    ) -> None:
+        """Add the figures."""
+        del args, control, others
+        if self._session is None or logs is None or "loss" not in logs:
+            return
+        then, now = self._before, self._counted()
+        self._before = now
+        figures = {
+            "host_memory_bytes": self._session.report().peak,
+            "read_bytes": now[0] - then[0],
+            "written_bytes": now[1] - then[1],
+            "waiting_seconds": round(now[2] - then[2], 4),
+        }
+        logs.update(figures)
+        if state.log_history and state.log_history[-1].get("step") == state.global_step:
+            state.log_history[-1].update(figures)
+
+    def _counted(self) -> tuple[int, int, float]:
+        assert self._session is not None
+        report = self._session.report()
+        # What offload() itself wrote is not of the training.
+        written = sum(nbytes for kind, nbytes in report.written.items() if kind != "first values")
+        return sum(report.read.values()), written, sum(report.seconds.get(stage, 0.0) for stage in _WAITING)
+
+
+class _Saving:
+    """`save_pretrained` of a model while it is trained: a checkpoint of the Trainer is streamed, with all state."""
+
+    def __init__(self, own: Callable[..., Any], session: Session, state: TrainerState) -> None:
+        # Not one of these, where an earlier training ended with an error.
+        self._own: Callable[..., Any] = own._own if isinstance(own, _Saving) else own  # noqa: SLF001
+        self._session = session
+        self._state = state
+
+    def __call__(self, save_directory: str | os.PathLike[str], *rest: Any, **options: Any) -> Any:
+        plain = not rest and all(value in (None, True) for value in options.values())
+        theirs = Path(save_directory).name == f"checkpoint-{self._state.global_step}"
+        if plain and theirs and not self._session.resources.closed:
+            return self._session.save(save_directory, among_others=True)
+        return self._own(save_directory, *rest, **options)
+
+
+def _session_of(optimizer: Any) -> Session:
+    """What is behind a Trainer's optimizer, which accelerate may have wrapped."""
+    while not isinstance(optimizer, OffloadedOptimizer):
+        optimizer = getattr(optimizer, "optimizer", None)
+        if optimizer is None:
+            raise ConfigError(
+                "the Trainer's optimizer is not offloaded: give it Trainer(optimizers=(optimizer, scheduler)) with the "
+                "optimizer that offload() returned"
+            )
+    return optimizer._session  # noqa: SLF001
+
+
+def _is_streamed(model: Any, session: Session) -> bool:
+    """Whether what the model saves of itself is its weights and configuration, and nothing else."""
+    return (
+        session.surgery.model is model
+        and isinstance(model, PreTrainedModel)
+        and not getattr(model, "_hf_peft_config_loaded", False)
+        and getattr(model, "_auto_class", None) is None
+        and getattr(model.save_pretrained, "__func__", None) in (PreTrainedModel.save_pretrained, None)
+    )
+
+
+def _is_of(folder: Path, session: Session) -> bool:
+    """Whether a folder has the checkpoint of where the session stands."""
+    return identity_of(folder) == session.identity()

@@ -1,0 +1,234 @@
+"""`memascend bench train`: what it concludes from cells, keeps, searches and refuses. What it measures is no test."""
+
+import json
+import stat
+import subprocess
+import sys
+
+import pytest
+
+from memascend.cli import main
+from memascend.cli.bench.cell.workload import WORKLOADS
+from memascend.cli.bench.train.judge import bound, judged, loss_difference
+from memascend.cli.bench.train.launch import Launcher
+from memascend.cli.bench.train.results import Results
+from memascend.cli.bench.train.search import least, most
+from memascend.cli.bench.train.tuning import tuned
+from memascend.errors import ConfigError
+
+WORK = WORKLOADS["4M-1x128"]
+FALLING = [8.0, 7.5, 7.0]
+
+
+def cell(losses=FALLING, step=1.0, added=100, **more):
+    seconds = {"step": [step, step], "forward": [step / 4] * 2, "backward": [step / 2] * 2, "update": [step / 4] * 2}
+    figures = {"read_per_parameter": 1.0, "written_per_parameter": 2.0, "counted_per_parameter": None}
+    peaks = {"peak_bytes": 1000, "set_up_peak_bytes": 2000, "cgroup_peak_bytes": None}
+    return {"losses": losses, "seconds": seconds, "mean": {}, "added_bytes": added, **figures, **peaks, **more}
+
+
+def test_a_system_that_trains_something_else_gets_no_figures():
+    cells = judged(
+        {
+            "torch": cell(),
+            "memascend": cell([8.0, 7.5, 7.01]),
+            "zero-offload": cell([8.0, 8.0, 8.0]),
+            "zero-infinity": {"error": "AssertionError"},
+        }
+    )
+    assert cells["memascend"]["loss_difference"] == pytest.approx(0.01 / 7)
+    assert set(cells["zero-offload"]) == {"error"}
+    assert "differ by 14" in cells["zero-offload"]["error"]
+    assert cells["zero-infinity"] == {"error": "AssertionError"}
+
+
+def test_losses_that_do_not_fall_or_are_no_numbers_prove_nothing():
+    assert loss_difference([8.0, 8.0], [8.0, 8.0]) == float("inf")
+    assert loss_difference([8.0], [8.0]) == float("inf")
+    assert loss_difference([8.0, float("nan")], [8.0, 7.0]) == float("inf")
+    assert loss_difference(FALLING, FALLING) == 0
+
+
+def test_ratios_are_to_the_peer():
+    cells = judged(
+        {"torch": cell(step=1, added=100), "memascend": cell(step=2, added=10), "zero-offload": cell(step=8)}
+    )
+    assert cells["memascend"]["of_memory_seconds"] == 2
+    assert cells["memascend"]["of_memory_bytes"] == pytest.approx(0.1)
+    assert cells["zero-offload"]["ours_faster"] == 4
+    assert cells["zero-offload"]["ours_of_memory"] == pytest.approx(0.1)
+    assert cells["torch"]["peak_bytes"] == 2000
+
+
+def test_without_a_reference_nothing_is_claimed_of_losses():
+    cells = judged({"memascend": cell()})
+    assert cells["memascend"]["losses"].startswith("not compared")
+    assert "loss_difference" not in cells["memascend"]
+
+
+def test_the_bound_is_the_longer_of_computing_and_moving():
+    compute = {"forward": 1.0, "backward": 2.0}
+    speeds = {"read": 1.0, "mixed": 1.0}
+    read = {"values, forward": 3 * 10**9, "values, backward": 10**9, "state": 4 * 10**9}
+    fused = bound(compute, read, {"state": 10**9}, speeds)
+    assert fused == {"forward": 3.0, "backward": 6.0, "update": 0.0, "step": 9.0}
+    kept = bound(compute, read, {"state": 10**9, "gradients": 10**9}, speeds)
+    assert kept == {"forward": 3.0, "backward": 2.0, "update": 5.0, "step": 10.0}
+
+
+def test_the_least_is_found_to_its_precision():
+    tried = []
+
+    def works(size):
+        tried.append(size)
+        return size >= 777
+
+    found = least(works, 100, precision=0.04)
+    assert 777 <= found <= 777 * 1.05
+    assert len(tried) < 12
+    assert least(lambda _: False, 100) is None
+
+
+def test_the_most_ends_at_the_first_that_does_not_work():
+    assert most(lambda size: size < 10, (1, 2, 4, 8, 16, 32)) == 8
+    assert most(lambda _: False, (1, 2)) is None
+
+
+def test_what_was_asked_the_same_is_not_measured_again(tmp_path):
+    answers = iter(range(10))
+    results = Results(tmp_path)
+
+    def ask(asked, results=results):
+        return results.get("a/b c", asked, lambda: {"value": next(answers)})["value"]
+
+    assert [ask({"steps": 1}), ask({"steps": 1}), ask({"steps": 2}), ask({"steps": 2})] == [0, 0, 1, 1]
+    assert ask({"steps": 2}, Results(tmp_path, again=True)) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["a-b-c.json"]
+    assert results.get("missing", {}, lambda: {"error": "no peer", "missing": True})["missing"]
+    assert not (tmp_path / "missing.json").exists()
+    (tmp_path / "a-b-c.json").write_text("{")
+    with pytest.raises(ConfigError, match="no result of this benchmark"):
+        ask({"steps": 2})
+
+
+class Trials:
+    """A bench whose peer needs five buffers of one kind and seven of the other."""
+
+    def __init__(self):
+        self.launcher = self
+        self.tried = []
+
+    def get(self, _name, _asked, measure):
+        return measure()
+
+    def say(self, text):
+        pass
+
+    def run(self, _work, _system, *, settings, **_):
+        self.tried.append(settings)
+        works = settings["state_buffers"] >= 7 and settings.get("parameter_buffers", 5) >= 5
+        return {} if works else {"error": "AssertionError"}
+
+
+def test_the_fewest_buffers_are_found_by_trying():
+    assert tuned(Trials(), WORK, "zero-infinity") == {"parameter_buffers": 5, "state_buffers": 7}
+    assert tuned(Trials(), WORK, "zero-infinity-params-in-ram") == {"state_buffers": 7}
+    assert tuned(Trials(), WORK, "zero-offload") == {}
+
+
+@pytest.fixture
+def peer(tmp_path):
+    """An interpreter, as far as the one who starts it can see, that does as the script says."""
+
+    def made(script):
+        path = tmp_path / "bin" / "python"
+        path.parent.mkdir()
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+        return path
+
+    return made
+
+
+def test_a_peer_that_cannot_run_is_shown_with_its_error(peer, tmp_path):
+    python = peer("echo 'RuntimeError: More elements than buffer size'; echo 'bye'; exit 1")
+    answer = Launcher(tmp_path, python).run(WORK, "zero-infinity", steps=1)
+    assert answer["error"] == "RuntimeError: More elements than buffer size"
+    assert Launcher(tmp_path, None).run(WORK, "zero-infinity", steps=1)["missing"]
+    assert [path.name for path in tmp_path.iterdir()] == ["bin"]
+
+
+def test_a_peer_gets_its_environment_and_answers(peer, tmp_path):
+    python = peer(
+        'test -f "$PYTHONPATH/memascend/cli/bench/cell/__main__.py" && test "$DS_ACCELERATOR" = cpu || exit 1\n'
+        'echo "noise"; echo \'cell: {"value": 1}\'; echo "more noise"'
+    )
+    assert Launcher(tmp_path, python).run(WORK, "zero-offload", steps=1) == {"value": 1}
+
+
+def test_a_peer_that_is_killed_is_named(peer, tmp_path):
+    python = peer("kill -9 $$")
+    assert Launcher(tmp_path, python).run(WORK, "zero-offload", steps=1)["killed"]
+
+
+def test_a_cell_has_an_end(peer, tmp_path):
+    answer = Launcher(tmp_path, peer("sleep 100"), seconds=0.2).run(WORK, "zero-offload", steps=1)
+    assert "not done after" in answer["error"]
+
+
+def test_what_runs_beside_a_peer_loads_nothing_else_of_ours():
+    program = (
+        "import sys, memascend.cli.bench.cell.__main__, memascend.cli.bench.cell.systems.zero\n"
+        "import memascend.cli.bench.deepspeed_update\n"
+        "print(*(name for name in sys.modules if name.startswith('memascend')), 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    *names, torch = done.stdout.split()
+    assert torch == "False"
+    allowed = ("memascend.cli.bench.cell", "memascend.cli.bench.bag", "memascend.cli.bench.deepspeed_update")
+    above = {"memascend", "memascend.errors", "memascend.cli", "memascend.cli.bench"}
+    assert [name for name in names if name not in above and not name.startswith(allowed)] == []
+
+
+def test_parameters_are_counted_from_the_shape():
+    millions = {name: round(WORKLOADS[f"{name}-1x128"].parameters / 1e6) for name in ("4M", "25M", "125M", "500M")}
+    assert millions == {"4M": 4, "25M": 25, "125M": 125, "500M": 504}
+
+
+def test_wrong_options_are_refused(capsys, tmp_path):
+    words = ["bench", "train", "--results", str(tmp_path)]
+    assert main([*words, "--storage", str(tmp_path / "none")]) == 1
+    assert "no such folder" in capsys.readouterr().err
+    assert main([*words, "--deepspeed", str(tmp_path / "none")]) == 1
+    assert "make peers" in capsys.readouterr().err
+    assert main([*words, "--steps", "0"]) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_smallest_model_is_trained_in_memory_and_offloaded(capsys, tmp_path):
+    words = [
+        "bench",
+        "train",
+        "--storage",
+        str(tmp_path),
+        "--results",
+        str(tmp_path / "cells"),
+        "--steps",
+        "2",
+        "--json",
+    ]
+    systems = ["torch", "memascend", "zero-infinity"]
+    assert main([*words, "--workloads", "4M-1x128", "4M-fp16", "--systems", *systems]) == 0
+    report = json.loads(capsys.readouterr().out)
+    for name in ("4M-1x128", "4M-fp16"):
+        ours = report["workloads"][name]["memascend"]
+        assert ours["loss_difference"] < 1e-3
+        assert ours["moved_per_parameter"] == pytest.approx(ours["counted_per_parameter"], rel=0.03)
+        assert ours["of_memory_bytes"] < 1
+        assert ours["of_bound"] > 0
+    assert len(list((tmp_path / "cells").glob("*.json"))) == 4
+    trace = tmp_path / "trace.json"
+    assert main(["bench", "train", "--storage", str(tmp_path), "--workloads", "4M-1x128", "--trace", str(trace)]) == 0
+    names = {event["name"] for event in json.loads(trace.read_text())}
+    assert {"forward", "backward", "step()", "wait for reads", "compute"} <= names

@@ -1,0 +1,49 @@
+"""The demonstration of a model larger than memory holds what it says, under a limit that the kernel enforces."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+MIB = 1 << 20
+
+
+def shown(cgroup, *arguments, timeout):
+    (ROOT / "target").mkdir(exist_ok=True)
+    done = subprocess.run(
+        # A temporary folder may be memory.
+        [
+            sys.executable,
+            ROOT / "benchmarks/larger_than_memory.py",
+            *("--json", "--cgroup", cgroup, "--folder", ROOT / "target", *arguments),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    found = json.loads(done.stdout)
+    assert [part["part"] for part in found["parts"]] == ["created", "resumed", "continued"]
+    for part in found["parts"]:
+        assert part["killed for memory"] == 0
+        assert 0 < part["anonymous peak"] < found["limit"]
+        assert part["peak with files"] <= found["limit"]
+    return found
+
+
+@pytest.mark.root
+def test_every_part_runs_under_a_limit(cgroup):
+    shown(cgroup, "--limit", "64MiB", "--times", "0.1", "--width", "256", timeout=110)
+
+
+@pytest.mark.root
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_weights_three_times_the_limit(cgroup):
+    found = shown(cgroup, "--limit", "96MiB", timeout=1100)
+    assert found["weights"] >= 3 * found["limit"]
+    assert found["state"] >= 20 * found["limit"]

@@ -1,0 +1,285 @@
+"""A Trainer with its own saving: what it resumes goes on bit for bit, what it must not resume is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+
+import pytest
+import torch
+import transformers
+from parity.reference import Reference, threads_of_torch
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+from transformers.optimization import get_linear_schedule_with_warmup
+
+import memascend
+from memascend.errors import ConfigError, UsageError
+from memascend.trainer import Callback, last_checkpoint
+
+STEPS = 6
+FIGURES = {"host_memory_bytes", "read_bytes", "written_bytes", "waiting_seconds"}
+
+# What the libraries warn of is not what is tested here, nor is the warning of a resume that the stored options stand.
+pytestmark = pytest.mark.filterwarnings("default")
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    with threads_of_torch(1):
+        yield
+
+
+class Ended(Exception):
+    """The process is gone, as far as the test can have it."""
+
+
+class Ends(TrainerCallback):
+    """Ends the training within its fifth step."""
+
+    def on_substep_end(self, args, state, control, **others):  # noqa: ARG002
+        if state.global_step == 4:
+            raise Ended
+
+
+def built(seed=0):
+    """With dropout, and bfloat16 with masters: what would not go on exactly shows at once."""
+    torch.manual_seed(seed)
+    config = T5Config(
+        vocab_size=48, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0, eos_token_id=1
+    )
+    model = AutoModelForSeq2SeqLM.from_config(config).bfloat16()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def data():
+    dice = torch.Generator().manual_seed(1)
+    tokens = torch.randint(2, 48, (24, 2, 6), generator=dice)
+    return [{"input_ids": one, "labels": other} for one, other in tokens]
+
+
+def trainer(model, optimizer, output, *callbacks, **more):
+    """Clipping and logging by the Trainer's defaults, two backwards a step, and an evaluation that generates."""
+    arguments = Seq2SeqTrainingArguments(
+        **{
+            "output_dir": str(output),
+            "max_steps": STEPS,
+            "per_device_train_batch_size": 2,
+            "gradient_accumulation_steps": 2,
+            "logging_steps": 1,
+            "save_steps": 2,
+            "save_total_limit": 2,
+            "eval_strategy": "steps",
+            "eval_steps": 3,
+            "predict_with_generate": True,
+            "generation_max_length": 6,
+            "report_to": [],
+            "use_cpu": True,
+            "disable_tqdm": True,
+            **more,
+        }
+    )
+    scheduler = get_linear_schedule_with_warmup(optimizer, num_warmup_steps=2, num_training_steps=STEPS)
+    return Seq2SeqTrainer(
+        model,
+        arguments,
+        train_dataset=data(),
+        eval_dataset=data()[:4],
+        compute_metrics=lambda found: {"sum": int(found.predictions.clip(min=0).sum())},
+        callbacks=list(callbacks),
+        optimizers=(optimizer, scheduler),
+    )
+
+
+def said(trained):
+    """Its log, without what a clock said and what is said of storage."""
+    kept = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_sum", "step", "epoch")
+    history = [{name: entry[name] for name in kept if name in entry} for entry in trained.state.log_history]
+    return [entry for entry in history if "loss" in entry or "eval_loss" in entry]
+
+
+def weights(model):
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The same training in RAM by torch's own optimizer, from the first step to the last."""
+    with threads_of_torch(1):
+        model, optimizer = built()
+        run = trainer(model, Reference(optimizer), tmp_path_factory.mktemp("undisturbed"), save_strategy="no")
+        run.train()
+    assert len(said(run)) == STEPS + 2
+    return said(run), weights(model)
+
+
+def begun(tmp_path, *, existing="refuse", checkpoint=None, seed=0):
+    model, optimizer = built(seed)
+    return memascend.offload(
+        model, optimizer, storage=tmp_path / "store", existing=existing, checkpoint=checkpoint, host_memory="64MiB"
+    )
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+    """A training that ended within its fifth step: its store holds the step that its last checkpoint does."""
+    folder = tmp_path_factory.mktemp("first")
+    with threads_of_torch(1):
+        model, optimizer = begun(folder)
+        with optimizer:
+            run = trainer(model, optimizer, folder / "trained", Callback(), Ends())
+            with pytest.raises(Ended):
+                run.train()
+    return folder
+
+
+@pytest.fixture
+def ended(first, tmp_path):
+    """A copy of what is left of it, and where its Trainer wrote."""
+    shutil.copytree(first, tmp_path, dirs_exist_ok=True)
+    return tmp_path / "trained"
+
+
+@pytest.mark.parametrize("existing", ["replace", "resume"])
+def test_resumed_it_is_the_undisturbed_training(tmp_path, ended, undisturbed, existing):
+    output = ended
+    last = last_checkpoint(output)
+    assert last == output / "checkpoint-4"
+    model, optimizer = begun(tmp_path, existing=existing, checkpoint=last, seed=9)
+    with optimizer:
+        assert optimizer.steps == 4
+        run = trainer(model, optimizer, output, Callback())
+        run.train(resume_from_checkpoint=True)
+        assert (said(run), optimizer.steps) == (undisturbed[0], STEPS)
+        assert same(weights(model), undisturbed[1])
+        for entry in run.state.log_history:
+            assert ("loss" in entry) == FIGURES.issubset(entry)
+            if "loss" in entry:
+                assert 0 < entry["host_memory_bytes"] <= 64 << 20
+                assert entry["read_bytes"] > 0 < entry["written_bytes"]
+                assert entry["waiting_seconds"] >= 0
+        assert "save_pretrained" not in vars(model)
+    # What save_total_limit leaves is whole, and transformers loads it.
+    assert sorted(os.listdir(output)) == ["checkpoint-4", "checkpoint-6"]
+    assert last_checkpoint(output) == output / "checkpoint-6"
+    loaded = AutoModelForSeq2SeqLM.from_pretrained(output / "checkpoint-6")
+    assert same(weights(loaded), undisturbed[1])
+    files = set(os.listdir(output / "checkpoint-6"))
+    assert {"memascend", "config.json", "model.safetensors", "optimizer.pt", "trainer_state.json"} <= files
+
+
+def test_a_store_that_began_from_the_checkpoint_goes_on_from_it_too(tmp_path, ended, undisturbed):
+    model, optimizer = begun(tmp_path, existing="replace", checkpoint=ended / "checkpoint-4")
+    optimizer.close()
+    # Nothing was trained since, and the store is another one than the checkpoint names.
+    model, optimizer = begun(tmp_path, existing="resume", seed=9)
+    with optimizer:
+        run = trainer(model, optimizer, ended, Callback())
+        run.train(resume_from_checkpoint=str(ended / "checkpoint-4"))
+        assert said(run) == undisturbed[0]
+    model, optimizer = begun(tmp_path, existing="resume", seed=9)
+    with optimizer:
+        state = torch.load(ended / "checkpoint-4" / "optimizer.pt", weights_only=True)
+        with pytest.raises(UsageError, match=r"of step 4 of store .* holds step 6 of store"):
+            optimizer.load_state_dict(state)
+
+
+def test_a_checkpoint_that_the_store_has_left_behind_is_refused(tmp_path, ended):
+    model, optimizer = begun(tmp_path, existing="resume", checkpoint=ended / "checkpoint-2")
+    with optimizer:
+        row = data()[0]
+        model(input_ids=row["input_ids"][None], labels=row["labels"][None]).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert optimizer.steps == 5
+        before = weights(model)
+        state = torch.load(ended / "checkpoint-4" / "optimizer.pt", weights_only=True)
+        with pytest.raises(
+            UsageError, match=r"is of step 4 of .* holds step 5 of .*checkpoint-2 is of step 2 of store"
+        ):
+            optimizer.load_state_dict(state)
+        run = trainer(model, optimizer, ended, Callback())
+        with pytest.raises(UsageError, match=r"other weights .* step 5 of store .*checkpoint-2.* left as it is"):
+            run.train(resume_from_checkpoint=True)
+        assert same(weights(model), before)
+
+
+def test_what_was_left_unfinished_is_passed_over(tmp_path, ended):
+    assert last_checkpoint(tmp_path / "nowhere") is None
+    output = ended
+    last = output / "checkpoint-4"
+    (last / "trainer_state.json").rename(last / "elsewhere")
+    assert last_checkpoint(output) == output / "checkpoint-2"
+    (last / "elsewhere").rename(last / "trainer_state.json")
+    (last / "memascend" / "state.safetensors").unlink()
+    assert last_checkpoint(output) == output / "checkpoint-2"
+    shutil.rmtree(output / "checkpoint-2" / "memascend")
+    assert last_checkpoint(output) is None
+
+
+class Plain(torch.nn.Module):
+    """A model that transformers knows nothing of."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(8, 16)
+        self.outer = torch.nn.Linear(16, 4)
+
+    def forward(self, x, labels=None):
+        out = self.outer(torch.relu(self.inner(x)))
+        return {"loss": (out - labels).square().mean(), "logits": out}
+
+
+@pytest.mark.parametrize("only", [False, True])
+def test_a_model_of_ones_own(tmp_path, only):
+    def run(output, *callbacks, checkpoint=None):
+        torch.manual_seed(0)
+        model = Plain()
+        model, optimizer = memascend.offload(
+            model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), checkpoint=checkpoint
+        )
+        arguments = TrainingArguments(
+            str(output),
+            max_steps=4,
+            save_steps=2,
+            seed=1,
+            save_only_model=only,
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+        )
+        rows = [{"x": torch.randn(8), "labels": torch.randn(4)} for _ in range(64)]
+        with optimizer:
+            trained = Trainer(
+                model, arguments, train_dataset=rows, callbacks=list(callbacks), optimizers=(optimizer, None)
+            )
+            trained.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+            return weights(model)
+
+    whole = run(tmp_path / "whole", Callback())
+    if only:
+        assert not list(tmp_path.rglob("manifest.json"))
+        return
+    manifest = json.loads((tmp_path / "whole/checkpoint-2/memascend/manifest.json").read_text())
+    assert manifest["step"] == 2
+    assert same(run(tmp_path / "rest", Callback(), checkpoint=tmp_path / "whole/checkpoint-2"), whole)
+
+
+def test_an_optimizer_that_is_not_offloaded(tmp_path):
+    model, optimizer = built()
+    with pytest.raises(ConfigError, match="optimizer is not offloaded"):
+        trainer(model, optimizer, tmp_path, Callback())

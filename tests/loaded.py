@@ -1,0 +1,136 @@
+"""Programs in interpreters of their own that have loaded torch: each is forked from one that did nothing else.
+
+Loading torch and what an optimizer needs of it takes some seconds of a processor, more than most such programs.
+A program that depends on how its interpreter starts (its environment, what is imported first) needs a new one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import NamedTuple
+
+# The heap is as glibc has it, whatever the one who runs the tests prefers: some programs measure it.
+HEAP = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_ARENA_MAX", "GLIBC_TUNABLES")
+# Loading torch takes that long on no machine, however busy.
+BEGINS_WITHIN = 600
+
+
+class Done(NamedTuple):
+    """How a program ended, and what it said."""
+
+    status: int
+    out: str
+    err: str
+
+
+class Loaded:
+    """The interpreter that programs are forked from, one after the other; a new one after one that had no end."""
+
+    def __init__(self):
+        self._process = None
+
+    def run(self, program, *arguments, env, timeout):
+        """Runs a program as `python -c` would, and waits for its end."""
+        with tempfile.TemporaryDirectory() as folder:
+            out, err = Path(folder, "out"), Path(folder, "err")
+            wanted = {
+                "program": program,
+                "arguments": arguments,
+                "folder": os.getcwd(),
+                "environment": env,
+                "out": str(out),
+                "err": str(err),
+            }
+            try:
+                self._begin(wanted)
+                status = self._number(timeout)
+            except TimeoutError:
+                self.close()
+                raise AssertionError(f"no end after {timeout} s\n{out.read_text()}\n{err.read_text()}") from None
+            except BaseException:
+                # Whoever asks next would be told of this program.
+                self.close()
+                raise
+            return Done(status, out.read_text(), err.read_text())
+
+    def _begin(self, wanted):
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-W", "error", __file__],
+                env={name: value for name, value in os.environ.items() if name not in HEAP},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                bufsize=0,
+                start_new_session=True,
+            )
+        self._process.stdin.write(json.dumps(wanted).encode() + b"\n")
+        assert self._number(BEGINS_WITHIN) == 0
+
+    def _number(self, timeout):
+        """The next number that is said."""
+        line, until = b"", time.monotonic() + timeout
+        while not line.endswith(b"\n"):
+            if not select.select([self._process.stdout], [], [], max(0, until - time.monotonic()))[0]:
+                raise TimeoutError
+            said = os.read(self._process.stdout.fileno(), 1)
+            assert said, "the loaded interpreter ended"
+            line += said
+        return int(line)
+
+    def close(self):
+        """Ends it, and the program that it may be waiting for."""
+        if self._process is not None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._process.stdin.close()
+            self._process.stdout.close()
+            self._process = None
+
+
+def forked():
+    """Forks for each program that is asked for: returns what is to be run, in the child; ends the parent at the end."""
+    while line := sys.stdin.buffer.readline():
+        # What is not yet flushed would be said twice.
+        sys.stdout.flush()
+        with warnings.catch_warnings():
+            # From 3.12 on Python warns where other threads are: those of a library that was loaded and did nothing.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
+        if pid == 0:
+            return json.loads(line)
+        print(0, flush=True)
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+    os._exit(0)
+
+
+def become(wanted):
+    """Takes the folder, the files, the environment and the arguments of a program."""
+    os.chdir(wanted["folder"])
+    writing = os.O_WRONLY | os.O_CREAT
+    for number, path, flags in ((0, os.devnull, os.O_RDONLY), (1, wanted["out"], writing), (2, wanted["err"], writing)):
+        opened = os.open(path, flags)
+        os.dup2(opened, number)
+        os.close(opened)
+    os.environ.clear()
+    os.environ.update(wanted["environment"])
+    tempfile.tempdir = None
+    sys.argv = ["-c", *wanted["arguments"]]
+    sys.path[0] = ""
+
+
+if __name__ == "__main__":
+    import torch._dynamo  # noqa: F401 - each optimizer loads it
+
+    wanted = forked()
+    become(wanted)
+    # Here and not in a function: the program's names live as long as the interpreter, and end as they would.
+    exec(compile(wanted["program"], "<string>", "exec", dont_inherit=True))  # noqa: S102

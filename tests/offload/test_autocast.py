@@ -1,0 +1,40 @@
+"""Autocast over 32-bit weights keeps 16-bit copies of them, which is said once; over 16-bit weights there are none."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import memascend
+
+
+def offloaded(tmp_path, *layers):
+    model = nn.Sequential(*layers)
+    return memascend.offload(model, torch.optim.AdamW(model.parameters()), storage=tmp_path / "run.store")
+
+
+def forward(model, dtype):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(torch.ones(2, 32, dtype=dtype)).float().sum().backward()
+
+
+def test_it_is_said_at_the_first_forward_that_sees_it(tmp_path):
+    model, optimizer = offloaded(tmp_path, nn.Linear(32, 32), nn.Linear(32, 32))
+    with optimizer:
+        model(torch.ones(2, 32)).sum().backward()
+        optimizer.zero_grad()
+        with pytest.warns(UserWarning, match=r"autocast.*bfloat16.*masters"):
+            forward(model, torch.float32)
+        optimizer.step()
+        optimizer.zero_grad()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            forward(model, torch.float32)
+
+
+def test_nothing_is_said_of_small_parts_in_32_bits(tmp_path):
+    model, optimizer = offloaded(tmp_path, nn.Linear(32, 32).bfloat16(), nn.LayerNorm(32), nn.Linear(32, 2))
+    with optimizer, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        forward(model, torch.bfloat16)

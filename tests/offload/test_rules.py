@@ -1,0 +1,272 @@
+"""What residency, saved tensors, gates and state dicts promise, where no model or loop alone would show it."""
+
+import pytest
+import torch
+from torch import nn
+
+import memascend
+
+WIDTH = 32
+DEPTH = 6
+
+
+def blocks(dtype=torch.float32):
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(DEPTH))).to(dtype)
+
+
+def smallest(tmp_path, **options):
+    model = blocks()
+    with pytest.raises(memascend.BudgetError) as refused:
+        memascend.offload(
+            model,
+            torch.optim.SGD(model.parameters()),
+            storage=tmp_path / "none.store",
+            host_memory=1,
+            units=[str(index) for index in range(DEPTH)],
+            **options,
+        )
+    return refused.value.smallest
+
+
+def offloaded(tmp_path, model=None, *, kind=torch.optim.SGD, rate=0.1, more=0, **options):
+    """Every block is a unit, in the smallest budget and `more` bytes."""
+    model = blocks() if model is None else model
+    budget = smallest(tmp_path, **{name: options[name] for name in ("gradients",) if name in options}) + more
+    return memascend.offload(
+        model,
+        kind(model.parameters(), lr=rate),
+        storage=tmp_path / "run.store",
+        units=[str(index) for index in range(DEPTH)],
+        **{"host_memory": budget, **options},
+    )
+
+
+def x(seed=1):
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def counters(optimizer):
+    return dict(optimizer._session.residency.counters)
+
+
+# --- leases ------------------------------------------------------------------------------------
+
+
+def test_a_view_keeps_its_bytes_when_the_unit_is_away_and_after_the_step(tmp_path):
+    kept = []
+    model, optimizer = offloaded(tmp_path, host_memory="64MiB")
+    expected = blocks()[1][0].weight.detach()
+    with optimizer:
+        handle = model[1][0].register_forward_hook(lambda module, *_: kept.append(module.weight.detach()))
+        model(x()).square().mean().backward()
+        handle.remove()
+        optimizer.step()
+        for seed in range(3):
+            model(x(seed))
+        assert torch.equal(kept[0], expected)
+        with memascend.materialized(model):
+            assert not torch.equal(model[1][0].weight, expected)
+
+
+def test_bytes_that_a_view_kept_alive_are_taken_again(tmp_path):
+    """In a budget for few units, the one that somebody holds is not read a second time, and never after a step."""
+    kept = []
+    model, optimizer = offloaded(tmp_path, more=1 << 16)
+    residency = optimizer._session.residency
+    with optimizer, torch.no_grad():
+        handle = model[1][0].register_forward_hook(lambda module, *_: kept.append(module.weight.detach()))
+        model(x())
+        handle.remove()
+        home = residency.home_of["1.0.weight"]
+        residency.evict(home)
+        before = counters(optimizer)
+        model[1](x())
+        after = counters(optimizer)
+        assert (after["adopted"] - before["adopted"], kept[0].data_ptr()) == (1, home.base.data_ptr())
+        with torch.enable_grad():
+            model(x()).sum().backward()
+        optimizer.step()
+        before = counters(optimizer)
+        model[1](x())
+        assert counters(optimizer)["adopted"] == before["adopted"]
+        assert home.base.data_ptr() != kept[0].data_ptr()
+
+
+def test_a_graph_holds_notes_and_no_units(tmp_path):
+    """All blocks' graphs at once, where there is memory for one block."""
+    plain = blocks()
+    model, optimizer = offloaded(tmp_path)
+    with optimizer:
+        for one in (plain, model):
+            one(x()).square().mean().backward()
+        torch.optim.SGD(plain.parameters(), lr=0.1).step()
+        optimizer.step()
+        with memascend.materialized(model):
+            assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
+
+
+def test_other_hooks_on_saved_tensors_get_what_is_not_ours(tmp_path):
+    plain = blocks()
+    model, optimizer = offloaded(tmp_path)
+    packed = []
+
+    def pack(tensor):
+        packed.append(tuple(tensor.shape))
+        return tensor.clone()
+
+    with optimizer:
+        seen = []
+        for one in (plain, model):
+            packed.clear()
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                one(x()).square().mean().backward()
+            seen.append(packed.copy())
+        weight = (WIDTH, WIDTH)
+        assert weight in seen[0]
+        assert weight not in seen[1], "a unit's bytes were handed on"
+        assert (4, WIDTH) in seen[1]
+        torch.optim.SGD(plain.parameters(), lr=0.1).step()
+        optimizer.step()
+        with memascend.materialized(model):
+            assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
+
+
+# --- gates -------------------------------------------------------------------------------------
+
+
+def test_hooks_from_before_offload_see_real_parameters(tmp_path):
+    """A parametrization, or any other pre-hook, computes with the weights that the module is about to use."""
+    model = blocks()
+    seen = []
+
+    def looks(*_):
+        seen.append(float(model[2][0].weight.data.sum()))
+
+    # The unit as a whole, which is entered first, and the module that owns the weight.
+    model[2].register_forward_pre_hook(looks)
+    model[2][0].register_forward_pre_hook(looks)
+    expected = float(model[2][0].weight.detach().sum())
+    model, optimizer = offloaded(tmp_path, model)
+    with optimizer:
+        model(x())
+    assert seen == [pytest.approx(expected)] * 2
+
+
+def test_a_forward_that_is_called_by_itself_has_plain_parameters(tmp_path):
+    """As some checkpointing does, in the backward: blocks are computed again, and no gate of theirs is passed."""
+    from torch.utils.checkpoint import checkpoint
+
+    model, optimizer = offloaded(tmp_path, host_memory="64MiB")
+    kinds = []
+    model[1][0].register_forward_pre_hook(lambda module, *_: kinds.append(type(module.weight)))
+    with optimizer:
+        out = x().requires_grad_()
+        for block in model:
+            out = checkpoint(block.forward, out, use_reentrant=False)
+        out.square().mean().backward()
+        optimizer.step()
+    assert kinds == [nn.Parameter, nn.Parameter]
+
+
+def test_an_exception_leaves_nothing_bound(tmp_path):
+    """Raised in a forward, or by a checkpoint that has recomputed enough: at once, not with the next forward."""
+    from torch.utils.checkpoint import checkpoint
+
+    model, optimizer = offloaded(tmp_path, host_memory="64MiB")
+    residency = optimizer._session.residency
+    stopped = []
+
+    def nothing_is_bound():
+        return not any(home.bound for home in residency.homes) and (
+            torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+        )
+
+    def fails(*_):
+        raise KeyError("the user's own")
+
+    with optimizer:
+        with model[1][1].register_forward_pre_hook(fails), pytest.raises(KeyError):
+            model(x())
+        assert nothing_is_bound()
+        # The last module's result is not saved, so that the recomputation ends within it.
+        out = checkpoint(lambda y: model[1](model[0](y)) * 1, x().requires_grad_(), use_reentrant=False)
+        out.register_hook(lambda gradient: stopped.append(nothing_is_bound()) or gradient)
+        out.square().mean().backward()
+        assert stopped == [True]
+        assert nothing_is_bound()
+
+
+def test_a_module_that_cannot_have_all_of_its_units_binds_none(tmp_path, monkeypatch):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    model[1].weight = model[0].weight  # so that the second needs both units
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "run.store", units=["0", "1"])
+    residency = optimizer._session.residency
+    bind, bound = residency.bind, []
+
+    def fails_second(home):
+        if bound:
+            raise memascend.StorageError("no second one")
+        bound.append(home.name)
+        bind(home)
+
+    with optimizer:
+        expected = model[1](x())
+        with monkeypatch.context() as patch:
+            patch.setattr(residency, "bind", fails_second)
+            with pytest.raises(memascend.StorageError, match="no second"):
+                model[1](x())
+        assert bound
+        assert not any(home.bound for home in residency.homes)
+        assert torch.equal(model[1](x()), expected)
+
+
+# --- state dicts ----------------------------------------------------------------------------------
+
+
+def test_loading_the_same_weights_leaves_masters_as_they_are(tmp_path):
+    model, optimizer = offloaded(tmp_path, blocks(torch.bfloat16), kind=torch.optim.AdamW, rate=1e-3, more=1 << 20)
+    with optimizer:
+        for seed in range(2):
+            model(x(seed).bfloat16()).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        before = [optimizer.state_of(p) for p in model.parameters()]
+        assert any(not torch.equal(state["master"], state["master"].bfloat16().float()) for state in before)
+        model.load_state_dict(model.state_dict())
+        after = [optimizer.state_of(p) for p in model.parameters()]
+        assert all(torch.equal(a[name], b[name]) for a, b in zip(before, after, strict=True) for name in a)
+        state = model.state_dict()
+        state["1.0.weight"] = torch.ones(WIDTH, WIDTH, dtype=torch.bfloat16)
+        model.load_state_dict(state)
+        master = optimizer.state_of(model[1][0].weight)["master"]
+        assert torch.equal(master, torch.ones(WIDTH, WIDTH))
+
+
+def test_a_state_dict_says_where_the_state_is_and_another_is_refused(tmp_path):
+    model, optimizer = offloaded(tmp_path)
+    with optimizer:
+        first = optimizer.state_dict()
+        group = optimizer.param_groups[0]
+        optimizer.load_state_dict({**first, "param_groups": [{**first["param_groups"][0], "lr": 0.5}]})
+        assert optimizer.param_groups[0] is group
+        assert group["lr"] == 0.5
+        model(x()).sum().backward()
+        optimizer.step()
+        with pytest.raises(memascend.UsageError, match="step 0"):
+            optimizer.load_state_dict(first)
+        with pytest.raises(memascend.UsageError, match="not made by"):
+            optimizer.load_state_dict(torch.optim.SGD(blocks().parameters()).state_dict())
+
+
+def test_groups_are_the_originals(tmp_path):
+    model = blocks()
+    original = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = memascend.offload(model, original, storage=tmp_path / "run.store")
+    with optimizer:
+        assert optimizer.param_groups is original.param_groups
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        with pytest.raises(memascend.UsageError, match="before offload"):
+            optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})

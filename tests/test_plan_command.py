@@ -1,0 +1,227 @@
+"""`memascend plan`: what it says of a model that need not be there is what a run then does."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import memascend
+from memascend.cli import main
+from memascend.cli.plan.costs import disk_seconds
+from memascend.cli.plan.sources import describe, described_by_names
+
+TEXT = {
+    "vocab_size": 2048,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+CONFIGS = {
+    "Qwen2": ("Qwen2ForCausalLM", {**TEXT, "model_type": "qwen2", "tie_word_embeddings": False}),
+    "GPT-2, tied": (
+        "GPT2LMHeadModel",
+        {"model_type": "gpt2", "vocab_size": 2048, "n_embd": 128, "n_layer": 3, "n_head": 4, "n_positions": 64},
+    ),
+    "Mixtral": ("MixtralForCausalLM", {**TEXT, "model_type": "mixtral", "num_local_experts": 4}),
+    "T5": (
+        "T5ForConditionalGeneration",
+        {"model_type": "t5", "vocab_size": 2048, "d_model": 128, "d_kv": 32, "d_ff": 256, "num_layers": 2,
+         "num_heads": 4, "decoder_start_token_id": 0},
+    ),
+    "ViT": (
+        "ViTForImageClassification",
+        {"model_type": "vit", "hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
+         "intermediate_size": 256, "image_size": 32, "patch_size": 8},
+    ),
+    "ResNet": (
+        "ResNetForImageClassification",
+        {"model_type": "resnet", "embedding_size": 32, "hidden_sizes": [64, 128], "depths": [2, 2],
+         "layer_type": "basic"},
+    ),
+}  # fmt: skip
+
+
+def written(folder, name):
+    architecture, values = CONFIGS[name]
+    path = folder / "config.json"
+    path.write_text(json.dumps({"architectures": [architecture], "dtype": "float32", **values}))
+    return path
+
+
+def told(capsys, *words):
+    assert main(["plan", *map(str, words), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def batch(name):
+    generator = torch.Generator().manual_seed(0)
+    if name in ("ViT", "ResNet"):
+        return {"pixel_values": torch.randn(2, 3, 32, 32, generator=generator), "labels": torch.tensor([0, 1])}
+    ids = torch.randint(3, 2048, (2, 16), generator=generator)
+    return {"input_ids": ids, "labels": ids}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_run_holds_what_was_planned_from_its_config(capsys, tmp_path, name):
+    import transformers
+
+    config = written(tmp_path, name)
+    smallest = told(capsys, config, "--gradients", "fused")["plan"]["smallest"]
+    plans = {budget: told(capsys, config, "--gradients", "fused", *given)["plan"] for budget, given in (
+        (smallest, ("--host-memory", smallest)), (None, ()),
+    )}  # fmt: skip
+    for budget, plan in plans.items():
+        torch.manual_seed(0)
+        architecture, _ = CONFIGS[name]
+        model = getattr(transformers, architecture)(transformers.AutoConfig.from_pretrained(tmp_path))
+        model, optimizer = memascend.offload(
+            model, torch.optim.AdamW(model.parameters()), storage=tmp_path, existing="replace", gradients="fused",
+            host_memory=budget,
+        )  # fmt: skip
+        with optimizer:
+            for _ in range(2):
+                model(**batch(name)).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert json.loads(json.dumps(optimizer.plan.to_dict())) == plan
+            held = optimizer.report().to_dict()["host"]["peak"]
+            assert held <= plan["host_peak"]
+            # How many gradients wait at once beyond the largest is a matter of timing.
+            spare = plan["host"]["gradients"] - plans[smallest]["host"]["gradients"]
+            assert held >= 0.94 * plan["host_peak"] - spare
+            if budget == smallest:
+                assert held >= 0.94 * plan["host_peak"]
+
+
+def test_options_mean_what_they_mean_to_offload(capsys, tmp_path):
+    config = written(tmp_path, "Qwen2")
+    plain = told(capsys, config)
+    clipped = told(capsys, config, "--max-grad-norm", "1.0")
+    assert "gradients" in clipped["plan"]["written_bytes"]
+    assert "gradients" not in plain["plan"]["written_bytes"]
+    assert clipped["steps_per_100_tb_written"] < plain["steps_per_100_tb_written"]
+    assert plain["steps_per_100_tb_written"] == 10**14 // plain["written_bytes_per_step"]
+    half = told(capsys, config, "--dtype", "bf16")
+    assert half["plan"]["host_peak"] < plain["plan"]["host_peak"]
+    # Values and gradients of 2 bytes, a master and two moments of 4.
+    assert half["in_memory_bytes"] == 16 * half["model"]["parameters"]
+    plainest = told(capsys, config, "--optimizer", "sgd")
+    assert plainest["plan"]["disk_bytes"] < plain["plan"]["disk_bytes"]
+    kept = told(capsys, config, "--gradients", "ram")
+    assert kept["plan"]["host"]["gradients"] == 4 * kept["model"]["parameters"]
+
+
+def test_the_disk_is_measured_only_where_one_is_named(capsys, tmp_path, monkeypatch):
+    config = written(tmp_path, "ViT")
+    monkeypatch.setattr("memascend.cli.storage._TRIAL_SECONDS", 0.05)
+    measured = told(capsys, config, "--storage", tmp_path)
+    assert measured["gb_per_second"].keys() == {"read", "mixed"}
+    assert measured["disk"]["free_bytes"] > measured["disk"]["bytes"]
+    assert measured["disk_seconds_per_step"] > 0
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+    assert told(capsys, config)["disk_seconds_per_step"] is None
+    assert main(["plan", str(config)]) == 0
+    out = capsys.readouterr().out
+    for words in ("not measured", "steps write 100 TB", "Host memory", "update staging", "room on storage"):
+        assert words in out
+    assert main(["plan", str(config), "--storage", str(tmp_path / "no" / "such")]) == 1
+    assert "does not exist" in capsys.readouterr().err
+
+
+def test_the_bound_reads_first_and_then_does_both():
+    plan = SimpleNamespace(
+        read_bytes={"values, forward": 4e9, "values, backward": 1e9, "state": 2e9}, written_bytes={"state": 3e9}
+    )
+    assert disk_seconds(plan, {"read": 2.0, "mixed": 3.0}) == pytest.approx(4 / 2 + 6 / 3)
+
+
+def test_headers_of_safetensors_give_the_same_plan_by_names(capsys, tmp_path):
+    config = written(tmp_path, "Qwen2")
+    of_config = told(capsys, tmp_path, "--dtype", "bf16")
+    assert of_config["model"]["described_by"] == str(config)
+    model = describe(config, None).model
+    save_file({name: torch.zeros(one.shape) for name, one in model.named_parameters()}, tmp_path / "model.safetensors")
+    config.unlink()
+    by_names = told(capsys, tmp_path, "--dtype", "bf16")
+    assert "names" in by_names["model"]["described_by"]
+    assert by_names["model"]["parameters"] == of_config["model"]["parameters"]
+    for what in ("host_peak", "disk_bytes", "written_bytes", "classes"):
+        assert by_names["plan"][what] == of_config["plan"][what], what
+    assert by_names["plan"]["order"] == of_config["plan"]["order"]
+    # The files' own type, where no other is asked for.
+    assert told(capsys, tmp_path / "model.safetensors")["plan"]["disk_bytes"] > by_names["plan"]["disk_bytes"]
+
+
+def test_statistics_in_files_are_no_parameters(tmp_path):
+    save_file(
+        {"norm.weight": torch.ones(4), "norm.running_mean": torch.ones(4), "steps": torch.tensor(1)},
+        tmp_path / "model.safetensors",
+    )
+    model = described_by_names(tmp_path, None)
+    assert [name for name, _ in model.named_parameters()] == ["norm.weight"]
+    assert {name for name, _ in model.named_buffers()} == {"norm.running_mean", "steps"}
+
+
+def test_a_budget_that_is_too_small_names_the_one_that_works(capsys, tmp_path):
+    config = written(tmp_path, "GPT-2, tied")
+    smallest = told(capsys, config)["plan"]["smallest"]
+    assert main(["plan", str(config), "--host-memory", str(smallest - 1)]) == 1
+    assert f"{smallest} bytes" in capsys.readouterr().err
+    assert told(capsys, config, "--host-memory", smallest)["plan"]["host_peak"] <= smallest
+
+
+def test_what_describes_no_model_is_named(capsys, tmp_path, monkeypatch):
+    def refused(*words):
+        assert main(["plan", *map(str, words)]) == 1
+        return capsys.readouterr().err
+
+    assert "is not there" in refused(tmp_path / "nothing.json")
+    assert "no safetensors" in refused(tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text("no")
+    assert "is no JSON" in refused(config)
+    config.write_text("{}")
+    assert "no model_type" in refused(config)
+    config.write_text('{"model_type": "no such"}')
+    assert "no such" in refused(config)
+    written(tmp_path, "Qwen2")
+    assert "--optimizer" in refused(config, "--optimizer", "Optimizer")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert "pip install transformers" in refused(config)
+    with pytest.raises(SystemExit) as ended:
+        main(["plan"])
+    assert ended.value.code == 2
+
+
+def test_a_model_of_70_billion_parameters_is_planned_from_its_config(capsys, tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672,
+        "num_attention_heads": 64, "num_hidden_layers": 80, "num_key_value_heads": 8, "vocab_size": 128256,
+        "dtype": "bfloat16", "tie_word_embeddings": False,
+    }))  # fmt: skip
+    found = told(capsys, config, "--host-memory", "32GiB")
+    assert found["model"]["parameters"] == pytest.approx(70.55e9, rel=0.01)
+    assert found["plan"]["host_peak"] <= 32 << 30
+    # Both slots of 12 bytes; at most 28.5 move in a step.
+    assert found["plan"]["disk_bytes"] == pytest.approx(24 * found["model"]["parameters"], rel=0.2)
+    moved = found["read_bytes_per_step"] + found["written_bytes_per_step"]
+    assert moved <= 28.5 * found["model"]["parameters"]
+
+
+def test_a_picture_is_drawn(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "plan.png"
+    assert main(["plan", str(written(tmp_path, "ViT")), "--picture", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    capsys.readouterr()
