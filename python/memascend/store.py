@@ -92,9 +92,7 @@ class Store:
                 for tensor in (entry.values, *entry.state.values()):
                     require_laid_out(entry.name, tensor, entry.order if tensor.shape == entry.values.shape else None)
         chunk = chunk_elements_of(entries) if chunk_elements is None else chunk_elements
-        core = _core.Store(
-            _paths(paths), described, units, optimizer, chunk, existing, durability, stripe, backend
-        )
+        core = _core.Store(_paths(paths), described, units, optimizer, chunk, existing, durability, stripe, backend)
         store = cls(core)
         if core.created and fill:
             for entry in entries:

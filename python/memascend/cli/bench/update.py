@@ -84,8 +84,7 @@ class _Bytes:
 
 
 def _measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-
-    few = torch.zeros(1, dtype=torch.bfloat16)
+    few = bag.values(1)
     like = engine.Entry(name="", values=few, state=engine.adam_state(few, compact=options.compact))
     chunk = options.chunk_elements or engine.chunk_elements_of([like])
     each = _Bytes(state=10, read_values=_VALUE_BYTES) if options.compact else _Bytes(state=12, read_values=0)
