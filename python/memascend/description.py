@@ -114,7 +114,7 @@ def sizes(
 
 
 def chunk_elements_of(entries: Sequence[Entry]) -> int:
-    """Elements of a chunk unless the caller says otherwise: those whose state is one request, and at most 98,304."""
+    """Elements of a chunk unless told otherwise: as many as have their state in one request, at most 98,304."""
     widths = [
         sum(tensor.element_size() for tensor in entry.state.values() if tensor.shape == entry.values.shape)
         for entry in entries

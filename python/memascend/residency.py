@@ -122,11 +122,14 @@ class Residency:
         self._classes = sorted(slots)
         self.homes: list[Home] = []
         self.lock = threading.RLock()
-        # Held while values change, so that nothing is bound meanwhile; taken before `lock`.
-        self._changing = threading.RLock()
-        # Threads that carry out one operation on a parameter, with how often, and what tells that one ended.
+        # The thread that changes values or waits to, how deep, and whether the others have stopped; see `alone`.
+        self._changer: int | None = None
+        self._changes = 0
+        self._changing = False
+        # Threads that carry out one operation on a parameter, with how often.
         self._touching: dict[int, int] = {}
-        self._touched = threading.Condition(self.lock)
+        # Tells of every change of these.
+        self._turn = threading.Condition(self.lock)
         self.hooks = Hooks(self)
         self.order = Order()
         self.closed: str | None = None
@@ -170,7 +173,9 @@ class Residency:
 
     def bind(self, home: Home) -> None:
         """Make a unit's parameters real. Every call is ended by `unbind`."""
-        with self._changing, self.lock:
+        with self.lock:
+            if self._changing and self._changer != threading.get_ident():
+                self._turn.wait_for(lambda: not self._changing)
             self.note_thread()
             if home.bound == 0:
                 base = self.use(home)
@@ -214,7 +219,9 @@ class Residency:
         homes = list({id(home): home for home in (self.home_of[place.name] for place in places)}.values())
         bound: list[Home] = []
         pushed = False
-        with self._changing, self.lock:
+        with self.lock:
+            if threading.get_ident() not in self._touching:
+                self._turn.wait_for(lambda: self._changer in (None, threading.get_ident()))
             _count(self._touching, 1)
         try:
             for home in homes:
@@ -229,7 +236,7 @@ class Residency:
                 self.unbind(home)
             with self.lock:
                 _count(self._touching, -1)
-                self._touched.notify_all()
+                self._turn.notify_all()
 
     def detached(self, place: Place) -> torch.Tensor | None:
         """See `placeholder.Source`."""
@@ -422,11 +429,23 @@ class Residency:
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Let the operations of other threads on parameters end, and no other thread bind anything inside."""
-        with self._changing:
-            here = threading.get_ident()
+        here = threading.get_ident()
+        with self.lock:
+            self._turn.wait_for(lambda: self._changer in (None, here))
+            self._changer = here
+            self._changes += 1
+        try:
             with self.lock:
-                self._touched.wait_for(lambda: not self._touching.keys() - {here}, timeout=_TOUCH_SECONDS)
+                # An operation that has begun goes on, also where it binds more; no other begins.
+                self._turn.wait_for(lambda: not self._touching.keys() - {here}, timeout=_TOUCH_SECONDS)
+                self._changing = True
             yield
+        finally:
+            with self.lock:
+                self._changes -= 1
+                if self._changes == 0:
+                    self._changer, self._changing = None, False
+                    self._turn.notify_all()
 
     # --- the step's end --------------------------------------------------------
 

@@ -186,12 +186,14 @@ def _session_of(optimizer: Any) -> Session:
 
 def _is_streamed(model: Any, session: Session) -> bool:
     """Whether what the model saves of itself is its weights and configuration, and nothing else."""
+    saves: Any = getattr(model, "save_pretrained", None)
+    its_own = isinstance(saves, _Saving) or getattr(saves, "__func__", None) is PreTrainedModel.save_pretrained
     return (
-        session.surgery.model is model
+        its_own
+        and session.surgery.model is model
         and isinstance(model, PreTrainedModel)
         and not getattr(model, "_hf_peft_config_loaded", False)
         and getattr(model, "_auto_class", None) is None
-        and getattr(model.save_pretrained, "__func__", None) in (PreTrainedModel.save_pretrained, None)
     )
 
 

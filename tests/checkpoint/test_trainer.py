@@ -155,8 +155,10 @@ def ended(first, tmp_path):
 
 
 @pytest.mark.parametrize("existing", ["replace", "resume"])
-def test_resumed_it_is_the_undisturbed_training(tmp_path, ended, undisturbed, existing):
+def test_resumed_it_is_the_undisturbed_training(tmp_path, monkeypatch, ended, undisturbed, existing):
     output = ended
+    # Weights are written once, and not by the model.
+    monkeypatch.setattr(transformers.PreTrainedModel, "save_pretrained", lambda *_, **__: pytest.fail("saved twice"))
     last = last_checkpoint(output)
     assert last == output / "checkpoint-4"
     model, optimizer = begun(tmp_path, existing=existing, checkpoint=last, seed=9)
@@ -283,3 +285,25 @@ def test_an_optimizer_that_is_not_offloaded(tmp_path):
     model, optimizer = built()
     with pytest.raises(ConfigError, match="optimizer is not offloaded"):
         trainer(model, optimizer, tmp_path, Callback())
+
+
+def test_adapters_on_a_frozen_model(tmp_path):
+    peft = pytest.importorskip("peft")
+
+    def run(output, checkpoint=None):
+        model, _ = built()
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q", "v"]))
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        model, optimizer = memascend.offload(model, torch.optim.AdamW(trained, lr=1e-2), checkpoint=checkpoint)
+        with optimizer:
+            more = {"max_steps": 4, "eval_strategy": "no"}
+            run = trainer(model, optimizer, output, Callback(), **more)
+            run.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+            return weights(model)
+
+    whole = run(tmp_path / "whole")
+    # What peft writes is there as ever, and all that training needs beside it.
+    folder = tmp_path / "whole" / "checkpoint-2"
+    assert (folder / "adapter_model.safetensors").is_file()
+    assert last_checkpoint(tmp_path / "whole") == tmp_path / "whole" / "checkpoint-4"
+    assert same(run(tmp_path / "rest", folder), whole)

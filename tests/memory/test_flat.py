@@ -1,7 +1,7 @@
 """Host memory while training: flat in depth, and never the model's size, whatever is called."""
 
 import pytest
-from memory.measured import SQUARES
+from memory.measured import SQUARES, VOCABULARY
 
 MIB = 1 << 20
 # Of a small language model: a block has 19 MB, beside which what torch and Python keep of its modules is little.
@@ -18,10 +18,14 @@ def added(run):
 
 
 def require_flat(measure, shallow, deep, **work):
+    """At any depth the process holds at its peak what the shallow one's plan says, and little more."""
     few, many = (measure(blocks=blocks, width=WIDTH, **work) for blocks in (shallow, deep))
-    # How many gradients wait at once is a matter of timing: what the shallow one had left of its room.
-    spare = few["plan"]["host"]["gradients"] - few["report"]["host"]["owners"]["gradients"]["peak"]
-    assert added(many) <= added(few) * (1 + GROWS_MAX) + spare, (added(few), added(many), spare)
+    # While the queue is full, torch holds the gradient that waits to be handed on: the embedding's is the largest. When
+    # it comes, and how full the queue is then, is a matter of timing, so that peaks of two runs cannot be compared.
+    bound = few["plan"]["host_peak"] + VOCABULARY * WIDTH * 4
+    for run in (few, many):
+        assert added(run) <= bound * (1 + GROWS_MAX), (added(run), bound)
+    assert many["plan"]["host_peak"] <= few["plan"]["host_peak"] * 1.01
     return few, many
 
 

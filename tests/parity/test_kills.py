@@ -13,6 +13,9 @@ from parity.killed import said, train
 
 TESTS = Path(__file__).resolve().parent.parent
 
+# For one life of the training, also on a machine that does ten other things.
+SECONDS_MAX = 280
+
 
 def run_until(server, arguments, log, seconds=None):
     """Runs the training in a process of its own; kills it so long after it began to train."""
@@ -24,14 +27,16 @@ def run_until(server, arguments, log, seconds=None):
             time.sleep(0.002)
         time.sleep(seconds)
         child.kill()
-    child.join(90)
+    child.join(SECONDS_MAX)
     return child.exitcode
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("gradients", "kills"),
-    [("fused", 5), *(pytest.param(mode, 20, marks=pytest.mark.slow) for mode in ("fused", "ssd"))],
+    [
+        pytest.param("fused", 5, marks=pytest.mark.timeout(300)),
+        *(pytest.param(mode, 20, marks=[pytest.mark.slow, pytest.mark.timeout(1500)]) for mode in ("fused", "ssd")),
+    ],
 )
 def test_kills_change_nothing(tmp_path, monkeypatch, gradients, kills):
     # Children are forked from a process that has imported torch and run nothing: each begins within milliseconds.

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from memascend import engine, nvme
 from memascend.cli.bench import bag, deepspeed
 from memascend.cli.bench.peers import PASSES, fio, huge_pages
@@ -25,8 +27,6 @@ from memascend.cli.transfer import blocks
 
 if TYPE_CHECKING:
     import argparse
-
-    import torch
 
     from memascend.nvme import Ticket, Volume
 
