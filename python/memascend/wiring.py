@@ -135,7 +135,7 @@ class Wiring:
         plan, engine = self.plan, self.resources.engine
         residency = Residency(
             memory.Arena(self.resources.region, plan.classes),
-            lambda: engine.counters()["queued"] > 0,
+            lambda: engine.queued_bytes > 0,
             self.resources.store.fetch,
             lookahead=max(0, plan.window - 1),
             slots=plan.classes,

@@ -151,6 +151,11 @@ impl Engine {
         self.inner.staging_bytes()
     }
 
+    #[getter]
+    fn queued_bytes(&self) -> usize {
+        self.inner.queued_bytes()
+    }
+
     fn counters<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let counters = self.inner.counters();
         let dict = PyDict::new(py);
