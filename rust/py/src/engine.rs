@@ -7,11 +7,7 @@ use memascend_store::{Buffer, Commit};
 use pyo3::{prelude::*, types::PyDict};
 
 use crate::{
-    errors::engine_error,
-    function::Applied,
-    nvme::Held,
-    source::Lending,
-    store::{Store, dtype},
+    described::dtype, errors::engine_error, function::Applied, nvme::Held, source::Lending, store::Store,
     waiting::waiting,
 };
 
