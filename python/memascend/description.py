@@ -32,7 +32,7 @@ __all__ = [
 # Bytes of the largest request. Of a smaller one a disk moves less in the same time; a state a little larger than one
 # would be a large and a small request.
 _REQUEST_BYTES = 1 << 20
-# The most elements of a chunk, so that the staging chunks of an engine, gradients included, stay within 16 MiB.
+# The most elements of a chunk, so that the staging chunks of an engine, 16-bit gradients included, stay within 16 MiB.
 CHUNK_ELEMENTS = 98_304
 _CHUNK_GRAIN = 2_048
 
