@@ -184,6 +184,19 @@ bench-train: setup ## The headline cells of training beside its peers: 25 minute
 bench-full: setup ## All cells of training, curves, limits: hours; goes on where it was interrupted
 	$(TRAIN) --full --picture benchmarks/results/train_full.png | tee benchmarks/results/train_full.txt
 
+# Each layout by itself, since both would take 45 GB of storage at once. MEMASCEND_BENCH_DIR says where.
+.PHONY: bench-update
+bench-update: $(VENV)/synced ## The update of 400 M parameters alone, into benchmarks/results (10 minutes, 25 GB)
+	for layout in compact whole; do \
+		MEMASCEND_BENCH_MPARAMS=400 MEMASCEND_BENCH_ROUNDS=5 MEMASCEND_BENCH_LAYOUT=$$layout \
+			cargo bench --quiet --locked -p memascend-engine --bench update; \
+	done | tee benchmarks/results/update_cargo.txt
+
+.PHONY: bench-step
+bench-step: setup ## The training step beside RAM and its bound, and what the module hooks cost (a quiet machine, half an hour)
+	$(BIN)/python benchmarks/hooks.py --write benchmarks/results
+	$(BIN)/python benchmarks/step.py --write benchmarks/results
+
 # --- keep ---------------------------------------------------------------------
 
 .PHONY: lock

@@ -57,6 +57,7 @@ def main() -> None:
     text = "\n\n".join(_shown(result) for result in results)
     print(json.dumps(values, indent=1) if options.json else text)
     if options.write:
+        Path(options.write).mkdir(parents=True, exist_ok=True)
         Path(options.write, "step.json").write_text(json.dumps(values, indent=1) + "\n")
         about = "\n".join(f"{name}: {value}" for name, value in values["machine"].items())
         Path(options.write, "step.txt").write_text(f"{about}\n\n{text}\n")

@@ -279,6 +279,11 @@ class Engine:
         """Bytes of host memory that it holds, beside the gradients in its queue."""
         return self._core.staging_bytes
 
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes of gradients that wait or are being used now, "queued" of `counters()`."""
+        return self._core.queued_bytes
+
     def trace(self, path: _Path) -> None:
         """Record what happens to the store, until `trace_end`, into a new file for Perfetto or chrome://tracing.
 

@@ -219,6 +219,24 @@ class Arena:
         """
         return Lease(self._core.lease(nbytes, timeout, owner))
 
+    def free_slots(self, nbytes: int) -> int:
+        """How many slots are free that `lease(nbytes)` may take: at 0 it would wait.
+
+        Raises:
+            ConfigError: no class is large enough.
+        """
+        return self._core.free_slots(nbytes)
+
+    @property
+    def in_use_bytes(self) -> int:
+        """Bytes of the slots that are taken now, "in_use" of `stats()`."""
+        return self._core.in_use_bytes
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the arena's own records, "tables" of `stats()`."""
+        return self._core.table_bytes
+
     def stats(self) -> dict[str, Any]:
         """What is held and was waited for.
 

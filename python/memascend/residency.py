@@ -319,11 +319,13 @@ class Residency:
         """A lease for a unit; None where there is no room now and it is not needed yet."""
         patience, evicted = 0.0, False
         while True:
-            try:
-                return self._arena.lease(home.nbytes, timeout=patience, owner="units")
-            except TimeoutExpired:
-                if patience == _LAST_SECONDS and not self._busy():
-                    raise self._crowded(home) from None
+            # Where there is no room now, that is asked and not tried: an error with its message takes its time.
+            if patience or self._arena.free_slots(home.nbytes):
+                try:
+                    return self._arena.lease(home.nbytes, timeout=patience, owner="units")
+                except TimeoutExpired:
+                    if patience == _LAST_SECONDS and not self._busy():
+                        raise self._crowded(home) from None
             leaving = self._is_leaving(home)
             if not must and (evicted or leaving):
                 # It is asked for again soon; waiting here would keep compute from going on.
@@ -485,12 +487,12 @@ class Residency:
     @property
     def lent_bytes(self) -> int:
         """Bytes of the arena that are lent now."""
-        return int(self._arena.stats()["in_use"])
+        return self._arena.in_use_bytes
 
     @property
     def table_bytes(self) -> int:
         """What the arena keeps beside its memory."""
-        return int(self._arena.stats()["tables"])
+        return self._arena.table_bytes
 
     def values_of(self, place: Place) -> torch.Tensor | None:
         """The values of a parameter where they are resident, as the last commit left them. They hold the unit."""

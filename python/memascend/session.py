@@ -130,7 +130,7 @@ class Session:
         self._rewritten: list[str] = []
         self._last_report: Report | None = None
         self.baseline = Baseline(self.engine.counters(), self.store.counters())
-        self.meter = Meter(lambda: residency.lent_bytes, lambda: int(self.engine.counters()["queued"]))
+        self.meter = Meter(lambda: residency.lent_bytes, lambda: self.engine.queued_bytes)
         self.meter.keeps_all = gradients.mode == "ram"
         residency.on_used = self.meter.used
         gradients.on_arrived = self._arrived

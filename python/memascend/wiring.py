@@ -136,7 +136,7 @@ class Wiring:
         plan, engine, memory = self.plan, self.resources.engine, self.resources.units
         residency = Residency(
             memory.arena,
-            lambda: engine.counters()["queued"] > 0,
+            lambda: engine.queued_bytes > 0,
             memory.begin,
             lookahead=max(0, plan.window - 1),
             slots=plan.classes,

@@ -6,6 +6,8 @@ import stat
 import pytest
 import torch
 
+from memascend import kernels
+from memascend.cli import main
 from memascend.cli.bench import bag
 from memascend.cli.bench.swapper import Swapper
 from memascend.errors import ConfigError
@@ -38,6 +40,36 @@ def test_it_is_started_with_the_fewest_buffers_that_work(python, tmp_path):
             "added_bytes": 1000,
             "difference": 0,
         }
+
+
+def test_it_stands_beside_our_update_once_its_parameters_are_ours(python, tmp_path, capsys):
+    words = ["bench", "update", "--parameters", "1", "--rounds", "1", "--no-fio", "--storage", str(tmp_path), "--json"]
+    # After three steps, the first two of which warm up.
+    expected = trained(3)
+    answer = {"seconds": 9.0, "added_bytes": 10**9, "swap_buffer_bytes": 10**8, "sample": expected.tolist()}
+    (tmp_path / "answer").write_text(json.dumps(answer))
+    assert main([*words, "--deepspeed", str(python)]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["deepspeed_seconds"] == 9.0
+    assert report["deepspeed"]["difference"] == 0
+    assert report["deepspeed"]["ours_of_swap_buffer_bytes"] == report["held_bytes"] / 10**8
+    # A step too few is seen.
+    (tmp_path / "answer").write_text(json.dumps({**answer, "sample": trained(2).tolist()}))
+    assert main([*words, "--deepspeed", str(python)]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert "deepspeed_seconds" not in report
+    assert "differ from ours" in report["deepspeed"]["error"]
+
+
+def trained(steps):
+    """The bag's first values after so many steps of the same gradient, in memory."""
+    values, gradient = bag.values(bag.SAMPLE), bag.gradient(bag.SAMPLE)
+    master = values.float()
+    m, v = torch.zeros_like(master), torch.zeros_like(master)
+    options = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
+    for step in range(1, steps + 1):
+        kernels.adamw(master, gradient, m, v, values, step=step, **options)
+    return values.float()
 
 
 def test_another_update_is_no_peer(python, tmp_path):

@@ -9,8 +9,11 @@ import pytest
 
 from memascend.cli import main
 from memascend.cli.bench.cell.workload import WORKLOADS
+from memascend.cli.bench.train.ablation import units
+from memascend.cli.bench.train.curves import CURVES, draw, points
 from memascend.cli.bench.train.judge import bound, judged, loss_difference
 from memascend.cli.bench.train.launch import Launcher
+from memascend.cli.bench.train.limits import limits_table, reach, reach_table, smallest_cgroup
 from memascend.cli.bench.train.results import Results
 from memascend.cli.bench.train.search import least, most
 from memascend.cli.bench.train.tuning import tuned
@@ -136,6 +139,54 @@ def test_the_fewest_buffers_are_found_by_trying():
     assert tuned(Trials(), WORK, "zero-offload") == {}
 
 
+def test_an_error_that_no_buffer_mends_ends_the_trying():
+    trials = Trials()
+    trials.run = lambda *_, **__: trials.tried.append(1) or {"error": "ValueError: fp16 is not supported"}
+    assert tuned(trials, WORK, "zero-infinity") == {"error": "ValueError: fp16 is not supported"}
+    assert len(trials.tried) == 1
+
+
+class Limited(Trials):
+    """A bench whose systems need so many MiB, and a byte for each token."""
+
+    def settings(self, _work, system):
+        return {"error": "AssertionError"} if system == "zero-infinity" else {}
+
+    def run(self, work, system, *, limit, **_):
+        needed = {"memascend": 900, "torch": 3000}[system] << 20
+        return {} if limit >= needed + work.batch * work.length else {"error": "killed: out of memory"}
+
+
+def test_the_smallest_cgroup_of_each_system_is_found():
+    systems = ("memascend", "torch", "zero-infinity")
+    found = smallest_cgroup(Limited(), WORK, systems)
+    assert 900 <= found["memascend"]["bytes"] >> 20 <= 900 * 1.05
+    assert 3000 <= found["torch"]["bytes"] >> 20 <= 3000 * 1.05
+    assert found["zero-infinity"] == {"error": "AssertionError"}
+    shown = limits_table(WORK, found)
+    assert "zero-infinity: AssertionError" in shown
+
+
+def test_the_longest_context_and_the_largest_batch_are_found():
+    found = reach(Limited(), WORK, ("memascend", "torch"), (900 << 20) + 1024)
+    assert found["memascend"] == {"length": 1024, "batch": 8}
+    assert found["torch"] == {"error": "killed: out of memory"}
+    assert "1024" in reach_table(WORK, 1 << 30, found)
+
+
+def test_curves_are_drawn_and_written(tmp_path):
+    bench = Trials()
+    bench.cell = lambda work, system, _settings: (
+        {"error": "AssertionError"} if system == "zero-offload" else cell(step=2.0, added=work.parameters)
+    )
+    for name, curve in CURVES.items():
+        rows = points(bench, curve)
+        draw(tmp_path, tmp_path / f"{name}.png", name, curve, rows)
+        assert len(rows) == len(curve.places) * len([system for system in curve.systems if system != "zero-offload"])
+        assert len((tmp_path / f"curve-{name}.csv").read_text().splitlines()) == len(rows) + 1
+        assert (tmp_path / f"{name}.png").stat().st_size > 1000
+
+
 @pytest.fixture
 def peer(tmp_path):
     """An interpreter, as far as the one who starts it can see, that does as the script says."""
@@ -193,6 +244,15 @@ def test_what_runs_beside_a_peer_loads_nothing_else_of_ours():
 def test_parameters_are_counted_from_the_shape():
     millions = {name: round(WORKLOADS[f"{name}-1x128"].parameters / 1e6) for name in ("4M", "25M", "125M", "500M")}
     assert millions == {"4M": 4, "25M": 25, "125M": 125, "500M": 504}
+
+
+def test_the_parts_are_measured_one_by_one(capsys, tmp_path):
+    words = ["bench", "train", "--parts", "ablation", "--workloads", "4M-1x128", "--storage", str(tmp_path), "--json"]
+    assert main([*words, "--results", str(tmp_path / "cells")]) == 0
+    costs = json.loads(capsys.readouterr().out)["ablation"]
+    assert len(costs) == 4
+    assert all(cost["instead_nbytes"] > cost["nbytes"] for cost in costs)
+    assert sum(map(sum, units(WORK))) == 2 * WORK.parameters
 
 
 def test_wrong_options_are_refused(capsys, tmp_path):

@@ -315,6 +315,12 @@ impl Engine {
         self.staging_bytes
     }
 
+    /// Bytes of callers' tensors that wait or are being used now.
+    #[must_use]
+    pub fn queued_bytes(&self) -> usize {
+        self.shared.queue.lock().held_bytes
+    }
+
     /// What it has done.
     #[must_use]
     pub fn counters(&self) -> Counters {

@@ -155,6 +155,28 @@ impl Arena {
         &self.shared.layout
     }
 
+    /// Bytes of the slots leased now.
+    #[must_use]
+    pub fn in_use_bytes(&self) -> usize {
+        let Shared { layout, classes, .. } = &*self.shared;
+        layout.classes().iter().zip(classes).map(|(planned, class)| planned.bytes * class.in_use.load(Relaxed)).sum()
+    }
+
+    /// Bytes of the arena's own tables, on the heap.
+    #[must_use]
+    pub fn table_bytes(&self) -> usize {
+        let classes = self.shared.layout.classes();
+        let slots: usize = classes.iter().map(|class| class.count).sum();
+        size_of::<Shared>() + slots * SLOT_TABLE_BYTES + classes.len() * CLASS_TABLE_BYTES
+    }
+
+    /// Slots that a lease of `nbytes` could take now: 0 where it would wait.
+    pub fn free_slots(&self, nbytes: usize) -> Result<usize> {
+        let class = self.shared.layout.class_for(nbytes)?;
+        let count = self.shared.layout.classes()[class].count;
+        Ok(count.saturating_sub(self.shared.classes[class].in_use.load(Relaxed)))
+    }
+
     /// What it holds and did.
     #[must_use]
     pub fn stats(&self) -> ArenaStats {
@@ -170,12 +192,11 @@ impl Arena {
                 peak: class.peak.load(Relaxed),
             })
             .collect();
-        let slots: usize = layout.classes().iter().map(|class| class.count).sum();
         ArenaStats {
             capacity_bytes: layout.asked_bytes(),
             reserved_bytes: layout.reserved_bytes(),
             in_use_bytes: classes.iter().map(|class| class.bytes * class.in_use).sum(),
-            table_bytes: size_of::<Shared>() + slots * SLOT_TABLE_BYTES + classes.len() * CLASS_TABLE_BYTES,
+            table_bytes: self.table_bytes(),
             total: total.read(),
             classes,
             owners: owners.read(),

@@ -25,6 +25,7 @@
 
 mod align;
 mod backend;
+mod begin;
 mod bounce;
 mod buffer;
 mod device;

@@ -7,11 +7,7 @@ use memascend_store::{Buffer, Commit};
 use pyo3::{prelude::*, types::PyDict};
 
 use crate::{
-    errors::engine_error,
-    function::Applied,
-    nvme::Held,
-    source::Lending,
-    store::{Store, dtype},
+    described::dtype, errors::engine_error, function::Applied, nvme::Held, source::Lending, store::Store,
     waiting::waiting,
 };
 
@@ -156,6 +152,11 @@ impl Engine {
     #[getter]
     fn staging_bytes(&self) -> usize {
         self.inner.staging_bytes()
+    }
+
+    #[getter]
+    fn queued_bytes(&self) -> usize {
+        self.inner.queued_bytes()
     }
 
     fn counters<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {

@@ -4,6 +4,7 @@
 //! is translated; `errors` is the one place that turns errors into exceptions, `arguments` the one that checks numbers.
 
 mod arguments;
+mod described;
 mod engine;
 mod errors;
 mod function;
@@ -21,6 +22,7 @@ use pyo3::prelude::*;
 #[pymodule]
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    described::register(module)?;
     engine::register(module)?;
     function::register(module)?;
     kernels::register(module)?;

@@ -113,6 +113,20 @@ impl Arena {
         leased(py, seconds, |wait| self.inner.lease(nbytes, owner, wait))
     }
 
+    fn free_slots(&self, py: Python<'_>, nbytes: usize) -> PyResult<usize> {
+        self.inner.free_slots(nbytes).map_err(|error| memory_error(py, &error))
+    }
+
+    #[getter]
+    fn in_use_bytes(&self) -> usize {
+        self.inner.in_use_bytes()
+    }
+
+    #[getter]
+    fn table_bytes(&self) -> usize {
+        self.inner.table_bytes()
+    }
+
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         stats(py, &self.inner.stats())
     }

@@ -16,6 +16,7 @@ mod commit;
 mod counters;
 mod description;
 mod dtype;
+mod encoded;
 mod error;
 mod fetch;
 mod fields;

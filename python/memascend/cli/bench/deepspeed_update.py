@@ -7,14 +7,13 @@ seconds of the step alone, without the backward before it, which also writes the
 from __future__ import annotations
 
 import json
-import os
-import socket
 import sys
 import time
 from typing import Any
 
 from memascend.cli.bench import bag
 from memascend.cli.bench.cell import process
+from memascend.cli.bench.cell.systems import zero
 
 
 def main(folder: str, numel: int, buffers: int) -> None:
@@ -23,11 +22,7 @@ def main(folder: str, numel: int, buffers: int) -> None:
     import torch
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        os.environ["MASTER_PORT"] = str(free.getsockname()[1])
-    os.environ.update(MASTER_ADDR="127.0.0.1", RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    zero.start()
     grad = bag.gradient(numel)
 
     class Weight(torch.nn.Module):

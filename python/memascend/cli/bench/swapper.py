@@ -19,8 +19,9 @@ __all__ = ["DIFFERENCE_MAX", "Swapper"]
 # Adam's state and gradient of a parameter take four; pipelined it reads those of the next and writes those of the last
 # one meanwhile. Eight were seen to fail.
 _BUFFERS = range(9, 17)
-# Of a bf16 value relative to its size: two roundings apart.
-DIFFERENCE_MAX = 2**-7
+# Mean difference of the sample, relative to its mean size. The same arithmetic rounds a few values to a neighbour in
+# bf16; a step that is missing is ten times as much and more.
+DIFFERENCE_MAX = 1e-4
 
 
 class Swapper:
@@ -61,10 +62,9 @@ class Swapper:
         import torch
 
         theirs = torch.tensor(self._last["sample"])
-        size = sample.abs().clamp(min=sample.abs().mean().item())
-        difference = ((theirs - sample).abs() / size).max().item()
+        difference = ((theirs - sample).abs().mean() / sample.abs().mean()).item()
         if not difference <= DIFFERENCE_MAX:
-            return {"error": f"its parameters differ from ours by {difference:.1e}, relative to their size"}
+            return {"error": f"its parameters differ from ours by {difference:.1e}, relative to their mean"}
         return {
             "buffers": self.buffers,
             "swap_buffer_bytes": self._last["swap_buffer_bytes"],

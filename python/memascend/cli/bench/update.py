@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from memascend import engine, nvme
 from memascend.cli.bench import bag, deepspeed
 from memascend.cli.bench.peers import PASSES, fio, huge_pages
@@ -27,6 +25,8 @@ from memascend.cli.transfer import blocks
 
 if TYPE_CHECKING:
     import argparse
+
+    import torch
 
     from memascend.nvme import Ticket, Volume
 
@@ -84,6 +84,7 @@ class _Bytes:
 
 
 def _measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    import torch
 
     few = torch.zeros(1, dtype=torch.bfloat16)
     like = engine.Entry(name="", values=few, state=engine.adam_state(few, compact=options.compact))
@@ -233,7 +234,7 @@ def _shown(result: dict[str, Any]) -> str:
         else f"DeepSpeed, {peer['buffers']} buffers: {bytes_shown(peer['swap_buffer_bytes'])} of swap buffers, "
         f"{bytes_shown(peer['added_bytes'])} in all; ours holds {result['held_bytes'] / peer['swap_buffer_bytes']:.2%} "
         f"and {result['held_bytes'] / peer['added_bytes']:.2%} of that; "
-        f"parameters differ by {peer['difference']:.1e} at most"
+        f"parameters differ by {peer['difference']:.1e} in the mean"
     )
     return (
         f"A step of AdamW on {result['parameters'] / _MEGA:.0f} M bf16 parameters, "

@@ -31,9 +31,7 @@ def run(order: dict[str, Any]) -> dict[str, Any]:
     way = SYSTEMS[order["system"]]
     storage = Path(order["storage"])
     module = importlib.import_module(f"memascend.cli.bench.cell.systems.{way.module}")
-    libraries = [importlib.import_module(name) for name in module.LIBRARIES]
-    # transformers loads a model's code when it is first asked for it.
-    libraries[1].Qwen2ForCausalLM  # noqa: B018
+    libraries = module.ready()
     baseline = process.resident()
     began = process.counts(storage)
     system = module.begin(work, way.settings | order.get("settings", {}), storage)

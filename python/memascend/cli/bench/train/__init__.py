@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from memascend.cli.bench import deepspeed
 from memascend.cli.bench.cell.systems import SYSTEMS
 from memascend.cli.bench.cell.workload import WORKLOADS
 from memascend.cli.bench.machine import described
+from memascend.cli.bench.train.ablation import ablation, ablation_table
 from memascend.cli.bench.train.curves import CURVES, draw, points
 from memascend.cli.bench.train.judge import LOSS_TOLERANCE, judged
 from memascend.cli.bench.train.launch import Launcher
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 
 SUMMARY = "training steps: time, memory and SSD bytes beside in-memory torch and DeepSpeed"
 
-_PARTS = ("cells", "curves", "limits", "reach")
+_PARTS = ("cells", "ablation", "curves", "limits", "reach")
 _MIB = 1 << 20
 _REACH_MIB = 6 << 10
 
@@ -40,7 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--parts",
         nargs="+",
         choices=_PARTS,
-        help="cells (default); curves of memory and time; limits: the smallest memory cgroup that three steps fit in; "
+        help="cells (default); ablation: the paper's parts one by one; curves of memory and time; "
+        "limits: the smallest memory cgroup that three steps fit in; "
         "reach: the longest context and largest batch inside one",
     )
     parser.add_argument("--full", action="store_true", help="every workload and part; hours; goes on where it was")
@@ -70,6 +73,11 @@ def run(options: argparse.Namespace) -> int:
     printed = _nothing if options.json else _print
     if "cells" in parts:
         values["workloads"] = _cells(bench, options, printed)
+    if "ablation" in parts:
+        work = WORKLOADS[next(iter(options.workloads or HEADLINE))]
+        costs = ablation(work, Path(options.storage))
+        values["ablation"] = [asdict(cost) for cost in costs]
+        printed(ablation_table(work, costs))
     if "curves" in parts:
         values["curves"] = _curves(bench, options, printed)
     if "limits" in parts:

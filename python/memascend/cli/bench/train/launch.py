@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -26,6 +27,7 @@ __all__ = ["Launcher", "memory_cgroup"]
 
 # Of what a failed cell printed, the end is kept.
 _ERROR_CHARACTERS = 600
+_PR_SET_PDEATHSIG = 1
 
 
 class Launcher:
@@ -89,7 +91,11 @@ class Launcher:
             return self._answer(words, environment, group)
 
     def _answer(self, words: list[str], environment: dict[str, str], group: Path | None) -> dict[str, Any]:
+        libc = ctypes.CDLL(None)
+
         def enter() -> None:
+            # Whoever kills this process need not know of the cell.
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             if group is not None:
                 (group / "cgroup.procs").write_text(str(os.getpid()))
 

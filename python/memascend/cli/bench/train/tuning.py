@@ -17,6 +17,8 @@ __all__ = ["tuned"]
 _BUFFERS_MAX = 16
 # Tokens of a trial: buffers depend on parameters, not on the batch.
 _TRIAL_LENGTH = 16
+# How too few buffers show; another error will not go away by more of them.
+_TOO_FEW = ("AssertionError", "IndexError", "buffer")
 
 
 def tuned(bench: Bench, work: Workload, system: str) -> dict[str, Any]:
@@ -51,6 +53,6 @@ def _fewest(
             kept = {other: value for other, value in others.items() if value != _BUFFERS_MAX}
             return {**kept, name: count}
         bench.say(f"  {name} {count}: {answer['error']}")
-        if answer.get("missing"):
+        if answer.get("missing") or not any(word in answer["error"] for word in _TOO_FEW):
             break
     return answer

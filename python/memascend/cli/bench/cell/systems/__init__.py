@@ -1,7 +1,8 @@
 """The systems that train the same workload: ours, torch in memory, DeepSpeed's; one module for each kind.
 
-Each module has `LIBRARIES`, which are imported before memory is counted, and `begin(work, settings, storage)`, which
-makes the model and gives a `System`. The module of a peer is read in the peer's environment.
+Each module has `ready()`, which imports what training needs, before memory is counted, and says what that is, and
+`begin(work, settings, storage)`, which makes the model and gives a `System`. The module of a peer is read in the
+peer's environment.
 """
 
 from __future__ import annotations

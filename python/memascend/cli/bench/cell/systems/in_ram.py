@@ -8,10 +8,19 @@ from memascend.cli.bench.cell.workload import LEARNING_RATE, LOSS_SCALE_POWER, W
 
 if TYPE_CHECKING:
     from pathlib import Path
+    from types import ModuleType
 
-__all__ = ["LIBRARIES", "InRam", "begin"]
+__all__ = ["InRam", "begin", "ready"]
 
-LIBRARIES = ("torch", "transformers")
+
+def ready() -> list[ModuleType]:
+    """Import what a user imports."""
+    import torch
+    import transformers
+
+    # transformers loads a model's code when it is first asked for it.
+    transformers.Qwen2ForCausalLM  # noqa: B018
+    return [torch, transformers]
 
 
 def begin(work: Workload, settings: dict[str, Any], storage: Path) -> InRam:  # noqa: ARG001 - as every system is begun

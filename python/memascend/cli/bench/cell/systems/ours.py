@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from memascend.cli.bench.cell.systems import in_ram
 from memascend.cli.bench.cell.systems.trace import Trace
 from memascend.cli.bench.cell.workload import LEARNING_RATE, LOSS_SCALE_POWER, Workload, configuration, made, prepared
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
+    from types import ModuleType
 
     from memascend.optimizer import OffloadedOptimizer
 
-__all__ = ["LIBRARIES", "Ours", "begin"]
+__all__ = ["Ours", "begin", "ready"]
 
-LIBRARIES = ("torch", "transformers", "memascend.offload")
+
+def ready() -> list[ModuleType]:
+    """Import what a user imports."""
+    importlib.import_module("memascend.offload")
+    return [*in_ram.ready(), sys.modules["memascend"]]
 
 
 def begin(work: Workload, settings: dict[str, Any], storage: Path) -> Ours:

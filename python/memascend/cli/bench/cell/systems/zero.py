@@ -6,14 +6,38 @@ import os
 import socket
 from typing import TYPE_CHECKING, Any
 
+from memascend.cli.bench.cell.systems import in_ram
 from memascend.cli.bench.cell.workload import LEARNING_RATE, LOSS_SCALE_POWER, Workload, configuration, made, prepared
 
 if TYPE_CHECKING:
     from pathlib import Path
+    from types import ModuleType
 
-__all__ = ["LIBRARIES", "Zero", "begin", "config"]
+__all__ = ["Zero", "begin", "config", "ready", "start"]
 
-LIBRARIES = ("torch", "transformers", "deepspeed")
+
+def ready() -> list[ModuleType]:
+    """Import what a user imports, and all that DeepSpeed loads later: that is no part of what training takes either."""
+    import deepspeed
+
+    libraries = in_ram.ready()
+    start()
+    return [*libraries, deepspeed]
+
+
+def start() -> None:
+    """Its extensions and its world of one process."""
+    import deepspeed
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+    from deepspeed.ops.op_builder.cpu import CPUAdamBuilder
+
+    for builder in (AsyncIOBuilder(), CPUAdamBuilder()):
+        builder.load()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        os.environ["MASTER_PORT"] = str(free.getsockname()[1])
+    os.environ.update(MASTER_ADDR="127.0.0.1", RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
 
 
 def begin(work: Workload, settings: dict[str, Any], storage: Path) -> Zero:
@@ -21,11 +45,6 @@ def begin(work: Workload, settings: dict[str, Any], storage: Path) -> Zero:
     import deepspeed
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        os.environ["MASTER_PORT"] = str(free.getsockname()[1])
-    os.environ.update(MASTER_ADDR="127.0.0.1", RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     told = config(work, settings, storage)
     if settings.get("lean") and settings["stage"] == 3:
         import torch

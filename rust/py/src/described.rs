@@ -1,0 +1,77 @@
+//! Descriptions of stores, as Python gives them: entries in, sizes out.
+
+use memascend_store::{Description, Dtype, Entry, Kind, StateTensor};
+use pyo3::prelude::*;
+
+use crate::errors::{config_error, store_error};
+
+pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_function(wrap_pyfunction!(store_sizes, module)?)
+}
+
+/// A tensor of the description: name, dtype, shape.
+type Tensor = (String, String, Vec<u64>);
+/// An entry: whether it is a buffer, its unit, its values, its state, the order of its dimensions, the dtype of spills.
+pub(crate) type Described = (bool, u32, Tensor, Vec<Tensor>, Vec<u8>, Option<String>);
+
+/// Total, slot, index, buffers, a staging chunk, state of other shapes, each unit.
+type SizesOf = (u64, u64, u64, u64, u64, u64, Vec<u64>);
+
+/// What a store of this description takes, in bytes: total, slot, index, buffers, a staging chunk, state of
+/// other shapes, each unit.
+#[pyfunction]
+fn store_sizes(
+    py: Python<'_>,
+    entries: Vec<Described>,
+    units: Vec<String>,
+    optimizer: String,
+    chunk_elements: u32,
+    devices: usize,
+    stripe: Option<u64>,
+) -> PyResult<SizesOf> {
+    let description = described(py, entries, units, optimizer, chunk_elements)?;
+    let sizes = description.sizes(devices, stripe).map_err(|error| store_error(py, &error))?;
+    let chunk_bytes = memascend_engine::chunk_bytes(&description);
+    let other_bytes = memascend_engine::other_bytes(&description);
+    let memory = (sizes.index_bytes, sizes.buffer_bytes);
+    Ok((sizes.total_bytes, sizes.slot_bytes, memory.0, memory.1, chunk_bytes, other_bytes, sizes.unit_bytes))
+}
+
+pub(crate) fn described(
+    py: Python<'_>,
+    entries: Vec<Described>,
+    units: Vec<String>,
+    optimizer: String,
+    chunk_elements: u32,
+) -> PyResult<Description> {
+    let entries = entries.into_iter().map(|(buffer, unit, (name, of_values, shape), state, order, spill)| {
+        let tensor =
+            |(name, of_state, shape): Tensor| Ok::<_, PyErr>(StateTensor { dtype: dtype(py, &of_state)?, name, shape });
+        Ok(Entry {
+            name,
+            kind: if buffer { Kind::Buffer } else { Kind::Parameter },
+            unit,
+            dtype: dtype(py, &of_values)?,
+            shape,
+            order,
+            spill: spill.map(|spill| dtype(py, &spill)).transpose()?,
+            state: state.into_iter().map(tensor).collect::<PyResult<_>>()?,
+        }
+        .compact_if_so())
+    });
+    Ok(Description {
+        chunk_elements,
+        user_bytes_max: USER_BYTES_MAX,
+        hyperparameters_bytes_max: USER_BYTES_MAX,
+        optimizer,
+        units,
+        entries: entries.collect::<PyResult<_>>()?,
+    })
+}
+
+/// Room for the user's value and for the hyperparameters, each.
+const USER_BYTES_MAX: u32 = 64 << 10;
+
+pub(crate) fn dtype(py: Python<'_>, name: &str) -> PyResult<Dtype> {
+    Dtype::from_name(name).ok_or_else(|| config_error(py, format!("a tensor of {name} cannot be stored")))
+}
