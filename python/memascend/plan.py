@@ -22,8 +22,8 @@ __all__ = ["Plan", "arena_classes", "make_plan"]
 
 # What an arena keeps on the heap beside its slots: for itself, for each class, for each slot.
 _ARENA_BYTES, _CLASS_BYTES, _SLOT_BYTES = 16_416, 112, 5
-# Staging chunks: fewer do not overlap at all, more than four gain nothing measurable.
-_CHUNKS_MIN, _CHUNKS = 2, 4
+# Staging chunks: fewer do not overlap at all; four do, but the disk runs dry while one is computed; more gain nothing.
+_CHUNKS_MIN, _CHUNKS_FEW, _CHUNKS = 2, 4, 12
 _PAGE_BYTES = 4096
 
 
@@ -131,8 +131,9 @@ def make_plan(
     # From the smallest plan to the comfortable one, in the order of what it gains: two chunks more cost little.
     rungs = [
         planner.settled(1, _CHUNKS_MIN, largest_gradient),
-        planner.settled(1, _CHUNKS, largest_gradient),
-        planner.settled(2, _CHUNKS, largest_gradient),
+        planner.settled(1, _CHUNKS_FEW, largest_gradient),
+        planner.settled(2, _CHUNKS_FEW, largest_gradient),
+        planner.settled(2, _CHUNKS_FEW, planner.queue_bytes),
         planner.settled(2, _CHUNKS, planner.queue_bytes),
     ]
     smallest = min(rung.peak for rung in rungs)
