@@ -168,6 +168,23 @@ class DeviceArena:
             self._in_use -= slot.nbytes
             self._free[slot.nbytes].append(slot)
 
+    def free_slots(self, nbytes: int) -> int:
+        """Slots that a lease of so many bytes could take now."""
+        self._take_back()
+        at = bisect_left(self._bounds, nbytes)
+        return len(self._free[self._bounds[at]]) if at < len(self._bounds) else 0
+
+    @property
+    def in_use_bytes(self) -> int:
+        """Bytes of the slots that are taken."""
+        self._take_back()
+        return self._in_use
+
+    @property
+    def table_bytes(self) -> int:
+        """What it keeps on the host: a few objects."""
+        return 0
+
     def stats(self) -> dict[str, Any]:
         """What is "in_use" and "reserved", in bytes; "tables" are none, but for a few objects."""
         self._take_back()

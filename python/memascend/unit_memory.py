@@ -68,7 +68,7 @@ class HostUnits:
     @property
     def host(self) -> dict[str, int]:
         """See `UnitMemory`."""
-        held = 0 if self._region.closed else self._region.mapped_bytes + int(self.arena.stats()["tables"])
+        held = 0 if self._region.closed else self._region.mapped_bytes + self.arena.table_bytes
         return {"units": held}
 
     @property
