@@ -87,8 +87,8 @@ fmt: $(VENV)/synced ## Format everything
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix --quiet .
 
-# A process for each of two cores; tests that share what is dear to make go to the same.
-PYTEST_OPTIONS := -n 2 --dist loadgroup
+# A process for each of two cores; tests of one file go to one process as long as both have work.
+PYTEST_OPTIONS := -n 2 --dist worksteal
 
 .PHONY: test
 test: setup test-rust test-loom ## The tests of every push

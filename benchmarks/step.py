@@ -30,6 +30,8 @@ _CASES = {
 # What the case "in RAM" is measured by, too.
 _RAM = "in RAM"
 _WARM_STEPS = 2
+# Bytes of a store for each bf16 parameter.
+_SLOTS_BYTES = 26
 
 
 def main() -> None:
@@ -103,6 +105,7 @@ class _Workload:
         try:
             for name in self.cases:
                 processes[name] = self._start(name)
+                self.store_bytes = max(512, processes[name].started["parameters"] * _SLOTS_BYTES // _MIB) * _MIB
             for _ in range(self.options.rounds):
                 for pattern, found in speeds.items():
                     found.append(self._bandwidth(pattern))
@@ -140,17 +143,17 @@ class _Workload:
         return process
 
     def _bandwidth(self, pattern: Any) -> float:
-        """Of our engine, through as much memory as an update stages in, on a file whose blocks were written before."""
+        """Of our engine, through as much memory as an update stages in, on a file as large as a store."""
         from memascend import nvme
         from memascend.cli.transfer import blocks, transfer
 
-        path, nbytes = self.folder / "bandwidth", 512 * _MIB
+        path, nbytes = self.folder / "bandwidth", self.store_bytes
         with nvme.open(path, size=nbytes, queue_depth=8) as volume, blocks(_MIB, 12) as tensors:
             if not getattr(self, "_written", False):
                 transfer(volume, tensors, "write", nbytes)
                 volume.flush()
                 self._written = True
-            return transfer(volume, tensors, pattern, 2 * nbytes).gb_per_second
+            return transfer(volume, tensors, pattern, nbytes).gb_per_second
 
 
 def _summary(process: _Process, ended: dict[str, Any]) -> dict[str, Any]:

@@ -135,16 +135,20 @@ def test_the_smallest_and_the_comfortable_plan():
     assert (small.window, small.chunks, small.queue_bytes) == (1, 2, 100 * PAGE)
     # One slot that everything shares, and the pinned unit's.
     assert small.classes == {100 * PAGE: 1, PAGE: 1}
-    assert (easy.window, easy.chunks, easy.queue_bytes) == (2, 4, 130 * PAGE)
+    assert (easy.window, easy.chunks, easy.queue_bytes) == (2, 12, 130 * PAGE)
     assert easy.classes == {100 * PAGE: 1, 30 * PAGE: 2, PAGE: 1}
     assert easy.budget == easy.host_peak == easy.comfortable
 
 
-def test_between_them_the_queue_takes_what_is_left():
+def test_between_them_the_queue_takes_what_is_left_and_then_the_chunks():
     units = model()
     easy = plan(units)
     between = plan(units, easy.comfortable - 7 * PAGE)
-    assert (between.window, between.chunks, between.queue_bytes) == (2, 4, 123 * PAGE)
+    assert (between.window, between.chunks, between.queue_bytes) == (2, 11, 130 * PAGE)
+    staging = easy.host["update staging"]
+    less = plan(units, easy.comfortable - staging * 8 // 12 - 7 * PAGE)
+    assert (less.window, less.chunks) == (2, 4)
+    assert 122 * PAGE < less.queue_bytes < 124 * PAGE
 
 
 def test_host_memory_does_not_grow_with_depth():
@@ -255,7 +259,7 @@ def test_thousands_of_experts_are_no_burden():
 
 def test_the_table_tells_a_user():
     text = str(plan(model()))
-    for part in ("layers.0 .. layers.5 (6)", "update staging", "4 chunks", "window 2", "read: state", "Storage"):
+    for part in ("layers.0 .. layers.5 (6)", "update staging", "12 chunks", "window 2", "read: state", "Storage"):
         assert part in text
     small = str(plan(model(), plan(model()).smallest))
     assert f"host_memory={plan(model()).comfortable}" in small

@@ -1,5 +1,6 @@
 """The wheel and the sdist hold what they should, and the wheel works in an environment that has only torch."""
 
+import fcntl
 import json
 import os
 import re
@@ -17,8 +18,7 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).resolve().parent.parent
 KERNELS = {f"memascend/kernels/{path.name}" for path in (ROOT / "triton_kernels").glob("*.py")}
 
-# One process builds the wheel, for all of them.
-pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("wheel")]
+pytestmark = pytest.mark.timeout(600)
 
 
 def maturin(*arguments):
@@ -31,21 +31,29 @@ def maturin(*arguments):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def built(tmp_path_factory, pattern, *arguments):
+    """What maturin made; one of the processes that share the tests makes it for all of them, one thing at a time."""
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent
+    folder = root / arguments[0]
+    with open(root / "maturin.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not list(folder.glob(pattern)):
+            maturin(*arguments, "--out", folder)
+    (found,) = folder.glob(pattern)
+    return found
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("wheel")
     # As `make wheel` does, so that the tag is the one that users get.
-    maturin("build", "--zig", "--compatibility", "manylinux_2_28", "--out", folder)
-    (built,) = folder.glob("*.whl")
-    return built
+    return built(tmp_path_factory, "*.whl", "build", "--zig", "--compatibility", "manylinux_2_28")
 
 
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sdist")
-    maturin("sdist", "--out", folder)
-    (built,) = folder.glob("*.tar.gz")
-    return built
+    return built(tmp_path_factory, "*.tar.gz", "sdist")
 
 
 def test_the_wheel_fits_any_linux_and_any_python(wheel):

@@ -167,6 +167,12 @@ def make_plan(
         chosen = planner.settled(
             chosen.window, chosen.chunks, max(chosen.queue_bytes, min(planner.queue_bytes, chosen.queue_bytes + spare))
         )
+        # And then chunks.
+        for chunks in range(_CHUNKS, chosen.chunks, -1):
+            more = planner.settled(chosen.window, chunks, chosen.queue_bytes)
+            if more.peak <= budget and more.device_peak <= device_budget:
+                chosen = more
+                break
     now = planner.reads(chosen.classes)
     base = planner.reads(rungs[-1].classes)
     best = planner.reads(ample.classes)

@@ -28,6 +28,8 @@ _RELEASE_SECONDS = 0.05
 _LAST_SECONDS = 1.0
 # How long an operation of another thread on a parameter may take before it is refused as one that does not end.
 _TOUCH_SECONDS = 60.0
+# Units beyond the planned ones that are fetched ahead where there is room anyway.
+_FARTHER = 3
 
 
 class Fetch(Protocol):
@@ -392,9 +394,19 @@ class Residency:
                 self._look_ahead()
 
     def _look_ahead(self) -> None:
-        for index in self.order.ahead(self._lookahead):
+        """Begin to fetch the next units.
+
+        Farther ones, too, where nothing has to leave for them: embeddings and heads have places of their own, and the
+        disk is not to wait until they are next.
+        """
+        near = self._lookahead
+        for count, index in enumerate(self.order.ahead(near + _FARTHER if near else 0)):
             home = self.homes[index]
-            if home.base is None and home.fetch is None and not self._adopt(home) and not self._start(home, must=False):
+            if home.base is not None or home.fetch is not None or self._adopt(home):
+                continue
+            if count >= near and not self._arena.free_slots(home.nbytes):
+                continue
+            if not self._start(home, must=False):
                 return
 
     def _crowded(self, home: Home) -> BudgetError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 
 __all__ = ["others_alive"]
@@ -15,7 +16,19 @@ def others_alive() -> bool:
     if threading.active_count() == 1:
         return False
     here = threading.get_ident()
-    return any(thread.ident != here and not _is_helper(thread) for thread in threading.enumerate())
+    others = [thread for thread in threading.enumerate() if thread.ident != here and not _is_helper(thread)]
+    return bool(others) and not _compilers().issuperset(others)
+
+
+def _compilers() -> set[threading.Thread]:
+    """The threads that torch.compile keeps: a pool like any other, which runs nothing but compilers."""
+    loaded = sys.modules.get("torch._inductor.async_compile")
+    found: set[threading.Thread] = set()
+    for name in ("pool", "thread_pool"):
+        made = getattr(getattr(loaded, "AsyncCompile", None), name, None)
+        if made is not None and hasattr(made, "cache_info") and made.cache_info().currsize:
+            found |= getattr(made(), "_threads", set())
+    return found
 
 
 def _is_helper(thread: threading.Thread) -> bool:

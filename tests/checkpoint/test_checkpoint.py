@@ -527,7 +527,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path, loaded):
         grown, held = map(int, text.split()[-2:])
         # The arena holds the values of the largest unit; what moves them, and six times as much state, is small.
         assert values_bytes <= held
-        assert grown - held < 24 << 20 < values_bytes, (grown, held)
+        assert grown - held < 28 << 20 < values_bytes, (grown, held)
         if step == "save":
             (tmp_path / "savedsave").rename(tmp_path / "saved")
     one, other = (tmp_path / name / "memascend" / "state.safetensors" for name in ("saved", "savedload"))

@@ -49,7 +49,8 @@ def room(model_bytes):
     return model_bytes // 4
 
 
-EVERYTHING = {"blocks": 16, "width": NARROW, "vocabulary": 64, "phases": True, "steps": 1}
+DEPTH = 20
+EVERYTHING = {"blocks": DEPTH, "width": NARROW, "vocabulary": 64, "phases": True, "steps": 1}
 
 
 @pytest.mark.timeout(300)
@@ -66,4 +67,4 @@ def test_nothing_holds_the_model(measure):
 @pytest.mark.timeout(300)
 def test_a_limit_that_the_kernel_enforces(measure, cgroup):
     # The process would be killed, and the status says so.
-    measure(**EVERYTHING, cgroup=str(cgroup), grow_bytes=room(16 * BLOCK_BYTES))
+    measure(**EVERYTHING, cgroup=str(cgroup), grow_bytes=room(DEPTH * BLOCK_BYTES))
