@@ -12,10 +12,12 @@ import resource
 __all__ = ["Heap", "trim"]
 
 _log = logging.getLogger("memascend")
-# From malloc.h; the thresholds are those that glibc begins with, and the highest it goes to by itself.
+# From malloc.h; the thresholds are those that glibc begins with, and the highest that it goes to by itself.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _STEADY_BYTES = 128 << 10
-_KEPT_BYTES, _KEPT_TOP_BYTES = 32 << 20, 64 << 20
+_KEPT_BYTES = 32 << 20
+# The top of the heap is what the next step needs again; beside a model in memory, something would lie above it.
+_NEVER = -1
 # A step that maps so many times the model's own bytes is one of activations: the heap's holes are small beside them.
 _ACTIVATIONS = 8
 
@@ -47,7 +49,7 @@ class Heap:
         if self._steps > 1 and mapped > _ACTIVATIONS * self._model_bytes:
             self.steady = False
             _set(_M_MMAP_THRESHOLD, _KEPT_BYTES)
-            _set(_M_TRIM_THRESHOLD, _KEPT_TOP_BYTES)
+            _set(_M_TRIM_THRESHOLD, _NEVER)
             _log.info("activations of %d MB a step: the heap keeps freed memory from now on", mapped // 1_000_000)
 
 
