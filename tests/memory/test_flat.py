@@ -49,7 +49,7 @@ def room(model_bytes):
     return model_bytes // 4
 
 
-DEPTH = 20
+DEPTH = 28
 EVERYTHING = {"blocks": DEPTH, "width": NARROW, "vocabulary": 64, "phases": True, "steps": 1}
 
 
