@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 # Linux 5.14.
+# What the budget has beyond the smallest.
+_MORE_BYTES = 4 << 20
 _MADV_POPULATE_WRITE = 23
 # From linux/prctl.h.
 _PR_SET_PDEATHSIG = 1
@@ -123,9 +125,13 @@ class Part:
         self.model.train()
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         (self.folder / storage).mkdir(exist_ok=True)
-        self.model, self.optimizer = memascend.offload(
-            self.model, optimizer, storage=self.folder / storage, gradients="fused", **options
-        )
+        options |= {"storage": self.folder / storage, "gradients": "fused"}
+        # Under a limit so small the budget is chosen, and not what keeps the disk busy.
+        try:
+            memascend.offload(self.model, optimizer, host_memory=1, **options)
+        except memascend.BudgetError as error:
+            options["host_memory"] = error.smallest + _MORE_BYTES
+        self.model, self.optimizer = memascend.offload(self.model, optimizer, **options)
 
     def train(self, to: int) -> None:
         """Up to a step; say the losses."""
