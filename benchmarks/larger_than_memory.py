@@ -34,6 +34,7 @@ from transformers.models.qwen2 import modeling_qwen2  # noqa: F401
 
 import memascend
 import memascend.offload
+from memascend.cli.bench.cell.systems.ours import smallest_budget
 from memascend.config import parse_bytes
 from memascend.shown import bytes_shown, seconds_shown, table
 
@@ -127,10 +128,7 @@ class Part:
         (self.folder / storage).mkdir(exist_ok=True)
         options |= {"storage": self.folder / storage, "gradients": "fused"}
         # Under a limit so small the budget is chosen, and not what keeps the disk busy.
-        try:
-            memascend.offload(self.model, optimizer, host_memory=1, **options)
-        except memascend.BudgetError as error:
-            options["host_memory"] = error.smallest + _MORE_BYTES
+        options["host_memory"] = smallest_budget(self.model, optimizer, options) + _MORE_BYTES
         self.model, self.optimizer = memascend.offload(self.model, optimizer, **options)
 
     def train(self, to: int) -> None:

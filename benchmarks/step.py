@@ -282,14 +282,13 @@ class _Worker:
         import torch
 
         import memascend
+        from memascend.cli.bench.cell.systems.ours import smallest_budget
 
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        options["storage"] = self.work["storage"]
         if options.get("host_memory") == "smallest":
-            try:
-                memascend.offload(model, optimizer, storage=self.work["storage"], **{**options, "host_memory": 1})
-            except memascend.BudgetError as error:
-                options["host_memory"] = error.smallest
-        return memascend.offload(model, optimizer, storage=self.work["storage"], **options)[1]
+            options["host_memory"] = smallest_budget(model, optimizer, options)
+        return memascend.offload(model, optimizer, **options)[1]
 
     def _turn(self, steps: int) -> dict[str, Any]:
         parts: dict[str, list[float]] = {"step": [], "forward": [], "backward": [], "update": []}

@@ -1,14 +1,14 @@
 //! `rust/engine` for Python: the pipelined update.
 
-use std::{mem::ManuallyDrop, sync::Arc};
+use std::sync::Arc;
 
 use memascend_engine::{Application, First, Gradient, Hyperparameters, Options};
 use memascend_store::{Buffer, Commit};
 use pyo3::{prelude::*, types::PyDict};
 
 use crate::{
-    described::dtype, errors::engine_error, function::Applied, nvme::Held, source::Lending, store::Store,
-    waiting::waiting,
+    described::dtype, detached::Detached, errors::engine_error, function::Applied, nvme::Held, source::Lending,
+    store::Store, waiting::waiting,
 };
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -23,7 +23,7 @@ type Numbers = (f64, (f64, f64), f64, f64, bool, u64, f64, bool);
 /// Updates of a store. See `memascend.engine.Engine`.
 #[pyclass(frozen, module = "memascend._core")]
 struct Engine {
-    inner: ManuallyDrop<memascend_engine::Engine>,
+    inner: Detached<memascend_engine::Engine>,
 }
 
 #[pymethods]
@@ -36,7 +36,7 @@ impl Engine {
         options.whole_bytes = whole_bytes;
         let store = Arc::clone(&store.inner);
         let inner = py.detach(|| memascend_engine::Engine::new(store, &options));
-        Ok(Self { inner: ManuallyDrop::new(inner.map_err(|error| engine_error(py, &error))?) })
+        Ok(Self { inner: Detached::new(inner.map_err(|error| engine_error(py, &error))?) })
     }
 
     /// Begins an entry's first values; a state tensor that is None is zeros, or the values where it is their master. A
@@ -187,21 +187,6 @@ impl Engine {
 
     fn close(&self, py: Python<'_>) {
         py.detach(|| self.inner.close());
-    }
-}
-
-impl Drop for Engine {
-    /// Drains what is in flight, so other Python threads must be let on meanwhile.
-    fn drop(&mut self) {
-        // SAFETY: dropped once, here, and not used afterwards.
-        let mut inner = Some(unsafe { ManuallyDrop::take(&mut self.inner) });
-        let let_go = Python::try_attach(|py| {
-            let inner = inner.take();
-            py.detach(|| drop(inner));
-        });
-        if let_go.is_none() {
-            drop(inner);
-        }
     }
 }
 

@@ -5,6 +5,7 @@
 
 mod arguments;
 mod described;
+mod detached;
 mod engine;
 mod errors;
 mod function;

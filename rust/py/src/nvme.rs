@@ -1,12 +1,13 @@
 //! `rust/nvme` for Python: volumes and tickets.
 
-use std::{mem::ManuallyDrop, path::PathBuf, ptr::NonNull};
+use std::{path::PathBuf, ptr::NonNull};
 
 use memascend_nvme::{self as nvme, BackendChoice, Buffer, DeviceKind, Moved, NotBegun, Options};
 use pyo3::{buffer::PyBuffer, prelude::*, types::PyDict};
 
 use crate::{
     arguments::{Seconds, size},
+    detached::Detached,
     errors::{config_error, nvme_error},
     waiting::waiting,
 };
@@ -20,7 +21,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 /// One address space over one or several devices. See `memascend.nvme.Volume`.
 #[pyclass(frozen, module = "memascend._core")]
 struct Volume {
-    inner: ManuallyDrop<nvme::Volume>,
+    inner: Detached<nvme::Volume>,
 }
 
 #[pymethods]
@@ -40,7 +41,7 @@ impl Volume {
         options.stripe_bytes = stripe.map(|stripe| size("stripe", stripe)).transpose()?.map(|stripe| stripe as u64);
         options.backend = chosen(py, backend)?;
         let inner = py.detach(move || nvme::Volume::open(&paths, &options));
-        Ok(Self { inner: ManuallyDrop::new(inner.map_err(|error| nvme_error(py, &error))?) })
+        Ok(Self { inner: Detached::new(inner.map_err(|error| nvme_error(py, &error))?) })
     }
 
     /// Begins a transfer of `nbytes` at `address`, which stay valid as long as `keep` lives.
@@ -154,23 +155,6 @@ impl Volume {
         match begun {
             Ok(inner) => Ok(Ticket { inner }),
             Err(NotBegun { error, .. }) => Err(nvme_error(py, &error)),
-        }
-    }
-}
-
-impl Drop for Volume {
-    /// Waits for what is in flight, so other Python threads must be let on meanwhile.
-    fn drop(&mut self) {
-        // SAFETY: dropped once, here, and not used afterwards.
-        let inner = unsafe { ManuallyDrop::take(&mut self.inner) };
-        let mut inner = Some(inner);
-        // At the end of the interpreter nobody else runs, and it can no longer be let go.
-        let let_go = Python::try_attach(|py| {
-            let inner = inner.take();
-            py.detach(|| drop(inner));
-        });
-        if let_go.is_none() {
-            drop(inner);
         }
     }
 }

@@ -1,10 +1,10 @@
 //! Units that are read part by part, for Python.
 
-use std::{mem::ManuallyDrop, sync::Arc};
+use std::sync::Arc;
 
 use pyo3::prelude::*;
 
-use crate::{errors::store_error, nvme::Held, store::Store, waiting::waiting};
+use crate::{detached::Detached, errors::store_error, nvme::Held, store::Store, waiting::waiting};
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Parts>()?;
@@ -41,14 +41,14 @@ impl Parts {
     ) -> PyResult<PartFetch> {
         let memory = Held::new(address, nbytes, keep);
         let inner = py.detach(|| self.inner.begin(index, memory)).map_err(|error| store_error(py, &error))?;
-        Ok(PartFetch { inner: ManuallyDrop::new(inner) })
+        Ok(PartFetch { inner: Detached::new(inner) })
     }
 }
 
 /// A part on its way into memory. See `memascend.store.PartFetch`.
 #[pyclass(frozen, module = "memascend._core")]
 struct PartFetch {
-    inner: ManuallyDrop<memascend_store::PartFetch<Held>>,
+    inner: Detached<memascend_store::PartFetch<Held>>,
 }
 
 #[pymethods]
@@ -59,20 +59,5 @@ impl PartFetch {
 
     fn done(&self) -> bool {
         self.inner.is_done()
-    }
-}
-
-impl Drop for PartFetch {
-    /// Waits for the devices, so other Python threads must be let on meanwhile.
-    fn drop(&mut self) {
-        // SAFETY: dropped once, here, and not used afterwards.
-        let mut inner = Some(unsafe { ManuallyDrop::take(&mut self.inner) });
-        let let_go = Python::try_attach(|py| {
-            let inner = inner.take();
-            py.detach(|| drop(inner));
-        });
-        if let_go.is_none() {
-            drop(inner);
-        }
     }
 }

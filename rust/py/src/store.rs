@@ -3,7 +3,7 @@
 //! Tensors arrive as addresses that `memascend.engine` has checked: each points to as many bytes as is said, on the CPU,
 //! alive during the call. Nothing but `memascend.engine` calls them.
 
-use std::{mem::ManuallyDrop, path::PathBuf, slice, sync::Arc};
+use std::{path::PathBuf, slice, sync::Arc};
 
 use memascend_store::{Commit, Create, Dtype, Durability, Entry, Existing, Kind, Part, StateTensor};
 use pyo3::{
@@ -13,6 +13,7 @@ use pyo3::{
 
 use crate::{
     described::{Described, described},
+    detached::Detached,
     errors::{config_error, nvme_error, store_error},
     function::Lender,
     nvme::Held,
@@ -152,7 +153,7 @@ impl Store {
     fn fetch(&self, py: Python<'_>, unit: usize, address: usize, nbytes: usize, keep: Py<PyAny>) -> PyResult<Fetch> {
         let memory = Held::new(address, nbytes, keep);
         let inner = py.detach(|| self.inner.fetch(unit, memory)).map_err(|error| store_error(py, &error))?;
-        Ok(Fetch { inner: ManuallyDrop::new(inner) })
+        Ok(Fetch { inner: Detached::new(inner) })
     }
 
     fn counters<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
@@ -285,7 +286,7 @@ impl Checksum {
 /// A unit on its way into memory. See `memascend.engine.Fetch`.
 #[pyclass(frozen, module = "memascend._core")]
 pub(crate) struct Fetch {
-    inner: ManuallyDrop<memascend_store::Fetch<Held>>,
+    inner: Detached<memascend_store::Fetch<Held>>,
 }
 
 #[pymethods]
@@ -296,21 +297,6 @@ impl Fetch {
 
     fn done(&self) -> bool {
         self.inner.is_done()
-    }
-}
-
-impl Drop for Fetch {
-    /// Waits for the devices, so other Python threads must be let on meanwhile.
-    fn drop(&mut self) {
-        // SAFETY: dropped once, here, and not used afterwards.
-        let mut inner = Some(unsafe { ManuallyDrop::take(&mut self.inner) });
-        let let_go = Python::try_attach(|py| {
-            let inner = inner.take();
-            py.detach(|| drop(inner));
-        });
-        if let_go.is_none() {
-            drop(inner);
-        }
     }
 }
 

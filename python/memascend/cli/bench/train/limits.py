@@ -27,40 +27,36 @@ _BATCHES = tuple(1 << power for power in range(10))
 
 def smallest_cgroup(bench: Bench, work: Workload, systems: tuple[str, ...]) -> dict[str, dict[str, Any]]:
     """For each system the smallest limit of a memory cgroup, from the first import on, in which it does three steps."""
-    found: dict[str, dict[str, Any]] = {}
-    for system in systems:
-        settings = bench.settings(work, system)
-        if "error" in settings:
-            found[system] = settings
-            continue
-        tries = _Tries(bench, system, settings)
 
-        def works(megabytes: int, tries: _Tries = tries) -> bool:
-            return tries.works(work, megabytes * _MIB, _STEPS)
+    def search(tries: _Tries) -> dict[str, Any]:
+        smallest = least(lambda megabytes: tries.works(work, megabytes * _MIB, _STEPS), _START_BYTES // _MIB)
+        return tries.error if smallest is None else {"bytes": smallest * _MIB}
 
-        smallest = least(works, _START_BYTES // _MIB)
-        found[system] = tries.error if smallest is None else {"bytes": smallest * _MIB}
-    return found
+    return _each(bench, work, systems, search)
 
 
 def reach(bench: Bench, work: Workload, systems: tuple[str, ...], limit: int) -> dict[str, dict[str, Any]]:
     """For each system the longest context, and the largest batch, with which it trains inside a limit."""
+
+    def search(tries: _Tries) -> dict[str, Any]:
+        def works(batch: int, length: int) -> bool:
+            return tries.works(replace(work, batch=batch, length=length, checkpoint=True), limit, 1)
+
+        length = most(lambda length: works(1, length), _LENGTHS)
+        batch = most(lambda batch: works(batch, work.length), _BATCHES)
+        return tries.error if length is None else {"length": length, "batch": batch or 0}
+
+    return _each(bench, work, systems, search)
+
+
+def _each(
+    bench: Bench, work: Workload, systems: tuple[str, ...], search: Callable[[_Tries], dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """What a search finds for each system; of one that cannot be set up, why."""
     found: dict[str, dict[str, Any]] = {}
     for system in systems:
         settings = bench.settings(work, system)
-        if "error" in settings:
-            found[system] = settings
-            continue
-        tries = _Tries(bench, system, settings)
-
-        def length_works(length: int, tries: _Tries = tries) -> bool:
-            return tries.works(replace(work, batch=1, length=length, checkpoint=True), limit, 1)
-
-        def batch_works(batch: int, tries: _Tries = tries) -> bool:
-            return tries.works(replace(work, batch=batch, checkpoint=True), limit, 1)
-
-        length, batch = most(length_works, _LENGTHS), most(batch_works, _BATCHES)
-        found[system] = tries.error if length is None else {"length": length, "batch": batch or 0}
+        found[system] = settings if "error" in settings else search(_Tries(bench, system, settings))
     return found
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from memascend.optimizer import OffloadedOptimizer
 
-__all__ = ["Ours", "begin", "ready"]
+__all__ = ["Ours", "begin", "ready", "smallest_budget"]
 
 
 def ready() -> list[ModuleType]:
@@ -37,7 +37,6 @@ def begin(work: Workload, settings: dict[str, Any], storage: Path) -> Ours:
     import torch
     import transformers
 
-    from memascend.errors import BudgetError
     from memascend.offload import offload
 
     if settings.get("lean"):
@@ -55,14 +54,24 @@ def begin(work: Workload, settings: dict[str, Any], storage: Path) -> Ours:
         assert LOSS_SCALE_POWER == 16
     budget = "1x" if settings.get("smallest") else settings.get("host_memory")
     if isinstance(budget, str) and budget.endswith("x"):
-        try:
-            offload(model, optimizer, **{**options, "host_memory": 1})
-        except BudgetError as error:
-            budget = int(error.smallest * float(budget.removesuffix("x")))
+        budget = int(smallest_budget(model, optimizer, options) * float(budget.removesuffix("x")))
     if budget is not None:
         options["host_memory"] = budget
     model, offloaded = offload(model, optimizer, **options)
     return Ours(model, offloaded, scaled=work.dtype == "float16", trace=settings.get("trace"))
+
+
+def smallest_budget(model: Any, optimizer: Any, options: dict[str, Any]) -> int:
+    """The least `host_memory` with which these options of `offload()` work. Nothing is offloaded."""
+    from memascend.errors import BudgetError
+    from memascend.offload import offload
+
+    try:
+        offload(model, optimizer, **{**options, "host_memory": 1})
+    except BudgetError as error:
+        smallest: int = error.smallest
+        return smallest
+    raise AssertionError("a budget of one byte was taken")
 
 
 class Ours:
