@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from types import FrameType
 
-    from memascend.residency import Home, Residency
+    from memascend.home import Home
+    from memascend.residency import Residency
 
 __all__ = ["COPIED", "Frames", "Gate", "close_gates", "gated", "open_gates"]
 
@@ -90,7 +91,7 @@ class Frames:
         """Bind what a module needs: all of it or, with an exception, nothing."""
         if self._residency.closed:
             raise UsageError(self._residency.closed)
-        self._residency.note_thread()
+        self._residency.turns.note_thread()
         _refuse_wrappers()
         for table, name, parameter in gate.owned:
             if table.get(name) is not parameter:
@@ -210,7 +211,7 @@ def _owners(model: torch.nn.Module) -> dict[int, list[_Owned]]:
 def _before(module: torch.nn.Module, args: Any) -> None:
     del args
     gate = module.__dict__[_GATE]
-    if gate.open > 0 or gate.root or gate.residency.several:
+    if gate.open > 0 or gate.root or gate.residency.turns.several:
         # The module calls itself, or another thread may have bound what is bound.
         _enter(module, gate)
         return

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from memascend.buffers import Buffers
     from memascend.config import Options
     from memascend.engine import Store
+    from memascend.home import Home
     from memascend.ownership import Owned
     from memascend.plan import Plan
-    from memascend.residency import Home
     from memascend.session import Resources
     from memascend.units import Unit
     from memascend.updates import Arithmetic
