@@ -57,13 +57,13 @@ def holders_beside(home: Home, homes: Iterable[Home]) -> list[str]:
     ]
 
 
-def has_useless(slot_bytes: int, homes: Iterable[Home], order: Order) -> bool:
-    """Whether something resident has values that the next commit will make old, and is not used before it."""
+def has_useless(home: Home, homes: Iterable[Home], order: Order) -> bool:
+    """Whether a resident of the same class has values that the next commit makes old, and is not used before it."""
     return any(
-        home.slot_bytes == slot_bytes
-        and home.trained
-        and home.base is not None
-        and not (home.bound or home.pinned)
-        and not order.is_used_again(home.index)
-        for home in homes
+        other.slot_bytes == home.slot_bytes
+        and other.trained
+        and other.base is not None
+        and not (other.bound or other.pinned)
+        and not order.is_used_again(other.index)
+        for other in homes
     )

@@ -298,9 +298,8 @@ class Residency:
             home = self.homes[index]
             if home.base is not None or home.fetch is not None or self._adopt(home):
                 continue
-            if count >= near and not (
-                self._arena.free_slots(home.nbytes) or has_useless(home.slot_bytes, self.homes, self.order)
-            ):
+            room = count < near or self._arena.free_slots(home.nbytes) or has_useless(home, self.homes, self.order)
+            if not room:
                 continue
             if not self._start(home, must=False):
                 return
