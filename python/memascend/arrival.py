@@ -135,7 +135,7 @@ class Arrival:
         return self.staged or not self.spilled
 
     def read(self) -> torch.Tensor:
-        """A copy of it."""
+        """A copy of it, in host memory."""
         into = torch.empty_strided(self.place.shape, self.place.stride, dtype=self.dtype)
         self._owner.spill.read_spilled(self.name, into)
         return into

@@ -150,7 +150,7 @@ class Gradients:
             kept.spilled = True
         kept.used = False
         # torch's `grad` is an edge that Python's collector does not see: what stands in it must not lead back here.
-        kept.handle = GradientHandle(weakref.proxy(kept), strides=kept.place.stride)
+        kept.handle = GradientHandle(weakref.proxy(kept), strides=kept.place.stride, device=kept.place.device)
         parameter.grad = kept.handle
 
     def added(self, kept: Arrival, gradient: torch.Tensor) -> None:
@@ -190,10 +190,12 @@ class Gradients:
         kept.spilled = False
         self._stage(kept, gradient, self.scale)
 
-    def _measure(self, gradient: torch.Tensor) -> tuple[bool, float]:
-        """Whether a gradient in memory has a value that is not finite, and its squared norm."""
-        found, squared = self._check(gradient.coalesce().values() if gradient.is_sparse else gradient)
-        return bool(found), float(squared)
+    def _measure(self, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Whether a gradient in memory has a value that is not finite, and its squared norm, where the gradient is."""
+        found: tuple[torch.Tensor, torch.Tensor] = self._check(
+            gradient.coalesce().values() if gradient.is_sparse else gradient
+        )
+        return found
 
     def _stage(self, kept: Arrival, gradient: torch.Tensor, scale: float) -> None:
         kept.options = self.rule.options(kept)
@@ -297,16 +299,18 @@ class Gradients:
     def measured(self, present: Iterable[tuple[Arrival, torch.Tensor]]) -> tuple[bool, float]:
         """Whether all gradients are finite, and the norm of them all, unscaled, in double precision."""
         self.spill.finish()
-        finite, squared = True, 0.0
+        measures: list[tuple[torch.Tensor, torch.Tensor] | tuple[bool, float]] = []
         for kept, gradient in present:
             if gradient is not kept.handle:
-                bad, square = self._measure(kept.laid_out(gradient))
+                measures.append(self._measure(kept.laid_out(gradient)))
             elif kept.spilled and kept.handle.operations:
-                bad, square = self._measure(kept.handle.materialize())
+                measures.append(self._measure(kept.handle.materialize()))
             elif kept.spilled:
-                bad, square = self.spill.spilled(kept.name)
+                measures.append(self.spill.spilled(kept.name))
             else:
-                bad, square = not kept.finite, kept.squared
+                measures.append(kept.found or (False, 0.0))
+        finite, squared = True, 0.0
+        for bad, square in _read(measures):
             finite = finite and not bad
             squared += square
         return finite, math.sqrt(squared) * abs(self.scale)
@@ -404,3 +408,15 @@ class Gradients:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+
+def _read(measures: Sequence[tuple[torch.Tensor, torch.Tensor] | tuple[bool, float]]) -> list[tuple[bool, float]]:
+    """What was found of gradients, as numbers: all that lies on a device is waited for once."""
+    away = [index for index, (_, square) in enumerate(measures) if isinstance(square, torch.Tensor)]
+    if not away:
+        return [(bool(bad), float(square)) for bad, square in measures]
+    # A flag is exact as a number.
+    pairs = [torch.stack([torch.as_tensor(part).double() for part in measures[index]]) for index in away]
+    numbers = torch.stack(pairs).tolist()
+    read = {index: (bool(bad), square) for index, (bad, square) in zip(away, numbers, strict=True)}
+    return [read.get(index) or (bool(bad), float(square)) for index, (bad, square) in enumerate(measures)]

@@ -39,6 +39,7 @@ from memascend.wiring import Wiring
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from memascend.device import Device
     from memascend.engine import Engine, Entry, Store
     from memascend.optimizer import OffloadedOptimizer
     from memascend.plan import Plan
@@ -77,7 +78,7 @@ def offload(
     The loop stays what it is. Nothing changes numerically, and host memory stays within the budget.
 
     Args:
-        model: any module on the CPU; the same object comes back.
+        model: any module on the CPU, on meta, or on the device that computes; the same object comes back.
         optimizer: a torch.optim optimizer that owns every trainable parameter of the model. State that it has already
             moves into the store.
         storage: a folder, file or raw block device, or several of them, over which it is striped; None: a temporary
@@ -85,7 +86,8 @@ def offload(
         existing: what to do where a store is already: "refuse", "resume" its last committed step, or "replace" it.
         host_memory: a hard budget for what is held in memory, in bytes or as "8GiB"; None: the smallest that keeps disk
             and compute busy.
-        device: where the model computes. Only the CPU so far.
+        device: where the model computes: "cpu", "cuda", "cuda:1"; None: CUDA if there is one. Batches go there by
+            themselves no more than without offloading; buffers are moved by this call. The update runs on the CPU.
         gradients: "fused": updated as they appear; "ssd" or "ram": kept until `step()`; "auto": learnt in the first
             step.
         max_grad_norm: clip the global norm in `step()`.
@@ -100,7 +102,9 @@ def offload(
             stand. A store that is resumed stands before it.
         scratch: a folder for copies of the weights that `state_dict()` and `materialized()` make; None: beside the
             store.
-        device_memory: not there yet.
+        device_memory: with CUDA, a hard budget for what is held in the device's memory: units, and gradients that wait
+            for their update; in bytes or as "8GiB". None: the smallest that keeps disk and compute busy. Activations
+            and what else torch holds there come on top.
         activations: where what checkpoints save within the model's forward waits for the backward: "device": in
             memory, as torch keeps it; "ssd": in files beside the store (in `scratch`, where that is given), in the same
             bits. "host" is for a CUDA device.
@@ -112,7 +116,8 @@ def offload(
 
     Raises:
         ConfigError: an option, the model, the optimizer or the store that is there does not fit; nothing was changed.
-        BudgetError: `host_memory` is too small; `smallest` is what works.
+        BudgetError: `host_memory` or `device_memory` is too small; `smallest` is what works.
+        MemoryLimitError: the machine or the device does not have the memory that the plan takes.
         StorageError: storage failed, is full, foreign or in use.
     """
     options = Options(
@@ -134,7 +139,8 @@ def offload(
         durability=durability,
     )
     with torch.no_grad():
-        return _Offloading(model, optimizer, options).run()
+        device = devices.open_device(options.where)
+        return _Offloading(model, optimizer, options, device, staged=device is not None).run()
 
 
 @dataclass(frozen=True)
@@ -158,7 +164,8 @@ def planned(model: torch.nn.Module, optimizer: torch.optim.Optimizer, options: O
         BudgetError: the budget is too small; `smallest` is what works.
     """
     with torch.no_grad():
-        offloading = _Offloading(model, optimizer, options)
+        # The device need not be there.
+        offloading = _Offloading(model, optimizer, options, None, staged=options.where.type != "cpu")
         _, entries, plan = offloading.decide()
     # The rest of a compact master stands for all of it.
     state = (
@@ -172,13 +179,22 @@ def planned(model: torch.nn.Module, optimizer: torch.optim.Optimizer, options: O
 class _Offloading:
     """One call of `offload()`."""
 
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, options: Options) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        options: Options,
+        device: Device | None,
+        *,
+        staged: bool,
+    ) -> None:
+        """`device` computes, where that is not the host; `staged`: units reach it through chunks."""
         self.model = model
         self.original = optimizer
         self.options = options
-        # What computes, where that is not the host.
-        self.device = devices.open_device(torch.device(options.device or "cpu"))
-        self.owned = find_owned(model, optimizer)
+        self.device = device
+        self.staged = staged
+        self.owned = find_owned(model, optimizer, None if device is None else device.torch_device)
         self.named = {name: owned.parameter for name, owned in self.owned.items()}
         require_plain(self.named)
         if options.weights is not None and not any(parameter.is_meta for parameter in self.named.values()):
@@ -205,7 +221,7 @@ class _Offloading:
         plan = make_plan(
             units,
             sizes,
-            staging=None if self.device is None else {"unit staging": CHUNKS, "gradient windows": WINDOWS},
+            staging={"unit staging": CHUNKS, "gradient windows": WINDOWS} if self.staged else None,
             device_budget=options.device_bytes,
             gradients="ssd" if options.gradients == "auto" and options.keeps else options.gradients,
             largest_gradient=max(gradients),

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Place", "Source", "dense_strides", "find_away", "laid_out"]
 
+_CPU = torch.device("cpu")
+
 # Raised where a parameter that is away is asked for its memory, or written to.
 _HOW = "use memascend.materialized(model) to read it, and materialized(model, modify=True) to change it"
 
@@ -46,6 +48,7 @@ class Place:
     __slots__ = (
         "away",
         "bound_version",
+        "device",
         "dtype",
         "kind",
         "name",
@@ -57,8 +60,17 @@ class Place:
         "stride",
     )
 
-    def __init__(self, parameter: torch.nn.Parameter, name: str, offset: int, source: Source) -> None:
+    def __init__(
+        self,
+        parameter: torch.nn.Parameter,
+        name: str,
+        offset: int,
+        source: Source,
+        device: torch.device = _CPU,
+    ) -> None:
+        """`device` is the one that computes with it."""
         self.parameter = parameter
+        self.device = device
         self.name = name
         self.offset = offset
         self.source = source
@@ -68,7 +80,7 @@ class Place:
         self.kind = type(parameter)
         self.away = _away_class(self.kind)
         with torch.inference_mode(mode=False):
-            self.nothing = torch.empty((), dtype=self.dtype).expand(self.shape)
+            self.nothing = torch.empty((), dtype=self.dtype, device=device).expand(self.shape)
             # It has no memory from here on. What asks torch's core for it (DLPack, a custom kernel, a thread that found
             # the parameter bound a moment ago) gets this error, and no number.
             torch._C._set_storage_access_error_msg(self.nothing, _said(name, "read past the parameter's class"))  # noqa: SLF001
@@ -126,7 +138,7 @@ def laid_out(tensor: torch.Tensor) -> torch.Tensor:
     strides = dense_strides(tensor)
     if tuple(tensor.stride()) == strides or tensor.numel() <= 1:
         return tensor
-    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor)
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def find_away(*trees: Any) -> list[Place]:
@@ -352,17 +364,19 @@ def _cast(func: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> A
     place = tensor._memascend  # noqa: SLF001
     # A tensor of no elements tells what would come out.
     asked = func(
-        torch.empty(0, dtype=place.dtype), *args, **{key: value for key, value in kwargs.items() if key != "copy"}
+        torch.empty(0, dtype=place.dtype, device=place.device),
+        *args,
+        **{key: value for key, value in kwargs.items() if key != "copy"},
     )
     if isinstance(asked, str):
         return asked
-    if asked.dtype == place.dtype and asked.device.type == "cpu":
+    if asked.dtype == place.dtype and asked.device == place.device:
         if not kwargs.get("copy"):
             return tensor
         with place.source.borrowed([place]):
             return func(tensor, *args, **kwargs)
     raise UsageError(
-        f"the values of {place.name!r} are on storage and cannot be moved or cast to {asked.device.type} {asked.dtype} "
+        f"the values of {place.name!r} are on storage and cannot be moved or cast to {asked.device} {asked.dtype} "
         "here: cast the model before offload(), or a copy of the parameter, p.clone()"
     )
 

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from memascend.errors import BudgetError, TimeoutExpired, UsageError
 from memascend.order import Order
 from memascend.saved import Hooks
-from memascend.threads import others_alive
+from memascend.threads import is_autograds, others_alive
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -174,7 +174,7 @@ class Residency:
         thread = threading.get_ident()
         if self._thread is None:
             self._thread = thread
-        elif thread != self._thread:
+        elif thread != self._thread and not is_autograds():
             self.several = True
 
     def bind(self, home: Home) -> None:
@@ -187,7 +187,7 @@ class Residency:
                 base = self.use(home)
                 if home.views is None:
                     home.views = [_view(base, place) for place in home.places]
-                home.guarded = self.several or others_alive()
+                home.guarded = self.several or others_alive(self._thread)
                 for place, view in zip(home.places, home.views, strict=True):
                     place.bind(view, guarded=home.guarded)
             home.bound += 1
