@@ -128,6 +128,10 @@ test-oldest: setup ## The Python tests on the oldest supported torch
 	VIRTUAL_ENV=$(abspath .venv-oldest) $(BIN)/maturin develop --uv --quiet --release --locked
 	.venv-oldest/bin/pytest $(PYTEST_OPTIONS) -m "not slow and not soak"
 
+.PHONY: test-gpu
+test-gpu: setup ## The tests that need a CUDA device, where there is one; all others compute on the CPU there, too
+	MEMASCEND_GPU=1 $(BIN)/pytest -m gpu --timeout 600
+
 .PHONY: soak
 soak: setup ## Tests that run for minutes
 	$(BIN)/pytest -m soak --timeout 1800
@@ -196,6 +200,13 @@ bench-update: $(VENV)/synced ## The update of 400 M parameters alone, into bench
 bench-step: setup ## The training step beside RAM and its bound, and what the module hooks cost (a quiet machine, half an hour)
 	$(BIN)/python benchmarks/hooks.py --write benchmarks/results
 	$(BIN)/python benchmarks/step.py --write benchmarks/results
+
+# On which disk, of which size, as how small a card: GPU="--storage /mnt/nvme --store 48GiB --card 24GiB --longest 131072".
+GPU ?=
+.PHONY: bench-gpu
+bench-gpu: setup ## On a CUDA device: the kernels, and the largest model that the disk holds within a tenth of its state
+	$(BIN)/python benchmarks/kernels_gpu.py | tee benchmarks/results/kernels_gpu.txt
+	$(BIN)/python benchmarks/cuda.py --write benchmarks/results $(GPU)
 
 # --- keep ---------------------------------------------------------------------
 

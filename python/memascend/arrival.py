@@ -136,7 +136,7 @@ class Arrival:
 
     def read(self) -> torch.Tensor:
         """A copy of it, in host memory."""
-        into = torch.empty_strided(self.place.shape, self.place.stride, dtype=self.dtype)
+        into = torch.empty_strided(self.place.shape, self.place.stride, dtype=self.dtype, device="cpu")
         self._owner.spill.read_spilled(self.name, into)
         return into
 

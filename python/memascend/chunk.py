@@ -59,7 +59,7 @@ def adapter(
         of = getattr(torch, dtype)
         with memoryview(lent) as view:
             empty = view.nbytes == 0
-        made = torch.empty(0, dtype=of) if empty else torch.frombuffer(lent, dtype=of)
+        made = torch.empty(0, dtype=of, device="cpu") if empty else torch.frombuffer(lent, dtype=of)
         if list(shape) != list(entry["shape"]):
             return made.view(shape)
         if not whole:

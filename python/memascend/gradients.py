@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 import weakref
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
@@ -416,7 +416,7 @@ def _read(measures: Sequence[tuple[torch.Tensor, torch.Tensor] | tuple[bool, flo
     if not away:
         return [(bool(bad), float(square)) for bad, square in measures]
     # A flag is exact as a number.
-    pairs = [torch.stack([torch.as_tensor(part).double() for part in measures[index]]) for index in away]
+    pairs = [torch.stack([cast("torch.Tensor", part).double() for part in measures[index]]) for index in away]
     numbers = torch.stack(pairs).tolist()
     read = {index: (bool(bad), square) for index, (bad, square) in zip(away, numbers, strict=True)}
     return [read.get(index) or (bool(bad), float(square)) for index, (bad, square) in enumerate(measures)]

@@ -94,7 +94,7 @@ class DeviceEngine:
         if into.device.type == "cpu":
             self._engine.read_spilled(name, into)
             return
-        host = torch.empty_strided(into.shape, into.stride(), dtype=into.dtype)
+        host = torch.empty_strided(into.shape, into.stride(), dtype=into.dtype, device="cpu")
         self._engine.read_spilled(name, host)
         into.copy_(host)
 

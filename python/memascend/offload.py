@@ -138,7 +138,8 @@ def offload(
         activations=activations,
         durability=durability,
     )
-    with torch.no_grad():
+    # A default device (torch.set_default_device) is for the user's tensors.
+    with torch.no_grad(), torch.device("cpu"):
         device = devices.open_device(options.where)
         return _Offloading(model, optimizer, options, device, staged=device is not None).run()
 

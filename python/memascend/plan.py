@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from memascend import memory
+from memascend.choosing import choose
 from memascend.errors import BudgetError, ConfigError
 from memascend.planned import Plan, readable
 from memascend.schedule import forward_order, reads, windows
@@ -155,24 +156,10 @@ def make_plan(
         )
     budget = comfortable if budget is None else budget
     device_budget = rungs[-1].device_peak if device_budget is None else device_budget
-    # Where units and gradients lie.
-    limit = budget if staging is None else device_budget
+    chosen = choose(
+        planner, rungs, budget, None if staging is None else device_budget, spares=gradients != "ram"
+    )
     ample = planner.widened(rungs[-1], None)
-    if budget >= comfortable and device_budget >= rungs[-1].device_peak:
-        chosen = planner.widened(rungs[-1], limit)
-    else:
-        chosen = [rung for rung in rungs if rung.peak <= budget and rung.device_peak <= device_budget][-1]
-        # Gradients get what is left, up to what they would have with ease.
-        spare = 0 if gradients == "ram" else limit - chosen.units_peak
-        chosen = planner.settled(
-            chosen.window, chosen.chunks, max(chosen.queue_bytes, min(planner.queue_bytes, chosen.queue_bytes + spare))
-        )
-        # And then chunks.
-        for chunks in range(_CHUNKS, chosen.chunks, -1):
-            more = planner.settled(chosen.window, chunks, chosen.queue_bytes)
-            if more.peak <= budget and more.device_peak <= device_budget:
-                chosen = more
-                break
     now = planner.reads(chosen.classes)
     base = planner.reads(rungs[-1].classes)
     best = planner.reads(ample.classes)

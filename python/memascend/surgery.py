@@ -131,7 +131,7 @@ class Surgery:
             finally:
                 self._residency.unbind(home)
             if nbytes == 0:
-                return torch.empty(place.shape, dtype=place.dtype)
+                return torch.empty(place.shape, dtype=place.dtype, device="cpu")
             with torch.inference_mode(mode=False):
                 flat = torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=nbytes, dtype=torch.uint8)
                 return flat.view(place.dtype).as_strided(place.shape, place.stride)
@@ -183,7 +183,7 @@ class Surgery:
         if tuple(values.shape) != place.shape:
             raise UsageError(f"{place.name!r} has shape {list(place.shape)}, and was given {list(values.shape)}")
         session = self._require_session()
-        given = torch.empty_strided(place.shape, place.stride, dtype=place.dtype)
+        given = torch.empty_strided(place.shape, place.stride, dtype=place.dtype, device="cpu")
         given.copy_(values.detach())
         home = self._residency.home_of[place.name]
         self._residency.bind(home)

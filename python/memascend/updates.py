@@ -220,4 +220,4 @@ class Updates:
         master = {"master": whole.pop("master")}
         if kept.step == 0:
             return master
-        return {"step": torch.tensor(float(kept.step), dtype=torch.float32), **whole, **master}
+        return {"step": torch.tensor(float(kept.step), dtype=torch.float32, device="cpu"), **whole, **master}

@@ -56,6 +56,16 @@ class OnHost(Reference):
         raise AttributeError(name)
 
 
+def moved(model, device):
+    """The model on a device, also where torch cannot keep its parameters when it moves them: tied ones stay tied."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(device.type != "cuda")
+    try:
+        return model.to(device)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+
+
 def on_cpu(value):
     return value.detach().cpu() if isinstance(value, torch.Tensor) else value
 
@@ -91,7 +101,7 @@ def play(case, device, take, *, close):
 
 def reference(case, device):
     def take(model):
-        model = model.to(device)
+        model = moved(model, device)
         original = case.optimizer(model)
         return model, OnHost(original, **case.options), original
 

@@ -12,6 +12,7 @@
 #include <ATen/ops/set_cpu_dispatch.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <dlfcn.h>
 #include <sys/mman.h>
 #include <torch/library.h>
 
@@ -290,13 +291,24 @@ void fall_back(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 
 // --- what the tests ask ---------------------------------------------------------------------------------------------
 
-// A tensor with a storage of its own on bytes of the device; `gone` is called with `key` when it goes.
-at::Tensor lent(int64_t address, int64_t nbytes, int64_t gone, int64_t key) {
-  auto call = reinterpret_cast<void (*)(int64_t)>(gone);
+// What Python's own code calls; this library is compiled without its headers.
+template <class Function>
+Function pythons(const char* name) {
+  return reinterpret_cast<Function>(dlsym(RTLD_DEFAULT, name));
+}
+
+// A tensor with a storage of its own on bytes of the device, which takes over a reference to a Python object: as torch
+// does it for __cuda_array_interface__.
+at::Tensor lent(int64_t address, int64_t nbytes, int64_t owner) {
+  auto let_go = [owner](void*) {
+    int held = pythons<int (*)()>("PyGILState_Ensure")();
+    pythons<void (*)(void*)>("Py_DecRef")(reinterpret_cast<void*>(owner));
+    pythons<void (*)(int)>("PyGILState_Release")(held);
+  };
   return at::for_blob(reinterpret_cast<void*>(address), {nbytes})
       .options(at::TensorOptions().dtype(at::kByte).device(c10::Device(kind, 0)))
       .target_device(c10::Device(kind, 0))
-      .deleter([call, key](void*) { call(key); })
+      .deleter(let_go)
       .make_tensor();
 }
 
@@ -312,7 +324,7 @@ void limit(int64_t nbytes) {
 } // namespace
 
 TORCH_LIBRARY(posing, library) {
-  library.def("lent(int address, int nbytes, int gone, int key) -> Tensor", &lent);
+  library.def("lent(int address, int nbytes, int owner) -> Tensor", &lent);
   library.def("used(bool peak) -> int", &used);
   library.def("limit(int nbytes) -> ()", &limit);
 }
