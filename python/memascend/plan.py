@@ -298,7 +298,7 @@ class _Planner:
         here = {"units": _reserved(classes), "update staging": _reserved(chunked), "gradients": queue_bytes}
         if self.staging is not None:
             # Slots there begin on pages, and its arena keeps nothing beside them.
-            units = sum(-(-nbytes // _PAGE_BYTES) * _PAGE_BYTES * count for nbytes, count in classes.items())
+            units = sum(_paged(nbytes) * count for nbytes, count in classes.items())
             device = {"units": units, "gradients": queue_bytes}
             here = {owner: _reserved(passed) for owner, passed in self.staging.items()}
             here["update staging"] = _reserved(chunked)
@@ -350,7 +350,8 @@ class _Planner:
                 options.append((gain, bound, members, slots, wanted))
         # The most for its bytes first (frozen units stay from step to step), then the largest.
         for _, bound, members, slots, wanted in sorted(options, key=lambda option: option[:2], reverse=True):
-            room = wanted if budget is None else (budget - held.units_peak) // (bound + _SLOT_BYTES)
+            each = bound + _SLOT_BYTES if self.staging is None else _paged(bound)
+            room = wanted if budget is None else (budget - held.units_peak) // each
             count = min(wanted, room)
             if count <= 0 or not self._saved(members, slots, slots + count):
                 continue
@@ -373,6 +374,11 @@ class _Planner:
             return sum((ahead[unit.name] + back[unit.name]) * self.bytes_of(unit) for unit in kinds)
 
         return total(slots) - total(more)
+
+
+def _paged(nbytes: int) -> int:
+    """What a slot of the device's arena takes."""
+    return -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
 
 
 def _reserved(classes: Mapping[int, int]) -> int:

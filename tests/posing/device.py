@@ -11,7 +11,6 @@ import hashlib
 import subprocess
 import sys
 import types
-import warnings
 from pathlib import Path
 
 import torch
@@ -56,8 +55,6 @@ def registered() -> torch.device:
         sys.modules["torch.posing"] = module
         torch._register_device_module("posing", module)
         torch.utils.generate_methods_for_privateuse1_backend()
-        # What operations by way of the CPU do where a GPU's do it in place.
-        warnings.filterwarnings("ignore", "An output with one or more elements was resized")
     return torch.device("posing", 0)
 
 
