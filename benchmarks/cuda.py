@@ -84,7 +84,7 @@ def bodiless(config: Qwen2Config) -> Any:
     """The model on "meta", its blocks recomputed in the backward."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.activation_checkpointing_enable()
     return model.train()
 
 
@@ -180,9 +180,10 @@ def longest(fits: Callable[[int], bool], limit: int) -> int:
     length = min(512, limit)
     while length <= limit and fits(length):
         best, length = length, length * 2
+    doubled = best
     for part in range(1, 8):
-        between = best + best * part // 8
-        if not best or between > limit or between >= length or not fits(between):
+        between = doubled + doubled * part // 8
+        if not doubled or between > limit or not fits(between):
             break
         best = between
     return best
@@ -210,7 +211,7 @@ def compute(config: Qwen2Config, tokens: torch.Tensor, device: torch.device) -> 
         few = Qwen2Config.from_dict({**config.to_dict(), "num_hidden_layers": blocks, "layer_types": None})
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(few, dtype=torch.bfloat16).train()
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.activation_checkpointing_enable()
 
         def forward(model: Any = model) -> Any:
             return model(input_ids=tokens, labels=tokens).loss
@@ -238,7 +239,6 @@ def pcie(device: torch.device) -> dict[str, float]:
         "in": _timed(lambda: there.copy_(here, non_blocking=True), device),
         "out": _timed(lambda: here.copy_(there, non_blocking=True), device),
     }
-    del here
     ring.close()
     return {way: _COPY_BYTES / taken / 1e9 for way, taken in seconds.items()}
 
@@ -349,7 +349,10 @@ def shown(values: dict[str, Any]) -> str:
     rows += [
         ("a step", f"{seconds['step']:.3f} s", f"{values['of_bound']:.2f} times its bound"),
         *((f"  {part}", f"{seconds[part]:.3f} s", "") for part in ("forward", "backward", "update")),
-        *((f"bound: {name}", f"{taken:.3f} s", f"{taken / seconds['step']:.2f} of it") for name, taken in limits.items()),
+        *(
+            (f"bound: {name}", f"{taken:.3f} s", f"{taken / seconds['step']:.2f} of it")
+            for name, taken in limits.items()
+        ),
         ("moved in a step", f"{values['moved_per_parameter']:.2f}", "bytes for each parameter"),
     ]
     rows += [(f"GB/s, {name}", f"{speed:.2f}", "") for name, speed in values["gb_per_second"].items()]

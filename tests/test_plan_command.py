@@ -250,5 +250,7 @@ def test_of_a_device_that_is_not_there(tmp_path, capsys):
 
 
 def plan_error(capsys):
-    found = re.search(r"device_memory .* is too small: the smallest budget that works is (\d+) bytes", capsys.readouterr().err)
+    found = re.search(
+        r"device_memory .* is too small: the smallest budget that works is (\d+) bytes", capsys.readouterr().err
+    )
     return int(found[1])

@@ -1,4 +1,4 @@
-"""Which way to divide memory is taken: the last one of the ladder that the budgets allow, and then more of each part."""
+"""Which way to divide memory is taken: the last one of a ladder that the budgets allow, then more of each part."""
 
 from __future__ import annotations
 

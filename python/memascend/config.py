@@ -106,8 +106,8 @@ class Options:
             return
         if self.device_memory is not None:
             raise ConfigError(
-                "device_memory is the budget of a CUDA device, and the model computes on the CPU: leave it out, or pass "
-                "device='cuda'"
+                "device_memory is the budget of a CUDA device, and the model computes on the CPU: leave it out, or "
+                "pass device='cuda'"
             )
         if self.activations == "host":
             raise ConfigError(

@@ -158,9 +158,10 @@ class DeviceArena:
         return tensor
 
     def used(self, tensor: torch.Tensor) -> bool:
-        """The caller's current stream is about to compute with a lease's bytes; whether it does so for the first time."""
+        """The caller's current stream is about to compute with a lease's bytes; whether it never did before."""
         streams = self._streams.get(tensor.untyped_storage().data_ptr())
-        stream = self._device.stream()
+        with failures_named(self._device):
+            stream = self._device.stream()
         if streams is None or stream in streams:
             return False
         streams[stream] = None

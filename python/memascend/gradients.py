@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 import time
 import weakref
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from memascend import measures
 from memascend.arrival import Arrival, Spill
 from memascend.backwards import Backwards, in_reentrant_checkpoint
 from memascend.errors import UsageError
@@ -299,18 +300,18 @@ class Gradients:
     def measured(self, present: Iterable[tuple[Arrival, torch.Tensor]]) -> tuple[bool, float]:
         """Whether all gradients are finite, and the norm of them all, unscaled, in double precision."""
         self.spill.finish()
-        measures: list[tuple[torch.Tensor, torch.Tensor] | tuple[bool, float]] = []
+        found: list[measures.Measure] = []
         for kept, gradient in present:
             if gradient is not kept.handle:
-                measures.append(self._measure(kept.laid_out(gradient)))
+                found.append(self._measure(kept.laid_out(gradient)))
             elif kept.spilled and kept.handle.operations:
-                measures.append(self._measure(kept.handle.materialize()))
+                found.append(self._measure(kept.handle.materialize()))
             elif kept.spilled:
-                measures.append(self.spill.spilled(kept.name))
+                found.append(self.spill.spilled(kept.name))
             else:
-                measures.append(kept.found or (False, 0.0))
+                found.append(kept.found or (False, 0.0))
         finite, squared = True, 0.0
-        for bad, square in _read(measures):
+        for bad, square in measures.read(found):
             finite = finite and not bad
             squared += square
         return finite, math.sqrt(squared) * abs(self.scale)
@@ -408,15 +409,3 @@ class Gradients:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-
-
-def _read(measures: Sequence[tuple[torch.Tensor, torch.Tensor] | tuple[bool, float]]) -> list[tuple[bool, float]]:
-    """What was found of gradients, as numbers: all that lies on a device is waited for once."""
-    away = [index for index, (_, square) in enumerate(measures) if isinstance(square, torch.Tensor)]
-    if not away:
-        return [(bool(bad), float(square)) for bad, square in measures]
-    # A flag is exact as a number.
-    pairs = [torch.stack([cast("torch.Tensor", part).double() for part in measures[index]]) for index in away]
-    numbers = torch.stack(pairs).tolist()
-    read = {index: (bool(bad), square) for index, (bad, square) in zip(away, numbers, strict=True)}
-    return [read.get(index) or (bool(bad), float(square)) for index, (bad, square) in enumerate(measures)]

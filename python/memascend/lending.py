@@ -102,10 +102,10 @@ class DeviceEngine:
         if gradient.device != self._device.torch_device:
             # Values that are written back: the engine reaches them.
             return gradient
-        with torch.no_grad():
+        with torch.no_grad(), failures_named(self._device):
             data = gradient.detach().as_strided((gradient.numel(),), (1,)).view(torch.uint8)
-        # What made it is on the stream of whoever hands it over.
-        held = _Gradient(data, self._device.mark(self._device.stream()))
+            # What made it is on the stream of whoever hands it over.
+            held = _Gradient(data, self._device.mark(self._device.stream()))
         return Lent(gradient, partial(self._window, held), held.after.order)
 
     def _window(self, gradient: _Gradient, start: int, nbytes: int) -> tuple[int, int, int]:

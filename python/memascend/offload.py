@@ -140,8 +140,8 @@ def offload(
     )
     # A default device (torch.set_default_device) is for the user's tensors.
     with torch.no_grad(), torch.device("cpu"):
-        device = devices.open_device(options.where)
-        return _Offloading(model, optimizer, options, device, staged=device is not None).run()
+        opened = devices.open_device(options.where)
+        return _Offloading(model, optimizer, options, opened, staged=opened is not None).run()
 
 
 @dataclass(frozen=True)

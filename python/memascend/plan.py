@@ -156,9 +156,7 @@ def make_plan(
         )
     budget = comfortable if budget is None else budget
     device_budget = rungs[-1].device_peak if device_budget is None else device_budget
-    chosen = choose(
-        planner, rungs, budget, None if staging is None else device_budget, spares=gradients != "ram"
-    )
+    chosen = choose(planner, rungs, budget, None if staging is None else device_budget, spares=gradients != "ram")
     ample = planner.widened(rungs[-1], None)
     now = planner.reads(chosen.classes)
     base = planner.reads(rungs[-1].classes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from memascend.engine import Engine, Store
 
 __all__ = ["DeviceUnits", "HostUnits", "UnitMemory"]
+
+_log = logging.getLogger("memascend")
 
 
 class UnitMemory(Protocol):
@@ -101,6 +104,8 @@ class DeviceUnits:
         self._ring = memory.ChunkRing(chunk_bytes, count)
         ((window_bytes, windows),) = WINDOWS.items()
         self._windows = memory.ChunkRing(window_bytes, windows)
+        if device.torch_device.type == "cuda" and self._ring.region.pinned != "cuda":
+            _log.warning("copies to the device are slow: %s", self._ring.region.why_not)
         self._staging = Staging(device, _all(self._ring, chunk_bytes, count), store.parts, self.arena.after)
         self.begin = self._staging.begin
 

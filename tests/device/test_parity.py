@@ -6,7 +6,6 @@ from parity.zoo_loops import LOOPS, OPTIMIZERS
 from parity.zoo_plain import PLAIN
 from parity.zoo_transformers import TRANSFORMERS
 
-
 # What the device that poses does not compute: convolutions, cells of recurrent networks, sparse tensors, histograms.
 BEYOND_POSING = (
     *("channels-last", "convolutions", "convolutions-bf16", "resnet", "resnet-channels-last", "vit"),
