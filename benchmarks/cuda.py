@@ -142,7 +142,7 @@ class Run:
         at = [time.perf_counter()]
         loss = self.model(input_ids=tokens, labels=tokens).loss
         # The device is behind by as much as was queued: only here it has caught up.
-        _ = loss.item()
+        value = loss.item()
         at.append(time.perf_counter())
         loss.backward()
         at.append(time.perf_counter())
@@ -150,7 +150,7 @@ class Run:
         self.optimizer.zero_grad()
         at.append(time.perf_counter())
         parts = {"step": at[3] - at[0], "forward": at[1] - at[0], "backward": at[2] - at[1], "update": at[3] - at[2]}
-        return {**parts, "loss": float(loss)}
+        return {**parts, "loss": value}
 
     def longest(self, batch: int, limit: int) -> int:
         """The longest context that a step computes, found by doubling and then by eighths."""

@@ -283,6 +283,8 @@ class _Offloading:
             ).run()
             undo.pop_all()
         trim()
+        if options.device is None and self.device is not None:
+            _log.info("device: %s, since there is one; device='cpu' computes without it", self.device.torch_device)
         if options.host_memory is None:
             _log.info("host_memory: %d bytes, the smallest that keeps disk and compute busy", plan.budget)
         return self.model, offloaded

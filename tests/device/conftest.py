@@ -1,4 +1,6 @@
-"""A CUDA device where there is one; and in the slow tests one that poses as such (posing/)."""
+"""A CUDA device where there is one; and with `make test-posing` one that poses as such (posing/)."""
+
+import os
 
 import pytest
 import torch
@@ -6,12 +8,19 @@ import torch
 from memascend import config
 from memascend import device as devices
 
+# A process has it from the start, as autograd looks for devices once; other tests are not to find it.
+POSES = os.environ.get("MEMASCEND_POSING") == "1"
+if POSES:
+    from posing.device import Posing, registered
+
+    registered()
+
 DEVICES = [
     pytest.param(
         "posing",
         marks=[
             pytest.mark.slow,
-            pytest.mark.timeout(300),
+            pytest.mark.skipif(not POSES, reason="a process of its own has it: make test-posing"),
             # What operations by way of the CPU do, where a GPU's do it in place.
             pytest.mark.filterwarnings("ignore:An output with one or more elements was resized"),
         ],
@@ -27,8 +36,6 @@ def device(request, monkeypatch):
         yield torch.device("cuda", torch.cuda.current_device())
         torch.use_deterministic_algorithms(False)
         return
-    from posing.device import Posing
-
     made = Posing()
     monkeypatch.setattr(devices, "open_device", lambda _: made)
     # Which knows of CUDA alone.

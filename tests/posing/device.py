@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import os
 import subprocess
 import sys
 import types
@@ -29,7 +30,7 @@ def built() -> Path:
         target.parent.mkdir(exist_ok=True)
         includes = [f"-I{path}" for path in cpp_extension.include_paths()]
         libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
-        made = target.with_suffix(".part")
+        made = target.with_suffix(f".{os.getpid()}")
         command = ["g++", "-shared", "-fPIC", "-O1", "-std=c++20", "-w", *includes, str(SOURCE), "-o", str(made)]
         subprocess.run([*command, *libraries, "-ltorch", "-ltorch_cpu", "-lc10"], check=True)
         made.rename(target)
