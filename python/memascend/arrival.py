@@ -100,7 +100,7 @@ class Arrival:
         self.options: Any = None
         # What the check of a used gradient found, where the gradient was: read when it is asked for, as that may
         # have to wait for a device.
-        self.found: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.found: tuple[torch.Tensor, torch.Tensor] | tuple[bool, float] | None = None
         self.arrived_in = -1
         # The gradient in memory that a step has used (which may be gone, and another be where it was), and its version.
         self.seen: tuple[weakref.ref[torch.Tensor], int] | None = None

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from types import FrameType
 
-    from memascend.residency import Home, Residency
+    from memascend.home import Home
+    from memascend.residency import Residency
 
 __all__ = ["COPIED", "Frames", "Gate", "close_gates", "gated", "open_gates"]
 
 _KEY = "memascend"
-_GATE = "_memascend_gate"
 # What TorchScript calls first.
 _SCRIPT = "__prepare_scriptable__"
 
@@ -90,7 +90,7 @@ class Frames:
         """Bind what a module needs: all of it or, with an exception, nothing."""
         if self._residency.closed:
             raise UsageError(self._residency.closed)
-        self._residency.note_thread()
+        self._residency.turns.note_thread()
         _refuse_wrappers()
         for table, name, parameter in gate.owned:
             if table.get(name) is not parameter:
@@ -150,7 +150,7 @@ class Frames:
     def _end(self, stack: list[_Frame]) -> None:
         while stack:
             frame = stack.pop()
-            gate = frame.module.__dict__.get(_GATE)
+            gate = _gate_of(frame.module)
             if gate is not None:
                 gate.open -= 1
             self._leave(frame)
@@ -171,21 +171,26 @@ def open_gates(
 ) -> None:
     """Give modules their gates; `model` itself has one, too."""
     owners = _owners(model)
+    # Of the modules of a unit it is the same.
+    owned: dict[tuple[Home, ...], tuple[_Owned, ...]] = {}
     for module, homes in modules:
-        owned = tuple(one for home in homes for place in home.places for one in owners[id(place.parameter)])
-        module.__dict__[_GATE] = Gate(homes, owned, residency, frames, root=module is model)
-        module.__dict__[_SCRIPT] = _refuse_script
+        if homes not in owned:
+            owned[homes] = tuple(one for home in homes for place in home.places for one in owners[id(place.parameter)])
+        if module._modules:  # noqa: SLF001
+            # In others torch stumbles over the hooks.
+            module.__dict__[_SCRIPT] = _refuse_script
         module._forward_pre_hooks[_KEY] = _before  # type: ignore[index] # noqa: SLF001
         # Before others' hooks: a parametrization computes in its own.
         module._forward_pre_hooks.move_to_end(_KEY, last=False)  # type: ignore[attr-defined] # noqa: SLF001
         module._forward_hooks[_KEY] = _after  # type: ignore[index] # noqa: SLF001
-        module._forward_hooks_always_called[_KEY] = True  # type: ignore[index] # noqa: SLF001
+        # torch asks for the key alone. An attribute of its own would cost each module a dict that is not shared.
+        gate: Any = Gate(homes, owned[homes], residency, frames, root=module is model)
+        module._forward_hooks_always_called[_KEY] = gate  # type: ignore[index] # noqa: SLF001
 
 
 def close_gates(modules: Iterable[torch.nn.Module]) -> None:
     """Take the gates away."""
     for module in modules:
-        module.__dict__.pop(_GATE, None)
         module.__dict__.pop(_SCRIPT, None)
         module._forward_pre_hooks.pop(_KEY, None)  # type: ignore[call-overload] # noqa: SLF001
         module._forward_hooks.pop(_KEY, None)  # type: ignore[call-overload] # noqa: SLF001
@@ -194,7 +199,12 @@ def close_gates(modules: Iterable[torch.nn.Module]) -> None:
 
 def gated(model: torch.nn.Module) -> bool:
     """Whether a module, or one in it, is offloaded."""
-    return any(_GATE in module.__dict__ for module in model.modules())
+    return any(_gate_of(module) is not None for module in model.modules())
+
+
+def _gate_of(module: torch.nn.Module) -> Gate | None:
+    gate: Any = module.__dict__.get("_forward_hooks_always_called", {}).get(_KEY)
+    return gate  # type: ignore[no-any-return]
 
 
 def _owners(model: torch.nn.Module) -> dict[int, list[_Owned]]:
@@ -209,8 +219,8 @@ def _owners(model: torch.nn.Module) -> dict[int, list[_Owned]]:
 
 def _before(module: torch.nn.Module, args: Any) -> None:
     del args
-    gate = module.__dict__[_GATE]
-    if gate.open > 0 or gate.root or gate.residency.several:
+    gate: Any = module._forward_hooks_always_called[_KEY]  # type: ignore[index] # noqa: SLF001
+    if gate.open > 0 or gate.root or gate.residency.turns.several:
         # The module calls itself, or another thread may have bound what is bound.
         _enter(module, gate)
         return
@@ -222,7 +232,7 @@ def _before(module: torch.nn.Module, args: Any) -> None:
 
 def _after(module: torch.nn.Module, args: Any, result: Any) -> None:
     del args, result
-    gate = module.__dict__.get(_GATE)
+    gate: Any = module._forward_hooks_always_called.get(_KEY)  # type: ignore[call-overload] # noqa: SLF001
     if gate is not None and gate.open > 0:
         _leave(module, gate)
 
@@ -267,7 +277,7 @@ def _replaced(name: str) -> UsageError:
 def _refuse_wrapped(wrapper: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
     """Refuse wrappers for several devices when they are made: they may call what is in them from anywhere."""
     del name
-    if module is None or _GATE not in module.__dict__:
+    if module is None or _gate_of(module) is None:
         return
     kinds = [kind.__name__ for kind in type(wrapper).__mro__]
     for kind in ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"):

@@ -28,6 +28,8 @@ __all__ = ["Gradients", "Rule"]
 
 # The gradient's own, and the one that asks.
 _STORAGE_USES = 2
+# In the parameters' tables of hooks, where torch's own keys are numbers.
+_KEY = "memascend"
 _INSTEAD = 'pass accumulation_steps= to offload(), or gradients="ssd"'
 
 
@@ -82,7 +84,17 @@ class Gradients:
         self.fresh = False
         self.backwards = Backwards(accumulation_steps, self._begins)
         self._noticed: set[str] = set()
-        self._hooks: list[Any] = []
+        # By the parameter, for its hook: one function for all of them.
+        self._of: dict[int, Arrival] = {}
+        # torch keeps hooks where Python's collector does not look: they must not lead back to a parameter.
+        weak = weakref.ref(self)
+
+        def arrive(parameter: torch.Tensor) -> None:
+            gradients = weak()
+            if gradients is not None:
+                gradients._heard(gradients._of[id(parameter)], parameter)  # noqa: SLF001
+
+        self._arrive = arrive
         # Hears of each gradient that was handed on: its name, its bytes, and when that began.
         self.on_arrived: Callable[[str, int, float], None] | None = None
 
@@ -91,27 +103,18 @@ class Gradients:
     def watch(self, place: Place, group: int, step: int) -> Arrival:
         """Take charge of a parameter's gradients."""
         kept = self.kept[place.name] = Arrival(self, place, group, step)
-        # torch keeps the hook where Python's collector does not look: it must not lead back to the parameter.
-        weak = weakref.ref(self)
-        name, nbytes = place.name, place.nothing.nbytes
-
-        def arrived(parameter: torch.Tensor) -> None:
-            gradients = weak()
-            if gradients is not None:
-                gradients._heard(name, nbytes, parameter)  # noqa: SLF001
-
+        self._of[id(place.parameter)] = kept
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             frozen = not place.parameter.requires_grad
             # One that is frozen now may thaw later, and torch takes no hook of it.
             place.parameter.requires_grad_(True)
-            self._hooks.append(place.parameter.register_post_accumulate_grad_hook(arrived))
+            _hook(place.parameter, self._arrive)
             place.parameter.requires_grad_(not frozen)
         return kept
 
-    def _heard(self, name: str, nbytes: int, parameter: torch.Tensor) -> None:
+    def _heard(self, kept: Arrival, parameter: torch.Tensor) -> None:
         """A gradient was accumulated."""
         began = time.perf_counter()
-        kept = self.kept[name]
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             gradient = parameter.grad
             if gradient is not None and not kept.stands_in(gradient):
@@ -119,7 +122,7 @@ class Gradients:
             elif gradient is not None:
                 self.backwards.enter()
         if self.on_arrived is not None:
-            self.on_arrived(name, nbytes, began)
+            self.on_arrived(kept.name, kept.place.nothing.nbytes, began)
 
     def _arrived(self, kept: Arrival, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         """A gradient came where there was none."""
@@ -187,7 +190,9 @@ class Gradients:
             self.backwards.require_declared(kept.name)
 
     def _update(self, kept: Arrival, gradient: torch.Tensor) -> None:
-        kept.found = self._check(gradient)
+        found, squared = self._check(gradient)
+        # Read later where that may have to wait for a device; elsewhere two tensors for each parameter would be kept.
+        kept.found = (bool(found), float(squared)) if gradient.device.type == "cpu" else (found, squared)
         kept.spilled = False
         self._stage(kept, gradient, self.scale)
 
@@ -406,6 +411,22 @@ class Gradients:
 
     def unwatch(self) -> None:
         """Let go of the parameters."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        for kept in self._of.values():
+            with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+                hooks: Any = kept.place.parameter._post_accumulate_grad_hooks  # noqa: SLF001
+            if hooks is not None:
+                hooks.pop(_KEY, None)
+        self._of.clear()
+
+
+class _Hooks(dict[Any, Any]):
+    """A parameter's hooks, as torch's own table of them but smaller: a model has thousands of parameters."""
+
+    __slots__ = ("__weakref__",)
+
+
+def _hook(parameter: Any, hook: Any) -> None:
+    """Have a hook called when a gradient was accumulated, without the handle that torch would make."""
+    if parameter._post_accumulate_grad_hooks is None:  # noqa: SLF001
+        parameter._post_accumulate_grad_hooks = _Hooks()  # noqa: SLF001
+    parameter._post_accumulate_grad_hooks[_KEY] = hook  # noqa: SLF001

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import logging
 import mmap
 import os
 import resource
+import time
 
 __all__ = ["Heap", "trim"]
 
 _log = logging.getLogger("memascend")
-# From malloc.h; the thresholds are those that glibc begins with, and the highest that it goes to by itself.
+# From malloc.h. What a block computes with is mapped from here on (glibc begins with 128 KiB): in the heap it would
+# leave holes between the small things that stay until the step's end, and other holes in each block.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_STEADY_BYTES = 128 << 10
+_STEADY_BYTES = 32 << 10
+# The highest threshold that glibc goes to by itself.
 _KEPT_BYTES = 32 << 20
 # The top of the heap is what the next step needs again; beside a model in memory, something would lie above it.
 _NEVER = -1
+# Where looking through the heap takes longer than this, it is another's heap. A model's takes a tenth of it.
+_TRIM_SECONDS = 0.005
 # A step that maps so many times the model's own bytes is one of activations: the heap's holes are small beside them.
 _ACTIVATIONS = 8
 
@@ -27,14 +33,16 @@ class Heap:
 
     glibc raises its threshold for mappings of their own with each one that is freed, up to 32 MiB. From then on
     gradients come from the heap, where what little stays between them keeps it from shrinking: it would grow with the
-    depth of the model. So the threshold is fixed. But a mapping is zeroed page by page each time: where batches are
-    large, and with them the activations, that takes long, and the heap keeps what is freed as it would by itself.
+    depth of the model. So the threshold is fixed, and what is free in the heap after a step is given back. But a
+    mapping is zeroed page by page each time: where batches are large, and with them the activations, that takes long,
+    and the heap keeps what is freed as it would by itself.
     """
 
     def __init__(self, model_bytes: int) -> None:
         self._model_bytes = model_bytes
         self._steps = 0
         self._faults = 0
+        self._trims = True
         chosen = "MALLOC_MMAP_THRESHOLD_" in os.environ or "GLIBC_TUNABLES" in os.environ
         self.steady = not chosen and _set(_M_MMAP_THRESHOLD, _STEADY_BYTES)
 
@@ -51,15 +59,25 @@ class Heap:
             _set(_M_MMAP_THRESHOLD, _KEPT_BYTES)
             _set(_M_TRIM_THRESHOLD, _NEVER)
             _log.info("activations of %d MB a step: the heap keeps freed memory from now on", mapped // 1_000_000)
+            return
+        if self._trims:
+            began = time.thread_time()
+            trim()
+            self._trims = time.thread_time() - began < _TRIM_SECONDS
 
 
 def _set(option: int, value: int) -> bool:
     with contextlib.suppress(OSError, AttributeError):
-        return bool(ctypes.CDLL(None).mallopt(option, value))
+        return bool(_c_library().mallopt(option, value))
     return False
 
 
 def trim() -> None:
-    """Give back to the system what the model held."""
+    """Give back to the system what is free in the heap."""
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
+        _c_library().malloc_trim(0)
+
+
+@functools.cache
+def _c_library() -> ctypes.CDLL:
+    return ctypes.CDLL(None)

@@ -7,6 +7,7 @@ it keeps the class that asks, and only the threads that bound it have it.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -24,6 +25,8 @@ _CPU = torch.device("cpu")
 
 # Raised where a parameter that is away is asked for its memory, or written to.
 _HOW = "use memascend.materialized(model) to read it, and materialized(model, modify=True) to change it"
+# A model has some tens of kinds of parameters; where it has more than this, further ones have a tensor each.
+_KINDS_MAX = 1024
 
 
 class Source(Protocol):
@@ -79,11 +82,7 @@ class Place:
         self.stride = dense_strides(parameter)
         self.kind = type(parameter)
         self.away = _away_class(self.kind)
-        with torch.inference_mode(mode=False):
-            self.nothing = torch.empty((), dtype=self.dtype, device=device).expand(self.shape)
-            # It has no memory from here on. What asks torch's core for it (DLPack, a custom kernel, a thread that found
-            # the parameter bound a moment ago) gets this error, and no number.
-            torch._C._set_storage_access_error_msg(self.nothing, _said(name, "read past the parameter's class"))  # noqa: SLF001
+        self.nothing = _nothing(self.shape, self.dtype, device)
         self.bound_version: int | None = None
 
     def unbind(self) -> None:
@@ -120,6 +119,18 @@ class Place:
     def written(self) -> bool:
         """Whether somebody wrote to the parameter in place since it was bound."""
         return self.bound_version is not None and self.parameter._version != self.bound_version  # noqa: SLF001
+
+
+@functools.lru_cache(maxsize=_KINDS_MAX)
+def _nothing(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of this shape without memory, one for all parameters that are alike."""
+    with torch.inference_mode(mode=False):
+        nothing = torch.empty((), dtype=dtype, device=device).expand(shape)
+        # It has no memory from here on. What asks torch's core for it (DLPack, a custom kernel, a thread that found
+        # the parameter bound a moment ago) gets this error, and no number.
+        whose = f"a parameter of {list(shape)} {str(dtype).removeprefix('torch.')}"
+        torch._C._set_storage_access_error_msg(nothing, _said(whose, "read past the parameter's class"))  # noqa: SLF001
+    return nothing
 
 
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -197,12 +208,12 @@ def _set_data(parameter: torch.Tensor, values: torch.Tensor) -> None:
         parameter.data = values
 
 
-def _said(name: str, how: str) -> str:
-    return f"the values of {name!r} are on storage and cannot be {how} here: {_HOW}"
+def _said(whose: str, how: str) -> str:
+    return f"the values of {whose} are on storage and cannot be {how} here: {_HOW}"
 
 
 def _refused(place: Place, how: str) -> UsageError:
-    return UsageError(_said(place.name, how))
+    return UsageError(_said(repr(place.name), how))
 
 
 def _is_in_place(func: Callable[..., Any]) -> bool:

@@ -10,36 +10,28 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from memascend.errors import BudgetError, TimeoutExpired, UsageError
+from memascend.home import Home, alive, view
+from memascend.leaving import holders_beside, is_leaving, victim_for
 from memascend.order import Order
 from memascend.saved import Hooks
-from memascend.threads import is_autograds, others_alive
+from memascend.threads import others_alive
+from memascend.turns import Turns, count_here
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    from memascend.home import Fetch
     from memascend.memory import Arena
     from memascend.placeholder import Place
     from memascend.sums import Sums
 
-__all__ = ["Home", "Residency"]
+__all__ = ["Residency"]
 
 # How long the bytes of an evicted unit may take to come back, and how long to wait before giving up.
 _RELEASE_SECONDS = 0.05
 _LAST_SECONDS = 1.0
-# How long an operation of another thread on a parameter may take before it is refused as one that does not end.
-_TOUCH_SECONDS = 60.0
 # Units beyond the planned ones that are fetched ahead where there is room anyway.
 _FARTHER = 3
-
-
-class Fetch(Protocol):
-    """A read of a unit that was begun."""
-
-    def wait(self) -> int:
-        """Wait for it, and check it."""
-
-    def done(self) -> bool:
-        """Whether the device is done."""
 
 
 class Copies(Protocol):
@@ -50,50 +42,6 @@ class Copies(Protocol):
 
     def assigned(self, place: Place, values: torch.Tensor) -> bool:
         """Write values through; False where that is not meant."""
-
-
-class Home:
-    """One unit at run time: its parameters, and where its bytes are now."""
-
-    __slots__ = (
-        "base",
-        "bound",
-        "fetch",
-        "guarded",
-        "holders",
-        "index",
-        "name",
-        "nbytes",
-        "pending",
-        "pinned",
-        "places",
-        "slot_bytes",
-        "used",
-        "version",
-        "views",
-        "weak",
-    )
-
-    def __init__(self, index: int, name: str, nbytes: int, slot_bytes: int, *, pinned: bool) -> None:
-        self.index = index
-        self.name = name
-        self.nbytes = nbytes
-        self.slot_bytes = slot_bytes
-        self.pinned = pinned
-        self.places: list[Place] = []
-        self.bound = 0
-        # Its parameters ask each thread whether it has bound them; and the threads that have, with how often.
-        self.guarded = False
-        self.holders: dict[int, int] = {}
-        self.version = 0
-        self.used = 0
-        self.base: torch.Tensor | None = None
-        self.fetch: Fetch | None = None
-        # The bytes that `fetch` fills.
-        self.pending: torch.Tensor | None = None
-        self.views: list[torch.Tensor] | None = None
-        # Of the storage that was leased last: views that others hold may keep it alive.
-        self.weak: tuple[StorageWeakRef, int] | None = None
 
 
 class Residency:
@@ -127,20 +75,10 @@ class Residency:
         self._classes = sorted(slots)
         self.homes: list[Home] = []
         self.lock = threading.RLock()
-        # The thread that changes values or waits to, how deep, and whether the others have stopped; see `alone`.
-        self._changer: int | None = None
-        self._changes = 0
-        self._changing = False
-        # Threads that carry out one operation on a parameter, with how often.
-        self._touching: dict[int, int] = {}
-        # Tells of every change of these.
-        self._turn = threading.Condition(self.lock)
+        self.turns = Turns(self.lock)
         self.hooks = Hooks(self)
         self.order = Order()
         self.closed: str | None = None
-        # More threads than one have bound units: what one has bound is not bound for another.
-        self.several = False
-        self._thread: int | None = None
         # What makes copies of whole models.
         self.surgery: Copies | None = None
         self._at: dict[int, tuple[Home, int]] = {}
@@ -169,30 +107,20 @@ class Residency:
 
     # --- binding ---------------------------------------------------------------
 
-    def note_thread(self) -> None:
-        """A thread is about to use parameters: from its first module on it must not lean on what another has bound."""
-        thread = threading.get_ident()
-        if self._thread is None:
-            self._thread = thread
-        elif thread != self._thread and not is_autograds():
-            self.several = True
-
     def bind(self, home: Home) -> None:
         """Make a unit's parameters real. Every call is ended by `unbind`."""
         with self.lock:
-            if self._changing and self._changer != threading.get_ident():
-                self._turn.wait_for(lambda: not self._changing)
-            self.note_thread()
+            self.turns.wait_to_bind()
             if home.bound == 0:
                 base = self.use(home)
                 if home.views is None:
-                    home.views = [_view(base, place) for place in home.places]
-                home.guarded = self.several or others_alive(self._thread)
-                for place, view in zip(home.places, home.views, strict=True):
-                    place.bind(view, guarded=home.guarded)
+                    home.views = [view(base, place) for place in home.places]
+                home.guarded = self.turns.several or others_alive(self.turns.first)
+                for place, values in zip(home.places, home.views, strict=True):
+                    place.bind(values, guarded=home.guarded)
             home.bound += 1
             if home.guarded:
-                _count(home.holders, 1)
+                count_here(home.holders, 1)
 
     def unbind(self, home: Home) -> None:
         """End what `bind` began."""
@@ -201,7 +129,7 @@ class Residency:
             home.bound = max(0, home.bound - 1)
             if home.bound > 0:
                 if home.guarded:
-                    _count(home.holders, -1)
+                    count_here(home.holders, -1)
                 return
             home.holders.clear()
             written = [place.name for place in home.places if place.written]
@@ -225,24 +153,18 @@ class Residency:
         homes = list({id(home): home for home in (self.home_of[place.name] for place in places)}.values())
         bound: list[Home] = []
         pushed = False
-        with self.lock:
-            if threading.get_ident() not in self._touching:
-                self._turn.wait_for(lambda: self._changer in (None, threading.get_ident()))
-            _count(self._touching, 1)
-        try:
-            for home in homes:
-                self.bind(home)
-                bound.append(home)
-            pushed = self.hooks.push()
-            yield
-        finally:
-            if pushed:
-                self.hooks.pop()
-            for home in reversed(bound):
-                self.unbind(home)
-            with self.lock:
-                _count(self._touching, -1)
-                self._turn.notify_all()
+        with self.turns.touching():
+            try:
+                for home in homes:
+                    self.bind(home)
+                    bound.append(home)
+                pushed = self.hooks.push()
+                yield
+            finally:
+                if pushed:
+                    self.hooks.pop()
+                for home in reversed(bound):
+                    self.unbind(home)
 
     def detached(self, place: Place) -> torch.Tensor | None:
         """See `placeholder.Source`."""
@@ -309,7 +231,7 @@ class Residency:
         """Take living bytes of the current version again."""
         if home.weak is None or home.weak[1] != home.version:
             return False
-        storage = _alive(home.weak[0])
+        storage = alive(home.weak[0])
         if storage is None or home.fetch is not None:
             return False
         with torch.inference_mode(mode=False):
@@ -328,7 +250,7 @@ class Residency:
                 except TimeoutExpired:
                     if patience == _LAST_SECONDS and not self._busy():
                         raise self._crowded(home) from None
-            leaving = self._is_leaving(home)
+            leaving = is_leaving(home, self.homes)
             if not must and (evicted or leaving):
                 # It is asked for again soon; waiting here would keep compute from going on.
                 return None
@@ -336,7 +258,7 @@ class Residency:
                 # Whoever read it lets go in a moment; an update that works on it, when it is done.
                 patience = _RELEASE_SECONDS
                 continue
-            victim = self._victim(home, must=must)
+            victim = victim_for(home, self.homes, self.order, self._current, must=must)
             if victim is not None:
                 self.evict(victim)
                 evicted, patience = True, 0.0
@@ -344,34 +266,6 @@ class Residency:
                 patience = _LAST_SECONDS
             else:
                 return None
-
-    def _is_leaving(self, home: Home) -> bool:
-        """Whether the bytes of an evicted unit of the same class are still held by somebody."""
-        return any(
-            other.slot_bytes == home.slot_bytes
-            and other is not home
-            and other.base is None
-            and other.fetch is None
-            and other.weak is not None
-            and not other.weak[0].expired()
-            for other in self.homes
-        )
-
-    def _victim(self, home: Home, *, must: bool) -> Home | None:
-        """The unit in the same class whose next use is farthest; one that is used before `home` only if it must be."""
-        best: Home | None = None
-        best_key = (-1, 0)
-        for other in self.homes:
-            if other.slot_bytes != home.slot_bytes or other.bound or other.pinned or other in (home, self._current):
-                continue
-            if other.base is None and (other.fetch is None or not must):
-                continue
-            key = (self.order.next_use(other.index), -other.used)
-            if key > best_key:
-                best, best_key = other, key
-        if best is not None and not must and best_key[0] <= self.order.next_use(home.index):
-            return None
-        return best
 
     def evict(self, home: Home) -> None:
         """Let a unit's bytes go; views that others hold keep them until they are gone."""
@@ -410,11 +304,7 @@ class Residency:
                 return
 
     def _crowded(self, home: Home) -> BudgetError:
-        holders = [
-            other.name
-            for other in self.homes
-            if other.slot_bytes == home.slot_bytes and other.weak is not None and _alive(other.weak[0]) is not None
-        ]
+        holders = holders_beside(home, self.homes)
         smallest = self.larger_budget(home.slot_bytes)
         return BudgetError(
             f"no room for unit {home.name!r} ({home.nbytes} bytes): all places of its size are held by views of "
@@ -445,27 +335,6 @@ class Residency:
             raise UsageError(
                 f"unit {used!r} is in use: call {call} outside of the model's forward and of materialized()"
             )
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Let the operations of other threads on parameters end, and no other thread bind anything inside."""
-        here = threading.get_ident()
-        with self.lock:
-            self._turn.wait_for(lambda: self._changer in (None, here))
-            self._changer = here
-            self._changes += 1
-        try:
-            with self.lock:
-                # An operation that has begun goes on, also where it binds more; no other begins.
-                self._turn.wait_for(lambda: not self._touching.keys() - {here}, timeout=_TOUCH_SECONDS)
-                self._changing = True
-            yield
-        finally:
-            with self.lock:
-                self._changes -= 1
-                if self._changes == 0:
-                    self._changer, self._changing = None, False
-                    self._turn.notify_all()
 
     # --- the step's end --------------------------------------------------------
 
@@ -510,7 +379,7 @@ class Residency:
         """The values of a parameter where they are resident, as the last commit left them. They hold the unit."""
         with self.lock:
             home = self.home_of[place.name]
-            return None if home.base is None else _view(home.base, place)
+            return None if home.base is None else view(home.base, place)
 
     # --- what the saved-tensor hooks ask ------------------------------------------
 
@@ -527,24 +396,3 @@ class Residency:
                     "the forward again"
                 )
             return self.use(home).untyped_storage()
-
-
-def _count(threads: dict[int, int], more: int) -> None:
-    """Count for this thread; those that stand at nothing are not there."""
-    thread = threading.get_ident()
-    count = threads.pop(thread, 0) + more
-    if count > 0:
-        threads[thread] = count
-
-
-def _view(base: torch.Tensor, place: Place) -> torch.Tensor:
-    with torch.inference_mode(mode=False), torch.no_grad():
-        view = torch.empty(0, dtype=place.dtype, device=base.device)
-        return view.set_(base.untyped_storage(), place.offset // view.element_size(), place.shape, place.stride)
-
-
-def _alive(weak: StorageWeakRef) -> torch.UntypedStorage | None:
-    """The storage of a weak reference, if it lives."""
-    if weak.expired():
-        return None
-    return torch.UntypedStorage._new_with_weak_ptr(weak.cdata)  # noqa: SLF001

@@ -163,7 +163,7 @@ class Session:
         self.frames.unwind()
         self.surgery.forget()
         began = time.perf_counter()
-        with self.residency.alone():
+        with self.residency.turns.alone():
             committed = self._step()
         if committed:
             self.residency.end_step()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from memascend.residency import Home
+    from memascend.home import Home
 
 __all__ = ["Sums", "wanted"]
 

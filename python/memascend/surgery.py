@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from memascend.home import Home
     from memascend.placeholder import Place
-    from memascend.residency import Home, Residency
+    from memascend.residency import Residency
     from memascend.session import Session
 
 __all__ = ["Surgery", "is_materialized", "materialized"]
@@ -206,7 +207,7 @@ class Surgery:
 
     def _commit(self) -> None:
         if self._changed:
-            with self._residency.alone():
+            with self._residency.turns.alone():
                 self._residency.require_idle("this")
                 self._changed = False
                 self._require_session().commit_rewritten()
@@ -224,7 +225,7 @@ class Surgery:
         residency = self._residency
         homes: list[Home] = []
         try:
-            with residency.alone():
+            with residency.turns.alone():
                 residency.require_idle("materialized()")
                 self._make_real(homes)
             # What is copied or pickled in there is a plain model.
@@ -268,7 +269,7 @@ class Surgery:
                     place.release(copy)
 
     def _release(self, homes: list[Home]) -> None:
-        with self._residency.alone(), self._residency.lock:
+        with self._residency.turns.alone(), self._residency.lock:
             while homes:
                 home = homes.pop()
                 home.bound = max(0, home.bound - 1)

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from memascend.buffers import Buffers
     from memascend.config import Options
     from memascend.engine import Store
+    from memascend.home import Home
     from memascend.ownership import Owned
     from memascend.plan import Plan
-    from memascend.residency import Home
     from memascend.session import Resources
     from memascend.units import Unit
     from memascend.updates import Arithmetic
@@ -61,7 +61,8 @@ class Wiring:
 
     def run(self) -> OffloadedOptimizer:
         """Let the parameters go, and hand out the optimizer that has charge of them."""
-        options, plan, resources = self.options, self.plan, self.resources
+        # What lives as long as the run holds these, and not all that is known of each parameter here.
+        options, plan, resources, model = self.options, self.plan, self.resources, self.model
         store = resources.store
         engine = resources.units.engine(resources.engine)
         known = {entry["name"]: entry for entry in store.entries()}
@@ -94,7 +95,7 @@ class Wiring:
 
         def leave() -> None:
             close_gates(modules)
-            self.model.__dict__.pop("_memascend", None)
+            model.__dict__.pop("_memascend", None)
 
         surgery = residency.surgery = Surgery(self.model, residency, self.scratch)
         session = Session(
@@ -115,8 +116,8 @@ class Wiring:
         offloaded = OffloadedOptimizer(self.original, session)
 
         def enter() -> None:
-            open_gates(self.model, gates, residency, frames)
-            self.model.__dict__["_memascend"] = offloaded
+            open_gates(model, gates, residency, frames)
+            model.__dict__["_memascend"] = offloaded
 
         session.checkpoint = options.checkpoint
         surgery.attach(session, leave=leave, enter=enter)
@@ -174,12 +175,15 @@ class Wiring:
         home_of = {id(place.parameter): home for home in homes.values() for place in home.places}
         whole = {unit.module: homes[unit.name] for unit in self.units if unit.module is not None}
         gates = []
+        # One tuple for all modules of a unit.
+        alike: dict[tuple[Home, ...], tuple[Home, ...]] = {}
         for name, module in self.model.named_modules():
             needed = [whole[name]] if name in whole else []
             needed += [home_of[id(own)] for own in module._parameters.values() if own is not None]  # noqa: SLF001
             needed += [home_of[id(own)] for own in _listed(module)]
             if needed or module is self.model:
-                gates.append((module, tuple({id(home): home for home in needed}.values())))
+                needs = tuple(dict.fromkeys(needed))
+                gates.append((module, alike.setdefault(needs, needs)))
         return gates
 
     def _scale(self, store: Store) -> LossScale:

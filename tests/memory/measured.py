@@ -167,6 +167,7 @@ def main(given):
 
     train(model, optimizer, batch, work["steps"])
     phase("train")
+    trained = status()
     report = optimizer.report().to_dict()
     held = {
         "regions": sum(region["bytes"] for region in memory.regions()),
@@ -184,6 +185,7 @@ def main(given):
             {
                 "before": before,
                 "after": after,
+                "trained": trained,
                 "whole_peak": answer_peak,
                 "peaks": peaks,
                 "model_bytes": of_model,

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import re
 
 import numpy as np
 import pytest
@@ -96,11 +97,12 @@ def test_a_touch_that_cannot_be_right_raises(training, weight, touch):
 
 def test_memory_that_is_asked_for_behind_our_back_is_none(training, weight):
     """Where torch asks no class, there is an error, and no NaN."""
-    with pytest.raises(RuntimeError, match=r"blocks\.1\.up\.weight"):
+    said = re.escape(f"a parameter of {list(weight.shape)} float32 are on storage")
+    with pytest.raises(RuntimeError, match=said):
         torch.utils.dlpack.to_dlpack(weight)
     with torch._C.DisableTorchFunctionSubclass():
         for read in (weight.norm, weight.tolist, lambda: weight + 1):
-            with pytest.raises(RuntimeError, match=r"blocks\.1\.up\.weight"):
+            with pytest.raises(RuntimeError, match=said):
                 read()
     training.step(1)
 

@@ -1,0 +1,57 @@
+"""Which unit leaves to make room for another, and what keeps one from it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from memascend.home import alive
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from memascend.home import Home
+    from memascend.order import Order
+
+__all__ = ["holders_beside", "is_leaving", "victim_for"]
+
+
+def victim_for(home: Home, homes: Iterable[Home], order: Order, current: Home | None, *, must: bool) -> Home | None:
+    """The unit in the same class whose next use is farthest; one that is used before `home` only if it must be.
+
+    `current` is the unit that is asked for right now, which stays.
+    """
+    best: Home | None = None
+    best_key = (-1, 0)
+    for other in homes:
+        if other.slot_bytes != home.slot_bytes or other.bound or other.pinned or other in (home, current):
+            continue
+        if other.base is None and (other.fetch is None or not must):
+            continue
+        key = (order.next_use(other.index), -other.used)
+        if key > best_key:
+            best, best_key = other, key
+    if best is not None and not must and best_key[0] <= order.next_use(home.index):
+        return None
+    return best
+
+
+def is_leaving(home: Home, homes: Iterable[Home]) -> bool:
+    """Whether the bytes of an evicted unit of the same class are still held by somebody."""
+    return any(
+        other.slot_bytes == home.slot_bytes
+        and other is not home
+        and other.base is None
+        and other.fetch is None
+        and other.weak is not None
+        and not other.weak[0].expired()
+        for other in homes
+    )
+
+
+def holders_beside(home: Home, homes: Iterable[Home]) -> list[str]:
+    """The names of units of the same class whose bytes somebody holds."""
+    return [
+        other.name
+        for other in homes
+        if other.slot_bytes == home.slot_bytes and other.weak is not None and alive(other.weak[0]) is not None
+    ]
