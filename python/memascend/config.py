@@ -105,11 +105,6 @@ class Options:
             raise ConfigError(
                 "device_memory is the budget of a CUDA device, which cannot be computed on yet: leave it out"
             )
-        if self.activations == "host":
-            raise ConfigError(
-                "activations='host' is for a CUDA device; on the CPU they are in host memory anyway: pass 'device', or "
-                "'ssd' to keep what checkpoints save on storage"
-            )
 
     def _check_places(self) -> None:
         if self.weights is not None and self.checkpoint is not None:

@@ -101,9 +101,10 @@ def offload(
         scratch: a folder for copies of the weights that `state_dict()` and `materialized()` make; None: beside the
             store.
         device_memory: not there yet.
-        activations: where what checkpoints save within the model's forward waits for the backward: "device": in
-            memory, as torch keeps it; "ssd": in files beside the store (in `scratch`, where that is given), in the same
-            bits. "host" is for a CUDA device.
+        activations: where what checkpoints save within the model's forward waits for the backward, in the same bits:
+            "device": where it was made, as torch keeps it; "host": in pinned host memory, as far as the budget goes (1
+            GiB of it where `host_memory` is None), then in files; "ssd": in files beside the store (in `scratch`,
+            where that is given). On the CPU, "host" is "device".
         durability: "step": every step survives a loss of power; "close": the death of the process; "none": nothing is
             kept before `close()`.
 
@@ -198,8 +199,12 @@ class _Offloading:
         units = find_units(self.model, units=options.unit_names)
         entries = self._entries(units)
         paths = list(options.paths or ())
-        if options.activations == "ssd" and paths and not self._folders():
-            raise ConfigError("the storage is a raw device: give offload(scratch=) a folder for activations='ssd'")
+        moves = self._moves_activations()
+        if moves and paths and not self._folders():
+            raise ConfigError(
+                f"the storage is a raw device: give offload(scratch=) a folder for activations={options.activations!r}"
+            )
+        stays = moves and options.activations == "host"
         sizes = self.sizes = engines.sizes(entries, optimizer=type(self.original).__name__, devices=max(1, len(paths)))
         gradients = [owned.parameter.nbytes for owned in self.owned.values() if owned.group is not None]
         plan = make_plan(
@@ -211,7 +216,9 @@ class _Offloading:
             largest_gradient=max(gradients),
             all_gradients=sum(gradients),
             whole_bytes=self.arithmetic.whole_bytes + sizes.other_bytes,
-            activation_chunks=activations.CHUNKS if options.activations == "ssd" else None,
+            activation_chunks=activations.CHUNKS if moves else None,
+            activation_group=activations.MORE if stays else 0,
+            activation_groups=activations.MORE_USUAL if stays else 0,
             update_values=self.arithmetic.update_values,
             budget=options.host_bytes,
         )
@@ -247,7 +254,7 @@ class _Offloading:
             )
             undo.callback(unit_memory.close)
             undo.callback(unit_memory.stop)
-            keeper = self._activations()
+            keeper = self._activations(plan.activation_groups)
             if keeper is not None:
                 undo.callback(keeper.close, "offload() failed")
             resources = Resources(store, engine, unit_memory, keeper)
@@ -378,10 +385,15 @@ class _Offloading:
 
     # --- what the run is told ------------------------------------------------------------------
 
-    def _activations(self) -> activations.Activations | None:
-        if self.options.activations != "ssd":
+    def _moves_activations(self) -> bool:
+        """Whether what checkpoints save goes elsewhere; on the host, "host" is where it is."""
+        return self.options.activations == "ssd" or (self.options.activations == "host" and self.device is not None)
+
+    def _activations(self, groups: int) -> activations.Activations | None:
+        if not self._moves_activations():
             return None
-        return activations.open_activations(self._folders() or [cast("Path", self.folder)])
+        folders = self._folders() or [cast("Path", self.folder)]
+        return activations.open_activations(folders, device=self.device, groups=groups)
 
     def _folders(self) -> list[Path]:
         """For files that are gone with the process: beside each part of the store, as far as that is known."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from memascend import memory
@@ -96,6 +96,8 @@ def make_plan(
     all_gradients: int,
     whole_bytes: int = 0,
     activation_chunks: Mapping[int, int] | None = None,
+    activation_group: int = 0,
+    activation_groups: int = 0,
     staging: Mapping[str, Mapping[int, int]] | None = None,
     device_budget: int | None = None,
     budget: int | None = None,
@@ -112,6 +114,8 @@ def make_plan(
         all_gradients: bytes of all of them.
         whole_bytes: what an optimizer needs that updates whole parameters.
         activation_chunks: {bytes: count} of those through which checkpointed activations go to storage.
+        activation_group: further ones, so many at a time, in which they stay where there is room; 0: all go.
+        activation_groups: how many of these keep the disk out of it, as far as anybody can say beforehand.
         staging: where a device computes, the chunks, {bytes: count}, that lie between it and storage, by owner; units
             and gradients are then in its memory.
         device_budget: the limit there; None: the smallest that keeps disk and compute busy.
@@ -128,13 +132,14 @@ def make_plan(
     planner = _Planner(
         units, sizes, gradients, largest_gradient, all_gradients, whole_bytes, segment, activation_chunks or {}, staging
     )
+    group_bytes = _reserved({nbytes: activation_group for nbytes in activation_chunks or {} if activation_group})
     # From the smallest plan to the comfortable one, in the order of what it gains: two chunks more cost little.
     rungs = [
         planner.settled(1, _CHUNKS_MIN, largest_gradient),
         planner.settled(1, _CHUNKS_FEW, largest_gradient),
         planner.settled(2, _CHUNKS_FEW, largest_gradient),
         planner.settled(2, _CHUNKS_FEW, planner.queue_bytes),
-        planner.settled(2, _CHUNKS, planner.queue_bytes),
+        planner.settled(2, _CHUNKS, planner.queue_bytes).with_activations(activation_groups, group_bytes),
     ]
     smallest = min(rung.peak for rung in rungs)
     comfortable = rungs[-1].peak
@@ -173,6 +178,9 @@ def make_plan(
             if more.peak <= budget and more.device_peak <= device_budget:
                 chosen = more
                 break
+    if group_bytes:
+        # What is left, from here on.
+        chosen = chosen.with_activations(chosen.activation_groups + (budget - chosen.peak) // group_bytes, group_bytes)
     now = planner.reads(chosen.classes)
     base = planner.reads(rungs[-1].classes)
     best = planner.reads(ample.classes)
@@ -197,6 +205,7 @@ def make_plan(
         window=chosen.window,
         segment=segment,
         chunks=chosen.chunks,
+        activation_groups=chosen.activation_groups,
         gradients=gradients,
         queue_bytes=chosen.queue_bytes,
         resident=now.resident,
@@ -234,6 +243,15 @@ class _Held:
     host: dict[str, int]
     # Empty where the host computes.
     device: dict[str, int]
+    activation_groups: int = 0
+
+    def with_activations(self, groups: int, group_bytes: int) -> _Held:
+        """The same with so many groups of chunks for activations."""
+        more = (groups - self.activation_groups) * group_bytes
+        if not more:
+            return self
+        host = {**self.host, "activations": self.host["activations"] + more}
+        return replace(self, host=host, activation_groups=groups)
 
     @property
     def peak(self) -> int:
@@ -367,17 +385,18 @@ class _Planner:
             count = min(wanted, room)
             if count <= 0 or not self._saved(members, slots, slots + count):
                 continue
-            wider = self._held(
-                held.window, held.chunks, held.queue_bytes, {**held.classes, bound: classes[bound] + count}
-            )
+            wider = self._wider(held, {**held.classes, bound: classes[bound] + count})
             # Alignment may take a percent more than the slots themselves.
             while budget is not None and wider.units_peak > budget and count > 0:
                 count -= 1
-                wider = self._held(
-                    held.window, held.chunks, held.queue_bytes, {**held.classes, bound: classes[bound] + count}
-                )
+                wider = self._wider(held, {**held.classes, bound: classes[bound] + count})
             held = wider
         return held
+
+    def _wider(self, held: _Held, classes: dict[int, int]) -> _Held:
+        wider = self._held(held.window, held.chunks, held.queue_bytes, classes)
+        activations = {"activations": held.host["activations"]}
+        return replace(wider, host={**wider.host, **activations}, activation_groups=held.activation_groups)
 
     def _saved(self, members: Sequence[Unit], slots: int, more: int) -> int:
         def total(count: int) -> int:
