@@ -1,4 +1,4 @@
-"""Checkpointed activations that lie on a device: pinned host memory and storage behind it, in the bits that they had."""
+"""Checkpointed activations that lie on a device: in pinned host memory or on storage, in the bits that they had."""
 
 import dataclasses
 import gc
@@ -172,8 +172,9 @@ def test_what_is_kept_is_gone_from_the_device(tmp_path, fake, where, reentrant):
         loss.backward()
 
 
+@pytest.mark.usefixtures("fake")
 @pytest.mark.parametrize("shared", [0, 1])
-def test_what_comes_next_is_on_its_way_before_it_is_asked_for(tmp_path, fake, monkeypatch, shared):
+def test_what_comes_next_is_on_its_way_before_it_is_asked_for(tmp_path, monkeypatch, shared):
     model, optimizer = offloaded(tmp_path)
     with optimizer:
         model.others = tuple(rows(7).detach() for _ in range(shared))
