@@ -46,7 +46,8 @@ MODULES = {
     "memascend.units": {"errors"},
     "memascend.schedule": {"units"},
     "memascend.planned": {"units"},
-    "memascend.plan": {"errors", "memory", "planned", "schedule", "units"},
+    "memascend.classes": {"errors", "memory"},
+    "memascend.plan": {"classes", "errors", "planned", "schedule", "units"},
     "memascend.recorded": set(),
     "memascend.kept": {"errors", "recorded"},
     "memascend.handles": {"kept", "recorded"},
@@ -111,7 +112,7 @@ MODULES = {
     "memascend.optimizer": {"errors", "plan", "report", "session"},
     "memascend.trainer": {"checkpoint", "errors", "optimizer", "session"},
     "memascend.ownership": {"errors", "gates", "optimizer", "surgery"},
-    "memascend.places": {"engine", "errors"},
+    "memascend.places": {"config", "engine", "errors"},
     "memascend.heap": set(),
     "memascend.wiring": {
         "arrival",

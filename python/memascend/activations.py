@@ -51,15 +51,17 @@ _FUNCTION = torch.autograd.function.__file__
 class Kept:
     """What stands for a tensor that was kept; when it is gone, so is the room that it takes."""
 
-    __slots__ = ("__weakref__", "_owner", "_storage", "coming", "described", "number", "pieces", "used")
+    __slots__ = ("__weakref__", "_owner", "_storage", "coming", "described", "number", "pieces", "stream", "used")
 
-    def __init__(self, owner: Activations, tensor: torch.Tensor, number: int, pieces: list[Piece]) -> None:
+    def __init__(self, owner: Activations, tensor: torch.Tensor, number: int, pieces: list[Piece], stream: Any) -> None:
         self._owner = owner
         # As long as it is held, no other storage has its address.
         self._storage = StorageWeakRef(tensor.untyped_storage())
         self.described = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
         self.number = number
         self.pieces = pieces
+        # Of the device, on which it was made and will be used.
+        self.stream = stream
         # On its way back to a device, begun before it was asked for.
         self.coming: tuple[torch.Tensor, Copy] | None = None
         # Whether it was asked for already.
@@ -144,7 +146,7 @@ class Activations:
         number = self._number
         self._number += 1
         pieces: list[Piece] = []
-        kept = Kept(self, tensor, number, pieces)
+        kept = Kept(self, tensor, number, pieces, None if self._device is None else self._device.stream())
         # With its version counter and without its graph.
         source = tensor.detach()
         data = _bytes_of(tensor)
@@ -169,7 +171,7 @@ class Activations:
             before = self._before(kept.number)
             # Not behind what all blocks share, which is asked for before its turn.
             if self._device is not None and self._is_next(kept):
-                self._bring_ahead(before)
+                self._bring_ahead(before, self._device.stream())
             kept.used = True
             self._read_ahead(before, kept)
             return tensor
@@ -192,10 +194,13 @@ class Activations:
                 last = self._chunks.give(piece, data[at : at + piece.nbytes], after)
         return tensor, last
 
-    def _bring_ahead(self, before: Sequence[Kept]) -> None:
+    def _bring_ahead(self, before: Sequence[Kept], stream: Any) -> None:
         """Begin to copy what is used next to the device, where that needs to wait for nothing."""
         kept = next((other for other in before if not other.used), None)
         if kept is None or kept.coming is not None or not self._chunks.at_hand(kept.pieces):
+            return
+        if kept.stream != stream:
+            # Its memory would be of this stream, and used on the other.
             return
         try:
             tensor, copy = self._brought(kept)

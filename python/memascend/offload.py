@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -25,7 +24,7 @@ from memascend.heap import trim
 from memascend.lending import WINDOWS
 from memascend.ownership import find_owned, sparse_ids
 from memascend.placeholder import dense_strides
-from memascend.places import file_of, remove, temporary
+from memascend.places import file_of, folders_of, remove, scratch_of, temporary
 from memascend.plan import make_plan
 from memascend.progress import Progress
 from memascend.session import Resources
@@ -38,6 +37,7 @@ from memascend.wiring import Wiring
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from memascend.engine import Engine, Entry, Store
     from memascend.optimizer import OffloadedOptimizer
@@ -200,7 +200,7 @@ class _Offloading:
         entries = self._entries(units)
         paths = list(options.paths or ())
         moves = self._moves_activations()
-        if moves and paths and not self._folders():
+        if moves and paths and not folders_of(options):
             raise ConfigError(
                 f"the storage is a raw device: give offload(scratch=) a folder for activations={options.activations!r}"
             )
@@ -269,7 +269,7 @@ class _Offloading:
                 unit_bytes=sizes.unit_bytes,
                 plan=plan,
                 resources=resources,
-                scratch=self._scratch(),
+                scratch=scratch_of(options) or self.folder,
             ).run()
             undo.pop_all()
         trim()
@@ -392,20 +392,5 @@ class _Offloading:
     def _activations(self, groups: int) -> activations.Activations | None:
         if not self._moves_activations():
             return None
-        folders = self._folders() or [cast("Path", self.folder)]
+        folders = folders_of(self.options) or [cast("Path", self.folder)]
         return activations.open_activations(folders, device=self.device, groups=groups)
-
-    def _folders(self) -> list[Path]:
-        """For files that are gone with the process: beside each part of the store, as far as that is known."""
-        if self.options.scratch is not None:
-            return [Path(self.options.scratch)]
-        files = [path for path in self.options.paths or () if not Path(path).is_block_device()]
-        return list(dict.fromkeys(file_of(path).parent for path in files))
-
-    def _scratch(self) -> Path | None:
-        if self.options.scratch is not None:
-            return Path(self.options.scratch)
-        paths = self.options.paths
-        if not paths:
-            return self.folder
-        return None if Path(paths[0]).is_block_device() else file_of(paths[0]).parent
