@@ -70,10 +70,10 @@ class Chunks:
 
     # --- in --------------------------------------------------------------------------
 
-    def filled(self, part: torch.Tensor, source: torch.Tensor, number: int) -> Piece:
+    def filled(self, part: torch.Tensor, source: torch.Tensor, number: int, after: Sequence[Copy]) -> Piece:
         """Take a part of a tensor in; `source` is the tensor that it is copied from.
 
-        On a device the copy comes after what computes now. The host does not wait for it.
+        On a device the copy comes after `after`, and the host does not wait for it.
         """
         chunk = self._for_write()
         piece = Piece(part.numel(), number)
@@ -82,7 +82,7 @@ class Chunks:
             if self._device is None:
                 memory.copy_(part)
             else:
-                chunk.copy = self._device.take(part, memory, [self._device.mark(self._device.stream())])
+                chunk.copy = self._device.take(part, memory, after)
                 # Nobody else gets its memory before the copy is over.
                 chunk.source = (source, source._version)  # noqa: SLF001
         except BaseException:

@@ -150,8 +150,9 @@ class Activations:
         # With its version counter and without its graph.
         source = tensor.detach()
         data = _bytes_of(tensor)
+        after = self._computed()
         for start in range(0, data.numel(), self._chunk_bytes):
-            pieces.append(self._chunks.filled(data[start : start + self._chunk_bytes], source, number))
+            pieces.append(self._chunks.filled(data[start : start + self._chunk_bytes], source, number, after))
             self._chunks.write_ahead()
         if self._device is not None:
             self._arriving.append(pieces)
@@ -184,15 +185,25 @@ class Activations:
             tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)
             data = _bytes_of(tensor)
             # What it lies on may have been somebody else's a moment ago, on the stream that asks.
-            after = [] if self._device is None else [self._device.mark(self._device.stream())]
+            after = self._computed()
             # Those that are in chunks come first: their chunks are then there for the others.
             order = sorted(range(len(kept.pieces)), key=lambda index: kept.pieces[index].chunk is None)
             pieces = [kept.pieces[index] for index in order]
-            for done, (index, piece) in enumerate(zip(order, pieces, strict=True)):
-                self._chunks.read_ahead(pieces[done : done + _AHEAD], kept.number, copied=pieces[:done])
-                at = index * self._chunk_bytes
-                last = self._chunks.give(piece, data[at : at + piece.nbytes], after)
+            try:
+                for done, (index, piece) in enumerate(zip(order, pieces, strict=True)):
+                    self._chunks.read_ahead(pieces[done : done + _AHEAD], kept.number, copied=pieces[:done])
+                    at = index * self._chunk_bytes
+                    last = self._chunks.give(piece, data[at : at + piece.nbytes], after)
+            except BaseException:
+                if last is not None:
+                    # Nobody else gets its memory while something is copied there.
+                    last.wait()
+                raise
         return tensor, last
+
+    def _computed(self) -> list[Copy]:
+        """What comes after it comes after all that the caller has begun to compute."""
+        return [] if self._device is None else [self._device.mark(self._device.stream())]
 
     def _bring_ahead(self, before: Sequence[Kept], stream: Any) -> None:
         """Begin to copy what is used next to the device, where that needs to wait for nothing."""
