@@ -109,11 +109,6 @@ class Options:
                 "device_memory is the budget of a CUDA device, and the model computes on the CPU: leave it out, or "
                 "pass device='cuda'"
             )
-        if self.activations == "host":
-            raise ConfigError(
-                "activations='host' is for a CUDA device; on the CPU they are in host memory anyway: pass 'device', or "
-                "'ssd' to keep what checkpoints save on storage"
-            )
 
     def _check_places(self) -> None:
         if self.weights is not None and self.checkpoint is not None:

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -25,7 +24,7 @@ from memascend.heap import trim
 from memascend.lending import WINDOWS
 from memascend.ownership import find_owned, sparse_ids
 from memascend.placeholder import dense_strides
-from memascend.places import file_of, remove, temporary
+from memascend.places import file_of, folders_of, remove, scratch_of, temporary
 from memascend.plan import make_plan
 from memascend.progress import Progress
 from memascend.session import Resources
@@ -38,6 +37,7 @@ from memascend.wiring import Wiring
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from memascend.device import Device
     from memascend.engine import Engine, Entry, Store
@@ -105,9 +105,10 @@ def offload(
         device_memory: with CUDA, a hard budget for what is held in the device's memory: units, and gradients that wait
             for their update; in bytes or as "8GiB". None: the smallest that keeps disk and compute busy. Activations
             and what else torch holds there come on top.
-        activations: where what checkpoints save within the model's forward waits for the backward: "device": in
-            memory, as torch keeps it; "ssd": in files beside the store (in `scratch`, where that is given), in the same
-            bits. "host" is for a CUDA device.
+        activations: where what checkpoints save within the model's forward waits for the backward, in the same bits:
+            "device": where it was made, as torch keeps it; "host": in pinned host memory, as far as the budget goes (1
+            GiB of it where `host_memory` is None), then in files; "ssd": in files beside the store (in `scratch`,
+            where that is given). On the CPU, "host" is "device".
         durability: "step": every step survives a loss of power; "close": the death of the process; "none": nothing is
             kept before `close()`.
 
@@ -215,8 +216,12 @@ class _Offloading:
         units = find_units(self.model, units=options.unit_names)
         entries = self._entries(units)
         paths = list(options.paths or ())
-        if options.activations == "ssd" and paths and not self._folders():
-            raise ConfigError("the storage is a raw device: give offload(scratch=) a folder for activations='ssd'")
+        moves = self._moves_activations()
+        if moves and paths and not folders_of(options):
+            raise ConfigError(
+                f"the storage is a raw device: give offload(scratch=) a folder for activations={options.activations!r}"
+            )
+        stays = moves and options.activations == "host"
         sizes = self.sizes = engines.sizes(entries, optimizer=type(self.original).__name__, devices=max(1, len(paths)))
         gradients = [owned.parameter.nbytes for owned in self.owned.values() if owned.group is not None]
         plan = make_plan(
@@ -228,7 +233,9 @@ class _Offloading:
             largest_gradient=max(gradients),
             all_gradients=sum(gradients),
             whole_bytes=self.arithmetic.whole_bytes + sizes.other_bytes,
-            activation_chunks=activations.CHUNKS if options.activations == "ssd" else None,
+            activation_chunks=activations.CHUNKS if moves else None,
+            activation_group=activations.MORE if stays else 0,
+            activation_groups=activations.MORE_USUAL if stays else 0,
             update_values=self.arithmetic.update_values,
             budget=options.host_bytes,
         )
@@ -264,7 +271,7 @@ class _Offloading:
             )
             undo.callback(unit_memory.close)
             undo.callback(unit_memory.stop)
-            keeper = self._activations()
+            keeper = self._activations(plan.activation_groups)
             if keeper is not None:
                 undo.callback(keeper.close, "offload() failed")
             resources = Resources(store, engine, unit_memory, keeper)
@@ -279,7 +286,7 @@ class _Offloading:
                 unit_bytes=sizes.unit_bytes,
                 plan=plan,
                 resources=resources,
-                scratch=self._scratch(),
+                scratch=scratch_of(options) or self.folder,
             ).run()
             undo.pop_all()
         trim()
@@ -397,22 +404,12 @@ class _Offloading:
 
     # --- what the run is told ------------------------------------------------------------------
 
-    def _activations(self) -> activations.Activations | None:
-        if self.options.activations != "ssd":
+    def _moves_activations(self) -> bool:
+        """Whether what checkpoints save goes elsewhere; on the host, "host" is where it is."""
+        return self.options.activations == "ssd" or (self.options.activations == "host" and self.staged)
+
+    def _activations(self, groups: int) -> activations.Activations | None:
+        if not self._moves_activations():
             return None
-        return activations.open_activations(self._folders() or [cast("Path", self.folder)])
-
-    def _folders(self) -> list[Path]:
-        """For files that are gone with the process: beside each part of the store, as far as that is known."""
-        if self.options.scratch is not None:
-            return [Path(self.options.scratch)]
-        files = [path for path in self.options.paths or () if not Path(path).is_block_device()]
-        return list(dict.fromkeys(file_of(path).parent for path in files))
-
-    def _scratch(self) -> Path | None:
-        if self.options.scratch is not None:
-            return Path(self.options.scratch)
-        paths = self.options.paths
-        if not paths:
-            return self.folder
-        return None if Path(paths[0]).is_block_device() else file_of(paths[0]).parent
+        folders = folders_of(self.options) or [cast("Path", self.folder)]
+        return activations.open_activations(folders, device=self.device, groups=groups)
