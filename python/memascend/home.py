@@ -40,6 +40,7 @@ class Home:
         "pinned",
         "places",
         "slot_bytes",
+        "trained",
         "used",
         "version",
         "views",
@@ -58,6 +59,8 @@ class Home:
         self.guarded = False
         self.holders: dict[int, int] = {}
         self.version = 0
+        # A step has changed its values, so the next one will.
+        self.trained = False
         self.used = 0
         self.base: torch.Tensor | None = None
         self.fetch: Fetch | None = None

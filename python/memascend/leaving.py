@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from memascend.home import Home
     from memascend.order import Order
 
-__all__ = ["holders_beside", "is_leaving", "victim_for"]
+__all__ = ["has_useless", "holders_beside", "is_leaving", "victim_for"]
 
 
 def victim_for(home: Home, homes: Iterable[Home], order: Order, current: Home | None, *, must: bool) -> Home | None:
@@ -55,3 +55,15 @@ def holders_beside(home: Home, homes: Iterable[Home]) -> list[str]:
         for other in homes
         if other.slot_bytes == home.slot_bytes and other.weak is not None and alive(other.weak[0]) is not None
     ]
+
+
+def has_useless(home: Home, homes: Iterable[Home], order: Order) -> bool:
+    """Whether a resident of the same class has values that the next commit makes old, and is not used before it."""
+    return any(
+        other.slot_bytes == home.slot_bytes
+        and other.trained
+        and other.base is not None
+        and not (other.bound or other.pinned)
+        and not order.is_used_again(other.index)
+        for other in homes
+    )

@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from memascend.errors import BudgetError, TimeoutExpired, UsageError
 from memascend.home import Home, alive, view
-from memascend.leaving import holders_beside, is_leaving, victim_for
+from memascend.leaving import has_useless, holders_beside, is_leaving, victim_for
 from memascend.order import Order
 from memascend.saved import Hooks
 from memascend.threads import others_alive
@@ -290,15 +290,16 @@ class Residency:
     def _look_ahead(self) -> None:
         """Begin to fetch the next units.
 
-        Farther ones, too, where nothing has to leave for them: embeddings and heads have places of their own, and the
-        disk is not to wait until they are next.
+        Farther ones, too, where nothing has to leave for them that this step uses again: embeddings and heads have
+        places of their own, and the disk is not to wait until they are next.
         """
         near = self._lookahead
         for count, index in enumerate(self.order.ahead(near + _FARTHER if near else 0)):
             home = self.homes[index]
             if home.base is not None or home.fetch is not None or self._adopt(home):
                 continue
-            if count >= near and not self._arena.free_slots(home.nbytes):
+            room = count < near or self._arena.free_slots(home.nbytes) or has_useless(home, self.homes, self.order)
+            if not room:
                 continue
             if not self._start(home, must=False):
                 return
@@ -344,6 +345,7 @@ class Residency:
             for index in {self.home_of[name].index for name in names}:
                 home = self.homes[index]
                 home.version += 1
+                home.trained = True
                 self.evict(home)
 
     def end_step(self) -> None:

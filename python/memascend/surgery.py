@@ -59,12 +59,13 @@ class Surgery:
 
     def _hook(self) -> None:
         # Under one key, as gates do it: torch's own calls would leave a handle and a wrapper for each of them.
-        before, after, loaded = self._before_state_dict, _AfterStateDict(self), self._after_load
+        before, after = self._before_state_dict, _AfterStateDict(self)
+        load, loaded = self._before_load, self._after_load
         for module in self._model.modules():
             tables: Any = module.__dict__
             tables["_state_dict_pre_hooks"][_KEY] = before
             tables["_state_dict_hooks"][_KEY] = after
-            tables["_load_state_dict_pre_hooks"][_KEY] = functools.partial(self._before_load, module)
+            tables["_load_state_dict_pre_hooks"][_KEY] = functools.partial(load, module)
             tables["_load_state_dict_post_hooks"][_KEY] = loaded
 
     def attach(self, session: Session, *, leave: Callable[[], None], enter: Callable[[], None]) -> None:

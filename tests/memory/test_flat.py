@@ -9,8 +9,8 @@ WIDTH = 768
 # Where only the model's size counts.
 NARROW = 512
 GROWS_MAX = 0.05
-# What a block may cost whose values are on storage: two in a hundred of them.
-BESIDE_BYTES = 384 << 10
+# What a block may cost whose values are on storage: one in a hundred of them.
+BESIDE_BYTES = 256 << 10
 BLOCK_BYTES = SQUARES * NARROW * NARROW * 4
 
 

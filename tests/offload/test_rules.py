@@ -270,3 +270,40 @@ def test_groups_are_the_originals(tmp_path):
         assert isinstance(optimizer, torch.optim.Optimizer)
         with pytest.raises(memascend.UsageError, match="before offload"):
             optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+
+
+# --- hooks ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_hook_of_the_user_stands_beside_ours_on_its_parameter_alone(tmp_path, when):
+    heard = []
+    model = blocks()
+    weight = model[1][0].weight
+
+    def step():
+        model(x()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def hook():
+        return weight.register_post_accumulate_grad_hook(lambda parameter: heard.append(parameter is weight))
+
+    handle = hook() if when == "before" else None
+    model, optimizer = offloaded(tmp_path, model, host_memory="64MiB")
+    with optimizer:
+        handle = handle or hook()
+        step()
+        assert heard == [True]
+        handle.remove()
+        step()
+        assert heard == [True]
+        assert optimizer.state_of(weight)["master"] is not None
+    assert not weight._post_accumulate_grad_hooks
+
+
+def test_a_module_of_parameters_alone_has_no_attribute_of_ours(tmp_path):
+    """Its dict would no longer share its keys with those of its kind, and a deep model has thousands."""
+    model, optimizer = offloaded(tmp_path)
+    with optimizer:
+        assert set(vars(model[1][0])) == set(vars(blocks()[1][0]))
