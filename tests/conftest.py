@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import uuid
@@ -15,6 +16,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Threads of torch that wait do so asleep: awake they hold up whoever has work for the processors, themselves first.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# A shell lets what it begins in the background ignore Ctrl-C, and programs inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 # On a machine with a GPU, calls without device= would compute there: only `make test-gpu` sees it.

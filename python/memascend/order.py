@@ -70,6 +70,11 @@ class Order:
             return uses[at] - self._position
         return uses[0] + len(self._expected) - self._position
 
+    def is_used_again(self, index: int) -> bool:
+        """Whether what is left of the step uses a unit."""
+        uses = self._uses.get(index, [])
+        return bisect_left(uses, self._position) < len(uses)
+
     def end(self) -> None:
         """The step is over."""
         if self._recorded:

@@ -68,6 +68,7 @@ class Home:
         "pinned",
         "places",
         "slot_bytes",
+        "trained",
         "used",
         "version",
         "views",
@@ -86,6 +87,8 @@ class Home:
         self.guarded = False
         self.holders: dict[int, int] = {}
         self.version = 0
+        # A step has changed its values, so the next one will.
+        self.trained = False
         self.used = 0
         self.base: torch.Tensor | None = None
         self.fetch: Fetch | None = None
@@ -396,18 +399,29 @@ class Residency:
     def _look_ahead(self) -> None:
         """Begin to fetch the next units.
 
-        Farther ones, too, where nothing has to leave for them: embeddings and heads have places of their own, and the
-        disk is not to wait until they are next.
+        Farther ones, too, where nothing has to leave for them that this step uses again: embeddings and heads have
+        places of their own, and the disk is not to wait until they are next.
         """
         near = self._lookahead
         for count, index in enumerate(self.order.ahead(near + _FARTHER if near else 0)):
             home = self.homes[index]
             if home.base is not None or home.fetch is not None or self._adopt(home):
                 continue
-            if count >= near and not self._arena.free_slots(home.nbytes):
+            if count >= near and not (self._arena.free_slots(home.nbytes) or self._has_useless(home.slot_bytes)):
                 continue
             if not self._start(home, must=False):
                 return
+
+    def _has_useless(self, slot_bytes: int) -> bool:
+        """Whether something resident has values that the next commit will make old, and is not used before it."""
+        return any(
+            home.slot_bytes == slot_bytes
+            and home.trained
+            and home.base is not None
+            and not (home.bound or home.pinned)
+            and not self.order.is_used_again(home.index)
+            for home in self.homes
+        )
 
     def _crowded(self, home: Home) -> BudgetError:
         holders = [
@@ -475,6 +489,7 @@ class Residency:
             for index in {self.home_of[name].index for name in names}:
                 home = self.homes[index]
                 home.version += 1
+                home.trained = True
                 self.evict(home)
 
     def end_step(self) -> None:
