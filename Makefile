@@ -104,7 +104,7 @@ test-loom: ## The model checker alone
 	RUSTFLAGS="--cfg loom" timeout 600 cargo test --locked --release -p memascend-mem --test loom --target-dir target/loom
 
 .PHONY: test-all
-test-all: test test-valgrind test-oldest ## Everything: slow tests, Valgrind, the oldest supported torch
+test-all: test test-posing test-valgrind test-oldest ## Everything: slow tests, Valgrind, the oldest supported torch
 	$(BIN)/pytest $(PYTEST_OPTIONS) -m "slow and not soak"
 
 # Leaks are looked for where nothing forks: a forked child ends with its parent's threads gone and their memory left.
@@ -127,6 +127,14 @@ test-oldest: setup ## The Python tests on the oldest supported torch
 	$(BIN)/uv pip install --quiet --python .venv-oldest/bin/python -r requirements/oldest.lock
 	VIRTUAL_ENV=$(abspath .venv-oldest) $(BIN)/maturin develop --uv --quiet --release --locked
 	.venv-oldest/bin/pytest $(PYTEST_OPTIONS) -m "not slow and not soak"
+
+.PHONY: test-posing
+test-posing: setup ## Training on a device that poses as a GPU, which is compiled first
+	MEMASCEND_POSING=1 $(BIN)/pytest $(PYTEST_OPTIONS) tests/device --timeout 300
+
+.PHONY: test-gpu
+test-gpu: setup ## The tests that need a CUDA device, where there is one; all others compute on the CPU there, too
+	MEMASCEND_GPU=1 $(BIN)/pytest -m gpu --timeout 600
 
 .PHONY: soak
 soak: setup ## Tests that run for minutes
@@ -196,6 +204,13 @@ bench-update: $(VENV)/synced ## The update of 400 M parameters alone, into bench
 bench-step: setup ## The training step beside RAM and its bound, and what the module hooks cost (a quiet machine, half an hour)
 	$(BIN)/python benchmarks/hooks.py --write benchmarks/results
 	$(BIN)/python benchmarks/step.py --write benchmarks/results
+
+# On which disk, of which size, as how small a card: GPU="--storage /mnt/nvme --store 48GiB --card 24GiB --longest 131072".
+GPU ?=
+.PHONY: bench-gpu
+bench-gpu: setup ## On a CUDA device: the kernels, and the largest model that the disk holds within a tenth of its state
+	$(BIN)/python benchmarks/kernels_gpu.py | tee benchmarks/results/kernels_gpu.txt
+	$(BIN)/python benchmarks/cuda.py --write benchmarks/results $(GPU)
 
 # --- keep ---------------------------------------------------------------------
 

@@ -160,7 +160,7 @@ def _made(model: Any, case: str, gradients: str, storage: str) -> tuple[Any, Any
 
     if case == "offloaded":
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        return memascend.offload(model, optimizer, storage=storage, gradients=gradients)
+        return memascend.offload(model, optimizer, storage=storage, gradients=gradients, device="cpu")
     return model, _InRam(model)
 
 

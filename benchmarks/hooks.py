@@ -92,7 +92,12 @@ def measured(storage: Path, *, inner: bool) -> dict[str, float]:
     x = torch.ones(16)
     names = ["blocks.0"] if inner else [f"layers.{index}" for index in range(MODULES)]
     _, optimizer = memascend.offload(
-        gated, torch.optim.AdamW(gated.parameters()), storage=storage, units=names, host_memory="64MiB"
+        gated,
+        torch.optim.AdamW(gated.parameters()),
+        storage=storage,
+        units=names,
+        host_memory="64MiB",
+        device="cpu",
     )
     times: dict[str, list[float]] = {"bare": [], "gated": []}
     with optimizer, torch.no_grad():

@@ -126,7 +126,7 @@ class Part:
         self.model.train()
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         (self.folder / storage).mkdir(exist_ok=True)
-        options |= {"storage": self.folder / storage, "gradients": "fused"}
+        options |= {"storage": self.folder / storage, "gradients": "fused", "device": "cpu"}
         # Under a limit so small the budget is chosen, and not what keeps the disk busy.
         options["host_memory"] = smallest_budget(self.model, optimizer, options) + _MORE_BYTES
         self.model, self.optimizer = memascend.offload(self.model, optimizer, **options)

@@ -285,7 +285,7 @@ class _Worker:
         from memascend.cli.bench.cell.systems.ours import smallest_budget
 
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        options["storage"] = self.work["storage"]
+        options |= {"storage": self.work["storage"], "device": "cpu"}
         if options.get("host_memory") == "smallest":
             options["host_memory"] = smallest_budget(model, optimizer, options)
         return memascend.offload(model, optimizer, **options)[1]

@@ -52,7 +52,7 @@ def main() -> None:
     with optimizer:
         for step in range(optimizer.steps, options.steps):
             generator = torch.Generator().manual_seed(step)
-            tokens = torch.randint(256, (2, 64), generator=generator)
+            tokens = torch.randint(256, (2, 64), generator=generator).to(model.device)
             loss = model(input_ids=tokens, labels=tokens).loss
             loss.backward()
             optimizer.step()

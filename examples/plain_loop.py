@@ -29,7 +29,7 @@ class Model(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """The logits of the byte after each."""
-        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], device=tokens.device)
         hidden = self.embed(tokens)
         for block in self.blocks:
             hidden = block(hidden, src_mask=mask, is_causal=True)
@@ -67,11 +67,13 @@ def main() -> None:
         optimizer, lambda step: min(1.0, (step + 1) / 20), last_epoch=optimizer.steps - 1
     )
     print(optimizer.plan, "\n")
+    # CUDA where there is a GPU; offload(device="cpu") would have it on the CPU.
+    device = next(model.parameters()).device
 
     with optimizer:
         for step in range(optimizer.steps, options.steps):
             starts = torch.randint(len(text) - 129, (4,), generator=torch.Generator().manual_seed(step))
-            tokens = torch.stack([text[start : start + 129] for start in starts]).long()
+            tokens = torch.stack([text[start : start + 129] for start in starts]).long().to(device)
             loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
             loss.backward()
             # All of the step becomes visible and durable here, at once.

@@ -20,6 +20,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# On a machine with a GPU, calls without device= would compute there: only `make test-gpu` sees it.
+if os.environ.get("MEMASCEND_GPU") != "1":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("root") and os.geteuid() != 0:

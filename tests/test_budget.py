@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import memascend
 from memascend import memory
 from memascend.plan import make_plan
-from memascend.schedule import companions, forward_order, reads, windows
+from memascend.schedule import forward_order, reads, windows
 from memascend.units import Unit
 
 PAGE = 4096
@@ -229,15 +229,19 @@ def test_a_tied_embedding_meets_the_last_block():
 
 def test_what_stays_bound_around_others_is_in_their_window():
     units = [
-        Unit("encoder", ("encoder.position",), 40 * PAGE, "encoder", pinned=False),
-        unit("encoder.layers.0", 10),
-        unit("encoder.layers.1", 10),
+        unit("encoder", 40),
+        unit("encoder.layers.0", 10, around=("encoder",)),
+        unit("encoder.layers.1", 10, around=("encoder",)),
         unit("head", 10),
     ]
-    assert [each.name for each in companions(units)["encoder.layers.1"]] == ["encoder"]
-    assert companions(units)["head"] == companions(units)["encoder"] == []
     assert {"encoder", "encoder.layers.1"} in [set(held) for held in windows(units, 1)]
     assert plan(units, plan(units).smallest).classes == {40 * PAGE: 1, 10 * PAGE: 1}
+
+
+def test_what_is_bound_around_a_tied_unit_is_so_where_it_is_used_again():
+    units = [unit("embedding", 40, again=("head",), around_again=("head",)), unit("layers.0", 30), unit("head", 20)]
+    assert [set(held) for held in windows(units, 1)] == [{"embedding"}, {"layers.0"}, {"head"}, {"embedding", "head"}]
+    assert plan(units, plan(units).smallest).classes == {20 * PAGE: 1, 40 * PAGE: 1}
 
 
 def test_reads_by_hand():

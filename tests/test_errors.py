@@ -12,6 +12,7 @@ ERRORS = [
     memascend.MemoryLimitError("none", needed=9, available=None),
     memascend.StorageError("full", errno=28, path="/x", offset=4096, nbytes=512),
     memascend.CorruptionError("flipped", path="/x", offset=0, nbytes=1),
+    memascend.DeviceError("lost"),
     memascend.UsageError("not now"),
     memascend.TimeoutExpired("late"),
 ]
@@ -34,6 +35,7 @@ def test_an_error_survives_pickling(error):
         (memascend.MemoryLimitError, MemoryError),
         (memascend.StorageError, OSError),
         (memascend.CorruptionError, memascend.StorageError),
+        (memascend.DeviceError, RuntimeError),
         (memascend.UsageError, RuntimeError),
         (memascend.TimeoutExpired, TimeoutError),
     ],

@@ -1,6 +1,7 @@
 """`memascend plan`: what it says of a model that need not be there is what a run then does."""
 
 import json
+import re
 import sys
 from types import SimpleNamespace
 
@@ -225,3 +226,31 @@ def test_a_picture_is_drawn(capsys, tmp_path):
     assert main(["plan", str(written(tmp_path, "ViT")), "--picture", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     capsys.readouterr()
+
+
+def test_of_a_device_that_is_not_there(tmp_path, capsys):
+    """Host memory is the chunks on the way, whatever the model's size; a budget there is kept, or named."""
+    path = written(tmp_path, "Qwen2")
+    deep = {**json.loads(path.read_text()), "num_hidden_layers": 24}
+    (tmp_path / "deep.json").write_text(json.dumps(deep))
+    hosts = []
+    for name in ("config.json", "deep.json"):
+        assert main(["plan", str(tmp_path / name), "--device", "cuda:1", "--json"]) == 0
+        plan = json.loads(capsys.readouterr().out)["plan"]
+        assert plan["device_peak"] == sum(plan["device"].values()) <= plan["device_budget"]
+        assert {"unit staging", "gradient windows"} <= plan["host"].keys()
+        hosts.append({owner: nbytes for owner, nbytes in plan["host"].items() if owner not in ("index", "catalog")})
+    assert hosts[0] == hosts[1]
+    assert main(["plan", str(path), "--device", "cuda", "--device-memory", "1KiB"]) == 1
+    smallest = plan_error(capsys)
+    assert main(["plan", str(path), "--device", "cuda", "--device-memory", str(smallest)]) == 0
+    assert "Device memory:" in capsys.readouterr().out
+    assert main(["plan", str(path), "--device", "cuda", "--device-memory", str(smallest - 1)]) == 1
+    assert main(["plan", str(path), "--device", "cpu", "--device-memory", "1GiB"]) == 1
+
+
+def plan_error(capsys):
+    found = re.search(
+        r"device_memory .* is too small: the smallest budget that works is (\d+) bytes", capsys.readouterr().err
+    )
+    return int(found[1])

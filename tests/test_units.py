@@ -201,6 +201,35 @@ def test_parameters_on_meta_and_empty_ones():
     assert "empty" in holds_each_once(model, find_units(model))["rest"].parameters
 
 
+class Head(nn.Module):
+    """A head that is called as one, and whose last module is the embedding's."""
+
+    def __init__(self, width, vocabulary, embedding):
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(vocabulary))
+        self.dense = nn.Linear(width, width)
+        self.decoder = nn.Linear(width, vocabulary)
+        self.decoder.weight, self.decoder.bias = embedding.weight, self.bias
+
+
+def test_what_is_bound_around_what():
+    """A module's call binds what it owns until it returns, by whichever name; a tied parameter has two places."""
+    model = Language()
+    model.head = Head(32, 256, model.embedding)
+    units = holds_each_once(model, find_units(model, units=["embedding", "head"]))
+    assert (units["embedding"].again, units["embedding"].around) == (("head",), ())
+    assert units["embedding"].around_again == ("head",)
+    assert "head" not in units["layers.0"].around + units["rest"].around
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model.lists = nn.ModuleList([Block(32), Block(32)])
+    model.lists[0].scales = nn.ParameterList([nn.Parameter(torch.zeros(64, 64))])
+    units = holds_each_once(model, find_units(model, units=["lists.0.up", "lists.0.down"]))
+    assert "lists.0.scales" in units
+    # Who holds a list of parameters binds them.
+    assert units["lists.0.up"].around == units["lists.0.down"].around == ("lists.0.scales",)
+    assert units["lists.0.scales"].around == ()
+
+
 FAMILIES = {
     "qwen2": ("Qwen2", "ForCausalLM", {"num_hidden_layers": 3, "num_key_value_heads": 2}, "model.layers.{}"),
     "gpt2": ("GPT2", "LMHeadModel", {"n_layer": 3, "n_embd": 64, "n_head": 4}, "transformer.h.{}"),

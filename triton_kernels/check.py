@@ -77,7 +77,8 @@ def check_and_unscale(
 def _check_rust(tensors: Sequence[torch.Tensor], factor: float, threads: int) -> tuple[torch.Tensor, torch.Tensor]:
     places = [(t.data_ptr(), FLOATS.index(t.dtype), t.numel()) for t in tensors]
     found, squares = _core.kernel_check(places, factor, threads)
-    return torch.tensor(found), torch.tensor(squares, dtype=torch.float64)
+    # Not where a default device says.
+    return torch.tensor(found, device="cpu"), torch.tensor(squares, dtype=torch.float64, device="cpu")
 
 
 def check_and_unscale_reference(

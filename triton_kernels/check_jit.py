@@ -149,8 +149,8 @@ def launch(tensors: Sequence[torch.Tensor], factor: float, device: torch.device)
 
 
 def _table(group: Sequence[tuple[torch.Tensor, int]], device: torch.device) -> torch.Tensor:
-    ends = torch.tensor([count for _, count in group], dtype=torch.int64).cumsum(0).tolist()
+    ends = torch.tensor([count for _, count in group], dtype=torch.int64, device="cpu").cumsum(0).tolist()
     rows = [ends, [t.data_ptr() for t, _ in group], [t.numel() for t, _ in group]]
-    table = torch.tensor(rows, dtype=torch.int64)
+    table = torch.tensor(rows, dtype=torch.int64, device="cpu")
     # From pinned memory the copy is queued like the launch that reads it; from pageable memory it would wait.
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table

@@ -1,8 +1,9 @@
-"""Checkpointed activations on storage: what a checkpoint keeps for the backward waits there, in the bits that it had.
+"""Checkpointed activations elsewhere: what a checkpoint keeps for the backward waits there, in the bits that it had.
 
-What `torch.utils.checkpoint` saves is copied into a few chunks of host memory, and from there to an unlinked file. The
-chunks are given to others once they are written, those first whose use is farthest: a backward uses them in the order
-opposite to the forward's, so the last ones are still there, and the others are read ahead of it.
+What `torch.utils.checkpoint` saves is copied into chunks of host memory: a few, from which it goes on to an unlinked
+file ("ssd"), or as many as the plan has room for, and only what finds none goes on ("host", where a device computes).
+A backward uses what was kept in the order opposite to the forward's, so the last ones are still there, and the others
+are read ahead of it.
 """
 
 from __future__ import annotations
@@ -10,15 +11,15 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils.checkpoint
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from memascend import memory
-from memascend.checksum import Checksum
-from memascend.errors import CorruptionError, UsageError
+from memascend.activation_chunks import Chunks
+from memascend.activation_memory import Rings
+from memascend.errors import UsageError
 from memascend.scratch import Scratch
 
 if TYPE_CHECKING:
@@ -26,82 +27,45 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import FrameType
 
-    from memascend.scratch import Place
+    from memascend.activation_memory import Piece
+    from memascend.device import Copy, Device
 
-__all__ = ["CHUNKS", "Activations", "Kept", "open_activations"]
+__all__ = ["CHUNKS", "MORE", "MORE_USUAL", "Activations", "Kept", "open_activations"]
 
-# {bytes: count}. One request of a device each, and as many as keep it busy (docs/measurements.md).
+# {bytes: count}. One request of a storage device each, and as many as keep it busy (docs/measurements.md).
 CHUNKS = {1 << 20: 8}
+# Chunks that "host" takes at once where it needs further ones, and how often without a budget: 1 GiB.
+MORE, MORE_USUAL = 64, 16
 # What is smaller stays where it is: a mask, positions.
 BYTES_MIN = 16 << 10
-_PAGE_BYTES = 4096
+# Pieces that are read ahead at most: more would only look for chunks in vain.
+_AHEAD = 64
+# Tensors whose copies from a device may be under way when the next is kept. As they live until then, each is memory
+# there; with fewer, the device would wait for the host between two blocks.
+_COMING = 2
 
 _CHECKPOINT = torch.utils.checkpoint.__file__
 _FUNCTION = torch.autograd.function.__file__
 
 
-class _Ticket(Protocol):
-    """A transfer that was begun."""
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for it; raises what went wrong."""
-
-    def done(self) -> bool:
-        """Whether it has ended."""
-
-
-class _Room(Protocol):
-    """Where chunks go; see `scratch.Scratch`."""
-
-    def take(self) -> Place:
-        """A place for one chunk."""
-
-    def give_back(self, place: Place) -> None:
-        """It is not needed any more; nothing is on its way there."""
-
-    def close(self) -> None:
-        """Wait for what is in flight; the room is gone."""
-
-
-class _Chunk:
-    """A chunk of host memory, and what is in it."""
-
-    __slots__ = ("memory", "piece", "reading", "ticket")
-
-    def __init__(self, memory: torch.Tensor) -> None:
-        self.memory = memory
-        self.piece: _Piece | None = None
-        self.ticket: _Ticket | None = None
-        self.reading = False
-
-
-class _Piece:
-    """A chunk's worth of a tensor: where it is on storage and, for as long as it is, in which chunk."""
-
-    __slots__ = ("checksum", "chunk", "dead", "nbytes", "number", "place")
-
-    def __init__(self, place: Place, nbytes: int, number: int) -> None:
-        self.place = place
-        self.nbytes = nbytes
-        # Of its tensor: later ones are used earlier.
-        self.number = number
-        self.checksum = ""
-        self.chunk: _Chunk | None = None
-        self.dead = False
-
-
 class Kept:
     """What stands for a tensor that was kept; when it is gone, so is the room that it takes."""
 
-    __slots__ = ("__weakref__", "_owner", "_storage", "described", "number", "pieces")
+    __slots__ = ("__weakref__", "_owner", "_storage", "coming", "described", "number", "pieces", "stream", "used")
 
-    def __init__(self, owner: Activations, tensor: torch.Tensor, number: int, pieces: list[_Piece]) -> None:
+    def __init__(self, owner: Activations, tensor: torch.Tensor, number: int, pieces: list[Piece], stream: Any) -> None:
         self._owner = owner
         # As long as it is held, no other storage has its address.
         self._storage = StorageWeakRef(tensor.untyped_storage())
         self.described = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
         self.number = number
         self.pieces = pieces
+        # Of the device, on which it was made and will be used.
+        self.stream = stream
+        # On its way back to a device, begun before it was asked for.
+        self.coming: tuple[torch.Tensor, Copy] | None = None
+        # Whether it was asked for already.
+        self.used = False
 
     def tensor(self) -> torch.Tensor:
         """The tensor again, in memory of its own."""
@@ -114,33 +78,33 @@ class Kept:
 
     def __del__(self) -> None:
         # Of any thread, at any time, also while the lock is held: only noted.
-        self._owner.dropped.append(self.pieces)
+        self._owner.dropped.append((self.pieces, self.coming))
 
 
 class Activations:
     """Keeps what checkpoints save. Any thread may use it; everything runs under one lock."""
 
-    def __init__(self, room: _Room, ring: memory.ChunkRing, chunk_bytes: int, count: int) -> None:
+    def __init__(self, chunks: Chunks, chunk_bytes: int, device: Device | None = None) -> None:
         """Begin with nothing.
 
         Args:
-            room: on storage, in places of `chunk_bytes`.
-            ring: chunks of host memory, all of which are taken. Both are closed by `close()`.
-            chunk_bytes: the size of a chunk.
-            count: how many there are.
+            chunks: of host memory, which are closed by `close()`.
+            chunk_bytes: the size of one.
+            device: where activations lie; None: in host memory.
         """
-        self._room = room
-        self._ring = ring
+        self._chunks = chunks
         self._chunk_bytes = chunk_bytes
-        self._chunks = [_Chunk(ring.lease(0, "activations").tensor(chunk_bytes, torch.uint8)) for _ in range(count)]
+        self._device = device
+        self._type = "cpu" if device is None else device.torch_device.type
         self._lock = threading.RLock()
         self._number = 0
         # In the order in which they were kept, by number.
         self._living: dict[int, weakref.ref[Kept]] = {}
         # The same tensor, saved by several checkpoints, is kept once.
         self._known: weakref.WeakValueDictionary[tuple[Any, ...], Kept] = weakref.WeakValueDictionary()
-        self.dropped: deque[list[_Piece]] = deque()
-        self.counters = {"written": 0, "read": 0}
+        # The last that were kept on a device, as long as copies of them may be under way.
+        self._arriving: deque[list[Piece]] = deque()
+        self.dropped: deque[tuple[list[Piece], tuple[torch.Tensor, Copy] | None]] = deque()
         self._closed: str | None = None
 
     # --- what the saved-tensor hooks ask -------------------------------------------
@@ -150,7 +114,12 @@ class Activations:
 
         `caller` is the Python frame in which autograd saves it.
         """
-        if tensor.nbytes < BYTES_MIN or not _is_checkpoint(caller) or not _is_plain(tensor):
+        if (
+            tensor.nbytes < BYTES_MIN
+            or tensor.device.type != self._type
+            or not _is_checkpoint(caller)
+            or not _is_plain(tensor)
+        ):
             return tensor
         with self._lock:
             return self._keep(tensor)
@@ -169,164 +138,124 @@ class Activations:
         known = self._known.get(key)
         if known is not None and known.storage_lives:
             return known
+        if self._device is not None:
+            while len(self._arriving) >= _COMING:
+                for piece in self._arriving[0]:
+                    self._chunks.arrived(piece)
+                self._arriving.popleft()
         number = self._number
         self._number += 1
-        pieces: list[_Piece] = []
-        kept = Kept(self, tensor, number, pieces)
+        pieces: list[Piece] = []
+        kept = Kept(self, tensor, number, pieces, None if self._device is None else self._device.stream())
+        # With its version counter and without its graph.
+        source = tensor.detach()
         data = _bytes_of(tensor)
+        after = self._computed()
         for start in range(0, data.numel(), self._chunk_bytes):
-            part = data[start : start + self._chunk_bytes]
-            chunk = self._chunk_for_write()
-            piece = _Piece(self._room.take(), part.numel(), number)
-            pieces.append(piece)
-            memory = chunk.memory[: piece.nbytes]
-            memory.copy_(part)
-            piece.checksum = _checksum(memory)
-            chunk.piece, piece.chunk = piece, chunk
-            chunk.reading = False
-            chunk.ticket = piece.place.write(chunk.memory[: _whole_pages(piece.nbytes)])
-            self.counters["written"] += piece.nbytes
+            pieces.append(self._chunks.filled(data[start : start + self._chunk_bytes], source, number, after))
+            self._chunks.write_ahead()
+        if self._device is not None:
+            self._arriving.append(pieces)
         self._living[number] = weakref.ref(kept)
         self._known[key] = kept
         return kept
 
     def restored(self, kept: Kept) -> torch.Tensor:
-        """A tensor that was kept, and begin to read those that were kept before it."""
+        """A tensor that was kept, and begin to bring those back that were kept before it."""
         with self._lock:
             self._require_open()
             self._reap()
-            shape, stride, dtype, device = kept.described
-            with torch.inference_mode(mode=False), torch.no_grad():
-                tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-                data = _bytes_of(tensor)
-                # Those that are in chunks come first: their chunks are then there for the others.
-                order = sorted(range(len(kept.pieces)), key=lambda index: kept.pieces[index].chunk is None)
-                pieces = [kept.pieces[index] for index in order]
-                for done, (index, piece) in enumerate(zip(order, pieces, strict=True)):
-                    self._read_ahead(pieces[done:], kept.number, copied=pieces[:done])
-                    chunk = self._brought(piece)
-                    at = index * self._chunk_bytes
-                    data[at : at + piece.nbytes].copy_(chunk.memory[: piece.nbytes])
-            self._read_ahead(self._before(kept.number), kept.number, copied=kept.pieces)
+            coming, kept.coming = kept.coming, None
+            tensor, copy = coming or self._brought(kept)
+            if copy is not None:
+                copy.order()
+            before = self._before(kept.number)
+            # Not behind what all blocks share, which is asked for before its turn.
+            if self._device is not None and self._is_next(kept):
+                self._bring_ahead(before, self._device.stream())
+            kept.used = True
+            self._read_ahead(before, kept)
             return tensor
 
-    # --- chunks --------------------------------------------------------------------
+    def _brought(self, kept: Kept) -> tuple[torch.Tensor, Copy | None]:
+        """A tensor that was kept in memory of its own; on a device, the copy that is the last one to it."""
+        shape, stride, dtype, device = kept.described
+        last = None
+        with torch.inference_mode(mode=False), torch.no_grad():
+            tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+            data = _bytes_of(tensor)
+            # What it lies on may have been somebody else's a moment ago, on the stream that asks.
+            after = self._computed()
+            # Those that are in chunks come first: their chunks are then there for the others.
+            order = sorted(range(len(kept.pieces)), key=lambda index: kept.pieces[index].chunk is None)
+            pieces = [kept.pieces[index] for index in order]
+            try:
+                for done, (index, piece) in enumerate(zip(order, pieces, strict=True)):
+                    self._chunks.read_ahead(pieces[done : done + _AHEAD], kept.number, copied=pieces[:done])
+                    at = index * self._chunk_bytes
+                    last = self._chunks.give(piece, data[at : at + piece.nbytes], after)
+            except BaseException:
+                if last is not None:
+                    # Nobody else gets its memory while something is copied there.
+                    last.wait()
+                raise
+        return tensor, last
 
-    def _chunk_for_write(self) -> _Chunk:
-        """A chunk that is free, or that of what is used farthest from now."""
-        best = self._free()
-        if best is None:
-            ended = [chunk for chunk in self._chunks if chunk.ticket is None or chunk.ticket.done()]
-            best = min(ended or self._chunks, key=_number_of)
-            self._let_go(best)
-        return best
+    def _computed(self) -> list[Copy]:
+        """What comes after it comes after all that the caller has begun to compute."""
+        return [] if self._device is None else [self._device.mark(self._device.stream())]
 
-    def _free(self) -> _Chunk | None:
-        return next((chunk for chunk in self._chunks if chunk.piece is None), None)
-
-    def _let_go(self, chunk: _Chunk) -> None:
-        """Wait for what is on its way, then have nothing in the chunk."""
-        self._settle(chunk)
-        piece, chunk.piece = chunk.piece, None
-        if piece is not None:
-            piece.chunk = None
-            if piece.dead:
-                self._room.give_back(piece.place)
-
-    def _settle(self, chunk: _Chunk) -> None:
-        """Wait for a chunk's transfer, and check what it read."""
-        if chunk.ticket is None:
+    def _bring_ahead(self, before: Sequence[Kept], stream: Any) -> None:
+        """Begin to copy what is used next to the device, where that needs to wait for nothing."""
+        kept = next((other for other in before if not other.used), None)
+        if kept is None or kept.coming is not None or not self._chunks.at_hand(kept.pieces):
+            return
+        if kept.stream != stream:
+            # Its memory would be of this stream, and used on the other.
             return
         try:
-            chunk.ticket.wait()
-        except BaseException:
-            # An interrupt ends the wait alone; anything else, the transfer.
-            if chunk.ticket.done():
-                self._failed(chunk)
-            raise
-        chunk.ticket = None
-        piece = chunk.piece
-        if chunk.reading and piece is not None and not piece.dead:
-            found = _checksum(chunk.memory[: piece.nbytes])
-            if found != piece.checksum:
-                self._failed(chunk)
-                raise CorruptionError(
-                    f"a checkpointed activation is not what was written: {piece.nbytes} bytes at {piece.place.offset} "
-                    f"of {piece.place.path} have the checksum {found}, not {piece.checksum}; no step was committed "
-                    "from it",
-                    path=piece.place.path,
-                    offset=piece.place.offset,
-                    nbytes=piece.nbytes,
-                )
+            tensor, copy = self._brought(kept)
+        except torch.OutOfMemoryError:
+            # There is no room yet; when it is asked for, there has to be.
+            return
+        assert copy is not None
+        kept.coming = tensor, copy
 
-    @staticmethod
-    def _failed(chunk: _Chunk) -> None:
-        """What a transfer that failed leaves is nothing."""
-        piece, chunk.piece, chunk.ticket = chunk.piece, None, None
-        if piece is not None:
-            piece.chunk = None
+    def _is_next(self, kept: Kept) -> bool:
+        """Whether it is the latest of those that were not asked for yet."""
+        living = (self._living[number]() for number in reversed(self._living))
+        return next((other for other in living if other is not None and not other.used), None) is kept
 
-    def _brought(self, piece: _Piece) -> _Chunk:
-        """The chunk with a piece in it, waited for."""
-        if piece.chunk is None:
-            self._read(piece, self._chunk_for_write())
-        chunk = piece.chunk
-        assert chunk is not None
-        if chunk.reading:
-            self._settle(chunk)
-        return chunk
+    def _read_ahead(self, before: Sequence[Kept], kept: Kept) -> None:
+        wanted = [piece for other in before for piece in other.pieces]
+        most = min(_AHEAD, self._chunks.count)
+        self._chunks.read_ahead(wanted[:most], kept.number, copied=kept.pieces)
 
-    def _read(self, piece: _Piece, chunk: _Chunk) -> None:
-        chunk.piece, piece.chunk = piece, chunk
-        chunk.reading = True
-        chunk.ticket = piece.place.read(chunk.memory[: _whole_pages(piece.nbytes)])
-        self.counters["read"] += piece.nbytes
-
-    def _read_ahead(self, pieces: Sequence[_Piece], number: int, *, copied: Sequence[_Piece]) -> None:
-        """Begin to read pieces, as far as there are chunks of what a backward at `number` has used already."""
-        for piece in pieces:
-            if piece.chunk is not None:
-                continue
-            chunk = self._free() or next(
-                (
-                    chunk
-                    for chunk in self._chunks
-                    if chunk.piece is not None
-                    and (chunk.piece.number > number or chunk.piece in copied)
-                    and (chunk.ticket is None or chunk.ticket.done())
-                ),
-                None,
-            )
-            if chunk is None:
-                return
-            self._let_go(chunk)
-            self._read(piece, chunk)
-
-    def _before(self, number: int) -> list[_Piece]:
-        """The pieces of what was kept before, the latest first, as many as there are chunks."""
-        found: list[_Piece] = []
+    def _before(self, number: int) -> list[Kept]:
+        """What was kept before, the latest first, as far as it would be read ahead."""
+        found: list[Kept] = []
+        pieces = 0
         for other in range(number - 1, -1, -1):
-            if len(found) >= len(self._chunks):
+            weak = self._living.get(other)
+            living = None if weak is None else weak()
+            if living is None or pieces >= _AHEAD:
                 break
-            kept = self._living.get(other)
-            living = None if kept is None else kept()
-            if living is None:
-                break
-            found += living.pieces
-        return found[: len(self._chunks)]
+            found.append(living)
+            pieces += len(living.pieces)
+        return found
 
     # --- the end -------------------------------------------------------------------
 
     def _reap(self) -> None:
         """Take back the room of what nobody can ask for any more."""
         while self.dropped:
-            for piece in self.dropped.popleft():
+            pieces, coming = self.dropped.popleft()
+            if coming is not None:
+                # Its memory is another's as soon as it is let go.
+                coming[1].wait()
+            for piece in pieces:
                 self._living.pop(piece.number, None)
-                piece.dead = True
-                if piece.chunk is None:
-                    self._room.give_back(piece.place)
-                elif piece.chunk.ticket is None or piece.chunk.ticket.done():
-                    self._let_go(piece.chunk)
+                self._chunks.drop(piece)
 
     def _require_open(self) -> None:
         if self._closed is not None:
@@ -335,7 +264,12 @@ class Activations:
     @property
     def host_bytes(self) -> int:
         """Host memory that is held."""
-        return 0 if self._closed else int(self._ring.region.mapped_bytes + self._ring.stats()["tables"])
+        return 0 if self._closed else self._chunks.host_bytes
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """Bytes that went to storage and came back: "written", "read"."""
+        return self._chunks.counters
 
     def close(self, why: str) -> None:
         """Let everything go; what was kept cannot be had again, and asking for it is `UsageError(why)`."""
@@ -343,24 +277,24 @@ class Activations:
             if self._closed is not None:
                 return
             self._closed = why
-            # Their tickets hold the memory until the devices are done.
-            self._chunks.clear()
-            try:
-                self._room.close()
-            finally:
-                self._ring.close()
+            self._arriving.clear()
+            self._chunks.close()
 
 
-def open_activations(folders: Sequence[Path]) -> Activations:
-    """Activations that are kept in files in some folders, through `CHUNKS` of host memory."""
+def open_activations(folders: Sequence[Path], *, device: Device | None = None, groups: int = 0) -> Activations:
+    """Activations that are kept in host memory, and in files in some folders.
+
+    Args:
+        folders: for the files.
+        device: where activations lie; None: in host memory.
+        groups: of `MORE` chunks each, which may be taken beyond the first ones; with none, all goes to the files.
+    """
     ((chunk_bytes, count),) = CHUNKS.items()
     room = Scratch(folders, chunk_bytes, what="checkpointed activations")
-    return Activations(room, memory.ChunkRing(chunk_bytes, count, pin=False), chunk_bytes, count)
-
-
-def _number_of(chunk: _Chunk) -> tuple[bool, int]:
-    piece = chunk.piece
-    return (False, -1) if piece is None else (not piece.dead, piece.number)
+    rings = Rings(chunk_bytes, count, [MORE] * groups, pinned=device is not None)
+    # As many as are written at once.
+    chunks = Chunks(room, rings, device=device, spare=count)
+    return Activations(chunks, chunk_bytes, device)
 
 
 def _is_checkpoint(caller: FrameType) -> bool:
@@ -387,13 +321,3 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor without gaps, in the order in which they lie."""
     with torch.no_grad():
         return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-
-
-def _checksum(memory: torch.Tensor) -> str:
-    checksum = Checksum()
-    checksum.update(memory)
-    return str(checksum)
-
-
-def _whole_pages(nbytes: int) -> int:
-    return -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES

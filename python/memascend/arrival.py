@@ -135,8 +135,8 @@ class Arrival:
         return self.staged or not self.spilled
 
     def read(self) -> torch.Tensor:
-        """A copy of it."""
-        into = torch.empty_strided(self.place.shape, self.place.stride, dtype=self.dtype)
+        """A copy of it, in host memory."""
+        into = torch.empty_strided(self.place.shape, self.place.stride, dtype=self.dtype, device="cpu")
         self._owner.spill.read_spilled(self.name, into)
         return into
 

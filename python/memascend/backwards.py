@@ -10,6 +10,7 @@ import torch
 from torch.utils.checkpoint import CheckpointFunction
 
 from memascend.errors import UsageError
+from memascend.threads import is_autograds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,7 +35,8 @@ class Backwards:
         self.failed = False
         self._begins = begins
         self._task: int | None = None
-        self._thread = 0
+        # The thread that began it, and the one that computed the model last, which begins it where autograd's runs it.
+        self._thread = self._last = 0
 
     @staticmethod
     def inside() -> bool:
@@ -51,7 +53,7 @@ class Backwards:
                 raise UsageError("the last backward failed; call zero_grad() before the next one")
             self._begins()
             self._task = task
-            self._thread = threading.get_ident()
+            self._thread = self._last if is_autograds() else threading.get_ident()
             self.delivered = False
             torch.autograd.Variable._execution_engine.queue_callback(self._ended)  # noqa: SLF001
         return bool(task != self._task)
@@ -63,7 +65,10 @@ class Backwards:
 
     def entered(self) -> None:
         """The model is entered; by another thread than the one that has a backward open, this says nothing of it."""
-        if self._task is None or self._thread == threading.get_ident():
+        here = threading.get_ident()
+        if not self.inside():
+            self._last = here
+        if self._task is None or here == self._thread:
             self.seen_outside()
 
     def seen_outside(self) -> None:

@@ -99,7 +99,7 @@ class InHand:
                 parameter = self._named[name]
                 if not parameter.is_meta:
                     state, step = self._arithmetic.initial(parameter) if name in self._trained else ({}, 0)
-                    yield First(name, laid_out(parameter.detach()), state, step)
+                    yield First(name, laid_out(parameter.detach().cpu()), state, step)
                 elif self._weights is not None:
                     yield First(name, as_laid(self._weights.tensor(name, parameter), parameter), {}, 0)
 

@@ -10,7 +10,7 @@ import torch
 if TYPE_CHECKING:
     from memascend.engine import Entry, Store
 
-__all__ = ["Buffers", "persistent_buffers"]
+__all__ = ["Buffers", "move_buffers", "persistent_buffers"]
 
 # Buffers up to this many bytes in all are written with every step; more are only when they were seen to change.
 _ALWAYS_BYTES_MAX = 1 << 20
@@ -45,8 +45,8 @@ class Buffers:
         ]
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A buffer's values, contiguous."""
-        return self._tensor(name).detach().contiguous()
+        """A buffer's values, contiguous in host memory."""
+        return self._tensor(name).detach().cpu().contiguous()
 
     def target(self, name: str) -> torch.Tensor:
         """A buffer itself, to be written to."""
@@ -87,3 +87,17 @@ def persistent_buffers(model: torch.nn.Module) -> list[tuple[str, torch.nn.Modul
             seen.add(id(tensor))
             found.append((f"{prefix}.{short}" if prefix else short, module, short))
     return found
+
+
+def move_buffers(model: torch.nn.Module, device: torch.device) -> None:
+    """Let all buffers of a model, persistent or not, be on a device: all of them, or with an exception none."""
+    moved: dict[int, torch.Tensor] = {}
+    places = []
+    for module in model.modules():
+        for name, tensor in module._buffers.items():  # noqa: SLF001
+            if tensor is not None:
+                if id(tensor) not in moved:
+                    moved[id(tensor)] = tensor.to(device)
+                places.append((module, name, tensor))
+    for module, name, tensor in places:
+        module._buffers[name] = moved[id(tensor)]  # noqa: SLF001

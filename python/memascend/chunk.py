@@ -37,9 +37,17 @@ class Chunk:
 
 
 def adapter(
-    function: Callable[[Chunk], object], entry: Mapping[str, Any], gradient: torch.Tensor | None, *, whole: bool
+    function: Callable[[Chunk], object],
+    entry: Mapping[str, Any],
+    gradient: torch.Tensor | None,
+    *,
+    whole: bool,
+    before: Callable[[], None] | None = None,
 ) -> Callable[[Any, Any, Sequence[Any], int, int, bool], None]:
-    """What the extension calls for an entry (as `Store.entries` has it): it makes tensors of lent memory."""
+    """What the extension calls for an entry (as `Store.entries` has it): it makes tensors of lent memory.
+
+    `before` is called each time before the gradient is read.
+    """
     import torch
 
     order = None if entry["order"] is None else tuple(entry["order"])
@@ -51,7 +59,7 @@ def adapter(
         of = getattr(torch, dtype)
         with memoryview(lent) as view:
             empty = view.nbytes == 0
-        made = torch.empty(0, dtype=of) if empty else torch.frombuffer(lent, dtype=of)
+        made = torch.empty(0, dtype=of, device="cpu") if empty else torch.frombuffer(lent, dtype=of)
         if list(shape) != list(entry["shape"]):
             return made.view(shape)
         if not whole:
@@ -62,6 +70,8 @@ def adapter(
 
     def call(values: Any, spilled: Any, state: Sequence[Any], start: int, count: int, last: bool) -> None:
         part: torch.Tensor | None
+        if before is not None:
+            before()
         if spilled is not None:
             part = tensor(spilled, entry["spill"], entry["shape"])
         elif flat is not None and not whole:

@@ -55,7 +55,7 @@ def master_of(values: torch.Tensor, state: Mapping[str, torch.Tensor]) -> dict[s
     order = _order(values)
     kept, rest = _rows(values, order), _rows(state["rest"], order)
     exp_avg_sq = _rows(state["exp_avg_sq"], order).clone()
-    master = torch.empty(kept.shape, dtype=torch.float32)
+    master = torch.empty(kept.shape, dtype=torch.float32, device=values.device)
     _core.kernel_join_master(
         kept.data_ptr(),
         rest.data_ptr(),

@@ -96,19 +96,18 @@ class Options:
 
     def _check_device(self) -> None:
         try:
-            device = torch.device("cpu" if self.device is None else self.device)
+            device = self.where
         except (RuntimeError, TypeError) as error:
-            raise ConfigError(f"device is None or 'cpu', not {self.device!r}") from error
-        if device.type != "cpu":
-            raise ConfigError(f"device {str(device)!r} cannot be computed on yet: pass device=None or 'cpu'")
+            raise ConfigError(f"device is None, 'cpu', 'cuda' or 'cuda:1', not {self.device!r}") from error
+        if device.type not in ("cpu", "cuda"):
+            raise ConfigError(f"device {str(device)!r} cannot be computed on: pass None, 'cpu', 'cuda' or 'cuda:1'")
+        _ = self.device_bytes
+        if device.type == "cuda":
+            return
         if self.device_memory is not None:
             raise ConfigError(
-                "device_memory is the budget of a CUDA device, which cannot be computed on yet: leave it out"
-            )
-        if self.activations == "host":
-            raise ConfigError(
-                "activations='host' is for a CUDA device; on the CPU they are in host memory anyway: pass 'device', or "
-                "'ssd' to keep what checkpoints save on storage"
+                "device_memory is the budget of a CUDA device, and the model computes on the CPU: leave it out, or "
+                "pass device='cuda'"
             )
 
     def _check_places(self) -> None:
@@ -153,6 +152,13 @@ class Options:
         if isinstance(self.storage, (str, os.PathLike)):
             return (os.fspath(self.storage),)
         return tuple(os.fspath(path) for path in self.storage)
+
+    @property
+    def where(self) -> torch.device:
+        """The device that computes, as far as it is named: where none is, CUDA if there is one."""
+        if self.device is not None:
+            return torch.device(self.device)
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     @property
     def host_bytes(self) -> int | None:

@@ -6,14 +6,17 @@ and copies in either direction have their own. A `Copy` is how one is ordered af
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from memascend.errors import ConfigError, DeviceError, MemascendError
 
-__all__ = ["Copy", "Cuda", "Device", "open_device"]
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+__all__ = ["Copy", "Cuda", "Device", "failures_named", "open_device"]
 
 
 class Copy(Protocol):
@@ -35,7 +38,10 @@ class Device(Protocol):
     torch_device: torch.device
 
     def memory(self, nbytes: int) -> torch.Tensor:
-        """Memory there, as uint8, which begins on a page."""
+        """Memory there, as uint8, which begins on a page; what torch raises where there is none."""
+
+    def free(self) -> int:
+        """Bytes of it that could be had now."""
 
     def lent(self, memory: torch.Tensor, start: int, nbytes: int, owner: Any) -> torch.Tensor:
         """A tensor with a storage of its own on a part of `memory`; the last view of it lets go of `owner`."""
@@ -55,10 +61,42 @@ class Device(Protocol):
     def returned(self, memory: torch.Tensor) -> None:
         """A part of it is nobody's any more."""
 
+    def allocated(self) -> tuple[int, int]:
+        """Bytes of its memory that torch holds, ours among them: now, and the most so far."""
+
 
 def open_device(device: torch.device) -> Device | None:
-    """The device to compute on; None for the host, which needs no copies."""
-    return None if device.type == "cpu" else Cuda(device)
+    """The device to compute on; None for the host, which needs no copies.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
+    if device.type == "cpu":
+        return None
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"there is no CUDA device for device={str(device)!r}: `memascend doctor` and torch.cuda.is_available() say "
+            "more; pass device='cpu' to compute on the CPU"
+        )
+    count = torch.cuda.device_count()
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index >= count:
+        raise ConfigError(f"there is no device {str(device)!r}: torch sees {count}, from cuda:0 to cuda:{count - 1}")
+    return Cuda(torch.device("cuda", index))
+
+
+@contextmanager
+def failures_named(device: Device) -> Iterator[None]:
+    """Let what a device fails with be a `DeviceError`, which says what stands; but for memory that it has not."""
+    try:
+        yield
+    except (MemascendError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise DeviceError(
+            f"{device.torch_device} failed: {error}; what the last step() committed stands: open the storage in a new "
+            'process with existing="resume"'
+        ) from error
 
 
 class _Lent:
@@ -103,7 +141,7 @@ class Cuda:
     """A CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
-        """Make its two streams for copies."""
+        """Make its two streams for copies, and with them the context, which pinning asks for."""
         self.torch_device = device
         # One for each direction: a device copies both ways at once.
         self._inward = torch.cuda.Stream(device)
@@ -112,6 +150,11 @@ class Cuda:
     def memory(self, nbytes: int) -> torch.Tensor:
         """See `Device`."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+
+    def free(self) -> int:
+        """See `Device`."""
+        free, _ = torch.cuda.mem_get_info(self.torch_device)
+        return int(free)
 
     def lent(self, memory: torch.Tensor, start: int, nbytes: int, owner: Any) -> torch.Tensor:
         """See `Device`."""
@@ -135,6 +178,10 @@ class Cuda:
 
     def returned(self, memory: torch.Tensor) -> None:
         """See `Device`. What is there stays until somebody else writes to it."""
+
+    def allocated(self) -> tuple[int, int]:
+        """See `Device`."""
+        return torch.cuda.memory_allocated(self.torch_device), torch.cuda.max_memory_allocated(self.torch_device)
 
     def _copied(
         self, stream: torch.cuda.Stream, source: torch.Tensor, target: torch.Tensor, after: Sequence[Copy]

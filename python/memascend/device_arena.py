@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memascend.errors import ConfigError, TimeoutExpired, UsageError
+from memascend.device import failures_named
+from memascend.errors import ConfigError, MemoryLimitError, TimeoutExpired, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -83,12 +84,16 @@ class DeviceArena:
     """Slots of classes, {bytes: count}, in one piece of a device's memory. A lease takes one of its own class alone."""
 
     def __init__(self, device: Device, classes: Mapping[int, int]) -> None:
-        """Take the memory."""
+        """Take the memory.
+
+        Raises:
+            MemoryLimitError: the device does not have it.
+        """
         self._device = device
         self._bounds = sorted(classes)
         self._counts = dict(classes)
         self.reserved_bytes = sum(slot_bytes(bound) * count for bound, count in classes.items())
-        self._memory = device.memory(max(self.reserved_bytes, 1))
+        self._memory = self._taken()
         self._free: dict[int, list[_Slot]] = {}
         at = 0
         for bound in self._bounds:
@@ -103,6 +108,20 @@ class DeviceArena:
         self._lock = threading.Lock()
         # Holds whose last view is gone.
         self.gone: queue.SimpleQueue[_Hold] = queue.SimpleQueue()
+
+    def _taken(self) -> torch.Tensor:
+        nbytes, device = max(self.reserved_bytes, 1), self._device
+        try:
+            with failures_named(device):
+                return device.memory(nbytes)
+        except torch.OutOfMemoryError as error:
+            free = device.free()
+            raise MemoryLimitError(
+                f"units take {nbytes} bytes of {device.torch_device}, which has {free} free: pass a smaller "
+                "device_memory=, or let go of what else lies there",
+                needed=nbytes,
+                available=free,
+            ) from error
 
     def lease(self, nbytes: int, timeout: float | None = None, owner: str = "user") -> DeviceLease:
         """Take a slot, waiting up to `timeout` seconds (None: until there is one).
@@ -138,11 +157,15 @@ class DeviceArena:
         self._streams[address] = hold.streams
         return tensor
 
-    def used(self, tensor: torch.Tensor) -> None:
-        """The caller's current stream is about to compute with a lease's bytes."""
+    def used(self, tensor: torch.Tensor) -> bool:
+        """The caller's current stream is about to compute with a lease's bytes; whether it never did before."""
         streams = self._streams.get(tensor.untyped_storage().data_ptr())
-        if streams is not None:
-            streams[self._device.stream()] = None
+        with failures_named(self._device):
+            stream = self._device.stream()
+        if streams is None or stream in streams:
+            return False
+        streams[stream] = None
+        return True
 
     def after(self, tensor: torch.Tensor) -> list[Copy]:
         """What has to be over before a lease's bytes are written for the first time; told once."""
@@ -162,8 +185,9 @@ class DeviceArena:
 
     def _came_back(self, slot: _Slot, streams: Mapping[Any, None]) -> None:
         # Whatever was begun with these bytes was begun on one of these streams, and before this moment.
-        slot.after += [self._device.mark(stream) for stream in streams]
-        self._device.returned(self._memory[slot.start : slot.start + slot.nbytes])
+        with failures_named(self._device):
+            slot.after += [self._device.mark(stream) for stream in streams]
+            self._device.returned(self._memory[slot.start : slot.start + slot.nbytes])
         with self._lock:
             self._in_use -= slot.nbytes
             self._free[slot.nbytes].append(slot)

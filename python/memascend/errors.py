@@ -9,6 +9,7 @@ __all__ = [
     "BudgetError",
     "ConfigError",
     "CorruptionError",
+    "DeviceError",
     "MemascendError",
     "MemoryLimitError",
     "StorageError",
@@ -103,6 +104,10 @@ class StorageError(MemascendError, OSError):
 
 class CorruptionError(StorageError):
     """A checksum or a format is wrong; the message names the parameter, chunk and offset."""
+
+
+class DeviceError(MemascendError, RuntimeError):
+    """The device that computes failed, or was lost; what was committed stands, and opens in a new process."""
 
 
 class UsageError(MemascendError, RuntimeError):

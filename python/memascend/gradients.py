@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from memascend import measures
 from memascend.arrival import Arrival, Spill
 from memascend.backwards import Backwards, in_reentrant_checkpoint
 from memascend.errors import UsageError
@@ -153,7 +154,7 @@ class Gradients:
             kept.spilled = True
         kept.used = False
         # torch's `grad` is an edge that Python's collector does not see: what stands in it must not lead back here.
-        kept.handle = GradientHandle(weakref.proxy(kept), strides=kept.place.stride)
+        kept.handle = GradientHandle(weakref.proxy(kept), strides=kept.place.stride, device=kept.place.device)
         parameter.grad = kept.handle
 
     def added(self, kept: Arrival, gradient: torch.Tensor) -> None:
@@ -195,10 +196,12 @@ class Gradients:
         kept.spilled = False
         self._stage(kept, gradient, self.scale)
 
-    def _measure(self, gradient: torch.Tensor) -> tuple[bool, float]:
-        """Whether a gradient in memory has a value that is not finite, and its squared norm."""
-        found, squared = self._check(gradient.coalesce().values() if gradient.is_sparse else gradient)
-        return bool(found), float(squared)
+    def _measure(self, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Whether a gradient in memory has a value that is not finite, and its squared norm, where the gradient is."""
+        found: tuple[torch.Tensor, torch.Tensor] = self._check(
+            gradient.coalesce().values() if gradient.is_sparse else gradient
+        )
+        return found
 
     def _stage(self, kept: Arrival, gradient: torch.Tensor, scale: float) -> None:
         kept.options = self.rule.options(kept)
@@ -302,16 +305,18 @@ class Gradients:
     def measured(self, present: Iterable[tuple[Arrival, torch.Tensor]]) -> tuple[bool, float]:
         """Whether all gradients are finite, and the norm of them all, unscaled, in double precision."""
         self.spill.finish()
-        finite, squared = True, 0.0
+        found: list[measures.Measure] = []
         for kept, gradient in present:
             if gradient is not kept.handle:
-                bad, square = self._measure(kept.laid_out(gradient))
+                found.append(self._measure(kept.laid_out(gradient)))
             elif kept.spilled and kept.handle.operations:
-                bad, square = self._measure(kept.handle.materialize())
+                found.append(self._measure(kept.handle.materialize()))
             elif kept.spilled:
-                bad, square = self.spill.spilled(kept.name)
+                found.append(self.spill.spilled(kept.name))
             else:
-                bad, square = not kept.finite, kept.squared
+                found.append(kept.found or (False, 0.0))
+        finite, squared = True, 0.0
+        for bad, square in measures.read(found):
             finite = finite and not bad
             squared += square
         return finite, math.sqrt(squared) * abs(self.scale)

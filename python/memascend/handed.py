@@ -23,10 +23,12 @@ class Lent(NamedTuple):
         window: of (first byte, bytes), on the engine's thread: an address in host memory, aligned to 8, the first byte
             there, and how many, which hold what was asked for. They are left alone until the next call of any window of
             the same engine's.
+        order: lets what the calling thread does with it from now on come after what made it.
     """
 
     tensor: torch.Tensor
     window: Callable[[int, int], tuple[int, int, int]]
+    order: Callable[[], None]
 
 
 def place_of(tensor: torch.Tensor | Lent) -> tuple[int, int, object]:

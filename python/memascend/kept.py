@@ -216,7 +216,9 @@ class KeptGradient:
                 f"of the gradient of {self.kept.name} only the 2-norm is left, the update already used it: "
                 "pass gradients='ssd' to offload()"
             )
-        return torch.tensor(self.kept.norm(), dtype=torch.float64).to(self.device, dtype or self.kept.dtype)
+        return torch.tensor(self.kept.norm(), dtype=torch.float64, device="cpu").to(
+            self.device, dtype or self.kept.dtype
+        )
 
     # --- what changes it ----------------------------------------------------------
 

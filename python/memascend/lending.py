@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memascend.device import failures_named
 from memascend.errors import UsageError
 from memascend.handed import Lent
 
@@ -47,9 +48,9 @@ class _Window:
         self.copy: Copy | None = None
 
     def wait(self) -> None:
-        if self.copy is not None:
-            self.copy.wait()
-            self.copy = None
+        copy, self.copy = self.copy, None
+        if copy is not None:
+            copy.wait()
 
 
 class DeviceEngine:
@@ -93,16 +94,19 @@ class DeviceEngine:
         if into.device.type == "cpu":
             self._engine.read_spilled(name, into)
             return
-        host = torch.empty_strided(into.shape, into.stride(), dtype=into.dtype)
+        host = torch.empty_strided(into.shape, into.stride(), dtype=into.dtype, device="cpu")
         self._engine.read_spilled(name, host)
         into.copy_(host)
 
-    def _lent(self, gradient: torch.Tensor) -> Lent:
-        with torch.no_grad():
+    def _lent(self, gradient: torch.Tensor) -> torch.Tensor | Lent:
+        if gradient.device != self._device.torch_device:
+            # Values that are written back: the engine reaches them.
+            return gradient
+        with torch.no_grad(), failures_named(self._device):
             data = gradient.detach().as_strided((gradient.numel(),), (1,)).view(torch.uint8)
-        # What made it is on the stream of whoever hands it over.
-        held = _Gradient(data, self._device.mark(self._device.stream()))
-        return Lent(gradient, partial(self._window, held))
+            # What made it is on the stream of whoever hands it over.
+            held = _Gradient(data, self._device.mark(self._device.stream()))
+        return Lent(gradient, partial(self._window, held), held.after.order)
 
     def _window(self, gradient: _Gradient, start: int, nbytes: int) -> tuple[int, int, int]:
         """Where bytes of a gradient are in host memory: an address, the first byte there, and how many."""
@@ -110,7 +114,7 @@ class DeviceEngine:
         span = self._bytes // nbytes * nbytes
         if not span:
             raise UsageError(f"a chunk of {nbytes} bytes of a gradient does not fit a window of {self._bytes}")
-        with self._lock:
+        with self._lock, failures_named(self._device):
             window = next(
                 (
                     window

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -25,7 +24,7 @@ from memascend.heap import trim
 from memascend.lending import WINDOWS
 from memascend.ownership import find_owned, sparse_ids
 from memascend.placeholder import dense_strides
-from memascend.places import file_of, remove, temporary
+from memascend.places import file_of, folders_of, remove, scratch_of, temporary
 from memascend.plan import make_plan
 from memascend.progress import Progress
 from memascend.session import Resources
@@ -38,7 +37,9 @@ from memascend.wiring import Wiring
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
+    from memascend.device import Device
     from memascend.engine import Engine, Entry, Store
     from memascend.optimizer import OffloadedOptimizer
     from memascend.plan import Plan
@@ -77,7 +78,7 @@ def offload(
     The loop stays what it is. Nothing changes numerically, and host memory stays within the budget.
 
     Args:
-        model: any module on the CPU; the same object comes back.
+        model: any module on the CPU, on meta, or on the device that computes; the same object comes back.
         optimizer: a torch.optim optimizer that owns every trainable parameter of the model. State that it has already
             moves into the store.
         storage: a folder, file or raw block device, or several of them, over which it is striped; None: a temporary
@@ -85,7 +86,8 @@ def offload(
         existing: what to do where a store is already: "refuse", "resume" its last committed step, or "replace" it.
         host_memory: a hard budget for what is held in memory, in bytes or as "8GiB"; None: the smallest that keeps disk
             and compute busy.
-        device: where the model computes. Only the CPU so far.
+        device: where the model computes: "cpu", "cuda", "cuda:1"; None: CUDA if there is one. Batches go there by
+            themselves no more than without offloading; buffers are moved by this call. The update runs on the CPU.
         gradients: "fused": updated as they appear; "ssd" or "ram": kept until `step()`; "auto": learnt in the first
             step.
         max_grad_norm: clip the global norm in `step()`.
@@ -100,10 +102,13 @@ def offload(
             stand. A store that is resumed stands before it.
         scratch: a folder for copies of the weights that `state_dict()` and `materialized()` make; None: beside the
             store.
-        device_memory: not there yet.
-        activations: where what checkpoints save within the model's forward waits for the backward: "device": in
-            memory, as torch keeps it; "ssd": in files beside the store (in `scratch`, where that is given), in the same
-            bits. "host" is for a CUDA device.
+        device_memory: with CUDA, a hard budget for what is held in the device's memory: units, and gradients that wait
+            for their update; in bytes or as "8GiB". None: the smallest that keeps disk and compute busy. Activations
+            and what else torch holds there come on top.
+        activations: where what checkpoints save within the model's forward waits for the backward, in the same bits:
+            "device": where it was made, as torch keeps it; "host": in pinned host memory, as far as the budget goes (1
+            GiB of it where `host_memory` is None), then in files; "ssd": in files beside the store (in `scratch`,
+            where that is given). On the CPU, "host" is "device".
         durability: "step": every step survives a loss of power; "close": the death of the process; "none": nothing is
             kept before `close()`.
 
@@ -112,7 +117,8 @@ def offload(
 
     Raises:
         ConfigError: an option, the model, the optimizer or the store that is there does not fit; nothing was changed.
-        BudgetError: `host_memory` is too small; `smallest` is what works.
+        BudgetError: `host_memory` or `device_memory` is too small; `smallest` is what works.
+        MemoryLimitError: the machine or the device does not have the memory that the plan takes.
         StorageError: storage failed, is full, foreign or in use.
     """
     options = Options(
@@ -133,8 +139,10 @@ def offload(
         activations=activations,
         durability=durability,
     )
-    with torch.no_grad():
-        return _Offloading(model, optimizer, options).run()
+    # A default device (torch.set_default_device) is for the user's tensors.
+    with torch.no_grad(), torch.device("cpu"):
+        opened = devices.open_device(options.where)
+        return _Offloading(model, optimizer, options, opened, staged=opened is not None).run()
 
 
 @dataclass(frozen=True)
@@ -158,7 +166,8 @@ def planned(model: torch.nn.Module, optimizer: torch.optim.Optimizer, options: O
         BudgetError: the budget is too small; `smallest` is what works.
     """
     with torch.no_grad():
-        offloading = _Offloading(model, optimizer, options)
+        # The device need not be there.
+        offloading = _Offloading(model, optimizer, options, None, staged=options.where.type != "cpu")
         _, entries, plan = offloading.decide()
     # The rest of a compact master stands for all of it.
     state = (
@@ -172,13 +181,22 @@ def planned(model: torch.nn.Module, optimizer: torch.optim.Optimizer, options: O
 class _Offloading:
     """One call of `offload()`."""
 
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, options: Options) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        options: Options,
+        device: Device | None,
+        *,
+        staged: bool,
+    ) -> None:
+        """`device` computes, where that is not the host; `staged`: units reach it through chunks."""
         self.model = model
         self.original = optimizer
         self.options = options
-        # What computes, where that is not the host.
-        self.device = devices.open_device(torch.device(options.device or "cpu"))
-        self.owned = find_owned(model, optimizer)
+        self.device = device
+        self.staged = staged
+        self.owned = find_owned(model, optimizer, None if device is None else device.torch_device)
         self.named = {name: owned.parameter for name, owned in self.owned.items()}
         require_plain(self.named)
         if options.weights is not None and not any(parameter.is_meta for parameter in self.named.values()):
@@ -198,20 +216,26 @@ class _Offloading:
         units = find_units(self.model, units=options.unit_names)
         entries = self._entries(units)
         paths = list(options.paths or ())
-        if options.activations == "ssd" and paths and not self._folders():
-            raise ConfigError("the storage is a raw device: give offload(scratch=) a folder for activations='ssd'")
+        moves = self._moves_activations()
+        if moves and paths and not folders_of(options):
+            raise ConfigError(
+                f"the storage is a raw device: give offload(scratch=) a folder for activations={options.activations!r}"
+            )
+        stays = moves and options.activations == "host"
         sizes = self.sizes = engines.sizes(entries, optimizer=type(self.original).__name__, devices=max(1, len(paths)))
         gradients = [owned.parameter.nbytes for owned in self.owned.values() if owned.group is not None]
         plan = make_plan(
             units,
             sizes,
-            staging=None if self.device is None else {"unit staging": CHUNKS, "gradient windows": WINDOWS},
+            staging={"unit staging": CHUNKS, "gradient windows": WINDOWS} if self.staged else None,
             device_budget=options.device_bytes,
             gradients="ssd" if options.gradients == "auto" and options.keeps else options.gradients,
             largest_gradient=max(gradients),
             all_gradients=sum(gradients),
             whole_bytes=self.arithmetic.whole_bytes + sizes.other_bytes,
-            activation_chunks=activations.CHUNKS if options.activations == "ssd" else None,
+            activation_chunks=activations.CHUNKS if moves else None,
+            activation_group=activations.MORE if stays else 0,
+            activation_groups=activations.MORE_USUAL if stays else 0,
             update_values=self.arithmetic.update_values,
             budget=options.host_bytes,
         )
@@ -247,7 +271,7 @@ class _Offloading:
             )
             undo.callback(unit_memory.close)
             undo.callback(unit_memory.stop)
-            keeper = self._activations()
+            keeper = self._activations(plan.activation_groups)
             if keeper is not None:
                 undo.callback(keeper.close, "offload() failed")
             resources = Resources(store, engine, unit_memory, keeper)
@@ -262,10 +286,12 @@ class _Offloading:
                 unit_bytes=sizes.unit_bytes,
                 plan=plan,
                 resources=resources,
-                scratch=self._scratch(),
+                scratch=scratch_of(options) or self.folder,
             ).run()
             undo.pop_all()
         trim()
+        if options.device is None and self.device is not None:
+            _log.info("device: %s, since there is one; device='cpu' computes without it", self.device.torch_device)
         if options.host_memory is None:
             _log.info("host_memory: %d bytes, the smallest that keeps disk and compute busy", plan.budget)
         return self.model, offloaded
@@ -378,22 +404,12 @@ class _Offloading:
 
     # --- what the run is told ------------------------------------------------------------------
 
-    def _activations(self) -> activations.Activations | None:
-        if self.options.activations != "ssd":
+    def _moves_activations(self) -> bool:
+        """Whether what checkpoints save goes elsewhere; on the host, "host" is where it is."""
+        return self.options.activations == "ssd" or (self.options.activations == "host" and self.staged)
+
+    def _activations(self, groups: int) -> activations.Activations | None:
+        if not self._moves_activations():
             return None
-        return activations.open_activations(self._folders() or [cast("Path", self.folder)])
-
-    def _folders(self) -> list[Path]:
-        """For files that are gone with the process: beside each part of the store, as far as that is known."""
-        if self.options.scratch is not None:
-            return [Path(self.options.scratch)]
-        files = [path for path in self.options.paths or () if not Path(path).is_block_device()]
-        return list(dict.fromkeys(file_of(path).parent for path in files))
-
-    def _scratch(self) -> Path | None:
-        if self.options.scratch is not None:
-            return Path(self.options.scratch)
-        paths = self.options.paths
-        if not paths:
-            return self.folder
-        return None if Path(paths[0]).is_block_device() else file_of(paths[0]).parent
+        folders = folders_of(self.options) or [cast("Path", self.folder)]
+        return activations.open_activations(folders, device=self.device, groups=groups)

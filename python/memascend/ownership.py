@@ -28,8 +28,13 @@ class Owned:
     group: int | None
 
 
-def find_owned(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Owned]:
-    """The parameters of a model by name, with their groups; raises `ConfigError` where they cannot be offloaded."""
+def find_owned(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device | None = None
+) -> dict[str, Owned]:
+    """The parameters of a model by name, with their groups; raises `ConfigError` where they cannot be offloaded.
+
+    They are on the CPU, on meta, or on the `device` that is going to compute.
+    """
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -69,8 +74,11 @@ def find_owned(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict
     if not groups:
         raise ConfigError("the optimizer owns no parameters of this model")
     for name, parameter in named.items():
-        if parameter.device.type not in ("cpu", "meta"):
-            raise ConfigError(f"{name} is on {parameter.device}; offload() takes models on the CPU, or on meta")
+        if parameter.device.type not in ("cpu", "meta") and parameter.device != device:
+            raise ConfigError(
+                f"{name} is on {parameter.device}; offload() takes models on the CPU, on meta, or on the device= that "
+                "computes"
+            )
         if torch.nn.parameter.is_lazy(parameter):
             raise ConfigError(f"{name} is not initialised yet: run the model once before offload()")
     _refuse_shared(model)
@@ -81,7 +89,7 @@ def _refuse_shared(model: torch.nn.Module) -> None:
     """Tensors that lie in each other's memory change together in torch; on storage they would go apart in silence."""
     spans = []
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.numel() == 0:
+        if tensor.is_meta or tensor.layout != torch.strided or tensor.numel() == 0:
             continue
         # Of what has gaps, others may lie in these.
         if torch.ops.aten.is_non_overlapping_and_dense(tensor):

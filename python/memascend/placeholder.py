@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Place", "Source", "dense_strides", "find_away", "laid_out"]
 
+_CPU = torch.device("cpu")
+
 # Raised where a parameter that is away is asked for its memory, or written to.
 _HOW = "use memascend.materialized(model) to read it, and materialized(model, modify=True) to change it"
 # A model has some tens of kinds of parameters; where it has more than this, further ones have a tensor each.
@@ -49,6 +51,7 @@ class Place:
     __slots__ = (
         "away",
         "bound_version",
+        "device",
         "dtype",
         "kind",
         "name",
@@ -60,8 +63,17 @@ class Place:
         "stride",
     )
 
-    def __init__(self, parameter: torch.nn.Parameter, name: str, offset: int, source: Source) -> None:
+    def __init__(
+        self,
+        parameter: torch.nn.Parameter,
+        name: str,
+        offset: int,
+        source: Source,
+        device: torch.device = _CPU,
+    ) -> None:
+        """`device` is the one that computes with it."""
         self.parameter = parameter
+        self.device = device
         self.name = name
         self.offset = offset
         self.source = source
@@ -70,7 +82,7 @@ class Place:
         self.stride = dense_strides(parameter)
         self.kind = type(parameter)
         self.away = _away_class(self.kind)
-        self.nothing = _nothing(self.shape, self.dtype)
+        self.nothing = _nothing(self.shape, self.dtype, device)
         self.bound_version: int | None = None
 
     def unbind(self) -> None:
@@ -110,10 +122,10 @@ class Place:
 
 
 @functools.lru_cache(maxsize=_KINDS_MAX)
-def _nothing(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def _nothing(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A tensor of this shape without memory, one for all parameters that are alike."""
     with torch.inference_mode(mode=False):
-        nothing = torch.empty((), dtype=dtype).expand(shape)
+        nothing = torch.empty((), dtype=dtype, device=device).expand(shape)
         # It has no memory from here on. What asks torch's core for it (DLPack, a custom kernel, a thread that found
         # the parameter bound a moment ago) gets this error, and no number.
         whose = f"a parameter of {list(shape)} {str(dtype).removeprefix('torch.')}"
@@ -137,7 +149,7 @@ def laid_out(tensor: torch.Tensor) -> torch.Tensor:
     strides = dense_strides(tensor)
     if tuple(tensor.stride()) == strides or tensor.numel() <= 1:
         return tensor
-    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor)
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def find_away(*trees: Any) -> list[Place]:
@@ -363,17 +375,19 @@ def _cast(func: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> A
     place = tensor._memascend  # noqa: SLF001
     # A tensor of no elements tells what would come out.
     asked = func(
-        torch.empty(0, dtype=place.dtype), *args, **{key: value for key, value in kwargs.items() if key != "copy"}
+        torch.empty(0, dtype=place.dtype, device=place.device),
+        *args,
+        **{key: value for key, value in kwargs.items() if key != "copy"},
     )
     if isinstance(asked, str):
         return asked
-    if asked.dtype == place.dtype and asked.device.type == "cpu":
+    if asked.dtype == place.dtype and asked.device == place.device:
         if not kwargs.get("copy"):
             return tensor
         with place.source.borrowed([place]):
             return func(tensor, *args, **kwargs)
     raise UsageError(
-        f"the values of {place.name!r} are on storage and cannot be moved or cast to {asked.device.type} {asked.dtype} "
+        f"the values of {place.name!r} are on storage and cannot be moved or cast to {asked.device} {asked.dtype} "
         "here: cast the model before offload(), or a copy of the parameter, p.clone()"
     )
 

@@ -12,9 +12,10 @@ from memascend.errors import StorageError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from memascend.config import Options
     from memascend.engine import Store
 
-__all__ = ["file_of", "remove", "temporary"]
+__all__ = ["file_of", "folders_of", "remove", "scratch_of", "temporary"]
 
 
 def file_of(path: str) -> Path:
@@ -47,3 +48,20 @@ def temporary(create: Callable[[str], Store]) -> tuple[Store, Path]:
             remove([Path(folder) / "memascend.store"])
             Path(folder).rmdir()
     raise StorageError(f"there is no place for a temporary store: {refused}; give storage=")
+
+
+def folders_of(options: Options) -> list[Path]:
+    """For files that are gone with the process: beside each part of the store, as far as that is known."""
+    if options.scratch is not None:
+        return [Path(options.scratch)]
+    files = [path for path in options.paths or () if not Path(path).is_block_device()]
+    return list(dict.fromkeys(file_of(path).parent for path in files))
+
+
+def scratch_of(options: Options) -> Path | None:
+    """The folder for copies of the weights: beside the first part of the store, where that is a file with a name."""
+    if options.scratch is not None:
+        return Path(options.scratch)
+    if not options.paths or Path(options.paths[0]).is_block_device():
+        return None
+    return file_of(options.paths[0]).parent

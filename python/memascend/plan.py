@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
-from memascend import memory
+from memascend.choosing import choose
+from memascend.classes import SLOT_BYTES, arena_classes, reserved
 from memascend.errors import BudgetError, ConfigError
 from memascend.planned import Plan, readable
 from memascend.schedule import forward_order, reads, windows
@@ -20,43 +21,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Plan", "arena_classes", "make_plan"]
 
-# What an arena keeps on the heap beside its slots: for itself, for each class, for each slot.
-_ARENA_BYTES, _CLASS_BYTES, _SLOT_BYTES = 16_416, 112, 5
 # Staging chunks: fewer do not overlap at all; four do, but the disk runs dry while one is computed; more gain nothing.
 _CHUNKS_MIN, _CHUNKS_FEW, _CHUNKS = 2, 4, 12
 _PAGE_BYTES = 4096
-
-
-def arena_classes(windows: Sequence[Sequence[int]]) -> dict[int, int]:
-    """The cheapest classes ({bytes: count}) of an arena that holds each of `windows`, one after another.
-
-    A window is the sizes in bytes of what must be held at once. Sizes that are near each other and never meet (an
-    embedding and a head, say) may share slots of the larger size; what shares slots is chosen so that the arena as a
-    whole is smallest. As an arena never lends a larger class than needed, each window is granted in every order.
-    """
-    # What a window holds, not in which order: a model of a hundred equal blocks has a handful of different windows.
-    contents = {tuple(sorted(window)) for window in windows}
-    sizes = sorted({size for content in contents for size in content})
-    if sizes and sizes[0] < 1:
-        raise ConfigError(f"what is held in memory has at least one byte, not {sizes[0]}")
-    # best[count]: what the `count` smallest sizes cost; how many of them their largest class leaves; its slots.
-    best = [(0, 0, 0)]
-    for count in range(1, len(sizes) + 1):
-        bound = sizes[count - 1]
-        ends = [bisect_right(content, bound) for content in contents]
-        options = []
-        for first in range(count):
-            begins = (bisect_left(content, sizes[first]) for content in contents)
-            slots = max(end - begin for begin, end in zip(begins, ends, strict=True))
-            options.append((best[first][0] + bound * slots, first, slots))
-        best.append(min(options))
-    classes = {}
-    count = len(sizes)
-    while count > 0:
-        _, first, slots = best[count]
-        classes[sizes[count - 1]] = slots
-        count = first
-    return classes
 
 
 class Sizes(Protocol):
@@ -96,6 +63,8 @@ def make_plan(
     all_gradients: int,
     whole_bytes: int = 0,
     activation_chunks: Mapping[int, int] | None = None,
+    activation_group: int = 0,
+    activation_groups: int = 0,
     staging: Mapping[str, Mapping[int, int]] | None = None,
     device_budget: int | None = None,
     budget: int | None = None,
@@ -112,6 +81,8 @@ def make_plan(
         all_gradients: bytes of all of them.
         whole_bytes: what an optimizer needs that updates whole parameters.
         activation_chunks: {bytes: count} of those through which checkpointed activations go to storage.
+        activation_group: further ones, so many at a time, in which they stay where there is room; 0: all go.
+        activation_groups: how many of these keep the disk out of it, as far as anybody can say beforehand.
         staging: where a device computes, the chunks, {bytes: count}, that lie between it and storage, by owner; units
             and gradients are then in its memory.
         device_budget: the limit there; None: the smallest that keeps disk and compute busy.
@@ -128,13 +99,14 @@ def make_plan(
     planner = _Planner(
         units, sizes, gradients, largest_gradient, all_gradients, whole_bytes, segment, activation_chunks or {}, staging
     )
+    group_bytes = reserved({nbytes: activation_group for nbytes in activation_chunks or {} if activation_group})
     # From the smallest plan to the comfortable one, in the order of what it gains: two chunks more cost little.
     rungs = [
         planner.settled(1, _CHUNKS_MIN, largest_gradient),
         planner.settled(1, _CHUNKS_FEW, largest_gradient),
         planner.settled(2, _CHUNKS_FEW, largest_gradient),
         planner.settled(2, _CHUNKS_FEW, planner.queue_bytes),
-        planner.settled(2, _CHUNKS, planner.queue_bytes),
+        planner.settled(2, _CHUNKS, planner.queue_bytes).with_activations(activation_groups, group_bytes),
     ]
     smallest = min(rung.peak for rung in rungs)
     comfortable = rungs[-1].peak
@@ -155,24 +127,11 @@ def make_plan(
         )
     budget = comfortable if budget is None else budget
     device_budget = rungs[-1].device_peak if device_budget is None else device_budget
-    # Where units and gradients lie.
-    limit = budget if staging is None else device_budget
+    chosen = choose(planner, rungs, budget, None if staging is None else device_budget, spares=gradients != "ram")
     ample = planner.widened(rungs[-1], None)
-    if budget >= comfortable and device_budget >= rungs[-1].device_peak:
-        chosen = planner.widened(rungs[-1], limit)
-    else:
-        chosen = [rung for rung in rungs if rung.peak <= budget and rung.device_peak <= device_budget][-1]
-        # Gradients get what is left, up to what they would have with ease.
-        spare = 0 if gradients == "ram" else limit - chosen.units_peak
-        chosen = planner.settled(
-            chosen.window, chosen.chunks, max(chosen.queue_bytes, min(planner.queue_bytes, chosen.queue_bytes + spare))
-        )
-        # And then chunks.
-        for chunks in range(_CHUNKS, chosen.chunks, -1):
-            more = planner.settled(chosen.window, chunks, chosen.queue_bytes)
-            if more.peak <= budget and more.device_peak <= device_budget:
-                chosen = more
-                break
+    if group_bytes:
+        # What is left, from here on.
+        chosen = chosen.with_activations(chosen.activation_groups + (budget - chosen.peak) // group_bytes, group_bytes)
     now = planner.reads(chosen.classes)
     base = planner.reads(rungs[-1].classes)
     best = planner.reads(ample.classes)
@@ -197,6 +156,7 @@ def make_plan(
         window=chosen.window,
         segment=segment,
         chunks=chosen.chunks,
+        activation_groups=chosen.activation_groups,
         gradients=gradients,
         queue_bytes=chosen.queue_bytes,
         resident=now.resident,
@@ -234,6 +194,15 @@ class _Held:
     host: dict[str, int]
     # Empty where the host computes.
     device: dict[str, int]
+    activation_groups: int = 0
+
+    def with_activations(self, groups: int, group_bytes: int) -> _Held:
+        """The same with so many groups of chunks for activations."""
+        more = (groups - self.activation_groups) * group_bytes
+        if not more:
+            return self
+        host = {**self.host, "activations": self.host["activations"] + more}
+        return replace(self, host=host, activation_groups=groups)
 
     @property
     def peak(self) -> int:
@@ -286,7 +255,7 @@ class _Planner:
         self.order = [unit for unit in forward_order(units) if self.bytes_of(unit)]
         self.kept_bytes = max(all_gradients, largest_gradient) if gradients == "ram" else 0
         self.whole_bytes = whole_bytes
-        self.activation_bytes = _reserved(activation_chunks)
+        self.activation_bytes = reserved(activation_chunks)
         self.staging = staging
         # With ease: the largest gradient is worked on while those of one block come in.
         counts = Counter(self.bytes_of(unit) for unit in units if not unit.pinned)
@@ -308,13 +277,13 @@ class _Planner:
             queue_bytes = self.kept_bytes
         chunked = {self.sizes.chunk_bytes: chunks} if self.sizes.chunk_bytes else {}
         device: dict[str, int] = {}
-        here = {"units": _reserved(classes), "update staging": _reserved(chunked), "gradients": queue_bytes}
+        here = {"units": reserved(classes), "update staging": reserved(chunked), "gradients": queue_bytes}
         if self.staging is not None:
             # Slots there begin on pages, and its arena keeps nothing beside them.
-            units = sum(-(-nbytes // _PAGE_BYTES) * _PAGE_BYTES * count for nbytes, count in classes.items())
+            units = sum(_paged(nbytes) * count for nbytes, count in classes.items())
             device = {"units": units, "gradients": queue_bytes}
-            here = {owner: _reserved(passed) for owner, passed in self.staging.items()}
-            here["update staging"] = _reserved(chunked)
+            here = {owner: reserved(passed) for owner, passed in self.staging.items()}
+            here["update staging"] = reserved(chunked)
         host = {
             **here,
             "catalog": self.sizes.buffer_bytes,
@@ -363,21 +332,23 @@ class _Planner:
                 options.append((gain, bound, members, slots, wanted))
         # The most for its bytes first (frozen units stay from step to step), then the largest.
         for _, bound, members, slots, wanted in sorted(options, key=lambda option: option[:2], reverse=True):
-            room = wanted if budget is None else (budget - held.units_peak) // (bound + _SLOT_BYTES)
+            each = bound + SLOT_BYTES if self.staging is None else _paged(bound)
+            room = wanted if budget is None else (budget - held.units_peak) // each
             count = min(wanted, room)
             if count <= 0 or not self._saved(members, slots, slots + count):
                 continue
-            wider = self._held(
-                held.window, held.chunks, held.queue_bytes, {**held.classes, bound: classes[bound] + count}
-            )
+            wider = self._wider(held, {**held.classes, bound: classes[bound] + count})
             # Alignment may take a percent more than the slots themselves.
             while budget is not None and wider.units_peak > budget and count > 0:
                 count -= 1
-                wider = self._held(
-                    held.window, held.chunks, held.queue_bytes, {**held.classes, bound: classes[bound] + count}
-                )
+                wider = self._wider(held, {**held.classes, bound: classes[bound] + count})
             held = wider
         return held
+
+    def _wider(self, held: _Held, classes: dict[int, int]) -> _Held:
+        wider = self._held(held.window, held.chunks, held.queue_bytes, classes)
+        activations = {"activations": held.host["activations"]}
+        return replace(wider, host={**wider.host, **activations}, activation_groups=held.activation_groups)
 
     def _saved(self, members: Sequence[Unit], slots: int, more: int) -> int:
         def total(count: int) -> int:
@@ -388,9 +359,6 @@ class _Planner:
         return total(slots) - total(more)
 
 
-def _reserved(classes: Mapping[int, int]) -> int:
-    """What an arena of these classes takes, with its own tables."""
-    if not classes:
-        return 0
-    tables = _ARENA_BYTES + _CLASS_BYTES * len(classes) + _SLOT_BYTES * sum(classes.values())
-    return memory.layout(classes).reserved + tables
+def _paged(nbytes: int) -> int:
+    """What a slot of the device's arena takes."""
+    return -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES

@@ -25,6 +25,7 @@ class Plan:
             while the one before computes.
         segment: units that a checkpoint segment holds together.
         chunks: staging chunks of the update.
+        activation_groups: chunks for checkpointed activations that are taken when they are needed, in groups.
         gradients: how they are kept, as the option says.
         queue_bytes: of gradients that may wait for their update.
         resident: units that are read at most once a step, as they stay from the forward to the backward; frozen ones
@@ -53,6 +54,7 @@ class Plan:
     window: int
     segment: int
     chunks: int
+    activation_groups: int
     gradients: str
     queue_bytes: int
     resident: frozenset[str]
@@ -147,15 +149,15 @@ def _note(plan: Plan, owner: str) -> str:
     if owner == "units":
         slots = ", ".join(f"{count} x {readable(nbytes)}" for nbytes, count in sorted(plan.classes.items()))
         return f"window {plan.window}: {slots}"
-    if owner == "update staging":
-        return f"{plan.chunks} chunks"
-    if owner == "gradients":
-        return "all of them" if plan.gradients == "ram" else "that wait for their update"
-    if owner == "activations":
-        return "chunks through which they go to storage and come back"
-    if owner in ("unit staging", "gradient windows"):
-        return "pinned, on the way to the device" if owner == "unit staging" else "pinned, on the way from the device"
-    return ""
+    stay = "pinned, taken as they are needed; what finds no room goes to storage"
+    through = "chunks through which they go to storage and come back"
+    return {
+        "update staging": f"{plan.chunks} chunks",
+        "gradients": "all of them" if plan.gradients == "ram" else "that wait for their update",
+        "activations": stay if plan.activation_groups else through,
+        "unit staging": "pinned, on the way to the device",
+        "gradient windows": "pinned, on the way from the device",
+    }.get(owner, "")
 
 
 def _advice(plan: Plan) -> str:

@@ -138,7 +138,8 @@ class Operation:
                 return None
             scalar = number
         else:
-            scalar = torch.tensor(number, dtype=torch.int64 if isinstance(number, bool | int) else torch.float64)
+            kind = torch.int64 if isinstance(number, bool | int) else torch.float64
+            scalar = torch.tensor(number, dtype=kind, device="cpu")
         rounded = scalar.to(dtype).to(torch.float32).item()
         value = scalar.to(torch.float32).item()
         if self.rounds_its_scalar and device.type == "cpu":

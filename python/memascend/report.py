@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ from memascend.shown import bytes_shown, seconds_shown, table
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from memascend.meter import Sample
     from memascend.session import Session
@@ -24,7 +24,7 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Owner:
-    """Host memory of one kind: bytes held now, and the most that were held."""
+    """Memory of one kind: bytes held now, and the most that were held."""
 
     bytes: int
     peak: int
@@ -68,6 +68,9 @@ class Report:
         units: how often a unit was read, was there already, and went.
         in_memory: what the same training holds in memory.
         samples: memory over the last step.
+        device: memory of the device by owner, where that is not the host.
+        device_budget: the limit in force there; 0 where the host computes.
+        device_torch: all that torch holds there, the owners' and beside them activations and the user's own tensors.
     """
 
     owners: dict[str, Owner]
@@ -79,6 +82,9 @@ class Report:
     units: dict[str, int]
     in_memory: InMemory
     samples: Sequence[Sample]
+    device: dict[str, Owner] = field(default_factory=dict)
+    device_budget: int = 0
+    device_torch: Owner | None = None
 
     @property
     def total(self) -> int:
@@ -91,14 +97,13 @@ class Report:
         return sum(owner.peak for owner in self.owners.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as JSON values."""
+        """All of it as JSON values; with "device" where that is not the host."""
+        there = {} if self.device_torch is None else {"device": _held(self.device, self.device_budget)}
+        if self.device_torch is not None:
+            there["device"]["torch"] = {"bytes": self.device_torch.bytes, "peak": self.device_torch.peak}
         return {
-            "host": {
-                "total": self.total,
-                "peak": self.peak,
-                "budget": self.budget,
-                "owners": {name: {"bytes": owner.bytes, "peak": owner.peak} for name, owner in self.owners.items()},
-            },
+            "host": _held(self.owners, self.budget),
+            **there,
             "read": dict(self.read),
             "written": dict(self.written),
             "seconds": dict(self.seconds),
@@ -115,11 +120,21 @@ class Report:
         parts = [
             table(("host memory", "now", "peak"), rows),
             f"{budget}\n{in_memory}",
+            *self._there(),
             self._traffic(),
             table(("stage", "time"), [(name, seconds_shown(taken)) for name, taken in self.seconds.items()]),
             f"{self.steps} steps. Units were read {self.units['fetches']} times and were there already {here} times.",
         ]
         return "\n\n".join(parts)
+
+    def _there(self) -> list[str]:
+        """Memory of the device, where that is not the host."""
+        if self.device_torch is None:
+            return []
+        owners = {**self.device, "all that torch holds": self.device_torch}
+        rows = [(name, bytes_shown(owner.bytes), bytes_shown(owner.peak)) for name, owner in owners.items()]
+        budget = f"The budget is {bytes_shown(self.device_budget)}, for all but what else torch holds."
+        return [table(("device memory", "now", "peak"), rows), budget]
 
     def _traffic(self) -> str:
         rows = []
@@ -195,6 +210,16 @@ def _legend(axis: Any) -> tuple[list[Any], list[str]]:
     return handles, labels
 
 
+def _held(owners: Mapping[str, Owner], budget: int) -> dict[str, Any]:
+    """Memory as JSON values."""
+    return {
+        "total": sum(owner.bytes for owner in owners.values()),
+        "peak": sum(owner.peak for owner in owners.values()),
+        "budget": budget,
+        "owners": {name: {"bytes": owner.bytes, "peak": owner.peak} for name, owner in owners.items()},
+    }
+
+
 def make_report(session: Session) -> Report:
     """What was measured so far."""
     base = session.baseline
@@ -235,12 +260,12 @@ def make_report(session: Session) -> Report:
         units=dict(session.residency.counters),
         in_memory=_in_memory(session),
         samples=tuple(session.meter.samples),
+        **_there(session),
     )
 
 
 def _owners(session: Session) -> dict[str, Owner]:
-    meter, info = session.meter, session.store.info()
-    counters = session.engine.counters()
+    info = session.store.info()
     resources = session.resources
     # The engine's memory has the room for whole parameters in it, too.
     staging, whole = session.engine.staging_bytes, session.plan.whole_bytes
@@ -254,12 +279,29 @@ def _owners(session: Session) -> dict[str, Owner]:
     }
     always = (*resources.units.host, "update staging", "catalog", "index")
     owners = {name: Owner(nbytes, nbytes) for name, nbytes in held.items() if nbytes or name in always}
-    if session.plan.device:
-        # They wait where they were made.
-        return owners
-    now = meter.gradients
-    owners["gradients"] = Owner(now, max(now, int(counters["queued_peak"]), meter.gradients_peak))
+    if not session.plan.device:
+        owners["gradients"] = _gradients(session)
     return owners
+
+
+def _gradients(session: Session) -> Owner:
+    """Those that wait for their update, where they were made."""
+    meter = session.meter
+    now = meter.gradients
+    return Owner(now, max(now, int(session.engine.counters()["queued_peak"]), meter.gradients_peak))
+
+
+def _there(session: Session) -> dict[str, Any]:
+    """Memory of the device, where that is not the host."""
+    units = session.resources.units
+    if units.device is None:
+        return {}
+    reserved = int(units.arena.stats()["reserved"])
+    return {
+        "device": {"units": Owner(reserved, reserved), "gradients": _gradients(session)},
+        "device_budget": session.plan.device_budget,
+        "device_torch": Owner(*units.device.allocated()),
+    }
 
 
 def _in_memory(session: Session) -> InMemory:

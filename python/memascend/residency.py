@@ -115,7 +115,7 @@ class Residency:
                 base = self.use(home)
                 if home.views is None:
                     home.views = [view(base, place) for place in home.places]
-                home.guarded = self.turns.several or others_alive()
+                home.guarded = self.turns.several or others_alive(self.turns.first)
                 for place, values in zip(home.places, home.views, strict=True):
                     place.bind(values, guarded=home.guarded)
             home.bound += 1

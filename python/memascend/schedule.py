@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from memascend.units import Unit
 
-__all__ = ["companions", "forward_order", "reads", "windows"]
+__all__ = ["forward_order", "reads", "windows"]
 
 
 def forward_order(units: Sequence[Unit]) -> list[Unit]:
@@ -27,40 +27,24 @@ def forward_order(units: Sequence[Unit]) -> list[Unit]:
     return order
 
 
-def companions(units: Sequence[Unit]) -> dict[str, list[Unit]]:
-    """By name, the units that stay bound while a unit is: a module's call binds what it owns until it returns."""
-    # A unit lies around another if a module that owns one of its parameters holds one of the other's.
-    owners: dict[str, list[Unit]] = {}
-    for unit in units:
-        if not unit.pinned:
-            for owner in {parameter.rpartition(".")[0] for parameter in unit.parameters}:
-                owners.setdefault(owner, []).append(unit)
-    found: dict[str, list[Unit]] = {}
-    for unit in units:
-        around: dict[str, Unit] = {}
-        for parameter in unit.parameters:
-            owner = parameter.rpartition(".")[0]
-            while owner:
-                owner = owner.rpartition(".")[0]
-                around.update((other.name, other) for other in owners.get(owner, ()))
-        around.pop(unit.name, None)
-        found[unit.name] = list(around.values())
-    return found
-
-
 def windows(units: Sequence[Unit], length: int) -> list[dict[str, Unit]]:
     """What must be in memory at once where `length` units that follow each other are, by name; pinned ones always.
 
     A backward holds the same sets as the forward, and a step begins where the last one ended.
     """
-    order, around = forward_order(units), companions(units)
+    order, named = forward_order(units), {unit.name: unit for unit in units}
     pinned = {unit.name: unit for unit in units if unit.pinned}
+    met: set[str] = set()
+    uses: list[dict[str, Unit]] = []
+    for unit in order:
+        around = unit.around_again if unit.name in met else unit.around
+        uses.append({name: named[name] for name in (unit.name, *around)})
+        met.add(unit.name)
     sets = []
     for first in range(max(1, len(order) - length + 1)):
         held = dict(pinned)
-        for unit in order[first : first + length]:
-            held[unit.name] = unit
-            held.update((other.name, other) for other in around[unit.name])
+        for use in uses[first : first + length]:
+            held.update(use)
         sets.append(held)
     return sets
 

@@ -376,4 +376,4 @@ def clip_factor(max_norm: float, norm: float) -> float:
     """What clipping multiplies gradients of this norm by: a number of fp32."""
     factor = max_norm / (norm + 1e-6)
     # In this order a NaN stays one: torch's clipping makes NaN of everything.
-    return torch.tensor(min(factor, 1.0), dtype=torch.float32).item()
+    return torch.tensor(min(factor, 1.0), dtype=torch.float32, device="cpu").item()

@@ -6,12 +6,14 @@ begins the copy of each as soon as it was checked. A chunk is free again when th
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
-from memascend.errors import UsageError
+from memascend.device import failures_named
+from memascend.errors import DeviceError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -46,12 +48,13 @@ class Parts(Protocol):
 class _Unit:
     """A unit on its way. Guarded by the staging's lock."""
 
-    __slots__ = ("after", "base", "cancelled", "copied", "error", "held", "last", "next", "parts", "places")
+    __slots__ = ("address", "after", "base", "cancelled", "copied", "error", "held", "last", "next", "parts", "places")
 
     def __init__(self, parts: Parts, base: torch.Tensor, after: Sequence[Copy]) -> None:
         self.parts: Parts | None = parts
         self.places = parts.places()
         self.base: torch.Tensor | None = base
+        self.address = base.data_ptr()
         self.after = list(after)
         self.next = 0
         self.copied = 0
@@ -133,6 +136,8 @@ class Staging:
         self._waiting: deque[_Unit] = deque()
         self._closing = False
         self._broken: BaseException | None = None
+        # By the address of its lease: the last copy of the unit that is there.
+        self._arrived: dict[int, Copy] = {}
         self.wait_seconds = 0.0
         self._thread = threading.Thread(target=self._serve, name="memascend-staging", daemon=True)
         self._thread.start()
@@ -163,8 +168,17 @@ class Staging:
             if unit.error is not None:
                 raise unit.error
         if unit.last is not None:
-            unit.last.order()
+            self._arrived[unit.address] = unit.last
+            with failures_named(self._device):
+                unit.last.order()
         return sum(nbytes for _, nbytes in unit.places)
+
+    def order(self, base: torch.Tensor) -> None:
+        """Let what the caller computes from now on come after the copy of the unit that a lease has."""
+        last = self._arrived.get(base.data_ptr())
+        if last is not None:
+            with failures_named(self._device):
+                last.order()
 
     def _require_working(self) -> None:
         if self._broken is not None:
@@ -190,13 +204,16 @@ class Staging:
         self._thread.join()
         for chunk in self._copying:
             if chunk.copy is not None and self._broken is None:
-                chunk.copy.wait()
+                # A device that is lost copies nothing any more.
+                with contextlib.suppress(DeviceError), failures_named(self._device):
+                    chunk.copy.wait()
 
     # --- the thread ----------------------------------------------------------------
 
     def _serve(self) -> None:
         try:
-            self._work()
+            with failures_named(self._device):
+                self._work()
         except BaseException as error:  # noqa: BLE001
             # A device that is lost, most likely: whoever waits hears of it, and so does whoever comes later.
             with self._changed:
@@ -265,7 +282,8 @@ class Staging:
                 return
             # Before the first part alone: later copies come after the first one anyway.
             after, unit.after = unit.after, []
-            copy = self._device.bring(chunk.memory[:nbytes], base[start : start + nbytes], after)
+            with failures_named(self._device):
+                copy = self._device.bring(chunk.memory[:nbytes], base[start : start + nbytes], after)
         except BaseException as error:  # noqa: BLE001
             self._free.append(chunk)
             self._ended(unit, error)

@@ -181,7 +181,7 @@ class Store:
 
         def room(dtype: str, shape: list[int]) -> torch.Tensor:
             order = stored_order(entry, shape) or tuple(range(len(shape)))
-            laid_out = torch.empty([shape[dim] for dim in order], dtype=getattr(torch, dtype))
+            laid_out = torch.empty([shape[dim] for dim in order], dtype=getattr(torch, dtype), device="cpu")
             return laid_out.permute([order.index(dim) for dim in range(len(shape))])
 
         values = room(entry["dtype"], entry["shape"])

@@ -59,4 +59,5 @@ class Sums:
 
 
 def _sum(base: torch.Tensor, offset: int, nbytes: int) -> int:
-    return zlib.crc32((ctypes.c_char * nbytes).from_address(base.data_ptr() + offset))
+    here = base[offset : offset + nbytes].cpu()
+    return zlib.crc32((ctypes.c_char * nbytes).from_address(here.data_ptr()))

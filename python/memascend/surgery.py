@@ -129,11 +129,11 @@ class Surgery:
             try:
                 nbytes = place.nothing.nbytes
                 # No name for the values: the traceback of an error would hold them.
-                _write(descriptor, place.parameter.detach().data_ptr(), nbytes, self._folder())
+                _write(descriptor, _bytes_of(place.parameter.detach()), self._folder())
             finally:
                 self._residency.unbind(home)
             if nbytes == 0:
-                return torch.empty(place.shape, dtype=place.dtype)
+                return torch.empty(place.shape, dtype=place.dtype, device="cpu")
             with torch.inference_mode(mode=False):
                 flat = torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=nbytes, dtype=torch.uint8)
                 return flat.view(place.dtype).as_strided(place.shape, place.stride)
@@ -185,7 +185,7 @@ class Surgery:
         if tuple(values.shape) != place.shape:
             raise UsageError(f"{place.name!r} has shape {list(place.shape)}, and was given {list(values.shape)}")
         session = self._require_session()
-        given = torch.empty_strided(place.shape, place.stride, dtype=place.dtype)
+        given = torch.empty_strided(place.shape, place.stride, dtype=place.dtype, device="cpu")
         given.copy_(values.detach())
         home = self._residency.home_of[place.name]
         self._residency.bind(home)
@@ -348,11 +348,20 @@ def _no_copy(folder: Path, error: OSError) -> StorageError:
     )
 
 
-def _write(descriptor: int, address: int, nbytes: int, folder: Path) -> None:
-    """Write memory to a file, and let the page cache go behind it."""
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without gaps as bytes, in the order in which they lie."""
+    flat = tensor.as_strided((tensor.numel(),), (1,))
+    return flat.view(torch.uint8)
+
+
+def _write(descriptor: int, values: torch.Tensor, folder: Path) -> None:
+    """Write bytes to a file, and let the page cache go behind it."""
+    nbytes = values.nbytes
     for start in range(0, nbytes, _WRITE_BYTES):
         length = min(_WRITE_BYTES, nbytes - start)
-        part = memoryview((ctypes.c_char * length).from_address(address + start))
+        # A piece at a time is in host memory where they lie on a device.
+        piece = values[start : start + length].cpu()
+        part = memoryview((ctypes.c_char * length).from_address(piece.data_ptr()))
         at = 0
         while at < length:
             try:
@@ -368,5 +377,8 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.numel() == 0:
         return True
     whole = torch.int16 if one.element_size() == 2 else torch.uint8
-    flat = [tensor.as_strided((tensor.numel(),), (1,)).view(whole) for tensor in (one, other)]
-    return torch.equal(flat[0], flat[1])
+    left, right = (tensor.as_strided((tensor.numel(),), (1,)).view(whole) for tensor in (one, other))
+    if left.device == right.device:
+        return torch.equal(left, right)
+    pieces = zip(left.split(_WRITE_BYTES), right.split(_WRITE_BYTES), strict=True)
+    return all(torch.equal(mine.cpu(), theirs.cpu()) for mine, theirs in pieces)

@@ -5,18 +5,34 @@ from __future__ import annotations
 import sys
 import threading
 
-__all__ = ["others_alive"]
+import torch
+
+__all__ = ["is_autograds", "others_alive"]
 
 # Threads of these packages carry out their own work, and never touch a model: progress bars, loaders, debuggers.
 _HELPERS = ("torch", "tqdm", "multiprocessing", "ipykernel", "execnet", "memascend")
 
 
-def others_alive() -> bool:
-    """Whether a thread runs beside this one that is not known to be a library's helper."""
+def is_autograds() -> bool:
+    """Whether this is a thread of autograd's, which computes a backward while the one that began it waits."""
+    return bool(torch._C._current_graph_task_id() != -1) and isinstance(  # noqa: SLF001
+        threading.current_thread(),
+        threading._DummyThread,  # noqa: SLF001
+    )
+
+
+def others_alive(waits: int | None = None) -> bool:
+    """Whether a thread runs beside this one that is not known to be a library's helper.
+
+    Args:
+        waits: the thread that waits for this one, where this one is autograd's.
+    """
     if threading.active_count() == 1:
         return False
-    here = threading.get_ident()
-    others = [thread for thread in threading.enumerate() if thread.ident != here and not _is_helper(thread)]
+    here = {threading.get_ident()}
+    if waits is not None and is_autograds():
+        here.add(waits)
+    others = [thread for thread in threading.enumerate() if thread.ident not in here and not _is_helper(thread)]
     return bool(others) and not _compilers().issuperset(others)
 
 

@@ -6,6 +6,8 @@ import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from memascend.threads import is_autograds
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -30,14 +32,15 @@ class Turns:
         self._touching: dict[int, int] = {}
         # More threads than one have bound units: what one has bound is not bound for another.
         self.several = False
-        self._thread: int | None = None
+        # The first one that used them.
+        self.first: int | None = None
 
     def note_thread(self) -> None:
         """A thread is about to use parameters: from its first module on it must not lean on what another has bound."""
         thread = threading.get_ident()
-        if self._thread is None:
-            self._thread = thread
-        elif thread != self._thread:
+        if self.first is None:
+            self.first = thread
+        elif thread != self.first and not is_autograds():
             self.several = True
 
     def wait_to_bind(self) -> None:

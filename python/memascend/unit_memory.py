@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from memascend.engine import Engine, Store
 
 __all__ = ["DeviceUnits", "HostUnits", "UnitMemory"]
+
+_log = logging.getLogger("memascend")
 
 
 class UnitMemory(Protocol):
@@ -48,9 +51,15 @@ class UnitMemory(Protocol):
     def close(self) -> None:
         """Let the memory go."""
 
+    @property
+    def device(self) -> Device | None:
+        """What computes, where that is not the host."""
+
 
 class HostUnits:
     """Units in a region of host memory, which the store reads into."""
+
+    device = None
 
     def __init__(self, store: Store, classes: Mapping[int, int]) -> None:
         """Take the memory."""
@@ -89,20 +98,27 @@ class DeviceUnits:
 
     def __init__(self, store: Store, device: Device, classes: Mapping[int, int]) -> None:
         """Take the memory on both sides, and start the thread that copies."""
-        self._device = device
+        self.device = device
         self.arena = DeviceArena(device, classes)
         ((chunk_bytes, count),) = CHUNKS.items()
         self._ring = memory.ChunkRing(chunk_bytes, count)
         ((window_bytes, windows),) = WINDOWS.items()
         self._windows = memory.ChunkRing(window_bytes, windows)
+        if device.torch_device.type == "cuda" and self._ring.region.pinned != "cuda":
+            _log.warning("copies to the device are slow: %s", self._ring.region.why_not)
         self._staging = Staging(device, _all(self._ring, chunk_bytes, count), store.parts, self.arena.after)
         self.begin = self._staging.begin
-        self.used = self.arena.used
+
+    def used(self, base: torch.Tensor) -> None:
+        """See `UnitMemory`."""
+        if self.arena.used(base):
+            # Whoever waited for it may have been on another stream.
+            self._staging.order(base)
 
     def engine(self, engine: Engine) -> DeviceEngine:
         """See `UnitMemory`."""
         ((window_bytes, count),) = WINDOWS.items()
-        return DeviceEngine(engine, self._device, _all(self._windows, window_bytes, count))
+        return DeviceEngine(engine, self.device, _all(self._windows, window_bytes, count))
 
     @property
     def host(self) -> dict[str, int]:

@@ -38,6 +38,9 @@ class Unit:
         pinned: small, and bound while others are: kept resident.
         again: the units after which it is used once more, being tied to what follows there (an embedding that is the
             head, too, is used after the last block).
+        around: the units that are bound around it, where it is used first: a module's call binds what it owns until it
+            returns, and others are called in it.
+        around_again: those that are bound around it where it is used again.
         frozen_bytes: how many of `nbytes` no step changes.
         elements: of all its parameters.
     """
@@ -48,6 +51,8 @@ class Unit:
     module: str | None
     pinned: bool
     again: tuple[str, ...] = ()
+    around: tuple[str, ...] = ()
+    around_again: tuple[str, ...] = ()
     frozen_bytes: int = 0
     elements: int = 0
 
@@ -96,6 +101,9 @@ class _Piece:
     module: str | None
     pinned: bool = False
     again: list[str] = field(default_factory=list)
+    # As sets that keep their order.
+    around: dict[str, None] = field(default_factory=dict)
+    around_again: dict[str, None] = field(default_factory=dict)
 
 
 class _Tree:
@@ -316,6 +324,8 @@ def _ordered(tree: _Tree, pieces: list[_Piece]) -> tuple[Unit, ...]:
             module=piece.module,
             pinned=piece.pinned,
             again=tuple(piece.again),
+            around=tuple(piece.around),
+            around_again=tuple(piece.around_again),
             frozen_bytes=sum(tree.paged(name) for name in piece.parameters if not tree.parameters[name].requires_grad),
             elements=sum(tree.parameters[name].numel() for name in piece.parameters),
         )
@@ -334,13 +344,54 @@ def _head(tree: _Tree) -> list[str] | None:
 
 
 def _note_ties(tree: _Tree, pieces: Sequence[_Piece]) -> None:
-    """Where tied parameters are used again: after the unit whose parameters are registered before that place."""
+    """Where tied parameters are used again, and what is bound around each use.
+
+    A tied parameter is used after the unit whose parameters are registered before that place.
+    """
     first = {id(parameter): name for name, parameter in tree.parameters.items()}
     unit_of = {name: piece for piece in pieces for name in piece.parameters}
+    around = _Around(tree, pieces, {id(tree.parameters[name]): piece for name, piece in unit_of.items()})
     before: _Piece | None = None
     for name, parameter in tree.model.named_parameters(remove_duplicate=False):
         here = unit_of[first[id(parameter)]]
+        again = here.around
         if name in unit_of:
             before = here if not here.pinned else before
-        elif before is not None and before is not here and not here.pinned and before.name not in here.again:
-            here.again.append(before.name)
+        elif before is not None and before is not here and not here.pinned:
+            again = here.around_again
+            if before.name not in here.again:
+                here.again.append(before.name)
+        again.update((other.name, None) for other in around.of(name) if other is not here and not other.pinned)
+
+
+class _Around:
+    """Which units modules bind for as long as their call takes; see `wiring`, which makes the gates that do."""
+
+    def __init__(self, tree: _Tree, pieces: Sequence[_Piece], unit_of: dict[int, _Piece]) -> None:
+        # A module that has several names is one, by whichever it is called.
+        self._modules = dict(tree.model.named_modules(remove_duplicate=False))
+        self._bound: dict[int, list[_Piece]] = {}
+        for piece in pieces:
+            if piece.module is not None:
+                self._bound.setdefault(id(tree.modules[piece.module]), []).append(piece)
+        for name, parameter in tree.model.named_parameters(remove_duplicate=False):
+            owner = tree.owner(name)
+            # A list of parameters is never called: who holds it binds them.
+            while isinstance(self._modules[owner], (nn.ParameterList, nn.ParameterDict)):
+                owner = tree.owner(owner)
+            self._bound.setdefault(id(self._modules[owner]), []).append(unit_of[id(parameter)])
+        # Of each module, with those around it.
+        self._found: dict[str, tuple[_Piece, ...]] = {}
+
+    def of(self, parameter: str) -> tuple[_Piece, ...]:
+        """The units that are bound while the module that owns a parameter computes."""
+        return self._within(_Tree.owner(parameter))
+
+    def _within(self, module: str) -> tuple[_Piece, ...]:
+        found = self._found.get(module)
+        if found is None:
+            outer = self._within(_Tree.owner(module)) if module else ()
+            found = self._found[module] = tuple(
+                dict.fromkeys((*outer, *self._bound.get(id(self._modules[module]), ())))
+            )
+        return found

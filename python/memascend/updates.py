@@ -159,7 +159,8 @@ class Updates:
             values = self._values(kept)
             self._engine.update(kept.name, gradient, step=step, grad_scale=scale, values=values, **kept.options)
             return
-        sparse = gradient if gradient.is_sparse else None
+        # Its rows are few, and looked up by the engine's thread.
+        sparse = gradient.cpu() if gradient.is_sparse else None
         function = generic.update(
             self._arithmetic.optimizer,
             self._groups[kept.group],
@@ -219,4 +220,4 @@ class Updates:
         master = {"master": whole.pop("master")}
         if kept.step == 0:
             return master
-        return {"step": torch.tensor(float(kept.step), dtype=torch.float32), **whole, **master}
+        return {"step": torch.tensor(float(kept.step), dtype=torch.float32, device="cpu"), **whole, **master}

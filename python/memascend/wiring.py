@@ -10,6 +10,7 @@ import torch
 from memascend import kernels
 from memascend.autocast import AutocastWatch
 from memascend.bodiless import embody
+from memascend.buffers import move_buffers
 from memascend.gates import Frames, close_gates, open_gates
 from memascend.gradients import Gradients
 from memascend.heap import Heap
@@ -80,7 +81,7 @@ class Wiring:
             accumulation_steps=options.accumulation_steps,
             keeps=options.keeps,
         )
-        watch = AutocastWatch([owned.parameter for owned in self.owned.values()], "cpu")
+        watch = AutocastWatch([owned.parameter for owned in self.owned.values()], self._device.type)
 
         def entered(module: torch.nn.Module) -> None:
             watch.look()
@@ -120,9 +121,12 @@ class Wiring:
 
         session.checkpoint = options.checkpoint
         surgery.attach(session, leave=leave, enter=enter)
+        # What may not fit there, before anything is let go.
+        move_buffers(self.model, self._device)
         for home in residency.homes:
             for place in home.places:
-                if place.parameter.is_meta:
+                if not torch._has_compatible_shallow_copy_type(place.parameter, place.nothing):  # noqa: SLF001
+                    # On meta, and on devices whose tensors are of another kind.
                     embody(place.parameter, place.nothing)
                 place.unbind()
                 owned = self.owned[place.name]
@@ -131,6 +135,12 @@ class Wiring:
         self.original.state.clear()
         enter()
         return offloaded
+
+    @property
+    def _device(self) -> torch.device:
+        """The one that computes."""
+        device = self.resources.units.device
+        return torch.device("cpu") if device is None else device.torch_device
 
     def _residency(self, known: Mapping[str, Any]) -> Residency:
         """The units' homes, and the order in which they are expected to be used."""
@@ -146,7 +156,7 @@ class Wiring:
         for unit in self.units:
             home = residency.add(unit.name, self.unit_bytes[unit.name], pinned=unit.pinned)
             home.places = [
-                Place(self.owned[name].parameter, name, known[name]["unit_offset"], residency)
+                Place(self.owned[name].parameter, name, known[name]["unit_offset"], residency, self._device)
                 for name in unit.parameters
             ]
         residency.settle()

@@ -107,15 +107,14 @@ def test_what_is_kept_is_gone_from_memory(tmp_path, reentrant):
 def test_room_is_used_again(tmp_path):
     model, optimizer = offloaded(tmp_path)
     with optimizer:
-        room = keeper(model)._room
+        room = keeper(model)._chunks._room
         for step in range(4):
             model(rows(step)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
         kept = keeper(model)
         kept._reap()
-        held = sum(chunk.piece is not None for chunk in kept._chunks)
-        assert len(room._free) + held == room.file_bytes // room._place_bytes
+        assert len(room._free) + kept._chunks.occupied == room.file_bytes // room._place_bytes
         assert len(room._volumes) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["run.store"]
 
@@ -237,6 +236,13 @@ def test_scratch_is_where_they_go(tmp_path, monkeypatch):
         assert [[path.parent for path in paths] for paths in opened] == [[folder]]
 
 
-def test_host_is_for_another_device(tmp_path):
-    with pytest.raises(memascend.ConfigError, match="is for a CUDA device"):
-        offloaded(tmp_path, activations="host")
+def test_host_is_where_they_are(tmp_path):
+    """On the CPU nothing is copied, and nothing is taken for it."""
+    losses, weights = trained(tmp_path, activations="host")
+    expected, others = trained(tmp_path, activations="device")
+    assert losses == expected
+    assert all(map(torch.equal, weights, others))
+    model, optimizer = offloaded(tmp_path, existing="replace", activations="host")
+    with optimizer:
+        assert keeper(model) is None
+        assert optimizer.plan.host["activations"] == 0

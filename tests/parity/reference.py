@@ -92,12 +92,15 @@ class Reference(torch.optim.Optimizer):
         factor = 1.0 if self.loss_scale is None else 1.0 / self.loss_scale
         if self.max_grad_norm is not None:
             # As memascend's kernel sums it, which is close to the sum in float64 and not the same bits.
-            squares = sum(float(kernels.check_and_unscale(g.clone())[1]) for g in gradients.values())
+            squares = self._squares(gradients)
             exact = sum(float(g.double().square().sum()) for g in gradients.values())
             assert math.isclose(squares, exact, rel_tol=1e-6), "the kernel's norm is wrong"
             self.grad_norm = math.sqrt(squares) * factor
             factor *= min(1.0, self.max_grad_norm / (self.grad_norm + 1e-6))
         return torch.tensor(factor, dtype=torch.float32)
+
+    def _squares(self, gradients):
+        return sum(float(kernels.check_and_unscale(g.clone())[1]) for g in gradients.values())
 
     def _rescale(self):
         if not self.dynamic:

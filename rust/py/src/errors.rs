@@ -33,6 +33,13 @@ fn exception_with(py: Python<'_>, class: &str, message: String, keywords: &Bound
     make().unwrap_or_else(|error| error)
 }
 
+/// Whether an exception is of the class that `memascend.errors` calls `class`.
+fn is_a(py: Python<'_>, raised: &PyErr, class: &str) -> bool {
+    PyModule::import(py, "memascend.errors")
+        .and_then(|errors| errors.getattr(class))
+        .is_ok_and(|class| raised.is_instance(py, &class))
+}
+
 /// A wrong option.
 pub(crate) fn config_error(py: Python<'_>, message: String) -> PyErr {
     exception(py, "ConfigError", message, &[])
@@ -120,8 +127,14 @@ pub(crate) fn engine_error(py: Python<'_>, error: &EngineError) -> PyErr {
         EngineError::Memory(error) => memory_error(py, error),
         EngineError::Math(error) => math_error(py, error),
         EngineError::Function { cause, .. } => {
-            let raised = exception(py, "UsageError", error.to_string(), &[]);
-            raised.set_cause(py, cause.downcast_ref::<PyErr>().map(|cause| cause.clone_ref(py)));
+            let cause = cause.downcast_ref::<PyErr>();
+            // That the device failed which computes is nobody's usage.
+            let lost = cause.filter(|cause| is_a(py, cause, "DeviceError"));
+            let raised = match lost {
+                Some(lost) => exception(py, "DeviceError", lost.value(py).to_string(), &[]),
+                None => exception(py, "UsageError", error.to_string(), &[]),
+            };
+            raised.set_cause(py, cause.map(|cause| cause.clone_ref(py)));
             raised
         }
         EngineError::Usage(_) => exception(py, "UsageError", error.to_string(), &[]),

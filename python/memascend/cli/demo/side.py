@@ -48,7 +48,7 @@ def _train(settings: Settings) -> None:
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=_LR, fused=True)
     offloaded: OffloadedOptimizer | None = None
     if settings.storage is not None:
-        model, offloaded = offload(model, optimizer, storage=settings.storage, existing="resume")
+        model, offloaded = offload(model, optimizer, storage=settings.storage, existing="resume", device="cpu")
         optimizer = offloaded
     _reset_peak()
     done = offloaded.steps if offloaded else 0

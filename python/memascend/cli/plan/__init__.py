@@ -28,6 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model", metavar="CONFIG|FOLDER", type=Path, help="config.json of a Hugging Face model, or safetensors"
     )
     parser.add_argument("--host-memory", metavar="B", help='the budget, as "32GiB"; default: the smallest that is fast')
+    parser.add_argument("--device", metavar="D", help="where the model would compute, as cuda; it need not be there")
+    parser.add_argument("--device-memory", metavar="B", help="the budget there; default: the smallest that is fast")
     parser.add_argument(
         "--storage",
         metavar="P",
@@ -55,6 +57,8 @@ def run(options: argparse.Namespace) -> int:
     asked = Options(
         storage=options.storage,
         host_memory=options.host_memory,
+        device=options.device,
+        device_memory=options.device_memory,
         gradients=options.gradients,
         max_grad_norm=options.max_grad_norm,
         accumulation_steps=options.accumulation_steps,

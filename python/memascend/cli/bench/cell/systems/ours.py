@@ -46,7 +46,8 @@ def begin(work: Workload, settings: dict[str, Any], storage: Path) -> Ours:
     else:
         model = made(work)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    options: dict[str, Any] = {"storage": storage / "memascend.store", "existing": "replace"}
+    # All systems compute on the CPU here, also where there is a GPU.
+    options: dict[str, Any] = {"storage": storage / "memascend.store", "existing": "replace", "device": "cpu"}
     if work.clip is not None:
         options["max_grad_norm"] = work.clip
     if work.dtype == "float16":

@@ -1,0 +1,397 @@
+"""The largest model that a disk holds, trained on a GPU within a tenth of its state: seconds, peaks, bytes, its bound.
+
+    python benchmarks/cuda.py --storage /mnt/nvme [--store 48GiB] [--card 24GiB] [--write benchmarks/results]
+
+A Qwen2-shaped model of 24 bytes of store for each parameter is made on "meta", initialised at random and trained in
+bfloat16 with its blocks recomputed. Host and device budgets are each a tenth of what training holds in memory (14 bytes
+for each parameter). The bound is what a step would take if compute, both directions of PCIe and the disk overlapped
+without loss, each measured in the same run. `--device cpu` runs the same code where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+import memascend
+from memascend.cli.bench.cell import process
+from memascend.cli.bench.machine import described
+from memascend.cli.bench.train.judge import bound
+from memascend.cli.show import bytes_shown, table
+from memascend.cli.storage import bandwidth
+from memascend.config import parse_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+# Of a store, for each parameter: two slots of values, rests and moments, of which 24 bytes grow with the model.
+STORE_BYTES = 24
+# What training in memory holds for each: values, gradients not counted, and float32 master and moments.
+STATE_BYTES = 14
+# Of that, each budget.
+SHARE = 10
+# Of the disk, what a run leaves free.
+_SPARED = 0.1
+# A copy that is as large as what staging copies many times over.
+_COPY_BYTES = 256 << 20
+
+
+# --- the model ---------------------------------------------------------------------------------
+
+
+def shape(parameters: int, vocabulary: int = 32_768) -> Qwen2Config:
+    """The largest model of at most so many parameters with the proportions of Qwen2: 48 to 96 of width for a block."""
+    found: tuple[int, Qwen2Config] | None = None
+    for width in range(64, 8192 + 1, 64):
+        heads = width // 64
+        groups = next(count for count in (8, 4, 2, 1) if heads % count == 0)
+        inner = 11 * width // 4 // 64 * 64
+        shared = width * groups // heads
+        block = 2 * width * width + 2 * width * shared + 3 * width * inner + 4 * width + 2 * shared
+        blocks = min((parameters - 2 * vocabulary * width - width) // block, width // 48)
+        total = 2 * vocabulary * width + width + blocks * block
+        if blocks >= max(2, width // 96) and (found is None or total > found[0]):
+            made = Qwen2Config(
+                vocab_size=vocabulary,
+                hidden_size=width,
+                intermediate_size=inner,
+                num_hidden_layers=blocks,
+                num_attention_heads=heads,
+                num_key_value_heads=groups,
+                max_position_embeddings=1 << 20,
+                tie_word_embeddings=False,
+                bos_token_id=0,
+                eos_token_id=1,
+            )
+            found = total, made
+    if found is None:
+        raise SystemExit(f"no model of this shape has as few as {parameters} parameters: give more storage")
+    return found[1]
+
+
+def bodiless(config: Qwen2Config) -> Any:
+    """The model on "meta", its blocks recomputed in the backward."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.activation_checkpointing_enable()
+    return model.train()
+
+
+def count_of(model: torch.nn.Module) -> int:
+    """Its parameters."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def tokens_of(config: Qwen2Config, batch: int, length: int, device: torch.device) -> torch.Tensor:
+    """A batch, always the same."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(2, config.vocab_size, (batch, length), generator=generator).to(device)
+
+
+# --- the run -------------------------------------------------------------------------------------
+
+
+class Run:
+    """The model, offloaded."""
+
+    def __init__(self, config: Qwen2Config, storage: Path, device: torch.device) -> None:
+        """Begin, with budgets of a tenth; where one is too small, with the smallest, which is noted."""
+        self.config, self.device = config, device
+        self.model = bodiless(config)
+        self.parameters = count_of(self.model)
+        share = self.parameters * STATE_BYTES // SHARE
+        self.budgets = {"host_memory": share}
+        if device.type != "cpu":
+            self.budgets["device_memory"] = share
+        self.raised: dict[str, int] = {}
+        self.baseline = process.resident()
+        began = time.perf_counter()
+        self.optimizer = self._offloaded(storage)
+        self.offload_seconds = time.perf_counter() - began
+        process.restart_peak()
+
+    def _offloaded(self, storage: Path) -> Any:
+        torch.manual_seed(0)
+        while True:
+            optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+            try:
+                self.model, offloaded = memascend.offload(
+                    self.model, optimizer, storage=storage, gradients="fused", device=self.device, **self.budgets
+                )
+            except memascend.BudgetError as error:
+                name = "device_memory" if "device_memory" in str(error) else "host_memory"
+                if self.raised.get(name) == error.smallest:
+                    raise
+                self.budgets[name] = self.raised[name] = error.smallest
+                continue
+            return offloaded
+
+    def step(self, tokens: torch.Tensor) -> dict[str, float]:
+        """One step; the seconds of its parts."""
+        at = [time.perf_counter()]
+        loss = self.model(input_ids=tokens, labels=tokens).loss
+        # The device is behind by as much as was queued: only here it has caught up.
+        value = loss.item()
+        at.append(time.perf_counter())
+        loss.backward()
+        at.append(time.perf_counter())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        at.append(time.perf_counter())
+        parts = {"step": at[3] - at[0], "forward": at[1] - at[0], "backward": at[2] - at[1], "update": at[3] - at[2]}
+        return {**parts, "loss": value}
+
+    def longest(self, batch: int, limit: int) -> int:
+        """The longest context that a step computes, found by doubling and then by eighths."""
+        return longest(self._fits(batch), limit)
+
+    def _fits(self, batch: int) -> Callable[[int], bool]:
+        def fits(length: int) -> bool:
+            try:
+                tokens = tokens_of(self.config, batch, length, self.device)
+                self.model(input_ids=tokens, labels=tokens).loss.backward()
+            except torch.OutOfMemoryError:
+                found = False
+            else:
+                found = True
+            self.optimizer.zero_grad()
+            gc.collect()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+            return found
+
+        return fits
+
+
+def longest(fits: Callable[[int], bool], limit: int) -> int:
+    """The longest length up to `limit` that fits, to an eighth: it doubles from 512, and then looks between."""
+    best = 0
+    length = min(512, limit)
+    while length <= limit and fits(length):
+        best, length = length, length * 2
+    doubled = best
+    for part in range(1, 8):
+        between = doubled + doubled * part // 8
+        if not doubled or between > limit or not fits(between):
+            break
+        best = between
+    return best
+
+
+# --- the bound -----------------------------------------------------------------------------------
+
+
+def _timed(work: Callable[[], object], device: torch.device, rounds: int = 3) -> float:
+    samples = []
+    for _ in range(rounds + 1):
+        began = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        samples.append(time.perf_counter() - began)
+    return statistics.median(samples[1:])
+
+
+def compute(config: Qwen2Config, tokens: torch.Tensor, device: torch.device) -> dict[str, float]:
+    """Seconds of forward and backward alone: of models of one and of two blocks on the device, taken as many times."""
+    found = []
+    for blocks in (1, 2):
+        torch.manual_seed(0)
+        few = Qwen2Config.from_dict({**config.to_dict(), "num_hidden_layers": blocks, "layer_types": None})
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(few, dtype=torch.bfloat16).train()
+        model.activation_checkpointing_enable()
+
+        def forward(model: Any = model) -> Any:
+            return model(input_ids=tokens, labels=tokens).loss
+
+        def both(model: Any = model, forward: Callable[[], Any] = forward) -> None:
+            forward().backward()
+            model.zero_grad()
+
+        ahead = _timed(forward, device)
+        found.append({"forward": ahead, "backward": max(0.0, _timed(both, device) - ahead)})
+        del model
+    one, two = found
+    more = config.num_hidden_layers - 1
+    return {part: one[part] + more * max(0.0, two[part] - one[part]) for part in one}
+
+
+def pcie(device: torch.device) -> dict[str, float]:
+    """GB/s of copies from pinned memory to the device ("in") and back ("out"); none where the host computes."""
+    if device.type == "cpu":
+        return {}
+    ring = memascend.memory.ChunkRing(_COPY_BYTES, 1)
+    here = ring.lease().tensor(_COPY_BYTES, torch.uint8)
+    there = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
+    seconds = {
+        "in": _timed(lambda: there.copy_(here, non_blocking=True), device),
+        "out": _timed(lambda: here.copy_(there, non_blocking=True), device),
+    }
+    ring.close()
+    return {way: _COPY_BYTES / taken / 1e9 for way, taken in seconds.items()}
+
+
+def bounds(plan: Any, seconds: dict[str, float], disk: dict[str, float], bus: dict[str, float]) -> dict[str, float]:
+    """What a step would take by each alone, and "step", if all of them overlapped without loss."""
+    nothing = dict.fromkeys(seconds, 0.0)
+    found = {
+        "compute": sum(seconds.values()),
+        "disk": bound(nothing, plan.read_bytes, plan.written_bytes, disk)["step"],
+        "step": bound(seconds, plan.read_bytes, plan.written_bytes, disk)["step"],
+    }
+    if bus:
+        ahead = plan.read_bytes.get("values, forward", 0) / bus["in"] / 1e9
+        # Both directions at once; gradients are as large as the trained values.
+        back = max(
+            plan.read_bytes.get("values, backward", 0) / bus["in"], plan.written_bytes.get("values", 0) / bus["out"]
+        )
+        found["PCIe"] = ahead + back / 1e9
+        slower = {"forward": max(seconds["forward"], ahead), "backward": max(seconds["backward"], back / 1e9)}
+        found["step"] = bound(slower, plan.read_bytes, plan.written_bytes, disk)["step"]
+    return found
+
+
+# --- together --------------------------------------------------------------------------------------
+
+
+def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """All figures of one run."""
+    device = torch.device(options.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
+        if options.card:
+            total = torch.cuda.get_device_properties(device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, parse_bytes(options.card, "--card") / total), device)
+    free = shutil.disk_usage(folder).free
+    store = parse_bytes(options.store, "--store") if options.store else int(free * (1 - _SPARED))
+    config = shape(store // STORE_BYTES, options.vocabulary)
+    tokens = tokens_of(config, options.batch, options.length, device)
+    disk = bandwidth(folder)
+    bus = pcie(device)
+    seconds = compute(config, tokens, device)
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    run = Run(config, folder / "run.store", device)
+    with run.optimizer:
+        warm = run.step(tokens)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        before = run.optimizer.report().to_dict()
+        steps = [run.step(tokens) for _ in range(options.steps)]
+        report = run.optimizer.report().to_dict()
+        peak = process.resident_peak()
+        limits = bounds(run.optimizer.plan, seconds, disk, bus)
+        step = statistics.median(one["step"] for one in steps)
+        moved = sum(sum(report[way].values()) - sum(before[way].values()) for way in ("read", "written"))
+        values = {
+            "machine": {**described(), "device": _named(device)},
+            "parameters": run.parameters,
+            "shape": {"width": config.hidden_size, "blocks": config.num_hidden_layers},
+            "tokens": f"{options.batch}x{options.length}",
+            "state_bytes": run.parameters * STATE_BYTES,
+            "store_bytes": run.optimizer.plan.disk_bytes,
+            "budgets": run.budgets,
+            "raised_to_the_smallest": run.raised,
+            "offload_seconds": run.offload_seconds,
+            "steps": [warm, *steps],
+            "seconds": {part: statistics.median(one[part] for one in steps) for part in steps[0] if part != "loss"},
+            "gb_per_second": {**disk, **{f"PCIe, {way}": speed for way, speed in bus.items()}},
+            "compute_seconds": seconds,
+            "bound": limits,
+            "of_bound": step / limits["step"],
+            "moved_per_parameter": moved / options.steps / run.parameters,
+            "host": {**report["host"], "process_peak": peak, "process_before": run.baseline},
+            "report": report,
+        }
+        if options.longest:
+            values["longest_context"] = run.longest(options.batch, options.longest)
+    return values
+
+
+def _named(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "none"
+
+
+def shown(values: dict[str, Any]) -> str:
+    """The figures as a table."""
+    report, seconds, limits = values["report"], values["seconds"], values["bound"]
+    share = values["state_bytes"]
+    rows = [
+        ("parameters", f"{values['parameters']:,}", f"{values['shape']}, {values['tokens']} tokens"),
+        ("training state", bytes_shown(share), "in memory: 14 bytes for each"),
+        ("store", bytes_shown(values["store_bytes"]), ""),
+        ("host, planned", bytes_shown(report["host"]["peak"]), f"{report['host']['peak'] / share:.3f} of the state"),
+        (
+            "host, process",
+            bytes_shown(values["host"]["process_peak"]),
+            f"{bytes_shown(values['host']['process_before'])} of it imports and the context",
+        ),
+    ]
+    if "device" in report:
+        there = report["device"]
+        rows += [
+            ("device, planned", bytes_shown(there["peak"]), f"{there['peak'] / share:.3f} of the state"),
+            ("device, all of torch", bytes_shown(there["torch"]["peak"]), "with activations and logits"),
+        ]
+    rows += [
+        ("a step", f"{seconds['step']:.3f} s", f"{values['of_bound']:.2f} times its bound"),
+        *((f"  {part}", f"{seconds[part]:.3f} s", "") for part in ("forward", "backward", "update")),
+        *(
+            (f"bound: {name}", f"{taken:.3f} s", f"{taken / seconds['step']:.2f} of it")
+            for name, taken in limits.items()
+        ),
+        ("moved in a step", f"{values['moved_per_parameter']:.2f}", "bytes for each parameter"),
+    ]
+    rows += [(f"GB/s, {name}", f"{speed:.2f}", "") for name, speed in values["gb_per_second"].items()]
+    if "longest_context" in values:
+        rows.append(("longest context", f"{values['longest_context']:,}", "tokens"))
+    if values["raised_to_the_smallest"]:
+        rows.append(("raised to the smallest", ", ".join(values["raised_to_the_smallest"]), "a tenth was too little"))
+    about = "\n".join(f"{name}: {value}" for name, value in values["machine"].items())
+    return f"{about}\n\n{table(('what', 'measured', 'note'), rows)}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--storage", type=Path, default=Path(), help="a folder on the disk to use")
+    parser.add_argument("--store", metavar="B", help="of the store; default: nine tenths of what is free")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--card", metavar="B", help="let torch have so much of the device alone, as a smaller card has")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
+    parser.add_argument("--vocabulary", type=int, default=32_768)
+    parser.add_argument("--steps", type=int, default=4, help="that are measured, after a first one")
+    parser.add_argument("--longest", type=int, default=0, metavar="N", help="look for the longest context up to N")
+    parser.add_argument("--json", action="store_true", help="print values instead of the table")
+    parser.add_argument("--write", type=Path, metavar="FOLDER", help="also write cuda.txt and cuda.json there")
+    options = parser.parse_args(arguments)
+    if torch.device(options.device).type == "cuda" and not torch.cuda.is_available():
+        print("there is no CUDA device to measure; --device cpu tries this program without one", file=sys.stderr)
+        return 1
+    with tempfile.TemporaryDirectory(dir=options.storage, prefix=".memascend-cuda-") as name:
+        values = measured(options, Path(name))
+    text = shown(values)
+    print(json.dumps(values, indent=1) if options.json else text)
+    if options.write:
+        options.write.mkdir(parents=True, exist_ok=True)
+        (options.write / "cuda.json").write_text(json.dumps(values, indent=1) + "\n")
+        (options.write / "cuda.txt").write_text(text + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,44 @@
+"""A CUDA device where there is one; and with `make test-posing` one that poses as such (posing/)."""
+
+import os
+
+import pytest
+import torch
+
+from memascend import config
+from memascend import device as devices
+
+# A process has it from the start, as autograd looks for devices once; other tests are not to find it.
+POSES = os.environ.get("MEMASCEND_POSING") == "1"
+if POSES:
+    from posing.device import Posing, registered
+
+    registered()
+
+DEVICES = [
+    pytest.param(
+        "posing",
+        marks=[
+            pytest.mark.slow,
+            pytest.mark.skipif(not POSES, reason="a process of its own has it: make test-posing"),
+            # What operations by way of the CPU do, where a GPU's do it in place.
+            pytest.mark.filterwarnings("ignore:An output with one or more elements was resized"),
+        ],
+    ),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request, monkeypatch):
+    if request.param == "cuda":
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        yield torch.device("cuda", torch.cuda.current_device())
+        torch.use_deterministic_algorithms(False)
+        return
+    made = Posing()
+    monkeypatch.setattr(devices, "open_device", lambda _: made)
+    # Which knows of CUDA alone.
+    monkeypatch.setattr(config.Options, "where", torch.device("cuda"))
+    yield made.torch_device
+    made.end()

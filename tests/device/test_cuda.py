@@ -1,0 +1,227 @@
+"""What only a real CUDA device can show: streams, waits, registered memory, attention kernels, a lost context."""
+
+import os
+import sys
+
+import pytest
+import torch
+from device.test_device import begun, losses, step
+from parity.zoo_plain import next_token, tokens
+
+import memascend
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def device():
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield torch.device("cuda", torch.cuda.current_device())
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def data(device):
+    return [part.to(device) for part in tokens(torch.Generator().manual_seed(2))]
+
+
+@pytest.fixture
+def expected(tmp_path, device, data):
+    folder = tmp_path / "expected"
+    folder.mkdir()
+    model, optimizer = begun(folder, device)
+    with optimizer:
+        return losses(model, optimizer, data)
+
+
+def test_without_a_name_it_is_taken(tmp_path, data, expected):
+    model, optimizer = begun(tmp_path, None)
+    with optimizer:
+        assert model.head.weight.is_cuda
+        assert losses(model, optimizer, data) == expected
+
+
+def test_the_chunks_are_registered(tmp_path, device):
+    _, optimizer = begun(tmp_path, device)
+    with optimizer:
+        units = optimizer._session.resources.units
+        assert units._ring.region.pinned == units._windows.region.pinned == "cuda", units._ring.region.why_not
+
+
+@pytest.mark.parametrize("gradients", ["fused", "ssd", "ram"])
+def test_on_a_stream_of_the_user(tmp_path, device, data, expected, gradients):
+    model, optimizer = begun(tmp_path, device, gradients=gradients)
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with optimizer, torch.cuda.stream(side):
+        assert losses(model, optimizer, data) == expected
+
+
+def test_on_streams_in_turn(tmp_path, device, data, expected):
+    """Units that one stream brought are used by the next one, and their slots written again after both."""
+    model, optimizer = begun(tmp_path, device, device_memory="1GiB")
+    found = []
+    with optimizer:
+        last = torch.cuda.current_stream(device)
+        for index in range(3):
+            now = torch.cuda.Stream(device)
+            now.wait_stream(last)
+            with torch.cuda.stream(now):
+                found.append(step(model, optimizer, data[index]))
+            last = now
+    assert found == expected
+
+
+@pytest.mark.parametrize("gradients", ["fused", "ssd", "ram"])
+def test_nothing_waits_for_the_whole_device(tmp_path, device, data, gradients, monkeypatch):
+    model, optimizer = begun(tmp_path, device, gradients=gradients)
+
+    def refuse(*_):
+        raise AssertionError("a step waited for the whole device")
+
+    with optimizer:
+        losses(model, optimizer, data)
+        monkeypatch.setattr(torch.cuda, "synchronize", refuse)
+        losses(model, optimizer, data)
+
+
+def test_the_host_waits_for_no_computation_in_a_forward(tmp_path, device, data):
+    """With room for every unit, a forward and a fused backward queue work, and ask for no result."""
+    model, optimizer = begun(tmp_path, device, device_memory="1GiB")
+    with optimizer:
+        losses(model, optimizer, data)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            next_token(model, data[0]).backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        optimizer.step()
+
+
+def test_real_parameters_for_a_while(tmp_path, device, data, expected):
+    """They lie on the host, since all of them need not fit the device; afterwards they are there again."""
+    model, optimizer = begun(tmp_path, device)
+    with optimizer:
+        first = step(model, optimizer, data[0])
+        with memascend.materialized(model):
+            assert {p.device.type for p in model.parameters()} == {"cpu"}
+        with memascend.materialized(model, modify=True), torch.no_grad():
+            kept = model.head.weight.clone()
+            model.head.weight.zero_()
+        assert not bool(model.head.weight.any())
+        with memascend.materialized(model, modify=True), torch.no_grad():
+            model.head.weight.copy_(kept)
+        assert model.head.weight.device == device
+        assert first == expected[0]
+        assert next_token(model, data[1]).item() == expected[1]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_attention_kernels(tmp_path, device, dtype, compiled):
+    """Flash attention where there is one, and blocks that are compiled: the bits of the same model in the device."""
+    from device.training import OnHost
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    def made():
+        torch.manual_seed(0)
+        config = Qwen2Config(
+            vocab_size=128,
+            hidden_size=256,
+            intermediate_size=512,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+        )
+        model = Qwen2ForCausalLM(config).to(dtype)
+        if compiled:
+            for layer in model.model.layers:
+                layer.compile()
+        return model
+
+    batch = torch.randint(0, 128, (2, 64), generator=torch.Generator().manual_seed(1)).to(device)
+    found = []
+    for offloads in (False, True):
+        torch._dynamo.reset()
+        model = made() if offloads else made().to(device)
+        original = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        if offloads:
+            model, optimizer = memascend.offload(model, original, storage=tmp_path, device=device, gradients="fused")
+        else:
+            optimizer = OnHost(original)
+        seen = []
+        for _ in range(3):
+            loss = model(input_ids=batch, labels=batch).loss
+            optimizer.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(loss.item())
+        found.append(seen)
+    optimizer.close()
+    assert found[0] == found[1]
+
+
+LOST = """
+import sys
+import torch
+sys.path.insert(0, sys.argv[2])
+from device.test_device import begun, losses, step
+from parity.zoo_plain import tokens
+from pathlib import Path
+
+data = [part.cuda() for part in tokens(torch.Generator().manual_seed(2))]
+model, optimizer = begun(Path(sys.argv[1]), "cuda")
+losses(model, optimizer, data)
+# An assertion of the device itself: from here on its context is lost.
+torch.zeros(4, device="cuda")[torch.tensor([99], device="cuda")]
+try:
+    step(model, optimizer, data[0])
+except RuntimeError as error:
+    print("said:", type(error).__name__, error)
+else:
+    raise SystemExit("a lost context went unnoticed")
+optimizer.close()
+"""
+
+
+def test_a_context_that_is_lost(tmp_path, device, python, data, expected):
+    tests = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    said = python(LOST, tmp_path, tests, env={"PYTHONPATH": os.pathsep.join(sys.path)})
+    assert "said:" in said
+    model, optimizer = begun(tmp_path, device, existing="resume")
+    with optimizer:
+        assert optimizer.steps == len(expected)
+        assert step(model, optimizer, data[3]) > 0
+
+
+def test_a_device_that_is_not_there(tmp_path):
+    with pytest.raises(memascend.ConfigError, match="torch sees"):
+        begun(tmp_path, f"cuda:{torch.cuda.device_count()}")
+
+
+@pytest.mark.skipif("torch.cuda.device_count() < 2", reason="needs two CUDA devices")
+def test_another_than_the_first(tmp_path, expected):
+    device = torch.device("cuda", 1)
+    data = [part.to(device) for part in tokens(torch.Generator().manual_seed(2))]
+    model, optimizer = begun(tmp_path, device)
+    with optimizer:
+        assert model.head.weight.device == device
+        assert losses(model, optimizer, data) == expected
+
+
+def test_a_larger_model_than_the_budget(tmp_path, device):
+    """200 MB of weights: what torch holds there is the budget, activations and the workspace of its matrix products."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048, bias=False) for _ in range(24))).bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    before = torch.cuda.memory_allocated(device)
+    model, optimizer = memascend.offload(model, optimizer, storage=tmp_path, device=device, gradients="fused")
+    with optimizer:
+        torch.cuda.reset_peak_memory_stats(device)
+        for _ in range(3):
+            model(torch.ones(4, 2048, dtype=torch.bfloat16, device=device)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        held = optimizer.report().to_dict()["device"]
+        assert held["peak"] <= held["budget"] < 24 * (8 << 20) // 4
+        assert torch.cuda.max_memory_allocated(device) - before <= held["budget"] + (80 << 20)

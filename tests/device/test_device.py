@@ -1,0 +1,253 @@
+"""What is particular to a model on a device: where things lie, what may be moved, and what happens when it fails."""
+
+import contextlib
+
+import pytest
+import torch
+from parity.zoo_plain import Stack, next_token, tokens
+from torch.utils.checkpoint import checkpoint
+
+import memascend
+
+TOO_MUCH = 1 << 46
+
+
+@pytest.fixture
+def data(device):
+    return [part.to(device) for part in tokens(torch.Generator().manual_seed(2))]
+
+
+def begun(folder, device, **options):
+    torch.manual_seed(1)
+    model = Stack()
+    options = {"storage": folder / "run.store", "gradients": "fused", "device": device, **options}
+    return memascend.offload(model, torch.optim.AdamW(model.parameters(), lr=1e-2), **options)
+
+
+def step(model, optimizer, batch):
+    loss = next_token(model, batch)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def losses(model, optimizer, data, count=3):
+    return [step(model, optimizer, data[index]) for index in range(count)]
+
+
+def test_it_says_that_it_is_there(tmp_path, device, data):
+    model, optimizer = begun(tmp_path, device)
+    with optimizer:
+        parameter = model.head.weight
+        assert parameter.device == device
+        assert parameter.get_device() == device.index
+        assert parameter.is_cpu is False
+        # What the Trainer does.
+        assert model.to(device) is model
+        assert parameter.to(device) is parameter
+        with pytest.raises(memascend.UsageError, match="cannot be moved"):
+            model.cpu()
+        with pytest.raises(memascend.UsageError, match="cannot be moved or cast"):
+            parameter.cpu()
+        next_token(model, data[0]).backward()
+        assert parameter.grad.device == device
+        assert (parameter + 1).device == device
+        assert "device memory" in str(optimizer.report())
+        assert "Device memory" in str(optimizer.plan)
+        held = optimizer.report().to_dict()["device"]
+        assert set(held["owners"]) == {"units", "gradients"}
+        assert held["peak"] <= held["budget"] == optimizer.plan.device_budget
+        assert held["torch"]["peak"] >= held["owners"]["units"]["bytes"]
+
+
+def test_host_memory_does_not_depend_on_the_model(tmp_path, device):
+    """But for the index, and what a largest parameter takes of the queue there."""
+    plans = []
+    for blocks in (4, 16):
+        model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(blocks)))
+        folder = tmp_path / str(blocks)
+        folder.mkdir()
+        _, optimizer = memascend.offload(
+            model, torch.optim.AdamW(model.parameters()), storage=folder, device=device, gradients="fused"
+        )
+        with optimizer:
+            plans.append({name: nbytes for name, nbytes in optimizer.plan.host.items() if name != "index"})
+    assert plans[0] == plans[1]
+
+
+def test_a_model_that_is_there_already(tmp_path, device, data):
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.mkdir()
+    two.mkdir()
+    model, optimizer = begun(one, device)
+    with optimizer:
+        expected = losses(model, optimizer, data)
+    torch.manual_seed(1)
+    model = Stack().to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = memascend.offload(model, optimizer, storage=two / "run.store", device=device, gradients="fused")
+    with optimizer:
+        assert losses(model, optimizer, data) == expected
+
+
+def test_under_a_default_device(tmp_path, device, data):
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.mkdir()
+    two.mkdir()
+    model, optimizer = begun(one, device)
+    with optimizer:
+        expected = losses(model, optimizer, data), model.state_dict()["head.weight"]
+    torch.manual_seed(1)
+    model = Stack()
+    with torch.device(device):
+        model, optimizer = memascend.offload(
+            model,
+            torch.optim.AdamW(model.parameters(), lr=1e-2),
+            storage=two / "run.store",
+            device=device,
+            gradients="fused",
+        )
+        with optimizer:
+            assert losses(model, optimizer, data) == expected[0]
+            assert torch.equal(model.state_dict()["head.weight"], expected[1])
+            assert optimizer.state_of(model.head.weight)["exp_avg"].device.type == "cpu"
+
+
+def test_state_dicts_are_on_the_host(tmp_path, device, data):
+    model, optimizer = begun(tmp_path, device)
+    with optimizer:
+        losses(model, optimizer, data)
+        state = model.state_dict()
+        assert {name: value.device.type for name, value in state.items()} == dict.fromkeys(state, "cpu")
+        before = optimizer.state_of(model.head.weight)
+        # The same bits leave masters alone; others are written through, wherever they lie.
+        model.load_state_dict(state)
+        assert all(torch.equal(value, before[name]) for name, value in optimizer.state_of(model.head.weight).items())
+        model.load_state_dict({**state, "head.weight": torch.ones_like(state["head.weight"]).to(device)})
+        assert bool((model.state_dict()["head.weight"] == 1).all())
+        assert bool((model.head.weight == 1).all())
+
+
+def test_save_and_begin_from_it(tmp_path, device, data):
+    model, optimizer = begun(tmp_path, device)
+    with optimizer:
+        losses(model, optimizer, data)
+        optimizer.save(tmp_path / "saved")
+        expected = losses(model, optimizer, data)
+    model, optimizer = begun(tmp_path, device, existing="replace", checkpoint=tmp_path / "saved")
+    with optimizer:
+        assert losses(model, optimizer, data) == expected
+
+
+class Exhausting(torch.autograd.Function):
+    """Takes more memory than there is, where it is told to."""
+
+    where = None
+
+    @staticmethod
+    def forward(_ctx, x):
+        if Exhausting.where == "forward":
+            torch.empty(TOO_MUCH, dtype=torch.uint8, device=x.device)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(_ctx, gradient):
+        if Exhausting.where == "backward":
+            torch.empty(TOO_MUCH, dtype=torch.uint8, device=gradient.device)
+        return gradient
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_out_of_memory(tmp_path, device, data, where, recomputed, monkeypatch):
+    """It is torch's error; what was staged is dropped, and the same batch is taken again, in the same bits."""
+
+    def exhausted(block):
+        inner = block.forward
+
+        def forward(x):
+            return (
+                checkpoint(lambda y: Exhausting.apply(inner(y)), x, use_reentrant=False)
+                if recomputed
+                else (Exhausting.apply(inner(x)))
+            )
+
+        block.forward = forward
+
+    found = []
+    for fails in (False, True):
+        folder = tmp_path / str(fails)
+        folder.mkdir()
+        model, optimizer = begun(folder, device)
+        exhausted(model.blocks[1])
+        with optimizer:
+            step(model, optimizer, data[0])
+            if fails:
+                monkeypatch.setattr(Exhausting, "where", where)
+                with pytest.raises(torch.OutOfMemoryError):
+                    step(model, optimizer, data[1])
+                monkeypatch.setattr(Exhausting, "where", None)
+                if where == "backward":
+                    with pytest.raises(memascend.UsageError, match="zero_grad"):
+                        optimizer.step()
+                optimizer.zero_grad()
+            found.append(losses(model, optimizer, data))
+    assert found[0] == found[1]
+
+
+def test_no_memory_for_the_units(tmp_path, device):
+    """Refused by name, and nothing was changed."""
+    torch.manual_seed(1)
+    model = Stack()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with full(device), pytest.raises(memascend.MemascendError, match="pass a smaller device_memory=") as refused:
+        memascend.offload(model, torch.optim.AdamW(model.parameters()), storage=tmp_path, device=device)
+    assert isinstance(refused.value, MemoryError)
+    assert list(tmp_path.iterdir()) == []
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@contextlib.contextmanager
+def full(device):
+    """As long as the device has no memory left."""
+    if device.type == "cuda":
+        share = 1e-9
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(share, device)
+        try:
+            yield
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0, device)
+        return
+    torch.ops.posing.limit(torch.ops.posing.used(False))
+    try:
+        yield
+    finally:
+        torch.ops.posing.limit(-1)
+
+
+@pytest.mark.parametrize("way", ["bring", "take", "mark"])
+def test_a_device_that_fails(tmp_path, device, data, way, monkeypatch):
+    """Whatever it fails with has a name, and the last commit opens again."""
+    model, optimizer = begun(tmp_path, device)
+    there = optimizer._session.resources.units.device
+    losses(model, optimizer, data)
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def fail(*_):
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(there, way, fail)
+    with pytest.raises(memascend.DeviceError, match=r"illegal memory access.*existing=\"resume\""):
+        step(model, optimizer, data[0])
+    optimizer.close()
+    monkeypatch.undo()
+    if device.type != "cuda":
+        # The fixture's patches are undone too: the rest is the same on the CPU.
+        device = torch.device("cpu")
+    again, optimizer = begun(tmp_path, device, existing="resume")
+    with optimizer:
+        assert optimizer.steps == 3
+        for name, value in again.state_dict().items():
+            assert torch.equal(value, expected[name]), name

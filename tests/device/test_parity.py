@@ -1,0 +1,31 @@
+"""Whole training runs with the model on a device."""
+
+import pytest
+from device.training import check
+from parity.zoo_loops import LOOPS, OPTIMIZERS
+from parity.zoo_plain import PLAIN
+from parity.zoo_transformers import TRANSFORMERS
+
+# What the device that poses does not compute: convolutions, cells of recurrent networks, sparse tensors, histograms.
+BEYOND_POSING = (
+    *("channels-last", "convolutions", "convolutions-bf16", "resnet", "resnet-channels-last", "vit"),
+    *("gru-bidirectional", "lstm", "sparse-sgd", "sparse-adam", "mixtral-bf16", "qwen2-moe"),
+)
+# They name the CPU.
+OF_THE_CPU = ("autocast", "grad-scaler", "grad-scaler-clip")
+
+
+def cases():
+    return [
+        pytest.param(case, gradients, id=f"{case.name}-{gradients}", marks=case.marks)
+        for case in [*LOOPS, *OPTIMIZERS, *PLAIN, *TRANSFORMERS]
+        for gradients in case.gradients
+        if case.name not in OF_THE_CPU
+    ]
+
+
+@pytest.mark.parametrize(("case", "gradients"), cases())
+def test_the_same_bits(case, gradients, device, tmp_path):
+    if device.type == "posing" and case.name in BEYOND_POSING:
+        pytest.skip("the device that poses does not compute it")
+    check(case, device, gradients, tmp_path)

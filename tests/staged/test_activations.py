@@ -1,0 +1,326 @@
+"""Checkpointed activations that lie on a device: in pinned host memory or on storage, in the bits that they had."""
+
+import dataclasses
+import gc
+import weakref
+
+import pytest
+import torch
+from parity.harness import Mode, check, reference
+from parity.zoo_transformers import TRANSFORMERS
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import memascend
+from memascend import activation_memory, activations
+
+WIDTH, ROWS, BLOCKS = 64, 64, 6
+NBYTES = ROWS * WIDTH * 4
+# Room for all blocks' inputs, what they share, and what is kept spare.
+GROUPS = BLOCKS + 2
+STEPS = 2
+# A tensor is four pieces of a page.
+CHUNK = 4096
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x, *others):
+        return x + self.down(torch.relu(self.up(x))) + sum(others)
+
+
+class Model(nn.Module):
+    """Blocks that are checkpointed; weak references to their inputs are left behind."""
+
+    def __init__(self, *, reentrant=False):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.reentrant = reentrant
+        self.inputs = []
+        self.others = ()
+
+    def forward(self, x):
+        self.inputs = []
+        for block in self.blocks:
+            self.inputs.append(weakref.ref(x.untyped_storage()))
+            x = checkpoint(block, x, *self.others, use_reentrant=self.reentrant)
+        return x
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setattr(activations, "CHUNKS", {CHUNK: 3})
+    # One tensor's.
+    monkeypatch.setattr(activations, "MORE", NBYTES // CHUNK)
+    monkeypatch.setattr(activations, "MORE_USUAL", GROUPS)
+
+
+def offloaded(tmp_path, *, reentrant=False, **options):
+    torch.manual_seed(0)
+    model = Model(reentrant=reentrant)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return memascend.offload(
+        model, optimizer, **{"storage": tmp_path / "run.store", "activations": "host", "gradients": "ssd", **options}
+    )
+
+
+def rows(seed=1):
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+def keeper(model):
+    return model._memascend._session.residency.hooks.keeper
+
+
+def smallest(tmp_path, **options):
+    with pytest.raises(memascend.BudgetError) as refused:
+        offloaded(tmp_path, host_memory=1, **options)
+    return refused.value.smallest
+
+
+def comfortable(tmp_path):
+    """The budget with all groups, and what one of them takes."""
+    _, optimizer = offloaded(tmp_path, existing="replace")
+    with optimizer:
+        plan = optimizer.plan
+    _, optimizer = offloaded(tmp_path, existing="replace", activations="ssd")
+    with optimizer:
+        return plan.comfortable, (plan.host["activations"] - optimizer.plan.host["activations"]) // GROUPS
+
+
+def trained(tmp_path, **options):
+    shared = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(9))
+    model, optimizer = offloaded(tmp_path, existing="replace", **options)
+    with optimizer:
+        model.others = (shared,)
+        losses = []
+        for step in range(STEPS):
+            loss = model(rows(step)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        report = optimizer.report().to_dict()
+        # Only beside what it holds while it lives.
+        owners = report["host"]["owners"]
+        assert owners.get("activations", {"bytes": 0})["bytes"] <= optimizer.plan.host["activations"]
+        assert report["host"]["peak"] <= report["host"]["budget"]
+        with memascend.materialized(model):
+            weights = [parameter.detach().clone() for parameter in model.parameters()]
+    return losses, weights, report["written"].get("activations", 0)
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_the_same_bits(tmp_path, reentrant):
+    losses, weights, _ = trained(tmp_path, reentrant=reentrant, activations="device")
+    most, group = comfortable(tmp_path)
+    kept = (BLOCKS + 1) * NBYTES * STEPS
+    # The last ones may be used before they were written.
+    last = 3 * CHUNK * STEPS
+    budgets = {
+        None: (0, 0),
+        smallest(tmp_path, existing="replace"): (kept - last, kept),
+        most - (GROUPS - 4) * group: (1, kept - last - 1),
+        most + 99: (0, 0),
+    }
+    for budget, (at_least, at_most) in budgets.items():
+        found, others, went = trained(tmp_path, reentrant=reentrant, host_memory=budget)
+        assert found == losses
+        assert all(map(torch.equal, weights, others))
+        assert at_least <= went <= at_most, budget
+    found, others, went = trained(tmp_path, reentrant=reentrant, activations="ssd")
+    assert found == losses
+    assert kept - last <= went <= kept
+    assert all(map(torch.equal, weights, others))
+
+
+@pytest.mark.usefixtures("fake")
+def test_the_plan_has_what_the_budget_leaves(tmp_path):
+    most, group = comfortable(tmp_path)
+    _, optimizer = offloaded(tmp_path, existing="replace")
+    with optimizer:
+        plan = optimizer.plan
+        assert plan.activation_groups == GROUPS
+        assert most == plan.budget == plan.comfortable == plan.host_peak
+        assert "pinned, taken as they are needed; what finds no room goes to storage" in str(plan)
+    _, optimizer = offloaded(tmp_path, existing="replace", host_memory=plan.comfortable + 3 * group + 1)
+    with optimizer:
+        assert optimizer.plan.activation_groups == GROUPS + 3
+        assert optimizer.plan.host_peak == plan.comfortable + 3 * group
+        # Nothing of it is taken before it is needed.
+        held = optimizer.report().to_dict()["host"]["owners"]["activations"]["bytes"]
+        assert held == optimizer.plan.host["activations"] - (GROUPS + 3) * group
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("where", ["host", "ssd"])
+def test_what_is_kept_is_gone_from_the_device(tmp_path, fake, where, reentrant):
+    model, optimizer = offloaded(tmp_path, reentrant=reentrant, activations=where)
+    with optimizer:
+        x = rows()
+        taken = fake.taken
+        loss = model(x).square().mean()
+        gc.collect()
+        # The user's own, and the last ones, whose copies may be under way.
+        lives = [ref() is not None for ref in model.inputs]
+        assert lives[1 : BLOCKS - activations._COMING] == [False] * (BLOCKS - activations._COMING - 1)
+        assert fake.taken - taken == BLOCKS * x.nbytes
+        loss.backward()
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize("shared", [0, 1])
+def test_what_comes_next_is_on_its_way_before_it_is_asked_for(tmp_path, monkeypatch, shared):
+    model, optimizer = offloaded(tmp_path)
+    with optimizer:
+        model.others = tuple(rows(7).detach() for _ in range(shared))
+        loss = model(rows()).square().mean()
+        coming = []
+        restored = activations.Activations.restored
+
+        def watched(self, kept):
+            if kept.number != 1 or not shared:
+                coming.append(kept.coming is not None)
+            return restored(self, kept)
+
+        monkeypatch.setattr(activations.Activations, "restored", watched)
+        loss.backward()
+        assert coming == [False] + [True] * (BLOCKS - 1)
+
+
+def test_a_graph_that_is_dropped_leaves_nothing(tmp_path, fake):
+    model, optimizer = offloaded(tmp_path)
+    with optimizer:
+        x = rows()
+        model.others = (x,)
+        loss = model(x).square().mean()
+        fake.inward.delay = 0.02
+        # The first of them is asked for, and the next one on its way.
+        restored = keeper(model)._living[BLOCKS - 1]().tensor()
+        assert keeper(model)._living[BLOCKS - 2]().coming is not None
+        del loss
+        gc.collect()
+        keeper(model)._reap()
+        fake.inward.delay = 0
+        model(rows(2)).square().mean().backward()
+        optimizer.step()
+        assert restored.isfinite().all()
+        keeper(model)._reap()
+        assert not keeper(model)._living
+        assert not keeper(model)._chunks._held
+
+
+@pytest.mark.usefixtures("fake")
+def test_a_backward_again(tmp_path):
+    most, group = comfortable(tmp_path)
+    model, optimizer = offloaded(tmp_path, existing="replace", host_memory=most - (GROUPS - 4) * group)
+    with optimizer:
+        x = rows()
+        loss = model(x).square().mean()
+        (first,) = torch.autograd.grad(loss, x, retain_graph=True)
+        (second,) = torch.autograd.grad(loss, x)
+        assert torch.equal(first, second)
+
+
+def test_what_is_changed_in_place_is_right_or_refused(tmp_path, fake):
+    fake.outward.delay = 0.01
+    model, optimizer = offloaded(tmp_path)
+    with optimizer:
+
+        def gradients(*, at=None, after=False):
+            """Change the model's input in place when a block is called, or after the forward."""
+            x = rows().detach()
+
+            def change(*_):
+                x.zero_()
+
+            hook = None if at is None else model.blocks[at].up.register_forward_pre_hook(change)
+            try:
+                loss = model(x).square().mean()
+            finally:
+                if hook is not None:
+                    hook.remove()
+            if after:
+                change()
+            loss.backward()
+            found = [parameter.grad.clone() for parameter in model.parameters()]
+            optimizer.zero_grad()
+            return found
+
+        expected = gradients()
+        # By then it is in host memory, and is what it was.
+        assert all(map(torch.equal, expected, gradients(after=True)))
+        with pytest.raises(memascend.UsageError, match="changed in place before it was copied off the device"):
+            gradients(at=1)
+
+
+def test_a_device_that_fails_is_heard_of_and_nothing_is_committed(tmp_path, fake):
+    model, optimizer = offloaded(tmp_path)
+    with optimizer:
+        loss = model(rows()).square().mean()
+        fake.fails = RuntimeError("the device is lost")
+        with pytest.raises(RuntimeError, match="the device is lost"):
+            loss.backward()
+        del loss
+        fake.fails = None
+        optimizer.zero_grad()
+        model(rows()).square().mean().backward()
+        optimizer.step()
+        assert optimizer.steps == 1
+
+
+@pytest.mark.usefixtures("fake")
+def test_memory_that_is_not_to_be_had_is_storage(tmp_path, monkeypatch, caplog):
+    """What the machine does not have when it is needed is no error: the plan's chunks are a limit."""
+    losses, weights, _ = trained(tmp_path, activations="device")
+    real = activation_memory.memory.ChunkRing
+
+    def scarce(chunk_bytes, count, **options):
+        if (chunk_bytes, count) == (CHUNK, activations.MORE):
+            raise memascend.MemoryLimitError("there is no more", needed=1, available=0)
+        return real(chunk_bytes, count, **options)
+
+    monkeypatch.setattr(activation_memory.memory, "ChunkRing", scarce)
+    found, others, written = trained(tmp_path)
+    assert found == losses
+    assert all(map(torch.equal, weights, others))
+    assert written > BLOCKS * NBYTES * STEPS // 2
+    assert "checkpointed activations go to storage from here on: there is no more" in caplog.text
+
+
+@pytest.mark.usefixtures("fake")
+def test_a_graph_that_outlives_the_optimizer(tmp_path):
+    model, optimizer = offloaded(tmp_path)
+    loss = model(rows()).square().mean()
+    optimizer.close()
+    with pytest.raises(memascend.UsageError):
+        loss.backward()
+
+
+CASES = {case.name: case for case in TRANSFORMERS if case.name in ("checkpointed", "checkpointed-reentrant")}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("where", "budget"),
+    [
+        ("host", "large"),
+        pytest.param("host", "smallest", marks=pytest.mark.slow),
+        pytest.param("ssd", "smallest", marks=pytest.mark.slow),
+    ],
+)
+def test_models_of_others(name, where, budget, tmp_path, monkeypatch, fake):
+    monkeypatch.setattr(activations, "BYTES_MIN", 1)
+    kept = []
+    restored = activations.Activations.restored
+    monkeypatch.setattr(activations.Activations, "restored", lambda self, one: kept.append(1) or restored(self, one))
+    mode = Mode("fused", budget, 1)
+    reference(CASES[name], mode.threads)
+    case = dataclasses.replace(CASES[name], options={"activations": where, "device_memory": "1GiB"})
+    check(case, mode, tmp_path)
+    assert kept, "nothing was kept elsewhere: this test could not fail"
+    assert fake.taken
