@@ -367,6 +367,8 @@ def _write(descriptor: int, values: torch.Tensor, folder: Path) -> None:
             try:
                 at += os.pwrite(descriptor, part[at:], start + at)
             except OSError as error:
+                # The traceback would hold the values, and with them their place in memory.
+                del values, piece, part
                 raise _no_copy(folder, error) from error
     if nbytes > _WRITE_BYTES:
         os.fdatasync(descriptor)
