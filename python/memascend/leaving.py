@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from memascend.home import Home
     from memascend.order import Order
 
-__all__ = ["has_useless", "holders_beside", "is_leaving", "victim_for"]
+__all__ = ["has_useless", "holders_beside", "is_leaving", "is_useless", "victim_for"]
 
 
 def victim_for(home: Home, homes: Iterable[Home], order: Order, current: Home | None, *, must: bool) -> Home | None:
@@ -57,13 +57,17 @@ def holders_beside(home: Home, homes: Iterable[Home]) -> list[str]:
     ]
 
 
+def is_useless(home: Home, order: Order) -> bool:
+    """Whether what is left of the step does not use a unit, and its commit makes the unit's values old."""
+    return home.trained and not order.is_used_again(home.index)
+
+
 def has_useless(home: Home, homes: Iterable[Home], order: Order) -> bool:
-    """Whether a resident of the same class has values that the next commit makes old, and is not used before it."""
+    """Whether a resident of the same class may go without being read again."""
     return any(
         other.slot_bytes == home.slot_bytes
-        and other.trained
         and other.base is not None
         and not (other.bound or other.pinned)
-        and not order.is_used_again(other.index)
+        and is_useless(other, order)
         for other in homes
     )

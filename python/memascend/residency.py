@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from memascend.errors import BudgetError, TimeoutExpired, UsageError
 from memascend.home import Home, alive, view
-from memascend.leaving import has_useless, holders_beside, is_leaving, victim_for
+from memascend.leaving import has_useless, holders_beside, is_leaving, is_useless, victim_for
 from memascend.order import Order
 from memascend.saved import Hooks
 from memascend.threads import others_alive
@@ -296,7 +296,8 @@ class Residency:
         near = self._lookahead
         for count, index in enumerate(self.order.ahead(near + _FARTHER if near else 0)):
             home = self.homes[index]
-            if home.base is not None or home.fetch is not None or self._adopt(home):
+            if home.base is not None or home.fetch is not None or is_useless(home, self.order) or self._adopt(home):
+                # One that is useless now is read when the commit has made its values new.
                 continue
             room = count < near or self._arena.free_slots(home.nbytes) or has_useless(home, self.homes, self.order)
             if not room:

@@ -44,3 +44,25 @@ def test_a_place_is_free_for_what_comes_when_its_values_will_not_be_used_again(t
     optimizer.close()
     # The first step shows the order, and that the embedding is trained.
     assert under_way[1:] == [True, True]
+
+
+def test_nothing_is_read_that_the_commit_makes_old(tmp_path):
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "store", gradients="fused")
+    residency = optimizer._session.residency
+    begin, read = residency._begin, []
+
+    def noted(name, base):
+        read.append(name)
+        return begin(name, base)
+
+    residency._begin = noted
+    for _ in range(3):
+        read.clear()
+        model(torch.arange(8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.close()
+    # Of the last step; its values of the next one are the first that were read after the commit.
+    assert read.count("first") == 1
