@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from memascend.activation_memory import Chunk, Piece, Rings
 from memascend.checksum import Checksum
 from memascend.errors import CorruptionError, UsageError
+from memascend.pages import whole_pages
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Chunks", "Room"]
 
-_PAGE_BYTES = 4096
 _CHANGED = (
     "a checkpointed activation was changed in place before it was copied off the device, which autograd refuses as "
     "well: compute the new value out of place"
@@ -114,7 +114,7 @@ class Chunks:
         place = self._room.take()
         try:
             piece.checksum = _checksum(chunk.memory[: piece.nbytes])
-            chunk.ticket = place.write(chunk.memory[: _whole_pages(piece.nbytes)])
+            chunk.ticket = place.write(chunk.memory[: whole_pages(piece.nbytes)])
         except BaseException:
             self._room.give_back(place)
             raise
@@ -192,7 +192,7 @@ class Chunks:
         place = piece.place
         assert place is not None
         try:
-            chunk.ticket = place.read(chunk.memory[: _whole_pages(piece.nbytes)])
+            chunk.ticket = place.read(chunk.memory[: whole_pages(piece.nbytes)])
         except BaseException:
             self._free.append(chunk)
             raise
@@ -321,7 +321,3 @@ def _checksum(memory: torch.Tensor) -> str:
     checksum = Checksum()
     checksum.update(memory)
     return str(checksum)
-
-
-def _whole_pages(nbytes: int) -> int:
-    return -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES

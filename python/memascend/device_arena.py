@@ -17,6 +17,7 @@ import torch
 
 from memascend.device import failures_named
 from memascend.errors import ConfigError, MemoryLimitError, TimeoutExpired, UsageError
+from memascend.pages import whole_pages
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,13 +25,6 @@ if TYPE_CHECKING:
     from memascend.device import Copy, Device
 
 __all__ = ["DeviceArena", "DeviceLease"]
-
-_PAGE_BYTES = 4096
-
-
-def slot_bytes(nbytes: int) -> int:
-    """What a slot for so many bytes takes."""
-    return -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
 
 
 class _Slot:
@@ -92,7 +86,7 @@ class DeviceArena:
         self._device = device
         self._bounds = sorted(classes)
         self._counts = dict(classes)
-        self.reserved_bytes = sum(slot_bytes(bound) * count for bound, count in classes.items())
+        self.reserved_bytes = sum(whole_pages(bound) * count for bound, count in classes.items())
         self._memory = self._taken()
         self._free: dict[int, list[_Slot]] = {}
         at = 0
@@ -100,7 +94,7 @@ class DeviceArena:
             slots = self._free[bound] = []
             for _ in range(classes[bound]):
                 slots.append(_Slot(at, bound))
-                at += slot_bytes(bound)
+                at += whole_pages(bound)
         # By the address of its storage.
         self._lent: dict[int, _Slot] = {}
         self._streams: dict[int, dict[Any, None]] = {}

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from memascend.choosing import choose
 from memascend.classes import SLOT_BYTES, arena_classes, reserved
 from memascend.errors import BudgetError, ConfigError
+from memascend.pages import whole_pages
 from memascend.planned import Plan, readable
 from memascend.schedule import forward_order, reads, windows
 
@@ -23,7 +24,6 @@ __all__ = ["Plan", "arena_classes", "make_plan"]
 
 # Staging chunks: fewer do not overlap at all; four do, but the disk runs dry while one is computed; more gain nothing.
 _CHUNKS_MIN, _CHUNKS_FEW, _CHUNKS = 2, 4, 12
-_PAGE_BYTES = 4096
 
 
 class Sizes(Protocol):
@@ -280,7 +280,7 @@ class _Planner:
         here = {"units": reserved(classes), "update staging": reserved(chunked), "gradients": queue_bytes}
         if self.staging is not None:
             # Slots there begin on pages, and its arena keeps nothing beside them.
-            units = sum(_paged(nbytes) * count for nbytes, count in classes.items())
+            units = sum(whole_pages(nbytes) * count for nbytes, count in classes.items())
             device = {"units": units, "gradients": queue_bytes}
             here = {owner: reserved(passed) for owner, passed in self.staging.items()}
             here["update staging"] = reserved(chunked)
@@ -332,7 +332,7 @@ class _Planner:
                 options.append((gain, bound, members, slots, wanted))
         # The most for its bytes first (frozen units stay from step to step), then the largest.
         for _, bound, members, slots, wanted in sorted(options, key=lambda option: option[:2], reverse=True):
-            each = bound + SLOT_BYTES if self.staging is None else _paged(bound)
+            each = bound + SLOT_BYTES if self.staging is None else whole_pages(bound)
             room = wanted if budget is None else (budget - held.units_peak) // each
             count = min(wanted, room)
             if count <= 0 or not self._saved(members, slots, slots + count):
@@ -357,8 +357,3 @@ class _Planner:
             return sum((ahead[unit.name] + back[unit.name]) * self.bytes_of(unit) for unit in kinds)
 
         return total(slots) - total(more)
-
-
-def _paged(nbytes: int) -> int:
-    """What a slot of the device's arena takes."""
-    return -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES

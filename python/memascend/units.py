@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from memascend.errors import ConfigError
+from memascend.pages import whole_pages
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 __all__ = ["Unit", "find_units"]
 
 # What values are padded to on storage and in a lease.
-_PAGE_BYTES = 4096
 # Blocks above this are divided, unless what a single module owns is larger anyway: that much an arena needs.
 _BOUND_BYTES = 1 << 30
 # What is left over and smaller than this part of the largest block is kept resident, up to a few of them together.
@@ -166,7 +166,7 @@ class _Tree:
         return sum(self.raw[name] for name in parameters)
 
     def paged(self, parameter: str) -> int:
-        return -(-self.raw[parameter] // _PAGE_BYTES) * _PAGE_BYTES
+        return whole_pages(self.raw[parameter])
 
     def is_whole(self, module: str) -> bool:
         """Whether no piece has claimed anything in it."""

@@ -9,6 +9,7 @@ import torch
 from memascend import generic
 from memascend.engine import master_of
 from memascend.errors import UsageError
+from memascend.pages import whole_pages
 from memascend.placeholder import dense_strides
 from memascend.solitary import group_options
 
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from memascend.engine import Chunk, Engine, Store
 
 __all__ = ["Arithmetic", "Updates"]
-
-_PAGE_BYTES = 4096
 
 
 class Arithmetic:
@@ -91,7 +90,7 @@ class Arithmetic:
             if kept is not None and (kept.whole or parameter in self._sparse)
         ]
         # Its tensors begin on lines of the cache.
-        return -(-(max(whole) + 64 * 16) // _PAGE_BYTES) * _PAGE_BYTES if whole else 0
+        return whole_pages(max(whole) + 64 * 16) if whole else 0
 
     @property
     def update_values(self) -> Literal["resident", "read", "never"]:

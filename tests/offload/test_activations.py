@@ -3,10 +3,10 @@
 import errno
 import gc
 import re
-import weakref
 
 import pytest
 import torch
+from checkpointed import Block, Model, keeper
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -16,33 +16,6 @@ from memascend import activations, scratch
 WIDTH, ROWS, BLOCKS = 64, 128, 10
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x, *others):
-        return x + self.down(torch.relu(self.up(x))) + sum(others)
-
-
-class Model(nn.Module):
-    """Blocks that are checkpointed; weak references to their inputs are left behind."""
-
-    def __init__(self, *, reentrant=False):
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
-        self.reentrant = reentrant
-        self.inputs = []
-        self.others = ()
-
-    def forward(self, x):
-        self.inputs = []
-        for block in self.blocks:
-            self.inputs.append(weakref.ref(x.untyped_storage()))
-            x = checkpoint(block, x, *self.others, use_reentrant=self.reentrant)
-        return x
-
-
 @pytest.fixture(params=[{4096: 3}, {1 << 20: 8}], ids=["small", "usual"])
 def chunks(request, monkeypatch):
     monkeypatch.setattr(activations, "CHUNKS", request.param)
@@ -50,7 +23,7 @@ def chunks(request, monkeypatch):
 
 def offloaded(tmp_path, *, reentrant=False, **options):
     torch.manual_seed(0)
-    model = Model(reentrant=reentrant)
+    model = Model(WIDTH, BLOCKS, reentrant=reentrant)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     return memascend.offload(
         model, optimizer, **{"storage": tmp_path / "run.store", "activations": "ssd", "gradients": "ram", **options}
@@ -59,10 +32,6 @@ def offloaded(tmp_path, *, reentrant=False, **options):
 
 def rows(seed=1):
     return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed)).requires_grad_()
-
-
-def keeper(model):
-    return model._memascend._session.residency.hooks.keeper
 
 
 def trained(tmp_path, **options):
@@ -164,7 +133,7 @@ class Tail(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.last = Block(), Block()
+        self.first, self.last = Block(WIDTH), Block(WIDTH)
 
     def forward(self, x):
         return self.last(checkpoint(self.first, x, use_reentrant=False)).exp()

@@ -2,14 +2,12 @@
 
 import dataclasses
 import gc
-import weakref
 
 import pytest
 import torch
+from checkpointed import Model, keeper
 from parity.harness import Mode, check, reference
 from parity.zoo_transformers import TRANSFORMERS
-from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import memascend
 from memascend import activation_memory, activations
@@ -23,33 +21,6 @@ STEPS = 2
 CHUNK = 4096
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x, *others):
-        return x + self.down(torch.relu(self.up(x))) + sum(others)
-
-
-class Model(nn.Module):
-    """Blocks that are checkpointed; weak references to their inputs are left behind."""
-
-    def __init__(self, *, reentrant=False):
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
-        self.reentrant = reentrant
-        self.inputs = []
-        self.others = ()
-
-    def forward(self, x):
-        self.inputs = []
-        for block in self.blocks:
-            self.inputs.append(weakref.ref(x.untyped_storage()))
-            x = checkpoint(block, x, *self.others, use_reentrant=self.reentrant)
-        return x
-
-
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     monkeypatch.setattr(activations, "CHUNKS", {CHUNK: 3})
@@ -60,7 +31,7 @@ def small(monkeypatch):
 
 def offloaded(tmp_path, *, reentrant=False, **options):
     torch.manual_seed(0)
-    model = Model(reentrant=reentrant)
+    model = Model(WIDTH, BLOCKS, reentrant=reentrant)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     return memascend.offload(
         model, optimizer, **{"storage": tmp_path / "run.store", "activations": "host", "gradients": "ssd", **options}
@@ -69,10 +40,6 @@ def offloaded(tmp_path, *, reentrant=False, **options):
 
 def rows(seed=1):
     return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed)).requires_grad_()
-
-
-def keeper(model):
-    return model._memascend._session.residency.hooks.keeper
 
 
 def smallest(tmp_path, **options):

@@ -31,7 +31,7 @@ SUMMARY = "training steps: time, memory and SSD bytes beside in-memory torch and
 
 _PARTS = ("cells", "ablation", "curves", "limits", "reach")
 _MIB = 1 << 20
-_REACH_MIB = 6 << 10
+_REACH_MIB = 3 << 10
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--results", default="bench-train", metavar="FOLDER", help="a file for each cell; what is there is not repeated"
     )
     parser.add_argument("--again", action="store_true", help="measure also what is there")
-    parser.add_argument("--limit", type=int, default=_REACH_MIB, metavar="MIB", help="for reach (default 6144)")
+    parser.add_argument("--limit", type=int, default=_REACH_MIB, metavar="MIB", help="for reach (default 3072)")
     parser.add_argument("--deepspeed", metavar="PYTHON", help=deepspeed.OPTION_HELP)
     parser.add_argument("--trace", metavar="FILE", help="only trace a few steps of the first workload, for Perfetto")
 

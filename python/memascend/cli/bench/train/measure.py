@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Bench"]
 
-# A step of more tokens takes seconds: half as many are measured.
-_LONG_TOKENS = 1000
+# A step of more tokens times parameters takes seconds: half as many are measured.
+_LONG = 5e10
 
 
 class Bench:
@@ -42,7 +42,7 @@ class Bench:
         if "error" in found:
             return found
         found = {**found, **(settings or {})}
-        steps = max(1, self.steps // 2) if work.batch * work.length > _LONG_TOKENS else self.steps
+        steps = max(1, self.steps // 2) if work.batch * work.length * work.parameters > _LONG else self.steps
 
         def measure() -> dict[str, Any]:
             speeds = disk_speeds(self.launcher.storage) if SYSTEMS[system].module == "ours" else None

@@ -17,6 +17,8 @@ __all__ = ["tuned"]
 _BUFFERS_MAX = 16
 # Tokens of a trial: buffers depend on parameters, not on the batch.
 _TRIAL_LENGTH = 16
+# And on how large a block is, not on how many there are.
+_TRIAL_LAYERS = 12
 # How too few buffers show; another error will not go away by more of them.
 _TOO_FEW = ("AssertionError", "IndexError", "buffer")
 
@@ -26,7 +28,8 @@ def tuned(bench: Bench, work: Workload, system: str) -> dict[str, Any]:
     settings = SYSTEMS[system].settings
     if "nvme" not in (settings.get("parameters"), settings.get("state")):
         return {}
-    trial = replace(work, name="", batch=1, length=_TRIAL_LENGTH, clip=None, overflow=False, checkpoint=False)
+    plain = replace(work, name="", clip=None, overflow=False, checkpoint=False)
+    trial = replace(plain, layers=min(work.layers, _TRIAL_LAYERS), batch=1, length=_TRIAL_LENGTH)
 
     def measure() -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -38,7 +41,7 @@ def tuned(bench: Bench, work: Workload, system: str) -> dict[str, Any]:
         first = 9 if settings.get("pipelined") else 3
         return _fewest(bench, trial, system, "state_buffers", first, found)
 
-    name = f"{work.layers}x{work.hidden}-{work.dtype}--{system}--buffers"
+    name = f"{trial.layers}x{work.hidden}-{work.dtype}--{system}--buffers"
     return bench.get(name, {"model": trial.to_dict(), "settings": settings}, measure)
 
 

@@ -1,0 +1,12 @@
+"""Pages: what direct I/O, pinned memory and slots are counted in."""
+
+from __future__ import annotations
+
+__all__ = ["whole_pages"]
+
+_PAGE_BYTES = 4096
+
+
+def whole_pages(nbytes: int) -> int:
+    """So many bytes, rounded up to whole pages."""
+    return -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
