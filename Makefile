@@ -174,22 +174,27 @@ $(PEERS)/built: requirements/deepspeed.lock | $(VENV)/synced
 
 .PHONY: bench
 bench: setup ## Benchmarks: tables with ratios, and pictures in benchmarks/results; beside DeepSpeed after `make peers`
-	cargo bench --locked --workspace
 	$(BIN)/memascend bench kernels --picture benchmarks/results/kernels.png
 	$(BIN)/memascend bench memory --picture benchmarks/results/host_memory.png
 	$(BIN)/memascend bench io --picture benchmarks/results/io.png
 	$(BIN)/memascend bench update --picture benchmarks/results/update.png
 	$(BIN)/python benchmarks/import_cost.py
+	$(BIN)/python benchmarks/depth.py --write benchmarks/results
 	$(MAKE) --no-print-directory bench-train
+
+.PHONY: bench-rust
+bench-rust: $(VENV)/synced ## Microbenchmarks of the Rust crates
+	cargo bench --locked --workspace
 
 # What is in benchmarks/results/train already is not measured again: remove it to begin anew.
 TRAIN := $(BIN)/memascend bench train --results benchmarks/results/train
 .PHONY: bench-train
-bench-train: setup ## The headline cells of training beside its peers: 25 minutes
-	$(TRAIN) --picture benchmarks/results/train.png | tee benchmarks/results/train.txt
+bench-train: setup ## The headline cells of training beside its peers: 20 minutes
+	$(TRAIN) --parts cells kept-curves --picture benchmarks/results/train.png | tee benchmarks/results/train.txt
 
 .PHONY: bench-full
-bench-full: setup ## All cells of training, curves, limits: hours; goes on where it was interrupted
+bench-full: setup ## All cells of training, ablation, curves, limits, reach: two hours; goes on where it was interrupted
+	$(BIN)/python benchmarks/larger_than_memory.py | tee benchmarks/results/larger_than_memory.txt
 	$(TRAIN) --full --picture benchmarks/results/train_full.png | tee benchmarks/results/train_full.txt
 
 # Each layout by itself, since both would take 45 GB of storage at once. MEMASCEND_BENCH_DIR says where.

@@ -14,6 +14,7 @@ from memascend.cli.bench.train.curves import CURVES, draw, points
 from memascend.cli.bench.train.judge import bound, judged, loss_difference
 from memascend.cli.bench.train.launch import Launcher
 from memascend.cli.bench.train.limits import limits_table, reach, reach_table, smallest_cgroup
+from memascend.cli.bench.train.measure import Bench
 from memascend.cli.bench.train.results import Results
 from memascend.cli.bench.train.search import least, most
 from memascend.cli.bench.train.tuning import tuned
@@ -109,6 +110,10 @@ def test_what_was_asked_the_same_is_not_measured_again(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["a-b-c.json"]
     assert results.get("missing", {}, lambda: {"error": "no peer", "missing": True})["missing"]
     assert not (tmp_path / "missing.json").exists()
+    kept = Results(tmp_path, measures=False)
+    assert ask({"steps": 2}, kept) == 2
+    assert kept.get("other", {}, lambda: {"value": next(answers)}) == {"error": "not measured yet", "missing": True}
+    assert not (tmp_path / "other.json").exists()
     (tmp_path / "a-b-c.json").write_text("{")
     with pytest.raises(ConfigError, match="no result of this benchmark"):
         ask({"steps": 2})
@@ -185,6 +190,23 @@ def test_curves_are_drawn_and_written(tmp_path):
         assert len(rows) == len(curve.places) * len([system for system in curve.systems if system != "zero-offload"])
         assert len((tmp_path / f"curve-{name}.csv").read_text().splitlines()) == len(rows) + 1
         assert (tmp_path / f"{name}.png").stat().st_size > 1000
+
+
+def test_curves_of_what_was_measured_measure_nothing(capsys, tmp_path, monkeypatch):
+    cells = tmp_path / "cells"
+    words = ["bench", "train", "--parts", "kept-curves", "--results", str(cells), "--storage", str(tmp_path)]
+    assert main([*words, "--picture", str(tmp_path / "train.png")]) == 0
+    assert [path.name for path in tmp_path.rglob("*")] == ["cells"]
+    name, curve = "budget", CURVES["budget"]
+    place, work, settings = curve.places[0]
+    monkeypatch.setattr("memascend.cli.bench.train.measure.disk_speeds", lambda _: {})
+    launcher = Launcher(tmp_path, None)
+    launcher.run = lambda *_, **__: cell(step=2.0)
+    Bench(launcher, Results(cells), 8, print).cell(work, "memascend", settings)
+    assert main([*words, "--picture", str(tmp_path / "train.png")]) == 0
+    assert f"{place}" in capsys.readouterr().out
+    assert (cells / f"curve-{name}.csv").read_text().splitlines()[1:] == ["1.0,memascend,2.0"]
+    assert (tmp_path / f"train-{name}.png").stat().st_size > 1000
 
 
 @pytest.fixture

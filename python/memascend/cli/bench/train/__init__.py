@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 SUMMARY = "training steps: time, memory and SSD bytes beside in-memory torch and DeepSpeed"
 
 _PARTS = ("cells", "ablation", "curves", "limits", "reach")
+# Of what is there nothing is measured.
+_KEPT = "kept-curves"
 _MIB = 1 << 20
 _REACH_MIB = 3 << 10
 
@@ -41,8 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--parts",
         nargs="+",
-        choices=_PARTS,
+        choices=(*_PARTS, _KEPT),
         help="cells (default); ablation: the paper's parts one by one; curves of memory and time; "
+        "kept-curves: the same of what was measured already; "
         "limits: the smallest memory cgroup that three steps fit in; "
         "reach: the longest context and largest batch inside one",
     )
@@ -70,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
     bench = Bench(launcher, Results(Path(options.results), again=options.again), options.steps, _say)
     parts = options.parts or (_PARTS if options.full else _PARTS[:1])
     values: dict[str, Any] = {"machine": described(), "loss_tolerance": LOSS_TOLERANCE}
-    printed = _nothing if options.json else _print
+    printed = _ignored if options.json else _print
     if "cells" in parts:
         values["workloads"] = _cells(bench, options, printed)
     if "ablation" in parts:
@@ -80,6 +83,9 @@ def run(options: argparse.Namespace) -> int:
         printed(ablation_table(work, costs))
     if "curves" in parts:
         values["curves"] = _curves(bench, options, printed)
+    if _KEPT in parts:
+        kept = Bench(launcher, Results(Path(options.results), measures=False), options.steps, _ignored)
+        values["curves"] = _curves(kept, options, printed)
     if "limits" in parts:
         values["limits"] = {}
         for name in options.workloads or LIMITS:
@@ -119,6 +125,8 @@ def _curves(bench: Bench, options: argparse.Namespace, printed: Any) -> dict[str
     found = {}
     for name, curve in CURVES.items():
         rows = points(bench, curve)
+        if not rows:
+            continue
         found[name] = rows
         printed(
             f"{curve.title}\n\n{table((curve.along, 'system', curve.unit), [tuple(map(str, row)) for row in rows])}"
@@ -140,7 +148,7 @@ def _print(text: str) -> None:
     print(f"\n{text}", flush=True)
 
 
-def _nothing(text: str) -> None:
+def _ignored(text: str) -> None:
     """Where JSON is printed, it is all that is."""
 
 

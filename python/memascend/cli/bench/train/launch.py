@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import uuid
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +29,7 @@ __all__ = ["Launcher", "memory_cgroup"]
 # Of what a failed cell printed, the end is kept.
 _ERROR_CHARACTERS = 600
 _PR_SET_PDEATHSIG = 1
+_LEAVES_TRIES, _LEAVES_SECONDS = 500, 0.01
 
 
 class Launcher:
@@ -51,6 +53,7 @@ class Launcher:
         warm: int = 2,
         settings: dict[str, Any] | None = None,
         limit: int | None = None,
+        seconds: float | None = None,
     ) -> dict[str, Any]:
         """A cell's answer, or {"error": why there is none}; "missing" too where the environment is not there.
 
@@ -61,6 +64,7 @@ class Launcher:
             warm: so many before them are not.
             settings: over those of the system.
             limit: bytes that the cell's cgroup may hold.
+            seconds: the longest that it may take, instead of the launcher's.
         """
         way = SYSTEMS[system]
         if way.deepspeed and self.deepspeed is None:
@@ -88,9 +92,11 @@ class Launcher:
                 package.mkdir()
                 python, environment = self.deepspeed, variables(self.deepspeed, package)
             words = [str(python), "-m", "memascend.cli.bench.cell", json.dumps(order)]
-            return self._answer(words, environment, group)
+            return self._answer(words, environment, group, self.seconds if seconds is None else seconds)
 
-    def _answer(self, words: list[str], environment: dict[str, str], group: Path | None) -> dict[str, Any]:
+    def _answer(
+        self, words: list[str], environment: dict[str, str], group: Path | None, seconds: float
+    ) -> dict[str, Any]:
         libc = ctypes.CDLL(None)
 
         def enter() -> None:
@@ -110,10 +116,10 @@ class Launcher:
             start_new_session=True,
         )
         try:
-            said, _ = cell.communicate(timeout=self.seconds)
+            said, _ = cell.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
             _end(cell)
-            return {"error": f"not done after {self.seconds:.0f} s"}
+            return {"error": f"not done after {seconds:.0f} s"}
         except BaseException:
             _end(cell)
             raise
@@ -155,12 +161,12 @@ def memory_cgroup() -> Iterator[Path | None]:
         has_memory = any((group / name).exists() for name in ("memory.max", "memory.limit_in_bytes"))
         yield group if has_memory else None
     finally:
-        # The last process may take a moment to leave.
-        for _ in range(1000):
+        # The last process may take a moment to leave: its memory is freed.
+        for _ in range(_LEAVES_TRIES):
             try:
                 group.rmdir()
             except OSError:
-                os.sched_yield()
+                time.sleep(_LEAVES_SECONDS)
             else:
                 break
 
