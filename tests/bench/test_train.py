@@ -154,7 +154,7 @@ def test_an_error_that_no_buffer_mends_ends_the_trying():
 class Limited(Trials):
     """A bench whose systems need so many MiB, and a byte for each token."""
 
-    def settings(self, _work, system):
+    def settings(self, _work, system, **_):
         return {"error": "AssertionError"} if system == "zero-infinity" else {}
 
     def run(self, work, system, *, limit, **_):

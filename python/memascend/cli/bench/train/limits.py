@@ -42,16 +42,17 @@ def smallest_cgroup(bench: Bench, work: Workload, systems: tuple[str, ...]) -> d
 
 def reach(bench: Bench, work: Workload, systems: tuple[str, ...], limit: int) -> dict[str, dict[str, Any]]:
     """For each system the longest context, and the largest batch, with which it trains inside a limit."""
+    recomputed = replace(work, checkpoint=True)
 
     def search(tries: _Tries) -> dict[str, Any]:
         def works(batch: int, length: int) -> bool:
-            return tries.works(replace(work, batch=batch, length=length, checkpoint=True), limit, 1, _REACH_SECONDS)
+            return tries.works(replace(recomputed, batch=batch, length=length), limit, 1, _REACH_SECONDS)
 
         length = most(lambda length: works(1, length), _LENGTHS)
         batch = most(lambda batch: works(batch, work.length), _BATCHES)
         return tries.error if length is None else {"length": length, "batch": batch or 0}
 
-    return _each(bench, work, systems, search)
+    return _each(bench, recomputed, systems, search)
 
 
 def _each(
@@ -60,7 +61,7 @@ def _each(
     """What a search finds for each system; of one that cannot be set up, why."""
     found: dict[str, dict[str, Any]] = {}
     for system in systems:
-        settings = bench.settings(work, system)
+        settings = bench.settings(work, system, lean=True)
         found[system] = settings if "error" in settings else search(_Tries(bench, system, settings))
     return found
 

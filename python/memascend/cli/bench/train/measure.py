@@ -55,9 +55,9 @@ class Bench:
         asked = {"workload": work.to_dict(), "system": system, "settings": found, "steps": steps}
         return self.get(f"{work.name}--{system}{named}", asked, measure)
 
-    def settings(self, work: Workload, system: str) -> dict[str, Any]:
+    def settings(self, work: Workload, system: str, *, lean: bool = False) -> dict[str, Any]:
         """Of a system for a model, as trying found them; {"error": ...} where it runs with none."""
-        return tuned(self, work, system)
+        return tuned(self, work, system, lean=lean)
 
     def get(self, name: str, asked: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The kept answer, if it was measured on a machine like this one, or a new one."""

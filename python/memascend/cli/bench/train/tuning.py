@@ -23,26 +23,36 @@ _TRIAL_LAYERS = 12
 _TOO_FEW = ("AssertionError", "IndexError", "buffer")
 
 
-def tuned(bench: Bench, work: Workload, system: str) -> dict[str, Any]:
-    """Settings to run a system with; {"error": ...} where none works. Empty for systems that have none."""
+def tuned(bench: Bench, work: Workload, system: str, *, lean: bool = False) -> dict[str, Any]:
+    """Settings to run a system with; {"error": ...} where none works. Empty for systems that have none.
+
+    Args:
+        bench: tries.
+        work: what is trained; whether blocks are recomputed counts, batch and length do not.
+        system: a name of `SYSTEMS`.
+        lean: the model is made without being in memory as a whole, which takes other buffers.
+    """
     settings = SYSTEMS[system].settings
     if "nvme" not in (settings.get("parameters"), settings.get("state")):
         return {}
-    plain = replace(work, name="", clip=None, overflow=False, checkpoint=False)
+    plain = replace(work, name="", clip=None, overflow=False)
     trial = replace(plain, layers=min(work.layers, _TRIAL_LAYERS), batch=1, length=_TRIAL_LENGTH)
+    way = {"lean": True} if lean else {}
 
     def measure() -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        found: dict[str, Any] = way
         if settings["parameters"] == "nvme":
-            found = _fewest(bench, trial, system, "parameter_buffers", 1, {"state_buffers": _BUFFERS_MAX})
+            others: dict[str, Any] = {**way, "state_buffers": _BUFFERS_MAX}
+            found = _fewest(bench, trial, system, "parameter_buffers", 1, others)
             if "error" in found:
                 return found
         # Adam's state has three tensors; pipelined, eight buffers were seen to fail.
         first = 9 if settings.get("pipelined") else 3
         return _fewest(bench, trial, system, "state_buffers", first, found)
 
-    name = f"{trial.layers}x{work.hidden}-{work.dtype}--{system}--buffers"
-    return bench.get(name, {"model": trial.to_dict(), "settings": settings}, measure)
+    words = [*(["recomputed"] if work.checkpoint else []), *(["lean"] if lean else [])]
+    name = "-".join([f"{trial.layers}x{work.hidden}-{work.dtype}", *words])
+    return bench.get(f"{name}--{system}--buffers", {"model": trial.to_dict(), "settings": {**settings, **way}}, measure)
 
 
 def _fewest(
