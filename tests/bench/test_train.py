@@ -4,6 +4,7 @@ import json
 import stat
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -142,6 +143,23 @@ def test_the_fewest_buffers_are_found_by_trying():
     assert tuned(Trials(), WORK, "zero-infinity") == {"parameter_buffers": 5, "state_buffers": 7}
     assert tuned(Trials(), WORK, "zero-infinity-params-in-ram") == {"state_buffers": 7}
     assert tuned(Trials(), WORK, "zero-offload") == {}
+
+
+def test_buffers_are_found_for_the_way_a_model_is_made_and_run():
+    names = []
+
+    def found(work, **way):
+        trials = Trials()
+        trials.get = lambda name, _asked, measure: names.append(name) or measure()
+        answer = tuned(trials, work, "zero-infinity", **way)
+        return answer, trials.tried
+
+    answer, tried = found(replace(WORK, checkpoint=True), lean=True)
+    assert answer == {"lean": True, "parameter_buffers": 5, "state_buffers": 7}
+    assert all(settings["lean"] for settings in tried)
+    found(replace(WORK, checkpoint=True))
+    found(WORK)
+    assert len(set(names)) == 3
 
 
 def test_an_error_that_no_buffer_mends_ends_the_trying():

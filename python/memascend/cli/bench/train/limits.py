@@ -20,7 +20,7 @@ _MIB = 1 << 20
 # So many steps must be completed: in the first, optimizers make their state.
 _STEPS = 3
 # Where memory is short by little, the kernel drops the pages of programs and reads them again and again: that is no
-# training. Alone, none of the systems needs half as long for what is tried.
+# training. With room, none of the systems needs half as long on two cores for what is tried.
 _STEPS_SECONDS, _REACH_SECONDS = 180, 600
 # Where the search begins; it halves from the first that works.
 _START_BYTES = 1 << 30
