@@ -20,7 +20,8 @@ from memascend.compact import compact_of, master_of
 from memascend.description import CHUNK_ELEMENTS, Entry, Sizes, adam_state, chunk_elements_of, order_of, sizes
 from memascend.errors import ConfigError
 from memascend.handed import Lent, dtype_of, json_of, place_of, require, stored_order
-from memascend.store import PAGE_BYTES, Fetch, Part, Store
+from memascend.pages import PAGE_BYTES
+from memascend.store import Fetch, Part, Store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-__all__ = ["whole_pages"]
+__all__ = ["PAGE_BYTES", "whole_pages"]
 
-_PAGE_BYTES = 4096
+PAGE_BYTES = 4096
 
 
 def whole_pages(nbytes: int) -> int:
     """So many bytes, rounded up to whole pages."""
-    return -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES

@@ -11,6 +11,7 @@ from memascend.compact import compact_of
 from memascend.description import CHUNK_ELEMENTS, Entry, chunk_elements_of, description
 from memascend.errors import ConfigError
 from memascend.handed import Lent, json_of, place_of, require, require_laid_out, require_order, stored_order
+from memascend.pages import PAGE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -18,10 +19,9 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["PAGE_BYTES", "Fetch", "Part", "Store", "UnitParts"]
+__all__ = ["Fetch", "Part", "Store", "UnitParts"]
 
 # What memory that a unit is fetched into begins on, and what its bytes are a multiple of.
-PAGE_BYTES = 4096
 
 _Path = str | os.PathLike[str]
 
