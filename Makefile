@@ -194,8 +194,8 @@ bench-train: setup ## The headline cells of training beside its peers: 20 minute
 
 .PHONY: bench-full
 bench-full: setup ## All cells of training, ablation, curves, limits, reach: two hours; goes on where it was interrupted
-	$(BIN)/python benchmarks/larger_than_memory.py | tee benchmarks/results/larger_than_memory.txt
 	$(TRAIN) --full --picture benchmarks/results/train_full.png | tee benchmarks/results/train_full.txt
+	$(BIN)/python benchmarks/larger_than_memory.py | tee benchmarks/results/larger_than_memory.txt
 
 # Each layout by itself, since both would take 45 GB of storage at once. MEMASCEND_BENCH_DIR says where.
 .PHONY: bench-update

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 SUMMARY = "training steps: time, memory and SSD bytes beside in-memory torch and DeepSpeed"
 
 _PARTS = ("cells", "ablation", "curves", "limits", "reach")
-# Of what is there nothing is measured.
+# Curves of what was measured already: nothing else is.
 _KEPT = "kept-curves"
 _MIB = 1 << 20
 _REACH_MIB = 3 << 10
