@@ -178,8 +178,8 @@ bench: setup ## Benchmarks: tables with ratios, and pictures in benchmarks/resul
 	$(BIN)/memascend bench memory --picture benchmarks/results/host_memory.png
 	$(BIN)/memascend bench io --picture benchmarks/results/io.png
 	$(BIN)/memascend bench update --picture benchmarks/results/update.png
-	$(BIN)/python benchmarks/import_cost.py
-	$(BIN)/python benchmarks/depth.py --write benchmarks/results
+	$(BIN)/python -m benchmarks.import_cost
+	$(BIN)/python -m benchmarks.depth --write benchmarks/results
 	$(MAKE) --no-print-directory bench-train
 
 .PHONY: bench-rust
@@ -187,7 +187,7 @@ bench-rust: $(VENV)/synced ## Microbenchmarks of the Rust crates
 	cargo bench --locked --workspace
 
 # What is in benchmarks/results/train already is not measured again: remove it to begin anew.
-TRAIN := $(BIN)/memascend bench train --results benchmarks/results/train
+TRAIN := $(BIN)/python -m benchmarks.train --results benchmarks/results/train
 .PHONY: bench-train
 bench-train: setup ## The headline cells of training beside its peers: 20 minutes
 	$(TRAIN) --parts cells kept-curves --picture benchmarks/results/train.png | tee benchmarks/results/train.txt
@@ -195,7 +195,7 @@ bench-train: setup ## The headline cells of training beside its peers: 20 minute
 .PHONY: bench-full
 bench-full: setup ## All cells of training, ablation, curves, limits, reach: two hours; goes on where it was interrupted
 	$(TRAIN) --full --picture benchmarks/results/train_full.png | tee benchmarks/results/train_full.txt
-	$(BIN)/python benchmarks/larger_than_memory.py | tee benchmarks/results/larger_than_memory.txt
+	$(BIN)/python -m benchmarks.larger_than_memory | tee benchmarks/results/larger_than_memory.txt
 
 # Each layout by itself, since both would take 45 GB of storage at once. MEMASCEND_BENCH_DIR says where.
 .PHONY: bench-update
@@ -207,15 +207,15 @@ bench-update: $(VENV)/synced ## The update of 400 M parameters alone, into bench
 
 .PHONY: bench-step
 bench-step: setup ## The training step beside RAM and its bound, and what the module hooks cost (a quiet machine, half an hour)
-	$(BIN)/python benchmarks/hooks.py --write benchmarks/results
-	$(BIN)/python benchmarks/step.py --write benchmarks/results
+	$(BIN)/python -m benchmarks.hooks --write benchmarks/results
+	$(BIN)/python -m benchmarks.step --write benchmarks/results
 
 # On which disk, of which size, as how small a card: GPU="--storage /mnt/nvme --store 48GiB --card 24GiB --longest 131072".
 GPU ?=
 .PHONY: bench-gpu
 bench-gpu: setup ## On a CUDA device: the kernels, and the largest model that the disk holds within a tenth of its state
-	$(BIN)/python benchmarks/kernels_gpu.py | tee benchmarks/results/kernels_gpu.txt
-	$(BIN)/python benchmarks/cuda.py --write benchmarks/results $(GPU)
+	$(BIN)/python -m benchmarks.kernels_gpu | tee benchmarks/results/kernels_gpu.txt
+	$(BIN)/python -m benchmarks.cuda --write benchmarks/results $(GPU)
 
 # --- keep ---------------------------------------------------------------------
 

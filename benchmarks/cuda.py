@@ -1,6 +1,6 @@
 """The largest model that a disk holds, trained on a GPU within a tenth of its state: seconds, peaks, bytes, its bound.
 
-    python benchmarks/cuda.py --storage /mnt/nvme [--store 48GiB] [--card 24GiB] [--write benchmarks/results]
+    python -m benchmarks.cuda --storage /mnt/nvme [--store 48GiB] [--card 24GiB] [--write benchmarks/results]
 
 A Qwen2-shaped model of 24 bytes of store for each parameter is made on "meta", initialised at random and trained in
 bfloat16 with its blocks recomputed. Host and device budgets are each a tenth of what training holds in memory (14 bytes
@@ -25,9 +25,9 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 import memascend
-from memascend.cli.bench.cell import process
+from benchmarks.train.judge import bound
+from memascend.cli.bench import process
 from memascend.cli.bench.machine import described
-from memascend.cli.bench.train.judge import bound
 from memascend.cli.show import bytes_shown, table
 from memascend.cli.storage import bandwidth
 from memascend.config import parse_bytes

@@ -1,6 +1,6 @@
 """The GPU kernels: the fraction of memory bandwidth that they reach, and torch's operations beside them.
 
-    python benchmarks/kernels_gpu.py [--mebibytes N] [--json]
+    python -m benchmarks.kernels_gpu [--mebibytes N] [--json]
 
 The bandwidth is that of the best plain copy in the same run. Rounds are interleaved; medians of CUDA events are shown.
 """

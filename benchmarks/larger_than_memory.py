@@ -1,6 +1,6 @@
 """A language model three times as large as memory: made, trained, evaluated, saved, killed, resumed, loaded by others.
 
-    python benchmarks/larger_than_memory.py --limit 96MiB --folder /mnt/nvme
+    python -m benchmarks.larger_than_memory --limit 96MiB --folder /mnt/nvme
 
 Each part runs in a process of its own within a memory cgroup, whose limit leaves it `--limit` beyond what importing
 torch, transformers and memascend takes: the processes are forked from one that has imported them, own what is there,
@@ -34,7 +34,7 @@ from transformers.models.qwen2 import modeling_qwen2  # noqa: F401
 
 import memascend
 import memascend.offload
-from memascend.cli.bench.cell.systems.ours import smallest_budget
+from benchmarks.train.cell.systems.ours import smallest_budget
 from memascend.config import parse_bytes
 from memascend.shown import bytes_shown, seconds_shown, table
 

@@ -176,7 +176,7 @@ def _compare(name: str, case: dict[str, Any], ram: dict[str, Any] | None, bandwi
     """The bound of a case, and the ratios."""
     if ram is None or name == _RAM:
         return
-    from memascend.cli.bench.train.judge import bound
+    from benchmarks.train.judge import bound
 
     plan = case["plan"]
     case["bound"] = bound(ram["seconds"], plan["read"], plan["written"], bandwidth)
@@ -243,9 +243,9 @@ class _Worker:
         import transformers
 
         import memascend
-        from memascend.cli.bench.cell import process
-        from memascend.cli.bench.cell.systems.in_ram import InRam
-        from memascend.cli.bench.cell.workload import WORKLOADS, made
+        from benchmarks.train.cell.systems.in_ram import InRam
+        from benchmarks.train.cell.workload import WORKLOADS, made
+        from memascend.cli.bench import process
 
         transformers.Qwen2ForCausalLM  # noqa: B018 - what a user imports, before the baseline
         memascend.offload  # noqa: B018
@@ -282,7 +282,7 @@ class _Worker:
         import torch
 
         import memascend
-        from memascend.cli.bench.cell.systems.ours import smallest_budget
+        from benchmarks.train.cell.systems.ours import smallest_budget
 
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         options |= {"storage": self.work["storage"], "device": "cpu"}
@@ -314,7 +314,7 @@ class _Worker:
             self.optimizer.zero_grad()
 
     def _end(self) -> dict[str, Any]:
-        from memascend.cli.bench.cell import process
+        from memascend.cli.bench import process
 
         peak = process.resident_peak()
         moved = process.counts().since(self.before)

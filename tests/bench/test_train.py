@@ -1,4 +1,4 @@
-"""`memascend bench train`: what it concludes from cells, keeps, searches and refuses. What it measures is no test."""
+"""The training benchmark: what it concludes from cells, keeps, searches and refuses. What it measures is no test."""
 
 import json
 import stat
@@ -8,17 +8,18 @@ from dataclasses import replace
 
 import pytest
 
-from memascend.cli import main
-from memascend.cli.bench.cell.workload import WORKLOADS
-from memascend.cli.bench.train.ablation import units
-from memascend.cli.bench.train.curves import CURVES, draw, points
-from memascend.cli.bench.train.judge import bound, judged, loss_difference
-from memascend.cli.bench.train.launch import Launcher
-from memascend.cli.bench.train.limits import limits_table, reach, reach_table, smallest_cgroup
-from memascend.cli.bench.train.measure import Bench
-from memascend.cli.bench.train.results import Results
-from memascend.cli.bench.train.search import least, most
-from memascend.cli.bench.train.tuning import tuned
+from benchmarks.train.__main__ import main
+from benchmarks.train.ablation import units
+from benchmarks.train.cell.workload import WORKLOADS
+from benchmarks.train.code import code_hash
+from benchmarks.train.curves import CURVES, draw, points
+from benchmarks.train.judge import bound, judged, loss_difference
+from benchmarks.train.launch import Launcher
+from benchmarks.train.limits import limits_table, reach, reach_table, smallest_cgroup
+from benchmarks.train.measure import Bench
+from benchmarks.train.results import Results
+from benchmarks.train.search import least, most
+from benchmarks.train.tuning import tuned
 from memascend.errors import ConfigError
 
 WORK = WORKLOADS["4M-1x128"]
@@ -197,6 +198,46 @@ def test_the_longest_context_and_the_largest_batch_are_found():
     assert "1024" in reach_table(WORK, 1 << 30, found)
 
 
+def test_figures_of_other_code_are_measured_again(tmp_path, monkeypatch):
+    launcher = Launcher(tmp_path, None)
+    runs = []
+    launcher.run = lambda *_, **__: runs.append(1) or cell()
+    monkeypatch.setattr("benchmarks.train.measure.disk_speeds", lambda _: {})
+
+    def measured():
+        Bench(launcher, Results(tmp_path / "cells"), 8, print).cell(WORK, "memascend")
+        return len(runs)
+
+    assert measured() == 1
+    assert measured() == 1
+    monkeypatch.setattr("benchmarks.train.measure.code_hash", lambda: "other")
+    assert measured() == 2
+
+
+def test_the_code_is_known_by_what_its_sources_hold(tmp_path):
+    def hashed():
+        code_hash.cache_clear()
+        return code_hash(tmp_path)
+
+    for name in ("python/memascend/one.py", "rust/mem/src/lib.rs", "triton_kernels/one.py", "benchmarks/train/one.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("first")
+    for name in ("Cargo.toml", "Cargo.lock"):
+        (tmp_path / name).write_text("first")
+    before = hashed()
+    (tmp_path / "benchmarks/results").mkdir()
+    (tmp_path / "benchmarks/results/cell.json").write_text("{}")
+    (tmp_path / "python/memascend/_core.abi3.so").write_bytes(b"built")
+    assert hashed() == before
+    seen = {before}
+    for path in sorted(tmp_path.rglob("*")):
+        if path.suffix in {".py", ".rs", ".lock", ".toml"}:
+            path.write_text("other")
+            seen.add(hashed())
+    assert len(seen) == 7
+    code_hash.cache_clear()
+
+
 def test_curves_are_drawn_and_written(tmp_path):
     bench = Trials()
     bench.cell = lambda work, system, _settings: (
@@ -212,12 +253,12 @@ def test_curves_are_drawn_and_written(tmp_path):
 
 def test_curves_of_what_was_measured_measure_nothing(capsys, tmp_path, monkeypatch):
     cells = tmp_path / "cells"
-    words = ["bench", "train", "--parts", "kept-curves", "--results", str(cells), "--storage", str(tmp_path)]
+    words = ["--parts", "kept-curves", "--results", str(cells), "--storage", str(tmp_path)]
     assert main([*words, "--picture", str(tmp_path / "train.png")]) == 0
     assert [path.name for path in tmp_path.rglob("*")] == ["cells"]
     name, curve = "budget", CURVES["budget"]
     place, work, settings = curve.places[0]
-    monkeypatch.setattr("memascend.cli.bench.train.measure.disk_speeds", lambda _: {})
+    monkeypatch.setattr("benchmarks.train.measure.disk_speeds", lambda _: {})
     launcher = Launcher(tmp_path, None)
     launcher.run = lambda *_, **__: cell(step=2.0)
     Bench(launcher, Results(cells), 8, print).cell(work, "memascend", settings)
@@ -251,7 +292,7 @@ def test_a_peer_that_cannot_run_is_shown_with_its_error(peer, tmp_path):
 
 def test_a_peer_gets_its_environment_and_answers(peer, tmp_path):
     python = peer(
-        'test -f "$PYTHONPATH/memascend/cli/bench/cell/__main__.py" && test "$DS_ACCELERATOR" = cpu || exit 1\n'
+        'test -f "$PYTHONPATH/benchmarks/train/cell/__main__.py" && test "$DS_ACCELERATOR" = cpu || exit 1\n'
         'echo "noise"; echo \'cell: {"value": 1}\'; echo "more noise"'
     )
     assert Launcher(tmp_path, python).run(WORK, "zero-offload", steps=1) == {"value": 1}
@@ -269,14 +310,14 @@ def test_a_cell_has_an_end(peer, tmp_path):
 
 def test_what_runs_beside_a_peer_loads_nothing_else_of_ours():
     program = (
-        "import sys, memascend.cli.bench.cell.__main__, memascend.cli.bench.cell.systems.zero\n"
+        "import sys, benchmarks.train.cell.__main__, benchmarks.train.cell.systems.zero\n"
         "import memascend.cli.bench.deepspeed_update\n"
         "print(*(name for name in sys.modules if name.startswith('memascend')), 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
     *names, torch = done.stdout.split()
     assert torch == "False"
-    allowed = ("memascend.cli.bench.cell", "memascend.cli.bench.bag", "memascend.cli.bench.deepspeed_update")
+    allowed = tuple(f"memascend.cli.bench.{name}" for name in ("bag", "process", "deepspeed_start", "deepspeed_update"))
     above = {"memascend", "memascend.errors", "memascend.cli", "memascend.cli.bench"}
     assert [name for name in names if name not in above and not name.startswith(allowed)] == []
 
@@ -287,7 +328,7 @@ def test_parameters_are_counted_from_the_shape():
 
 
 def test_the_parts_are_measured_one_by_one(capsys, tmp_path):
-    words = ["bench", "train", "--parts", "ablation", "--workloads", "4M-1x128", "--storage", str(tmp_path), "--json"]
+    words = ["--parts", "ablation", "--workloads", "4M-1x128", "--storage", str(tmp_path), "--json"]
     assert main([*words, "--results", str(tmp_path / "cells")]) == 0
     costs = json.loads(capsys.readouterr().out)["ablation"]
     assert len(costs) == 4
@@ -296,7 +337,7 @@ def test_the_parts_are_measured_one_by_one(capsys, tmp_path):
 
 
 def test_wrong_options_are_refused(capsys, tmp_path):
-    words = ["bench", "train", "--results", str(tmp_path)]
+    words = ["--results", str(tmp_path)]
     assert main([*words, "--storage", str(tmp_path / "none")]) == 1
     assert "no such folder" in capsys.readouterr().err
     assert main([*words, "--deepspeed", str(tmp_path / "none")]) == 1
@@ -308,8 +349,6 @@ def test_wrong_options_are_refused(capsys, tmp_path):
 @pytest.mark.timeout(300)
 def test_the_smallest_model_is_trained_in_memory_and_offloaded(capsys, tmp_path):
     words = [
-        "bench",
-        "train",
         "--storage",
         str(tmp_path),
         "--results",
@@ -329,6 +368,6 @@ def test_the_smallest_model_is_trained_in_memory_and_offloaded(capsys, tmp_path)
         assert ours["of_bound"] > 0
     assert len(list((tmp_path / "cells").glob("*.json"))) == 4
     trace = tmp_path / "trace.json"
-    assert main(["bench", "train", "--storage", str(tmp_path), "--workloads", "4M-1x128", "--trace", str(trace)]) == 0
+    assert main(["--storage", str(tmp_path), "--workloads", "4M-1x128", "--trace", str(trace)]) == 0
     names = {event["name"] for event in json.loads(trace.read_text())}
     assert {"forward", "backward", "step()", "wait for reads", "compute"} <= names

@@ -17,9 +17,11 @@ def shown(cgroup, *arguments, timeout):
         # A temporary folder may be memory.
         [
             sys.executable,
-            ROOT / "benchmarks/larger_than_memory.py",
+            "-m",
+            "benchmarks.larger_than_memory",
             *("--json", "--cgroup", cgroup, "--folder", ROOT / "target", *arguments),
         ],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=timeout,

@@ -11,9 +11,7 @@ import sys
 import time
 from typing import Any
 
-from memascend.cli.bench import bag
-from memascend.cli.bench.cell import process
-from memascend.cli.bench.cell.systems import zero
+from memascend.cli.bench import bag, deepspeed_start, process
 
 
 def main(folder: str, numel: int, buffers: int) -> None:
@@ -22,7 +20,7 @@ def main(folder: str, numel: int, buffers: int) -> None:
     import torch
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    zero.start()
+    deepspeed_start.start()
     grad = bag.gradient(numel)
 
     class Weight(torch.nn.Module):

@@ -1,17 +1,17 @@
-"""How `bench train` shows its cells: a table of each workload, and pictures."""
+"""Shows cells: a table of each workload, and pictures."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from memascend.cli.bench.cell.systems import SYSTEMS
+from benchmarks.train.cell.systems import SYSTEMS
 from memascend.cli.show import bars, table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from memascend.cli.bench.cell.workload import Workload
+    from benchmarks.train.cell.workload import Workload
 
 __all__ = ["notes", "pictures", "workload_table"]
 

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from memascend.cli.bench.cell.systems import SYSTEMS
+from benchmarks.train.cell.systems import SYSTEMS
+from benchmarks.train.code import code_hash, commit
+from benchmarks.train.speeds import disk_speeds
+from benchmarks.train.tuning import tuned
 from memascend.cli.bench.machine import described
-from memascend.cli.bench.train.speeds import disk_speeds
-from memascend.cli.bench.train.tuning import tuned
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from memascend.cli.bench.cell.workload import Workload
-    from memascend.cli.bench.train.launch import Launcher
-    from memascend.cli.bench.train.results import Results
+    from benchmarks.train.cell.workload import Workload
+    from benchmarks.train.launch import Launcher
+    from benchmarks.train.results import Results
 
 __all__ = ["Bench"]
 
+# What a figure is of, beside the code: another processor or torch makes another figure.
+_PLACE = ("processor", "cores", "memory_bytes", "kernel", "torch")
 # A step of more tokens times parameters takes seconds: half as many are measured.
 _LONG = 5e10
 
@@ -49,7 +52,7 @@ class Bench:
             answer = self.launcher.run(work, system, steps=steps, settings=found)
             if speeds is not None and "error" not in answer:
                 answer["speeds"] = speeds
-            return {**answer, "machine": described()}
+            return {**answer, "machine": described() | {"commit": commit()}}
 
         named = "".join(f"-{name}-{value}" for name, value in (settings or {}).items())
         asked = {"workload": work.to_dict(), "system": system, "settings": found, "steps": steps}
@@ -60,8 +63,9 @@ class Bench:
         return tuned(self, work, system, lean=lean)
 
     def get(self, name: str, asked: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The kept answer, if it was measured on a machine like this one, or a new one."""
-        on = {name: self._machine[name] for name in ("processor", "cores", "memory_bytes", "kernel")}
+        """The kept answer, if it was measured on this code and a machine like this one, or a new one."""
+        on: dict[str, str | int] = {name: self._machine[name] for name in _PLACE}
+        on["code"] = code_hash()
 
         def measured() -> dict[str, Any]:
             self.say(f"{name} ...")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memascend import kernels, memory
-from memascend.cli.bench.cell import process
+from memascend.cli.bench import process
 from memascend.cli.bench.reservation import reserve
 from memascend.cli.bench.weights import WEIGHT_CASES, weight_cases
 from memascend.cli.show import bytes_shown, seconds_shown, table
@@ -22,7 +22,7 @@ from memascend.cli.show import bytes_shown, seconds_shown, table
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from memascend.cli.bench.cell.workload import Workload
+    from benchmarks.train.cell.workload import Workload
     from memascend.cli.bench.reservation import Unit
 
 __all__ = ["Cost", "ablation", "ablation_table", "units"]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from memascend.cli.bench.cell.systems import SYSTEMS
+from benchmarks.train.cell.systems import SYSTEMS
 
 if TYPE_CHECKING:
-    from memascend.cli.bench.cell.workload import Workload
-    from memascend.cli.bench.train.measure import Bench
+    from benchmarks.train.cell.workload import Workload
+    from benchmarks.train.measure import Bench
 
 __all__ = ["tuned"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from memascend.cli.bench.cell.workload import LEARNING_RATE, LOSS_SCALE_POWER, Workload, made
+from benchmarks.train.cell.workload import LEARNING_RATE, LOSS_SCALE_POWER, Workload, made
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from typing import TYPE_CHECKING, Any
 
-from memascend.cli.bench.cell.systems import in_ram
-from memascend.cli.bench.cell.workload import LEARNING_RATE, LOSS_SCALE_POWER, Workload, configuration, made, prepared
+from benchmarks.train.cell.systems import in_ram
+from benchmarks.train.cell.workload import LEARNING_RATE, LOSS_SCALE_POWER, Workload, configuration, made, prepared
+from memascend.cli.bench import deepspeed_start
 
 if TYPE_CHECKING:
     from pathlib import Path
     from types import ModuleType
 
-__all__ = ["Zero", "begin", "config", "ready", "start"]
+__all__ = ["Zero", "begin", "config", "ready"]
 
 
 def ready() -> list[ModuleType]:
@@ -21,23 +20,8 @@ def ready() -> list[ModuleType]:
     import deepspeed
 
     libraries = in_ram.ready()
-    start()
+    deepspeed_start.start()
     return [*libraries, deepspeed]
-
-
-def start() -> None:
-    """Its extensions and its world of one process."""
-    import deepspeed
-    from deepspeed.ops.op_builder import AsyncIOBuilder
-    from deepspeed.ops.op_builder.cpu import CPUAdamBuilder
-
-    for builder in (AsyncIOBuilder(), CPUAdamBuilder()):
-        builder.load()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        os.environ["MASTER_PORT"] = str(free.getsockname()[1])
-    os.environ.update(MASTER_ADDR="127.0.0.1", RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
 
 
 def begin(work: Workload, settings: dict[str, Any], storage: Path) -> Zero:

@@ -1,33 +1,35 @@
-"""`memascend bench train`: whole training steps beside what people use today, each cell in a process of its own."""
+"""Training steps beside what people use today, each cell in a process of its own: `python -m benchmarks.train`."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.train.ablation import ablation, ablation_table
+from benchmarks.train.cell.systems import SYSTEMS
+from benchmarks.train.cell.workload import WORKLOADS
+from benchmarks.train.code import code_hash, commit
+from benchmarks.train.curves import CURVES, draw, points
+from benchmarks.train.judge import LOSS_TOLERANCE, judged
+from benchmarks.train.launch import Launcher
+from benchmarks.train.limits import limits_table, reach, reach_table, smallest_cgroup
+from benchmarks.train.measure import Bench
+from benchmarks.train.results import Results
+from benchmarks.train.selection import FULL, HEADLINE, LIMITS, Cells
+from benchmarks.train.tables import notes, pictures, workload_table
 from memascend.cli.bench import deepspeed
-from memascend.cli.bench.cell.systems import SYSTEMS
-from memascend.cli.bench.cell.workload import WORKLOADS
 from memascend.cli.bench.machine import described
-from memascend.cli.bench.train.ablation import ablation, ablation_table
-from memascend.cli.bench.train.curves import CURVES, draw, points
-from memascend.cli.bench.train.judge import LOSS_TOLERANCE, judged
-from memascend.cli.bench.train.launch import Launcher
-from memascend.cli.bench.train.limits import limits_table, reach, reach_table, smallest_cgroup
-from memascend.cli.bench.train.measure import Bench
-from memascend.cli.bench.train.results import Results
-from memascend.cli.bench.train.selection import FULL, HEADLINE, LIMITS, Cells
-from memascend.cli.bench.train.shown import notes, pictures, workload_table
-from memascend.errors import ConfigError
+from memascend.errors import ConfigError, MemascendError
 from memascend.shown import table
 
 if TYPE_CHECKING:
-    import argparse
+    from collections.abc import Sequence
 
-SUMMARY = "training steps: time, memory and SSD bytes beside in-memory torch and DeepSpeed"
+_SUMMARY = "Training steps: time, memory and SSD bytes beside in-memory torch and DeepSpeed."
 
 _PARTS = ("cells", "ablation", "curves", "limits", "reach")
 # Curves of what was measured already: nothing else is.
@@ -36,8 +38,22 @@ _MIB = 1 << 20
 _REACH_MIB = 3 << 10
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and print. 0: fine; 1: a named problem; 2: wrong usage; 130: ended by Ctrl-C."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.train", description=_SUMMARY)
+    _add_arguments(parser)
+    try:
+        return _run(parser.parse_args(arguments))
+    except (MemascendError, OSError) as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--picture", metavar="PNG", help="draw the result into this file")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, metavar="NAME", help="instead of the headline's")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, metavar="NAME", help="instead of all")
     parser.add_argument(
@@ -61,8 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace", metavar="FILE", help="only trace a few steps of the first workload, for Perfetto")
 
 
-def run(options: argparse.Namespace) -> int:
-    """Measure and print."""
+def _run(options: argparse.Namespace) -> int:
     if options.steps < 1:
         raise ConfigError("--steps is at least 1")
     if not Path(options.storage).is_dir():
@@ -72,7 +87,8 @@ def run(options: argparse.Namespace) -> int:
         return _trace(launcher, next(iter(options.workloads or HEADLINE)), Path(options.trace))
     bench = Bench(launcher, Results(Path(options.results), again=options.again), options.steps, _say)
     parts = options.parts or (_PARTS if options.full else _PARTS[:1])
-    values: dict[str, Any] = {"machine": described(), "loss_tolerance": LOSS_TOLERANCE}
+    code = {"code": code_hash(), "commit": commit()}
+    values: dict[str, Any] = {"machine": described() | code, "loss_tolerance": LOSS_TOLERANCE}
     printed = _ignored if options.json else _print
     if "cells" in parts:
         values["workloads"] = _cells(bench, options, printed)
@@ -115,9 +131,17 @@ def _cells(bench: Bench, options: argparse.Namespace, printed: Any) -> dict[str,
         measured[name] = judged({system: bench.cell(WORKLOADS[name], system) for system in systems})
         printed(workload_table(WORKLOADS[name], measured[name]))
     printed(f"losses are at most {LOSS_TOLERANCE:.0%} from in-memory torch's, at every step\n{notes()}")
+    printed(_measured_on(measured))
     if options.picture:
         pictures(Path(options.picture), measured)
     return measured
+
+
+def _measured_on(measured: dict[str, dict[str, dict[str, Any]]]) -> str:
+    """The one code that all cells are of, and the days and commits on which they were measured."""
+    machines = [cell["machine"] for cells in measured.values() for cell in cells.values() if "machine" in cell]
+    days = sorted({f"{machine['date']} at {machine.get('commit', 'none')}" for machine in machines})
+    return f"code {code_hash()}; measured on {', '.join(days) or 'no day'}"
 
 
 def _curves(bench: Bench, options: argparse.Namespace, printed: Any) -> dict[str, Any]:
@@ -154,3 +178,7 @@ def _ignored(text: str) -> None:
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

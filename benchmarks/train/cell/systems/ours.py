@@ -8,9 +8,9 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memascend.cli.bench.cell.systems import in_ram
-from memascend.cli.bench.cell.systems.trace import Trace
-from memascend.cli.bench.cell.workload import LEARNING_RATE, LOSS_SCALE_POWER, Workload, configuration, made, prepared
+from benchmarks.train.cell.systems import in_ram
+from benchmarks.train.cell.systems.trace import Trace
+from benchmarks.train.cell.workload import LEARNING_RATE, LOSS_SCALE_POWER, Workload, configuration, made, prepared
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

@@ -15,17 +15,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memascend.cli.bench.cell import ANSWER
-from memascend.cli.bench.cell.systems import SYSTEMS
+from benchmarks.train.cell import ANSWER
+from benchmarks.train.cell.systems import SYSTEMS
 from memascend.cli.bench.deepspeed import MISSING, variables
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from memascend.cli.bench.cell.workload import Workload
+    from benchmarks.train.cell.workload import Workload
 
 __all__ = ["Launcher", "memory_cgroup"]
 
+_BENCHMARKS = Path(__file__).parents[1]
 # Of what a failed cell printed, the end is kept.
 _ERROR_CHARACTERS = 600
 _PR_SET_PDEATHSIG = 1
@@ -86,12 +87,13 @@ class Launcher:
                 "steps": steps,
                 "cgroup": str(group) if group else None,
             }
-            python, environment = Path(sys.executable), dict(os.environ)
+            python, environment = Path(sys.executable), {**os.environ, "PYTHONPATH": str(_BENCHMARKS.parent)}
             if way.deepspeed and self.deepspeed is not None:
                 package = Path(folder, "package")
                 package.mkdir()
+                (package / _BENCHMARKS.name).symlink_to(_BENCHMARKS)
                 python, environment = self.deepspeed, variables(self.deepspeed, package)
-            words = [str(python), "-m", "memascend.cli.bench.cell", json.dumps(order)]
+            words = [str(python), "-m", "benchmarks.train.cell", json.dumps(order)]
             return self._answer(words, environment, group, self.seconds if seconds is None else seconds)
 
     def _answer(

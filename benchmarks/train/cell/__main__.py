@@ -9,12 +9,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memascend.cli.bench.cell import ANSWER, process
-from memascend.cli.bench.cell.systems import SYSTEMS
-from memascend.cli.bench.cell.workload import OVERFLOW_FACTOR, OVERFLOWING_STEP, Workload, tokens, workload
+from benchmarks.train.cell import ANSWER
+from benchmarks.train.cell.systems import SYSTEMS
+from benchmarks.train.cell.workload import OVERFLOW_FACTOR, OVERFLOWING_STEP, Workload, tokens, workload
+from memascend.cli.bench import process
 
 if TYPE_CHECKING:
-    from memascend.cli.bench.cell.systems import System
+    from benchmarks.train.cell.systems import System
 
 __all__ = ["run"]
 
@@ -30,7 +31,7 @@ def run(order: dict[str, Any]) -> dict[str, Any]:
     work = workload(order["workload"])
     way = SYSTEMS[order["system"]]
     storage = Path(order["storage"])
-    module = importlib.import_module(f"memascend.cli.bench.cell.systems.{way.module}")
+    module = importlib.import_module(f"benchmarks.train.cell.systems.{way.module}")
     libraries = module.ready()
     baseline = process.resident()
     began = process.counts(storage)

@@ -6,13 +6,13 @@ import csv
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from memascend.cli.bench.cell.workload import WORKLOADS, Workload
+from benchmarks.train.cell.workload import WORKLOADS, Workload
 from memascend.cli.show import lines
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from memascend.cli.bench.train.measure import Bench
+    from benchmarks.train.measure import Bench
 
 __all__ = ["CURVES", "Curve", "draw", "points"]
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from memascend.cli.bench.train.search import least, most
+from benchmarks.train.search import least, most
 from memascend.cli.show import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from memascend.cli.bench.cell.workload import Workload
-    from memascend.cli.bench.train.measure import Bench
+    from benchmarks.train.cell.workload import Workload
+    from benchmarks.train.measure import Bench
 
 __all__ = ["limits_table", "reach", "reach_table", "smallest_cgroup"]
 

@@ -1,0 +1,1 @@
+"""Whole training steps beside peers: `python -m benchmarks.train`."""

@@ -1,0 +1,39 @@
+"""Identifies the code that a figure was measured on: a hash of its sources, and the commit."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import subprocess
+from pathlib import Path
+
+__all__ = ["code_hash", "commit"]
+
+_ROOT = Path(__file__).parents[2]
+# What decides a figure: the product, and what measures it. Results are none of it.
+_SOURCES = ("python", "rust", "triton_kernels", "Cargo.toml", "Cargo.lock", "benchmarks/train")
+_SUFFIXES = {".py", ".rs", ".toml", ".lock", ".json"}
+_SKIPPED = {"target", "__pycache__", "fuzz"}
+
+
+@functools.cache
+def code_hash(root: Path = _ROOT) -> str:
+    """Sixteen hexadecimal digits, over the names and contents of all sources."""
+    digest = hashlib.sha256()
+    for source in _SOURCES:
+        top = root / source
+        files = sorted(path for path in top.rglob("*") if path.is_file()) if top.is_dir() else [top]
+        for path in files:
+            name = path.relative_to(root)
+            if path.suffix in _SUFFIXES and _SKIPPED.isdisjoint(name.parts):
+                digest.update(f"{name}\0{path.stat().st_size}\0".encode())
+                digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+@functools.cache
+def commit() -> str:
+    """The commit that is checked out, with a plus where files differ from it; "none" outside of a repository."""
+    words = ["git", "-C", str(_ROOT), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
+    said = subprocess.run(words, check=False, capture_output=True, text=True)
+    return said.stdout.strip() or "none"

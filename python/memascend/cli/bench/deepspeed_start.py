@@ -1,0 +1,23 @@
+"""Starts DeepSpeed in its own environment: extensions are loaded, and a world of one process is made."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+__all__ = ["start"]
+
+
+def start() -> None:
+    """Its extensions and its world of one process."""
+    import deepspeed
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+    from deepspeed.ops.op_builder.cpu import CPUAdamBuilder
+
+    for builder in (AsyncIOBuilder(), CPUAdamBuilder()):
+        builder.load()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        os.environ["MASTER_PORT"] = str(free.getsockname()[1])
+    os.environ.update(MASTER_ADDR="127.0.0.1", RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
