@@ -36,6 +36,15 @@ class Model(nn.Module):
         return self.head(hidden)
 
 
+def weights_file(storage: Path) -> Path:
+    """Where the trained weights are written: in the storage if it is a folder, beside its file, else here."""
+    if storage.is_dir():
+        return storage / "weights.pt"
+    if storage.is_file():
+        return storage.with_name(f"{storage.name}.weights.pt")
+    return Path("weights.pt")
+
+
 def main() -> None:
     """Train, or go on training."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -82,9 +91,11 @@ def main() -> None:
             scheduler.step()
             print(f"step {optimizer.steps}: loss {loss.item():.4f}")
         print(f"\n{optimizer.report()}")
-        # Ordinary tensors, in files instead of in memory.
         if options.storage:
-            torch.save(model.state_dict(), Path(options.storage) / "weights.pt")
+            weights = weights_file(Path(options.storage))
+            # Ordinary tensors, in files instead of in memory.
+            torch.save(model.state_dict(), weights)
+            print(f"the weights are in {weights}")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+import memascend
 from memascend.cli import main
 from memascend.cli.demo.screen import Screen
 from memascend.cli.demo.turns import Settings, Side
@@ -71,6 +72,14 @@ def test_wrong_usage_is_two(capsys, arguments):
         main(arguments)
     assert caught.value.code == 2
     assert "usage:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("after", [[], ["doctor"]])
+def test_the_version_is_told(capsys, after):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version", *after])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"memascend {memascend.__version__}\n"
 
 
 def test_a_command_loads_itself_alone(python):

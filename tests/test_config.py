@@ -22,19 +22,29 @@ from memascend.config import Options, parse_bytes
         (".5kib", 512),
         (" 2 TiB ", 2 << 40),
         ("9007199254740993B", 9007199254740993),
+        (8e9, 8_000_000_000),
+        ("8e9", 8_000_000_000),
+        ("1.5E+3 MB", 1_500_000_000),
+        ("9007199254740993e0", 9007199254740993),
     ],
 )
 def test_sizes(text, nbytes):
     assert parse_bytes(text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "8G", "GiB", "-1GiB", "1e9", "8 GiB 1", None, 1.5, True, b"8GiB", "٣GiB"])
+NO_SIZES = ["", "8G", "GiB", "-1GiB", "1e", "e9", "1e-9", "1e999", "8 GiB 1", "nan", "inf", None, 1.5, True, b"8GiB"]
+
+
+@pytest.mark.parametrize("text", [*NO_SIZES, float("nan"), float("inf"), float("-inf"), "٣GiB"])
 def test_what_is_no_size(text):
-    with pytest.raises(ConfigError, match='host_memory is a number of bytes, or text such as "8GiB"'):
+    with pytest.raises(
+        ConfigError, match=r'host_memory is a number of bytes, or text such as "8GiB".*, not '
+    ) as refused:
         parse_bytes(text, "host_memory")
+    assert str(refused.value).endswith(f"not {text!r}")
 
 
-@pytest.mark.parametrize("text", [0, -5, "0", "0.0001B"])
+@pytest.mark.parametrize("text", [0, -5, "0", "0.0001B", 0.0, -8e9, "0e9"])
 def test_sizes_are_at_least_a_byte(text):
     with pytest.raises(ConfigError, match="at least 1 byte"):
         parse_bytes(text)
@@ -78,6 +88,7 @@ def test_the_form_that_is_worked_with(tmp_path):
         {"device": "cpu"},
         {"device": torch.device("cpu")},
         {"device": "cuda", "device_memory": "8GiB"},
+        {"device": "cuda", "device_memory": 8e9, "host_memory": 8e9},
         {"device": "cuda:1"},
         {"gradients": "ssd", "max_grad_norm": 1.0},
         {"gradients": "fused", "accumulation_steps": 4},

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 TINY = ("--layers", "2", "--width", "64")
@@ -40,6 +41,20 @@ def test_plain_loop_goes_on_where_it_ended(run, tmp_path):
     assert [step for step, _ in whole] == list("12345")
     assert first + second == whole
     assert (tmp_path / "one/weights.pt").read_bytes() == (tmp_path / "two/weights.pt").read_bytes()
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_plain_loop_on_a_file(run, tmp_path, there):
+    """A path that is not there becomes a file, beside which the weights lie."""
+    store = tmp_path / "store"
+    if there:
+        store.touch()
+    out = run("plain_loop.py", "--steps", 1, "--storage", store)
+    assert len(losses(out)) == 1
+    assert store.is_file()
+    weights = tmp_path / "store.weights.pt"
+    assert str(weights) in out
+    assert all(value.isfinite().all() for value in torch.load(weights).values())
 
 
 def test_trainer(run, tmp_path):

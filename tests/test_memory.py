@@ -51,7 +51,11 @@ def test_an_explicit_pin_that_cannot_be_had_is_refused():
     [
         ((0,), "cannot be mapped"),
         ((-1,), "nbytes must be an integer from 0"),
-        ((1.5,), "nbytes must be an integer"),
+        ((1.5,), "nbytes must be an integer.*, not 1.5"),
+        ((float("nan"),), "nbytes must be an integer.*, not nan"),
+        ((float("inf"),), "nbytes must be an integer.*, not inf"),
+        ((-1e6,), "nbytes must be an integer"),
+        ((1e300,), "nbytes must be an integer"),
         (("1",), "nbytes must be an integer"),
         ((2**70,), "nbytes must be an integer"),
         ((4096, "gpu"), "pin must be"),
@@ -63,6 +67,13 @@ def test_an_explicit_pin_that_cannot_be_had_is_refused():
 def test_wrong_arguments_of_a_region(arguments, says):
     with pytest.raises(memascend.ConfigError, match=says):
         Region(*arguments)
+
+
+def test_a_whole_number_of_bytes_may_be_a_float(tmp_path):
+    with Region(1e6) as region:
+        assert region.nbytes == 1_000_000
+    with memascend.nvme.open(tmp_path / "volume", size=1e6) as volume:
+        assert volume.size == 1_000_000
 
 
 def test_more_memory_than_there_is_is_refused_before_it_is_touched():

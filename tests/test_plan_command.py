@@ -139,6 +139,24 @@ def test_the_disk_is_measured_only_where_one_is_named(capsys, tmp_path, monkeypa
     assert "does not exist" in capsys.readouterr().err
 
 
+def test_storage_without_room_is_a_named_problem(capsys, tmp_path, monkeypatch):
+    config = written(tmp_path, "ViT")
+    monkeypatch.setattr("memascend.cli.storage._TRIAL_SECONDS", 0.05)
+    needed = told(capsys, config)["plan"]["disk_bytes"]
+    for free, status in ((needed, 0), (needed - 1, 1)):
+        monkeypatch.setattr("memascend.cli.plan.costs._free", lambda _, free=free: free)
+        assert main(["plan", str(config), "--storage", str(tmp_path)]) == status
+        assert ("not enough" in capsys.readouterr().out) == bool(status)
+        assert main(["plan", str(config), "--storage", str(tmp_path), "--json"]) == status
+        assert json.loads(capsys.readouterr().out)["disk"]["fits"] == (not status)
+
+
+def test_budgets_in_every_notation_of_a_number(capsys, tmp_path):
+    config = written(tmp_path, "ViT")
+    plans = [told(capsys, config, "--host-memory", text)["plan"] for text in ("200e6", "200MB", "200000000")]
+    assert plans[0] == plans[1] == plans[2]
+
+
 def test_the_bound_reads_first_and_then_does_both():
     plan = SimpleNamespace(
         read_bytes={"values, forward": 4e9, "values, backward": 1e9, "state": 2e9}, written_bytes={"state": 3e9}

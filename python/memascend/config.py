@@ -22,7 +22,8 @@ _UNITS = {
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
-_SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE | re.ASCII)
+# Two digits of an exponent are more than any memory has.
+_SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)(?:e\+?(\d{1,2}))?\s*([a-z]*)\s*", re.IGNORECASE | re.ASCII)
 
 _Path = str | os.PathLike[str]
 _CHOICES: dict[str, tuple[str, ...]] = {
@@ -33,21 +34,23 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 
-def parse_bytes(size: int | str, name: str = "a size") -> int:
-    """A number of bytes: an int, or text such as "8GiB", "1.5 GiB" or "500MB" (MB are 10^6, MiB 2^20).
+def parse_bytes(size: float | str, name: str = "a size") -> int:
+    """A number of bytes: 8 << 30, 8e9, or text such as "8GiB", "1.5 GiB", "500MB" or "8e9" (MB are 10^6, MiB 2^20).
 
     Raises:
-        ConfigError: it is neither, or less than 1 byte; `name` is what the message calls it.
+        ConfigError: it is neither, has a fraction, or is less than 1 byte; `name` is what the message calls it.
     """
     if isinstance(size, int) and not isinstance(size, bool):
         nbytes = size
+    elif isinstance(size, float) and size.is_integer():
+        nbytes = int(size)
     else:
         match = _SIZE.fullmatch(size) if isinstance(size, str) else None
-        if match is None or match[2].lower() not in _UNITS:
+        if match is None or match[3].lower() not in _UNITS:
             raise ConfigError(f'{name} is a number of bytes, or text such as "8GiB" or "500MB", not {size!r}')
         whole, _, fraction = match[1].partition(".")
         # In integers: a float would lose bytes from 8 PiB on, and "1.1GB" is meant exactly.
-        nbytes = int(whole + fraction) * _UNITS[match[2].lower()] // 10 ** len(fraction)
+        nbytes = int(whole + fraction) * 10 ** int(match[2] or 0) * _UNITS[match[3].lower()] // 10 ** len(fraction)
     if nbytes < 1:
         raise ConfigError(f"{name} is at least 1 byte, not {size!r}")
     return nbytes
@@ -63,7 +66,7 @@ class Options:
 
     storage: _Path | Sequence[_Path] | None = None
     existing: Literal["refuse", "resume", "replace"] = "refuse"
-    host_memory: int | str | None = None
+    host_memory: float | str | None = None
     device: str | torch.device | None = None
     gradients: Literal["auto", "fused", "ssd", "ram"] = "auto"
     max_grad_norm: float | None = None
@@ -74,7 +77,7 @@ class Options:
     weights: Any = None
     checkpoint: _Path | None = None
     scratch: _Path | None = None
-    device_memory: int | str | None = None
+    device_memory: float | str | None = None
     activations: Literal["device", "host", "ssd"] = "device"
     durability: Literal["step", "close", "none"] = "step"
 

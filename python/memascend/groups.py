@@ -45,11 +45,20 @@ def take_options(
         for name, value in options.items():
             if now.get(name) != value:
                 if not _is_scheduled(name, now, options):
-                    changed.append(f"group {number}: {name} {now.get(name)} -> {value}")
+                    changed.append((number, name, now.get(name), value))
                 undo.callback(_give_back, group, name, group.get(name, _NONE))
                 group[name] = _as(group.get(name), value)
     if changed:
-        warnings.warn("the stored options stand, and differ from the optimizer's: " + "; ".join(changed), stacklevel=4)
+        number, name, own, _ = changed[0]
+        words = (
+            "the stored options stand, and differ from the optimizer's: "
+            + "; ".join(f"group {number}: {name} {own} -> {value}" for number, name, own, value in changed)
+            + ". To train with your own, set them after offload(): "
+            + f"optimizer.param_groups[{number}][{name!r}] = {own!r}"
+        )
+        if any(name == "lr" for _, name, _, _ in changed):
+            words += "; a learning rate scheduler computes from its base_lrs: set those, too"
+        warnings.warn(words, stacklevel=4)
 
 
 def _is_scheduled(name: str, given: dict[str, Any], stored: dict[str, Any]) -> bool:

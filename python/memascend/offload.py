@@ -58,7 +58,7 @@ def offload(
     *,
     storage: _Path | Sequence[_Path] | None = None,
     existing: Literal["refuse", "resume", "replace"] = "refuse",
-    host_memory: int | str | None = None,
+    host_memory: float | str | None = None,
     device: str | torch.device | None = None,
     gradients: Literal["auto", "fused", "ssd", "ram"] = "auto",
     max_grad_norm: float | None = None,
@@ -69,7 +69,7 @@ def offload(
     weights: Any = None,
     checkpoint: _Path | None = None,
     scratch: _Path | None = None,
-    device_memory: int | str | None = None,
+    device_memory: float | str | None = None,
     activations: Literal["device", "host", "ssd"] = "device",
     durability: Literal["step", "close", "none"] = "step",
 ) -> tuple[torch.nn.Module, OffloadedOptimizer]:

@@ -11,6 +11,7 @@ from memascend.errors import MemascendError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from typing import Any
 
 __all__ = ["main"]
 
@@ -24,11 +25,22 @@ _COMMANDS = {
 }
 
 
+class _Version(argparse.Action):
+    """Looks the version up only where it is asked for, which takes as long as all the rest."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        import memascend
+
+        print(f"{parser.prog} {memascend.__version__}")
+        parser.exit()
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. 0: fine; 1: a named problem; 2: wrong usage; 130: ended by Ctrl-C."""
     parser = argparse.ArgumentParser(
         prog="memascend", description="Fine-tune every parameter of a model that does not fit in memory."
     )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     given = sys.argv[1:] if arguments is None else arguments
     called = next((word for word in given if not word.startswith("-")), None)

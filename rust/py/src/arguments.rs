@@ -2,13 +2,24 @@
 
 use std::time::Duration;
 
-use pyo3::{Borrowed, prelude::*, types::PyBool};
+use pyo3::{
+    Borrowed,
+    prelude::*,
+    types::{PyBool, PyFloat},
+};
 
 use crate::errors::config_error;
 
-/// A number of bytes or things: any integer that is not negative. True and False are no numbers here.
+/// A number of bytes or things: any integer that is not negative, also as a float (1e9). True and False are no numbers
+/// here.
 pub(crate) fn size(name: &str, value: &Bound<'_, PyAny>) -> PyResult<usize> {
-    let number = if value.is_instance_of::<PyBool>() { None } else { value.extract().ok() };
+    let number = match value.cast::<PyFloat>() {
+        // What has a fraction, infinity and NaN are no integers, and Python says so itself.
+        Ok(float) if float.call_method0("is_integer")?.is_truthy()? => float.call_method0("__int__")?.extract().ok(),
+        Ok(_) => None,
+        Err(_) if value.is_instance_of::<PyBool>() => None,
+        Err(_) => value.extract().ok(),
+    };
     number.ok_or_else(|| {
         config_error(value.py(), format!("{name} must be an integer from 0 to {}, not {}", usize::MAX, shown(value)))
     })

@@ -148,11 +148,6 @@ impl StateTensor {
     }
 }
 
-/// The state tensors of an entry, as people name them.
-fn words(entry: &Entry) -> Vec<String> {
-    entry.state.iter().map(|state| format!("{} {} {:?}", state.name, state.dtype.name(), state.shape)).collect()
-}
-
 impl Description {
     /// Checks every bound.
     pub fn check(&self) -> Result<()> {
@@ -194,42 +189,6 @@ impl Description {
             unit_before = entry.unit;
         }
         Ok(())
-    }
-
-    /// The first thing in which `self`, what is there, differs from `wanted`.
-    #[must_use]
-    pub fn difference(&self, wanted: &Self) -> Option<String> {
-        let differs = |what: &str, there: &dyn std::fmt::Debug, asked: &dyn std::fmt::Debug| {
-            Some(format!("{what} is {there:?} in the store, and {asked:?} was asked for"))
-        };
-        if self.optimizer != wanted.optimizer {
-            return differs("the optimizer", &self.optimizer, &wanted.optimizer);
-        }
-        for (there, asked) in self.entries.iter().zip(&wanted.entries) {
-            let name = &there.name;
-            if there.name != asked.name {
-                return differs("the name of an entry", &there.name, &asked.name);
-            }
-            if there.shape != asked.shape {
-                return differs(&format!("the shape of {name:?}"), &there.shape, &asked.shape);
-            }
-            if there.dtype != asked.dtype {
-                return differs(&format!("the dtype of {name:?}"), &there.dtype.name(), &asked.dtype.name());
-            }
-            if there.state != asked.state {
-                return differs(&format!("the state of {name:?}"), &words(there), &words(asked));
-            }
-            if there != asked {
-                return Some(format!("{name:?} is laid out otherwise, or has other room for its gradient"));
-            }
-        }
-        if self.entries.len() != wanted.entries.len() {
-            return differs("the number of entries", &self.entries.len(), &wanted.entries.len());
-        }
-        if self.units != wanted.units {
-            return differs("the list of units", &self.units, &wanted.units);
-        }
-        (self != wanted).then(|| "chunk_elements or the room for values differ from what was asked for".to_owned())
     }
 }
 

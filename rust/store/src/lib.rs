@@ -15,6 +15,7 @@ mod checksum;
 mod commit;
 mod counters;
 mod description;
+mod difference;
 mod dtype;
 mod encoded;
 mod error;

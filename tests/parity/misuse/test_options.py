@@ -246,3 +246,33 @@ def test_a_store_whose_first_write_did_not_finish_is_refused_by_name(offloaded, 
             memascend.offload(model, optimizer, storage=storage, existing=existing)
     check()
     assert offloaded(model, optimizer, existing="replace").optimizer.steps == 0
+
+
+def test_a_store_of_another_model_says_which_parameters(offloaded, tmp_path, unchanged):
+    """Of names, shapes and types; some of each by name, of the others how many."""
+    offloaded(steps=1).optimizer.close()
+    there = Stack()
+
+    def said(model):
+        optimizer = adamw(model)
+        check = unchanged(model, optimizer)
+        with pytest.raises(ConfigError, match=r"run\.store does not fit: .*; nothing was changed") as error:
+            memascend.offload(model, optimizer, storage=tmp_path / "run.store", existing="resume")
+        check()
+        return str(error.value)
+
+    model = Stack(depth=5)
+    names = [name for name, _ in model.named_parameters()]
+    new = [name for name in names if name not in dict(there.named_parameters())]
+    words = said(model)
+    assert f'it misses {len(new)} entries: "{new[0]}", "{new[1]}", "{new[2]}" and {len(new) - 3} more' in words
+    assert names[0] not in words
+    assert re.search(r'it has \d+ entries: "blocks\.2\..*" and \d+ more, which the model has not', said(Stack(depth=2)))
+    model = Stack()
+    model.head = nn.Linear(model.head.in_features, 2 * model.head.out_features)
+    assert re.search(r'the shape of "head.weight" is \[\d+, \d+\] in the store, and \[\d+, \d+\] was', said(model))
+    words = said(Stack().bfloat16())
+    assert 'the dtype of "' in words
+    assert "more entries differ" in words
+    assert len(words) < 1000
+    assert offloaded(existing="resume").optimizer.steps == 1

@@ -1,6 +1,7 @@
 """Steps that could not be exact raise and say what to do; after that training goes on as if nothing had been tried."""
 
 import contextlib
+import re
 
 import pytest
 import torch
@@ -288,6 +289,30 @@ def test_options_in_the_store_win_and_are_listed(offloaded):
     with pytest.warns(UserWarning, match=r"lr.*0\.01.*0\.5|lr.*0\.5.*0\.01"):
         again = offloaded(model, adamw(model, lr=0.5), existing="resume")
     assert again.optimizer.param_groups[0]["lr"] == pytest.approx(1e-2)
+
+
+def test_the_warning_of_stored_options_says_how_to_get_other_ones(offloaded, tmp_path):
+    """What it says to write is run as it stands; it holds, beside a scheduler too, and is what the store then has."""
+    training = offloaded(steps=1)
+    training.optimizer.close()
+    model = Stack()
+    with pytest.warns(UserWarning, match="stored options") as warned:
+        again = offloaded(model, adamw(model, lr=0.5), existing="resume")
+    said = str(warned[0].message)
+    line = re.search(r"set them after offload\(\): (optimizer\S+ = \S+);", said)[1]
+    optimizer = again.optimizer
+    assert line == "optimizer.param_groups[0]['lr'] = 0.5"
+    exec(line, {"optimizer": optimizer})  # noqa: S102 - it is ours
+    assert "base_lrs" in said
+    optimizer.param_groups[0].setdefault("initial_lr", 1e-2)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1), last_epoch=0)
+    scheduler.base_lrs = [0.5]
+    again.step(1)
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.5 / 3
+    again.step(2)
+    optimizer.close()
+    assert memascend.engine.Store.open(tmp_path / "run.store").hyperparameters["groups"][0]["lr"] == 0.5 / 3
 
 
 def scheduled(optimizer):

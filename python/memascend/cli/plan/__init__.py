@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the plan."""
+    """Print the plan; 1 where the store would not fit the storage that is named."""
     import torch
 
     from memascend.cli.plan.sources import describe
@@ -73,7 +73,12 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(_values(options, source, found, costs), indent=2))
     else:
         print(_text(options, source, found, costs))
-    return 0
+    return int(not _fits(found, costs))
+
+
+def _fits(found: Planned, costs: Costs) -> bool:
+    """Whether there is room for the store, where storage was named."""
+    return costs.free_bytes is None or costs.free_bytes >= found.plan.disk_bytes
 
 
 def _optimizer(name: str, model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -97,7 +102,7 @@ def _values(options: argparse.Namespace, source: Source, found: Planned, costs: 
         "optimizer": options.optimizer,
         "plan": found.plan.to_dict(),
         "in_memory_bytes": costs.in_memory,
-        "disk": {"bytes": found.plan.disk_bytes, "free_bytes": costs.free_bytes},
+        "disk": {"bytes": found.plan.disk_bytes, "free_bytes": costs.free_bytes, "fits": _fits(found, costs)},
         "written_bytes_per_step": costs.written_bytes,
         "read_bytes_per_step": costs.read_bytes,
         "steps_per_100_tb_written": costs.steps_per_100_tb,
@@ -110,7 +115,7 @@ def _text(options: argparse.Namespace, source: Source, found: Planned, costs: Co
     rows = [("host memory", bytes_shown(found.plan.host_peak), _fewer(costs.in_memory, found.plan.host_peak))]
     free = ""
     if costs.free_bytes is not None:
-        enough = "" if costs.free_bytes >= found.plan.disk_bytes else ": not enough"
+        enough = "" if _fits(found, costs) else ": not enough"
         free = f"{bytes_shown(costs.free_bytes)} are free{enough}"
     rows.append(("room on storage", bytes_shown(found.plan.disk_bytes), free))
     rows.append(

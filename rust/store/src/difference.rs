@@ -1,0 +1,197 @@
+//! In what a store differs from what is asked of it, in words: which entries are missing, which are others, and how.
+
+use std::{collections::HashMap, fmt::Debug};
+
+use crate::{Description, Entry, Kind};
+
+/// Names, and entries that differ, that are told one by one; of the others only how many there are.
+const TOLD_MAX: usize = 3;
+
+impl Description {
+    /// In what `self`, what is there, differs from `wanted`: at most a few sentences, however much it is.
+    #[must_use]
+    pub fn difference(&self, wanted: &Self) -> Option<String> {
+        if self == wanted {
+            return None;
+        }
+        let mut found: Vec<String> = Vec::new();
+        found.extend(differs("the optimizer", &self.optimizer, &wanted.optimizer));
+        let (there, asked) = (by_name(self), by_name(wanted));
+        let without = |entries: &[Entry], others: &HashMap<&str, &Entry>| {
+            let names = entries.iter().map(|entry| entry.name.as_str()).filter(|name| !others.contains_key(name));
+            names.map(str::to_owned).collect::<Vec<_>>()
+        };
+        let missing = without(&wanted.entries, &there);
+        if !missing.is_empty() {
+            found.push(format!("it misses {}", told(&missing)));
+        }
+        let extra = without(&self.entries, &asked);
+        if !extra.is_empty() {
+            found.push(format!("it has {}, which the model has not", told(&extra)));
+        }
+        let others = wanted.entries.iter().filter_map(|asked| {
+            there.get(asked.name.as_str()).and_then(|there| self.difference_of(there, wanted, asked))
+        });
+        // Another optimizer has other state for each of them: that is said once.
+        if self.optimizer == wanted.optimizer {
+            found.extend(shortened(others.collect()));
+        }
+        if found.is_empty() {
+            found.push(self.difference_of_all(wanted));
+        }
+        Some(found.join("; "))
+    }
+
+    /// The first thing in which an entry differs from the one of the same name that is wanted.
+    fn difference_of(&self, there: &Entry, wanted: &Self, asked: &Entry) -> Option<String> {
+        let name = &there.name;
+        let unit = |of: &Self, entry: &Entry| of.units.get(entry.unit as usize).cloned();
+        differs(&format!("the kind of {name:?}"), &kind(there), &kind(asked))
+            .or_else(|| differs(&format!("the shape of {name:?}"), &there.shape, &asked.shape))
+            .or_else(|| differs(&format!("the dtype of {name:?}"), &there.dtype.name(), &asked.dtype.name()))
+            .or_else(|| differs(&format!("the state of {name:?}"), &words(there), &words(asked)))
+            .or_else(|| differs(&format!("the order of the dimensions of {name:?}"), &there.order, &asked.order))
+            .or_else(|| differs(&format!("the unit of {name:?}"), &unit(self, there), &unit(wanted, asked)))
+            .or_else(|| {
+                let same = Entry { unit: asked.unit, ..there.clone() } == *asked;
+                (!same).then(|| format!("{name:?} has other room for its gradient"))
+            })
+    }
+
+    /// What is left where the entries are alike one by one.
+    fn difference_of_all(&self, wanted: &Self) -> String {
+        if self.units != wanted.units || self.entries != wanted.entries {
+            return "its units or entries come in another order than those of the model".to_owned();
+        }
+        "chunk_elements or the room for values differ from what was asked for".to_owned()
+    }
+}
+
+fn by_name(description: &Description) -> HashMap<&str, &Entry> {
+    description.entries.iter().map(|entry| (entry.name.as_str(), entry)).collect()
+}
+
+fn kind(entry: &Entry) -> &'static str {
+    match entry.kind {
+        Kind::Parameter => "parameter",
+        Kind::Buffer => "buffer",
+    }
+}
+
+/// The state tensors of an entry, as people name them.
+fn words(entry: &Entry) -> Vec<String> {
+    entry.state.iter().map(|state| format!("{} {} {:?}", state.name, state.dtype.name(), state.shape)).collect()
+}
+
+fn differs<T: Debug + PartialEq>(what: &str, there: &T, asked: &T) -> Option<String> {
+    (there != asked).then(|| format!("{what} is {there:?} in the store, and {asked:?} was asked for"))
+}
+
+/// "12 entries: \"a\", \"b\", \"c\" and 9 more".
+fn told(names: &[String]) -> String {
+    let count = names.len();
+    let first: Vec<String> = names.iter().take(TOLD_MAX).map(|name| format!("{name:?}")).collect();
+    let more = if count > TOLD_MAX { format!(" and {} more", count - TOLD_MAX) } else { String::new() };
+    format!("{count} {} {}{more}", if count == 1 { "entry:" } else { "entries:" }, first.join(", "))
+}
+
+fn shortened(mut sentences: Vec<String>) -> Vec<String> {
+    let more = sentences.len().saturating_sub(TOLD_MAX);
+    sentences.truncate(TOLD_MAX);
+    if more > 0 {
+        sentences.push(format!("{more} more entries differ"));
+    }
+    sentences
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Dtype, StateTensor};
+
+    fn entry(name: &str, shape: &[u64]) -> Entry {
+        let moment = StateTensor { name: "exp_avg".into(), dtype: Dtype::F32, shape: shape.to_vec() };
+        Entry {
+            name: name.into(),
+            kind: Kind::Parameter,
+            unit: 0,
+            dtype: Dtype::F32,
+            shape: shape.to_vec(),
+            order: vec![],
+            spill: None,
+            state: vec![moment],
+        }
+    }
+
+    fn description(entries: Vec<Entry>) -> Description {
+        Description {
+            chunk_elements: 2048,
+            user_bytes_max: 4096,
+            hyperparameters_bytes_max: 4096,
+            optimizer: "AdamW".into(),
+            units: vec!["all".into()],
+            entries,
+        }
+    }
+
+    fn layers(count: usize) -> Vec<Entry> {
+        (0..count).map(|index| entry(&format!("layers.{index}.weight"), &[4, 4])).collect()
+    }
+
+    #[test]
+    fn nothing_where_all_is_alike() {
+        assert_eq!(description(layers(2)).difference(&description(layers(2))), None);
+    }
+
+    #[test]
+    fn entries_that_are_missing_and_left_over_are_told_by_name() {
+        let mut other = layers(12);
+        other.rotate_left(1);
+        let said = description(layers(8)).difference(&description(other)).unwrap();
+        let names = "\"layers.8.weight\", \"layers.9.weight\", \"layers.10.weight\" and 1 more";
+        assert!(said.contains(&format!("it misses 4 entries: {names}")), "{said}");
+        let said = description(layers(9)).difference(&description(layers(8))).unwrap();
+        assert_eq!(said, "it has 1 entry: \"layers.8.weight\", which the model has not");
+        assert!(!said.contains("layers.0"), "{said}");
+    }
+
+    #[test]
+    fn each_entry_says_what_differs_and_of_many_it_is_told_how_many() {
+        let mut other = layers(7);
+        other[0].shape = vec![8, 4];
+        other[1].dtype = Dtype::Bf16;
+        other[2].state.clear();
+        let mut said = description(layers(7)).difference(&description(other.clone())).unwrap();
+        for part in ["shape of \"layers.0.weight\" is [4, 4] in the store, and [8, 4]", "dtype of \"layers.1.weight\""]
+        {
+            assert!(said.contains(part), "{said}");
+        }
+        assert!(said.contains("the state of \"layers.2.weight\" is [\"exp_avg float32 [4, 4]\"]"), "{said}");
+        assert!(!said.contains("more entries"), "{said}");
+        for entry in &mut other[3..] {
+            entry.kind = Kind::Buffer;
+        }
+        said = description(layers(7)).difference(&description(other)).unwrap();
+        assert!(said.ends_with("; 4 more entries differ"), "{said}");
+    }
+
+    #[test]
+    fn whatever_differs_is_said() {
+        let there = description(layers(3));
+        let changed: [(fn(&mut Description), &str); 7] = [
+            (|wanted| wanted.entries.swap(0, 1), "another order"),
+            (|wanted| wanted.entries[1].kind = Kind::Buffer, "the kind of \"layers.1.weight\" is \"parameter\""),
+            (|wanted| wanted.entries[1].order = vec![1, 0], "order of the dimensions of \"layers.1.weight\""),
+            (|wanted| wanted.entries[1].spill = Some(Dtype::F32), "other room for its gradient"),
+            (|wanted| wanted.units[0] = "one".into(), "the unit of \"layers.0.weight\""),
+            (|wanted| wanted.units.push("two".into()), "another order"),
+            (|wanted| wanted.chunk_elements = 4096, "chunk_elements"),
+        ];
+        for (change, part) in changed {
+            let mut wanted = there.clone();
+            change(&mut wanted);
+            let said = there.difference(&wanted).unwrap();
+            assert!(said.contains(part), "{said}");
+        }
+    }
+}
