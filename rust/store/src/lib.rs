@@ -9,6 +9,7 @@
 
 #![expect(clippy::cast_possible_truncation, reason = "offsets and sizes are 64-bit, and so is usize: asserted below")]
 
+mod boot;
 mod buffer;
 mod catalog;
 mod checksum;
@@ -19,11 +20,13 @@ mod difference;
 mod dtype;
 mod encoded;
 mod error;
+mod examine;
 mod fetch;
 mod fields;
 mod index;
 mod label;
 mod layout;
+mod newest;
 mod open;
 mod parts;
 mod path;
@@ -46,6 +49,7 @@ pub use counters::Counters;
 pub use description::{COMPACT, Description, Entry, Kind, StateTensor};
 pub use dtype::Dtype;
 pub use error::{Error, Result};
+pub use examine::Examined;
 pub use fetch::Fetch;
 pub use layout::{Content, EntryLayout, Layout, PAGE_BYTES, Piece, WHOLE_PIECE_BYTES};
 pub use open::{Create, Existing};
