@@ -20,6 +20,7 @@ mod encoded;
 mod error;
 mod fetch;
 mod fields;
+mod holds;
 mod index;
 mod label;
 mod layout;
