@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from memascend.errors import ConfigError
+from memascend.paths import expanded
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -153,8 +154,8 @@ class Options:
         if self.storage is None:
             return None
         if isinstance(self.storage, (str, os.PathLike)):
-            return (os.fspath(self.storage),)
-        return tuple(os.fspath(path) for path in self.storage)
+            return (expanded(self.storage),)
+        return tuple(expanded(path) for path in self.storage)
 
     @property
     def where(self) -> torch.device:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from memascend import _core
 from memascend.errors import ConfigError, MemascendError
+from memascend.paths import expanded
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -238,7 +239,7 @@ def open(  # noqa: A001
     for path in several:
         if not isinstance(path, str | os.PathLike):
             raise ConfigError(f"paths must be a path or a list of paths, not {path!r} in one")
-        name = os.fspath(path)
+        name = expanded(path)
         if not isinstance(name, str) or not name or "\0" in name:
             raise ConfigError(f"{name!r} is not a path")
         names.append(name)

@@ -23,8 +23,9 @@ from memascend.groups import options_of, take_options
 from memascend.heap import trim
 from memascend.lending import WINDOWS
 from memascend.ownership import find_owned, sparse_ids
+from memascend.paths import expanded
 from memascend.placeholder import dense_strides
-from memascend.places import file_of, folders_of, remove, scratch_of, temporary
+from memascend.places import folders_of, scratch_of, temporary
 from memascend.plan import make_plan
 from memascend.progress import Progress
 from memascend.session import Resources
@@ -82,7 +83,8 @@ def offload(
         optimizer: a torch.optim optimizer that owns every trainable parameter of the model. State that it has already
             moves into the store.
         storage: a folder, file or raw block device, or several of them, over which it is striped; None: a temporary
-            file that is gone with the process.
+            file that is gone with the process. "~" is the user's home. A path that ends in "/" is a folder, which is
+            made where it is missing; any other that is not there becomes a file.
         existing: what to do where a store is already: "refuse", "resume" its last committed step, or "replace" it.
         host_memory: a hard budget for what is held in memory, in bytes or as "8GiB"; None: the smallest that keeps disk
             and compute busy.
@@ -250,8 +252,11 @@ class _Offloading:
             undo.callback(self.meta_buffers.uninstall)
             if options.existing != "resume":
                 self._prepare(created=True)
-            store = self._store(paths, entries, undo)
+            store = self._store(paths, entries)
             undo.callback(store.close)
+            if store.created:
+                # A call that fails leaves nothing behind.
+                undo.callback(store.forsake)
             engine = engines.Engine(
                 store, chunks=plan.chunks, queue=plan.queue_bytes, whole=self.arithmetic.whole_bytes
             )
@@ -322,7 +327,7 @@ class _Offloading:
                 )
         return entries + self.buffers.entries(engines.Entry)
 
-    def _store(self, paths: list[str], entries: list[Entry], undo: contextlib.ExitStack) -> Store:
+    def _store(self, paths: list[str], entries: list[Entry]) -> Store:
         options = self.options
         kind = type(self.original).__name__
 
@@ -334,12 +339,7 @@ class _Offloading:
             )
 
         if paths:
-            before = [path for path in paths if file_of(path).exists()]
-            store = create(paths)
-            if store.created and not before:
-                # A call that fails leaves nothing behind.
-                undo.callback(remove, [file_of(path) for path in paths])
-            return store
+            return create(paths)
         store, self.folder = temporary(create)
         return store
 
@@ -348,7 +348,7 @@ class _Offloading:
     def _beginning(self) -> Beginning:
         trained = {name for name, owned in self.owned.items() if owned.group is not None}
         if self.options.checkpoint is not None:
-            checkpoint = Checkpoint(self.options.checkpoint)
+            checkpoint = Checkpoint(expanded(self.options.checkpoint))
             buffers = {name: self.buffers.tensor(name) for name in self.buffers.names}
             return Continued(checkpoint, self.model, self.named, buffers, self.arithmetic, trained)
         saved = self.meta_buffers.saved

@@ -8,27 +8,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memascend.errors import StorageError
+from memascend.paths import expanded
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from memascend.config import Options
     from memascend.engine import Store
 
-__all__ = ["file_of", "folders_of", "remove", "scratch_of", "temporary"]
+__all__ = ["file_of", "folders_of", "scratch_of", "temporary"]
 
 
 def file_of(path: str) -> Path:
-    """The store's file, where a folder is given, or else the path itself."""
+    """The store's file, where a folder is given (or one that will be: "runs/first/"), or else the path itself."""
     place = Path(path)
-    return place / "memascend.store" if place.is_dir() else place
-
-
-def remove(files: Sequence[Path]) -> None:
-    """Remove the files that are there; never a device."""
-    for file in files:
-        if file.is_file():
-            file.unlink()
+    return place / "memascend.store" if path.endswith("/") or place.is_dir() else place
 
 
 def temporary(create: Callable[[str], Store]) -> tuple[Store, Path]:
@@ -41,11 +35,14 @@ def temporary(create: Callable[[str], Store]) -> tuple[Store, Path]:
             refused = refused or error
             continue
         try:
-            return create(folder), Path(place)
+            store = create(folder)
+            store.is_temporary = True
+            return store, Path(place)
         except StorageError as error:
             refused = refused or error
         finally:
-            remove([Path(folder) / "memascend.store"])
+            # Nobody else knows the folder.
+            (Path(folder) / "memascend.store").unlink(missing_ok=True)
             Path(folder).rmdir()
     raise StorageError(f"there is no place for a temporary store: {refused}; give storage=")
 
@@ -53,7 +50,7 @@ def temporary(create: Callable[[str], Store]) -> tuple[Store, Path]:
 def folders_of(options: Options) -> list[Path]:
     """For files that are gone with the process: beside each part of the store, as far as that is known."""
     if options.scratch is not None:
-        return [Path(options.scratch)]
+        return [Path(expanded(options.scratch))]
     files = [path for path in options.paths or () if not Path(path).is_block_device()]
     return list(dict.fromkeys(file_of(path).parent for path in files))
 
@@ -61,7 +58,7 @@ def folders_of(options: Options) -> list[Path]:
 def scratch_of(options: Options) -> Path | None:
     """The folder for copies of the weights: beside the first part of the store, where that is a file with a name."""
     if options.scratch is not None:
-        return Path(options.scratch)
+        return Path(expanded(options.scratch))
     if not options.paths or Path(options.paths[0]).is_block_device():
         return None
     return file_of(options.paths[0]).parent

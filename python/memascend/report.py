@@ -178,7 +178,7 @@ class Report:
                 axis.grid(alpha=0.3)
             handles = {label: handle for axis in axes for handle, label in zip(*_legend(axis), strict=True)}
             figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=5)
-            where = Path(path)
+            where = Path(path).expanduser()
             where.parent.mkdir(parents=True, exist_ok=True)
             figure.savefig(where, dpi=110)
         finally:

@@ -22,6 +22,7 @@ from memascend.converted import misread
 from memascend.engine import master_of
 from memascend.errors import ConfigError, StorageError, UsageError
 from memascend.names import Names
+from memascend.paths import expanded
 from memascend.progress import Progress
 from memascend.tensorfile import TensorFile, laid_out_in_files
 
@@ -61,7 +62,7 @@ def save(
         file_bytes_max: of one file of weights or state.
         among_others: the folder may hold files of others and no earlier checkpoint; weights in it are replaced.
     """
-    target = Path(os.path.abspath(folder))  # noqa: PTH100
+    target = Path(os.path.abspath(expanded(folder)))  # noqa: PTH100
     writing = _Writing(store, Names(model).tied, trained, file_bytes_max)
     _require_place(target, writing.nbytes, among_others=among_others)
     with _beside(target) as new:

@@ -128,6 +128,7 @@ class Session:
         self._max_grad_norm = max_grad_norm
         self._leave = leave
         self._rewritten: list[str] = []
+        self._told_of_loss = False
         self._last_report: Report | None = None
         self.baseline = Baseline(self.engine.counters(), self.store.counters())
         self.meter = Meter(lambda: residency.lent_bytes, lambda: self.engine.queued_bytes)
@@ -170,6 +171,7 @@ class Session:
             self.seconds["step"] += time.perf_counter() - began
             self.meter.step_ended()
             self.heap.step_ended()
+            self._tell_of_loss()
 
     def _step(self) -> bool:
         """Whether there was a step, and it did not overflow."""
@@ -222,6 +224,13 @@ class Session:
         self.buffers.committed()
         self.residency.changed(self.gradients.committed(present))
         self._rescale()
+
+    def _tell_of_loss(self) -> None:
+        """Warn once where the store's file lost its name: all goes well until the end of the process."""
+        lost = None if self._told_of_loss else self.store.lost()
+        if lost is not None:
+            self._told_of_loss = True
+            warnings.warn(str(lost), stacklevel=4)
 
     def zero_grad(self, *, set_to_none: bool) -> None:
         """Drop or zero the gradients."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
@@ -9,9 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 from memascend import _core
 from memascend.compact import compact_of
 from memascend.description import CHUNK_ELEMENTS, Entry, chunk_elements_of, description
-from memascend.errors import ConfigError
+from memascend.errors import ConfigError, StorageError
+from memascend.fetch import Fetch, UnitParts
 from memascend.handed import Lent, json_of, place_of, require, require_laid_out, require_order, stored_order
 from memascend.pages import PAGE_BYTES
+from memascend.paths import listed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +24,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Fetch", "Part", "Store", "UnitParts"]
 
-# What memory that a unit is fetched into begins on, and what its bytes are a multiple of.
+_RESCUE = "is gone with the end of this run; keep it with optimizer.save(folder)"
+_LOST = {
+    "deleted": f"was deleted while its store was in use: what is in it {_RESCUE}",
+    "moved": "was moved while its store was in use: what was committed is in it, under the name that it has now",
+    "replaced": f"is now another file than that of the store in use: unless that was moved, what is in it {_RESCUE}",
+}
 
 _Path = str | os.PathLike[str]
 
@@ -43,10 +51,12 @@ class Part(NamedTuple):
 class Store:
     """State on SSD: every commit is all of a step or none of it, and every byte that is read was checked."""
 
-    __slots__ = ("_core", "_entries", "_names", "_units")
+    __slots__ = ("_core", "_entries", "_names", "_units", "is_temporary")
 
     def __init__(self, core: _core.Store) -> None:
         self._core = core
+        # Its file has no name on purpose.
+        self.is_temporary = False
         self._units: list[str] = core.info()["units"]
         entries = core.entries()
         self._names = {entry["name"]: index for index, entry in enumerate(entries)}
@@ -92,7 +102,7 @@ class Store:
                 for tensor in (entry.values, *entry.state.values()):
                     require_laid_out(entry.name, tensor, entry.order if tensor.shape == entry.values.shape else None)
         chunk = chunk_elements_of(entries) if chunk_elements is None else chunk_elements
-        core = _core.Store(_paths(paths), described, units, optimizer, chunk, existing, durability, stripe, backend)
+        core = _core.Store(listed(paths), described, units, optimizer, chunk, existing, durability, stripe, backend)
         store = cls(core)
         if core.created and fill:
             for entry in entries:
@@ -114,7 +124,7 @@ class Store:
             StorageError: there is none, or it is unfinished, unclosed, of another version, or misses a device.
             CorruptionError: it is damaged; the message says where.
         """
-        return cls(_core.Store(_paths(paths), None, [], "", CHUNK_ELEMENTS, "resume", durability, None, backend))
+        return cls(_core.Store(listed(paths), None, [], "", CHUNK_ELEMENTS, "resume", durability, None, backend))
 
     @property
     def created(self) -> bool:
@@ -282,8 +292,27 @@ class Store:
         return self._core.verify(progress)
 
     def close(self) -> None:
-        """Keep what was committed, drop what is only staged, and let go of the devices. Twice is fine."""
+        """Keep what was committed, drop what is only staged, and let go of the devices. Twice is fine.
+
+        Raises:
+            StorageError: its file was deleted, moved or replaced meanwhile; everything was let go of all the same.
+        """
+        lost = self.lost()
         self._core.close()
+        if lost is not None:
+            raise lost
+
+    def forsake(self) -> None:
+        """Have what was made for it, where there was nothing, removed by `close()`, before anybody else can have it."""
+        self._core.forsake()
+
+    def lost(self) -> StorageError | None:
+        """What became of a file of it that its path does not name any more; None where all is as it was."""
+        found = None if self.is_temporary else self._core.lost()
+        if found is None:
+            return None
+        path, what = found
+        return StorageError(f"{path} {_LOST[what]}", errno=errno.ENOENT, path=os.fspath(path))
 
     def index(self, name: str) -> int:
         """The number of an entry."""
@@ -329,40 +358,6 @@ class Store:
         self.close()
 
 
-class Fetch:
-    """A unit on its way into memory; `Store.fetch` makes it. Any thread may use it.
-
-    Until it was waited for, or is dropped, the slots that it reads are not written: the step after the next commit
-    waits for it. Dropping it waits for the device.
-    """
-
-    __slots__ = ("_core",)
-
-    def __init__(self, core: _core.Fetch) -> None:
-        self._core = core
-
-    def wait(self) -> int:
-        """Wait for the device, without the GIL, and check every byte. Ctrl-C ends the wait, not the read.
-
-        Returns:
-            The newest version among its entries (the generation that wrote it). Waiting again says the same again.
-
-        Raises:
-            StorageError: the device failed.
-            CorruptionError: what is on storage is not what was written; the message names entry and chunk.
-        """
-        return self._core.wait()
-
-    def done(self) -> bool:
-        """Whether the device is done with it, well or not. Never waits."""
-        return self._core.done()
-
-
-def _paths(paths: _Path | Sequence[_Path]) -> list[str]:
-    several = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
-    return [os.fspath(path) for path in several]
-
-
 def _shared(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What entries are by type and shape, one for all that are alike: a model has thousands of some tens of kinds."""
     kinds: dict[str, dict[str, Any]] = {}
@@ -371,29 +366,3 @@ def _shared(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
         kind = {name: entry[name] for name in ("dtype", "shape", "order", "spill", "compact", "state")}
         found.append(kinds.setdefault(repr(kind), kind))
     return found
-
-
-class UnitParts:
-    """A unit that is read part by part; `Store.parts` makes it. All parts are of one commit.
-
-    Until it and every read of it are gone, the slots that it reads are not written: the step after the next commit
-    waits for it.
-    """
-
-    __slots__ = ("_core",)
-
-    def __init__(self, core: _core.Parts) -> None:
-        self._core = core
-
-    def places(self) -> list[tuple[int, int]]:
-        """Where each part begins in the unit, and its bytes."""
-        return self._core.places()
-
-    def begin(self, index: int, into: torch.Tensor) -> _core.PartFetch:
-        """Begin to read a part into a contiguous uint8 CPU tensor of its size, before all other I/O that waits.
-
-        The tensor is held until the end. What comes back has `wait()`, which checks every byte and raises as
-        `Fetch.wait` does, and `done()`; dropping it waits for the device.
-        """
-        require("a part", into, "uint8", [self.places()[index][1]], None)
-        return self._core.begin(index, *place_of(into))

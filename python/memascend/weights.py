@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from memascend.converted import Source
     from memascend.names import Matched, Names
+from memascend.paths import expanded
 
 __all__ = ["Files", "Function", "Weights", "open_weights"]
 
@@ -50,7 +51,7 @@ def open_weights(weights: Any) -> Weights:
         ConfigError: it is neither a file, a folder nor a function.
     """
     if isinstance(weights, (str, os.PathLike)):
-        return Files(Path(weights))
+        return Files(Path(expanded(weights)))
     if callable(weights):
         return Function(weights)
     raise ConfigError(f"weights is a safetensors file, a folder of them, or a function, not {weights!r}")

@@ -163,7 +163,7 @@ impl Work for Apply {
         if self.asked.spilled {
             required(bench.store, entry)?;
         }
-        Ok(bench.store.begin(entry, self.asked.step, Wait::forever())?)
+        bench.begin(entry, self.asked.step)
     }
 
     /// A call for each chunk, or one without elements. Whole: reads, the call, writes.

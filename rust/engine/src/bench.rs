@@ -1,14 +1,15 @@
 //! What every kind of job works with: the store, the parts of a staging chunk, and reads and writes that are counted.
 
-use std::{num::NonZeroUsize, ops::Range};
+use std::{cell::RefCell, num::NonZeroUsize, ops::Range, sync::Arc};
 
 use memascend_math::{Exec, FloatsMut};
+use memascend_mem::Wait;
 use memascend_store::{
     Buffer, Content, Description, Dtype, PAGE_BYTES, PieceRead, PieceWrite, Shared, SpillRead, SpillWrite, Store,
 };
 
 pub(crate) use crate::gradient::floats;
-use crate::{Counters, Error, Result, apply::Slots};
+use crate::{Counters, Error, Result, apply::Slots, job::Mark};
 
 /// Where the parts of a staging chunk are: a chunk's state (or a part of a tensor of another shape), its values, its
 /// gradient where one may spill.
@@ -78,13 +79,21 @@ pub(crate) struct Bench<'a> {
     pub(crate) others: Option<Slots>,
     /// For an entry in one piece.
     pub(crate) whole: Option<Slots>,
+    /// The job that is being begun.
+    pub(crate) beginning: RefCell<Option<Arc<Mark>>>,
 }
 
 impl<'a> Bench<'a> {
     pub(crate) fn new(store: &'a Store, others: Option<Slots>, whole: Option<Slots>) -> Result<Self> {
         let parts = Parts::new(store.description());
         let exec = Exec::new(NonZeroUsize::MIN)?;
-        Ok(Self { store, parts, exec, counters: Counters::default(), others, whole })
+        Ok(Self { store, parts, exec, counters: Counters::default(), others, whole, beginning: RefCell::default() })
+    }
+
+    /// Begins to stage an entry. Somebody may read its slot for long: a job that is cancelled waits no more.
+    pub(crate) fn begin(&self, entry: usize, step: u64) -> Result<()> {
+        let mut wanted = || self.beginning.borrow().as_ref().is_none_or(|mark| !mark.is_cancelled());
+        Ok(self.store.begin(entry, step, Wait { timeout: None, keep_waiting: Some(&mut wanted) })?)
     }
 
     pub(crate) fn chunks_of(&self, entry: usize) -> u32 {

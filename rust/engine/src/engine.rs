@@ -1,6 +1,8 @@
 //! The engine: the pipeline's thread and memory, and what callers ask of it.
 
 use std::{
+    any::Any,
+    panic::{AssertUnwindSafe, catch_unwind},
     sync::{Arc, Mutex, PoisonError},
     thread::JoinHandle,
 };
@@ -349,9 +351,31 @@ impl Drop for Engine {
 impl Shared {
     fn serve(&self, others: Option<Slots>, whole: Option<Slots>) {
         self.queue.work_here();
-        match Bench::new(&self.store, others, whole) {
-            Ok(bench) => Pipeline::new(&self.queue, &self.ring, self.owner, bench, self.chunks).serve(),
-            Err(error) => self.queue.lock().failed = Some(error),
-        }
+        // Unwinding drops what is in flight, which waits for the devices: no memory goes that the kernel still has.
+        let served = catch_unwind(AssertUnwindSafe(|| {
+            let bench = Bench::new(&self.store, others, whole)?;
+            Pipeline::new(&self.queue, &self.ring, self.owner, bench, self.chunks).serve();
+            Ok(())
+        }));
+        let error = match served {
+            Ok(Ok(())) => return,
+            Ok(Err(error)) => error,
+            Err(panic) => Error::Panicked(said(&*panic)),
+        };
+        let (dropped, marks) = self.queue.lock().end_by(error);
+        marks.iter().for_each(|mark| lose_spilled(&self.store, mark));
+        self.queue.notify();
+        // A caller's memory is let go by what may panic, too; whoever waits has been told before.
+        drop(catch_unwind(AssertUnwindSafe(|| drop(dropped))));
     }
 }
+
+/// What a panic said.
+fn said(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
+    text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "a panic without words".into())
+}
+
+#[cfg(test)]
+#[path = "panics.rs"]
+mod panics;

@@ -34,6 +34,13 @@ pub enum Error {
         cause: crate::Cause,
     },
 
+    /// A fault of this crate, or of a function that was applied, ended the engine's thread.
+    #[error(
+        "the engine's thread has ended by a fault ({0}): what was not committed is lost, and the last commit stands; close \
+         this engine and go on from there"
+    )]
+    Panicked(String),
+
     /// A number that the kernels refuse.
     #[error(transparent)]
     Math(#[from] memascend_math::Error),

@@ -1,7 +1,6 @@
 //! The first values of an entry: nothing is read, and every piece is built in a staging chunk and written.
 
 use memascend_math::{Bf16, Floats, FloatsMut, cast, split_master};
-use memascend_mem::Wait;
 use memascend_store::{Buffer, Content, Dtype, Shared, StateTensor, Store};
 
 use crate::{
@@ -212,7 +211,7 @@ impl Work for Fill {
     }
 
     fn begin(&self, bench: &Bench<'_>, entry: usize) -> Result<()> {
-        Ok(bench.store.begin(entry, self.step, Wait::forever())?)
+        bench.begin(entry, self.step)
     }
 
     /// One for each chunk, and one for each piece of a tensor of another shape.

@@ -210,7 +210,12 @@ impl<'a> Pipeline<'a> {
         }
         running.heard(claimed.and_then(|free| if free { Ok(()) } else { Err(kept()) }))?;
         let turns = work.turns(&self.bench, entry);
-        running.heard(work.begin(&self.bench, entry))?;
+        self.bench.beginning.replace(Some(Arc::clone(&running.mark)));
+        let begun = work.begin(&self.bench, entry);
+        if begun.is_err() && running.mark.is_cancelled() {
+            return Ok(None);
+        }
+        running.heard(begun)?;
         if turns == 0 {
             count(&*work, &mut self.bench.counters);
             running.mark.complete();

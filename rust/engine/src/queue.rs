@@ -30,6 +30,8 @@ pub(crate) struct State {
     /// The first error of the step, until a caller has heard of it; then the step only can be discarded.
     pub(crate) failed: Option<Error>,
     pub(crate) told: bool,
+    /// What the pipeline's thread ended by before its time. From then on nothing is done any more.
+    ended_by: Option<Error>,
     pub(crate) counters: Counters,
 }
 
@@ -41,6 +43,9 @@ impl State {
 
     /// The step's error, the first time; that it failed, later.
     pub(crate) fn failure(&mut self) -> Result<()> {
+        if let Some(error) = &self.ended_by {
+            return Err(error.clone());
+        }
         match &self.failed {
             None => Ok(()),
             Some(error) if !self.told => {
@@ -86,6 +91,18 @@ impl State {
     /// Tells the jobs that run (of one entry alone, if one is given) to end as soon as may be.
     pub(crate) fn cancel(&self, entry: Option<usize>) {
         self.running.iter().filter(|mark| entry.is_none_or(|entry| mark.entry == entry)).for_each(|mark| mark.cancel());
+    }
+
+    /// Nobody works any more: whoever waits, and whoever comes, is told why. What waited is given back,
+    /// and what is known of it and of what ran.
+    pub(crate) fn end_by(&mut self, error: Error) -> (Vec<Job>, Vec<Arc<Mark>>) {
+        self.ended_by = Some(error);
+        let marks = self.marks().map(Arc::clone).collect();
+        let dropped = self.drop_waiting(None);
+        self.running.clear();
+        self.held_bytes = 0;
+        self.busy = false;
+        (dropped, marks)
     }
 
     /// Drops what waits, of one entry alone if one is given.
@@ -134,7 +151,11 @@ impl Queue {
         let bytes = job.mark.nbytes;
         let bytes_max = self.bytes_max;
         let has_room = |state: &State| {
-            state.failed.is_some() || state.closing || state.held_bytes == 0 || state.held_bytes + bytes <= bytes_max
+            state.failed.is_some()
+                || state.ended_by.is_some()
+                || state.closing
+                || state.held_bytes == 0
+                || state.held_bytes + bytes <= bytes_max
         };
         let mut state = self.wait(wait, "room in the queue", has_room)?;
         state.failure()?;

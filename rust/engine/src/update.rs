@@ -1,7 +1,6 @@
 //! Adam's update of an entry: a chunk's state (and its values where they are the master) is read, computed, written.
 
 use memascend_math::{Floats, FloatsMut, Scalars, State, adam, scale};
-use memascend_mem::Wait;
 use memascend_store::{Description, Dtype};
 
 use crate::{
@@ -44,7 +43,7 @@ impl Work for Update {
         if matches!(self.by, By::Spilled { .. }) {
             required(bench.store, entry)?;
         }
-        Ok(bench.store.begin(entry, self.step, Wait::forever())?)
+        bench.begin(entry, self.step)
     }
 
     fn reads<'a>(&self, bench: &Bench<'a>, turn: &Turn) -> Result<Vec<Read<'a>>> {

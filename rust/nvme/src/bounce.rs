@@ -15,6 +15,7 @@ use crate::{
     Error, Result,
     backend::{Backend, block_signals},
     edges::{EDGE_THREADS, Edges},
+    error::contained,
     operation::{Address, Context, Kind, Operation, transfer},
     request::Job,
     stats::add,
@@ -155,7 +156,8 @@ impl Shared {
                     self.backend.submit(Job::new(operation.part(range, Some(hold))));
                 }
                 Task::Copy(operation, piece) => {
-                    let result = if operation.is_failed() { Ok(()) } else { self.carry(&operation, &piece, chunk) };
+                    let carried = || if operation.is_failed() { Ok(()) } else { self.carry(&operation, &piece, chunk) };
+                    let result = contained(carried);
                     operation.landed(piece.end - piece.start, result);
                 }
             }
@@ -205,7 +207,7 @@ impl Shared {
         // SAFETY: as above.
         unsafe { std::ptr::copy_nonoverlapping(theirs.0, at.0, bytes) };
         let hold = context.traffic.hold_shared(piece);
-        let result = transfer(context, backend, (operation.kind, operation.lane), piece.clone(), at);
+        let result = contained(|| transfer(context, backend, (operation.kind, operation.lane), piece.clone(), at));
         context.traffic.release(hold);
         result
     }

@@ -7,18 +7,21 @@ use std::{
         fd::{AsFd, AsRawFd, RawFd},
         unix::fs::{FileTypeExt, MetadataExt},
     },
-    path::Path,
-    sync::Arc,
+    path::{Path, PathBuf},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
 };
 
 use crate::{
-    Error, Result,
+    Error, Options, Result,
     align::{Alignment, direct_alignment},
-    file::{self, Undo},
+    file::{self, Lost, Missing, Undo},
     fork::NotInChildren,
-    lock::{self, Patience},
-    raw,
+    lock, private, raw,
     stripe::Striping,
+    wait::locked,
 };
 
 /// What kind of thing a device is.
@@ -39,11 +42,17 @@ pub(crate) struct Device {
     _not_in_children: NotInChildren,
     file: File,
     pub(crate) path: Arc<Path>,
+    /// The path from the root on: the working folder may change.
+    place: PathBuf,
     pub(crate) kind: DeviceKind,
     pub(crate) bytes: u64,
     pub(crate) alignment: Alignment,
     /// Why its I/O goes through the page cache, if it does.
     pub(crate) why_buffered: Option<String>,
+    /// What puts a file back that was made or grown.
+    undo: Mutex<Option<Undo>>,
+    /// It is not to be put back.
+    kept: AtomicBool,
 }
 
 /// Devices that belong together, and what they hold.
@@ -58,56 +67,65 @@ impl Device {
         self.file.as_raw_fd()
     }
 
-    /// Opens and locks what is at `path`. Nothing is changed but that a missing file is made if `may_create`.
-    fn open(path: &Arc<Path>, may_create: bool) -> Result<(Self, Option<Undo>)> {
-        let there = match fs::metadata(path) {
-            Ok(metadata) => Some(metadata),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => None,
-            Err(error) => return Err(Error::system(path, "stat", &error)),
+    /// Opens and locks what is at `path`. Nothing is changed but that a missing file is made if `missing` says so; dropping
+    /// the device removes that again, unless it is kept.
+    fn open(path: &Arc<Path>, missing: Missing) -> Result<Self> {
+        let kind = kind_of(path, missing)?;
+        let (file, undo) = match kind {
+            DeviceKind::Raw => (raw::open(path)?, None),
+            _ => file::claim(path, missing, &mut || {}).map(|(file, undo)| (file, Some(undo)))?,
         };
-        let kind = match there.map(|metadata| metadata.file_type()) {
-            None if !may_create => {
-                let name = path.display();
-                return Err(Error::Invalid(format!("{name} does not exist; pass size= to make it")));
-            }
-            Some(kind) if kind.is_block_device() => DeviceKind::Raw,
-            Some(kind) if kind.is_dir() => {
-                let name = path.display();
-                return Err(Error::Invalid(format!("{name} is a folder; name a file in it, or a raw block device")));
-            }
-            Some(kind) if !kind.is_file() => {
-                let name = path.display();
-                return Err(Error::Invalid(format!("{name} is neither a file nor a block device")));
-            }
-            _ => DeviceKind::File,
+        let not_in_children = NotInChildren::new(file.as_fd());
+        let place = std::path::absolute(path).unwrap_or_else(|_| path.to_path_buf());
+        // From here on its end undoes what was done.
+        let mut device = Self {
+            _not_in_children: not_in_children,
+            file,
+            path: Arc::clone(path),
+            place,
+            kind,
+            bytes: 0,
+            alignment: Alignment::NONE,
+            why_buffered: None,
+            undo: Mutex::new(undo),
+            kept: AtomicBool::new(false),
         };
-        let exclusive = if kind == DeviceKind::Raw { libc::O_EXCL } else { 0 };
-        let patience = Patience::new();
-        let (file, is_new) = loop {
-            match file::open(path, exclusive | libc::O_CLOEXEC, may_create) {
-                Err(error) if error.raw_os_error() == Some(libc::EBUSY) && kind == DeviceKind::Raw => {
-                    if !File::open(path).is_ok_and(|file| patience.is_left_for(&file)) {
-                        return Err(raw::busy(path));
-                    }
-                }
-                result => break result.map_err(|error| Error::system(path, "open", &error))?,
-            }
-        };
-        let undo = if kind == DeviceKind::File { Some(file::undo(path, &file, is_new)?) } else { None };
-        lock::lock(&file, path)?;
-        let bytes = match kind {
+        device.bytes = match kind {
             DeviceKind::Raw => {
-                let bytes = raw::writable_bytes(&file, path)?;
-                raw::refuse_foreign(&file, path, bytes)?;
+                let bytes = raw::writable_bytes(&device.file, path)?;
+                raw::refuse_foreign(&device.file, path, bytes)?;
                 bytes
             }
-            _ => file.metadata().map_err(|error| Error::system(path, "stat", &error))?.len(),
+            _ => device.metadata()?.len(),
         };
-        let (alignment, why_buffered) = direct(&file, path, kind)?;
-        let not_in_children = NotInChildren::new(file.as_fd());
-        let path = Arc::clone(path);
-        let device = Self { _not_in_children: not_in_children, file, path, kind, bytes, alignment, why_buffered };
-        Ok((device, undo))
+        (device.alignment, device.why_buffered) = direct(&device.file, path, kind)?;
+        Ok(device)
+    }
+
+    /// What was made stays made.
+    pub(crate) fn keep(&self) {
+        self.kept.store(true, Relaxed);
+    }
+
+    /// What was made goes at the end after all, unless there was something before it.
+    pub(crate) fn forsake(&self) {
+        if locked(&self.undo).as_ref().is_some_and(Undo::was_empty) {
+            self.kept.store(false, Relaxed);
+        }
+    }
+
+    fn metadata(&self) -> Result<fs::Metadata> {
+        self.file.metadata().map_err(|error| Error::system(&self.path, "stat", &error))
+    }
+
+    /// Whether the file was made by this opening of it.
+    fn is_new(&self) -> bool {
+        locked(&self.undo).as_ref().is_some_and(Undo::is_new)
+    }
+
+    /// What became of the name of a file since it was opened; `None` where it still names it, and for what has no name.
+    pub(crate) fn lost(&self) -> Option<Lost> {
+        if self.kind == DeviceKind::File { file::lost(&self.place, &self.file) } else { None }
     }
 
     /// Some file systems take the flag and fail the transfer: try one before a run depends on it.
@@ -136,20 +154,27 @@ impl Device {
 
 impl Drop for Device {
     fn drop(&mut self) {
+        // Under the lock: once that is gone, what lies at the path may be somebody else's.
+        if let Some(undo) = locked(&self.undo).take().filter(|_| !self.kept.load(Relaxed)) {
+            undo.carry_out(&self.place, &self.file);
+        }
         lock::unlock(&self.file);
     }
 }
 
-/// Opens all of `paths`, makes room, and says what they hold together. A failure leaves everything as it was.
-pub(crate) fn open_all(paths: &[Arc<Path>], size_bytes: Option<u64>, stripe_bytes: u64) -> Result<Opened> {
+/// Opens and locks all of `paths`. Dropping them leaves everything as it was.
+pub(crate) fn claim_all(paths: &[Arc<Path>], missing: Missing) -> Result<Vec<Device>> {
     let mut devices: Vec<Device> = Vec::new();
-    let mut undos = Vec::new();
     for path in paths {
         refuse_twice(&devices, path)?;
-        let (device, undo) = Device::open(path, size_bytes.is_some())?;
-        undos.push(undo);
-        devices.push(device);
+        devices.push(Device::open(path, missing)?);
     }
+    Ok(devices)
+}
+
+/// Makes room, and says what the devices hold together. A failure leaves everything as it was.
+pub(crate) fn open_all(mut devices: Vec<Device>, options: &Options, stripe_bytes: u64) -> Result<Opened> {
+    let size_bytes = options.size_bytes;
     let striping = Striping::new(devices.len(), stripe_bytes);
     let block_of = |devices: &[Device]| {
         let alignment = devices.iter().fold(Alignment::NONE, |all, device| all.and(device.alignment));
@@ -170,15 +195,21 @@ pub(crate) fn open_all(paths: &[Arc<Path>], size_bytes: Option<u64>, stripe_byte
         }
         None => smallest,
     };
-    for (device, undo) in devices.iter_mut().zip(&undos) {
+    for device in &mut devices {
         match device.kind {
             DeviceKind::File => {
                 if device.bytes == 0 && size_bytes.is_none() {
                     let name = device.path.display();
                     return Err(Error::Invalid(format!("{name} is empty; pass size= to give it room")));
                 }
+                if let Some(privacy) = options.private {
+                    let mode_before = private::make_private(&device.path, &device.file, privacy, device.is_new())?;
+                    if let (Some(mode), Some(undo)) = (mode_before, locked(&device.undo).as_mut()) {
+                        undo.mode_before.get_or_insert(mode);
+                    }
+                }
                 file::reserve(&device.path, &device.file, wanted)?;
-                file::settle(&device.path, &device.file, undo.as_ref().is_some_and(Undo::is_new))?;
+                file::settle(&device.path, &device.file, device.is_new())?;
                 device.bytes = device.bytes.max(wanted);
             }
             _ if device.bytes < wanted => {
@@ -200,8 +231,28 @@ pub(crate) fn open_all(paths: &[Arc<Path>], size_bytes: Option<u64>, stripe_byte
     if size_bytes == 0 {
         return Err(Error::Invalid("a volume of 0 bytes holds nothing; pass a larger size=".into()));
     }
-    undos.into_iter().flatten().for_each(Undo::keep);
     Ok(Opened { devices: devices.into(), size_bytes, alignment: alignment_after })
+}
+
+/// What lies at `path`, if that can be a device.
+fn kind_of(path: &Arc<Path>, missing: Missing) -> Result<DeviceKind> {
+    let name = path.display();
+    let folder = || Err(Error::Invalid(format!("{name} is a folder; name a file in it, or a raw block device")));
+    let there = match fs::metadata(path) {
+        Ok(metadata) => Some(metadata),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => None,
+        Err(error) => return Err(Error::system(path, "stat", &error)),
+    };
+    match there.map(|metadata| metadata.file_type()) {
+        None if path.as_os_str().as_encoded_bytes().ends_with(b"/") => folder(),
+        None if missing == Missing::Refuse => {
+            Err(Error::Invalid(format!("{name} does not exist; pass size= to make it")))
+        }
+        Some(kind) if kind.is_block_device() => Ok(DeviceKind::Raw),
+        Some(kind) if kind.is_dir() => folder(),
+        Some(kind) if !kind.is_file() => Err(Error::Invalid(format!("{name} is neither a file nor a block device"))),
+        _ => Ok(DeviceKind::File),
+    }
 }
 
 fn too_large(size: u64) -> Error {

@@ -14,6 +14,7 @@ use memascend_mem::Lease;
 use crate::{
     Lane,
     backend::{Backend, block_signals},
+    error::contained,
     operation::{Address, Context, Kind, Operation, transfer},
     stats::add,
     wait::locked,
@@ -108,13 +109,12 @@ impl Edges {
         let whole = block..block + context.block_bytes as u64;
         let hold = context.traffic.hold_alone(&whole);
         let mut parts = self.take(block);
-        let mut result = Ok(());
-        if !make_up(&whole, parts.iter().map(|part| part.range.clone()).collect()) {
-            result = transfer(context, &*self.backend, (Kind::Read, Lane::Second), whole.clone(), at);
-            // What came meanwhile.
-            parts.append(&mut self.take(block));
-        }
-        if result.is_ok() {
+        let result = contained(|| {
+            if !make_up(&whole, parts.iter().map(|part| part.range.clone()).collect()) {
+                transfer(context, &*self.backend, (Kind::Read, Lane::Second), whole.clone(), at)?;
+                // What came meanwhile.
+                parts.append(&mut self.take(block));
+            }
             // In the order in which they came. One whose operation has failed elsewhere may be what the block was not
             // read for, so it counts too.
             for Part { operation, range } in &parts {
@@ -125,8 +125,8 @@ impl Edges {
                 add(&context.counters.bounced_bytes, bytes as u64);
             }
             let durable = parts.iter().any(|part| part.operation.kind == Kind::Write { durable: true });
-            result = transfer(context, &*self.backend, (Kind::Write { durable }, Lane::Second), whole, at);
-        }
+            transfer(context, &*self.backend, (Kind::Write { durable }, Lane::Second), whole.clone(), at)
+        });
         context.traffic.release(hold);
         self.give_back(block);
         for Part { operation, range } in parts {

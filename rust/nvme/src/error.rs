@@ -133,9 +133,21 @@ pub enum Error {
         what: String,
     },
 
+    /// A fault of this crate, in one of its threads. The thread goes on.
+    #[error("a thread of the volume failed by a fault of its own: {0}")]
+    Panicked(String),
+
     /// Chunks for unaligned transfers could not be had.
     #[error("no memory for the chunks of unaligned transfers: {0}")]
     Memory(Arc<memascend_mem::Error>),
+}
+
+/// Does a thread's work; a panic of it is an error for whoever waits, and not the end of what waits.
+pub(crate) fn contained(work: impl FnOnce() -> Result<()>) -> Result<()> {
+    std::panic::catch_unwind(std::panic::AssertUnwindSafe(work)).unwrap_or_else(|panic| {
+        let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
+        Err(Error::Panicked(text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default()))
+    })
 }
 
 impl Error {

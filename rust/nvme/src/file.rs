@@ -5,22 +5,38 @@ use std::{
     io,
     os::{
         fd::AsRawFd,
-        unix::fs::{OpenOptionsExt, PermissionsExt},
+        unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt},
     },
-    path::Path,
+    path::{Path, PathBuf},
     sync::Arc,
 };
 
-use crate::{Error, Result};
+use crate::{Error, Result, lock, private};
 
-/// A file that was made or grown, and is put back unless it is kept.
+/// How often a file is opened anew because its name went to another one meanwhile: each time somebody else's whole
+/// attempt came in between.
+const OPENINGS_MAX: usize = 64;
+
+/// How a file is put back that was made, grown or made private.
 #[derive(Debug)]
 pub(crate) struct Undo {
-    path: Arc<Path>,
-    file: Option<File>,
     /// Its length before; `None` where there was no file.
     length_before: Option<u64>,
-    kept: bool,
+    /// Its mode before, where that was changed.
+    pub(crate) mode_before: Option<u32>,
+    /// The folder that was made for it.
+    folder: Option<PathBuf>,
+}
+
+/// What to do where there is no file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Missing {
+    /// Refuse.
+    Refuse,
+    /// Make it.
+    Make,
+    /// Make it, and before it its folder, where that is missing, too.
+    MakeInFolder,
 }
 
 impl Undo {
@@ -28,24 +44,108 @@ impl Undo {
         self.length_before.is_none()
     }
 
-    /// Everything went well.
-    pub(crate) fn keep(mut self) {
-        self.kept = true;
+    /// Whether it would leave nothing of anybody's.
+    pub(crate) fn was_empty(&self) -> bool {
+        self.length_before.unwrap_or(0) == 0
+    }
+
+    /// Only while the file is locked: without the lock, it may be somebody else's already.
+    pub(crate) fn carry_out(self, path: &Path, file: &File) {
+        // What cannot be undone was a failure already, which is what the caller hears of.
+        match self.length_before {
+            None if lost(path, file).is_none() => {
+                drop(fs::remove_file(path));
+                // Refused where somebody put something there.
+                drop(self.folder.map(fs::remove_dir));
+            }
+            None => {}
+            Some(length) => {
+                drop(file.set_len(length));
+                if let Some(mode) = self.mode_before {
+                    drop(file.set_permissions(fs::Permissions::from_mode(mode)));
+                }
+            }
+        }
     }
 }
 
-impl Drop for Undo {
-    fn drop(&mut self) {
-        if self.kept {
-            return;
-        }
-        match (self.length_before, &self.file) {
-            // What cannot be undone was a failure already, which is what the caller hears of.
-            (None, _) => drop(fs::remove_file(&self.path)),
-            (Some(length), Some(file)) => drop(file.set_len(length)),
-            (Some(_), None) => {}
-        }
+/// What became of the name of an open file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Lost {
+    /// The file has no name any more.
+    Deleted,
+    /// The file has another name, or none; nothing is at its path.
+    Moved,
+    /// Something else is at its path.
+    Replaced,
+}
+
+/// Whether `path` still names the open file; what became of it where not. Says nothing where that cannot be seen.
+pub(crate) fn lost(path: &Path, file: &File) -> Option<Lost> {
+    let ours = file.metadata().ok()?;
+    match fs::metadata(path) {
+        Ok(there) if (there.dev(), there.ino()) == (ours.dev(), ours.ino()) => None,
+        Ok(_) => Some(Lost::Replaced),
+        Err(error) if error.kind() != io::ErrorKind::NotFound => None,
+        Err(_) if ours.nlink() == 0 => Some(Lost::Deleted),
+        Err(_) => Some(Lost::Moved),
     }
+}
+
+/// Opens and locks the file at `path`, or makes one there if `may_create`, and says how that is undone.
+///
+/// Between opening and locking, others may open, use, remove and replace what is there, so all is looked at again under
+/// the lock: the file counts as made here only if it is still empty, and as the right one only if the path still names
+/// it. `opened` is called in between.
+pub(crate) fn claim(path: &Arc<Path>, missing: Missing, opened: &mut dyn FnMut()) -> Result<(File, Undo)> {
+    let mut folder = None;
+    for _ in 0..OPENINGS_MAX {
+        let (file, made) = match open(path, libc::O_CLOEXEC, missing != Missing::Refuse) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound && missing == Missing::MakeInFolder => {
+                // Also where another has just removed the one that it made.
+                folder = make_folder(path)?.or(folder);
+                continue;
+            }
+            // Made by another meanwhile, and neither of us is the first to look at it.
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists && path.exists() => continue,
+            result => result.map_err(|error| Error::system(path, "open", &error))?,
+        };
+        opened();
+        if let Err(error) = lock::lock(&file, path) {
+            // Not empty where the file is somebody else's now.
+            drop(folder.map(fs::remove_dir));
+            return Err(error);
+        }
+        if lost(path, &file).is_some() {
+            continue;
+        }
+        let length = file.metadata().map_err(|error| Error::system(path, "stat", &error))?.len();
+        let length_before = if made && length == 0 { None } else { Some(length) };
+        return Ok((file, Undo { length_before, mode_before: None, folder }));
+    }
+    drop(folder.map(fs::remove_dir));
+    Err(Error::refused(
+        path,
+        libc::EBUSY,
+        "others keep making and removing this file; wait for them, or use another path",
+    ))
+}
+
+/// Makes the folder of `path` and makes that last; the folder, where there was none.
+fn make_folder(path: &Arc<Path>) -> Result<Option<PathBuf>> {
+    let folder = folder_of(path);
+    match fs::create_dir(folder) {
+        Ok(()) => {}
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => return Ok(None),
+        Err(error) => return Err(Error::system(path, "mkdir of its folder", &error)),
+    }
+    let named = File::open(folder_of(folder)).and_then(|above| above.sync_all());
+    named.map_err(|error| Error::system(path, "fsync of its folder", &error))?;
+    Ok(Some(std::path::absolute(folder).unwrap_or_else(|_| folder.to_owned())))
+}
+
+fn folder_of(path: &Path) -> &Path {
+    path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
 /// Opens what is there, or makes a new file that only its owner may read. Says whether it is new.
@@ -55,19 +155,12 @@ pub(crate) fn open(path: &Arc<Path>, flags: libc::c_int, may_create: bool) -> io
     match options.open(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound && may_create => {
             // Not through a dangling link, and not over what another process made meanwhile.
-            let file = options.create_new(true).mode(0o600).open(path)?;
-            file.set_permissions(fs::Permissions::from_mode(0o600))?;
+            let file = options.create_new(true).mode(private::MODE).open(path)?;
+            file.set_permissions(fs::Permissions::from_mode(private::MODE))?;
             Ok((file, true))
         }
         result => result.map(|file| (file, false)),
     }
-}
-
-/// What undoes the making or growing of `file`.
-pub(crate) fn undo(path: &Arc<Path>, file: &File, is_new: bool) -> Result<Undo> {
-    let failed = |error| Error::system(path, "open", &error);
-    let length_before = if is_new { None } else { Some(file.metadata().map_err(failed)?.len()) };
-    Ok(Undo { path: Arc::clone(path), file: Some(file.try_clone().map_err(failed)?), length_before, kept: false })
 }
 
 /// Reserves `bytes` for the file on its file system, so that no write in the middle of a run finds it full.
@@ -76,6 +169,9 @@ pub(crate) fn undo(path: &Arc<Path>, file: &File, is_new: bool) -> Result<Undo> 
 pub(crate) fn reserve(path: &Arc<Path>, file: &File, bytes: u64) -> Result<()> {
     let length = i64::try_from(bytes)
         .map_err(|_| Error::Invalid(format!("{bytes} bytes are more than a file can have: {}", path.display())))?;
+    // Before anything of ours is there: a file system that finds no room may leave the part that it had.
+    let free = free_bytes(path);
+    let length_before = file.metadata().map_err(|error| Error::system(path, "stat", &error))?.len();
     loop {
         // SAFETY: fallocate takes an open descriptor and no memory.
         if unsafe { libc::fallocate(file.as_raw_fd(), 0, 0, length) } == 0 {
@@ -85,7 +181,12 @@ pub(crate) fn reserve(path: &Arc<Path>, file: &File, bytes: u64) -> Result<()> {
         match error.raw_os_error() {
             Some(libc::EINTR) => {}
             Some(libc::EOPNOTSUPP) => return reserve_without_support(path, file, bytes),
-            Some(libc::ENOSPC) => return Err(no_room(path, bytes)),
+            Some(libc::ENOSPC) => {
+                // What was reserved in vain goes with what it was reserved for.
+                drop(file.set_len(length_before));
+                let there = file.metadata().map_or(0, |metadata| metadata.blocks() * 512);
+                return Err(no_room(path, bytes.saturating_sub(there), free));
+            }
             _ => return Err(Error::system(path, &format!("reserving {bytes} bytes"), &error)),
         }
     }
@@ -94,8 +195,9 @@ pub(crate) fn reserve(path: &Arc<Path>, file: &File, bytes: u64) -> Result<()> {
 /// A file system that cannot reserve (some network and FUSE ones): as long as needed, if there is room now.
 fn reserve_without_support(path: &Arc<Path>, file: &File, bytes: u64) -> Result<()> {
     let length = file.metadata().map_err(|error| Error::system(path, "stat", &error))?.len();
-    if free_bytes(path).is_some_and(|free| bytes.saturating_sub(length) > free) {
-        return Err(no_room(path, bytes));
+    let free = free_bytes(path);
+    if free.is_some_and(|free| bytes.saturating_sub(length) > free) {
+        return Err(no_room(path, bytes.saturating_sub(length), free));
     }
     if length >= bytes {
         return Ok(());
@@ -103,12 +205,12 @@ fn reserve_without_support(path: &Arc<Path>, file: &File, bytes: u64) -> Result<
     file.set_len(bytes).map_err(|error| Error::system(path, &format!("growing it to {bytes} bytes"), &error))
 }
 
-fn no_room(path: &Arc<Path>, bytes: u64) -> Error {
-    let free = free_bytes(path).map_or_else(String::new, |free| format!(", and {free} are free"));
+fn no_room(path: &Arc<Path>, bytes: u64, free: Option<u64>) -> Error {
+    let free = free.map_or_else(String::new, |free| format!(", and {free} are free"));
     Error::refused(
         path,
         libc::ENOSPC,
-        format!("its file system has no room for {bytes} bytes{free}; make some, or choose a smaller size"),
+        format!("its file system has no room for {bytes} more bytes{free}; make some, or choose a smaller size"),
     )
 }
 
@@ -130,10 +232,113 @@ fn free_bytes(path: &Path) -> Option<u64> {
 pub(crate) fn settle(path: &Arc<Path>, file: &File, is_new: bool) -> Result<()> {
     file.sync_all().map_err(|error| Error::system(path, "fsync", &error))?;
     if is_new {
-        let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        File::open(parent)
+        File::open(folder_of(path))
             .and_then(|folder| folder.sync_all())
             .map_err(|error| Error::system(path, "fsync of its folder", &error))?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::FileExt;
+
+    struct Folder(PathBuf);
+
+    impl Folder {
+        fn new(name: &str) -> Self {
+            let folder = std::env::temp_dir().join(format!("memascend-file-{name}-{}", std::process::id()));
+            fs::create_dir(&folder).unwrap_or_else(|error| panic!("{error}"));
+            Self(folder)
+        }
+
+        fn path(&self) -> Arc<Path> {
+            Arc::from(self.0.join("file"))
+        }
+    }
+
+    impl Drop for Folder {
+        fn drop(&mut self) {
+            drop(fs::remove_dir_all(&self.0));
+        }
+    }
+
+    fn claimed(path: &Arc<Path>, opened: &mut dyn FnMut()) -> (File, Undo) {
+        claim(path, Missing::Make, opened).unwrap_or_else(|error| panic!("{error}"))
+    }
+
+    #[test]
+    fn who_made_a_file_and_comes_too_late_for_its_lock_leaves_it() {
+        let folder = Folder::new("late");
+        let path = folder.path();
+        let mut winner = None;
+        let late = claim(&path, Missing::Make, &mut || {
+            let (file, undo) = claimed(&path, &mut || {});
+            assert!(!undo.is_new(), "the other one made it");
+            drop(file.write_all_at(b"theirs", 0));
+            winner = Some(file);
+        });
+        assert!(matches!(&late, Err(Error::Refused { errno: Some(libc::EBUSY), .. })), "{late:?}");
+        assert_eq!(fs::read(&path).unwrap_or_default(), b"theirs");
+        assert!(winner.is_some_and(|file| lost(&path, &file).is_none()), "it still has its name");
+    }
+
+    #[test]
+    fn a_file_that_was_used_in_the_meantime_is_not_ones_own_to_remove() {
+        let folder = Folder::new("used");
+        let path = folder.path();
+        let (file, undo) = claimed(&path, &mut || {
+            let (other, _) = claimed(&path, &mut || {});
+            drop(other.write_all_at(b"theirs", 0));
+            lock::unlock(&other);
+        });
+        assert!(!undo.is_new());
+        drop(file.set_len(4096));
+        undo.carry_out(&path, &file);
+        assert_eq!(fs::read(&path).unwrap_or_default(), b"theirs", "as it was found under the lock");
+    }
+
+    #[test]
+    fn a_file_that_lost_its_name_before_it_was_locked_is_let_go() {
+        let folder = Folder::new("name");
+        let path = folder.path();
+        // Another had it, fails, and takes away what it had made; then again, and something else comes in its place.
+        let mut turn = 0;
+        let (file, undo) = claimed(&path, &mut || {
+            turn += 1;
+            if turn <= 2 {
+                drop(fs::remove_file(&path));
+            }
+            if turn == 2 {
+                drop(fs::write(&path, b"theirs"));
+            }
+        });
+        assert_eq!(turn, 3);
+        assert!(lost(&path, &file).is_none() && !undo.is_new());
+        drop(fs::rename(&path, folder.0.join("else")));
+        assert_eq!(lost(&path, &file), Some(Lost::Moved));
+        drop(fs::write(&path, b"new"));
+        assert_eq!(lost(&path, &file), Some(Lost::Replaced));
+        undo.carry_out(&path, &file);
+        assert_eq!(fs::read(&path).unwrap_or_default(), b"new", "what has the name now is not ours");
+        drop((fs::remove_file(&path), fs::remove_file(folder.0.join("else"))));
+        assert_eq!(lost(&path, &file), Some(Lost::Deleted));
+    }
+
+    #[test]
+    fn what_was_made_goes_with_the_folder_that_was_made_for_it() {
+        let folder = Folder::new("folder");
+        let path: Arc<Path> = Arc::from(folder.0.join("new/file"));
+        assert!(claim(&path, Missing::Make, &mut || {}).is_err());
+        let made = |path| claim(path, Missing::MakeInFolder, &mut || {}).unwrap_or_else(|error| panic!("{error}"));
+        let (file, undo) = made(&path);
+        assert!(undo.is_new());
+        undo.carry_out(&path, &file);
+        assert!(!folder.0.join("new").exists());
+        let (file, undo) = made(&path);
+        drop(fs::write(folder.0.join("new/other"), b"theirs"));
+        undo.carry_out(&path, &file);
+        assert!(!path.exists() && folder.0.join("new/other").exists(), "what others put there stays");
+    }
 }

@@ -12,7 +12,8 @@ use std::{
 };
 
 use crate::{
-    Error, Result, lock,
+    Error, Result, file,
+    lock::{self, Patience},
     signature::{self, EDGE_BYTES, Edges},
 };
 
@@ -22,8 +23,25 @@ const BLKGETSIZE64: libc::c_ulong = 0x8008_1272;
 /// What the edges are read in: satisfies the direct I/O of every device.
 const EDGE_ALIGN: usize = 4096;
 
+/// Opens a device so that nobody else can, and locks it.
+pub(crate) fn open(path: &Arc<Path>) -> Result<File> {
+    let patience = Patience::new();
+    let file = loop {
+        match file::open(path, libc::O_EXCL | libc::O_CLOEXEC, false) {
+            Err(error) if error.raw_os_error() == Some(libc::EBUSY) => {
+                if !File::open(path).is_ok_and(|file| patience.is_left_for(&file)) {
+                    return Err(busy(path));
+                }
+            }
+            result => break result.map_err(|error| Error::system(path, "open", &error))?.0,
+        }
+    };
+    lock::lock(&file, path)?;
+    Ok(file)
+}
+
 /// Why an exclusive open was refused with EBUSY.
-pub(crate) fn busy(path: &Arc<Path>) -> Error {
+fn busy(path: &Arc<Path>) -> Error {
     let why = match fs::metadata(path) {
         Err(_) => None,
         Ok(metadata) => {

@@ -2,6 +2,7 @@
 
 use std::{
     io,
+    panic::{AssertUnwindSafe, catch_unwind},
     sync::{Arc, Condvar, Mutex, PoisonError},
     thread::JoinHandle,
 };
@@ -44,7 +45,9 @@ impl Threads {
         for index in 0..most.min(queue_depth * devices.len()) {
             let (inbox, devices) = (Arc::clone(&pool.inbox), Arc::clone(devices));
             let thread = std::thread::Builder::new().name(format!("memascend-io-{index}"));
-            pool.threads.push(thread.spawn(move || serve(&inbox, &devices))?);
+            // A panic answers the request that it happened in, by dropping it; the others are served as before.
+            let served = move || while catch_unwind(AssertUnwindSafe(|| serve(&inbox, &devices))).is_err() {};
+            pool.threads.push(thread.spawn(served)?);
         }
         Ok(pool)
     }
@@ -65,7 +68,6 @@ impl Drop for Threads {
         locked(&self.inbox.state).stop = true;
         self.inbox.changed.notify_all();
         for thread in self.threads.drain(..) {
-            // A thread that panicked has answered its request by dropping it.
             drop(thread.join());
         }
     }

@@ -8,13 +8,14 @@ use std::{
 use memascend_mem::Wait;
 
 use crate::{
-    BackendChoice, BackendKind, Buffer, DeviceKind, Error, Lane, NotBegun, Result, Ticket, Trace, VolumeStats,
-    backend::{self, Backend},
+    BackendChoice, BackendKind, Buffer, Claim, DeviceKind, Error, Lane, Lost, Missing, NotBegun, Privacy, Result,
+    Ticket, Trace, VolumeStats,
+    backend::Backend,
     bounce::Bounce,
-    device::{self, Device, Opened},
+    device::Device,
     operation::{Address, Context, Kind, Operation},
     request::Job,
-    stripe::{STRIPE_BYTES_DEFAULT, STRIPE_BYTES_MAX, STRIPE_BYTES_MIN, Striping},
+    stripe::{STRIPE_BYTES_DEFAULT, STRIPE_BYTES_MAX, STRIPE_BYTES_MIN},
     wait::locked,
 };
 
@@ -38,6 +39,8 @@ pub struct Options {
     pub stripe_bytes: Option<u64>,
     /// Which backend.
     pub backend: BackendChoice,
+    /// Whether files become private, and why; `None` leaves the modes of those that are there.
+    pub private: Option<Privacy>,
 }
 
 /// What is known of a device of a volume.
@@ -74,7 +77,7 @@ pub struct Volume {
 pub(crate) struct Running {
     pub(crate) bounce: Bounce,
     pub(crate) backend: Arc<dyn Backend>,
-    _devices: Option<Arc<[Device]>>,
+    opened: Option<Arc<[Device]>>,
 }
 
 /// What a volume knows of itself.
@@ -89,26 +92,11 @@ pub(crate) struct Parts {
 impl Volume {
     /// Opens `paths` as one volume. A failure leaves them as they were.
     pub fn open(paths: &[impl AsRef<Path>], options: &Options) -> Result<Self> {
-        if paths.is_empty() || paths.len() > DEVICES_MAX {
-            return Err(Error::Invalid(format!("a volume has 1 to {DEVICES_MAX} devices, not {}", paths.len())));
-        }
-        let (queue_depth, stripe_bytes) = options.checked()?;
-        let paths: Vec<Arc<Path>> = paths.iter().map(|path| Arc::from(path.as_ref())).collect();
-        let Opened { devices, size_bytes, alignment } = device::open_all(&paths, options.size_bytes, stripe_bytes)?;
-        let chosen = backend::start(options.backend, &devices, queue_depth)?;
-        let described = devices
-            .iter()
-            .map(|device| DeviceInfo {
-                path: device.path.to_path_buf(),
-                kind: device.kind,
-                bytes: device.bytes,
-                why_buffered: device.why_buffered.clone(),
-            })
-            .collect();
-        let striping = Striping::new(devices.len(), stripe_bytes);
-        let context = Context::new(paths, striping, alignment);
-        let parts = Parts { devices: described, size_bytes, queue_depth, kind: chosen.kind, why_not: chosen.why_not };
-        Ok(Self::over(context, chosen.backend, Some(devices), parts))
+        options.checked()?;
+        let volume = Claim::new(paths, if options.size_bytes.is_some() { Missing::Make } else { Missing::Refuse })?
+            .open(options)?;
+        volume.keep();
+        Ok(volume)
     }
 
     /// A volume over whatever backend.
@@ -120,8 +108,30 @@ impl Volume {
     ) -> Self {
         let Parts { devices: described, size_bytes, queue_depth, kind, why_not } = parts;
         let bounce = Bounce::new(&context, &backend);
-        let running = RwLock::new(Some(Running { bounce, backend, _devices: devices }));
+        let running = RwLock::new(Some(Running { bounce, backend, opened: devices }));
         Self { context, running, devices: described, size_bytes, queue_depth, kind, why_not }
+    }
+
+    /// Lets what was made or grown for it stay. Until then the end of a volume from a [`Claim`] undoes that.
+    pub fn keep(&self) {
+        self.opened().iter().for_each(Device::keep);
+    }
+
+    /// What was made for it where there was nothing goes at its end: whoever wanted it does not any more.
+    pub fn forsake(&self) {
+        self.opened().iter().for_each(Device::forsake);
+    }
+
+    /// The first of its files that its path does not name any more, and what became of it. Always `None` for raw devices,
+    /// and once the volume is closed.
+    #[must_use]
+    pub fn lost(&self) -> Option<(Arc<Path>, Lost)> {
+        self.opened().iter().find_map(|device| Some((Arc::clone(&device.path), device.lost()?)))
+    }
+
+    fn opened(&self) -> Arc<[Device]> {
+        let running = self.running.read().unwrap_or_else(PoisonError::into_inner);
+        running.as_ref().and_then(|running| running.opened.clone()).unwrap_or_default()
     }
 
     /// Reads `buffer.len()` bytes from `offset` on.

@@ -87,6 +87,7 @@ pub(crate) fn nvme_error(py: Python<'_>, error: &NvmeError) -> PyErr {
         }
         NvmeError::Refused { path, errno, .. } => storage_error(py, message, *errno, path, None),
         NvmeError::Memory(error) => memory_error(py, error),
+        NvmeError::Panicked(_) => exception(py, "MemascendError", message, &[]),
         NvmeError::TimedOut { .. } => exception(py, "TimeoutExpired", message, &[]),
         NvmeError::Closed | NvmeError::Forked | NvmeError::TooMany { .. } | NvmeError::Interrupted { .. } => {
             exception(py, "UsageError", message, &[])
@@ -138,6 +139,7 @@ pub(crate) fn engine_error(py: Python<'_>, error: &EngineError) -> PyErr {
             raised
         }
         EngineError::Usage(_) => exception(py, "UsageError", error.to_string(), &[]),
+        EngineError::Panicked(_) => exception(py, "MemascendError", error.to_string(), &[]),
         _ => config_error(py, error.to_string()),
     }
 }

@@ -5,6 +5,7 @@
 
 use std::{path::PathBuf, slice, sync::Arc};
 
+use memascend_nvme::Lost;
 use memascend_store::{Commit, Create, Dtype, Durability, Entry, Existing, Kind, Part, StateTensor};
 use pyo3::{
     prelude::*,
@@ -225,6 +226,22 @@ impl Store {
             Some(raised) => Err(raised),
             None => scanned.map_err(|error| store_error(py, &error)),
         }
+    }
+
+    /// The first file that its path does not name any more, and what became of it: "deleted", "moved" or "replaced".
+    fn lost(&self, py: Python<'_>) -> Option<(PathBuf, &'static str)> {
+        let (path, what) = py.detach(|| self.inner.volume().lost())?;
+        let word = match what {
+            Lost::Deleted => "deleted",
+            Lost::Moved => "moved",
+            Lost::Replaced => "replaced",
+        };
+        Some((path.to_path_buf(), word))
+    }
+
+    /// Has what was made for it removed when it is closed.
+    fn forsake(&self) {
+        self.inner.volume().forsake();
     }
 
     /// Begins to record a trace into a new file.

@@ -1,22 +1,26 @@
 //! Reading the values of a whole unit, in the lane before everything else.
 
 use std::{
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
     time::Instant,
 };
 
 use memascend_mem::Wait;
 use memascend_nvme::{Lane, Ticket};
 
-use crate::{Buffer, Error, Result, Shared, Store, buffer::bytes_of, read::Hold};
+use crate::{
+    Buffer, Error, Result, Shared, Store,
+    buffer::bytes_of,
+    holds::{Ending, Hold},
+};
 
 /// The values of a unit on their way into memory.
 ///
-/// Until it has been waited for, or is dropped, nothing is staged into the slots that it reads, so a step after the next
-/// commit waits for it. Dropping it waits for the devices.
+/// Until the devices are done with it nothing is staged into the slots that it reads, so a step after the next commit
+/// waits for that; not for whoever waits for it, or does not. Dropping it waits for the devices.
 pub struct Fetch<B: Buffer + Sync> {
     unit: usize,
-    state: Mutex<State<B>>,
+    state: Arc<Mutex<State<B>>>,
     store: Arc<Store>,
 }
 
@@ -49,7 +53,8 @@ impl Store {
         {
             let mut index = self.index.lock();
             let with_values = self.entries_of(unit).filter(|&entry| self.layout.chunks_of(entry) > 0);
-            flying.holds.extend(with_values.map(|entry| Hold::live(Arc::clone(self), &mut index, entry)));
+            let held = |entry| Hold::live(Arc::clone(self), &mut index, entry, 0..self.layout.chunks_of(entry));
+            flying.holds.extend(with_values.map(held));
         }
         // Where in the unit, where in the volume, bytes.
         let mut runs: Vec<(u64, u64, u64)> = Vec::new();
@@ -69,8 +74,10 @@ impl Store {
             flying.tickets.push(ticket);
         }
         self.counters.began(wanted);
-        let state = State { flying: Some(flying), ended: None };
-        Ok(Fetch { unit, state: Mutex::new(state), store: Arc::clone(self) })
+        let state = Arc::new(Mutex::new(State { flying: Some(flying), ended: None }));
+        let ending: Weak<Mutex<State<B>>> = Arc::downgrade(&state);
+        self.reads.add(ending);
+        Ok(Fetch { unit, state, store: Arc::clone(self) })
     }
 }
 
@@ -115,6 +122,18 @@ impl<B: Buffer + Sync> Fetch<B> {
 
     fn lock(&self) -> MutexGuard<'_, State<B>> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl<B: Buffer + Sync> Ending for Mutex<State<B>> {
+    fn release_if_ended(&self) {
+        // Whoever has it locked waits for it, and lets go then.
+        let Ok(state) = self.try_lock() else { return };
+        if let Some(flying) = &state.flying
+            && flying.tickets.iter().all(Ticket::is_done)
+        {
+            flying.holds.iter().for_each(Hold::release);
+        }
     }
 }
 

@@ -23,6 +23,7 @@ mod error;
 mod examine;
 mod fetch;
 mod fields;
+mod holds;
 mod index;
 mod label;
 mod layout;

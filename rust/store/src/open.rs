@@ -1,14 +1,14 @@
 //! Making and opening stores. A refused call leaves everything as it was.
 
 use std::{
-    fs::{self, File},
+    fs::File,
     io::Read,
     path::{Path, PathBuf},
     sync::Arc,
 };
 
-use memascend_mem::Wait;
-use memascend_nvme::{Options, Part, STRIPE_BYTES_DEFAULT, Volume};
+use memascend_mem::{ChunkRing, OnFork, Pin, Region, Wait};
+use memascend_nvme::{Claim, Missing, Options, Part, Privacy, STRIPE_BYTES_DEFAULT, Volume};
 
 use crate::{
     Description, Durability, Error, Layout, Result, Store,
@@ -19,7 +19,7 @@ use crate::{
     label::{self, Found, Label},
     layout::{Devices, PAGE_BYTES},
     newest::{Progress, Roots},
-    path::{There, check_place, look, refused, resolve},
+    path::{There, check_place, look, names_folder, refused, resolve},
     root::Root,
     store::CATALOG_CHUNK_BYTES,
     table::table_checksum,
@@ -84,50 +84,40 @@ impl Store {
         progress: &mut Progress<'_>,
     ) -> Result<(Self, bool)> {
         description.check()?;
-        let paths: Vec<PathBuf> = paths.iter().map(|path| resolve(path.as_ref())).collect();
-        paths.iter().try_for_each(|path| check_place(path))?;
-        let there = look(&paths)?;
-        match (&there, how.existing) {
-            (There::Nothing, Existing::Previous) => return refused(&paths[0], "there is no store"),
-            (There::Nothing, _) | (There::Store(_) | There::Unusable(_), Existing::Replace) => {}
-            (There::Unusable(why), _) => return refused(&paths[0], why),
-            (There::Store(_), Existing::Refuse) => {
-                return Err(Error::Invalid(format!(
-                    "a store is there already, at {}: open it with existing=\"resume\", or give existing=\"replace\"",
-                    paths[0].display()
-                )));
-            }
-            (There::Store(_), Existing::Resume | Existing::Previous) => {
-                let fits = |found: &Description| match found.difference(&description) {
-                    None => Ok(()),
-                    Some(difference) => {
-                        let name = paths[0].display();
-                        Err(Error::Invalid(format!(
-                            "the store at {name} does not fit: {difference}; nothing was changed"
-                        )))
-                    }
-                };
-                let (store, roots) = Self::prepare_at(&paths, how)?;
-                store.settle(&roots, how.existing, &fits, progress)?;
-                return Ok((store, false));
-            }
+        let given = paths;
+        let paths: Vec<PathBuf> = given.iter().map(|path| resolve(path.as_ref())).collect();
+        for (given, path) in given.iter().zip(&paths) {
+            check_place(path, names_folder(given.as_ref()))?;
+        }
+        // What is refused is refused before anything is made.
+        decide(&look(&paths)?, how.existing, &paths)?;
+        let claim = Claim::new(&paths, Missing::MakeInFolder)?;
+        // Again, and now for good: nobody else can have it open, and somebody may have had it in the meantime.
+        if let Some(label) = decide(&look(&paths)?, how.existing, &paths)? {
+            let fits = |found: &Description| match found.difference(&description) {
+                None => Ok(()),
+                Some(difference) => {
+                    let name = paths[0].display();
+                    Err(Error::Invalid(format!("the store at {name} does not fit: {difference}; nothing was changed")))
+                }
+            };
+            let (store, roots) = Self::prepare_claimed(claim, &label, how)?;
+            store.settle(&roots, how.existing, &fits, progress)?;
+            store.volume.keep();
+            return Ok((store, false));
         }
         let stripe_bytes = how.volume.stripe_bytes.unwrap_or(STRIPE_BYTES_DEFAULT);
         let devices = Devices { count: paths.len() as u32, stripe_bytes };
         let layout = Layout::new(&description, devices)?;
-        let missing: Vec<&PathBuf> = paths.iter().filter(|path| !path.exists()).collect();
         let mut options = how.volume.clone();
         options.size_bytes = Some(layout.total_bytes());
-        let made = Volume::open(&paths, &options).map_err(Error::from).and_then(|volume| {
-            let uuid = how.uuid.map_or_else(random_uuid, Ok)?;
-            Self::format(volume, devices, description, uuid, how)
-        });
-        if made.is_err() {
-            for path in missing {
-                drop(fs::remove_file(path));
-            }
-        }
-        Ok((made?, true))
+        options.private = Some(Privacy::Fresh);
+        let volume = claim.open(&options)?;
+        let uuid = how.uuid.map_or_else(random_uuid, Ok)?;
+        // Where that fails, the end of the volume removes what was made, while nobody else can have it.
+        let store = Self::format(volume, devices, description, uuid, how)?;
+        store.volume.keep();
+        Ok((store, true))
     }
 
     /// Opens the store that is there.
@@ -145,15 +135,20 @@ impl Store {
     /// A store that is there, without any commit of it, and its roots.
     pub(crate) fn prepare_at(paths: &[impl AsRef<Path>], how: &Create) -> Result<(Self, Roots)> {
         let paths: Vec<PathBuf> = paths.iter().map(|path| resolve(path.as_ref())).collect();
-        let label = match look(&paths)? {
-            There::Store(label) => label,
-            There::Nothing => return refused(&paths[0], "there is no store"),
-            There::Unusable(why) => return refused(&paths[0], &why),
-        };
+        there_is(&look(&paths)?, &paths)?;
+        let claim = Claim::new(&paths, Missing::Refuse)?;
+        let label = there_is(&look(&paths)?, &paths)?;
+        let (store, roots) = Self::prepare_claimed(claim, &label, how)?;
+        store.volume.keep();
+        Ok((store, roots))
+    }
+
+    fn prepare_claimed(claim: Claim, label: &Label, how: &Create) -> Result<(Self, Roots)> {
         let mut options = how.volume.clone();
         options.size_bytes = None;
         options.stripe_bytes = Some(label.devices.stripe_bytes);
-        Self::prepare(Volume::open(&paths, &options)?, label.devices, how)
+        options.private = Some(Privacy::There);
+        Self::prepare(claim.open(&options)?, label.devices, how)
     }
 
     /// Makes a store on an open volume of so many simulated devices.
@@ -286,6 +281,29 @@ impl Store {
     }
 }
 
+/// The label of the store that is to be opened, `None` where one is to be made.
+fn decide(there: &There, existing: Existing, paths: &[PathBuf]) -> Result<Option<Label>> {
+    match (there, existing) {
+        (There::Nothing, Existing::Previous) => refused(&paths[0], "there is no store"),
+        (There::Nothing, _) | (There::Store(_) | There::Unusable(_), Existing::Replace) => Ok(None),
+        (There::Unusable(why), _) => refused(&paths[0], why),
+        (There::Store(_), Existing::Refuse) => Err(Error::Invalid(format!(
+            "a store is there already, at {}: open it with existing=\"resume\", or give existing=\"replace\"",
+            paths[0].display()
+        ))),
+        (There::Store(label), Existing::Resume | Existing::Previous) => Ok(Some(*label)),
+    }
+}
+
+/// The label of the store that has to be there.
+fn there_is(there: &There, paths: &[PathBuf]) -> Result<Label> {
+    match there {
+        There::Store(label) => Ok(*label),
+        There::Nothing => refused(&paths[0], "there is no store"),
+        There::Unusable(why) => refused(&paths[0], why),
+    }
+}
+
 /// Makes the error that says which part of the catalog is damaged where, and how.
 type Corrupt<'a> = dyn Fn(&str, (u64, u64), Malformed) -> Error + 'a;
 
@@ -318,11 +336,24 @@ fn described(bytes: &[u8], root: &Root) -> std::result::Result<Description, Malf
     Description::decode(bytes)
 }
 
-/// Bytes of the volume; the caller has bounded how many.
+/// Bytes of the volume, from a page on; the caller has bounded how many.
+///
+/// Through aligned memory: a device reads nothing else directly, and the volume's threads that copy would come to stay.
 pub(crate) fn bytes_at(volume: &Volume, offset: u64, nbytes: u64) -> Result<Vec<u8>> {
-    let read = volume.read(vec![0; nbytes as usize], offset).map_err(|refused| refused.error)?.wait();
-    read.result?;
-    Ok(read.buffer)
+    let region = Region::new(CATALOG_CHUNK_BYTES, Pin::Off, OnFork::Wipe, "store catalog")?;
+    let chunks = ChunkRing::new(&region, CATALOG_CHUNK_BYTES, 1)?;
+    let owner = chunks.owner("catalog")?;
+    let mut bytes = Vec::with_capacity(nbytes as usize);
+    while (bytes.len() as u64) < nbytes {
+        let from = offset + bytes.len() as u64;
+        let wanted = (nbytes - bytes.len() as u64).min(CATALOG_CHUNK_BYTES as u64);
+        let whole = wanted.next_multiple_of(PAGE_BYTES).min(volume.size_bytes().saturating_sub(from));
+        let part = Part::new(chunks.lease(owner, Wait::forever())?, 0, whole.max(wanted) as usize)?;
+        let read = volume.read(part, from).map_err(|refused| refused.error)?.wait();
+        read.result?;
+        bytes.extend_from_slice(&read.buffer.into_inner().as_slice()[..wanted as usize]);
+    }
+    Ok(bytes)
 }
 
 fn random_uuid() -> Result<Uuid> {

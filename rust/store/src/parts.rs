@@ -1,19 +1,40 @@
 //! Reading the values of a unit part by part, through memory that is smaller than the unit: on the way to a device.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use memascend_mem::Wait;
 use memascend_nvme::{Lane, Ticket};
 
-use crate::{Buffer, Error, Result, Shared, Store, buffer::bytes_of, read::Hold};
+use crate::{
+    Buffer, Error, Result, Shared, Store,
+    buffer::bytes_of,
+    holds::{Ending, Hold},
+};
 
 /// The values of a unit, all of one commit, cut into parts of whole pieces that are read one by one.
 ///
-/// Until it and every part that is being read are dropped, nothing is staged into the slots that it reads.
+/// Until every part was read once, or it is dropped, nothing is staged into the slots that it reads.
 pub struct Parts {
     store: Arc<Store>,
-    holds: Vec<Hold<Arc<Store>>>,
+    reading: Arc<Reading>,
     cuts: Vec<Part>,
+}
+
+/// What the parts of a unit are read under, and which of them are.
+struct Reading {
+    holds: Vec<Hold<Arc<Store>>>,
+    flights: Mutex<Flights>,
+}
+
+struct Flights {
+    /// Parts that were begun.
+    begun: Vec<bool>,
+    flying: Vec<Weak<dyn Flight>>,
+}
+
+/// A part that may be on its way.
+trait Flight: Send + Sync {
+    fn has_ended(&self) -> bool;
 }
 
 /// Pieces that follow each other in the unit.
@@ -37,7 +58,7 @@ struct Piece {
 
 /// A part on its way into memory. Dropping it waits for the devices.
 pub struct PartFetch<B: Buffer + Sync> {
-    state: Mutex<Option<Flying<B>>>,
+    state: Arc<Mutex<Option<Flying<B>>>>,
 }
 
 struct Flying<B: Buffer + Sync> {
@@ -57,7 +78,8 @@ impl Store {
         {
             let mut index = self.index.lock();
             let with_values = self.entries_of(unit).filter(|&entry| self.layout.chunks_of(entry) > 0);
-            holds.extend(with_values.map(|entry| Hold::live(Arc::clone(self), &mut index, entry)));
+            let held = |entry| Hold::live(Arc::clone(self), &mut index, entry, 0..self.layout.chunks_of(entry));
+            holds.extend(with_values.map(held));
         }
         let mut parts: Vec<Part> = Vec::new();
         for (number, hold) in holds.iter().enumerate() {
@@ -82,7 +104,11 @@ impl Store {
             }
         }
         self.counters.began(parts.iter().map(|part| part.bytes).sum());
-        Ok(Parts { store: Arc::clone(self), holds, cuts: parts })
+        let flights = Flights { begun: vec![false; parts.len()], flying: Vec::new() };
+        let reading = Arc::new(Reading { holds, flights: Mutex::new(flights) });
+        let ending: Weak<Reading> = Arc::downgrade(&reading);
+        self.reads.add(ending);
+        Ok(Parts { store: Arc::clone(self), reading, cuts: parts })
     }
 }
 
@@ -112,13 +138,44 @@ impl Parts {
                 _ => runs.push((piece.at, from, bytes)),
             }
         }
+        // None of them ends before this one is known.
+        let mut flights = self.reading.lock();
+        self.reading.holds.iter().try_for_each(Hold::retake)?;
         for (into, from, bytes) in runs {
             let into = flying.memory.part(into as usize, bytes as usize);
             let into = into.ok_or_else(|| Error::Invalid(format!("part {index} does not fit its memory")))?;
             let ticket = self.store.volume.read_in(Lane::First, into, from).map_err(|refused| refused.error)?;
             flying.tickets.push(ticket);
         }
-        Ok(PartFetch { state: Mutex::new(Some(flying)) })
+        let state = Arc::new(Mutex::new(Some(flying)));
+        let flight: Weak<Mutex<Option<Flying<B>>>> = Arc::downgrade(&state);
+        flights.flying.retain(|flight| flight.strong_count() > 0);
+        flights.flying.push(flight);
+        flights.begun[index] = true;
+        Ok(PartFetch { state })
+    }
+}
+
+impl Reading {
+    fn lock(&self) -> MutexGuard<'_, Flights> {
+        self.flights.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Ending for Reading {
+    fn release_if_ended(&self) {
+        let flights = self.lock();
+        let ended = |flight: &Weak<dyn Flight>| flight.upgrade().is_none_or(|flight| flight.has_ended());
+        if flights.begun.iter().all(|&begun| begun) && flights.flying.iter().all(ended) {
+            self.holds.iter().for_each(Hold::release);
+        }
+    }
+}
+
+impl<B: Buffer + Sync> Flight for Mutex<Option<Flying<B>>> {
+    fn has_ended(&self) -> bool {
+        // Whoever has it locked waits for it.
+        self.try_lock().is_ok_and(|state| state.as_ref().is_none_or(Flying::is_done))
     }
 }
 
@@ -127,7 +184,7 @@ impl<B: Buffer + Sync> PartFetch<B> {
     #[must_use]
     pub fn is_done(&self) -> bool {
         match self.state.try_lock() {
-            Ok(state) => state.as_ref().is_none_or(|flying| flying.tickets.iter().all(Ticket::is_done)),
+            Ok(state) => state.as_ref().is_none_or(Flying::is_done),
             // Somebody waits for it at this moment.
             Err(_) => false,
         }
@@ -153,6 +210,10 @@ impl<B: Buffer + Sync> PartFetch<B> {
 }
 
 impl<B: Buffer + Sync> Flying<B> {
+    fn is_done(&self) -> bool {
+        self.tickets.iter().all(Ticket::is_done)
+    }
+
     /// What came of it, once every ticket is done.
     fn ended(&self) -> Result<()> {
         for ticket in &self.tickets {
@@ -161,7 +222,7 @@ impl<B: Buffer + Sync> Flying<B> {
         let bytes = bytes_of(&self.memory);
         for piece in &self.parts.cuts[self.index].pieces {
             let part = &bytes[piece.at as usize..(piece.at + piece.place.1) as usize];
-            self.parts.holds[piece.hold].check(piece.number, part, piece.place)?;
+            self.parts.reading.holds[piece.hold].check(piece.number, part, piece.place)?;
         }
         Ok(())
     }

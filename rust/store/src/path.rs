@@ -35,7 +35,12 @@ pub(crate) enum There {
 
 /// The file or device that a path means.
 pub(crate) fn resolve(path: &Path) -> PathBuf {
-    if path.is_dir() { path.join(FILE_NAME) } else { path.to_owned() }
+    if names_folder(path) || path.is_dir() { path.join(FILE_NAME) } else { path.to_owned() }
+}
+
+/// Whether a path means a folder, whatever is there: "runs/first/".
+pub(crate) fn names_folder(path: &Path) -> bool {
+    path.as_os_str().as_encoded_bytes().ends_with(b"/")
 }
 
 /// Looks at every path. Foreign, swapped and missing devices are refused by name.
@@ -121,10 +126,17 @@ fn look_at(path: &Path) -> Result<Found> {
     .and_then(|found| if found == Found::Foreign { refused(path, FOREIGN) } else { Ok(found) })
 }
 
-/// Refuses places where a store cannot be.
-pub(crate) fn check_place(path: &Path) -> Result<()> {
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let place = if path.exists() { path } else { folder };
+/// Refuses places where a store cannot be. With `in_folder`, its folder may be missing.
+pub(crate) fn check_place(path: &Path, in_folder: bool) -> Result<()> {
+    let above = |path: &Path| match path.parent() {
+        Some(folder) if !folder.as_os_str().is_empty() => folder.to_owned(),
+        _ => PathBuf::from("."),
+    };
+    let mut folder = above(path);
+    if in_folder && !folder.exists() {
+        folder = above(&folder);
+    }
+    let place = if path.exists() { path } else { &folder };
     if !place.exists() {
         return refused(path, &format!("the folder {} does not exist", folder.display()));
     }

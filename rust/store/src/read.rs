@@ -1,54 +1,10 @@
 //! Reading live slots, piece by piece. Every byte is checked before it is handed over.
 
-use std::ops::{Deref, Range};
+use std::ops::Range;
 
 use memascend_nvme::Ticket;
 
-use crate::{Buffer, Error, Result, Store, buffer::bytes_of, index::Index};
-
-/// A hold on one slot of an entry: nothing is staged into it meanwhile.
-pub(crate) struct Hold<S: Deref<Target = Store>> {
-    pub(crate) store: S,
-    pub(crate) entry: usize,
-    pub(crate) slot: usize,
-    pub(crate) version: u64,
-}
-
-impl<S: Deref<Target = Store>> Hold<S> {
-    /// A hold on the live slot of an entry.
-    pub(crate) fn live(store: S, index: &mut Index, entry: usize) -> Self {
-        let slots = &mut index.entries[entry];
-        let slot = usize::from(slots.live);
-        slots.reads[slot] += 1;
-        let version = slots.versions[slot];
-        Self { store, entry, slot, version }
-    }
-
-    /// Compares a piece that was read with its checksum.
-    pub(crate) fn check(&self, piece: u32, bytes: &[u8], place: (u64, u64)) -> Result<()> {
-        let (store, entry) = (&*self.store, self.entry);
-        if store.is_unchecked() {
-            return Ok(());
-        }
-        let number = (store.layout.entry(entry).first_piece + piece) as usize;
-        let wanted = store.index.lock().sum(self.slot, number);
-        let got = store.sum_of_bytes(entry, piece, self.version, bytes);
-        if got == wanted {
-            return Ok(());
-        }
-        let why = format!(
-            "its checksum is {got:016x} and the catalog says {wanted:016x}; what was written is not what is there"
-        );
-        Err(store.corrupt(store.named(entry, piece), place, why))
-    }
-}
-
-impl<S: Deref<Target = Store>> Drop for Hold<S> {
-    fn drop(&mut self) {
-        self.store.index.lock().entries[self.entry].reads[self.slot] -= 1;
-        self.store.index.notify();
-    }
-}
+use crate::{Buffer, Error, Result, Store, buffer::bytes_of, holds::Hold};
 
 /// A piece that is being read.
 pub struct PieceRead<'a, B: Buffer> {
@@ -72,7 +28,7 @@ impl Store {
             let (got, wanted) = (buffer.len(), layout.bytes());
             return Err(Error::Invalid(format!("piece {piece} of {name:?} has {wanted} bytes, not {got}")));
         }
-        let hold = Hold::live(self, &mut self.index.lock(), entry);
+        let hold = Hold::live(self, &mut self.index.lock(), entry, piece..piece + 1);
         let place = (self.layout.offset(&layout, hold.slot), layout.bytes());
         let ticket = self.volume.read(buffer, place.0).map_err(|refused| refused.error)?;
         Ok(PieceRead { ticket: Some(ticket), hold, piece, place })

@@ -15,13 +15,21 @@ pub struct PieceWrite<'a, B: Buffer> {
 impl Store {
     /// Begins to stage an entry, as its update number `step`. Every piece of it has to follow before a commit.
     ///
-    /// Waits until no read of the slot that it will be written to is open.
+    /// Waits until the devices are done with every read of the slot that it will be written to.
     pub fn begin(&self, entry: usize, step: u64, mut wait: Wait<'_>) -> Result<()> {
         self.known(entry)?;
         let free = |index: &crate::index::Index| {
             let slots = &index.entries[entry];
             slots.staged || slots.reads[slots.other_slot()] == 0 || index.writable().is_err()
         };
+        // Nobody may wait for a read, and then nobody says that it ended.
+        let Wait { timeout, keep_waiting } = &mut wait;
+        let mut settled = || {
+            self.reads.settle();
+            keep_waiting.as_mut().is_none_or(|keep_waiting| keep_waiting())
+        };
+        self.reads.settle();
+        let mut wait = Wait { timeout: *timeout, keep_waiting: Some(&mut settled) };
         let mut index = self.index.wait(&mut wait, "the end of reads of the slot to be written", free)?;
         index.writable()?;
         if index.entries[entry].staged {

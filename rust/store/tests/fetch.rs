@@ -69,24 +69,62 @@ fn a_unit_is_what_was_committed_last_and_its_version_says_so() {
     }
 }
 
+/// Waits until the devices are done, and nobody waits for the fetch.
+fn ended(is_done: impl Fn() -> bool) {
+    while !is_done() {
+        std::thread::yield_now();
+    }
+}
+
 #[test]
-fn slots_are_held_until_the_fetch_is_waited_for_or_dropped() {
-    for dropped in [false, true] {
-        let store = trained(&toy::disks(1), 1);
-        let memory = Seen(Arc::new(room(&store, 0)));
-        let fetch = store.fetch(0, memory.clone()).unwrap_or_else(|error| panic!("{error}"));
-        toy::step(&store, 2).unwrap_or_else(|error| panic!("{error}"));
+fn a_fetch_that_ended_holds_nothing_and_says_what_was_there_whenever_it_is_asked() {
+    let store = trained(&toy::disks(1), 1);
+    let memory = Seen(Arc::new(room(&store, 0)));
+    let fetch = store.fetch(0, memory.clone()).unwrap_or_else(|error| panic!("{error}"));
+    ended(|| fetch.is_done());
+    // The slots that it read are written by the step after the next commit, and it still lives.
+    for step in 2..=5 {
+        toy::step(&store, step).unwrap_or_else(|error| panic!("{error}"));
+    }
+    assert_eq!(fetch.wait(Wait::forever()).unwrap_or(0), 2, "checked by what was known when it began");
+    assert!(*memory.0 == expected(&store, 0, 1));
+    assert_eq!(toy::check(&store, "after the fetch"), 5);
+}
+
+#[test]
+fn parts_hold_their_slots_until_each_was_read_once() {
+    let store = trained(&toy::disks(1), 1);
+    let parts = store.parts(0, 8192).unwrap_or_else(|error| panic!("{error}"));
+    let (parts, places) = (Arc::new(parts), room(&store, 0).len());
+    let sizes: Vec<(u64, u64)> = parts.places().collect();
+    assert!(sizes.len() > 1, "{sizes:?}");
+    toy::step(&store, 2).unwrap_or_else(|error| panic!("{error}"));
+    let begun = |index: usize| {
+        let memory = Seen(Arc::new(vec![0xee; usize::try_from(sizes[index].1).unwrap_or(0)]));
+        parts.begin(index, memory.clone()).map(|fetch| (fetch, memory))
+    };
+    let mut fetches = Vec::new();
+    for index in 0..sizes.len() {
+        // What was not read yet is needed still.
         let refused = store.begin(0, 3, Wait::never());
         assert!(matches!(refused, Err(Error::TimedOut(_))), "{refused:?}");
-        if dropped {
-            drop(fetch);
-        } else {
-            assert_eq!(fetch.wait(Wait::forever()).unwrap_or(0), 2);
-            assert!(*memory.0 == expected(&store, 0, 1));
-        }
-        toy::step(&store, 3).unwrap_or_else(|error| panic!("{error}"));
-        assert_eq!(toy::check(&store, "after the fetch"), 3);
+        fetches.push(begun(index).unwrap_or_else(|error| panic!("{error}")));
     }
+    ended(|| fetches.iter().all(|(fetch, _)| fetch.is_done()));
+    // As long as nothing is written there, they may be read again.
+    let (again, _) = begun(0).unwrap_or_else(|error| panic!("{error}"));
+    again.wait(Wait::forever()).unwrap_or_else(|error| panic!("{error}"));
+    drop(again);
+    toy::step(&store, 3).unwrap_or_else(|error| panic!("{error}"));
+    let mut whole = vec![0; places];
+    for ((fetch, memory), (start, bytes)) in fetches.iter().zip(&sizes) {
+        fetch.wait(Wait::forever()).unwrap_or_else(|error| panic!("{error}"));
+        let start = usize::try_from(*start).unwrap_or(0);
+        whole[start..start + usize::try_from(*bytes).unwrap_or(0)].copy_from_slice(&memory.0);
+    }
+    assert!(whole == expected(&store, 0, 1), "of the commit that they were begun at");
+    let refused = begun(0).map(drop);
+    assert!(matches!(&refused, Err(Error::Usage(why)) if why.contains("overwritten")), "{refused:?}");
 }
 
 #[test]

@@ -1,0 +1,244 @@
+//! Panics at every place where the engine's thread may have one: whoever waits is told, and the last commit stands.
+
+use std::time::Duration;
+
+use memascend_nvme::{
+    Options as VolumeOptions, Volume,
+    sim::{self, Faults, SimDisk},
+};
+use memascend_store::{Create, Description, Dtype, Entry, Kind};
+
+use super::*;
+use crate::{
+    Chunk, Function,
+    bench::{Read, Write},
+    job::{Turn, Work},
+};
+
+const NUMEL: u64 = 5000;
+/// A hang is a failure, and not the end of the tests' patience.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Where a job panics.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum At {
+    Claim,
+    Begin,
+    Turns,
+    Reads,
+    Compute,
+    /// While it holds the lock of the queue.
+    Locked,
+    Writes,
+    Counted,
+    Drop,
+}
+
+struct Panicking {
+    at: At,
+    shared: Arc<Shared>,
+    dropped: bool,
+}
+
+impl Panicking {
+    fn reach(&self, at: At) {
+        assert!(self.at != at, "reached {at:?}");
+    }
+}
+
+impl Work for Panicking {
+    fn nbytes(&self) -> usize {
+        100
+    }
+
+    fn leaves(&self) -> Leaves {
+        Leaves::Gradient
+    }
+
+    fn claim(&self, _bench: &crate::bench::Bench<'_>, _entry: usize) -> Result<bool> {
+        self.reach(At::Claim);
+        Ok(true)
+    }
+
+    fn begin(&self, bench: &crate::bench::Bench<'_>, entry: usize) -> Result<()> {
+        self.reach(At::Begin);
+        bench.begin(entry, 1)
+    }
+
+    fn turns(&self, bench: &crate::bench::Bench<'_>, entry: usize) -> u32 {
+        self.reach(At::Turns);
+        bench.chunks_of(entry)
+    }
+
+    fn reads<'a>(&self, bench: &crate::bench::Bench<'a>, turn: &Turn) -> Result<Vec<Read<'a>>> {
+        let read = bench.read(turn.entry, turn.index, &turn.memory)?;
+        // With a read in flight.
+        self.reach(At::Reads);
+        Ok(vec![read])
+    }
+
+    fn compute(&self, _bench: &crate::bench::Bench<'_>, _turn: &Turn) -> Result<()> {
+        self.reach(At::Compute);
+        let _held = (self.at == At::Locked).then(|| self.shared.queue.lock());
+        self.reach(At::Locked);
+        Ok(())
+    }
+
+    fn writes<'a>(&self, bench: &mut crate::bench::Bench<'a>, turn: &Turn) -> Result<Vec<Write<'a>>> {
+        let write = bench.stage(turn.entry, turn.index, &turn.memory)?;
+        self.reach(At::Writes);
+        Ok(vec![write])
+    }
+
+    fn counted<'a>(&self, _counters: &'a mut Counters) -> Option<&'a mut u64> {
+        self.reach(At::Counted);
+        None
+    }
+}
+
+impl Drop for Panicking {
+    fn drop(&mut self) {
+        assert!(self.at != At::Drop || std::mem::replace(&mut self.dropped, true), "reached Drop");
+    }
+}
+
+fn ok<T, E: std::fmt::Display>(result: std::result::Result<T, E>) -> T {
+    result.unwrap_or_else(|error| panic!("{error}"))
+}
+
+fn bytes(value: f32) -> Vec<u8> {
+    std::iter::repeat_n(value.to_le_bytes(), usize::try_from(NUMEL).unwrap_or(0)).flatten().collect()
+}
+
+fn volume(disk: &SimDisk) -> Volume {
+    let faults = Faults { delay: Duration::from_millis(2), ..Faults::default() };
+    ok(sim::open(std::slice::from_ref(disk), &faults, &VolumeOptions::default()))
+}
+
+fn filled(disk: &SimDisk) -> Engine {
+    let entry = |name: &str| Entry {
+        name: name.into(),
+        kind: Kind::Parameter,
+        unit: 0,
+        dtype: Dtype::F32,
+        shape: vec![NUMEL],
+        order: vec![],
+        spill: Some(Dtype::F32),
+        state: vec![],
+    };
+    let description = Description {
+        chunk_elements: 2048,
+        user_bytes_max: 0,
+        hyperparameters_bytes_max: 0,
+        optimizer: "SGD".into(),
+        units: vec!["all".into()],
+        entries: ["one", "two"].map(entry).into(),
+    };
+    let store = ok(Store::create_on(volume(disk), 8192, description, &Create::default()));
+    let engine = ok(Engine::new(Arc::new(store), &Options { queue_bytes_max: 30_000, ..Options::default() }));
+    for entry in 0..2 {
+        let first = First { values: Box::new(bytes(1.0)), state: vec![], master: None, step: 0 };
+        ok(engine.fill(entry, first, Wait::forever()));
+    }
+    ok(engine.commit(Commit::default(), Wait::forever()));
+    engine
+}
+
+fn spill(engine: &Engine, entry: usize) -> Result<()> {
+    let gradient = ok(Gradient::new(Box::new(bytes(2.0)), Dtype::F32));
+    engine.spill(entry, gradient, false, Wait::at_most(PATIENCE))
+}
+
+/// Everything that waits, and everything that comes later, is told by name; then all is closed, and all is well.
+fn told(engine: &Engine, disk: &SimDisk, what: &str) {
+    let panicked = |result: &Result<()>| matches!(result, Err(Error::Panicked(why)) if why.contains(what));
+    let patient = || Wait::at_most(PATIENCE);
+    let finish = engine.finish(patient());
+    assert!(panicked(&finish), "{what}: {finish:?}");
+    let commit = engine.commit(Commit { step: 1, ..Commit::default() }, patient()).map(drop);
+    assert!(panicked(&commit), "{what}: {commit:?}");
+    for entry in 0..2 {
+        let spilled = engine.spilled(entry, patient()).map(drop);
+        assert!(panicked(&spilled), "{what}: {spilled:?}");
+        let read = engine.read_spilled(entry, Box::new(bytes(0.0)), patient());
+        assert!(matches!(read, Err(Error::Panicked(_))), "{what}: {read:?}");
+        ok(engine.discard_entry(entry, patient()));
+    }
+    ok(engine.discard(patient()));
+    let later = spill(engine, 0);
+    assert!(panicked(&later), "{what}: what comes later is told, too: {later:?}");
+    assert_eq!(engine.queued_bytes(), 0, "{what}");
+    engine.close();
+    engine.close();
+    let store = engine.store();
+    assert_eq!(store.volume().stats().in_flight, 0, "{what}: everything was drained");
+    ok(store.close(patient()));
+    ok(store.volume().close(patient()));
+    let again = ok(Store::open_on(volume(disk), 8192, &Create::default()));
+    assert_eq!((again.info().generation, again.info().step), (1, 0), "{what}");
+    ok(again.verify(&mut |_, _| true));
+}
+
+#[test]
+fn a_panic_in_a_job_is_told_to_everybody_who_waits() {
+    let all = [At::Claim, At::Begin, At::Turns, At::Reads, At::Compute, At::Locked, At::Writes, At::Counted, At::Drop];
+    for at in all {
+        let disk = SimDisk::new(1 << 20);
+        let engine = filled(&disk);
+        // Something before it is on its way, and something after it waits.
+        ok(spill(&engine, 1));
+        let work = Panicking { at, shared: Arc::clone(&engine.shared), dropped: false };
+        ok(engine.shared.queue.push(Job::new(0, work), &mut Wait::forever()));
+        std::thread::scope(|scope| {
+            let waiting = scope.spawn(|| engine.finish(Wait::at_most(PATIENCE)));
+            // Either it comes before the thread has ended, or it is told.
+            drop(spill(&engine, 1));
+            let waited = waiting.join().unwrap_or_else(|_| panic!("the waiting thread"));
+            assert!(matches!(&waited, Err(Error::Panicked(_))), "{at:?}: {waited:?}");
+        });
+        told(&engine, &disk, &format!("reached {at:?}"));
+    }
+}
+
+struct Faulty;
+
+impl Function for Faulty {
+    fn call(&self, _chunk: Chunk) -> std::result::Result<(), crate::Cause> {
+        panic!("a fault of the caller's")
+    }
+}
+
+#[test]
+fn a_panic_of_a_function_that_is_applied_is_told_too() {
+    let disk = SimDisk::new(1 << 20);
+    let engine = filled(&disk);
+    let application = Application { function: Box::new(Faulty), nbytes: 0, step: 1, spilled: false, whole: false };
+    ok(engine.apply(0, application, Wait::forever()));
+    told(&engine, &disk, "a fault of the caller's");
+}
+
+#[test]
+fn a_job_that_waits_for_somebodys_read_does_not_outlive_the_engine() {
+    for close in [false, true] {
+        let disk = SimDisk::new(1 << 20);
+        let engine = filled(&disk);
+        let store = Arc::clone(engine.store());
+        // Somebody means to read it, and does not.
+        let parts = ok(store.parts(0, 1 << 20));
+        let fill = || First { values: Box::new(bytes(3.0)), state: vec![], master: None, step: 1 };
+        ok(engine.fill(0, fill(), Wait::forever()));
+        ok(engine.commit(Commit { step: 1, ..Commit::default() }, Wait::at_most(PATIENCE)));
+        ok(engine.fill(0, fill(), Wait::forever()));
+        assert!(engine.finish(Wait::at_most(Duration::from_millis(100))).is_err(), "the slot is being read");
+        if close {
+            engine.close();
+        } else {
+            ok(engine.discard(Wait::at_most(PATIENCE)));
+            ok(engine.finish(Wait::at_most(PATIENCE)));
+            drop(parts);
+            ok(engine.fill(0, fill(), Wait::forever()));
+            ok(engine.commit(Commit { step: 2, ..Commit::default() }, Wait::at_most(PATIENCE)));
+        }
+        assert_eq!(store.info().step, if close { 1 } else { 2 });
+    }
+}

@@ -1,0 +1,53 @@
+//! Devices that are open and locked, and not changed yet: whoever has to look at them first does so under the lock.
+
+use std::{path::Path, sync::Arc};
+
+use crate::{
+    Error, Missing, Options, Result, Volume, backend,
+    device::{self, Device, Opened},
+    operation::Context,
+    stripe::Striping,
+    volume::{DEVICES_MAX, DeviceInfo, Parts},
+};
+
+/// Devices that nobody else can open. Of what was there, nothing is changed yet; what was made is removed again where
+/// no volume comes of it.
+#[derive(Debug)]
+pub struct Claim {
+    paths: Vec<Arc<Path>>,
+    devices: Vec<Device>,
+}
+
+impl Claim {
+    /// Opens and locks `paths`; a missing file is made if `missing` says so.
+    pub fn new(paths: &[impl AsRef<Path>], missing: Missing) -> Result<Self> {
+        if paths.is_empty() || paths.len() > DEVICES_MAX {
+            return Err(Error::Invalid(format!("a volume has 1 to {DEVICES_MAX} devices, not {}", paths.len())));
+        }
+        let paths: Vec<Arc<Path>> = paths.iter().map(|path| Arc::from(path.as_ref())).collect();
+        let devices = device::claim_all(&paths, missing)?;
+        Ok(Self { paths, devices })
+    }
+
+    /// Makes room and starts to work. What was made and grown is put back when the volume ends, unless
+    /// [`Volume::keep`] is called before; so it is by a failure.
+    pub fn open(self, options: &Options) -> Result<Volume> {
+        let Self { paths, devices } = self;
+        let (queue_depth, stripe_bytes) = options.checked()?;
+        let Opened { devices, size_bytes, alignment } = device::open_all(devices, options, stripe_bytes)?;
+        let chosen = backend::start(options.backend, &devices, queue_depth)?;
+        let described = devices
+            .iter()
+            .map(|device| DeviceInfo {
+                path: device.path.to_path_buf(),
+                kind: device.kind,
+                bytes: device.bytes,
+                why_buffered: device.why_buffered.clone(),
+            })
+            .collect();
+        let striping = Striping::new(devices.len(), stripe_bytes);
+        let context = Context::new(paths, striping, alignment);
+        let parts = Parts { devices: described, size_bytes, queue_depth, kind: chosen.kind, why_not: chosen.why_not };
+        Ok(Volume::over(context, chosen.backend, Some(devices), parts))
+    }
+}

@@ -1,0 +1,116 @@
+//! Reads that hold slots, and when they let go of them: as soon as they have ended, whether or not anybody waits.
+
+use std::{
+    ops::{Deref, Range},
+    sync::{
+        Arc, Mutex, PoisonError, Weak,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
+};
+
+use crate::{Error, Result, Store, index::Index};
+
+/// A hold on one slot of an entry: nothing is staged into it meanwhile. What is needed to check bytes that were read
+/// under it is in it, and outlives it.
+pub(crate) struct Hold<S: Deref<Target = Store>> {
+    pub(crate) store: S,
+    pub(crate) entry: usize,
+    pub(crate) slot: usize,
+    pub(crate) version: u64,
+    /// The first of the pieces that may be checked, and their checksums.
+    first: u32,
+    sums: Box<[u64]>,
+    /// Changed under the index's lock.
+    open: AtomicBool,
+}
+
+impl<S: Deref<Target = Store>> Hold<S> {
+    /// A hold on the live slot of an entry, to read some of its pieces.
+    pub(crate) fn live(store: S, index: &mut Index, entry: usize, pieces: Range<u32>) -> Self {
+        let slots = &mut index.entries[entry];
+        let slot = usize::from(slots.live);
+        slots.reads[slot] += 1;
+        let version = slots.versions[slot];
+        let (first, start) = (pieces.start, store.layout.entry(entry).first_piece);
+        let sums = pieces.map(|piece| index.sum(slot, (start + piece) as usize)).collect();
+        Self { store, entry, slot, version, first, sums, open: AtomicBool::new(true) }
+    }
+
+    /// Compares a piece that was read with its checksum.
+    pub(crate) fn check(&self, piece: u32, bytes: &[u8], place: (u64, u64)) -> Result<()> {
+        let (store, entry) = (&*self.store, self.entry);
+        if store.is_unchecked() {
+            return Ok(());
+        }
+        let wanted = self.sums[(piece - self.first) as usize];
+        let got = store.sum_of_bytes(entry, piece, self.version, bytes);
+        if got == wanted {
+            return Ok(());
+        }
+        let why = format!(
+            "its checksum is {got:016x} and the catalog says {wanted:016x}; what was written is not what is there"
+        );
+        Err(store.corrupt(store.named(entry, piece), place, why))
+    }
+
+    /// Lets go of the slot: it was read.
+    pub(crate) fn release(&self) {
+        let mut index = self.store.index.lock();
+        if self.open.swap(false, Relaxed) {
+            index.entries[self.entry].reads[self.slot] -= 1;
+            drop(index);
+            self.store.index.notify();
+        }
+    }
+
+    /// Takes the slot again, if it still holds what it held.
+    pub(crate) fn retake(&self) -> Result<()> {
+        let mut index = self.store.index.lock();
+        if self.open.load(Relaxed) {
+            return Ok(());
+        }
+        let slots = &mut index.entries[self.entry];
+        if slots.versions[self.slot] != self.version {
+            let name = &self.store.description.entries[self.entry].name;
+            return Err(Error::Usage(format!(
+                "the values of {name:?} that these parts are of were read once and are overwritten now; begin anew"
+            )));
+        }
+        slots.reads[self.slot] += 1;
+        self.open.store(true, Relaxed);
+        Ok(())
+    }
+}
+
+impl<S: Deref<Target = Store>> Drop for Hold<S> {
+    fn drop(&mut self) {
+        self.release();
+    }
+}
+
+/// A read that may end without anybody hearing of it.
+pub(crate) trait Ending: Send + Sync {
+    /// Lets go of its slots if the devices are done with it. Never waits.
+    fn release_if_ended(&self);
+}
+
+/// The reads that hold slots beyond a call.
+#[derive(Default)]
+pub(crate) struct OpenReads(Mutex<Vec<Weak<dyn Ending>>>);
+
+impl OpenReads {
+    pub(crate) fn add(&self, read: Weak<dyn Ending>) {
+        let mut reads = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        reads.retain(|read| read.strong_count() > 0);
+        reads.push(read);
+    }
+
+    /// Lets those that have ended go. Not under the index's lock, which they take.
+    pub(crate) fn settle(&self) {
+        let reads: Vec<Arc<dyn Ending>> = {
+            let reads = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            reads.iter().filter_map(Weak::upgrade).collect()
+        };
+        reads.iter().for_each(|read| read.release_if_ended());
+    }
+}

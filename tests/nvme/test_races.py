@@ -1,0 +1,156 @@
+"""Many openers of one new path at once: one wins, and nobody else's failure takes away what it has."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+import threading
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+from memascend import engine, nvme
+from memascend.errors import ConfigError, MemascendError, StorageError
+
+SIZE = 1 << 16
+
+
+def at_once(count, act):
+    """The results of `act(index)` on so many threads that begin together; a MemascendError is a result, too."""
+    gate, results = threading.Barrier(count), [None] * count
+
+    def run(index):
+        gate.wait()
+        try:
+            results[index] = act(index)
+        except MemascendError as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+@pytest.mark.parametrize("backend", ["io_uring", "threads"])
+def test_of_threads_that_open_one_new_path_one_has_it_and_keeps_it(tmp_path, backend):
+    for turn in range(12):
+        path = tmp_path / f"volume{turn}"
+        results = at_once(8, lambda _, path=path: nvme.open(path, size=SIZE, backend=backend))
+        won = [volume for volume in results if isinstance(volume, nvme.Volume)]
+        assert len(won) == 1, results
+        assert all(isinstance(result, StorageError) for result in results if result is not won[0]), results
+        with won[0] as volume:
+            volume.write(bytes([turn + 1]) * SIZE, 0).wait()
+        assert path.stat().st_size == SIZE, "the file is the winner's, and as long as it was made"
+        assert path.read_bytes() == bytes([turn + 1]) * SIZE
+
+
+def test_a_device_that_is_in_use_takes_nothing_of_the_others_along(tmp_path):
+    for turn in range(12):
+        paths = [tmp_path / f"{turn}.{index}" for index in range(2)]
+        orders = [paths, paths[::-1]]
+        results = at_once(6, lambda index, orders=orders: nvme.open(orders[index % 2], size=2 << 20))
+        with ExitStack() as closing:
+            won = [closing.enter_context(volume) for volume in results if isinstance(volume, nvme.Volume)]
+            assert len(won) <= 1, results
+            assert [path.exists() for path in paths] == [bool(won)] * 2, "both or none, as nobody else is there"
+            assert not won or all(path.stat().st_size == 1 << 20 for path in paths)
+
+
+def entries():
+    return [engine.Entry(name="weight", values=torch.full((64,), 7.0), state={})]
+
+
+@pytest.mark.parametrize("existing", ["refuse", "resume"])
+@pytest.mark.parametrize("place", ["file", "folder/"])
+def test_of_threads_that_make_one_store_one_has_it_and_it_stays(tmp_path, existing, place):
+    for turn in range(12):
+        path = f"{tmp_path}/{turn}{place}"
+
+        def train(_, path=path):
+            with engine.Store.create(path, entries(), existing=existing) as store:
+                made, step = store.created, store.step + 1
+                store.stage("weight", torch.full((64,), 8.0), step=step)
+                store.commit(step)
+                return made
+
+        results = at_once(6, train)
+        assert results.count(True) == 1, results
+        assert existing == "resume" or results.count(False) == 0, results
+        with engine.Store.open(path) as store:
+            # Each of those that had it made a step of its own.
+            assert store.step == results.count(True) + results.count(False)
+            assert torch.equal(store.read("weight")[0], torch.full((64,), 8.0))
+
+
+def test_of_processes_that_make_one_store_one_has_it_and_it_stays(tmp_path, python):
+    program = """
+        import os, sys
+        folder, count, turns = sys.argv[1], 4, 40
+        from memascend import nvme
+        from memascend.errors import MemascendError
+
+        def contend():
+            made = []
+            for turn in range(turns):
+                # Together, as far as that goes: all wait for the last to come.
+                open(f"{folder}/ready.{turn}.{os.getpid()}", "w").close()
+                while sum(name.startswith(f"ready.{turn}.") for name in os.listdir(folder)) < count:
+                    pass
+                try:
+                    volume = nvme.open(f"{folder}/volume.{turn}", size=1 << 16)
+                except MemascendError:
+                    continue
+                volume.write(os.getpid().to_bytes(8, "little") * 8192, 0).wait()
+                volume.close()
+                made.append(turn)
+            return made
+
+        children = []
+        for _ in range(count):
+            pid = os.fork()
+            if not pid:
+                try:
+                    contend()
+                    os._exit(0)
+                finally:
+                    os._exit(1)
+            children.append(pid)
+        assert all(os.waitpid(pid, 0)[1] == 0 for pid in children)
+        for turn in range(turns):
+            content = open(f"{folder}/volume.{turn}", "rb").read()
+            assert len(content) == 1 << 16, (turn, len(content))
+            assert content == content[:8] * 8192 and int.from_bytes(content[:8], "little") in children, turn
+    """
+    python(textwrap.dedent(program), tmp_path)
+
+
+def test_a_replacement_that_is_too_late_leaves_the_run_that_resumed(tmp_path):
+    for turn in range(12):
+        path = tmp_path / f"store{turn}"
+        engine.Store.create(path, entries()).close()
+
+        def act(index, path=path):
+            existing = "replace" if index % 2 else "resume"
+            with engine.Store.create(path, entries(), existing=existing) as store:
+                store.stage("weight", torch.full((64,), float(index)), step=store.step + 1)
+                store.commit(store.step + 1)
+                return index
+
+        results = at_once(6, act)
+        assert any(isinstance(result, int) for result in results), results
+        assert not any(isinstance(result, ConfigError) for result in results), results
+        with engine.Store.open(path) as store:
+            store.verify()
+            assert store.read("weight")[0][0].item() in [result for result in results if isinstance(result, int)]
+
+
+def test_a_store_that_fails_while_it_is_made_leaves_no_folder(tmp_path):
+    large = engine.Entry(name="w", values=torch.empty(1 << 39, device="meta"), state={})
+    with pytest.raises(StorageError, match="no room for"):
+        engine.Store.create(f"{tmp_path}/new/", [large], chunk_elements=1 << 20, fill=False)
+    assert os.listdir(tmp_path) == []

@@ -1,0 +1,272 @@
+"""Where a store lies: whose file it is, who may read it, what its path means, and what becomes of it meanwhile."""
+
+from __future__ import annotations
+
+import os
+import stat
+import warnings
+from contextlib import contextmanager, suppress
+
+import pytest
+import torch
+from torch import nn
+
+import memascend
+from memascend import engine, memory, nvme
+from memascend.errors import ConfigError, StorageError
+
+
+def entries(value=7.0):
+    return [engine.Entry(name="weight", values=torch.full((64,), value), state={})]
+
+
+def mode_of(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def offloaded(path, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(3)])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return memascend.offload(model, optimizer, storage=path, **options)
+
+
+def step(model, optimizer):
+    model(torch.ones(2, 64)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# --- private ---------------------------------------------------------------------------------------------
+
+
+def test_a_store_is_its_owners_alone_whatever_was_there(tmp_path):
+    empty = tmp_path / "empty"
+    empty.touch()
+    empty.chmod(0o666)
+    engine.Store.create(empty, entries()).close()
+    assert mode_of(empty) == 0o600
+
+    target, link = tmp_path / "target", tmp_path / "link"
+    target.touch()
+    target.chmod(0o644)
+    link.symlink_to(target)
+    engine.Store.create(link, entries()).close()
+    assert mode_of(target) == 0o600
+    assert link.is_symlink()
+
+    for existing in ("resume", "replace"):
+        empty.chmod(0o664)
+        engine.Store.create(empty, entries(), existing=existing).close()
+        assert mode_of(empty) == 0o600
+    empty.chmod(0o604)
+    engine.Store.open(empty).close()
+    assert mode_of(empty) == 0o600
+    # Less than that is the owner's own wish.
+    empty.chmod(0o400)
+    engine.Store.open(empty).close() if os.geteuid() == 0 else None
+    assert mode_of(empty) == 0o400
+
+
+def test_what_is_refused_keeps_its_mode_and_its_length(tmp_path, monkeypatch):
+    path = tmp_path / "store"
+    engine.Store.create(path, entries()).close()
+    path.chmod(0o644)
+    size = path.stat().st_size
+    other = [engine.Entry(name="other", values=torch.zeros(1 << 16), state={})]
+    with pytest.raises(ConfigError, match="does not fit"):
+        engine.Store.create(path, other, existing="resume")
+    assert (mode_of(path), path.stat().st_size) == (0o644, size)
+    empty = tmp_path / "empty"
+    empty.touch()
+    empty.chmod(0o664)
+    monkeypatch.chdir(tmp_path)
+    huge = [engine.Entry(name="w", values=torch.empty(1 << 39, device="meta"), state={})]
+    with pytest.raises(StorageError, match="no room"):
+        engine.Store.create("empty", huge, chunk_elements=1 << 20, fill=False)
+    assert (mode_of(empty), empty.stat().st_size) == (0o664, 0)
+
+
+def test_a_volume_leaves_modes_alone(tmp_path):
+    path = tmp_path / "volume"
+    path.touch()
+    path.chmod(0o664)
+    nvme.open(path, size=1 << 16).close()
+    assert mode_of(path) == 0o664
+
+
+@pytest.mark.root
+def test_a_file_of_somebody_else_is_refused_by_name(tmp_path):
+    path = tmp_path / "store"
+    path.touch()
+    os.chown(path, 1000, 1000)
+    path.chmod(0o666)
+    with pytest.raises(StorageError, match="belongs to user 1000") as error:
+        engine.Store.create(path, entries())
+    assert error.value.path == str(path)
+    assert (mode_of(path), path.stat().st_size) == (0o666, 0)
+    path.unlink()
+    engine.Store.create(path, entries()).close()
+    os.chown(path, 1000, 1000)
+    # To look at it, root may; to put something of its own in its place is another thing.
+    engine.Store.open(path).close()
+    with pytest.raises(StorageError, match="belongs to user 1000"):
+        engine.Store.create(path, entries(), existing="replace")
+    with engine.Store.open(path) as store:
+        assert torch.equal(store.read("weight")[0], torch.full((64,), 7.0))
+
+
+# --- what a path means -------------------------------------------------------------------------------------
+
+
+def test_a_path_that_ends_in_a_slash_is_a_folder_that_is_made(tmp_path):
+    model, optimizer = offloaded(f"{tmp_path}/new/")
+    step(model, optimizer)
+    optimizer.close()
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["memascend.store"]
+    model, optimizer = offloaded(f"{tmp_path}/new", existing="resume")
+    assert optimizer.steps == 1
+    optimizer.close()
+    with pytest.raises(StorageError, match="does not exist"):
+        engine.Store.create(f"{tmp_path}/no/where/", entries())
+    with pytest.raises(ConfigError, match="is a folder; name a file in it"):
+        nvme.open(f"{tmp_path}/other/", size=1 << 16)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new"]
+
+
+def test_home_is_found_wherever_a_path_is_given(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    nvme.open("~/volume", size=1 << 16).close()
+    engine.Store.create("~/store", entries()).close()
+    engine.Store.open(["~/store"]).close()
+    model, optimizer = offloaded("~/run", scratch="~")
+    step(model, optimizer)
+    optimizer.save("~/saved")
+    model.state_dict()
+    optimizer.close()
+    _, optimizer = offloaded(["~/again"], checkpoint="~/saved")
+    optimizer.close()
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(3)])
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    _, optimizer = memascend.offload(model, adam, storage="~/third", weights="~/saved")
+    optimizer.close()
+    assert sorted(os.listdir(tmp_path)) == ["again", "run", "saved", "store", "third", "volume"]
+
+
+# --- what becomes of it ---------------------------------------------------------------------------------------
+
+
+def open_files():
+    """What the descriptors of this process refer to."""
+    places = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            places.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    return places
+
+
+@contextmanager
+def warned(*matches):
+    """Exactly these warnings, in this order."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    texts = [str(warning.message) for warning in caught]
+    assert len(texts) == len(matches), texts
+    assert all(match in text for match, text in zip(matches, texts, strict=True)), texts
+
+
+def delete(path):
+    path.unlink()
+    return "was deleted"
+
+
+def move(path):
+    path.rename(path.with_name("elsewhere"))
+    return "was moved"
+
+
+def replace(path):
+    path.unlink()
+    path.write_bytes(b"somebody else's")
+    return "is now another file"
+
+
+@pytest.mark.parametrize(
+    ("happen", "durability"), [(delete, "step"), (delete, "none"), (move, "step"), (replace, "close")]
+)
+def test_a_file_that_loses_its_name_is_told_once_and_at_the_end(tmp_path, monkeypatch, happen, durability):
+    monkeypatch.chdir(tmp_path)
+    model, optimizer = offloaded("run", durability=durability)
+    with warned():
+        step(model, optimizer)
+        # Where the process is does not matter.
+        os.chdir("/")
+        step(model, optimizer)
+    what = happen(tmp_path / "run")
+    with warned(what):
+        step(model, optimizer)
+        step(model, optimizer)
+    with warned():
+        optimizer.save(tmp_path / "saved")
+    trained = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(StorageError, match=what) as error:
+        optimizer.close()
+    assert error.value.path == "run"
+    assert not [place for place in open_files() if place.startswith(str(tmp_path))], "let go of all the same"
+    optimizer.close()
+    if happen is replace:
+        assert (tmp_path / "run").read_bytes() == b"somebody else's"
+    model, optimizer = offloaded(tmp_path / "again", checkpoint=tmp_path / "saved")
+    assert optimizer.steps == 4
+    assert all(torch.equal(value, trained[name]) for name, value in model.state_dict().items())
+    optimizer.close()
+    if happen is move:
+        model, optimizer = offloaded(tmp_path / "elsewhere", existing="resume")
+        assert optimizer.steps == 4
+        optimizer.close()
+
+
+def test_a_second_of_several_files_is_missed_too(tmp_path):
+    paths = [tmp_path / "one", tmp_path / "two"]
+    model, optimizer = offloaded(paths)
+    step(model, optimizer)
+    paths[1].unlink()
+    with warned(f"{paths[1]} was deleted"):
+        step(model, optimizer)
+    with pytest.raises(StorageError, match="was deleted"):
+        optimizer.close()
+
+
+def test_a_temporary_file_has_no_name_to_lose():
+    model, optimizer = offloaded(None)
+    with warned():
+        step(model, optimizer)
+        model.state_dict()
+        optimizer.close()
+
+
+# --- memory that nobody asked for -------------------------------------------------------------------------------
+
+
+def test_a_store_brings_no_memory_for_copies(tmp_path):
+    def copies():
+        return [region for region in memory.regions() if "unaligned" in region["owner"]]
+
+    before = copies()
+    path = tmp_path / "run"
+    model, optimizer = offloaded(path)
+    step(model, optimizer)
+    model.state_dict()
+    optimizer.save(tmp_path / "saved")
+    assert copies() == before, "made and trained"
+    optimizer.close()
+    model, optimizer = offloaded(path, existing="resume")
+    step(model, optimizer)
+    assert copies() == before, "resumed and trained"
+    optimizer.close()
+    with engine.Store.open(path) as store:
+        store.verify()
+        assert copies() == before, "opened and verified"
