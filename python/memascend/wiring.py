@@ -13,6 +13,7 @@ from memascend.bodiless import embody
 from memascend.buffers import move_buffers
 from memascend.gates import Frames, close_gates, open_gates
 from memascend.gradients import Gradients
+from memascend.graphs import refuse_graphs
 from memascend.heap import Heap
 from memascend.optimizer import OffloadedOptimizer
 from memascend.placeholder import Place
@@ -83,7 +84,12 @@ class Wiring:
         )
         watch = AutocastWatch([owned.parameter for owned in self.owned.values()], self._device.type)
 
+        # Elsewhere torch makes none.
+        on_device = resources.units.device is not None
+
         def entered(module: torch.nn.Module) -> None:
+            if on_device and not frames.stack:
+                refuse_graphs(module, whole=module is model)
             watch.look()
             gradients.entered(module)
 
@@ -152,6 +158,7 @@ class Wiring:
             lookahead=max(0, plan.window - 1),
             slots=plan.classes,
             used=memory.used,
+            require=None if memory.device is None else memory.device.require_no_capture,
         )
         for unit in self.units:
             home = residency.add(unit.name, self.unit_bytes[unit.name], pinned=unit.pinned)
