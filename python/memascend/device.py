@@ -22,7 +22,7 @@ __all__ = ["CAPTURED", "Copy", "Cuda", "Device", "failures_named", "open_device"
 
 CAPTURED = (
     "an offloaded model cannot be captured into a CUDA graph: its weights are at other addresses each time, and a "
-    "replay would compute with what lies there then; capture what does not touch its parameters, or run it without a graph"
+    "replay would compute with what lies there then; capture what does not touch its parameters, or run it without"
 )
 
 

@@ -17,6 +17,7 @@ from memascend.graphs import refuse_graphs
 from memascend.heap import Heap
 from memascend.optimizer import OffloadedOptimizer
 from memascend.placeholder import Place
+from memascend.recurrent import Flattening
 from memascend.residency import Residency
 from memascend.scaling import LossScale
 from memascend.session import Session
@@ -99,8 +100,11 @@ class Wiring:
         modules = [module for module, _ in gates]
         scale = self._scale(store)
 
+        flattening = Flattening(model)
+
         def leave() -> None:
             close_gates(modules)
+            flattening.resume()
             model.__dict__.pop("_memascend", None)
 
         surgery = residency.surgery = Surgery(self.model, residency, self.scratch)
@@ -123,6 +127,8 @@ class Wiring:
 
         def enter() -> None:
             open_gates(model, gates, residency, frames)
+            if on_device:
+                flattening.stop()
             model.__dict__["_memascend"] = offloaded
 
         session.checkpoint = options.checkpoint

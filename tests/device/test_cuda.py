@@ -208,6 +208,74 @@ def test_attention_kernels(tmp_path, device, dtype, compiled):
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("kind", [torch.nn.LSTM, torch.nn.GRU])
+def test_recurrent_modules_are_moved_to_where_they_are(tmp_path, device, kind):
+    """Torch would put their weights in one chunk: they stay in their units, and cuDNN's warning is not heard."""
+    x = torch.randn(4, 8, 64, generator=torch.Generator().manual_seed(1)).to(device)
+    found = []
+    for moves in (False, True):
+        torch.manual_seed(0)
+        model = kind(64, 64, num_layers=2, batch_first=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model, optimizer = memascend.offload(
+            model, optimizer, storage=tmp_path, existing="replace", device=device, gradients="fused"
+        )
+        with optimizer:
+            seen = []
+            for _ in range(3):
+                if moves:
+                    assert model.to("cuda") is model
+                    model.flatten_parameters()
+                loss = model(x)[0].square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                seen.append(loss.item())
+        found.append(seen)
+    assert found[0] == found[1]
+
+
+def test_a_capture_is_refused_and_ends_well(tmp_path, device, data, expected):
+    """The forward is refused within a capture, and the run goes on."""
+    model, optimizer = begun(tmp_path, device)
+    with optimizer:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            # Of an empty graph torch warns.
+            data[0].add(1)
+            with pytest.raises(memascend.UsageError, match="CUDA graph"):
+                next_token(model, data[0])
+        assert losses(model, optimizer, data) == expected
+
+
+def test_other_code_is_captured_while_units_come(tmp_path, device, data, expected):
+    """The thread that brings units asks after its copies all the time, which would end a capture of anybody's."""
+    model, optimizer = begun(tmp_path, device)
+    x = torch.ones(1024, device=device)
+    with optimizer:
+        found = []
+        for index in range(3):
+            found.append(step(model, optimizer, data[index]))
+            graph = torch.cuda.CUDAGraph()
+            # The first units of the next step are on their way.
+            with torch.cuda.graph(graph):
+                y = x
+                for _ in range(200):
+                    y = y * 1.0 + 1.0
+            graph.replay()
+            assert bool((y == 201).all())
+    assert found == expected
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_compiled_code_that_would_be_captured(tmp_path, device, data, mode):
+    model, optimizer = begun(tmp_path, device)
+    with optimizer:
+        model.blocks[0].compile(mode=mode)
+        with pytest.raises(memascend.UsageError, match="max-autotune-no-cudagraphs"):
+            next_token(model, data[0])
+
+
 LOST = """
 import sys
 import torch
