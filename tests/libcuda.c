@@ -48,4 +48,12 @@ int cuMemHostUnregister(void *start) {
     note("unregister", start, retained);
     return 0;
 }
+int cuThreadExchangeStreamCaptureMode(int *mode) {
+    static _Thread_local int now;
+    int before = now;
+    now = *mode;
+    *mode = before;
+    note("capture", 0, (size_t)now);
+    return 0;
+}
 int fakeRetained(void) { return retained; }

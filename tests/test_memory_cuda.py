@@ -125,6 +125,24 @@ del region
     assert log[0][0] == log[1][0]
 
 
+def test_a_thread_has_no_part_in_captures(cuda):
+    """It is said once, of the thread that says it; without the driver there is nobody to tell."""
+    _, log = cuda(
+        """
+from memascend.memory import ignore_captures
+assert not ignore_captures()
+"""
+        + LOADED
+        + """
+assert ignore_captures()
+mode = ctypes.c_int(0)
+driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+assert mode.value == 1, "not the driver's mode for one thread alone"
+"""
+    )
+    assert [(line[1], line[3]) for line in log] == [("capture", "1"), ("capture", "0")]
+
+
 @pytest.mark.gpu
 def test_a_real_device_copies_from_a_region():
     import torch

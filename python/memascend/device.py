@@ -6,17 +6,24 @@ and copies in either direction have their own. A `Copy` is how one is ordered af
 
 from __future__ import annotations
 
+import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from memascend.errors import ConfigError, DeviceError, MemascendError
+from memascend.errors import ConfigError, DeviceError, MemascendError, UsageError
+from memascend.memory import ignore_captures
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-__all__ = ["Copy", "Cuda", "Device", "failures_named", "open_device"]
+__all__ = ["CAPTURED", "Copy", "Cuda", "Device", "failures_named", "open_device"]
+
+CAPTURED = (
+    "an offloaded model cannot be captured into a CUDA graph: its weights are at other addresses each time, and a "
+    "replay would compute with what lies there then; capture what does not touch its parameters, or run it without"
+)
 
 
 class Copy(Protocol):
@@ -45,6 +52,19 @@ class Device(Protocol):
 
     def lent(self, memory: torch.Tensor, start: int, nbytes: int, owner: Any) -> torch.Tensor:
         """A tensor with a storage of its own on a part of `memory`; the last view of it lets go of `owner`."""
+
+    def keep_for(self, memory: torch.Tensor, stream: Any) -> None:
+        """A stream uses `memory`: once it is let go, it is nobody else's before what the stream does then is over."""
+
+    def enter_thread(self) -> None:
+        """Called by a thread of ours before anything else here; again is fine."""
+
+    def require_no_capture(self) -> None:
+        """Refuse to go on where the caller's stream is being captured into a CUDA graph.
+
+        Raises:
+            UsageError: it is.
+        """
 
     def stream(self) -> Any:
         """The stream that the caller computes on."""
@@ -118,13 +138,13 @@ class _Lent:
 
 
 class _Event:
-    """A `Copy` on CUDA."""
+    """A `Copy` on CUDA. Who waits for it sleeps: a wait that spins takes a processor from whoever computes."""
 
     __slots__ = ("_device", "event")
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
         self._device = device
-        self.event = torch.cuda.Event()
+        self.event = torch.cuda.Event(blocking=True)
         self.event.record(stream)
 
     def done(self) -> bool:
@@ -146,10 +166,13 @@ class Cuda:
         # One for each direction: a device copies both ways at once.
         self._inward = torch.cuda.Stream(device)
         self._outward = torch.cuda.Stream(device)
+        self._thread = threading.local()
 
     def memory(self, nbytes: int) -> torch.Tensor:
         """See `Device`."""
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+        self.keep_for(memory, self._inward)
+        return memory
 
     def free(self) -> int:
         """See `Device`."""
@@ -159,6 +182,25 @@ class Cuda:
     def lent(self, memory: torch.Tensor, start: int, nbytes: int, owner: Any) -> torch.Tensor:
         """See `Device`."""
         return torch.as_tensor(_Lent(memory.data_ptr() + start, nbytes, owner), device=self.torch_device)
+
+    def keep_for(self, memory: torch.Tensor, stream: torch.cuda.Stream) -> None:
+        """See `Device`. What torch's allocator hands out anew waits for the stream that it was made on alone."""
+        memory.record_stream(stream)
+
+    def enter_thread(self) -> None:
+        """See `Device`."""
+        if getattr(self._thread, "entered", False):
+            return
+        # A new thread is on the first device, and what asks for the current one would make a context there.
+        torch.cuda.set_device(self.torch_device)
+        # What it asks of events would end a capture that goes on anywhere in the process.
+        ignore_captures()
+        self._thread.entered = True
+
+    def require_no_capture(self) -> None:
+        """See `Device`."""
+        if torch.cuda.is_current_stream_capturing():
+            raise UsageError(CAPTURED)
 
     def stream(self) -> torch.cuda.Stream:
         """See `Device`."""
@@ -186,9 +228,11 @@ class Cuda:
     def _copied(
         self, stream: torch.cuda.Stream, source: torch.Tensor, target: torch.Tensor, after: Sequence[Copy]
     ) -> Copy:
-        with torch.cuda.stream(stream), torch.no_grad():
+        # The device first: a stream's context ends by going back to the device that was current, which may have no
+        # context yet and would get one.
+        with torch.cuda.device(self.torch_device), torch.cuda.stream(stream), torch.no_grad():
             for copy in after:
                 # On this stream, which is the current one here.
                 copy.order()
             target.copy_(source, non_blocking=True)
-        return _Event(self.torch_device, stream)
+            return _Event(self.torch_device, stream)

@@ -2,7 +2,8 @@
 
 A lease belongs to its storage, as on the host. The host's part of a use ends with the last view; the device may still
 compute with the bytes then. So a slot comes back with marks on the streams that used it, and what is copied into it
-next comes after these: nobody waits for that on the host.
+next comes after these: nobody waits for that on the host. A fresh slot has a mark, too, for its memory may be that of
+somebody whose work has not ended.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ class _Slot:
 
     __slots__ = ("after", "nbytes", "start")
 
-    def __init__(self, start: int, nbytes: int) -> None:
+    def __init__(self, start: int, nbytes: int, after: Copy) -> None:
         self.start = start
         self.nbytes = nbytes
         # What has to be over before anything is written here.
-        self.after: list[Copy] = []
+        self.after = [after]
 
 
 class _Hold:
@@ -88,12 +89,19 @@ class DeviceArena:
         self._counts = dict(classes)
         self.reserved_bytes = sum(whole_pages(bound) * count for bound, count in classes.items())
         self._memory = self._taken()
+        # It may be a block that was let go a moment ago, and torch may fill it with NaN: both on the stream that asked,
+        # which the streams for copies know nothing of.
+        with failures_named(device):
+            taken_on = device.stream()
+            taken = device.mark(taken_on)
+        # Those that the memory is not another's before, when it is let go.
+        self._kept_for: set[Any] = {taken_on}
         self._free: dict[int, list[_Slot]] = {}
         at = 0
         for bound in self._bounds:
             slots = self._free[bound] = []
             for _ in range(classes[bound]):
-                slots.append(_Slot(at, bound))
+                slots.append(_Slot(at, bound, taken))
                 at += whole_pages(bound)
         # By the address of its storage.
         self._lent: dict[int, _Slot] = {}
@@ -158,6 +166,10 @@ class DeviceArena:
             stream = self._device.stream()
         if streams is None or stream in streams:
             return False
+        if stream not in self._kept_for:
+            with failures_named(self._device):
+                self._device.keep_for(self._memory, stream)
+            self._kept_for.add(stream)
         streams[stream] = None
         return True
 

@@ -102,11 +102,17 @@ class DeviceEngine:
         if gradient.device != self._device.torch_device:
             # Values that are written back: the engine reaches them.
             return gradient
+        self._device.require_no_capture()
         with torch.no_grad(), failures_named(self._device):
             data = gradient.detach().as_strided((gradient.numel(),), (1,)).view(torch.uint8)
             # What made it is on the stream of whoever hands it over.
             held = _Gradient(data, self._device.mark(self._device.stream()))
-        return Lent(gradient, partial(self._window, held), held.after.order)
+        return Lent(gradient, partial(self._window, held), partial(self._order, held))
+
+    def _order(self, gradient: _Gradient) -> None:
+        """Let what the engine's thread computes come after what made a gradient."""
+        self._device.enter_thread()
+        gradient.after.order()
 
     def _window(self, gradient: _Gradient, start: int, nbytes: int) -> tuple[int, int, int]:
         """Where bytes of a gradient are in host memory: an address, the first byte there, and how many."""
@@ -115,6 +121,7 @@ class DeviceEngine:
         if not span:
             raise UsageError(f"a chunk of {nbytes} bytes of a gradient does not fit a window of {self._bytes}")
         with self._lock, failures_named(self._device):
+            self._device.enter_thread()
             window = next(
                 (
                     window

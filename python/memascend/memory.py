@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["Arena", "ChunkRing", "Layout", "Lease", "Region", "layout", "limits", "regions"]
+__all__ = ["Arena", "ChunkRing", "Layout", "Lease", "Region", "ignore_captures", "layout", "limits", "regions"]
 
 
 class Region:
@@ -294,6 +294,15 @@ class Layout:
 
     def __repr__(self) -> str:
         return f"Layout(asked={self.asked}, reserved={self.reserved})"
+
+
+def ignore_captures() -> bool:
+    """Let what this thread does from now on leave alone what other threads capture into CUDA graphs.
+
+    Else a capture fails as soon as this one asks whether a copy is over. Whether that could be said to the driver;
+    where the process has not loaded it, nobody captures.
+    """
+    return _core.ignore_captures()
 
 
 def layout(classes: Mapping[int, int]) -> Layout:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -28,6 +28,7 @@ from memascend.placeholder import dense_strides
 from memascend.places import folders_of, scratch_of, temporary
 from memascend.plan import make_plan
 from memascend.progress import Progress
+from memascend.recurrent import copied_bytes
 from memascend.session import Resources
 from memascend.staging import CHUNKS
 from memascend.unit_memory import DeviceUnits, HostUnits
@@ -241,6 +242,8 @@ class _Offloading:
             update_values=self.arithmetic.update_values,
             budget=options.host_bytes,
         )
+        if self.staged:
+            plan = replace(plan, recurrent_bytes=copied_bytes(self.model))
         return units, entries, plan
 
     def run(self) -> tuple[torch.nn.Module, OffloadedOptimizer]:

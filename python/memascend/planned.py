@@ -46,6 +46,8 @@ class Plan:
         written_bytes: per step, by kind.
         saved_bytes: reads of a step that the budget saves beyond the comfortable one.
         savable_bytes: reads of a step that the ample budget would save in addition.
+        recurrent_bytes: what cuDNN copies of the weights of LSTM, GRU and RNN modules, each from its forward to its
+            backward; torch's own memory of the device, and in no budget.
     """
 
     units: tuple[Unit, ...]
@@ -76,6 +78,7 @@ class Plan:
     written_bytes: dict[str, int]
     saved_bytes: int
     savable_bytes: int
+    recurrent_bytes: int = 0
 
     def larger_budget(self, nbytes: int) -> int:
         """The next budget to try where the model holds more units together than a plan can know, `nbytes` at least."""
@@ -114,6 +117,10 @@ def _table(plan: Plan) -> str:
     if plan.device:
         lines += ["", f"Device memory: {readable(plan.device_peak)} of a budget of {readable(plan.device_budget)}"]
         lines += _rows([(owner, readable(nbytes), _note(plan, owner)) for owner, nbytes in plan.device.items()])
+    if plan.recurrent_bytes:
+        lines.append(
+            f"  beside it cuDNN copies recurrent weights, each until its backward: {readable(plan.recurrent_bytes)}"
+        )
     lines += ["", f"Storage: {readable(plan.disk_bytes)}"]
     lines += ["", "Each step moves" + (", in bytes for each parameter" if elements else "")]
     rows = []

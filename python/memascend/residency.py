@@ -56,6 +56,7 @@ class Residency:
         lookahead: int,
         slots: dict[int, int],
         used: Callable[[torch.Tensor], None] | None = None,
+        require: Callable[[], None] | None = None,
     ) -> None:
         """Begin with nothing resident.
 
@@ -66,10 +67,12 @@ class Residency:
             lookahead: how many units ahead of the one in use are fetched.
             slots: the arena's classes, {bytes: count}.
             used: hears of a unit's bytes each time that somebody is about to compute with them.
+            require: refuses, before anything is done, where nobody may compute with them.
         """
         self._arena = arena
         self._begin = begin
         self._used = used
+        self._require = require
         self._busy = busy
         self._lookahead = lookahead
         self._classes = sorted(slots)
@@ -109,6 +112,8 @@ class Residency:
 
     def bind(self, home: Home) -> None:
         """Make a unit's parameters real. Every call is ended by `unbind`."""
+        if self._require is not None:
+            self._require()
         with self.lock:
             self.turns.wait_to_bind()
             if home.bound == 0:
@@ -392,6 +397,8 @@ class Residency:
 
     def storage_of(self, home: Home, version: int) -> torch.UntypedStorage:
         """The bytes of a unit as they were at `version`."""
+        if self._require is not None:
+            self._require()
         with self.lock:
             if home.version != version:
                 raise UsageError(

@@ -157,6 +157,8 @@ class Session:
     def step(self) -> None:
         """Commit the step, or skip it where a scaled gradient overflowed."""
         self.require_open()
+        if self.resources.units.device is not None:
+            self.resources.units.device.require_no_capture()
         if self.frames.inside:
             raise UsageError(
                 "step() was called inside of the model's forward, which uses the parameters; call it after"

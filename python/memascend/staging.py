@@ -48,14 +48,13 @@ class Parts(Protocol):
 class _Unit:
     """A unit on its way. Guarded by the staging's lock."""
 
-    __slots__ = ("address", "after", "base", "cancelled", "copied", "error", "held", "last", "next", "parts", "places")
+    __slots__ = ("address", "base", "cancelled", "copied", "error", "held", "last", "next", "parts", "places")
 
-    def __init__(self, parts: Parts, base: torch.Tensor, after: Sequence[Copy]) -> None:
+    def __init__(self, parts: Parts, base: torch.Tensor) -> None:
         self.parts: Parts | None = parts
         self.places = parts.places()
         self.base: torch.Tensor | None = base
         self.address = base.data_ptr()
-        self.after = list(after)
         self.next = 0
         self.copied = 0
         # The copies of a device in one direction are in order: after the last one they all are.
@@ -123,7 +122,7 @@ class Staging:
             device: where they go.
             chunks: pinned uint8 tensors of equal size, which begin on pages.
             parts_of: the parts of a unit by its name, of at most so many bytes each.
-            after: what has to be over before a lease is written to.
+            after: what has to be over before a lease is written to; told once, and asked on the thread.
         """
         self._device = device
         self._chunk_bytes = chunks[0].nbytes
@@ -146,7 +145,7 @@ class Staging:
 
     def begin(self, name: str, base: torch.Tensor) -> Staged:
         """Begin to bring a unit, as the last commit left it, into a lease on the device."""
-        unit = _Unit(self._parts_of(name, self._chunk_bytes), base, self._after(base))
+        unit = _Unit(self._parts_of(name, self._chunk_bytes), base)
         with self._changed:
             self._require_working()
             self._waiting.append(unit)
@@ -213,6 +212,7 @@ class Staging:
     def _serve(self) -> None:
         try:
             with failures_named(self._device):
+                self._device.enter_thread()
                 self._work()
         except BaseException as error:  # noqa: BLE001
             # A device that is lost, most likely: whoever waits hears of it, and so does whoever comes later.
@@ -280,8 +280,9 @@ class Staging:
                 self._free.append(chunk)
                 self._ended(unit, None)
                 return
-            # Before the first part alone: later copies come after the first one anyway.
-            after, unit.after = unit.after, []
+            # Not before a copy is begun: what is told is forgotten, and a unit may be dropped on its way. Later copies
+            # come after the first one anyway.
+            after = self._after(base) if unit.last is None else ()
             with failures_named(self._device):
                 copy = self._device.bring(chunk.memory[:nbytes], base[start : start + nbytes], after)
         except BaseException as error:  # noqa: BLE001

@@ -13,9 +13,11 @@ from memascend.bodiless import embody
 from memascend.buffers import move_buffers
 from memascend.gates import Frames, close_gates, open_gates
 from memascend.gradients import Gradients
+from memascend.graphs import refuse_graphs
 from memascend.heap import Heap
 from memascend.optimizer import OffloadedOptimizer
 from memascend.placeholder import Place
+from memascend.recurrent import Flattening
 from memascend.residency import Residency
 from memascend.scaling import LossScale
 from memascend.session import Session
@@ -83,7 +85,12 @@ class Wiring:
         )
         watch = AutocastWatch([owned.parameter for owned in self.owned.values()], self._device.type)
 
+        # Elsewhere torch makes none.
+        on_device = resources.units.device is not None
+
         def entered(module: torch.nn.Module) -> None:
+            if on_device and not frames.stack:
+                refuse_graphs(module, whole=module is model)
             watch.look()
             gradients.entered(module)
 
@@ -93,8 +100,11 @@ class Wiring:
         modules = [module for module, _ in gates]
         scale = self._scale(store)
 
+        flattening = Flattening(model)
+
         def leave() -> None:
             close_gates(modules)
+            flattening.resume()
             model.__dict__.pop("_memascend", None)
 
         surgery = residency.surgery = Surgery(self.model, residency, self.scratch)
@@ -117,6 +127,8 @@ class Wiring:
 
         def enter() -> None:
             open_gates(model, gates, residency, frames)
+            if on_device:
+                flattening.stop()
             model.__dict__["_memascend"] = offloaded
 
         session.checkpoint = options.checkpoint
@@ -152,6 +164,7 @@ class Wiring:
             lookahead=max(0, plan.window - 1),
             slots=plan.classes,
             used=memory.used,
+            require=None if memory.device is None else memory.device.require_no_capture,
         )
         for unit in self.units:
             home = residency.add(unit.name, self.unit_bytes[unit.name], pinned=unit.pinned)

@@ -36,7 +36,7 @@ def device(request, monkeypatch):
         yield torch.device("cuda", torch.cuda.current_device())
         torch.use_deterministic_algorithms(False)
         return
-    made = Posing()
+    made = Posing(fills=0.05)
     monkeypatch.setattr(devices, "open_device", lambda _: made)
     # Which knows of CUDA alone.
     monkeypatch.setattr(config.Options, "where", torch.device("cuda"))

@@ -1,5 +1,6 @@
 """What only a real CUDA device can show: streams, waits, registered memory, attention kernels, a lost context."""
 
+import gc
 import os
 import sys
 
@@ -98,6 +99,52 @@ def test_the_host_waits_for_no_computation_in_a_forward(tmp_path, device, data):
         optimizer.step()
 
 
+def busy(device):
+    """Let the current stream have something to do for seconds."""
+    torch.cuda._sleep(4_000_000_000)
+    assert not torch.cuda.current_stream(device).query()
+
+
+def test_the_first_copies_come_after_what_the_memory_was_used_for(tmp_path, device, data, expected):
+    """The arena gets a block that was let go while the stream has yet to write to it."""
+    _, optimizer = begun(tmp_path, device)
+    with optimizer:
+        nbytes = optimizer._session.resources.units.arena.reserved_bytes
+    torch.cuda.synchronize()
+    gc.collect()
+    torch.cuda.empty_cache()
+    block = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    address = block.data_ptr()
+    busy(device)
+    block.fill_(255)
+    del block
+    model, optimizer = begun(tmp_path, device, existing="replace")
+    with optimizer:
+        arena = optimizer._session.resources.units.arena
+        assert arena._memory.data_ptr() == address, "it got other memory, which shows nothing"
+        assert not torch.cuda.current_stream(device).query(), "offload() waited for the stream, which shows nothing"
+        assert losses(model, optimizer, data) == expected
+
+
+def test_memory_is_kept_for_the_streams_that_use_it(tmp_path, device, data, expected):
+    """What a stream of the user has yet to compute, after the run was closed, nobody writes under."""
+    model, optimizer = begun(tmp_path, device, device_memory="1GiB")
+    nbytes = optimizer._session.resources.units.arena.reserved_bytes
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with optimizer, torch.cuda.stream(side), torch.no_grad():
+        # Kernels are loaded by a first call, and that may wait.
+        next_token(model, data[0])
+        busy(device)
+        loss = next_token(model, data[0])
+    del model, optimizer
+    gc.collect()
+    torch.empty(nbytes, dtype=torch.uint8, device=device).fill_(255)
+    assert not side.query(), "close() waited for the stream, which shows nothing"
+    side.synchronize()
+    assert loss.item() == expected[0]
+
+
 def test_real_parameters_for_a_while(tmp_path, device, data, expected):
     """They lie on the host, since all of them need not fit the device; afterwards they are there again."""
     model, optimizer = begun(tmp_path, device)
@@ -159,6 +206,74 @@ def test_attention_kernels(tmp_path, device, dtype, compiled):
         found.append(seen)
     optimizer.close()
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("kind", [torch.nn.LSTM, torch.nn.GRU])
+def test_recurrent_modules_are_moved_to_where_they_are(tmp_path, device, kind):
+    """Torch would put their weights in one chunk: they stay in their units, and cuDNN's warning is not heard."""
+    x = torch.randn(4, 8, 64, generator=torch.Generator().manual_seed(1)).to(device)
+    found = []
+    for moves in (False, True):
+        torch.manual_seed(0)
+        model = kind(64, 64, num_layers=2, batch_first=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model, optimizer = memascend.offload(
+            model, optimizer, storage=tmp_path, existing="replace", device=device, gradients="fused"
+        )
+        with optimizer:
+            seen = []
+            for _ in range(3):
+                if moves:
+                    assert model.to("cuda") is model
+                    model.flatten_parameters()
+                loss = model(x)[0].square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                seen.append(loss.item())
+        found.append(seen)
+    assert found[0] == found[1]
+
+
+def test_a_capture_is_refused_and_ends_well(tmp_path, device, data, expected):
+    """The forward is refused within a capture, and the run goes on."""
+    model, optimizer = begun(tmp_path, device)
+    with optimizer:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            # Of an empty graph torch warns.
+            data[0].add(1)
+            with pytest.raises(memascend.UsageError, match="CUDA graph"):
+                next_token(model, data[0])
+        assert losses(model, optimizer, data) == expected
+
+
+def test_other_code_is_captured_while_units_come(tmp_path, device, data, expected):
+    """The thread that brings units asks after its copies all the time, which would end a capture of anybody's."""
+    model, optimizer = begun(tmp_path, device)
+    x = torch.ones(1024, device=device)
+    with optimizer:
+        found = []
+        for index in range(3):
+            found.append(step(model, optimizer, data[index]))
+            graph = torch.cuda.CUDAGraph()
+            # The first units of the next step are on their way.
+            with torch.cuda.graph(graph):
+                y = x
+                for _ in range(200):
+                    y = y * 1.0 + 1.0
+            graph.replay()
+            assert bool((y == 201).all())
+    assert found == expected
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_compiled_code_that_would_be_captured(tmp_path, device, data, mode):
+    model, optimizer = begun(tmp_path, device)
+    with optimizer:
+        model.blocks[0].compile(mode=mode)
+        with pytest.raises(memascend.UsageError, match="max-autotune-no-cudagraphs"):
+            next_token(model, data[0])
 
 
 LOST = """

@@ -62,12 +62,12 @@ def registered() -> torch.device:
 class Posing(Fake):
     """A `Device` whose memory is that device's."""
 
-    def __init__(self, delay=0.0005):
-        super().__init__(delay)
+    def __init__(self, delay=0.0005, fills=0.0):
+        super().__init__(delay, fills)
         self.torch_device = registered()
 
     def memory(self, nbytes):
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+        return self.fill(torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device))
 
     def lent(self, memory, start, nbytes, owner):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(owner))

@@ -9,7 +9,7 @@ from memascend import config, device
 
 @pytest.fixture
 def fake(monkeypatch):
-    made = Fake()
+    made = Fake(fills=0.05)
     monkeypatch.setattr(device, "open_device", lambda _: made)
     # Whatever a call asks for, it is asked of this one.
     monkeypatch.setattr(config.Options, "where", torch.device("cuda"))

@@ -3,6 +3,9 @@
 Computing is the caller's own thread, so that its "stream" is whatever it does next, and to come after a copy is to wait
 for it. Copies run on one thread for each direction, later than they were asked for. What is being copied is spoilt at
 its target at once: who does not order what it does after the copy sees it. What nobody holds is spoilt as well.
+
+With `fills`, new memory is that of somebody whose work has not ended: it is spoilt that much later, on the stream of
+whoever asked for it. Marks come after that, as all that is begun there.
 """
 
 from __future__ import annotations
@@ -13,6 +16,9 @@ import threading
 import time
 
 import torch
+
+from memascend.device import CAPTURED
+from memascend.errors import UsageError
 
 # NaN in every floating type, and nothing that an integer is likely to be.
 SPOILT = 0xFF
@@ -81,17 +87,32 @@ class Fake:
 
     torch_device = torch.device("cpu")
 
-    def __init__(self, delay=0.0005):
+    def __init__(self, delay=0.0005, fills=0.0):
         self.inward, self.outward = Direction(delay), Direction(delay)
+        # What was begun on the stream that computes, and is not over.
+        self.computing = Direction(fills)
+        self.begun = Work()
         self.brought = self.taken = 0
         self.marks = 0
+        # Streams that memory is kept for, and threads that came in.
+        self.kept_for = []
+        self.threads = set()
+        # Whether the stream that computes is being captured into a graph.
+        self.captures = False
         # Lets a test make a copy fail.
         self.fails = None
 
     def memory(self, nbytes):
         whole = torch.full((nbytes + 4096,), SPOILT, dtype=torch.uint8)
         start = -whole.data_ptr() % 4096
-        return whole[start : start + nbytes]
+        return self.fill(whole[start : start + nbytes])
+
+    def fill(self, memory):
+        """Spoil memory, later."""
+        if self.computing.delay:
+            self.begun = Work(lambda: memory.fill_(SPOILT))
+            self.computing.waiting.put(self.begun)
+        return memory
 
     def lent(self, memory, start, nbytes, owner):
         bytes_there = (ctypes.c_uint8 * nbytes).from_address(memory.data_ptr() + start)
@@ -99,14 +120,24 @@ class Fake:
         bytes_there.owner = owner
         return torch.frombuffer(bytes_there, dtype=torch.uint8)
 
+    def keep_for(self, memory, stream):
+        self.kept_for.append((memory.data_ptr(), stream))
+
+    def enter_thread(self):
+        self.threads.add(threading.current_thread().name)
+
+    def require_no_capture(self):
+        if self.captures:
+            raise UsageError(CAPTURED)
+
     def stream(self):
         return "the only one"
 
     def mark(self, stream):
         assert stream == "the only one"
         self.marks += 1
-        # Whatever the caller computed is over when it returns.
-        return Work()
+        # Whatever the caller's thread computed is over when it returns.
+        return self.begun
 
     def bring(self, source, target, after):
         if self.fails is not None:
@@ -130,7 +161,7 @@ class Fake:
         return 0, 0
 
     def end(self):
-        for direction in (self.inward, self.outward):
+        for direction in (self.inward, self.outward, self.computing):
             direction.waiting.put(None)
             direction.thread.join(60)
             assert not direction.thread.is_alive()

@@ -2,6 +2,7 @@
 //!
 //! Only a process that computes with CUDA has a context, and registering makes sense only there. So nothing here
 //! creates one: the current context is used, else the primary context that the process already holds on some device.
+//! And a thread of ours can leave alone what other threads capture into CUDA graphs.
 
 use std::{
     ffi::{CStr, c_char, c_int, c_uint, c_void},
@@ -10,6 +11,8 @@ use std::{
 
 /// `CU_MEMHOSTREGISTER_PORTABLE`: pinned for every context, whichever device computes.
 const REGISTER_PORTABLE: c_uint = 0x01;
+/// `CU_STREAM_CAPTURE_MODE_THREAD_LOCAL`: what a thread does ends no capture of another's.
+const CAPTURE_THREAD_LOCAL: c_int = 1;
 const LIBRARY: &CStr = c"libcuda.so.1";
 
 type CuResult = c_int;
@@ -38,6 +41,21 @@ struct Driver {
     primary_release: unsafe extern "C" fn(c_int) -> CuResult,
     register: unsafe extern "C" fn(*mut c_void, usize, c_uint) -> CuResult,
     unregister: unsafe extern "C" fn(*mut c_void) -> CuResult,
+}
+
+/// Lets what the calling thread does from now on leave alone what others capture into CUDA graphs: a capture ends with
+/// an error when any thread asks an event whether it is over, unless that thread says that it has no part in captures.
+/// Whether it could be said; where the process has not loaded the driver, nobody captures.
+pub fn ignore_captures() -> bool {
+    let Ok(library) = open(Search::Loaded) else { return false };
+    // SAFETY: the library is loaded and never closed; the name is null-terminated.
+    let found = unsafe { libc::dlsym(library.as_ptr(), c"cuThreadExchangeStreamCaptureMode".as_ptr()) };
+    let Some(found) = NonNull::new(found) else { return false };
+    // SAFETY: the driver's function of this name has this type; the library stays loaded.
+    let exchange: unsafe extern "C" fn(*mut c_int) -> CuResult = unsafe { std::mem::transmute(found) };
+    let mut mode = CAPTURE_THREAD_LOCAL;
+    // SAFETY: `mode` is valid for reads and writes.
+    unsafe { exchange(&raw mut mode) == 0 }
 }
 
 /// Memory that is registered with CUDA until this is dropped.
@@ -111,19 +129,22 @@ impl Drop for Registration {
     }
 }
 
+/// The library, which is never closed, or why there is none.
+fn open(search: Search) -> Result<NonNull<c_void>, String> {
+    let mode = libc::RTLD_NOW | libc::RTLD_LOCAL | if search == Search::Loaded { libc::RTLD_NOLOAD } else { 0 };
+    // SAFETY: a null-terminated name; libcuda's initialisers are safe to run.
+    let library = unsafe { libc::dlopen(LIBRARY.as_ptr(), mode) };
+    NonNull::new(library).ok_or_else(|| match search {
+        Search::Loaded => "this process does not use CUDA (libcuda.so.1 is not loaded)".into(),
+        Search::Load => {
+            "libcuda.so.1 was not found: there is no NVIDIA driver, or it is not on the loader's path".into()
+        }
+    })
+}
+
 impl Driver {
     fn find(search: Search) -> Result<Self, String> {
-        let mode = libc::RTLD_NOW | libc::RTLD_LOCAL | if search == Search::Loaded { libc::RTLD_NOLOAD } else { 0 };
-        // SAFETY: a null-terminated name; libcuda's initialisers are safe to run.
-        let library = unsafe { libc::dlopen(LIBRARY.as_ptr(), mode) };
-        let Some(library) = NonNull::new(library) else {
-            return Err(match search {
-                Search::Loaded => "this process does not use CUDA (libcuda.so.1 is not loaded)".into(),
-                Search::Load => "libcuda.so.1 was not found: there is no NVIDIA driver, or it is not on the loader's \
-                                 path"
-                    .into(),
-            });
-        };
+        let library = open(search)?;
         let symbol = |name: &CStr| {
             // SAFETY: the library is loaded and never closed; the name is null-terminated.
             let found = unsafe { libc::dlsym(library.as_ptr(), name.as_ptr()) };

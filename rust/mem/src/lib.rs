@@ -21,6 +21,7 @@ mod sync;
 mod users;
 
 pub use arena::{Arena, ArenaStats, ClassStats, Wait};
+pub use cuda::ignore_captures;
 pub use error::{Error, Holder, Result};
 pub use fork::fork_generation;
 #[doc(hidden)]

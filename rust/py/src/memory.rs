@@ -24,6 +24,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<ChunkRing>()?;
     module.add_class::<Lease>()?;
     module.add_class::<LeaseBuffer>()?;
+    module.add_function(wrap_pyfunction!(ignore_captures, module)?)?;
     module.add_function(wrap_pyfunction!(memory_layout, module)?)?;
     module.add_function(wrap_pyfunction!(memory_limits, module)?)?;
     module.add_function(wrap_pyfunction!(memory_regions, module)?)
@@ -246,6 +247,11 @@ impl LeaseBuffer {
 }
 
 /// Where the slots of a plan would lie: (bytes asked for, bytes reserved).
+#[pyfunction]
+fn ignore_captures() -> bool {
+    mem::ignore_captures()
+}
+
 #[pyfunction]
 fn memory_layout(classes: &Bound<'_, PyDict>) -> PyResult<(usize, usize)> {
     let layout = Layout::unbounded(&planned(classes)?).map_err(|error| memory_error(classes.py(), &error))?;

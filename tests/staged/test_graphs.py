@@ -1,0 +1,142 @@
+"""CUDA graphs: refused by name, whoever captures, and nothing has changed."""
+
+import pytest
+import torch
+from parity.zoo_plain import Stack, next_token, tokens
+
+import memascend
+from memascend.graphs import refuse_graphs
+
+
+@pytest.fixture
+def data():
+    return tokens(torch.Generator().manual_seed(2))
+
+
+def begun(folder, **options):
+    torch.manual_seed(1)
+    model = Stack()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    options = {"storage": folder / "run.store", "existing": "replace", "gradients": "fused", **options}
+    return memascend.offload(model, optimizer, **options)
+
+
+def losses(model, optimizer, data, count=3, between=lambda _: None):
+    found = []
+    for index in range(count):
+        between("forward")
+        loss = next_token(model, data[index])
+        between("backward")
+        loss.backward()
+        between("step")
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+@pytest.fixture
+def expected(tmp_path, fake, data):  # noqa: ARG001 - it computes there
+    model, optimizer = begun(tmp_path)
+    with optimizer:
+        return losses(model, optimizer, data)
+
+
+@pytest.mark.parametrize("gradients", ["fused", "ssd", "ram"])
+def test_a_stream_that_is_being_captured(tmp_path, fake, data, expected, gradients):
+    """Forward, backward, step and a touch from outside each say so, and the same step goes on without a capture."""
+    model, optimizer = begun(tmp_path, gradients=gradients)
+
+    def captured(call):
+        fake.captures = True
+        with pytest.raises(memascend.UsageError, match="CUDA graph"):
+            call()
+        fake.captures = False
+
+    with optimizer:
+        captured(lambda: model.head.weight + 1)
+        found = []
+        for index in range(3):
+            captured(lambda batch=data[index]: next_token(model, batch))
+            loss = next_token(model, data[index])
+            if index == 1:
+                captured(loss.backward)
+                optimizer.zero_grad()
+                loss = next_token(model, data[index])
+            loss.backward()
+            captured(optimizer.step)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+    assert found == expected
+
+
+def of_model(model, **how):
+    return torch.compile(model, **how)
+
+
+def of_a_block(model, **how):
+    model.blocks[1].compile(**how)
+    return model
+
+
+def of_a_part_of_a_block(model, **how):
+    model.blocks[1].dropout.compile(**how)
+    return model
+
+
+def of_a_function(model, **how):
+    def function(batch):
+        return model(batch)
+
+    return torch.compile(function, **how)
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize("of", [of_model, of_a_block, of_a_part_of_a_block, of_a_function])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"mode": "reduce-overhead"},
+        {"mode": "max-autotune"},
+        {"options": {"triton.cudagraphs": True}},
+        {"backend": "cudagraphs"},
+    ],
+    ids=["reduce-overhead", "max-autotune", "option", "backend"],
+)
+def test_code_that_is_compiled_to_be_captured(tmp_path, data, expected, of, how):
+    torch._dynamo.reset()
+    model, optimizer = begun(tmp_path)
+    with optimizer:
+        found = losses(model, optimizer, data, 1)
+        compiled = of(model, **how)
+        for _ in range(2):
+            with pytest.raises(memascend.UsageError, match="max-autotune-no-cudagraphs"):
+                next_token(compiled, data[0])
+        for module in model.modules():
+            module._compiled_call_impl = None
+        for index in (1, 2):
+            loss = next_token(model, data[index])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+    assert found == expected
+
+
+@pytest.mark.parametrize("how", [{}, {"mode": "max-autotune-no-cudagraphs"}, {"backend": "eager"}])
+def test_what_is_compiled_otherwise_is_not_refused(how):
+    module = torch.nn.Linear(2, 2)
+    module.compile(**how)
+    refuse_graphs(module, whole=True)
+
+    @torch._dynamo.disable
+    def gate(*_):
+        refuse_graphs(module, whole=True)
+        seen.append("a gate")
+
+    seen = []
+    outer = torch.nn.Identity()
+    outer.register_forward_pre_hook(gate)
+    torch.compile(outer, **how)(torch.zeros(2))
+    assert seen == ["a gate"]
