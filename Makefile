@@ -136,6 +136,12 @@ test-posing: setup ## Training on a device that poses as a GPU, which is compile
 test-gpu: setup ## The tests that need a CUDA device, where there is one; all others compute on the CPU there, too
 	MEMASCEND_GPU=1 $(BIN)/pytest -m gpu --timeout 600
 
+# From a wheel, without cargo, network or set-up: SLICE="--wheel W.whl --packages wheels". Again until all is done.
+SLICE ?=
+.PHONY: gpu
+gpu: ## One slice of the tests and benchmarks of a GPU, from the wheel in dist/; goes on where the last one stopped
+	$(PYTHON) tests/device/slices.py $(SLICE)
+
 .PHONY: soak
 soak: setup ## Tests that run for minutes
 	$(BIN)/pytest -m soak --timeout 1800
