@@ -16,7 +16,7 @@ export PATH := $(abspath $(BIN)):$(PATH)
 # Wheels for this many-Linux level install wherever torch's own do.
 COMPATIBILITY := manylinux_2_28
 
-RUST_SOURCES := Cargo.toml Cargo.lock $(shell find rust -name '*.rs' -o -name Cargo.toml)
+RUST_SOURCES := Cargo.toml Cargo.lock $(shell find rust -name '*.rs' -o -name Cargo.toml 2>/dev/null)
 
 .PHONY: help
 help: ## List the commands
