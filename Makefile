@@ -16,7 +16,7 @@ export PATH := $(abspath $(BIN)):$(PATH)
 # Wheels for this many-Linux level install wherever torch's own do.
 COMPATIBILITY := manylinux_2_28
 
-RUST_SOURCES := Cargo.toml Cargo.lock $(shell find rust -name '*.rs' -o -name Cargo.toml)
+RUST_SOURCES := Cargo.toml Cargo.lock $(shell find rust -name '*.rs' -o -name Cargo.toml 2>/dev/null)
 
 .PHONY: help
 help: ## List the commands
@@ -135,6 +135,12 @@ test-posing: setup ## Training on a device that poses as a GPU, which is compile
 .PHONY: test-gpu
 test-gpu: setup ## The tests that need a CUDA device, where there is one; all others compute on the CPU there, too
 	MEMASCEND_GPU=1 $(BIN)/pytest -m gpu --timeout 600
+
+# From a wheel, without cargo, network or set-up: SLICE="--wheel W.whl --packages wheels". Again until all is done.
+SLICE ?=
+.PHONY: gpu
+gpu: ## One slice of the tests and benchmarks of a GPU, from the wheel in dist/; goes on where the last one stopped
+	$(PYTHON) tests/device/slices.py $(SLICE)
 
 .PHONY: soak
 soak: setup ## Tests that run for minutes

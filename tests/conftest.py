@@ -10,10 +10,12 @@ import uuid
 from pathlib import Path
 
 import pytest
-from loaded import Loaded
+from loaded import NO_NUMPY, Loaded
 
 ROOT = Path(__file__).resolve().parent.parent
 
+# Deterministic kernels need it, and CUDA reads it when it starts.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 # Threads of torch that wait do so asleep: awake they hold up whoever has work for the processors, themselves first.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # A shell lets what it begins in the background ignore Ctrl-C, and programs inherit that.
@@ -62,7 +64,7 @@ def python():
 
     def run(program, *arguments, env=None, status=0, timeout=100):
         done = subprocess.run(
-            [sys.executable, "-W", "error", "-c", program, *map(str, arguments)],
+            [sys.executable, "-W", "error", "-W", NO_NUMPY, "-c", program, *map(str, arguments)],
             env={**os.environ, **(env or {})},
             capture_output=True,
             text=True,

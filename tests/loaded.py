@@ -20,6 +20,8 @@ from typing import NamedTuple
 
 # The heap is as glibc has it, whatever the one who runs the tests prefers: some programs measure it.
 HEAP = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_ARENA_MAX", "GLIBC_TUNABLES")
+# What torch says once where there is none, which nothing here needs.
+NO_NUMPY = "ignore:Failed to initialize NumPy"
 # Loading torch takes that long on no machine, however busy.
 BEGINS_WITHIN = 600
 
@@ -65,7 +67,7 @@ class Loaded:
     def _begin(self, wanted):
         if self._process is None:
             self._process = subprocess.Popen(
-                [sys.executable, "-W", "error", __file__],
+                [sys.executable, "-W", "error", "-W", NO_NUMPY, __file__],
                 env={name: value for name, value in os.environ.items() if name not in HEAP},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

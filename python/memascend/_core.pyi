@@ -1,4 +1,4 @@
-"""What the Rust extension offers. Only memory, nvme, compact, engine and kernels import it."""
+"""What the Rust extension offers. Few modules import it: memory, nvme, engine, kernels and what they are made of."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -21,6 +21,7 @@ __all__ = [
     "Ticket",
     "Volume",
     "__version__",
+    "dlpack",
     "ignore_captures",
     "io_uring_why_not",
     "kernel_accumulate",
@@ -137,6 +138,7 @@ class Ticket:
     def wait(self, seconds: float | None = None) -> int: ...
     def done(self) -> bool: ...
 
+def dlpack(address: int, nbytes: int, kind: int, index: int, owner: object) -> object: ...
 def io_uring_why_not() -> str | None: ...
 
 # A tensor of a description: name, dtype, shape.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from memascend import dlpack
 from memascend.errors import ConfigError, DeviceError, MemascendError, UsageError
 from memascend.memory import ignore_captures
 
@@ -119,24 +120,6 @@ def failures_named(device: Device) -> Iterator[None]:
         ) from error
 
 
-class _Lent:
-    """Device memory as torch takes it in: what is made of this holds it, and it holds the owner."""
-
-    __slots__ = ("__cuda_array_interface__", "owner")
-
-    def __init__(self, address: int, nbytes: int, owner: Any) -> None:
-        self.owner = owner
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "strides": None,
-            "version": 3,
-            # The order is ours to keep: importing must not wait for a stream.
-            "stream": None,
-        }
-
-
 class _Event:
     """A `Copy` on CUDA. Who waits for it sleeps: a wait that spins takes a processor from whoever computes."""
 
@@ -181,7 +164,7 @@ class Cuda:
 
     def lent(self, memory: torch.Tensor, start: int, nbytes: int, owner: Any) -> torch.Tensor:
         """See `Device`."""
-        return torch.as_tensor(_Lent(memory.data_ptr() + start, nbytes, owner), device=self.torch_device)
+        return dlpack.lent(memory.data_ptr() + start, nbytes, self.torch_device, owner)
 
     def keep_for(self, memory: torch.Tensor, stream: torch.cuda.Stream) -> None:
         """See `Device`. What torch's allocator hands out anew waits for the stream that it was made on alone."""

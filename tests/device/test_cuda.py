@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from device.determinism import deterministic
 from device.test_device import begun, losses, step
 from parity.zoo_plain import next_token, tokens
 
@@ -16,9 +17,8 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture
 def device():
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield torch.device("cuda", torch.cuda.current_device())
-    torch.use_deterministic_algorithms(False)
+    with deterministic():
+        yield torch.device("cuda", torch.cuda.current_device())
 
 
 @pytest.fixture

@@ -29,9 +29,9 @@ class _Version(argparse.Action):
     """Looks the version up only where it is asked for, which takes as long as all the rest."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        import memascend
+        from importlib.metadata import version
 
-        print(f"{parser.prog} {memascend.__version__}")
+        print(f"{parser.prog} {version('memascend')}")
         parser.exit()
 
 

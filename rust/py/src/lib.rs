@@ -6,6 +6,7 @@
 mod arguments;
 mod described;
 mod detached;
+mod dlpack;
 mod engine;
 mod errors;
 mod function;
@@ -24,6 +25,7 @@ use pyo3::prelude::*;
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     described::register(module)?;
+    dlpack::register(module)?;
     engine::register(module)?;
     function::register(module)?;
     kernels::register(module)?;

@@ -1,0 +1,229 @@
+"""The tests of a GPU from a built wheel, in slices that go on where they stopped: no cargo, no network, no set-up.
+
+    python3 tests/device/slices.py --wheel dist/memascend-*.whl      # again, until it says that all is done
+
+What was done stands in --state: a slice ends at its limit, a test that ends the process or has no end is recorded as
+failed, and the benchmarks come last. Status 0: all done, nothing failed; 1: all done; 3: run it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+BENCHMARKS = {
+    "kernels": ["benchmarks/kernels_gpu.py"],
+    "cuda": ["benchmarks/cuda.py", "--write", "{results}", "--storage", "{results}"],
+}
+# What they import that may be missing.
+NEEDED = {"cuda": "transformers"}
+# A test that is cut off gets a whole slice once more, as the first one there.
+ATTEMPTS_MAX = 2
+ENDS_WITHIN = 15
+
+
+def read(path):
+    """What has an outcome, and how often each of the others was begun."""
+    done, begun = {}, Counter()
+    for line in lines(path):
+        if "begin" in line:
+            begun[line["begin"]] += 1
+        elif "end" in line:
+            done[line["end"]] = line
+    for name in done:
+        begun.pop(name, None)
+    return done, begun
+
+
+def lines(path):
+    found = []
+    with contextlib.suppress(FileNotFoundError):
+        for text in path.read_text().splitlines():
+            # The last one may be half written.
+            with contextlib.suppress(json.JSONDecodeError):
+                found.append(json.loads(text))
+    return found
+
+
+def unpacked(wheels, folder):
+    """The wheels as they are imported: what an installer would do for these, without one."""
+    names = [f"{wheel.name} {wheel.stat().st_size} {wheel.stat().st_mtime_ns}" for wheel in wheels]
+    stamp = folder / "wheels.json"
+    if not stamp.exists() or json.loads(stamp.read_text()) != names:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        for wheel in wheels:
+            with zipfile.ZipFile(wheel) as file:
+                file.extractall(folder)
+        stamp.write_text(json.dumps(names))
+    return folder
+
+
+def environment(site, told, *, posing):
+    # Neither the checkout's sources nor its environment: what the wheel has is tested.
+    own = {
+        "PYTHONPATH": os.pathsep.join([str(site), str(ROOT / "tests")]),
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "MEMASCEND_TOLD": str(told),
+        "MEMASCEND_POSING" if posing else "MEMASCEND_GPU": "1",
+    }
+    return {**os.environ, **own}
+
+
+def with_devices():
+    """The files that have tests of a device: others may import what is not there."""
+    found = {path for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text()}
+    return sorted({*found, *(ROOT / "tests/device").glob("test_*.py")})
+
+
+def ended(command, env, log, limit):
+    """Runs a command in a session of its own, and ends all of it at the limit: its status, None if it was cut off."""
+    with log.open("ab") as out:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            return process.wait(max(1, limit))
+        except subprocess.TimeoutExpired:
+            for sent in (signal.SIGINT, signal.SIGKILL):
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, sent)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(ENDS_WITHIN)
+            return None
+        finally:
+            # What it began and left, too.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def tested(options, told, env, until):
+    """Runs tests until all have an outcome or the time is up; whether all have."""
+    files = [str(path) for path in options.tests or ([ROOT / "tests/device"] if options.posing else with_devices())]
+    marked = ["-m", "not gpu" if options.posing else "gpu"] if not options.tests else []
+    command = [
+        sys.executable, "-m", "pytest", "-q", "-p", "device.told", "-p", "no:cacheprovider", "-p", "no:xdist",
+        "--timeout", str(options.timeout), *marked, *files,
+    ]  # fmt: skip
+    while (left := until - time.monotonic() - ENDS_WITHIN) > 0:
+        before = len(lines(told))
+        began = time.monotonic()
+        status = ended(command, env, options.state / "tests.log", left)
+        new = lines(told)[before:]
+        if any("finished" in line for line in new):
+            return True
+        if status is not None and not any("begin" in line for line in new):
+            raise SystemExit(f"pytest ended with {status} before a test began: see {options.state / 'tests.log'}")
+        _, begun = read(told)
+        for name, count in begun.items():
+            # The one that ran when the process ended, or did so before.
+            if status is None and count < ATTEMPTS_MAX:
+                continue
+            how = f"ended the process with {status}"
+            if status is None:
+                how = f"had no end, {count} times; the last time {time.monotonic() - began:.0f} s of a process"
+            with told.open("a") as file:
+                file.write(json.dumps({"end": name, "outcome": "failed", "seconds": 0, "said": how}) + "\n")
+    return False
+
+
+def measured(options, env, until):
+    """Runs the benchmarks that are left; whether all have an outcome."""
+    path = options.state / "benchmarks.json"
+    done = json.loads(path.read_text()) if path.exists() else {}
+    for name, words in BENCHMARKS.items():
+        if name in done:
+            continue
+        if name in NEEDED and importlib.util.find_spec(NEEDED[name]) is None:
+            done[name] = f"skipped: {NEEDED[name]} is not installed here"
+            path.write_text(json.dumps(done))
+            continue
+        left = until - time.monotonic() - ENDS_WITHIN
+        # Each has a slice of its own if need be; then it is cut off there.
+        if left < options.seconds * 2 / 3:
+            return False
+        filled = [word.format(results=options.state) for word in words]
+        status = ended([sys.executable, *filled], env, options.state / f"{name}.log", left)
+        done[name] = "cut off at the limit" if status is None else f"status {status}"
+        path.write_text(json.dumps(done))
+    return True
+
+
+def summary(options, told, *, complete):
+    """What is known so far, as text; whether something failed."""
+    done, _ = read(told)
+    names = next((line["all"] for line in reversed(lines(told)) if "all" in line), [])
+    counts = Counter(line["outcome"] for line in done.values())
+    path = options.state / "benchmarks.json"
+    benchmarks = json.loads(path.read_text()) if path.exists() else {}
+    failed = {name: line for name, line in done.items() if line["outcome"] == "failed"}
+    skipped = Counter(line["said"] for line in done.values() if line["outcome"] == "skipped")
+    slowest = sorted(done.values(), key=lambda line: -line["seconds"])[:5]
+    text = [
+        f"{len(done)} of {len(names)} tests: " + ", ".join(f"{count} {of}" for of, count in sorted(counts.items())),
+        *(f"skipped {count}: {reason}" for reason, count in skipped.most_common()),
+        *(f"benchmark {name}: {how}" for name, how in benchmarks.items()),
+        *(f"slowest: {line['seconds']:.1f} s {line['end']}" for line in slowest),
+        *(f"\nFAILED {name}\n{line['said']}" for name, line in failed.items()),
+        "\nall done" if complete else "\nnot done yet: run it again",
+    ]
+    (options.state / "summary.txt").write_text("\n".join(text) + "\n")
+    return "\n".join(text), bool(failed) or any(
+        how != "status 0" and not how.startswith("skipped") for how in benchmarks.values()
+    )
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--wheel", type=Path, help="of memascend (default: the newest in dist/)")
+    parser.add_argument("--packages", type=Path, help="a folder of wheels of pytest and what else is missing")
+    parser.add_argument("--state", type=Path, default=ROOT / "target/gpu", help="what was done, and logs (target/gpu)")
+    parser.add_argument("--out", type=Path, default=os.environ.get("OUT"), help="a copy of both (default: $OUT)")
+    parser.add_argument("--seconds", type=float, default=480, help="the limit of a slice (480)")
+    parser.add_argument("--timeout", type=float, default=300, help="the limit of a test (300)")
+    parser.add_argument("--again", action="store_true", help="begin anew")
+    parser.add_argument("--posing", action="store_true", help="the device that poses as one, without benchmarks")
+    parser.add_argument("--tests", type=Path, nargs="+", help="these files instead, whatever their marks")
+    options = parser.parse_args(arguments)
+    until = time.monotonic() + options.seconds
+    options.state = options.state.absolute()
+    if options.again:
+        shutil.rmtree(options.state, ignore_errors=True)
+    options.state.mkdir(parents=True, exist_ok=True)
+    wheels = (
+        [options.wheel] if options.wheel else sorted(ROOT.glob("dist/*.whl"), key=lambda path: path.stat().st_mtime)
+    )
+    if not wheels or not wheels[-1].is_file():
+        raise SystemExit("there is no wheel: build one with `make wheel`, and carry dist/ here, or pass --wheel")
+    others = sorted(options.packages.glob("*.whl")) if options.packages else []
+    site = unpacked([wheels[-1], *others], options.state / "site")
+    told = options.state / "told.jsonl"
+    env = environment(site, told, posing=options.posing)
+    complete = tested(options, told, env, until)
+    if complete and not options.posing and not options.tests:
+        complete = measured(options, env, until)
+    text, failed = summary(options, told, complete=complete)
+    print(text)
+    if options.out:
+        kept = [path for path in options.state.iterdir() if path.is_file() and not path.name.endswith(".store")]
+        options.out.mkdir(parents=True, exist_ok=True)
+        for path in kept:
+            shutil.copy(path, options.out)
+    return (1 if failed else 0) if complete else 3
+
+
+if __name__ == "__main__":
+    sys.exit(main())
