@@ -10,7 +10,7 @@ from memascend import _core
 from memascend.compact import compact_of
 from memascend.description import CHUNK_ELEMENTS, Entry, chunk_elements_of, description
 from memascend.errors import ConfigError
-from memascend.handed import Lent, json_of, place_of, require, require_laid_out, require_order, stored_order
+from memascend.handed import Lent, json_of, paths_of, place_of, require, require_laid_out, require_order, stored_order
 from memascend.pages import PAGE_BYTES
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Store:
         entries: Sequence[Entry],
         *,
         optimizer: str = "AdamW",
-        existing: Literal["refuse", "resume", "replace"] = "refuse",
+        existing: Literal["refuse", "resume", "replace", "previous"] = "refuse",
         durability: Literal["step", "close", "none"] = "step",
         chunk_elements: int | None = None,
         stripe: int | None = None,
@@ -72,14 +72,16 @@ class Store:
             paths: a folder, a file or a raw block device, or several, over which it is striped.
             entries: what it holds, grouped by unit.
             optimizer: whose state it is; a store of another one is refused.
-            existing: what to do where a store is already: refuse, resume its last committed step, or replace it.
+            existing: what to do where a store is already: refuse, resume its last committed step, replace it, or go
+                back to the commit before, as `open` does.
             durability: "step": commits survive a loss of power; "close": the death of the process; "none": nothing is
                 kept before `close()`.
             chunk_elements: elements of a chunk, a multiple of 2,048; None: as many as have their state in one request.
             stripe: bytes that lie together on one of several devices.
             backend: how the devices are driven.
             fill: False leaves a store that was made now unfilled, at generation 0, for the caller to fill and commit:
-                its entries may be on the meta device. Until its first commit nobody can open it.
+                its entries may be on the meta device. Until its first commit nobody can open it. With "previous" it
+                leaves the newest commit there, too, until `go_back()`; nothing can be staged before.
 
         Raises:
             ConfigError: an argument is wrong, or a store is there that does not fit or that `existing` refuses.
@@ -92,8 +94,10 @@ class Store:
                 for tensor in (entry.values, *entry.state.values()):
                     require_laid_out(entry.name, tensor, entry.order if tensor.shape == entry.values.shape else None)
         chunk = chunk_elements_of(entries) if chunk_elements is None else chunk_elements
-        core = _core.Store(_paths(paths), described, units, optimizer, chunk, existing, durability, stripe, backend)
+        core = _core.Store(paths_of(paths), described, units, optimizer, chunk, existing, durability, stripe, backend)
         store = cls(core)
+        if fill:
+            store._settled()
         if core.created and fill:
             for entry in entries:
                 store.stage(entry.name, entry.values, entry.state, step=0)
@@ -105,16 +109,37 @@ class Store:
         cls,
         paths: _Path | Sequence[_Path],
         *,
+        existing: Literal["resume", "previous"] = "resume",
         durability: Literal["step", "close", "none"] = "step",
         backend: Literal["auto", "io_uring", "threads"] = "auto",
     ) -> Self:
-        """Open the last committed step of the store that is there.
+        """Open the last committed step of the store that is there, or the commit before it.
+
+        "previous" is for a store whose newest commit is damaged, or unwanted. It reads and checks every byte of the
+        other commit first, and changes nothing if one is not whole; then the newest is given up for good. The step that
+        follows a commit is written over the one before it, so it works until that step begins.
 
         Raises:
-            StorageError: there is none, or it is unfinished, unclosed, of another version, or misses a device.
-            CorruptionError: it is damaged; the message says where.
+            ConfigError: "previous", and only one commit was ever made.
+            StorageError: there is no store, or it is unfinished, unclosed, of another version, or misses a device.
+            CorruptionError: it is damaged; the message says where, and whether the other commit may be whole.
         """
-        return cls(_core.Store(_paths(paths), None, [], "", CHUNK_ELEMENTS, "resume", durability, None, backend))
+        if existing not in ("resume", "previous"):
+            raise ConfigError(f"a store is opened with existing='resume' or 'previous', not {existing!r}")
+        store = cls(_core.Store(paths_of(paths), None, [], "", CHUNK_ELEMENTS, existing, durability, None, backend))
+        store._settled()
+        return store
+
+    def go_back(self) -> None:
+        """Give the newest commit up for good, where the one before it was opened without that."""
+        self._core.go_back()
+
+    def _settled(self) -> None:
+        try:
+            self.go_back()
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def created(self) -> bool:
@@ -356,11 +381,6 @@ class Fetch:
     def done(self) -> bool:
         """Whether the device is done with it, well or not. Never waits."""
         return self._core.done()
-
-
-def _paths(paths: _Path | Sequence[_Path]) -> list[str]:
-    several = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
-    return [os.fspath(path) for path in several]
 
 
 def _shared(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:

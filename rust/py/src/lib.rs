@@ -8,6 +8,7 @@ mod described;
 mod detached;
 mod engine;
 mod errors;
+mod examined;
 mod function;
 mod kernels;
 mod memory;
@@ -25,6 +26,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     described::register(module)?;
     engine::register(module)?;
+    examined::register(module)?;
     function::register(module)?;
     kernels::register(module)?;
     memory::register(module)?;
