@@ -28,7 +28,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)(?:e\+?(\d{1,2}))?\s*([a-z]*)\s*", 
 
 _Path = str | os.PathLike[str]
 _CHOICES: dict[str, tuple[str, ...]] = {
-    "existing": ("refuse", "resume", "replace"),
+    "existing": ("refuse", "resume", "replace", "previous"),
     "gradients": ("auto", "fused", "ssd", "ram"),
     "durability": ("step", "close", "none"),
     "activations": ("device", "host", "ssd"),
@@ -66,7 +66,7 @@ class Options:
     """
 
     storage: _Path | Sequence[_Path] | None = None
-    existing: Literal["refuse", "resume", "replace"] = "refuse"
+    existing: Literal["refuse", "resume", "replace", "previous"] = "refuse"
     host_memory: float | str | None = None
     device: str | torch.device | None = None
     gradients: Literal["auto", "fused", "ssd", "ram"] = "auto"
@@ -133,9 +133,9 @@ class Options:
         paths = self.paths
         if paths is not None and (not paths or len(set(paths)) < len(paths)):
             raise ConfigError(f"storage names each file, folder or device once, and at least one: not {self.storage!r}")
-        if paths is None and self.existing == "resume":
+        if paths is None and self.resumes:
             raise ConfigError(
-                "existing='resume' needs storage=: without it the store is a new temporary file each time"
+                f"existing={self.existing!r} needs storage=: without it the store is a new temporary file each time"
             )
 
     def _check_numbers(self) -> None:
@@ -147,6 +147,11 @@ class Options:
         scale = self.loss_scale
         if scale not in (None, "dynamic") and not (_is_number(scale) and 0 < scale < math.inf):  # type: ignore[operator]
             raise ConfigError(f"loss_scale is None, 'dynamic' or a finite number above 0, not {scale!r}")
+
+    @property
+    def resumes(self) -> bool:
+        """Whether a store that is there is gone on from, at its last commit or at the one before."""
+        return self.existing in ("resume", "previous")
 
     @property
     def paths(self) -> tuple[str, ...] | None:

@@ -19,6 +19,7 @@ from memascend.chunk import Chunk, adapter
 from memascend.compact import compact_of, master_of
 from memascend.description import CHUNK_ELEMENTS, Entry, Sizes, adam_state, chunk_elements_of, order_of, sizes
 from memascend.errors import ConfigError
+from memascend.examined import Commit, examine, look
 from memascend.handed import Lent, dtype_of, json_of, place_of, require, stored_order
 from memascend.pages import PAGE_BYTES
 from memascend.store import Fetch, Part, Store
@@ -34,6 +35,7 @@ __all__ = [
     "PAGE_BYTES",
     "Checksum",
     "Chunk",
+    "Commit",
     "Engine",
     "Entry",
     "Fetch",
@@ -43,6 +45,8 @@ __all__ = [
     "adam_state",
     "chunk_elements_of",
     "compact_of",
+    "examine",
+    "look",
     "master_of",
     "order_of",
     "sizes",

@@ -1,8 +1,9 @@
-"""How tensors and values are handed to the extension: what they must be, where they are."""
+"""How tensors, values and paths are handed to the extension: what they must be, where they are."""
 
 from __future__ import annotations
 
 import json
+import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memascend.errors import ConfigError
@@ -12,7 +13,18 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["Lent", "dtype_of", "json_of", "place_of", "require", "require_laid_out", "require_order", "stored_order"]
+__all__ = [
+    "Lent",
+    "dtype_of",
+    "json_of",
+    "place_of",
+    "require",
+    "require_laid_out",
+    "require_order",
+    "stored_order",
+]
+
+_Path = str | os.PathLike[str]
 
 
 class Lent(NamedTuple):

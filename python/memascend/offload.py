@@ -59,7 +59,7 @@ def offload(
     optimizer: torch.optim.Optimizer,
     *,
     storage: _Path | Sequence[_Path] | None = None,
-    existing: Literal["refuse", "resume", "replace"] = "refuse",
+    existing: Literal["refuse", "resume", "replace", "previous"] = "refuse",
     host_memory: float | str | None = None,
     device: str | torch.device | None = None,
     gradients: Literal["auto", "fused", "ssd", "ram"] = "auto",
@@ -87,6 +87,8 @@ def offload(
             file that is gone with the process. "~" is the user's home. A path that ends in "/" is a folder, which is
             made where it is missing; any other that is not there becomes a file.
         existing: what to do where a store is already: "refuse", "resume" its last committed step, or "replace" it.
+            "previous" resumes the commit before the last one, after every byte of it was read and checked, and gives
+            the last one up: for a store whose newest commit is damaged, as long as the step after it was not begun.
         host_memory: a hard budget for what is held in memory, in bytes or as "8GiB"; None: the smallest that keeps disk
             and compute busy.
         device: where the model computes: "cpu", "cuda", "cuda:1"; None: CUDA if there is one. Batches go there by
@@ -253,7 +255,7 @@ class _Offloading:
         with contextlib.ExitStack() as undo:
             self.meta_buffers.install()
             undo.callback(self.meta_buffers.uninstall)
-            if options.existing != "resume":
+            if not options.resumes:
                 self._prepare(created=True)
             store = self._store(paths, entries)
             undo.callback(store.close)
@@ -264,7 +266,7 @@ class _Offloading:
                 store, chunks=plan.chunks, queue=plan.queue_bytes, whole=self.arithmetic.whole_bytes
             )
             undo.callback(engine.close)
-            if options.existing == "resume":
+            if options.resumes:
                 self._prepare(created=store.created)
             if store.created:
                 stored = self._fill(engine, units, plan.queue_bytes, undo)
@@ -296,6 +298,8 @@ class _Offloading:
                 resources=resources,
                 scratch=scratch_of(options) or self.folder,
             ).run()
+            # What is refused is refused by now, and the newest commit still there.
+            store.go_back()
             undo.pop_all()
         trim()
         if options.device is None and self.device is not None:

@@ -69,7 +69,7 @@ class Store:
         entries: Sequence[Entry],
         *,
         optimizer: str = "AdamW",
-        existing: Literal["refuse", "resume", "replace"] = "refuse",
+        existing: Literal["refuse", "resume", "replace", "previous"] = "refuse",
         durability: Literal["step", "close", "none"] = "step",
         chunk_elements: int | None = None,
         stripe: int | None = None,
@@ -82,14 +82,16 @@ class Store:
             paths: a folder, a file or a raw block device, or several, over which it is striped.
             entries: what it holds, grouped by unit.
             optimizer: whose state it is; a store of another one is refused.
-            existing: what to do where a store is already: refuse, resume its last committed step, or replace it.
+            existing: what to do where a store is already: refuse, resume its last committed step, replace it, or go
+                back to the commit before, as `open` does.
             durability: "step": commits survive a loss of power; "close": the death of the process; "none": nothing is
                 kept before `close()`.
             chunk_elements: elements of a chunk, a multiple of 2,048; None: as many as have their state in one request.
             stripe: bytes that lie together on one of several devices.
             backend: how the devices are driven.
             fill: False leaves a store that was made now unfilled, at generation 0, for the caller to fill and commit:
-                its entries may be on the meta device. Until its first commit nobody can open it.
+                its entries may be on the meta device. Until its first commit nobody can open it. With "previous" it
+                leaves the newest commit there, too, until `go_back()`; nothing can be staged before.
 
         Raises:
             ConfigError: an argument is wrong, or a store is there that does not fit or that `existing` refuses.
@@ -104,6 +106,8 @@ class Store:
         chunk = chunk_elements_of(entries) if chunk_elements is None else chunk_elements
         core = _core.Store(listed(paths), described, units, optimizer, chunk, existing, durability, stripe, backend)
         store = cls(core)
+        if fill:
+            store._settled()
         if core.created and fill:
             for entry in entries:
                 store.stage(entry.name, entry.values, entry.state, step=0)
@@ -115,16 +119,37 @@ class Store:
         cls,
         paths: _Path | Sequence[_Path],
         *,
+        existing: Literal["resume", "previous"] = "resume",
         durability: Literal["step", "close", "none"] = "step",
         backend: Literal["auto", "io_uring", "threads"] = "auto",
     ) -> Self:
-        """Open the last committed step of the store that is there.
+        """Open the last committed step of the store that is there, or the commit before it.
+
+        "previous" is for a store whose newest commit is damaged, or unwanted. It reads and checks every byte of the
+        other commit first, and changes nothing if one is not whole; then the newest is given up for good. The step that
+        follows a commit is written over the one before it, so it works until that step begins.
 
         Raises:
-            StorageError: there is none, or it is unfinished, unclosed, of another version, or misses a device.
-            CorruptionError: it is damaged; the message says where.
+            ConfigError: "previous", and only one commit was ever made.
+            StorageError: there is no store, or it is unfinished, unclosed, of another version, or misses a device.
+            CorruptionError: it is damaged; the message says where, and whether the other commit may be whole.
         """
-        return cls(_core.Store(listed(paths), None, [], "", CHUNK_ELEMENTS, "resume", durability, None, backend))
+        if existing not in ("resume", "previous"):
+            raise ConfigError(f"a store is opened with existing='resume' or 'previous', not {existing!r}")
+        store = cls(_core.Store(listed(paths), None, [], "", CHUNK_ELEMENTS, existing, durability, None, backend))
+        store._settled()
+        return store
+
+    def go_back(self) -> None:
+        """Give the newest commit up for good, where the one before it was opened without that."""
+        self._core.go_back()
+
+    def _settled(self) -> None:
+        try:
+            self.go_back()
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def created(self) -> bool:

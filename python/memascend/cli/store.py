@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, summary in (
         ("info", "what the last commit says, and what the store holds"),
-        ("verify", "read everything that is live and check it against its checksums"),
+        ("verify", "read the last two commits and check every byte; exit 1 where the last is not whole"),
     ):
         action = actions.add_parser(name, help=summary, description=summary)
         action.add_argument("paths", nargs="+", metavar="P", help="folder, file or device; several in their order")
@@ -32,18 +32,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Look or check; what is wrong with the store is an error that says where."""
-    from memascend import engine
+    """Look or check; what is wrong with the store is said with its place, and 1."""
+    return (_info if options.action == "info" else _verify)(options.paths, as_json=options.json)
 
-    with engine.Store.open(options.paths) as store:
-        if options.action == "info":
-            _info(store, as_json=options.json)
-        else:
-            _verify(store, as_json=options.json)
+
+def _info(paths: list[str], *, as_json: bool) -> int:
+    from memascend import engine
+    from memascend.errors import StorageError
+
+    try:
+        with engine.Store.open(paths) as store:
+            _describe(store, as_json=as_json)
+    except StorageError as error:
+        try:
+            looked_at = engine.look(paths)
+        except StorageError:
+            raise error from None
+        with looked_at as store:
+            print(f"memascend store: {error}", file=sys.stderr)
+            if not as_json:
+                print("this store cannot be opened as it is; the newest catalog in it that is whole says:")
+            _describe(store, as_json=as_json)
+        return 1
     return 0
 
 
-def _info(store: engine.Store, *, as_json: bool) -> None:
+def _describe(store: engine.Store, *, as_json: bool) -> None:
     info, entries = store.info(), store.entries()
     if as_json:
         print(json.dumps({**info, "entries": entries}, indent=2))
@@ -71,7 +85,9 @@ def _info(store: engine.Store, *, as_json: bool) -> None:
     print(table(("name", "unit", "dtype", "shape", "updates", "state"), rows))
 
 
-def _verify(store: engine.Store, *, as_json: bool) -> None:
+def _verify(paths: list[str], *, as_json: bool) -> int:
+    from memascend import engine
+
     began = time.perf_counter()
     drawn = 0.0
 
@@ -86,13 +102,78 @@ def _verify(store: engine.Store, *, as_json: bool) -> None:
 
     shows = sys.stderr.isatty() and not as_json
     try:
-        pieces, nbytes = store.verify(progress if shows else None)
+        commits = engine.examine(paths, progress if shows else None)
     finally:
         if shows:
             print(file=sys.stderr)
     seconds = time.perf_counter() - began
+    newest = commits[0]
     if as_json:
-        print(json.dumps({"pieces": pieces, "bytes": nbytes, "seconds": seconds, "step": store.step}))
+        print(json.dumps(_as_json(commits, seconds)))
     else:
-        speed = nbytes / seconds / 1e9
-        print(f"step {store.step} is whole: {pieces} pieces, {bytes_shown(nbytes)}, {speed:.2f} GB/s")
+        _tell(commits, seconds)
+    return 0 if newest.whole else 1
+
+
+def _as_json(commits: list[engine.Commit], seconds: float) -> dict[str, object]:
+    newest = commits[0]
+    described = [
+        {
+            "generation": commit.generation,
+            "step": commit.step,
+            "whole": commit.whole,
+            "pieces": commit.pieces,
+            "bytes": commit.nbytes,
+            "damages": [*commit.damages],
+            "damages_left_out": commit.others,
+        }
+        for commit in commits
+    ]
+    return {
+        "pieces": newest.pieces,
+        "bytes": newest.nbytes,
+        "seconds": seconds,
+        "step": newest.step,
+        "whole": newest.whole,
+        "commits": described,
+    }
+
+
+def _tell(commits: list[engine.Commit], seconds: float) -> None:
+    newest, others = commits[0], commits[1:]
+    if newest.whole:
+        speed = sum(commit.nbytes for commit in commits) / seconds / 1e9
+        print(
+            f"step {newest.step} is whole: {newest.pieces} pieces, {bytes_shown(newest.nbytes)}, {speed:.2f} GB/s "
+            f"(generation {newest.generation}, the newest)"
+        )
+    else:
+        print(f"memascend store: {_named(newest)} is damaged:", file=sys.stderr)
+        _list(newest)
+    for other in others:
+        if other.whole and newest.whole:
+            print(f'{_named(other)}, before it, is whole too: existing="previous" goes back to it')
+        elif other.whole:
+            print(f'{_named(other)} is whole: existing="previous" opens it')
+        elif newest.whole:
+            count = len(other.damages) + other.others
+            print(f"{_named(other)}, before it, is not: {count} damages, as usual once the next step was begun")
+        else:
+            print(f"memascend store: {_named(other)} is not whole either:", file=sys.stderr)
+            _list(other)
+    if not newest.whole and not any(other.whole for other in others):
+        print('no commit is whole: begin from a checkpoint, with existing="replace"', file=sys.stderr)
+
+
+def _named(commit: engine.Commit) -> str:
+    if commit.generation is None:
+        return "a root, which may be that of the newest commit,"
+    step = "" if commit.step is None else f"step {commit.step}, "
+    return f"the commit of {step}generation {commit.generation}"
+
+
+def _list(commit: engine.Commit) -> None:
+    for damage in commit.damages:
+        print(f"  {damage}", file=sys.stderr)
+    if commit.others:
+        print(f"  and {commit.others} more", file=sys.stderr)

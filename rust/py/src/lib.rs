@@ -9,6 +9,7 @@ mod detached;
 mod dlpack;
 mod engine;
 mod errors;
+mod examined;
 mod function;
 mod kernels;
 mod memory;
@@ -27,6 +28,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     described::register(module)?;
     dlpack::register(module)?;
     engine::register(module)?;
+    examined::register(module)?;
     function::register(module)?;
     kernels::register(module)?;
     memory::register(module)?;

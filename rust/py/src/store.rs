@@ -16,6 +16,7 @@ use crate::{
     described::{Described, described},
     detached::Detached,
     errors::{config_error, nvme_error, store_error},
+    examined::watched,
     function::Lender,
     nvme::Held,
     waiting::waiting,
@@ -31,12 +32,12 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 #[pyclass(frozen, module = "memascend._core")]
 pub(crate) struct Store {
     pub(crate) inner: Arc<memascend_store::Store>,
-    created: bool,
+    pub(crate) created: bool,
 }
 
 #[pymethods]
 impl Store {
-    /// Makes a store, or opens what is there; without entries it only opens.
+    /// Makes a store, or opens what is there; without entries it only opens. "previous" waits for `go_back`.
     #[new]
     #[expect(clippy::too_many_arguments, reason = "a description and how to open it")]
     #[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
@@ -57,7 +58,12 @@ impl Store {
             py,
             "existing",
             existing,
-            &[("refuse", Existing::Refuse), ("resume", Existing::Resume), ("replace", Existing::Replace)],
+            &[
+                ("refuse", Existing::Refuse),
+                ("resume", Existing::Resume),
+                ("replace", Existing::Replace),
+                ("previous", Existing::Previous),
+            ],
         )?;
         how.durability = chosen(
             py,
@@ -65,16 +71,21 @@ impl Store {
             durability,
             &[("step", Durability::Step), ("close", Durability::Close), ("none", Durability::None)],
         )?;
+        how.goes_back_later = true;
         how.volume.stripe_bytes = stripe;
         how.volume.backend = crate::nvme::chosen(py, backend)?;
         let description =
             entries.map(|entries| described(py, entries, units, optimizer, chunk_elements)).transpose()?;
-        let made = py.detach(|| match description {
-            Some(description) => memascend_store::Store::create(&paths, description, &how),
-            None => memascend_store::Store::open(&paths, &how).map(|store| (store, false)),
-        });
-        let (inner, created) = made.map_err(|error| store_error(py, &error))?;
+        let (inner, created) = watched(py, None, |progress| match description {
+            Some(description) => memascend_store::Store::create_watched(&paths, description, &how, progress),
+            None => memascend_store::Store::open_watched(&paths, &how, progress).map(|store| (store, false)),
+        })?;
         Ok(Self { inner: Arc::new(inner), created })
+    }
+
+    /// Gives the newest commit up, where the one before it was opened.
+    fn go_back(&self, py: Python<'_>) -> PyResult<()> {
+        py.detach(|| self.inner.go_back()).map_err(|error| store_error(py, &error))
     }
 
     /// Whether it was made now, and has to be filled.
@@ -191,22 +202,8 @@ impl Store {
 
     /// Checks every live piece; `progress(done, all)` may raise. Returns (pieces, bytes).
     fn verify(&self, py: Python<'_>, progress: Option<&Bound<'_, PyAny>>) -> PyResult<(u64, u64)> {
-        let progress = progress.map(|progress| progress.clone().unbind());
-        let mut raised = None;
-        let verified = py.detach(|| {
-            self.inner.verify(&mut |done, all| {
-                let told = Python::attach(|py| {
-                    py.check_signals()?;
-                    progress.as_ref().map_or(Ok(()), |progress| progress.call1(py, (done, all)).map(drop))
-                });
-                told.map_err(|error| raised = Some(error)).is_ok()
-            })
-        });
-        match (verified, raised) {
-            (_, Some(raised)) => Err(raised),
-            (Ok(verified), None) => Ok((verified.pieces, verified.bytes)),
-            (Err(error), None) => Err(store_error(py, &error)),
-        }
+        let verified = watched(py, progress, |progress| self.inner.verify(progress))?;
+        Ok((verified.pieces, verified.bytes))
     }
 
     /// Shows live entries in parts: `visit(entry, [(tensor, first byte, memory)])`, whose memory is lent for the call.

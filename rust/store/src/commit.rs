@@ -97,6 +97,11 @@ impl Store {
             if index.broken.is_some() || index.closed {
                 return Ok(());
             }
+            if index.given_up.is_some() {
+                // Nothing was done with it, and the newest commit stays.
+                index.closed = true;
+                return Ok(());
+            }
             index.writable()?;
             (0..index.entries.len()).for_each(|entry| index.forget(entry));
             index.closed = true;

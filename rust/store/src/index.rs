@@ -93,6 +93,8 @@ pub(crate) struct Index {
     pub(crate) broken: Option<Arc<Error>>,
     /// The flags of the root on storage.
     pub(crate) root_flags: u32,
+    /// The page of the root that is to be blanked before anything is staged: this is the commit before it.
+    pub(crate) given_up: Option<u64>,
 }
 
 impl Index {
@@ -122,6 +124,7 @@ impl Index {
             failed: None,
             broken: None,
             root_flags: 0,
+            given_up: None,
         }
     }
 
@@ -172,6 +175,9 @@ impl Index {
         }
         if self.closed {
             return Err(Error::Usage("the store has been closed; open it again".into()));
+        }
+        if self.given_up.is_some() {
+            return Err(Error::Usage("the newest commit is still there: go back to the one before it first".into()));
         }
         if self.committing {
             return Err(Error::Usage("a commit is under way; wait for it".into()));

@@ -1,8 +1,8 @@
 //! Which commit is opened: the newest, or, where that is asked for, the one before it.
 //!
 //! A root that is damaged may have been the newest, so nothing is opened in its place unasked. `Existing::Previous` asks:
-//! then every byte of the other commit is verified first, the newer root is blanked after that, and only then is the
-//! store handed out. A blank page comes after the verification, so a death in the middle leaves the store as it was.
+//! then every byte of the other commit is verified first, and the newer root is blanked after that, before anything can
+//! be staged. So a death in the middle leaves the store as it was, or at the commit before.
 
 use std::{path::Path, sync::Arc};
 
@@ -10,7 +10,7 @@ use memascend_mem::Wait;
 use memascend_nvme::{Part, Volume};
 
 use crate::{
-    Description, Error, Existing, Result, Store,
+    Create, Description, Error, Existing, Result, Store,
     boot::is_same,
     checksum::Uuid,
     index::Index,
@@ -111,14 +111,15 @@ impl Store {
     pub(crate) fn settle(
         &self,
         roots: &Roots,
-        existing: Existing,
+        how: &Create,
         fits: &Fits<'_>,
         progress: &mut Progress<'_>,
     ) -> Result<()> {
-        match existing {
-            Existing::Previous => self.settle_on_previous(roots, fits, progress),
-            _ => self.settle_on_newest(roots, fits, progress).map_err(|error| self.advised(error, roots)),
+        if how.existing != Existing::Previous {
+            return self.settle_on_newest(roots, fits, progress).map_err(|error| self.advised(error, roots));
         }
+        self.settle_on_previous(roots, fits, progress)?;
+        if how.goes_back_later { Ok(()) } else { self.go_back() }
     }
 
     fn settle_on_newest(&self, roots: &Roots, fits: &Fits<'_>, progress: &mut Progress<'_>) -> Result<()> {
@@ -169,7 +170,18 @@ impl Store {
         })?;
         // Nothing of it may be in a cache alone when the other root goes.
         self.volume.flush(Wait::forever())?;
-        self.blank_root(given_up)
+        self.index.lock().given_up = Some(given_up);
+        Ok(())
+    }
+
+    /// Gives the newest commit up for good, where the one before it was opened and this was left to the caller.
+    pub fn go_back(&self) -> Result<()> {
+        let given_up = self.index.lock().given_up;
+        if let Some(slot) = given_up {
+            self.blank_root(slot)?;
+            self.index.lock().given_up = None;
+        }
+        Ok(())
     }
 
     /// Says beside what is wrong with the newest commit whether the other one may be whole.

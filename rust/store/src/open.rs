@@ -46,6 +46,8 @@ pub enum Existing {
 pub struct Create {
     /// What to do where one is already.
     pub existing: Existing,
+    /// Whether [`Existing::Previous`] leaves the newest commit there until [`Store::go_back`]; nothing is staged before.
+    pub goes_back_later: bool,
     /// What survives what.
     pub durability: Durability,
     /// How the volume is opened; size and stripe of a store that is there are its own.
@@ -58,11 +60,14 @@ pub struct Create {
 }
 
 impl Create {
+    #[cfg(feature = "sim")]
     pub(crate) fn boot(&self) -> Boot {
-        #[cfg(feature = "sim")]
-        if let Some(boot) = self.boot {
-            return boot;
-        }
+        self.boot.unwrap_or_else(boot::now)
+    }
+
+    #[cfg(not(feature = "sim"))]
+    #[expect(clippy::unused_self, reason = "the feature's is a method")]
+    pub(crate) fn boot(&self) -> Boot {
         boot::now()
     }
 }
@@ -102,7 +107,7 @@ impl Store {
                 }
             };
             let (store, roots) = Self::prepare_claimed(claim, &label, how)?;
-            store.settle(&roots, how.existing, &fits, progress)?;
+            store.settle(&roots, how, &fits, progress)?;
             store.volume.keep();
             return Ok((store, false));
         }
@@ -128,7 +133,7 @@ impl Store {
     /// The same; where a store has to be verified first, `progress` hears of bytes done and of all, and ends it by `false`.
     pub fn open_watched(paths: &[impl AsRef<Path>], how: &Create, progress: &mut Progress<'_>) -> Result<Self> {
         let (store, roots) = Self::prepare_at(paths, how)?;
-        store.settle(&roots, how.existing, &|_| Ok(()), progress)?;
+        store.settle(&roots, how, &|_| Ok(()), progress)?;
         Ok(store)
     }
 
@@ -164,7 +169,7 @@ impl Store {
     #[cfg(feature = "sim")]
     pub fn open_on(volume: Volume, stripe_bytes: u64, how: &Create) -> Result<Self> {
         let (store, roots) = Self::prepare_on(volume, stripe_bytes, how)?;
-        store.settle(&roots, how.existing, &|_| Ok(()), &mut |_, _| true)?;
+        store.settle(&roots, how, &|_| Ok(()), &mut |_, _| true)?;
         Ok(store)
     }
 

@@ -311,3 +311,26 @@ fn both_commits_are_examined_and_nothing_is_written() {
     let text = examined(&disk)[0].damages[0].to_string();
     assert!(text.contains("page 0 of the table"), "{text}");
 }
+
+#[test]
+fn the_newest_commit_stays_until_it_is_given_up() {
+    let disk = trained(3, false);
+    let before = disk.bytes();
+    let mut how = previous();
+    how.goes_back_later = true;
+    let disks = [disk.clone()];
+    for gives_up in [false, true] {
+        let store = toy::open(&disks, &how).unwrap_or_else(|error| panic!("{error}"));
+        assert_eq!(toy::check(&store, "not given up"), 2);
+        let refused = store.begin(0, 3, Wait::forever());
+        assert!(matches!(refused, Err(Error::Usage(_))), "{refused:?}");
+        if gives_up {
+            store.go_back().unwrap_or_else(|error| panic!("{error}"));
+            toy::step(&store, 3).unwrap_or_else(|error| panic!("{error}"));
+        }
+        store.close(Wait::forever()).unwrap_or_else(|error| panic!("{error}"));
+        drop(store);
+        assert!(gives_up || disk.bytes() == before, "the newest commit was touched");
+        assert_eq!(opened(&disks, &newest()), Ok(3));
+    }
+}

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import signal
 import subprocess
 
 import pytest
@@ -12,7 +13,7 @@ from parity.harness import adamw
 from parity.zoo_plain import Stack
 
 import memascend
-from memascend import BudgetError, StorageError
+from memascend import BudgetError, StorageError, engine
 
 pytestmark = pytest.mark.root
 EIO = {"errno": errno.EIO}
@@ -110,6 +111,108 @@ def test_an_error_in_close_is_said(on_it, faulty):
     faulty.set()
     with pytest.raises(StorageError, match="closed"):
         on_it()
+
+
+@pytest.mark.parametrize("phase", [fails_to_write, fails_to_write_a_part, fails_to_flush])
+@pytest.mark.parametrize("durability", ["close", "none"])
+def test_an_error_in_the_first_commit_of_a_run_leaves_the_one_before(on_it, faulty, phase, durability):
+    """That commit is made durable, with a flush, since the next one writes over what an unmarked root names."""
+    training = on_it()
+    training.step(0)
+    before = training.weights()
+    training.optimizer.close()
+    training = on_it(durability=durability)
+    with pytest.raises(StorageError) as error:
+        phase(training, faulty)
+    assert error.value.errno == errno.EIO
+    faulty.set()
+    with contextlib.suppress(StorageError):
+        training.optimizer.zero_grad()
+    training.optimizer.close()
+    training.optimizer.close()
+    resumed_exactly(on_it, before, 1)
+
+
+@pytest.mark.parametrize("faults", [{"write": EIO}, {"write": {**EIO, "torn": True}}, {"fsync": EIO}])
+def test_an_error_in_close_leaves_the_last_commit(on_it, faulty, faults):
+    training = on_it(durability="close")
+    training.step(0)
+    training.step(1)
+    before = training.weights()
+    faulty.set(**faults)
+    with pytest.raises(StorageError) as error:
+        training.optimizer.close()
+    assert error.value.errno == errno.EIO
+    training.optimizer.close()
+    # What is not flushed yet is flushed when it is opened, or is not opened.
+    faulty.set(fsync=EIO)
+    with pytest.raises(StorageError) as error:
+        on_it()
+    assert error.value.errno == errno.EIO
+    faulty.set()
+    resumed_exactly(on_it, before, 2)
+
+
+@pytest.mark.parametrize("faults", [{"read": EIO}, {"write": EIO}, {"fsync": EIO}])
+def test_an_error_on_the_way_to_the_commit_before_changes_nothing(on_it, faulty, faults):
+    training = on_it()
+    training.step(0)
+    before = training.weights()
+    training.step(1)
+    newest = training.weights()
+    training.optimizer.close()
+    bytes_before = faulty.path.read_bytes()
+    faulty.set(**faults)
+    with pytest.raises(StorageError):
+        on_it(existing="previous")
+    faulty.set()
+    assert faulty.path.read_bytes() == bytes_before
+    again = on_it()
+    assert again.optimizer.steps == 2
+    assert all(torch.equal(newest[name], values) for name, values in again.weights().items())
+    again.optimizer.close()
+    again = on_it(existing="previous")
+    assert again.optimizer.steps == 1
+    assert all(torch.equal(before[name], values) for name, values in again.weights().items())
+    again.optimizer.close()
+    resumed_exactly(on_it, before, 1)
+
+
+def test_the_way_to_the_commit_before_can_be_interrupted(on_it, faulty):
+    training = on_it()
+    training.step(0)
+    training.step(1)
+    training.optimizer.close()
+    bytes_before = faulty.path.read_bytes()
+    # The eighty reads of the verification take sixteen seconds; the signal comes long before their end.
+    faulty.set(delay=0.2)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 3)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            engine.Store.open(faulty.path, existing="previous")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    faulty.set()
+    assert faulty.path.read_bytes() == bytes_before
+    assert on_it(existing="previous").optimizer.steps == 1
+
+
+def test_an_error_while_a_checkpoint_is_saved_costs_nothing_else(on_it, faulty, tmp_path):
+    training = on_it(durability="close")
+    training.step(0)
+    before = training.weights()
+    faulty.set(read=EIO)
+    with pytest.raises(StorageError) as error:
+        training.optimizer.save(tmp_path / "saved")
+    assert error.value.errno == errno.EIO
+    assert not (tmp_path / "saved").exists()
+    faulty.set()
+    training.optimizer.save(tmp_path / "saved")
+    training.optimizer.close()
+    training.optimizer.close()
+    resumed_exactly(on_it, before, 1)
 
 
 def test_a_disk_that_fails_at_offload_changes_nothing(faulty, tmp_path, unchanged):

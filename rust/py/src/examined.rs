@@ -1,0 +1,78 @@
+//! Work on a whole store that somebody watches, and what its two commits are worth.
+
+use std::{path::PathBuf, sync::Arc};
+
+use memascend_store::{Create, Error, Examined};
+use pyo3::{prelude::*, types::PyDict};
+
+use crate::{errors::store_error, store::Store};
+
+pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_function(wrap_pyfunction!(store_examine, module)?)?;
+    module.add_function(wrap_pyfunction!(store_look, module)?)
+}
+
+/// Reads and checks both commits; `progress(done, all)` may raise. Of each: "generation", "step", "pieces", "bytes",
+/// "damages", "others".
+#[pyfunction]
+#[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
+fn store_examine<'py>(
+    py: Python<'py>,
+    paths: Vec<PathBuf>,
+    backend: &str,
+    progress: Option<&Bound<'py, PyAny>>,
+) -> PyResult<Vec<Bound<'py, PyDict>>> {
+    let how = how(py, backend)?;
+    let found = watched(py, progress, |progress| memascend_store::Store::examine(&paths, &how, progress))?;
+    let described = |commit: Examined| {
+        let dict = PyDict::new(py);
+        dict.set_item("generation", commit.generation)?;
+        dict.set_item("step", commit.step)?;
+        dict.set_item("pieces", commit.whole.pieces)?;
+        dict.set_item("bytes", commit.whole.bytes)?;
+        dict.set_item("damages", commit.damages.iter().map(ToString::to_string).collect::<Vec<_>>())?;
+        dict.set_item("others", commit.others)?;
+        Ok(dict)
+    };
+    found.into_iter().map(described).collect()
+}
+
+/// Opens a store to be looked at, damaged or not: nothing can be staged, and nothing is written.
+#[pyfunction]
+#[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
+fn store_look(py: Python<'_>, paths: Vec<PathBuf>, backend: &str) -> PyResult<Store> {
+    let how = how(py, backend)?;
+    let found = py.detach(|| memascend_store::Store::look(&paths, &how));
+    let inner = Arc::new(found.map_err(|error| store_error(py, &error))?);
+    Ok(Store { inner, created: false })
+}
+
+fn how(py: Python<'_>, backend: &str) -> PyResult<Create> {
+    let mut how = Create::default();
+    how.volume.backend = crate::nvme::chosen(py, backend)?;
+    Ok(how)
+}
+
+/// Work without the GIL that tells of bytes done and of all: to `progress(done, all)`, if there is one, and to whoever
+/// asks for an end with Ctrl-C. What either raises ends the work.
+pub(crate) fn watched<T: Send>(
+    py: Python<'_>,
+    progress: Option<&Bound<'_, PyAny>>,
+    work: impl FnOnce(&mut dyn FnMut(u64, u64) -> bool) -> Result<T, Error> + Send,
+) -> PyResult<T> {
+    let progress = progress.map(|progress| progress.clone().unbind());
+    let mut raised = None;
+    let done = py.detach(|| {
+        work(&mut |done, all| {
+            let told = Python::attach(|py| {
+                py.check_signals()?;
+                progress.as_ref().map_or(Ok(()), |progress| progress.call1(py, (done, all)).map(drop))
+            });
+            told.map_err(|error| raised = Some(error)).is_ok()
+        })
+    });
+    match raised {
+        Some(raised) => Err(raised),
+        None => done.map_err(|error| store_error(py, &error)),
+    }
+}

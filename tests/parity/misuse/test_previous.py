@@ -1,0 +1,244 @@
+"""The commit before the newest: training goes back to it where it is asked to, whole, and never by itself."""
+
+import json
+
+import pytest
+import torch
+from parity.harness import adamw
+from parity.zoo_plain import Stack
+
+import memascend
+from memascend import ConfigError, CorruptionError, StorageError, engine
+from memascend.cli import main
+
+ROOTS = (4096, 8192)
+SECTORS = (0, 4096 - 512)
+
+
+class Noted(Stack):
+    """With a buffer that each step changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, *inputs):
+        self.seen += 1
+        return super().forward(*inputs)
+
+
+def trained(offloaded, steps, **options):
+    """A closed run; what it was after each step."""
+    model = Noted()
+    training = offloaded(model, adamw(model), **options)
+    pictures = []
+    for index in range(steps):
+        training.optimizer.param_groups[0]["lr"] = 0.01 * (index + 1)
+        training.optimizer.user_state = {"index": index}
+        training.step(index)
+        pictures.append(picture(training))
+    training.optimizer.close()
+    return pictures
+
+
+def picture(training):
+    optimizer = training.optimizer
+    named = dict(training.model.named_parameters())
+    return {
+        "steps": optimizer.steps,
+        "lr": optimizer.param_groups[0]["lr"],
+        "user_state": optimizer.user_state,
+        "seen": training.model.seen.tolist(),
+        "weights": {name: values.tolist() for name, values in training.weights().items()},
+        "state": {name: optimizer.state_of(p)["exp_avg"].tolist() for name, p in named.items()},
+    }
+
+
+def again(offloaded, existing, lr=None, **options):
+    """Offloads again, with an `lr` that the store's replaces."""
+    model = Noted()
+    optimizer = adamw(model)
+    if lr is not None:
+        optimizer.param_groups[0]["lr"] = lr
+    return offloaded(model, optimizer, existing=existing, **options)
+
+
+def damage_newest_root(path):
+    """Both copies of the root that the store says is the newest."""
+    with engine.look(path) as store:
+        slot = store.info()["generation"] & 1
+    flip(path, *(ROOTS[slot] + sector + 40 for sector in SECTORS))
+
+
+def flip(path, *places):
+    with path.open("r+b") as file:
+        for place in places:
+            file.seek(place)
+            byte = file.read(1)[0]
+            file.seek(place)
+            file.write(bytes([byte ^ 8]))
+
+
+@pytest.mark.parametrize("damaged", [True, False])
+def test_a_run_goes_on_from_the_commit_before(offloaded, tmp_path, damaged):
+    path = tmp_path / "run.store"
+    pictures = trained(offloaded, 4)
+    if damaged:
+        damage_newest_root(path)
+        with pytest.raises(CorruptionError, match='step 3, is whole: existing="previous"') as error:
+            again(offloaded, "resume")
+        assert error.value.offset in ROOTS
+    training = again(offloaded, "previous", lr=0.03)
+    assert picture(training) == pictures[2]
+    # The step that is done again has the bits that it had.
+    training.optimizer.param_groups[0]["lr"] = 0.04
+    training.optimizer.user_state = {"index": 3}
+    training.step(3)
+    assert picture(training) == pictures[3]
+    training.optimizer.close()
+    assert picture(again(offloaded, "resume", lr=0.04)) == pictures[3]
+
+
+def test_closing_a_run_that_is_flushed_then_commits_once_more(offloaded):
+    pictures = trained(offloaded, 3, durability="close")
+    training = again(offloaded, "previous", lr=0.03)
+    # The last commit but one is that of the same step: close() made it durable.
+    assert picture(training) == pictures[2]
+
+
+def test_what_was_begun_to_be_written_over_is_refused_and_nothing_changed(offloaded, tmp_path):
+    path = tmp_path / "run.store"
+    model = Noted()
+    training = offloaded(model, adamw(model), gradients="fused", steps=3)
+    training.loss(3).backward()
+    training.optimizer.close()
+    before = path.read_bytes()
+    with pytest.raises(CorruptionError, match="the commit before, step 2, which the step after"):
+        again(offloaded, "previous")
+    assert path.read_bytes() == before
+    assert again(offloaded, "resume").optimizer.steps == 3
+
+
+def test_there_has_to_be_a_commit_before(offloaded, tmp_path, unchanged):
+    model = Stack()
+    optimizer = adamw(model)
+    check = unchanged(model, optimizer, tmp_path / "run.store")
+    with pytest.raises(StorageError, match="there is no store"):
+        memascend.offload(model, optimizer, storage=tmp_path / "run.store", existing="previous")
+    with pytest.raises(ConfigError, match="existing='previous' needs storage="):
+        memascend.offload(model, optimizer, existing="previous")
+    check()
+    assert not (tmp_path / "run.store").exists()
+    trained(offloaded, 0)
+    with pytest.raises(ConfigError, match="one commit and none before it"):
+        again(offloaded, "previous")
+    with pytest.raises(ConfigError, match="'resume' or 'previous'"):
+        engine.Store.open(tmp_path / "run.store", existing="replace")
+
+
+def test_another_model_is_refused_before_anything_is_given_up(offloaded, tmp_path):
+    trained(offloaded, 2)
+    before = (tmp_path / "run.store").read_bytes()
+    model = Stack(depth=3)
+    with pytest.raises(ConfigError, match="does not fit"):
+        memascend.offload(model, adamw(model), storage=tmp_path / "run.store", existing="previous")
+    assert (tmp_path / "run.store").read_bytes() == before
+    # What is found wrong only when the commit before has been read.
+    model = Noted()
+    decayed, others = list(model.parameters())[::2], list(model.parameters())[1::2]
+    two_groups = torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=0.01)
+    with pytest.raises(ConfigError, match="1 parameter groups, the optimizer 2"):
+        memascend.offload(model, two_groups, storage=tmp_path / "run.store", existing="previous")
+    assert (tmp_path / "run.store").read_bytes() == before
+
+
+# --- the command ----------------------------------------------------------------------------
+
+
+def verified(path, capsys):
+    """Exit status, output, errors, and what --json says."""
+    before = path.read_bytes()
+    status = main(["store", "verify", "--json", str(path)])
+    assert main(["store", "verify", str(path)]) == status
+    assert path.read_bytes() == before
+    said = capsys.readouterr()
+    found, text = said.out.split("\n", 1)
+    return status, text, said.err, json.loads(found)
+
+
+def test_verify_judges_both_commits(offloaded, tmp_path, capsys):
+    path = tmp_path / "run.store"
+    trained(offloaded, 3)
+    status, text, wrong, found = verified(path, capsys)
+    assert (status, wrong) == (0, "")
+    assert "step 3 is whole" in text
+    assert 'step 2, generation 3, before it, is whole too: existing="previous" goes back' in text
+    assert [(commit["step"], commit["whole"]) for commit in found["commits"]] == [(3, True), (2, True)]
+
+    damage_newest_root(path)
+    status, text, wrong, found = verified(path, capsys)
+    assert status == 1
+    assert "the root is damaged at offset" in wrong
+    assert 'step 2, generation 3 is whole: existing="previous" opens it' in text
+    assert [(commit["step"], commit["whole"]) for commit in found["commits"]] == [(None, False), (2, True)]
+
+    again(offloaded, "previous", lr=0.02).optimizer.close()
+    status, text, wrong, found = verified(path, capsys)
+    assert (status, wrong) == (0, "")
+    assert [(commit["step"], commit["whole"]) for commit in found["commits"]] == [(2, True)]
+
+
+def test_verify_names_what_is_damaged_where(offloaded, tmp_path, capsys):
+    path = tmp_path / "run.store"
+    trained(offloaded, 1)
+    with engine.Store.open(path) as store:
+        values = store.read(store.entries()[0]["name"])[0]
+    raw = path.read_bytes()
+    at = raw.find(values.contiguous().view(torch.uint8).numpy().tobytes())
+    assert at > 0
+    flip(path, at + 3)
+    status, text, wrong, found = verified(path, capsys)
+    assert status == 1
+    assert f"is damaged at offset {at}" in wrong
+    # What the last step did not change is of both commits; this it did.
+    assert 'step 0, generation 1 is whole: existing="previous" opens it' in text
+    assert len(found["commits"][0]["damages"]) == 1
+    assert found["commits"][0]["pieces"] == found["commits"][1]["pieces"] - 1
+    flip(path, *(root + sector + 40 for root in ROOTS for sector in SECTORS))
+    assert main(["store", "verify", str(path)]) == 1
+    assert "the root is damaged" in capsys.readouterr().err
+
+
+def test_a_store_in_the_middle_of_a_step_is_fine(offloaded, tmp_path, capsys):
+    path = tmp_path / "run.store"
+    model = Noted()
+    training = offloaded(model, adamw(model), gradients="fused", steps=2)
+    training.loss(3).backward()
+    training.optimizer.close()
+    status, text, wrong, _ = verified(path, capsys)
+    assert (status, wrong) == (0, "")
+    assert "step 2 is whole" in text
+    assert "as usual once the next step was begun" in text
+
+
+def test_info_shows_what_can_be_shown(offloaded, tmp_path, capsys):
+    path = tmp_path / "run.store"
+    trained(offloaded, 3)
+    assert main(["store", "info", str(path)]) == 0
+    assert "step 3 of AdamW" in capsys.readouterr().out
+    damage_newest_root(path)
+    before = path.read_bytes()
+    assert main(["store", "info", str(path)]) == 1
+    said = capsys.readouterr()
+    assert "the root is damaged" in said.err
+    assert "cannot be opened as it is" in said.out
+    assert "step 2 of AdamW" in said.out
+    assert main(["store", "info", "--json", str(path)]) == 1
+    assert json.loads(capsys.readouterr().out)["step"] == 2
+    assert path.read_bytes() == before
+    with engine.look(path) as store:
+        name = store.entries()[0]["name"]
+        values, state = store.read(name)
+        with pytest.raises(memascend.UsageError, match="closed"):
+            store.stage(name, values, state, step=9)
+    assert path.read_bytes() == before
