@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["Fetch", "Part", "Store", "UnitParts"]
+__all__ = ["Checkers", "Fetch", "Part", "Store", "UnitParts"]
 
 # What memory that a unit is fetched into begins on, and what its bytes are a multiple of.
 
@@ -245,15 +245,17 @@ class Store:
         keep = into.untyped_storage()
         return Fetch(self._core.fetch(units.index(unit), into.data_ptr(), into.nbytes, keep))
 
-    def parts(self, unit: str, bytes_max: int) -> UnitParts:
+    def parts(self, unit: str, bytes_max: int, checkers: Checkers | None = None) -> UnitParts:
         """The values of a unit, as the last commit left them, in parts of at most so many bytes; reads nothing yet.
+
+        `checkers` check them as they come; without, whoever waits for one does.
 
         Raises:
             ConfigError: there is no such unit, or a piece of it is larger than a part may be.
         """
         if unit not in self._units:
             raise ConfigError(f"the store has no unit {unit!r}")
-        return UnitParts(_core.Parts(self._core, self._units.index(unit), bytes_max))
+        return UnitParts(_core.Parts(self._core, self._units.index(unit), bytes_max), checkers)
 
     def counters(self) -> dict[str, Any]:
         """Since it was opened: "fetches", "fetched_bytes", "wait_seconds" in `Fetch.wait`, and all I/O.
@@ -373,6 +375,24 @@ def _shared(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
+class Checkers:
+    """Threads that check parts of units as they come, so that nobody computes checksums who has copies to begin.
+
+    They end when this and every part that they check are gone.
+    """
+
+    __slots__ = ("core",)
+
+    def __init__(self, threads: int) -> None:
+        """As many threads, or as many as can be had; with none, whoever waits for a part checks it."""
+        self.core = _core.Checkers(threads)
+
+    @property
+    def threads(self) -> int:
+        """Threads that there are."""
+        return self.core.threads
+
+
 class UnitParts:
     """A unit that is read part by part; `Store.parts` makes it. All parts are of one commit.
 
@@ -380,14 +400,16 @@ class UnitParts:
     waits for it.
     """
 
-    __slots__ = ("_core",)
+    __slots__ = ("_checkers", "_core", "_places")
 
-    def __init__(self, core: _core.Parts) -> None:
+    def __init__(self, core: _core.Parts, checkers: Checkers | None = None) -> None:
         self._core = core
+        self._places = core.places()
+        self._checkers = None if checkers is None else checkers.core
 
     def places(self) -> list[tuple[int, int]]:
         """Where each part begins in the unit, and its bytes."""
-        return self._core.places()
+        return self._places
 
     def begin(self, index: int, into: torch.Tensor) -> _core.PartFetch:
         """Begin to read a part into a contiguous uint8 CPU tensor of its size, before all other I/O that waits.
@@ -395,5 +417,5 @@ class UnitParts:
         The tensor is held until the end. What comes back has `wait()`, which checks every byte and raises as
         `Fetch.wait` does, and `done()`; dropping it waits for the device.
         """
-        require("a part", into, "uint8", [self.places()[index][1]], None)
-        return self._core.begin(index, *place_of(into))
+        require("a part", into, "uint8", [self._places[index][1]], None)
+        return self._core.begin(index, *place_of(into), self._checkers)

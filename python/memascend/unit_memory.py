@@ -9,14 +9,15 @@ import torch
 
 from memascend import memory
 from memascend.device_arena import DeviceArena
+from memascend.engine import Checkers
 from memascend.lending import WINDOWS, DeviceEngine
-from memascend.staging import CHUNKS, Staging
+from memascend.staging import CHECKERS, CHUNKS, Staging
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from memascend.device import Device
-    from memascend.engine import Engine, Store
+    from memascend.engine import Engine, Store, UnitParts
 
 __all__ = ["DeviceUnits", "HostUnits", "UnitMemory"]
 
@@ -106,7 +107,12 @@ class DeviceUnits:
         self._windows = memory.ChunkRing(window_bytes, windows)
         if device.torch_device.type == "cuda" and self._ring.region.pinned != "cuda":
             _log.warning("copies to the device are slow: %s", self._ring.region.why_not)
-        self._staging = Staging(device, _all(self._ring, chunk_bytes, count), store.parts, self.arena.after)
+        checkers = Checkers(CHECKERS)
+
+        def parts_of(name: str, bytes_max: int) -> UnitParts:
+            return store.parts(name, bytes_max, checkers)
+
+        self._staging = Staging(device, _all(self._ring, chunk_bytes, count), parts_of, self.arena.after)
         self.begin = self._staging.begin
 
     def used(self, base: torch.Tensor) -> None:
