@@ -91,6 +91,19 @@ assert driver.fakeRetained() == 0
     assert log == []
 
 
+def test_doctor_says_what_a_refusal_costs(cuda):
+    """It falls back to mlock, and a run is slower for it: that is a finding of its own."""
+    program = LOADED + "from memascend.cli.registration import examine_registration\nprint(examine_registration())"
+    output, _ = cuda(program)
+    assert "possible" in output
+    assert "fine" in output
+    output, _ = cuda(program, "refuse")
+    assert "verdict='slower'" in output
+    assert "CUDA_ERROR_OUT_OF_MEMORY" in output
+    assert "buffer of the driver's" in output
+    assert "mlock instead" in output
+
+
 def test_the_memory_stays_registered_until_the_last_lease_is_gone(cuda):
     cuda(
         LOADED

@@ -7,6 +7,7 @@ from typing import Any, Literal, TypeAlias, final
 
 __all__ = [
     "Arena",
+    "Checkers",
     "Checksum",
     "ChunkRing",
     "Engine",
@@ -198,7 +199,13 @@ class Fetch:
 class Parts:
     def __new__(cls, store: Store, unit: int, bytes_max: int) -> Parts: ...
     def places(self) -> list[tuple[int, int]]: ...
-    def begin(self, index: int, address: int, nbytes: int, keep: object) -> PartFetch: ...
+    def begin(self, index: int, address: int, nbytes: int, keep: object, checkers: Checkers | None) -> PartFetch: ...
+
+@final
+class Checkers:
+    def __new__(cls, threads: int) -> Checkers: ...
+    @property
+    def threads(self) -> int: ...
 
 @final
 class PartFetch:

@@ -22,7 +22,7 @@ from memascend.errors import ConfigError
 from memascend.examined import Commit, examine, look
 from memascend.handed import Lent, dtype_of, json_of, place_of, require, stored_order
 from memascend.pages import PAGE_BYTES
-from memascend.store import Fetch, Part, Store
+from memascend.store import Checkers, Fetch, Part, Store, UnitParts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CHUNK_ELEMENTS",
     "PAGE_BYTES",
+    "Checkers",
     "Checksum",
     "Chunk",
     "Commit",
@@ -42,6 +43,7 @@ __all__ = [
     "Part",
     "Sizes",
     "Store",
+    "UnitParts",
     "adam_state",
     "chunk_elements_of",
     "compact_of",

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from memascend import _core
 from memascend.handed import place_of, require
 
 if TYPE_CHECKING:
     import torch
 
-    from memascend import _core
-
-__all__ = ["Fetch", "UnitParts"]
+__all__ = ["Checkers", "Fetch", "UnitParts"]
 
 
 class Fetch:
@@ -43,6 +42,24 @@ class Fetch:
         return self._core.done()
 
 
+class Checkers:
+    """Threads that check parts of units as they come, so that nobody computes checksums who has copies to begin.
+
+    They end when this and every part that they check are gone.
+    """
+
+    __slots__ = ("core",)
+
+    def __init__(self, threads: int) -> None:
+        """As many threads, or as many as can be had; with none, whoever waits for a part checks it."""
+        self.core = _core.Checkers(threads)
+
+    @property
+    def threads(self) -> int:
+        """Threads that there are."""
+        return self.core.threads
+
+
 class UnitParts:
     """A unit that is read part by part; `Store.parts` makes it. All parts are of one commit.
 
@@ -50,14 +67,16 @@ class UnitParts:
     after the next commit waits for that.
     """
 
-    __slots__ = ("_core",)
+    __slots__ = ("_checkers", "_core", "_places")
 
-    def __init__(self, core: _core.Parts) -> None:
+    def __init__(self, core: _core.Parts, checkers: Checkers | None = None) -> None:
         self._core = core
+        self._places = core.places()
+        self._checkers = None if checkers is None else checkers.core
 
     def places(self) -> list[tuple[int, int]]:
         """Where each part begins in the unit, and its bytes."""
-        return self._core.places()
+        return self._places
 
     def begin(self, index: int, into: torch.Tensor) -> _core.PartFetch:
         """Begin to read a part into a contiguous uint8 CPU tensor of its size, before all other I/O that waits.
@@ -65,5 +84,5 @@ class UnitParts:
         The tensor is held until the end. What comes back has `wait()`, which checks every byte and raises as
         `Fetch.wait` does, and `done()`; dropping it waits for the device.
         """
-        require("a part", into, "uint8", [self.places()[index][1]], None)
-        return self._core.begin(index, *place_of(into))
+        require("a part", into, "uint8", [self._places[index][1]], None)
+        return self._core.begin(index, *place_of(into), self._checkers)

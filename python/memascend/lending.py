@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
 __all__ = ["WINDOWS", "DeviceEngine"]
 
-# {bytes: count}. Several chunks of an update each, so that the engine's thread seldom asks; one is used, one is filled.
-WINDOWS = {1 << 20: 2}
+# {bytes: count}. One is used, one is filled. Each asks Python once: a step of 7 B parameters has 14 GB of gradients, so
+# 3,400 windows of this size, where 1 MiB took 13,600. Larger ones keep the first chunk of each gradient waiting.
+WINDOWS = {4 << 20: 2}
 
 
 class _Gradient:

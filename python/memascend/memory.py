@@ -20,7 +20,24 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["Arena", "ChunkRing", "Layout", "Lease", "Region", "ignore_captures", "layout", "limits", "regions"]
+__all__ = [
+    "UNREGISTERED",
+    "Arena",
+    "ChunkRing",
+    "Layout",
+    "Lease",
+    "Region",
+    "ignore_captures",
+    "layout",
+    "limits",
+    "regions",
+]
+
+# What it costs that CUDA has not registered memory which copies to a device and back go through.
+UNREGISTERED = (
+    "copies to the device and back go through a buffer of the driver's and are slower for it, and whoever begins one "
+    "waits until it is over, so that little is read meanwhile"
+)
 
 
 class Region:

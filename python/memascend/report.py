@@ -71,6 +71,7 @@ class Report:
         device: memory of the device by owner, where that is not the host.
         device_budget: the limit in force there; 0 where the host computes.
         device_torch: all that torch holds there, the owners' and beside them activations and the user's own tensors.
+        device_copies: why copies there and back are slower than they could be; None where they are not.
     """
 
     owners: dict[str, Owner]
@@ -85,6 +86,7 @@ class Report:
     device: dict[str, Owner] = field(default_factory=dict)
     device_budget: int = 0
     device_torch: Owner | None = None
+    device_copies: str | None = None
 
     @property
     def total(self) -> int:
@@ -134,7 +136,8 @@ class Report:
         owners = {**self.device, "all that torch holds": self.device_torch}
         rows = [(name, bytes_shown(owner.bytes), bytes_shown(owner.peak)) for name, owner in owners.items()]
         budget = f"The budget is {bytes_shown(self.device_budget)}, for all but what else torch holds."
-        return [table(("device memory", "now", "peak"), rows), budget]
+        slower = [] if self.device_copies is None else [f"Copies are slower than they could be: {self.device_copies}."]
+        return [table(("device memory", "now", "peak"), rows), "\n".join([budget, *slower])]
 
     def _traffic(self) -> str:
         rows = []
@@ -301,6 +304,7 @@ def _there(session: Session) -> dict[str, Any]:
         "device": {"units": Owner(reserved, reserved), "gradients": _gradients(session)},
         "device_budget": session.plan.device_budget,
         "device_torch": Owner(*units.device.allocated()),
+        "device_copies": units.unregistered,
     }
 
 

@@ -1,7 +1,8 @@
 """Units on their way to a device: from storage into a few chunks of pinned host memory, from there into their lease.
 
 One thread reads the parts of units in the order in which they were asked for, as many at once as there are chunks, and
-begins the copy of each as soon as it was checked. A chunk is free again when the device has copied it.
+begins the copy of each as soon as it was checked, by threads of the store's. A chunk is free again when the device has
+copied it.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ if TYPE_CHECKING:
 
     from memascend.device import Copy, Device
 
-__all__ = ["CHUNKS", "Staged", "Staging"]
+__all__ = ["CHECKERS", "CHUNKS", "Staged", "Staging"]
 
 # {bytes: count}. Large enough that a thread of Python keeps up with several drives.
 CHUNKS = {4 << 20: 4}
+# Threads that check what comes, beside the one that begins copies: each does more than several drives bring.
+CHECKERS = 2
 
 
 class Part(Protocol):

@@ -11,7 +11,7 @@ from memascend import _core
 from memascend.compact import compact_of
 from memascend.description import CHUNK_ELEMENTS, Entry, chunk_elements_of, description
 from memascend.errors import ConfigError, StorageError
-from memascend.fetch import Fetch, UnitParts
+from memascend.fetch import Checkers, Fetch, UnitParts
 from memascend.handed import Lent, json_of, place_of, require, require_laid_out, require_order, stored_order
 from memascend.pages import PAGE_BYTES
 from memascend.paths import listed
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["Fetch", "Part", "Store", "UnitParts"]
+__all__ = ["Checkers", "Fetch", "Part", "Store", "UnitParts"]
 
 _RESCUE = "is gone with the end of this run; keep it with optimizer.save(folder)"
 _LOST = {
@@ -280,15 +280,17 @@ class Store:
         keep = into.untyped_storage()
         return Fetch(self._core.fetch(units.index(unit), into.data_ptr(), into.nbytes, keep))
 
-    def parts(self, unit: str, bytes_max: int) -> UnitParts:
+    def parts(self, unit: str, bytes_max: int, checkers: Checkers | None = None) -> UnitParts:
         """The values of a unit, as the last commit left them, in parts of at most so many bytes; reads nothing yet.
+
+        `checkers` check them as they come; without, whoever waits for one does.
 
         Raises:
             ConfigError: there is no such unit, or a piece of it is larger than a part may be.
         """
         if unit not in self._units:
             raise ConfigError(f"the store has no unit {unit!r}")
-        return UnitParts(_core.Parts(self._core, self._units.index(unit), bytes_max))
+        return UnitParts(_core.Parts(self._core, self._units.index(unit), bytes_max), checkers)
 
     def counters(self) -> dict[str, Any]:
         """Since it was opened: "fetches", "fetched_bytes", "wait_seconds" in `Fetch.wait`, and all I/O.

@@ -9,14 +9,15 @@ import torch
 
 from memascend import memory
 from memascend.device_arena import DeviceArena
+from memascend.engine import Checkers
 from memascend.lending import WINDOWS, DeviceEngine
-from memascend.staging import CHUNKS, Staging
+from memascend.staging import CHECKERS, CHUNKS, Staging
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from memascend.device import Device
-    from memascend.engine import Engine, Store
+    from memascend.engine import Engine, Store, UnitParts
 
 __all__ = ["DeviceUnits", "HostUnits", "UnitMemory"]
 
@@ -55,11 +56,16 @@ class UnitMemory(Protocol):
     def device(self) -> Device | None:
         """What computes, where that is not the host."""
 
+    @property
+    def unregistered(self) -> str | None:
+        """Why memory for copies could not be registered with the device's driver, and what that costs."""
+
 
 class HostUnits:
     """Units in a region of host memory, which the store reads into."""
 
     device = None
+    unregistered = None
 
     def __init__(self, store: Store, classes: Mapping[int, int]) -> None:
         """Take the memory."""
@@ -104,9 +110,14 @@ class DeviceUnits:
         self._ring = memory.ChunkRing(chunk_bytes, count)
         ((window_bytes, windows),) = WINDOWS.items()
         self._windows = memory.ChunkRing(window_bytes, windows)
-        if device.torch_device.type == "cuda" and self._ring.region.pinned != "cuda":
-            _log.warning("copies to the device are slow: %s", self._ring.region.why_not)
-        self._staging = Staging(device, _all(self._ring, chunk_bytes, count), store.parts, self.arena.after)
+        if self.unregistered:
+            _log.warning("%s", self.unregistered)
+        checkers = Checkers(CHECKERS)
+
+        def parts_of(name: str, bytes_max: int) -> UnitParts:
+            return store.parts(name, bytes_max, checkers)
+
+        self._staging = Staging(device, _all(self._ring, chunk_bytes, count), parts_of, self.arena.after)
         self.begin = self._staging.begin
 
     def used(self, base: torch.Tensor) -> None:
@@ -128,6 +139,15 @@ class DeviceUnits:
             name: 0 if ring.region.closed else ring.region.mapped_bytes + int(ring.stats()["tables"])
             for name, ring in held.items()
         }
+
+    @property
+    def unregistered(self) -> str | None:
+        """See `UnitMemory`."""
+        if self.device.torch_device.type != "cuda":
+            return None
+        regions = (self._ring.region, self._windows.region)
+        why = next((region.why_not for region in regions if region.pinned != "cuda"), None)
+        return None if why is None else f"{why}; {memory.UNREGISTERED}"
 
     @property
     def wait_seconds(self) -> float:

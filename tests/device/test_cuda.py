@@ -47,6 +47,7 @@ def test_the_chunks_are_registered(tmp_path, device):
     with optimizer:
         units = optimizer._session.resources.units
         assert units._ring.region.pinned == units._windows.region.pinned == "cuda", units._ring.region.why_not
+        assert units.unregistered is None
 
 
 @pytest.mark.parametrize("gradients", ["fused", "ssd", "ram"])

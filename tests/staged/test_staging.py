@@ -1,6 +1,7 @@
 """The way to a device and back: what is checked, in which order things happen, what is held and for how long."""
 
 import gc
+import math
 import threading
 
 import pytest
@@ -8,10 +9,11 @@ import torch
 from staged.fake import SPOILT, Fake, Work
 
 from memascend import engine
+from memascend.description import CHUNK_ELEMENTS
 from memascend.device import Cuda
 from memascend.device_arena import DeviceArena
 from memascend.errors import ConfigError, CorruptionError, DeviceError, StorageError, TimeoutExpired, UsageError
-from memascend.lending import DeviceEngine
+from memascend.lending import WINDOWS, DeviceEngine
 from memascend.staging import Staging
 
 ELEMENTS, CHUNK = 50_000, 128 << 10
@@ -168,6 +170,32 @@ def test_damage_is_named_by_whoever_waits(staging, arena, store, tmp_path):
     # The others still come.
     staging.begin("first", base).wait()
     assert torch.equal(base, in_one(store, "first"))
+
+
+@pytest.mark.parametrize("threads", [0, 1, 2])
+def test_threads_that_check(device, arena, store, tmp_path, threads):
+    """The same units, and damage is named by whoever waits, before anything was computed with it."""
+    checkers = engine.Checkers(threads)
+    assert checkers.threads == threads
+    parts_of = lambda name, nbytes: store.parts(name, nbytes, checkers)  # noqa: E731
+    staging = Staging(device, [pages(CHUNK) for _ in range(3)], parts_of, arena.after)
+    bases = {unit: leased(arena, store) for unit in UNITS}
+    coming = {unit: staging.begin(unit, base) for unit, base in bases.items()}
+    for unit, base in bases.items():
+        coming[unit].wait()
+        assert torch.equal(base, in_one(store, unit))
+    whole = in_one(store, "second").numpy().tobytes()
+    file = tmp_path / "run.store"
+    at = file.read_bytes().index(whole[CHUNK : CHUNK + (8 << 10)])
+    with file.open("r+b") as opened:
+        opened.seek(at)
+        opened.write(bytes([whole[CHUNK] ^ 1]))
+    for _ in range(2):
+        with pytest.raises(CorruptionError, match=r"second\."):
+            staging.begin("second", bases["second"]).wait()
+    staging.begin("first", bases["second"]).wait()
+    assert torch.equal(bases["second"], in_one(store, "first"))
+    staging.close()
 
 
 def test_a_device_that_fails_is_heard_of(staging, arena, store, device):
@@ -345,6 +373,25 @@ def test_gradients_are_lent_in_windows(store, device, tmp_path):
         (expected, state), (got, ours) = other.read("first.0"), store.read("first.0")
         assert torch.equal(expected, got)
         assert all(torch.equal(state[name], ours[name]) for name in state)
+
+
+def test_python_is_asked_for_few_windows(device, tmp_path):
+    """Of a step's time on the engine's thread, windows are to be little: 7 B parameters have 14 GB of them."""
+    elements = 2_600_000
+    values = torch.zeros(elements, dtype=torch.bfloat16)
+    entry = engine.Entry(name="large", values=values, state=engine.adam_state(values))
+    ((window_bytes, count),) = WINDOWS.items()
+    asked = []
+    with engine.Store.create(tmp_path / "large.store", [entry]) as store, engine.Engine(store) as updates:
+        lent = DeviceEngine(updates, device, [pages(window_bytes) for _ in range(count)])
+        window = lent._window
+        lent._window = lambda *where: asked.append(where) or window(*where)
+        lent.update("large", torch.ones_like(values), step=1)
+        lent.commit(1)
+        updates.finish()
+    assert len(asked) == math.ceil(2 * elements / (window_bytes // (2 * CHUNK_ELEMENTS) * 2 * CHUNK_ELEMENTS))
+    assert len(asked) <= 2 * elements // (4 << 20) + 1
+    assert device.taken == 2 * elements
 
 
 def test_a_gradient_is_let_go_when_it_was_used(store, device):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from memascend import memory
 from memascend.cli.finding import Finding
+from memascend.cli.registration import examine_registration
 from memascend.cli.show import bytes_shown, table
 from memascend.cli.storage import examine_ring, examine_storage
 from memascend.errors import MemascendError
@@ -142,6 +143,9 @@ def _torch() -> Iterator[Finding]:
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         yield Finding(subject=f"GPU {index}", found=f"{properties.name}, {bytes_shown(properties.total_memory)}")
+    # Which makes the context that registering asks for.
+    torch.zeros(1, device="cuda")
+    yield examine_registration()
 
 
 def _triton() -> Iterator[Finding]:

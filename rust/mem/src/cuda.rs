@@ -46,6 +46,7 @@ struct Driver {
 /// Lets what the calling thread does from now on leave alone what others capture into CUDA graphs: a capture ends with
 /// an error when any thread asks an event whether it is over, unless that thread says that it has no part in captures.
 /// Whether it could be said; where the process has not loaded the driver, nobody captures.
+#[must_use]
 pub fn ignore_captures() -> bool {
     let Ok(library) = open(Search::Loaded) else { return false };
     // SAFETY: the library is loaded and never closed; the name is null-terminated.

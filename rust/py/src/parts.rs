@@ -7,6 +7,7 @@ use pyo3::prelude::*;
 use crate::{detached::Detached, errors::store_error, nvme::Held, store::Store, waiting::waiting};
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<Checkers>()?;
     module.add_class::<Parts>()?;
     module.add_class::<PartFetch>()
 }
@@ -30,7 +31,9 @@ impl Parts {
         self.inner.places().collect()
     }
 
-    /// Begins to read a part into `nbytes` at `address`, which stay valid as long as `keep` lives.
+    /// Begins to read a part into `nbytes` at `address`, which stay valid as long as `keep` lives. It is checked by
+    /// `checkers`, or by whoever waits.
+    #[pyo3(signature = (index, address, nbytes, keep, checkers))]
     fn begin(
         &self,
         py: Python<'_>,
@@ -38,17 +41,43 @@ impl Parts {
         address: usize,
         nbytes: usize,
         keep: Py<PyAny>,
+        checkers: Option<&Checkers>,
     ) -> PyResult<PartFetch> {
         let memory = Held::new(address, nbytes, keep);
-        let inner = py.detach(|| self.inner.begin(index, memory)).map_err(|error| store_error(py, &error))?;
-        Ok(PartFetch { inner: Detached::new(inner) })
+        let begun = py.detach(|| {
+            let part = self.inner.begin(index, memory)?;
+            Ok(match checkers {
+                Some(checkers) => checkers.inner.check(part),
+                None => memascend_store::Checking::from(part),
+            })
+        });
+        Ok(PartFetch { inner: Detached::new(begun.map_err(|error| store_error(py, &error))?) })
+    }
+}
+
+/// Threads that check parts. See `memascend.store.Checkers`.
+#[pyclass(frozen, module = "memascend._core")]
+struct Checkers {
+    inner: Detached<memascend_store::Checkers<Held>>,
+}
+
+#[pymethods]
+impl Checkers {
+    #[new]
+    fn new(threads: usize) -> Self {
+        Self { inner: Detached::new(memascend_store::Checkers::new(threads)) }
+    }
+
+    #[getter]
+    fn threads(&self) -> usize {
+        self.inner.threads()
     }
 }
 
 /// A part on its way into memory. See `memascend.store.PartFetch`.
 #[pyclass(frozen, module = "memascend._core")]
 struct PartFetch {
-    inner: Detached<memascend_store::PartFetch<Held>>,
+    inner: Detached<memascend_store::Checking<Held>>,
 }
 
 #[pymethods]

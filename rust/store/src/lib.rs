@@ -12,6 +12,7 @@
 mod boot;
 mod buffer;
 mod catalog;
+mod checking;
 mod checksum;
 mod commit;
 mod counters;
@@ -44,6 +45,7 @@ mod whole;
 
 pub use buffer::{Buffer, Shared};
 pub use catalog::{parse_description, parse_label, parse_root};
+pub use checking::{Checkers, Checking};
 pub use checksum::Checksum;
 pub use commit::Commit;
 pub use counters::Counters;

@@ -1,0 +1,181 @@
+//! Checking parts on threads of their own: whoever copies them on to a device computes no checksums.
+
+use std::{
+    collections::VecDeque,
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    thread::{self, JoinHandle},
+    time::{Duration, Instant},
+};
+
+use memascend_mem::Wait;
+
+use crate::{Buffer, Error, PartFetch, Result};
+
+/// How often whoever waits is asked whether to go on.
+const SLICE: Duration = Duration::from_millis(50);
+
+/// Threads that wait for parts and check them, in the order in which they were handed over.
+///
+/// Dropping it checks what was handed over, and ends the threads.
+pub struct Checkers<B: Buffer + Sync> {
+    line: Arc<Line<B>>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+struct Line<B: Buffer + Sync> {
+    state: Mutex<State<B>>,
+    changed: Condvar,
+}
+
+struct State<B: Buffer + Sync> {
+    waiting: VecDeque<(Arc<PartFetch<B>>, Arc<Checked>)>,
+    closing: bool,
+}
+
+/// Whether a part was checked, well or not.
+#[derive(Default)]
+struct Checked {
+    is: Mutex<bool>,
+    changed: Condvar,
+}
+
+/// A part that is being read and checked. Dropping it waits for both.
+pub struct Checking<B: Buffer + Sync> {
+    part: Arc<PartFetch<B>>,
+    /// `None`: there is no thread for it, and whoever waits checks.
+    checked: Option<Arc<Checked>>,
+}
+
+impl<B: Buffer + Sync + 'static> Checkers<B> {
+    /// As many threads, or as many as can be had; with none, whoever waits for a part checks it.
+    #[must_use]
+    pub fn new(threads: usize) -> Self {
+        let state = State { waiting: VecDeque::new(), closing: false };
+        let line = Arc::new(Line { state: Mutex::new(state), changed: Condvar::new() });
+        let begun = (0..threads).map_while(|_| {
+            let line = Arc::clone(&line);
+            thread::Builder::new().name("memascend-check".into()).spawn(move || line.serve()).ok()
+        });
+        Self { threads: begun.collect(), line }
+    }
+
+    /// Threads that were begun.
+    #[must_use]
+    pub fn threads(&self) -> usize {
+        self.threads.len()
+    }
+
+    /// Checks a part as soon as it has come.
+    pub fn check(&self, part: PartFetch<B>) -> Checking<B> {
+        if self.threads.is_empty() {
+            return Checking::from(part);
+        }
+        let part = Arc::new(part);
+        let checked = Arc::new(Checked::default());
+        locked(&self.line.state).waiting.push_back((Arc::clone(&part), Arc::clone(&checked)));
+        self.line.changed.notify_one();
+        Checking { part, checked: Some(checked) }
+    }
+}
+
+impl<B: Buffer + Sync> Line<B> {
+    fn serve(&self) {
+        while let Some((part, checked)) = self.next() {
+            // Also where the check panics: nobody waits for ever.
+            let _ended = Ended(&checked);
+            // What came of it stays with the part.
+            drop(part.wait(Wait::forever()));
+            drop(part);
+        }
+    }
+
+    fn next(&self) -> Option<(Arc<PartFetch<B>>, Arc<Checked>)> {
+        let mut state = locked(&self.state);
+        loop {
+            if let Some(next) = state.waiting.pop_front() {
+                return Some(next);
+            }
+            if state.closing {
+                return None;
+            }
+            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+}
+
+impl<B: Buffer + Sync> Drop for Checkers<B> {
+    fn drop(&mut self) {
+        locked(&self.line.state).closing = true;
+        self.line.changed.notify_all();
+        for thread in self.threads.drain(..) {
+            // One that panicked has said so.
+            drop(thread.join());
+        }
+    }
+}
+
+struct Ended<'a>(&'a Checked);
+
+impl Drop for Ended<'_> {
+    fn drop(&mut self) {
+        *locked(&self.0.is) = true;
+        self.0.changed.notify_all();
+    }
+}
+
+/// Checked by whoever waits for it.
+impl<B: Buffer + Sync> From<PartFetch<B>> for Checking<B> {
+    fn from(part: PartFetch<B>) -> Self {
+        Self { part: Arc::new(part), checked: None }
+    }
+}
+
+impl<B: Buffer + Sync> Checking<B> {
+    /// Whether it was read, and checked where threads do that. Never waits.
+    #[must_use]
+    pub fn is_done(&self) -> bool {
+        self.checked.as_ref().map_or_else(|| self.part.is_done(), |checked| *locked(&checked.is))
+    }
+
+    /// Waits until it was read and checked; says what came of it, and waiting again says the same. Once that succeeded,
+    /// the memory is the caller's again.
+    pub fn wait(&self, mut wait: Wait<'_>) -> Result<()> {
+        if let Some(checked) = &self.checked {
+            let deadline = wait.timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+            let mut is = locked(&checked.is);
+            while !*is {
+                let left =
+                    deadline.map_or(SLICE, |deadline| deadline.saturating_duration_since(Instant::now()).min(SLICE));
+                if left.is_zero() {
+                    return Err(Error::TimedOut("a part"));
+                }
+                let (still, timeout) = checked.changed.wait_timeout(is, left).unwrap_or_else(PoisonError::into_inner);
+                is = still;
+                if timeout.timed_out() && !*is {
+                    drop(is);
+                    if wait.keep_waiting.as_mut().is_some_and(|keep| !keep()) {
+                        return Err(Error::Interrupted("a part"));
+                    }
+                    is = locked(&checked.is);
+                }
+            }
+        }
+        self.part.wait(wait)
+    }
+}
+
+impl<B: Buffer + Sync> Drop for Checking<B> {
+    fn drop(&mut self) {
+        if let Some(checked) = &self.checked {
+            // Else its thread would look at memory that may be another's by then.
+            let mut is = locked(&checked.is);
+            while !*is {
+                is = checked.changed.wait(is).unwrap_or_else(PoisonError::into_inner);
+            }
+        }
+    }
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
