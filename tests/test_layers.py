@@ -205,6 +205,7 @@ MODULES = {
         "errors",
         "memory",
         "nvme",
+        "paths",
         "plan",
         "kernels",
         "shown",
