@@ -223,6 +223,7 @@ MODULES = {
         "errors",
         "memory",
         "nvme",
+        "paths",
         "plan",
         "kernels",
         "shown",

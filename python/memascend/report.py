@@ -277,6 +277,7 @@ def _owners(session: Session) -> dict[str, Owner]:
         "update staging": max(0, staging - whole),
         "catalog": info["buffer_bytes"],
         "index": info["index_bytes"],
+        "unaligned I/O": info["copy_bytes"],
         "whole parameters": min(staging, whole),
         "activations": 0 if resources.activations is None else resources.activations.host_bytes,
     }

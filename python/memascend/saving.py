@@ -37,6 +37,8 @@ __all__ = ["save"]
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _MARK = ".memascend-saving"
+# Others may put what is at the temporary name into its place, or remove it, between two looks.
+_ATTEMPTS = 16
 # Weights as transformers names them, whole or in parts.
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json")
 
@@ -253,29 +255,55 @@ def _is_empty(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _beside(target: Path) -> Iterator[Path]:
-    """A new folder beside the target, gone at the end; what a killed process left there before is, too."""
+    """A new folder beside the target, gone at the end; what a killed process left there before is, too.
+
+    It and the target are locked meanwhile, whichever of the two paths each is at; nothing is removed that is not.
+    """
     new = target.parent / f".{target.name}{_MARK}"
-    with _as_storage_error(new):
-        held = -1
+    with _as_storage_error(new), contextlib.ExitStack() as held:
+        ours: list[int] = []
+        for _ in range(_ATTEMPTS):
+            with contextlib.suppress(FileExistsError):
+                new.mkdir(mode=0o700)
+            try:
+                ours = [_lock(new, target, held)]
+            except FileNotFoundError:
+                continue
+            if not _is_one_of(new, ours):
+                # Whoever had it has just put it in place.
+                continue
+            if _is_empty(new):
+                break
+            shutil.rmtree(new)
+        else:
+            raise UsageError(f"other processes keep saving to {target}")
         try:
-            for _ in range(2):
-                with contextlib.suppress(FileExistsError):
-                    new.mkdir(mode=0o700)
-                held = os.open(new, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-                try:
-                    fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    raise UsageError(f"another process is saving to {target} now") from None
-                if _is_empty(new):
-                    break
-                shutil.rmtree(new)
-                os.close(held)
-                held = -1
+            if target.is_dir():
+                ours.append(_lock(target, target, held))
             yield new
         finally:
-            if held >= 0:
-                os.close(held)
-            shutil.rmtree(new, ignore_errors=True)
+            if _is_one_of(new, ours):
+                shutil.rmtree(new, ignore_errors=True)
+
+
+def _lock(folder: Path, target: Path, held: contextlib.ExitStack) -> int:
+    """A descriptor of a folder that no other saver has."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    held.callback(os.close, descriptor)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UsageError(f"another process is saving to {target} now") from None
+    return descriptor
+
+
+def _is_one_of(path: Path, descriptors: list[int]) -> bool:
+    """Whether a path names what one of the descriptors has open."""
+    try:
+        there = path.stat()
+    except FileNotFoundError:
+        return False
+    return any(os.path.samestat(there, os.fstat(descriptor)) for descriptor in descriptors)
 
 
 def _replace(target: Path, new: Path) -> None:

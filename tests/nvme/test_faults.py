@@ -3,6 +3,7 @@
 import ctypes
 import errno
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -35,11 +36,18 @@ def test_a_full_file_system_is_found_at_open(small_ext4):
     path = small_ext4 / "volume"
     error = failed(lambda: nvme.open(path, size=200 * MIB), errno.ENOSPC)
     assert error.path == str(path)
-    assert "are free" in str(error)
+    needed, free = map(int, re.findall(r"for (\d+) more bytes, and (\d+) are free", str(error))[0])
+    room = os.statvfs(small_ext4)
+    assert needed == 200 * MIB
+    assert 20 * MIB < room.f_bavail * room.f_frsize == free, "as it is when nothing of ours is there"
     assert not path.exists()
     with nvme.open(path, size=10 * MIB) as volume:
         works(volume)
-    failed(lambda: nvme.open(path, size=200 * MIB), errno.ENOSPC)
+    error = failed(lambda: nvme.open(path, size=200 * MIB), errno.ENOSPC)
+    needed, free = map(int, re.findall(r"for (\d+) more bytes, and (\d+) are free", str(error))[0])
+    room = os.statvfs(small_ext4)
+    assert 189 * MIB <= needed <= 190 * MIB, "the file has ten already"
+    assert 20 * MIB < room.f_bavail * room.f_frsize == free
     assert path.stat().st_size == 10 * MIB, "growing that fails leaves the file as it was"
     with nvme.open(path) as volume:
         works(volume, 77)

@@ -8,6 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from memascend.errors import MemascendError
+from memascend.paths import expanded
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             command = importlib.import_module(f"memascend.cli.{name}")
             command.add_arguments(command_parser)
             command_parser.set_defaults(run=command.run)
-    options = parser.parse_args(given)
+    options = parser.parse_args([_at_home(word) for word in given])
     try:
         return int(options.run(options))
     except MemascendError as error:
@@ -66,3 +67,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # A file that was named cannot be read or written: the system says which and why.
         print(f"memascend {options.command}: {error}", file=sys.stderr)
         return 1
+
+
+def _at_home(word: str) -> str:
+    """An argument as a shell would give it: "--storage=~/run" has a "~" that no shell replaces."""
+    option, equals, value = word.partition("=")
+    if equals and option.startswith("--"):
+        return f"{option}={expanded(value)}"
+    return expanded(word)

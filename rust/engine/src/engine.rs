@@ -363,7 +363,9 @@ impl Shared {
             Err(panic) => Error::Panicked(said(&*panic)),
         };
         let (dropped, marks) = self.queue.lock().end_by(error);
-        marks.iter().for_each(|mark| lose_spilled(&self.store, mark));
+        for mark in &marks {
+            lose_spilled(&self.store, mark);
+        }
         self.queue.notify();
         // A caller's memory is let go by what may panic, too; whoever waits has been told before.
         drop(catch_unwind(AssertUnwindSafe(|| drop(dropped))));

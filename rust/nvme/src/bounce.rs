@@ -46,6 +46,8 @@ pub(crate) struct Bounce {
 struct Started {
     copying: Vec<JoinHandle<()>>,
     changing: Vec<JoinHandle<()>>,
+    /// Of the memory of them all.
+    bytes: usize,
 }
 
 struct Shared {
@@ -75,13 +77,21 @@ impl Bounce {
         let mut threads = locked(&self.threads);
         if threads.copying.is_empty() {
             let chunks = rooms(CHUNK_BYTES, THREADS, "chunks of unaligned I/O")?;
+            threads.bytes += CHUNK_BYTES * THREADS;
             threads.copying = start("copy", chunks, &self.shared, Shared::serve)?;
         }
         if threads.changing.is_empty() {
-            let blocks = rooms(context.block_bytes.max(context.memory_align), EDGE_THREADS, "blocks of unaligned I/O")?;
+            let block_bytes = context.block_bytes.max(context.memory_align);
+            let blocks = rooms(block_bytes, EDGE_THREADS, "blocks of unaligned I/O")?;
+            threads.bytes += block_bytes * EDGE_THREADS;
             threads.changing = start("edge", blocks, &self.edges, Edges::serve)?;
         }
         Ok(())
+    }
+
+    /// Bytes of memory that it holds: none before the first unaligned transfer.
+    pub(crate) fn bytes(&self) -> usize {
+        locked(&self.threads).bytes
     }
 
     /// Copies `range` of an operation; after [`Bounce::ready`].
@@ -110,7 +120,7 @@ impl Drop for Bounce {
         locked(&self.shared.state).stop = true;
         self.shared.changed.notify_all();
         self.edges.stop();
-        let Started { copying, changing } = std::mem::take(&mut *locked(&self.threads));
+        let Started { copying, changing, .. } = std::mem::take(&mut *locked(&self.threads));
         for thread in copying.into_iter().chain(changing) {
             drop(thread.join());
         }

@@ -255,6 +255,13 @@ impl Volume {
         &self.context.trace
     }
 
+    /// Bytes of the memory that transfers go through which are not aligned: none before the first such transfer.
+    #[must_use]
+    pub fn copy_bytes(&self) -> usize {
+        let running = self.running.read().unwrap_or_else(PoisonError::into_inner);
+        running.as_ref().map_or(0, |running| running.bounce.bytes())
+    }
+
     /// What it has done.
     #[must_use]
     pub fn stats(&self) -> VolumeStats {

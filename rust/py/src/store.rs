@@ -108,6 +108,7 @@ impl Store {
         dict.set_item("index_bytes", info.index_bytes)?;
         dict.set_item("spill_index_bytes", info.spill_index_bytes)?;
         dict.set_item("buffer_bytes", info.buffer_bytes)?;
+        dict.set_item("copy_bytes", self.inner.volume().copy_bytes())?;
         dict.set_item("optimizer", &description.optimizer)?;
         dict.set_item("chunk_elements", description.chunk_elements)?;
         dict.set_item("units", &description.units)?;

@@ -111,6 +111,8 @@ impl OpenReads {
             let reads = self.0.lock().unwrap_or_else(PoisonError::into_inner);
             reads.iter().filter_map(Weak::upgrade).collect()
         };
-        reads.iter().for_each(|read| read.release_if_ended());
+        for read in reads {
+            read.release_if_ended();
+        }
     }
 }

@@ -1,0 +1,62 @@
+"""Several that save to one folder at once: one does, and nobody removes what another is writing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+import pytest
+
+from memascend import saving
+from memascend.errors import UsageError
+
+
+@pytest.fixture
+def target(tmp_path):
+    return tmp_path / "saved"
+
+
+def beside(target):
+    return saving._beside(target)
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_who_comes_second_is_told_and_takes_nothing_away(target, is_there):
+    if is_there:
+        target.mkdir()
+    with beside(target) as new:
+        (new / "part").write_text("mine")
+        for _ in range(2):
+            with pytest.raises(UsageError, match="another process is saving"), beside(target):
+                pass
+            assert (new / "part").read_text() == "mine"
+    assert not new.exists()
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_what_another_began_after_the_folder_went_into_its_place_stays(target, is_there):
+    if is_there:
+        (target / "memascend").mkdir(parents=True)
+        (target / "memascend" / "manifest.json").write_text("{}")
+    with beside(target) as new:
+        (new / "part").write_text("mine")
+        saving._replace(target, new)
+        if is_there:
+            assert not (new / "part").exists(), "the earlier one, until the end"
+            with pytest.raises(UsageError, match="another process is saving"), beside(target):
+                pass
+            os.rename(new, new.with_name("earlier"))
+        # Another, from here on.
+        new.mkdir()
+        (new / "part").write_text("theirs")
+    assert (target / "part").read_text() == "mine"
+    assert (new / "part").read_text() == "theirs"
+
+
+def test_what_a_killed_saver_left_is_gone(target):
+    with contextlib.suppress(KeyError), beside(target) as new:
+        raise KeyError
+    new.mkdir()
+    (new / "part").write_text("left")
+    with beside(target) as new:
+        assert not any(new.iterdir())
