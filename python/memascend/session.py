@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memascend import leftovers
 from memascend.checkpoint import identity_of
 from memascend.errors import ConfigError, MemascendError, UsageError
 from memascend.groups import options_of
@@ -347,6 +348,7 @@ class Session:
         if self.resources.closed:
             return
         self.frames.unwind(all_of_it=True)
+        leftovers.let_go()
         with contextlib.suppress(MemascendError):
             # It can be asked for afterwards, too.
             self._last_report = make_report(self)
