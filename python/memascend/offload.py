@@ -20,7 +20,6 @@ from memascend.checkpoint import Checkpoint, Continued
 from memascend.config import Options
 from memascend.errors import ConfigError
 from memascend.groups import options_of, take_options
-from memascend.heap import trim
 from memascend.lending import WINDOWS
 from memascend.ownership import find_owned, sparse_ids
 from memascend.placeholder import dense_strides
@@ -289,7 +288,7 @@ class _Offloading:
                 scratch=scratch_of(options) or self.folder,
             ).run()
             undo.pop_all()
-        trim()
+        offloaded._session.heap.model_left()  # noqa: SLF001 - it is ours
         if options.device is None and self.device is not None:
             _log.info("device: %s, since there is one; device='cpu' computes without it", self.device.torch_device)
         if options.host_memory is None:

@@ -357,6 +357,7 @@ class Session:
         self.gradients.unwatch()
         self.residency.close(_CLOSED)
         self.resources.close()
+        self.heap.close()
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:

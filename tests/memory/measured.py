@@ -5,6 +5,8 @@ The fixture `measure` runs it; the options are those of `WORK`.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
 import json
 import threading
@@ -30,6 +32,8 @@ WORK = {
     "steps": 3,
     "options": {},  # of offload()
     "storage": None,
+    "in_heap": False,  # the model is made in the heap, as it is where a large tensor was freed before
+    "meta": False,  # the model is made on meta
     "phases": False,  # also everything else that a user may call
     "cgroup": None,  # a memory cgroup to be in, which is lowered once offload() has returned
     "grow_bytes": 0,  # ... to what is held then, and so many bytes
@@ -121,6 +125,10 @@ def warm_up(dtype, folder):
     optimizer.close()
 
 
+# From malloc.h, and where glibc's own threshold ends.
+M_MMAP_THRESHOLD, MMAP_THRESHOLD_MAX = -3, 32 << 20
+
+
 def enter(cgroup):
     Path(cgroup, "cgroup.procs").write_text("0")
 
@@ -148,7 +156,11 @@ def main(given):
     before = status()
     if work["cgroup"]:
         enter(work["cgroup"])
-    model = Model(work["blocks"], work["width"], work["checkpoint"], work["vocabulary"]).to(dtype)
+    if work["in_heap"]:
+        # The warm-up has fixed it; in a process of its own, freeing one such tensor is enough.
+        assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD_MAX)
+    with torch.device("meta") if work["meta"] else contextlib.nullcontext():
+        model = Model(work["blocks"], work["width"], work["checkpoint"], work["vocabulary"]).to(dtype)
     of_model = sum(parameter.nbytes for parameter in model.parameters())
     elements = sum(parameter.numel() for parameter in model.parameters())
     batch = torch.randint(0, work["vocabulary"], (work["tokens"],))
