@@ -57,7 +57,7 @@ MODULES = {
     "memascend.shown": set(),
     "memascend.progress": {"shown"},
     "memascend.meter": set(),
-    "memascend.report": {"errors", "meter", "session", "shown"},
+    "memascend.report": {"errors", "memory", "meter", "session", "shown"},
     "memascend.placeholder": {"errors"},
     "memascend.saved": set(),
     "memascend.scratch": {"errors", "nvme"},

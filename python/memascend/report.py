@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memascend.errors import ConfigError
+from memascend.memory import regions
 from memascend.shown import bytes_shown, seconds_shown, table
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["Baseline", "Owner", "Report", "make_report"]
 
 _MIB = 1 << 20
+# How the memory is called that what is not aligned passes through.
+_UNALIGNED = "of unaligned I/O"
 
 
 @dataclass(frozen=True)
@@ -276,6 +279,8 @@ def _owners(session: Session) -> dict[str, Owner]:
         "index": info["index_bytes"],
         "whole parameters": min(staging, whole),
         "activations": 0 if resources.activations is None else resources.activations.host_bytes,
+        # Of the process: it comes with the first read that is not aligned, and stays.
+        "unaligned I/O": sum(region["bytes"] for region in regions() if region["owner"].endswith(_UNALIGNED)),
     }
     always = (*resources.units.host, "update staging", "catalog", "index")
     owners = {name: Owner(nbytes, nbytes) for name, nbytes in held.items() if nbytes or name in always}

@@ -6,6 +6,7 @@ The fixture `measure` runs it; the options are those of `WORK`.
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 import gc
 import json
@@ -34,6 +35,8 @@ WORK = {
     "storage": None,
     "in_heap": False,  # the model is made in the heap, as it is where a large tensor was freed before
     "meta": False,  # the model is made on meta
+    "buffer_bytes": 0,  # of a persistent buffer
+    "resume": False,  # the store is there already
     "phases": False,  # also everything else that a user may call
     "cgroup": None,  # a memory cgroup to be in, which is lowered once offload() has returned
     "grow_bytes": 0,  # ... to what is held then, and so many bytes
@@ -143,6 +146,11 @@ def lower(cgroup, grow_bytes):
     return held
 
 
+def offloaded(model, folder, work, **options):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return memascend.offload(model, optimizer, storage=folder / "run", **work["options"], **options)
+
+
 def main(given):
     work = {**WORK, **given}
     unknown = set(given) - set(WORK)
@@ -162,11 +170,20 @@ def main(given):
     with torch.device("meta") if work["meta"] else contextlib.nullcontext():
         model = Model(work["blocks"], work["width"], work["checkpoint"], work["vocabulary"]).to(dtype)
     of_model = sum(parameter.nbytes for parameter in model.parameters())
+    count = len(list(model.parameters()))
     elements = sum(parameter.numel() for parameter in model.parameters())
+    if work["buffer_bytes"]:
+        model.register_buffer("seen", torch.ones(work["buffer_bytes"] // 4))
     batch = torch.randint(0, work["vocabulary"], (work["tokens"],))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     (folder / "run").mkdir()
-    model, optimizer = memascend.offload(model, optimizer, storage=folder / "run", **work["options"])
+    if work["resume"]:
+        begun = copy.deepcopy(model)
+        train(*offloaded(begun, folder, work), batch, 1)
+        begun._memascend.close()
+        del begun
+        gc.collect()
+    made = status()
+    model, optimizer = offloaded(model, folder, work, existing="resume" if work["resume"] else "refuse")
     after = status()
     if work["cgroup"]:
         lower(work["cgroup"], work["grow_bytes"])
@@ -196,11 +213,13 @@ def main(given):
         json.dumps(
             {
                 "before": before,
+                "made": made,
                 "after": after,
                 "trained": trained,
                 "whole_peak": answer_peak,
                 "peaks": peaks,
                 "model_bytes": of_model,
+                "parameters": count,
                 "elements": elements,
                 "activation_bytes": activation_bytes(work, dtype.itemsize),
                 "plan": {"host": plan.host, "host_peak": plan.host_peak, "budget": plan.budget},
