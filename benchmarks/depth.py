@@ -1,9 +1,11 @@
 """Host memory against depth: the same model with more and more blocks, offloaded and in RAM.
 
-Each depth trains in a process of its own: a Qwen2-shaped model of fixed width in bf16, with checkpointing. What is
-counted is the most that the process held while it trained, beyond what it holds once torch, transformers and a first
-small model are warm. What a forward leaves for each block (inputs that checkpoints keep, the graph) is the user's and
-the same in RAM, where it is measured: "flat" is without it.
+Each depth trains in a process of its own: a Qwen2-shaped model of one width and type, made in RAM or on meta, with
+checkpointing. What is counted is the most that the process held while it trained, and what it held after the last step
+("at rest"), beyond what it holds once torch, transformers and a first small model are warm. What that one fixed of the
+C library's heap is undone, so that the model is made as in a process of its own: in the heap. What a
+forward leaves for each block (inputs that checkpoints keep, the graph) is the user's and the same in RAM, where it is
+measured: "flat" is without it.
 """
 
 from __future__ import annotations
@@ -20,12 +22,14 @@ from pathlib import Path
 from typing import Any
 
 _MIB = 1 << 20
-_HIDDEN, _INTERMEDIATE, _HEADS, _KV_HEADS, _VOCABULARY = 768, 2048, 12, 4, 32_000
+_HIDDEN, _INTERMEDIATE, _VOCABULARY = 768, 2048, 32_000
+# From malloc.h.
+_M_MMAP_THRESHOLD = -3
 _LENGTH = 128
 _STEPS = 3
 # What the growth of memory is promised to stay below, from the first depth to the last.
 _GROWS_MAX = 0.05
-_COLUMNS = ("depth", "parameters", "case", "added_mib", "activations_mib", "flat_mib", "planned_mib")
+_COLUMNS = ("depth", "parameters", "case", "added_mib", "activations_mib", "flat_mib", "rest_mib", "planned_mib")
 
 
 def main() -> None:
@@ -33,6 +37,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--depths", nargs="+", type=int, default=[4, 12, 24, 48])
     parser.add_argument("--cases", nargs="+", choices=("offloaded", "in RAM"), default=["offloaded", "in RAM"])
+    parser.add_argument("--start", choices=("ram", "meta"), default="ram", help="where the model is made")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--width", type=int, default=_HIDDEN, help="of the blocks (%(default)s)")
     parser.add_argument("--gradients", choices=("auto", "fused", "ssd"), default="fused")
     parser.add_argument("--storage", default=".", help="a folder on the disk to train from")
     parser.add_argument("--write", metavar="FOLDER", type=Path, help="also write depth.csv and depth.png there")
@@ -46,32 +53,38 @@ def main() -> None:
         for case in options.cases:
             with tempfile.TemporaryDirectory(dir=options.storage, prefix=".memascend-depth-") as folder:
                 work = {"depth": depth, "case": case, "gradients": options.gradients, "folder": folder}
+                # In RAM there is nothing on meta.
+                work |= {"start": options.start if case == "offloaded" else "ram"}
+                work |= {"dtype": options.dtype, "width": options.width}
                 words = [sys.executable, __file__, "--work", json.dumps(work)]
                 done = subprocess.run(words, check=True, capture_output=True, text=True)
             found[depth, case] = json.loads(done.stdout.splitlines()[-1])
             print(f"{depth} blocks, {case}: {found[depth, case]['added'] / _MIB:.1f} MiB", flush=True)
-    left = _left_by_block({depth: one["left"] for (depth, case), one in found.items() if case == "in RAM"})
+    inputs = _LENGTH * options.width * (2 if options.dtype == "bfloat16" else 4)
+    left = _left_by_block({depth: one["left"] for (depth, case), one in found.items() if case == "in RAM"}, inputs)
     rows = [_row(depth, case, one, left) for (depth, case), one in found.items()]
     print("\n".join("  ".join(f"{name} {row[name]}" for name in _COLUMNS) for row in rows))
     ours = [row for row in rows if row["case"] == "offloaded"]
     if len(ours) > 1:
-        grows = ours[-1]["flat_mib"] / ours[0]["flat_mib"] - 1
-        verdict = "within" if grows <= _GROWS_MAX else "beyond"
-        print(f"offloaded, {ours[0]['depth']} to {ours[-1]['depth']} blocks: {grows:+.1%}, {verdict} {_GROWS_MAX:.0%}")
+        for when, column in (("at the peak", "flat_mib"), ("at rest", "rest_mib")):
+            grows = ours[-1][column] / ours[0][column] - 1
+            verdict = "within" if grows <= _GROWS_MAX else "beyond"
+            depths = f"{ours[0]['depth']} to {ours[-1]['depth']} blocks"
+            print(f"offloaded, {depths}, {when}: {grows:+.1%}, {verdict} {_GROWS_MAX:.0%}")
     if options.write:
         with (options.write / "depth.csv").open("w", newline="") as file:
             writer = csv.DictWriter(file, _COLUMNS)
             writer.writeheader()
             writer.writerows(rows)
-        _draw(options.write / "depth.png", rows)
+        _draw(options.write / "depth.png", rows, options.width, options.dtype)
 
 
-def _left_by_block(left: dict[int, int]) -> float:
+def _left_by_block(left: dict[int, int], inputs: int) -> float:
     """Bytes that a forward leaves for each block: measured where two depths were, else the inputs alone."""
     if len(left) > 1:
         first, last = min(left), max(left)
         return max(0.0, (left[last] - left[first]) / (last - first))
-    return _LENGTH * _HIDDEN * 2
+    return float(inputs)
 
 
 def _row(depth: int, case: str, found: dict[str, Any], left: float) -> dict[str, Any]:
@@ -83,11 +96,12 @@ def _row(depth: int, case: str, found: dict[str, Any], left: float) -> dict[str,
         "added_mib": round(found["added"] / _MIB, 1),
         "activations_mib": round(activations / _MIB, 1),
         "flat_mib": round((found["added"] - activations) / _MIB, 1),
+        "rest_mib": round(found["rest"] / _MIB, 1),
         "planned_mib": round(found["planned"] / _MIB, 1) if found["planned"] else "",
     }
 
 
-def _draw(path: Path, rows: list[dict[str, Any]]) -> None:
+def _draw(path: Path, rows: list[dict[str, Any]], width: int, dtype: str) -> None:
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -97,10 +111,10 @@ def _draw(path: Path, rows: list[dict[str, Any]]) -> None:
     for case in dict.fromkeys(row["case"] for row in rows):
         mine = [row for row in rows if row["case"] == case]
         axes.plot([row["depth"] for row in mine], [row["flat_mib"] for row in mine], marker="o", label=case)
-    axes.set_xlabel(f"blocks of width {_HIDDEN}")
+    axes.set_xlabel(f"blocks of width {width}")
     axes.set_ylabel("MiB of host memory beyond the imports, but for activations")
     axes.set_yscale("log")
-    axes.set_title(f"Training with {_LENGTH} tokens, in bf16")
+    axes.set_title(f"Training with {_LENGTH} tokens, in {dtype}")
     axes.grid(alpha=0.3, which="both")
     axes.legend()
     figure.savefig(path, dpi=110)
@@ -109,45 +123,50 @@ def _draw(path: Path, rows: list[dict[str, Any]]) -> None:
 # --- a training, in its own process ----------------------------------------------------------
 
 
-def _train(depth: int, case: str, gradients: str, folder: str) -> dict[str, Any]:
+def _train(depth: int, case: str, gradients: str, folder: str, start: str, dtype: str, width: int) -> dict[str, Any]:
     import torch
 
     torch.manual_seed(0)
     for name in ("warm", "run"):
         Path(folder, name).mkdir()
-    small, optimizer = _made(_model(2, 64, 64, 2, 1), case, gradients, f"{folder}/warm")
+    small, optimizer = _made(_model(2, 64, "ram", dtype), case, gradients, f"{folder}/warm")
     _loop(small, optimizer, 64)
     _close(optimizer)
     del small, optimizer
     gc.collect()
-    baseline = _status("VmRSS")
-    made = _model(depth, _HIDDEN, _INTERMEDIATE, _HEADS, _KV_HEADS)
+    # Where glibc's own threshold ends, and where it is once such a tensor was freed.
+    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 32 << 20)
+    baseline, at_rest = _status("VmRSS"), _status("RssAnon")
+    made = _model(depth, width, start, dtype)
     parameters = sum(parameter.numel() for parameter in made.parameters())
     model, optimizer = _made(made, case, gradients, f"{folder}/run")
     # What making the model took is no part of training.
     Path("/proc/self/clear_refs").write_text("5")
     left = _loop(model, optimizer, _VOCABULARY)
-    added = _status("VmHWM") - baseline
+    added, rest = _status("VmHWM") - baseline, _status("RssAnon") - at_rest
     planned = optimizer.plan.host_peak if case == "offloaded" else 0
     _close(optimizer)
-    return {"parameters": parameters, "added": added, "planned": planned, "left": left}
+    return {"parameters": parameters, "added": added, "rest": rest, "planned": planned, "left": left}
 
 
-def _model(depth: int, hidden: int, intermediate: int, heads: int, kv_heads: int) -> Any:
+def _model(depth: int, width: int, start: str, dtype: str) -> Any:
+    """Of the proportions of width 768; a narrow one is for warming up, with few words."""
     import torch
     import transformers
 
+    heads = width // 64
     config = transformers.Qwen2Config(
         num_hidden_layers=depth,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
+        hidden_size=width,
+        intermediate_size=width * _INTERMEDIATE // _HIDDEN // 32 * 32,
         num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        vocab_size=_VOCABULARY if hidden == _HIDDEN else 64,
+        num_key_value_heads=max(1, heads // 3) if heads % max(1, heads // 3) == 0 else 1,
+        vocab_size=_VOCABULARY if width > 64 else 64,
         tie_word_embeddings=False,
         use_cache=False,
     )
-    model = transformers.Qwen2ForCausalLM(config).to(torch.bfloat16)
+    with torch.device("meta" if start == "meta" else "cpu"):
+        model = transformers.Qwen2ForCausalLM(config).to(getattr(torch, dtype))
     model.train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     return model

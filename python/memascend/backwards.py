@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils.checkpoint import CheckpointFunction
 
+from memascend import leftovers
 from memascend.errors import UsageError
 from memascend.threads import is_autograds
 
@@ -52,6 +53,7 @@ class Backwards:
             if self.failed:
                 raise UsageError("the last backward failed; call zero_grad() before the next one")
             self._begins()
+            leftovers.note_thread()
             self._task = task
             self._thread = self._last if is_autograds() else threading.get_ident()
             self.delivered = False
@@ -78,6 +80,7 @@ class Backwards:
         elif self._task is not None:
             self._task = None
             self.failed = True
+            leftovers.let_go()
 
     def is_last(self) -> bool:
         """Whether the one that is open makes a step."""

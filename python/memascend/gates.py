@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memascend import leftovers
 from memascend.errors import UsageError
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ _Owned = tuple[dict[str, Any], str, torch.nn.Parameter]
 
 
 class _Frame:
-    __slots__ = ("again", "bound", "caller", "module", "pushed")
+    __slots__ = ("again", "bound", "caller", "module", "pushed", "task")
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
@@ -61,6 +62,8 @@ class _Frame:
         self.caller: FrameType | None = None
         self.bound: list[Home] = []
         self.pushed = False
+        # The backward in which they were pushed; see `_leave`.
+        self.task = torch._C._current_graph_task_id()  # noqa: SLF001
         # Calls of the module from inside itself.
         self.again = 0
 
@@ -81,6 +84,7 @@ class Frames:
         """This thread's."""
         if not hasattr(self._local, "stack"):
             self._local.stack = []
+            leftovers.note_thread()
             self._stacks = [(thread, stack) for thread, stack in self._stacks if stack or thread.is_alive()]
             self._stacks.append((threading.current_thread(), self._local.stack))
         stack: list[_Frame] = self._local.stack
@@ -157,8 +161,11 @@ class Frames:
 
     def _leave(self, frame: _Frame) -> None:
         if frame.pushed:
-            self._residency.hooks.pop()
             frame.pushed = False
+            # Autograd takes back by itself what is pushed within a backward, with each node that it computes: outside
+            # of it, the hooks that are on top are others'.
+            if frame.task == torch._C._current_graph_task_id():  # noqa: SLF001
+                self._residency.hooks.pop()
         while frame.bound:
             self._residency.unbind(frame.bound.pop())
 

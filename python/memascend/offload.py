@@ -20,7 +20,6 @@ from memascend.checkpoint import Checkpoint, Continued
 from memascend.config import Options
 from memascend.errors import ConfigError
 from memascend.groups import options_of, take_options
-from memascend.heap import trim
 from memascend.lending import WINDOWS
 from memascend.ownership import find_owned, sparse_ids
 from memascend.paths import expanded
@@ -301,7 +300,7 @@ class _Offloading:
             # What is refused is refused by now, and the newest commit still there.
             store.go_back()
             undo.pop_all()
-        trim()
+        offloaded._session.heap.model_left()  # noqa: SLF001 - it is ours
         if options.device is None and self.device is not None:
             _log.info("device: %s, since there is one; device='cpu' computes without it", self.device.torch_device)
         if options.host_memory is None:

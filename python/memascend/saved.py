@@ -92,7 +92,9 @@ class Hooks:
 
     @staticmethod
     def pop() -> None:
-        """Pop what `push` pushed."""
+        """Pop what `push` pushed, if anything is there: a user's own hooks, left by an interrupt, may have taken it."""
+        if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:  # noqa: SLF001
+            return
         torch._C._autograd._pop_saved_tensors_default_hooks()  # noqa: SLF001
 
     def _note(self, tensor: torch.Tensor) -> Note | None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memascend import leftovers
 from memascend.checkpoint import identity_of
 from memascend.errors import ConfigError, MemascendError, UsageError
 from memascend.groups import options_of
@@ -358,6 +359,7 @@ class Session:
         if self.resources.closed:
             return
         self.frames.unwind(all_of_it=True)
+        leftovers.let_go()
         with contextlib.suppress(MemascendError):
             # It can be asked for afterwards, too.
             self._last_report = make_report(self)
@@ -366,6 +368,7 @@ class Session:
         self.gradients.unwatch()
         self.residency.close(_CLOSED)
         self.resources.close()
+        self.heap.close()
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:

@@ -5,6 +5,9 @@ The fixture `measure` runs it; the options are those of `WORK`.
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import ctypes
 import gc
 import json
 import threading
@@ -30,6 +33,10 @@ WORK = {
     "steps": 3,
     "options": {},  # of offload()
     "storage": None,
+    "in_heap": False,  # the model is made in the heap, as it is where a large tensor was freed before
+    "meta": False,  # the model is made on meta
+    "buffer_bytes": 0,  # of a persistent buffer
+    "resume": False,  # the store is there already
     "phases": False,  # also everything else that a user may call
     "cgroup": None,  # a memory cgroup to be in, which is lowered once offload() has returned
     "grow_bytes": 0,  # ... to what is held then, and so many bytes
@@ -121,6 +128,10 @@ def warm_up(dtype, folder):
     optimizer.close()
 
 
+# From malloc.h, and where glibc's own threshold ends.
+M_MMAP_THRESHOLD, MMAP_THRESHOLD_MAX = -3, 32 << 20
+
+
 def enter(cgroup):
     Path(cgroup, "cgroup.procs").write_text("0")
 
@@ -133,6 +144,11 @@ def lower(cgroup, grow_bytes):
     held = int(stat["rss"] if "rss" in stat else stat["anon"])
     limit.write_text(str(held + grow_bytes))
     return held
+
+
+def offloaded(model, folder, work, **options):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return memascend.offload(model, optimizer, storage=folder / "run", **work["options"], **options)
 
 
 def main(given):
@@ -148,13 +164,26 @@ def main(given):
     before = status()
     if work["cgroup"]:
         enter(work["cgroup"])
-    model = Model(work["blocks"], work["width"], work["checkpoint"], work["vocabulary"]).to(dtype)
+    if work["in_heap"]:
+        # The warm-up has fixed it; in a process of its own, freeing one such tensor is enough.
+        assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD_MAX)
+    with torch.device("meta") if work["meta"] else contextlib.nullcontext():
+        model = Model(work["blocks"], work["width"], work["checkpoint"], work["vocabulary"]).to(dtype)
     of_model = sum(parameter.nbytes for parameter in model.parameters())
+    count = len(list(model.parameters()))
     elements = sum(parameter.numel() for parameter in model.parameters())
+    if work["buffer_bytes"]:
+        model.register_buffer("seen", torch.ones(work["buffer_bytes"] // 4))
     batch = torch.randint(0, work["vocabulary"], (work["tokens"],))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     (folder / "run").mkdir()
-    model, optimizer = memascend.offload(model, optimizer, storage=folder / "run", **work["options"])
+    if work["resume"]:
+        begun = copy.deepcopy(model)
+        train(*offloaded(begun, folder, work), batch, 1)
+        begun._memascend.close()
+        del begun
+        gc.collect()
+    made = status()
+    model, optimizer = offloaded(model, folder, work, existing="resume" if work["resume"] else "refuse")
     after = status()
     if work["cgroup"]:
         lower(work["cgroup"], work["grow_bytes"])
@@ -184,11 +213,13 @@ def main(given):
         json.dumps(
             {
                 "before": before,
+                "made": made,
                 "after": after,
                 "trained": trained,
                 "whole_peak": answer_peak,
                 "peaks": peaks,
                 "model_bytes": of_model,
+                "parameters": count,
                 "elements": elements,
                 "activation_bytes": activation_bytes(work, dtype.itemsize),
                 "plan": {"host": plan.host, "host_peak": plan.host_peak, "budget": plan.budget},

@@ -51,6 +51,17 @@ def test_memory_is_flat_up_to_48_blocks(measure, gradients):
     require_flat(measure, 4, 48, options={"gradients": gradients})
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("start", [{"in_heap": True}, {"meta": True}], ids=["ram", "meta"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_where_a_model_was_made_does_not_matter(measure, dtype, start):
+    """What it leaves in the heap is not filled by the tensors of the steps that follow."""
+    work = {**start, "dtype": dtype, "options": {"gradients": "fused"}, "steps": 3}
+    few, many = require_flat(measure, 4, 16, **work)
+    rest = [run["trained"]["RssAnon"] - run["before"]["RssAnon"] for run in (few, many)]
+    assert rest[1] - rest[0] <= rest[0] * GROWS_MAX, rest
+
+
 # A quarter of the model: what torch holds of gradients and activations, not a copy of anything large.
 def room(model_bytes):
     return model_bytes // 4
