@@ -211,7 +211,11 @@ def main(arguments=None):
     others = sorted(options.packages.glob("*.whl")) if options.packages else []
     site = unpacked([wheels[-1], *others], options.state / "site")
     told = options.state / "told.jsonl"
+    log = options.state / "torch.log"
     env = environment(site, told, posing=options.posing)
+    sees = "import sys, torch; sys.exit(not torch.cuda.is_available())"
+    if not (options.posing or options.tests) and ended([sys.executable, "-c", sees], env, log, options.seconds):
+        raise SystemExit(f"torch sees no CUDA device, so that every test would be skipped: see {log}")
     complete = tested(options, told, env, until)
     if complete and not options.posing and not options.tests:
         complete = measured(options, env, until)

@@ -49,6 +49,8 @@ class Told:
         with self.path.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
+    # Once the marks have chosen.
+    @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config, items):
         self.write(all=[item.nodeid for item in items])
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid in self.done])
