@@ -25,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, summary in (
         ("info", "what the last commit says, and what the store holds"),
         ("verify", "read everything that is live and check it against its checksums"),
+        ("upgrade", "convert a store of version 1 of the format, where it is"),
     ):
         action = actions.add_parser(name, help=summary, description=summary)
         action.add_argument("paths", nargs="+", metavar="P", help="folder, file or device; several in their order")
@@ -32,15 +33,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Look or check; what is wrong with the store is an error that says where."""
+    """Look, check or convert; what is wrong with the store is an error that says where."""
     from memascend import engine
 
+    if options.action == "upgrade":
+        upgraded = engine.Store.upgrade(options.paths)
+        if options.json:
+            print(json.dumps({"upgraded": upgraded}))
+        else:
+            print("the store has version 2 of the format now" if upgraded else "there was nothing to do")
+        return 0
     with engine.Store.open(options.paths) as store:
         if options.action == "info":
             _info(store, as_json=options.json)
-        else:
-            _verify(store, as_json=options.json)
-    return 0
+            return 0
+        return _verify(store, as_json=options.json)
 
 
 def _info(store: engine.Store, *, as_json: bool) -> None:
@@ -71,7 +78,7 @@ def _info(store: engine.Store, *, as_json: bool) -> None:
     print(table(("name", "unit", "dtype", "shape", "updates", "state"), rows))
 
 
-def _verify(store: engine.Store, *, as_json: bool) -> None:
+def _verify(store: engine.Store, *, as_json: bool) -> int:
     began = time.perf_counter()
     drawn = 0.0
 
@@ -91,8 +98,14 @@ def _verify(store: engine.Store, *, as_json: bool) -> None:
         if shows:
             print(file=sys.stderr)
     seconds = time.perf_counter() - began
+    damaged = store.damaged()
     if as_json:
-        print(json.dumps({"pieces": pieces, "bytes": nbytes, "seconds": seconds, "step": store.step}))
+        found = {"pieces": pieces, "bytes": nbytes, "seconds": seconds, "step": store.step, "damaged": damaged}
+        print(json.dumps(found))
     else:
         speed = nbytes / seconds / 1e9
         print(f"step {store.step} is whole: {pieces} pieces, {bytes_shown(nbytes)}, {speed:.2f} GB/s")
+        for copy in damaged:
+            print(f"{copy}; its other copy is whole, and the next training step repairs it")
+    # Nothing is lost, and yet something is wrong.
+    return 1 if damaged else 0

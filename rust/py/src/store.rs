@@ -76,6 +76,14 @@ impl Store {
         Ok(Self { inner: Arc::new(inner), created })
     }
 
+    /// Converts a store of version 1 of the format where it is. Whether it was one.
+    #[staticmethod]
+    fn upgrade(py: Python<'_>, paths: Vec<PathBuf>, backend: &str) -> PyResult<bool> {
+        let mut how = Create::default();
+        how.volume.backend = crate::nvme::chosen(py, backend)?;
+        py.detach(|| memascend_store::Store::upgrade(&paths, &how)).map_err(|error| store_error(py, &error))
+    }
+
     /// Whether it was made now, and has to be filled.
     #[getter]
     fn created(&self) -> bool {
@@ -206,6 +214,11 @@ impl Store {
             (Ok(verified), None) => Ok((verified.pieces, verified.bytes)),
             (Err(error), None) => Err(store_error(py, &error)),
         }
+    }
+
+    /// Damaged copies of labels and description, in words.
+    fn damaged(&self, py: Python<'_>) -> PyResult<Vec<String>> {
+        py.detach(|| self.inner.damaged()).map_err(|error| store_error(py, &error))
     }
 
     /// Shows live entries in parts: `visit(entry, [(tensor, first byte, memory)])`, whose memory is lent for the call.

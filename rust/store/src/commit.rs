@@ -26,7 +26,7 @@ pub struct Commit {
 
 /// How a commit reaches storage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Reach {
+pub(crate) enum Reach {
     /// Not at all.
     Memory,
     /// Without a flush.
@@ -102,11 +102,17 @@ impl Store {
         if !reach {
             return Ok(());
         }
-        let step = self.index.lock().step;
-        self.carry_out(Commit { step, ..Commit::default() }, Reach::Durable(0)).map(drop)
+        let (step, was_unclosed) = {
+            let index = self.index.lock();
+            (index.step, index.root_flags & UNCLOSED != 0)
+        };
+        let carry_out = || self.carry_out(Commit { step, ..Commit::default() }, Reach::Durable(0)).map(drop);
+        carry_out()?;
+        // The other root may name what commits in memory wrote over since: it says what is live now, too.
+        if was_unclosed { carry_out() } else { Ok(()) }
     }
 
-    fn carry_out(&self, commit: Commit, reach: Reach) -> Result<u64> {
+    pub(crate) fn carry_out(&self, commit: Commit, reach: Reach) -> Result<u64> {
         let before = {
             let mut index = self.index.lock();
             index.next_step = commit.step;
@@ -180,6 +186,7 @@ impl Store {
         let generation = self.index.lock().generation + 1;
         let slot = generation & 1;
         self.write_table(slot as usize)?;
+        self.repair_copies();
         let root = {
             let index = self.index.lock();
             Root {
@@ -191,6 +198,8 @@ impl Store {
                 description_checksum: self.description_checksum,
                 flags,
                 boot: if flags & UNFLUSHED == 0 { [0; 16] } else { boot() },
+                places: self.layout.places,
+                ..Root::default()
             }
         };
         if reach != Reach::Unflushed {
@@ -225,7 +234,7 @@ impl Store {
             };
             if count > 0 {
                 let part = Part::new(lease, 0, (count * PAGE_BYTES) as usize)?;
-                let offset = self.layout.table[slot] + start * PAGE_BYTES;
+                let offset = self.layout.places.table[slot] + start * PAGE_BYTES;
                 self.volume.write(part, offset).map_err(|refused| refused.error)?.wait().result?;
                 let mut index = self.index.lock();
                 (start..page).for_each(|page| index.dirty[slot].set(page as usize, false));
@@ -234,7 +243,7 @@ impl Store {
         Ok(())
     }
 
-    fn write_root(&self, root: &Root, durable: bool) -> Result<()> {
+    pub(crate) fn write_root(&self, root: &Root, durable: bool) -> Result<()> {
         let mut lease = self.chunks.lease(self.owner, Wait::forever())?;
         lease.as_mut_slice()[..PAGE_BYTES as usize].copy_from_slice(&root.encode());
         let part = Part::new(lease, 0, PAGE_BYTES as usize)?;

@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 
-use crate::{Dtype, Error, Result, fields::Malformed};
+use crate::{Dtype, Error, Result, fields::Malformed, layout::PAGE_BYTES};
 
 /// Bytes of a name. torch's are paths of modules; longer ones are no names.
 pub(crate) const NAME_BYTES_MAX: usize = 1024;
@@ -14,7 +14,7 @@ pub(crate) const ENTRIES_MAX: usize = 1 << 20;
 pub(crate) const STATES_MAX: usize = 32;
 /// Elements of a tensor.
 pub(crate) const ELEMENTS_MAX: u64 = 1 << 48;
-/// Elements of a chunk come in multiples of this, so that 16-bit values end on a page.
+/// Elements of a chunk come in multiples of this, so that 16-bit values end on a page; smaller ones ask for more.
 pub(crate) const CHUNK_ELEMENTS_GRAIN: u32 = 2048;
 pub(crate) const CHUNK_ELEMENTS_MAX: u32 = 1 << 24;
 /// Room for the user's value and for the hyperparameters.
@@ -25,7 +25,7 @@ pub(crate) const DESCRIPTION_BYTES_MAX: u64 = 1 << 30;
 /// What a store holds.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Description {
-    /// Elements of a chunk: a multiple of 2,048.
+    /// Elements of a chunk: a multiple of 2,048, of every grain, and so many that the values of a chunk are whole pages.
     pub chunk_elements: u32,
     /// Bytes that the user's value may have.
     pub user_bytes_max: u32,
@@ -49,9 +49,35 @@ pub enum Kind {
     Buffer = 1,
 }
 
+/// How the state of an entry is to be read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Format {
+    /// Each tensor is what it is called.
+    #[default]
+    Plain,
+    /// A float32 master is not stored: the bfloat16 values are its upper half, rounded to nearest even, and the state is
+    /// what is needed beside them, [`COMPACT`].
+    Compact,
+}
+
+impl Format {
+    /// What stands in the description.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Plain => "",
+            Self::Compact => "compact",
+        }
+    }
+
+    pub(crate) fn from_name(name: &str) -> Option<Self> {
+        [Self::Plain, Self::Compact].into_iter().find(|format| format.name() == name)
+    }
+}
+
 /// The state of an entry that is compact. The sign of a second moment is no sign: it says that the value beside it was
 /// rounded up.
-pub const COMPACT: [(&str, Dtype); 3] = [("rest", Dtype::Rest), ("exp_avg", Dtype::F32), ("exp_avg_sq", Dtype::F32)];
+pub const COMPACT: [(&str, Dtype); 3] = [("rest", Dtype::I16), ("exp_avg", Dtype::F32), ("exp_avg_sq", Dtype::F32)];
 
 /// A parameter or a buffer.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -70,12 +96,14 @@ pub struct Entry {
     pub order: Vec<u8>,
     /// The type of gradients for which the spill area has room.
     pub spill: Option<Dtype>,
+    /// How its state is to be read.
+    pub format: Format,
     /// Its state tensors.
     pub state: Vec<StateTensor>,
 }
 
-/// A tensor of an entry's optimizer state. One with the entry's own shape lies in chunks, side by side with the others
-/// of that kind; any other lies by itself.
+/// A tensor of an entry's optimizer state. With a grain it lies in the entry's chunks, side by side with the others of
+/// that kind; without one it lies by itself.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StateTensor {
     /// Its name within the entry.
@@ -84,6 +112,9 @@ pub struct StateTensor {
     pub dtype: Dtype,
     /// Its shape.
     pub shape: Vec<u64>,
+    /// How many elements of the entry share one item of it: 1 for one of the entry's own shape, 256 for a scale of each
+    /// block of 256, 8 for a plane of bits packed into bytes. 0: it lies by itself.
+    pub grain: u32,
 }
 
 /// The product, or `None` past what a tensor may have.
@@ -99,44 +130,39 @@ impl Entry {
         elements(&self.shape).unwrap_or(0)
     }
 
-    /// Whether its float32 master is not stored: the bfloat16 values are its upper half, rounded to nearest even, and
-    /// the state is what is needed beside them, [`COMPACT`].
+    /// Whether its float32 master is not stored: [`Format::Compact`].
     #[must_use]
     pub fn is_compact(&self) -> bool {
-        self.state.first().is_some_and(|tensor| tensor.dtype == Dtype::Rest)
+        self.format == Format::Compact
     }
 
-    /// The same, described as compact if it is a bfloat16 entry with the state tensors of [`COMPACT`], the rest as int16.
+    /// The same, described as compact if it is a bfloat16 entry with the state tensors of [`COMPACT`].
     #[must_use]
     pub fn compact_if_so(mut self) -> Self {
-        if let Some(rest) = self.state.first_mut().filter(|rest| rest.dtype == Dtype::I16) {
-            rest.dtype = Dtype::Rest;
-            if self.checked_compact().is_err() {
-                self.state[0].dtype = Dtype::I16;
-            }
+        if self.checked_compact().is_ok() {
+            self.format = Format::Compact;
         }
         self
     }
 
     fn checked_compact(&self) -> std::result::Result<(), Malformed> {
-        let rests = self.state.iter().filter(|tensor| tensor.dtype == Dtype::Rest).count();
-        let wanted = COMPACT.map(|(name, dtype)| (name, dtype, self.shape.as_slice()));
-        let found = self.state.iter().map(|tensor| (tensor.name.as_str(), tensor.dtype, tensor.shape.as_slice()));
-        let others = self.dtype == Dtype::Rest || self.spill == Some(Dtype::Rest);
-        if !others && (rests == 0 || self.dtype == Dtype::Bf16 && found.eq(wanted)) {
+        let wanted = COMPACT.map(|(name, dtype)| (name, dtype, self.shape.as_slice(), 1));
+        let found = self.state.iter();
+        let found = found.map(|of| (of.name.as_str(), of.dtype, of.shape.as_slice(), of.grain));
+        if self.dtype == Dtype::Bf16 && found.eq(wanted) {
             return Ok(());
         }
-        Err(format!("{:?} has a rest and is not compact: bfloat16 values with {COMPACT:?} of their shape", self.name))
+        Err(format!("{:?} is not compact: bfloat16 values with {COMPACT:?} of their shape", self.name))
     }
 
     /// Its state tensors that lie in chunks.
     pub fn chunked(&self) -> impl Iterator<Item = &StateTensor> {
-        self.state.iter().filter(|tensor| tensor.shape == self.shape)
+        self.state.iter().filter(|tensor| tensor.grain > 0)
     }
 
     /// Its state tensors that lie by themselves.
     pub fn whole(&self) -> impl Iterator<Item = &StateTensor> {
-        self.state.iter().filter(|tensor| tensor.shape != self.shape)
+        self.state.iter().filter(|tensor| tensor.grain == 0)
     }
 }
 
@@ -146,11 +172,22 @@ impl StateTensor {
     pub fn nbytes(&self) -> u64 {
         elements(&self.shape).unwrap_or(0) * self.dtype.bytes()
     }
+
+    /// Bytes that belong to `elements` of the entry, in a chunk; none of one that lies by itself.
+    #[must_use]
+    pub fn bytes_for(&self, elements: u64) -> u64 {
+        if self.grain == 0 { 0 } else { elements.div_ceil(u64::from(self.grain)) * self.dtype.bytes() }
+    }
 }
 
 /// The state tensors of an entry, as people name them.
 fn words(entry: &Entry) -> Vec<String> {
-    entry.state.iter().map(|state| format!("{} {} {:?}", state.name, state.dtype.name(), state.shape)).collect()
+    let format = entry.format.name();
+    let words = |of: &StateTensor| match of.grain {
+        0 | 1 => format!("{} {} {:?}", of.name, of.dtype.name(), of.shape),
+        grain => format!("{} {} {:?} for each {grain}", of.name, of.dtype.name(), of.shape),
+    };
+    (!format.is_empty()).then(|| format.to_owned()).into_iter().chain(entry.state.iter().map(words)).collect()
 }
 
 impl Description {
@@ -180,7 +217,7 @@ impl Description {
         let mut names = HashSet::with_capacity(self.entries.len());
         let mut unit_before = 0;
         for entry in &self.entries {
-            entry.checked()?;
+            entry.checked(chunk)?;
             let name = &entry.name;
             if !names.insert(name.as_str()) {
                 return Err(format!("two entries are called {name:?}"));
@@ -216,7 +253,7 @@ impl Description {
             if there.dtype != asked.dtype {
                 return differs(&format!("the dtype of {name:?}"), &there.dtype.name(), &asked.dtype.name());
             }
-            if there.state != asked.state {
+            if (&there.state, there.format) != (&asked.state, asked.format) {
                 return differs(&format!("the state of {name:?}"), &words(there), &words(asked));
             }
             if there != asked {
@@ -245,7 +282,7 @@ fn named(what: &str, name: &str) -> std::result::Result<(), Malformed> {
 }
 
 impl Entry {
-    fn checked(&self) -> std::result::Result<(), Malformed> {
+    fn checked(&self, chunk: u32) -> std::result::Result<(), Malformed> {
         named("entry", &self.name)?;
         let name = &self.name;
         let shapes = std::iter::once(&self.shape).chain(self.state.iter().map(|tensor| &tensor.shape));
@@ -271,8 +308,47 @@ impl Entry {
             if !names.insert(&tensor.name) {
                 return Err(format!("two state tensors of {name:?} are called {:?}", tensor.name));
             }
+            self.checked_grain(tensor, chunk)?;
         }
-        self.checked_compact()
+        self.checked_chunks(chunk)?;
+        if self.is_compact() { self.checked_compact() } else { Ok(()) }
+    }
+
+    fn checked_grain(&self, tensor: &StateTensor, chunk: u32) -> std::result::Result<(), Malformed> {
+        let (name, of, grain) = (&self.name, &tensor.name, tensor.grain);
+        let fits = match grain {
+            0 => true,
+            1 => tensor.shape == self.shape,
+            _ => elements(&tensor.shape) == Some(self.elements().div_ceil(u64::from(grain))),
+        };
+        if !fits {
+            return Err(format!("{of:?} of {name:?} has shape {:?}, which is no item for each {grain}", tensor.shape));
+        }
+        if grain > 1 && !chunk.is_multiple_of(grain) {
+            return Err(format!("{of:?} of {name:?} has an item for each {grain} elements, and chunks have {chunk}"));
+        }
+        Ok(())
+    }
+
+    /// Chunks of an entry follow each other without gaps, so each but the last must end with a page.
+    fn checked_chunks(&self, chunk: u32) -> std::result::Result<(), Malformed> {
+        if self.elements() <= u64::from(chunk) {
+            return Ok(());
+        }
+        let dtypes = std::iter::once(self.dtype).chain(self.spill);
+        let Some(dtype) =
+            dtypes.into_iter().find(|dtype| !(u64::from(chunk) * dtype.bytes()).is_multiple_of(PAGE_BYTES))
+        else {
+            return Ok(());
+        };
+        Err(format!(
+            "a chunk of {chunk} elements of {:?} ends inside a page, as {} takes {} byte each: pass a chunk_elements \
+             that is a multiple of {}",
+            self.name,
+            dtype.name(),
+            dtype.bytes(),
+            PAGE_BYTES / dtype.bytes()
+        ))
     }
 }
 
@@ -281,8 +357,12 @@ mod tests {
     use super::*;
 
     fn described(dtype: Dtype, state: &[(&str, Dtype, u64)]) -> Entry {
-        let tensor =
-            |&(name, dtype, numel): &(&str, Dtype, u64)| StateTensor { name: name.into(), dtype, shape: vec![numel] };
+        let tensor = |&(name, dtype, numel): &(&str, Dtype, u64)| StateTensor {
+            name: name.into(),
+            dtype,
+            shape: vec![numel],
+            grain: u32::from(numel == 5),
+        };
         Entry {
             name: "weight".into(),
             kind: Kind::Parameter,
@@ -291,6 +371,7 @@ mod tests {
             shape: vec![5],
             order: vec![],
             spill: None,
+            format: Format::Plain,
             state: state.iter().map(tensor).collect(),
         }
     }
@@ -300,7 +381,7 @@ mod tests {
         let (i16, f32) = (Dtype::I16, Dtype::F32);
         let whole = [("rest", i16, 5), ("exp_avg", f32, 5), ("exp_avg_sq", f32, 5)];
         let compact = described(Dtype::Bf16, &whole).compact_if_so();
-        assert!(compact.is_compact() && compact.checked().is_ok());
+        assert!(compact.is_compact() && compact.checked(2048).is_ok());
         assert_eq!(compact.chunked().map(|tensor| tensor.dtype.bytes()).sum::<u64>(), 10);
         let mut bytes = Vec::new();
         compact.encode(&mut bytes);
@@ -315,13 +396,34 @@ mod tests {
         ];
         for mut other in others {
             let found = other.clone().compact_if_so();
-            assert!(!found.is_compact() && found == other && found.checked().is_ok(), "{found:?}");
-            for index in 0..other.state.len() {
-                let dtype = std::mem::replace(&mut other.state[index].dtype, Dtype::Rest);
-                assert!(other.checked().is_err(), "{other:?}");
-                other.state[index].dtype = dtype;
-            }
+            assert!(!found.is_compact() && found == other && found.checked(2048).is_ok(), "{found:?}");
+            other.format = Format::Compact;
+            assert!(other.checked(2048).is_err(), "{other:?}");
         }
-        assert!(described(Dtype::Rest, &[]).checked().is_err());
+    }
+
+    #[test]
+    fn a_chunk_that_ends_inside_a_page_is_refused_where_another_follows() {
+        let bool_of = |numel: u64| Entry { shape: vec![numel], ..described(Dtype::Bool, &[]) };
+        // What 20 bytes of state an element used to make: 25 times 2,048.
+        assert!(bool_of(51_200).checked(51_200).is_ok());
+        let why = bool_of(51_201).checked(51_200);
+        assert!(why.as_ref().is_err_and(|why| why.contains("multiple of 4096")), "{why:?}");
+        assert!(bool_of(51_201).checked(49_152).is_ok());
+        let mut spilling = Entry { shape: vec![51_201], ..described(Dtype::F32, &[]) };
+        assert!(spilling.checked(51_200).is_ok());
+        spilling.spill = Some(Dtype::F8E5m2);
+        assert!(spilling.checked(51_200).is_err());
+    }
+
+    #[test]
+    fn a_grain_says_how_many_items_there_are() {
+        let with = |grain: u32, numel: u64| {
+            let mut entry = described(Dtype::Bf16, &[("scale", Dtype::F32, numel)]);
+            entry.state[0].grain = grain;
+            entry.checked(4096).is_ok()
+        };
+        assert!(with(0, 3) && with(1, 5) && with(2, 3) && with(4, 2) && with(256, 1));
+        assert!(!with(1, 3) && !with(2, 2) && !with(256, 2) && !with(3, 2), "3 divides no chunk");
     }
 }

@@ -1,8 +1,15 @@
-//! Where everything lies. Computed from the description alone, so that no extent on storage needs to be trusted.
+//! Where everything lies. How long everything is follows from the description; where it begins, the root says.
 //!
-//! `labels | root 0 | root 1 | description | table 0 | table 1 | values A | values B | state A | state B | spill`
+//! A new store: `labels | root 0 | root 1 | description | table 0 | table 1 | values A | values B | state A | state B |
+//! spill | description again | labels again`
 
-use crate::{Description, Dtype, Entry, Error, Result};
+use std::{
+    fs::File,
+    io::{Seek, SeekFrom},
+    path::PathBuf,
+};
+
+use crate::{Description, Dtype, Entry, Error, Result, fields::Malformed};
 
 /// What everything is aligned to.
 pub const PAGE_BYTES: u64 = 4096;
@@ -31,12 +38,133 @@ impl Devices {
         self.labels_bytes() + slot * PAGE_BYTES
     }
 
-    pub(crate) fn description_offset(self) -> u64 {
+    /// Where what follows the roots begins.
+    pub(crate) fn first_offset(self) -> u64 {
         self.labels_bytes() + 2 * PAGE_BYTES
     }
 
     fn labels_bytes(self) -> u64 {
         if self.count == 1 { PAGE_BYTES } else { u64::from(self.count) * self.stripe_bytes }
+    }
+
+    /// Bytes of the volume that are one stripe of each device.
+    fn row_bytes(self) -> u64 {
+        if self.count == 1 { PAGE_BYTES } else { u64::from(self.count) * self.stripe_bytes }
+    }
+
+    /// Where the second label of device `index` lies in a volume of so many bytes: in the last page of its last stripe.
+    /// `None` where there is no room for one.
+    pub(crate) fn second_label_offset(self, volume_bytes: u64, index: u32) -> Option<u64> {
+        let row = self.row_bytes();
+        let last = (volume_bytes / row).checked_sub(1).filter(|&last| last > 0)? * row;
+        Some(if self.count == 1 {
+            last
+        } else {
+            last + u64::from(index) * self.stripe_bytes + self.stripe_bytes - PAGE_BYTES
+        })
+    }
+
+    /// Bytes of a volume that holds what ends at `end`, and the second labels after that.
+    fn with_second_labels(self, end: u64) -> u64 {
+        let row = self.row_bytes();
+        let before = if self.count == 1 { 0 } else { self.stripe_bytes - PAGE_BYTES };
+        (end.saturating_sub(before).div_ceil(row) + 1) * row
+    }
+
+    /// Bytes of the volume that existing files and devices make, none where one of them is not there.
+    pub(crate) fn volume_bytes(self, paths: &[PathBuf]) -> u64 {
+        let length = |path: &PathBuf| File::open(path).and_then(|mut file| file.seek(SeekFrom::End(0))).unwrap_or(0);
+        let smallest = paths.iter().map(length).min().unwrap_or(0);
+        let unit = self.row_bytes() / u64::from(self.count);
+        smallest / unit * self.row_bytes()
+    }
+
+    /// Where a place of the volume is: which device, and where on it.
+    pub(crate) fn on_device(self, offset: u64) -> (u32, u64) {
+        if self.count == 1 {
+            return (0, offset);
+        }
+        let (stripe, within) = (offset / self.stripe_bytes, offset % self.stripe_bytes);
+        let count = u64::from(self.count);
+        ((stripe % count) as u32, stripe / count * self.stripe_bytes + within)
+    }
+
+    /// Where a place of a device is in the volume.
+    pub(crate) fn in_volume(self, device: u32, offset: u64) -> u64 {
+        if self.count == 1 {
+            return offset;
+        }
+        let (stripe, within) = (offset / self.stripe_bytes, offset % self.stripe_bytes);
+        (stripe * u64::from(self.count) + u64::from(device)) * self.stripe_bytes + within
+    }
+}
+
+/// Where each thing begins whose place the root names.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) struct Places {
+    pub(crate) description: [u64; 2],
+    pub(crate) table: [u64; 2],
+    pub(crate) values: [u64; 2],
+    pub(crate) state: [u64; 2],
+    pub(crate) spill: u64,
+}
+
+/// How long each of these is, in whole pages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Lengths {
+    description: u64,
+    table: u64,
+    values: u64,
+    state: u64,
+    spill: u64,
+}
+
+impl Places {
+    /// One after the other from `first` on, the description's second copy at the end; and where that ends.
+    pub(crate) fn in_a_row(lengths: &Lengths, first: u64) -> Result<(Self, u64)> {
+        let mut end = first;
+        let mut next = |bytes: u64| -> Result<u64> {
+            let start = end;
+            add(&mut end, bytes)?;
+            Ok(start)
+        };
+        let description = next(lengths.description)?;
+        let places = Self {
+            table: [next(lengths.table)?, next(lengths.table)?],
+            values: [next(lengths.values)?, next(lengths.values)?],
+            state: [next(lengths.state)?, next(lengths.state)?],
+            spill: next(lengths.spill)?,
+            description: [description, next(lengths.description)?],
+        };
+        Ok((places, end))
+    }
+
+    /// Every extent: where it begins, and its bytes.
+    fn extents(&self, lengths: &Lengths) -> [(u64, u64); 9] {
+        let [description, table, values, state] = [
+            (self.description, lengths.description),
+            (self.table, lengths.table),
+            (self.values, lengths.values),
+            (self.state, lengths.state),
+        ];
+        let both = |(at, bytes): ([u64; 2], u64)| at.map(|at| (at, bytes));
+        let ([a, b], [c, d], [e, f], [g, h]) = (both(description), both(table), both(values), both(state));
+        [a, b, c, d, e, f, g, h, (self.spill, lengths.spill)]
+    }
+
+    /// Where the last extent ends; an error where they do not lie side by side behind the roots.
+    fn end(&self, lengths: &Lengths, first: u64) -> std::result::Result<u64, Malformed> {
+        let mut extents = self.extents(lengths);
+        extents.sort_unstable();
+        let mut end = first;
+        for (at, bytes) in extents {
+            let after = at.checked_add(bytes).filter(|&after| after < STORE_BYTES_MAX);
+            match after {
+                Some(after) if at.is_multiple_of(PAGE_BYTES) && (at >= end || bytes == 0) => end = end.max(after),
+                _ => return Err(format!("{bytes} bytes at offset {at} lie over what ends at {end}, or past all ends")),
+            }
+        }
+        Ok(end)
     }
 }
 
@@ -104,13 +232,11 @@ pub struct Layout {
     /// Where each unit's values begin in the values area, and the end.
     units: Box<[u64]>,
     pub(crate) description_bytes: u64,
-    pub(crate) table: [u64; 2],
+    pub(crate) places: Places,
     pub(crate) table_pages: u64,
-    values: [u64; 2],
-    state: [u64; 2],
-    spill: u64,
+    slot_bytes: u64,
     pieces: u32,
-    total_bytes: u64,
+    end: u64,
 }
 
 fn paged(bytes: u64) -> u64 {
@@ -119,7 +245,7 @@ fn paged(bytes: u64) -> u64 {
 
 /// Bytes of `elements` of each of the chunked tensors, side by side.
 fn chunk_bytes(entry: &Entry, elements: u64) -> u64 {
-    entry.chunked().map(|tensor| (elements * tensor.dtype.bytes()).next_multiple_of(TENSOR_ALIGN)).sum()
+    entry.chunked().map(|tensor| tensor.bytes_for(elements).next_multiple_of(TENSOR_ALIGN)).sum()
 }
 
 fn add(sum: &mut u64, bytes: u64) -> Result<()> {
@@ -132,8 +258,42 @@ fn too_large() -> Error {
 }
 
 impl Layout {
-    /// Lays out what a checked description describes.
+    /// Lays out what a checked description describes, as a new store has it.
     pub(crate) fn new(description: &Description, devices: Devices) -> Result<Self> {
+        let (mut layout, lengths) = Self::measured(description, devices)?;
+        (layout.places, layout.end) = Places::in_a_row(&lengths, devices.first_offset())?;
+        Ok(layout)
+    }
+
+    /// Lays out what a checked description describes at the places that a root names.
+    pub(crate) fn placed(
+        description: &Description,
+        devices: Devices,
+        places: Places,
+    ) -> Result<std::result::Result<Self, Malformed>> {
+        let (mut layout, lengths) = Self::measured(description, devices)?;
+        Ok(places.end(&lengths, devices.first_offset()).map(|end| {
+            (layout.places, layout.end) = (places, end);
+            layout
+        }))
+    }
+
+    /// Lays out what a store of version 1 holds, whose description has so many bytes there: where that left it, and
+    /// the description, which is longer now, behind it.
+    pub(crate) fn upgraded(description: &Description, devices: Devices, description_bytes: u64) -> Result<Self> {
+        let (mut layout, lengths) = Self::measured(description, devices)?;
+        let first = Lengths { description: paged(description_bytes), ..lengths };
+        let (mut places, _) = Places::in_a_row(&first, devices.first_offset())?;
+        let behind = places.description[1];
+        places.description = [behind, behind + lengths.description];
+        layout.places = places;
+        layout.end = behind;
+        add(&mut layout.end, 2 * lengths.description)?;
+        Ok(layout)
+    }
+
+    /// Everything but the places.
+    fn measured(description: &Description, devices: Devices) -> Result<(Self, Lengths)> {
         let chunk = u64::from(description.chunk_elements);
         let (mut values, mut state, mut spill, mut pieces) = (0, 0, 0, 0_u64);
         let mut entries = Vec::with_capacity(description.entries.len());
@@ -184,37 +344,41 @@ impl Layout {
 
         let description_bytes = description.encode().len() as u64;
         let table_pages = crate::table::Sections::new(description, pieces).pages();
-        let mut end = devices.description_offset();
-        let mut area = |bytes: u64| -> Result<u64> {
-            let start = end;
-            add(&mut end, paged(bytes))?;
-            Ok(start)
+        let lengths = Lengths {
+            description: paged(description_bytes),
+            table: table_pages * PAGE_BYTES,
+            values: paged(values),
+            state: paged(state),
+            spill: paged(spill),
         };
-        area(description_bytes)?;
-        let table = [area(table_pages * PAGE_BYTES)?, area(table_pages * PAGE_BYTES)?];
-        let values = [area(values)?, area(values)?];
-        let state = [area(state)?, area(state)?];
-        let spill = area(spill)?;
-        let total_bytes = end;
-        Ok(Self {
+        let layout = Self {
             devices,
             entries: entries.into(),
             units: starts.into(),
             description_bytes,
-            table,
+            places: Places::default(),
             table_pages,
-            values,
-            state,
-            spill,
+            slot_bytes: lengths.values + lengths.state,
             pieces,
-            total_bytes,
-        })
+            end: 0,
+        };
+        Ok((layout, lengths))
     }
 
-    /// Bytes of the whole store.
+    /// Bytes of the whole store. A file may be longer, and a device larger.
     #[must_use]
     pub fn total_bytes(&self) -> u64 {
-        self.total_bytes
+        self.devices.with_second_labels(self.end)
+    }
+
+    /// Where the last thing ends whose place is known.
+    pub(crate) fn end(&self) -> u64 {
+        self.end
+    }
+
+    /// Where the second label of a device lies in a volume of so many bytes; `None` where something else lies there.
+    pub(crate) fn second_label_offset(&self, volume_bytes: u64, index: u32) -> Option<u64> {
+        self.devices.second_label_offset(volume_bytes, index).filter(|&at| at >= self.end)
     }
 
     /// Pieces of the whole store.
@@ -226,7 +390,7 @@ impl Layout {
     /// Bytes of one slot of all values and state: what "of state" means where a figure is given for it.
     #[must_use]
     pub fn slot_bytes(&self) -> u64 {
-        (self.values[1] - self.values[0]) + (self.state[1] - self.state[0])
+        self.slot_bytes
     }
 
     pub(crate) fn entry(&self, entry: usize) -> &EntryLayout {
@@ -303,14 +467,15 @@ impl Layout {
     }
 
     pub(crate) fn offset(&self, piece: &Piece, slot: usize) -> u64 {
-        let area = if matches!(piece.content, Content::Values { .. }) { &self.values } else { &self.state };
+        let area =
+            if matches!(piece.content, Content::Values { .. }) { &self.places.values } else { &self.places.state };
         area[slot] + piece.at
     }
 
     /// The spill extent of an entry: where it begins.
     #[must_use]
     pub fn spill_offset(&self, entry: usize) -> u64 {
-        self.spill + self.entries[entry].spill_at
+        self.places.spill + self.entries[entry].spill_at
     }
 }
 
@@ -325,7 +490,7 @@ impl Description {
     /// The chunked state tensors of an entry, as they lie in a chunk of `elements`: (type, where it begins, bytes).
     pub fn in_chunk(&self, entry: usize, elements: usize) -> impl Iterator<Item = (Dtype, usize, usize)> {
         self.entries[entry].chunked().scan(0, move |at, tensor| {
-            let (start, bytes) = (*at, elements * tensor.dtype.bytes() as usize);
+            let (start, bytes) = (*at, tensor.bytes_for(elements as u64) as usize);
             *at += bytes.next_multiple_of(TENSOR_ALIGN as usize);
             Some((tensor.dtype, start, bytes))
         })

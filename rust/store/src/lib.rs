@@ -13,11 +13,13 @@ mod buffer;
 mod catalog;
 mod checksum;
 mod commit;
+mod copies;
 mod counters;
 mod description;
 mod dtype;
 mod encoded;
 mod error;
+mod features;
 mod fetch;
 mod fields;
 mod index;
@@ -34,15 +36,20 @@ mod spill;
 mod stage;
 mod store;
 mod table;
+mod upgrade;
 mod verify;
+mod version_1;
 mod whole;
 
 pub use buffer::{Buffer, Shared};
-pub use catalog::{parse_description, parse_label, parse_root};
+pub use catalog::{
+    parse_description, parse_description_of_version_1, parse_label, parse_root, parse_root_fields,
+    parse_root_of_version_1,
+};
 pub use checksum::Checksum;
 pub use commit::Commit;
 pub use counters::Counters;
-pub use description::{COMPACT, Description, Entry, Kind, StateTensor};
+pub use description::{COMPACT, Description, Entry, Format, Kind, StateTensor};
 pub use dtype::Dtype;
 pub use error::{Error, Result};
 pub use fetch::Fetch;

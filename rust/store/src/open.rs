@@ -7,18 +7,18 @@ use std::{
     sync::Arc,
 };
 
-use memascend_mem::Wait;
+use memascend_mem::{ChunkRing, OnFork, Pin, Region, Wait};
 use memascend_nvme::{Options, Part, STRIPE_BYTES_DEFAULT, Volume};
 
 use crate::{
     Description, Durability, Error, Layout, Result, Store,
-    checksum::{Subject, Uuid, checksum},
+    checksum::Uuid,
     commit::boot,
-    description::DESCRIPTION_BYTES_MAX,
+    copies::{described, labelled},
     fields::Malformed,
     label::{self, Found, Label},
     layout::{Devices, PAGE_BYTES},
-    path::{There, check_place, look, refused, resolve},
+    path::{OLD, There, check_place, look, refused, resolve},
     root::{self, Root, UNCLOSED, UNFLUSHED},
     store::CATALOG_CHUNK_BYTES,
     table::table_checksum,
@@ -61,9 +61,10 @@ impl Store {
         paths.iter().try_for_each(|path| check_place(path))?;
         let there = look(&paths)?;
         match (&there, how.existing) {
-            (There::Nothing, _) | (There::Store(_) | There::Unusable(_), Existing::Replace) => {}
+            (There::Nothing, _) | (There::Store(_) | There::Old(_) | There::Unusable(_), Existing::Replace) => {}
+            (There::Old(_), Existing::Resume) => return refused(&paths[0], OLD),
             (There::Unusable(why), _) => return refused(&paths[0], why),
-            (There::Store(_), Existing::Refuse) => {
+            (There::Store(_) | There::Old(_), Existing::Refuse) => {
                 return Err(Error::Invalid(format!(
                     "a store is there already, at {}: open it with existing=\"resume\", or give existing=\"replace\"",
                     paths[0].display()
@@ -87,10 +88,15 @@ impl Store {
         let layout = Layout::new(&description, devices)?;
         let missing: Vec<&PathBuf> = paths.iter().filter(|path| !path.exists()).collect();
         let mut options = how.volume.clone();
-        options.size_bytes = Some(layout.total_bytes());
+        // All of what is there, as the second labels are at its end.
+        options.size_bytes = Some(layout.total_bytes().max(devices.volume_bytes(&paths)));
+        let former = match there {
+            There::Store(label) | There::Old(label) => Some(label.devices),
+            There::Nothing | There::Unusable(_) => None,
+        };
         let made = Volume::open(&paths, &options).map_err(Error::from).and_then(|volume| {
             let uuid = how.uuid.map_or_else(random_uuid, Ok)?;
-            Self::format(volume, devices, description, uuid, how.durability)
+            Self::format(volume, (devices, former), description, uuid, how.durability)
         });
         if made.is_err() {
             for path in missing {
@@ -106,6 +112,7 @@ impl Store {
         let label = match look(&paths)? {
             There::Store(label) => label,
             There::Nothing => return refused(&paths[0], "there is no store"),
+            There::Old(_) => return refused(&paths[0], OLD),
             There::Unusable(why) => return refused(&paths[0], &why),
         };
         let mut options = how.volume.clone();
@@ -120,7 +127,7 @@ impl Store {
         description.check()?;
         let devices = Devices { count: volume.devices().len() as u32, stripe_bytes };
         let uuid = how.uuid.map_or_else(random_uuid, Ok)?;
-        Self::format(volume, devices, description, uuid, how.durability)
+        Self::format(volume, (devices, None), description, uuid, how.durability)
     }
 
     /// Opens a store on an open volume of simulated devices.
@@ -133,7 +140,7 @@ impl Store {
     /// Writes labels and description. There is no root yet, so this is no store that can be opened.
     fn format(
         volume: Volume,
-        devices: Devices,
+        (devices, former): (Devices, Option<Devices>),
         description: Description,
         uuid: Uuid,
         durability: Durability,
@@ -143,19 +150,43 @@ impl Store {
             let (needed, size) = (layout.total_bytes(), volume.size_bytes());
             return Err(Error::Invalid(format!("the store needs {needed} bytes, and the volume holds {size}")));
         }
+        let former = former.map_or_else(|| labelled_before(&volume, devices), Ok)?;
         let store = Self::new(volume, uuid, description, layout, durability)?;
         let blank = vec![0; PAGE_BYTES as usize];
-        // First the old roots go, so that no crash leaves an old root beside a new description.
+        // First the old roots go, so that no crash leaves an old root beside a new description, and so that a second
+        // label that a former store left where no new one comes is that of no store any more.
         for slot in 0..2 {
             store.put(devices.root_offset(slot), &blank)?;
+            let (device, offset) = former.on_device(former.root_offset(slot));
+            let before = devices.in_volume(device, offset);
+            if before + PAGE_BYTES <= store.volume.size_bytes() {
+                store.put(before, &blank)?;
+            }
         }
         store.volume.flush(Wait::forever())?;
-        store.put(devices.description_offset(), &store.description.encode())?;
-        for index in 0..devices.count {
-            store.put(devices.label_offset(index), &Label { uuid, index, devices }.encode())?;
+        for offset in store.layout.places.description {
+            store.put(offset, &store.description.encode())?;
         }
+        store.put_second_labels()?;
+        store.put_first_labels()?;
         store.volume.flush(Wait::forever())?;
         Ok(store)
+    }
+
+    pub(crate) fn put_first_labels(&self) -> Result<()> {
+        let (uuid, devices) = (self.uuid, self.layout.devices);
+        let put = |index| self.put(devices.label_offset(index), &Label { uuid, index, devices }.encode());
+        (0..devices.count).try_for_each(put)
+    }
+
+    pub(crate) fn put_second_labels(&self) -> Result<()> {
+        let (uuid, devices) = (self.uuid, self.layout.devices);
+        for index in 0..devices.count {
+            if let Some(offset) = self.layout.second_label_offset(self.volume.size_bytes(), index) {
+                self.put(offset, &Label { uuid, index, devices }.encode())?;
+            }
+        }
+        Ok(())
     }
 
     fn load(volume: Volume, devices: Devices, durability: Durability) -> Result<Self> {
@@ -168,13 +199,13 @@ impl Store {
             nbytes,
             why,
         };
-        let uuid = labelled(&volume, devices, &corrupt)?;
+        let uuid = labelled(&volume, devices)?;
         let mut newest: Option<Root> = None;
         for slot in 0..2 {
             let offset = devices.root_offset(slot);
             let page = bytes_at(&volume, offset, PAGE_BYTES)?;
             let root = root::read(&page, &uuid).map_err(|why| corrupt("the root", (offset, PAGE_BYTES), why))?;
-            if root.is_some_and(|root| root.generation & 1 != slot) {
+            if root.as_ref().is_some_and(|root| root.generation & 1 != slot) {
                 return Err(corrupt("the root", (offset, PAGE_BYTES), "it belongs into the other slot".into()));
             }
             newest = newest.max_by_generation(root);
@@ -189,34 +220,40 @@ impl Store {
                                    close(); give existing=\"replace\"",
             );
         }
-        let place = (devices.description_offset(), root.description_bytes);
-        if place.1 > DESCRIPTION_BYTES_MAX || place.1 > volume.size_bytes().saturating_sub(place.0) {
-            return Err(corrupt("the description", place, format!("{} bytes of it are not there", place.1)));
+        if let Err(unread) = root.known() {
+            return refused(&path, &Malformed::from(unread));
         }
-        let bytes = bytes_at(&volume, place.0, place.1)?;
-        let description = described(&bytes, &root).map_err(|why| corrupt("the description", place, why))?;
-        let layout = Layout::new(&description, devices)?;
-        if volume.size_bytes() < layout.total_bytes() {
-            let (needed, size) = (layout.total_bytes(), volume.size_bytes());
+        let description = described(&volume, &root, &path)?;
+        let layout = Layout::placed(&description, devices, root.places)?
+            .map_err(|why| corrupt("the root", (devices.root_offset(root.generation & 1), PAGE_BYTES), why))?;
+        if volume.size_bytes() < layout.end() {
+            let (needed, size) = (layout.end(), volume.size_bytes());
             let why = format!("the store has {needed} bytes, and {size} are there: it was truncated");
             return Err(corrupt("the store", (size, needed - size), why));
         }
         let store = Self::new(volume, uuid, description, layout, durability)?;
         store.load_table(&root)?;
+        store.verify_unflushed(&root)?;
+        store.note_damaged_copies()?;
+        Ok(store)
+    }
+
+    /// Verifies what another boot may have left unflushed.
+    pub(crate) fn verify_unflushed(&self, root: &Root) -> Result<()> {
         if root.flags & UNFLUSHED != 0 && root.boot != boot() {
-            store.verify(&mut |_, _| true).map_err(|error| Error::Refused {
-                path: Arc::clone(&store.path),
+            self.verify(&mut |_, _| true).map_err(|error| Error::Refused {
+                path: Arc::clone(&self.path),
                 why: format!(
                     "it was not closed before the machine went down, and durability=\"close\" does not survive that: {error}"
                 ),
             })?;
         }
-        Ok(store)
+        Ok(())
     }
 
-    fn load_table(&self, root: &Root) -> Result<()> {
+    pub(crate) fn load_table(&self, root: &Root) -> Result<()> {
         let (slot, pages) = ((root.generation & 1) as usize, self.sections.pages());
-        let whole = (self.layout.table[slot], pages * PAGE_BYTES);
+        let whole = (self.layout.places.table[slot], pages * PAGE_BYTES);
         if root.table_bytes != whole.1 {
             let why = format!("it has {} bytes by the root, and {} by the description", root.table_bytes, whole.1);
             return Err(self.corrupt("the table".into(), whole, why));
@@ -230,12 +267,12 @@ impl Store {
         for start in (0..pages).step_by(pages_at_once as usize) {
             let lease = self.chunks.lease(self.owner, Wait::forever())?;
             let nbytes = ((pages - start).min(pages_at_once) * PAGE_BYTES) as usize;
-            let from = self.layout.table[slot] + start * PAGE_BYTES;
+            let from = self.layout.places.table[slot] + start * PAGE_BYTES;
             let read = self.volume.read(Part::new(lease, 0, nbytes)?, from).map_err(|refused| refused.error)?.wait();
             read.result?;
             let lease = read.buffer.into_inner();
             for (page, bytes) in (start..).zip(lease.as_slice()[..nbytes].chunks_exact(PAGE_BYTES as usize)) {
-                let place = (self.layout.table[slot] + page * PAGE_BYTES, PAGE_BYTES);
+                let place = (self.layout.places.table[slot] + page * PAGE_BYTES, PAGE_BYTES);
                 let sum = self.sections.decode(&mut index, page, &self.uuid, bytes);
                 let sum = sum.map_err(|why| self.corrupt(format!("page {page} of the table"), place, why))?;
                 index.page_sums[slot][page as usize] = sum;
@@ -258,7 +295,7 @@ impl Store {
     }
 
     /// Writes a part of the catalog.
-    fn put(&self, offset: u64, bytes: &[u8]) -> Result<()> {
+    pub(crate) fn put(&self, offset: u64, bytes: &[u8]) -> Result<()> {
         for (index, piece) in (0_u64..).zip(bytes.chunks(CATALOG_CHUNK_BYTES)) {
             let mut lease = self.chunks.lease(self.owner, Wait::forever())?;
             lease.as_mut_slice()[..piece.len()].copy_from_slice(piece);
@@ -285,43 +322,38 @@ impl Newest for Option<Root> {
     }
 }
 
-/// Makes the error that says which part of the catalog is damaged where, and how.
-type Corrupt<'a> = dyn Fn(&str, (u64, u64), Malformed) -> Error + 'a;
-
-fn labelled(volume: &Volume, devices: Devices, corrupt: &Corrupt<'_>) -> Result<Uuid> {
-    let mut uuid = None;
+/// The geometry of the store that the volume's first labels still belong to; its own where there is none.
+fn labelled_before(volume: &Volume, devices: Devices) -> Result<Devices> {
     for index in 0..devices.count {
-        let offset = devices.label_offset(index);
-        let path = &volume.devices()[index as usize].path;
-        let label = match label::read(&bytes_at(volume, offset, PAGE_BYTES)?) {
-            Found::Label(label) => label,
-            Found::Blank | Found::Foreign => return refused(path, "there is no store"),
-            Found::Version(version) => {
-                return refused(path, &format!("the store's format has version {version}, which is not known here"));
-            }
-            Found::Damaged(why) => return Err(corrupt("the label", (offset, PAGE_BYTES), why)),
-        };
-        if label.devices != devices || label.index != index || *uuid.get_or_insert(label.uuid) != label.uuid {
-            let (of, stripe) = (label.devices.count, label.devices.stripe_bytes);
-            let why = format!("it is device {} of {of} of a store with stripes of {stripe} bytes", label.index + 1);
-            return refused(path, &why);
+        if let Found::Label(label) | Found::Old(label) =
+            label::read(&bytes_at(volume, devices.label_offset(index), PAGE_BYTES)?)
+            && label.devices.count == devices.count
+        {
+            return Ok(label.devices);
         }
     }
-    uuid.ok_or_else(|| Error::Invalid("a store needs at least one device".into()))
+    Ok(devices)
 }
 
-fn described(bytes: &[u8], root: &Root) -> std::result::Result<Description, Malformed> {
-    if checksum(&root.uuid, Subject::Description, (0, 0), 0, bytes) != root.description_checksum {
-        return Err("its checksum is wrong".into());
+/// Bytes of the volume; the caller has bounded how many. Read page by page of memory that is aligned, so that nothing
+/// below needs memory of its own.
+pub(crate) fn bytes_at(volume: &Volume, offset: u64, nbytes: u64) -> Result<Vec<u8>> {
+    let mut bytes = Vec::with_capacity(nbytes as usize);
+    let room = nbytes.next_multiple_of(PAGE_BYTES).clamp(PAGE_BYTES, CATALOG_CHUNK_BYTES as u64) as usize;
+    let region = Region::new(room, Pin::Off, OnFork::Wipe, "store catalog")?;
+    let ring = ChunkRing::new(&region, room, 1)?;
+    let owner = ring.owner("catalog")?;
+    while (bytes.len() as u64) < nbytes {
+        let at = offset + bytes.len() as u64;
+        let wanted = (nbytes - bytes.len() as u64).min(room as u64);
+        // A file may end inside its last page.
+        let whole = wanted.next_multiple_of(PAGE_BYTES).min(volume.size_bytes().saturating_sub(at).max(wanted));
+        let part = Part::new(ring.lease(owner, Wait::forever())?, 0, whole as usize)?;
+        let read = volume.read(part, at).map_err(|refused| refused.error)?.wait();
+        read.result?;
+        bytes.extend(&read.buffer.into_inner().as_slice()[..wanted as usize]);
     }
-    Description::decode(bytes)
-}
-
-/// Bytes of the volume; the caller has bounded how many.
-fn bytes_at(volume: &Volume, offset: u64, nbytes: u64) -> Result<Vec<u8>> {
-    let read = volume.read(vec![0; nbytes as usize], offset).map_err(|refused| refused.error)?.wait();
-    read.result?;
-    Ok(read.buffer)
+    Ok(bytes)
 }
 
 fn random_uuid() -> Result<Uuid> {
