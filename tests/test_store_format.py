@@ -121,6 +121,8 @@ def test_a_model_with_a_mask_trains_as_in_memory(tmp_path):
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
+        if storage is not None:
+            optimizer.close()
         return losses
 
     threads = torch.get_num_threads()

@@ -60,8 +60,15 @@ impl Dtype {
     #[must_use]
     pub fn bytes(self) -> u64 {
         match self {
-            Self::U8 | Self::I8 | Self::Bool | Self::F8E4m3fn | Self::F8E5m2 => 1,
-            Self::F8E4m3fnuz | Self::F8E5m2fnuz | Self::F8E8m0fnu | Self::F4E2m1fnX2 => 1,
+            Self::U8
+            | Self::I8
+            | Self::Bool
+            | Self::F8E4m3fn
+            | Self::F8E5m2
+            | Self::F8E4m3fnuz
+            | Self::F8E5m2fnuz
+            | Self::F8E8m0fnu
+            | Self::F4E2m1fnX2 => 1,
             Self::Bf16 | Self::F16 | Self::I16 | Self::U16 => 2,
             Self::F32 | Self::I32 | Self::U32 | Self::C32 => 4,
             Self::F64 | Self::I64 | Self::U64 | Self::C64 => 8,

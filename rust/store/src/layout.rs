@@ -140,16 +140,15 @@ impl Places {
     }
 
     /// Every extent: where it begins, and its bytes.
-    fn extents(&self, lengths: &Lengths) -> [(u64, u64); 9] {
-        let [description, table, values, state] = [
+    fn extents(&self, lengths: &Lengths) -> Vec<(u64, u64)> {
+        let pairs = [
             (self.description, lengths.description),
             (self.table, lengths.table),
             (self.values, lengths.values),
             (self.state, lengths.state),
         ];
-        let both = |(at, bytes): ([u64; 2], u64)| at.map(|at| (at, bytes));
-        let ([a, b], [c, d], [e, f], [g, h]) = (both(description), both(table), both(values), both(state));
-        [a, b, c, d, e, f, g, h, (self.spill, lengths.spill)]
+        let both = pairs.into_iter().flat_map(|(at, bytes)| at.map(|at| (at, bytes)));
+        both.chain([(self.spill, lengths.spill)]).collect()
     }
 
     /// Where the last extent ends; an error where they do not lie side by side behind the roots.

@@ -67,7 +67,7 @@ impl Root {
         push(&[self.generation, u64::from(self.flags) | self.other_flags]);
         push(&[self.table_bytes, self.table_checksum, self.description_bytes, self.description_checksum]);
         let Places { description, table, values, state, spill } = self.places;
-        [description, table, values, state].iter().for_each(|both| push(both));
+        push(&[description, table, values, state].concat());
         push(&[spill, self.log.offset, self.log.bytes, self.log.head_offset, self.log.head_checksum]);
         push(&[self.run.commit]);
         sector.extend(self.run.id);
@@ -131,9 +131,9 @@ pub(crate) fn sealed(fields: &[u8], uuid: &Uuid) -> Vec<u8> {
 }
 
 /// The fields of a sealed sector that begins as a root of `uuid`.
-pub(crate) fn opened<'a>(sector: &'a [u8], magic: &[u8; 8], uuid: &Uuid) -> Result<Fields<'a>, Malformed> {
+pub(crate) fn opened<'a>(sector: &'a [u8], magic: [u8; 8], uuid: &Uuid) -> Result<Fields<'a>, Malformed> {
     let mut fields = Fields::new(sector);
-    if fields.array()? != *magic {
+    if fields.array()? != magic {
         return Err("it does not begin as one".into());
     }
     if fields.array::<16>()? != *uuid {
@@ -146,7 +146,7 @@ pub(crate) fn opened<'a>(sector: &'a [u8], magic: &[u8; 8], uuid: &Uuid) -> Resu
 }
 
 fn decode(sector: &[u8], uuid: &Uuid) -> Result<Root, Malformed> {
-    let mut fields = opened(sector, &MAGIC, uuid)?;
+    let mut fields = opened(sector, MAGIC, uuid)?;
     let (generation, flags) = (fields.u64()?, fields.u64()?);
     let mut root = Root {
         uuid: *uuid,

@@ -120,7 +120,7 @@ impl Store {
         // What it names was flushed with the new root.
         (root.flags, root.boot) = (0, [0; 16]);
         let generation = root.generation + 1;
-        self.finish_upgrade(&Root { generation, ..root.clone() }, Some(Page::New(root)))
+        self.finish_upgrade(&Root { generation, ..root.clone() }, Page::New(root))
     }
 
     /// A root of version 1 as one of this.
@@ -140,10 +140,10 @@ impl Store {
     }
 
     /// What follows the first root of this version: the other root, and the labels, the first ones last.
-    fn finish_upgrade(&self, root: &Root, other: Option<Page>) -> Result<()> {
+    fn finish_upgrade(&self, root: &Root, other: Page) -> Result<()> {
         match other {
-            Some(Page::New(other)) => self.write_root(&other, true)?,
-            Some(Page::Old(old)) if old.generation + 1 == root.generation => {
+            Page::New(other) => self.write_root(&other, true)?,
+            Page::Old(old) if old.generation + 1 == root.generation => {
                 let other = Root { flags: 0, boot: [0; 16], ..self.of_version_2(&old) };
                 self.write_root(&other, true)?;
             }
@@ -218,9 +218,9 @@ impl Unfinished {
     }
 
     /// What the slot beside a root holds.
-    fn other(&mut self, root: &Root) -> Option<Page> {
+    fn other(&mut self, root: &Root) -> Page {
         let slot = ((root.generation + 1) & 1) as usize;
-        Some(std::mem::replace(&mut self.pages[slot], Page::Blank))
+        std::mem::replace(&mut self.pages[slot], Page::Blank)
     }
 
     /// The newest root of version 1, if it can be opened at all.

@@ -31,7 +31,7 @@ pub(crate) fn read_root(page: &[u8], uuid: &Uuid) -> Result<Option<Root>, Malfor
 }
 
 fn decode_root(sector: &[u8], uuid: &Uuid) -> Result<Root, Malformed> {
-    let mut fields = root::opened(sector, &MAGIC, uuid)?;
+    let mut fields = root::opened(sector, MAGIC, uuid)?;
     let root = Root {
         generation: fields.u64()?,
         table_bytes: fields.u64()?,
