@@ -188,7 +188,7 @@ MODULES = {
     "memascend.compact": {"errors", "_core"},
     "memascend.handed": {"errors"},
     "memascend.checksum": {"_core"},
-    "memascend.description": {"compact", "errors", "_core"},
+    "memascend.description": {"compact", "errors", "pages", "_core"},
     "memascend.store": {"compact", "description", "errors", "handed", "pages", "_core"},
     "memascend.engine": {"checksum", "chunk", "compact", "description", "errors", "handed", "pages", "store", "_core"},
     "memascend.solitary": set(),

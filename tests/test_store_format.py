@@ -90,7 +90,7 @@ def test_chunks_are_those_of_before_where_they_end_with_pages():
     # One chunk has none behind it.
     assert chunk(torch.bool, numel=51_200) == 51_200
     entry = engine.Entry(name="mask", values=torch.zeros(51_201, dtype=torch.bool), state={})
-    with pytest.raises(ConfigError, match="ends inside a page.*multiple of 4096"):
+    with pytest.raises(ConfigError, match=r"ends inside a page.*multiple of 4096"):
         engine.sizes([entry], chunk_elements=51_200)
 
 
@@ -186,7 +186,7 @@ def test_a_store_of_version_1_is_upgraded_and_trained_on(tmp_path, capsys, name)
         lambda: of.offloaded(paths, existing="resume"),
         lambda: of.offloaded(paths, existing="refuse"),
     ):
-        with pytest.raises((StorageError, ConfigError), match="memascend store upgrade|a store is there already"):
+        with pytest.raises((StorageError, ConfigError), match=r"memascend store upgrade|a store is there already"):
             attempt()
     assert cli.main(["store", "upgrade", *map(str, paths)]) == 0
     assert cli.main(["store", "upgrade", "--json", *map(str, paths)]) == 0
@@ -275,5 +275,5 @@ def test_a_store_of_version_1_whose_chunks_lie_over_each_other_is_refused_by_nam
     (path,) = unpacked(tmp_path, "narrow")
     before = path.read_bytes()
     assert cli.main(["store", "upgrade", str(path)]) == 1
-    assert "a chunk of 2048 elements of \"mask\" ends inside a page" in capsys.readouterr().err
+    assert 'a chunk of 2048 elements of "mask" ends inside a page' in capsys.readouterr().err
     assert path.read_bytes() == before

@@ -118,9 +118,7 @@ class Store:
         return cls(_core.Store(_paths(paths), None, [], "", CHUNK_ELEMENTS, "resume", durability, None, backend))
 
     @staticmethod
-    def upgrade(
-        paths: _Path | Sequence[_Path], *, backend: Literal["auto", "io_uring", "threads"] = "auto"
-    ) -> bool:
+    def upgrade(paths: _Path | Sequence[_Path], *, backend: Literal["auto", "io_uring", "threads"] = "auto") -> bool:
         """Convert a store of version 1 of the format, where it is; its files grow a little.
 
         A kill or a loss of power at any moment leaves the store of version 1, or one that another call finishes.

@@ -78,6 +78,7 @@ impl Store {
 
     /// Converts a store of version 1 of the format where it is. Whether it was one.
     #[staticmethod]
+    #[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
     fn upgrade(py: Python<'_>, paths: Vec<PathBuf>, backend: &str) -> PyResult<bool> {
         let mut how = Create::default();
         how.volume.backend = crate::nvme::chosen(py, backend)?;

@@ -67,6 +67,9 @@ impl Store {
                 // The very first commit is what makes a store, whatever comes after it.
                 _ if index.generation == 0 => Reach::Durable(0),
                 Durability::Step => Reach::Durable(0),
+                // Once in a run a flagged root is made durable: from the next step on slots are written that a root without
+                // a flag may name, and after a loss of power that one must not be the newest.
+                Durability::Close if index.root_flags & UNFLUSHED == 0 => Reach::Durable(UNFLUSHED),
                 Durability::Close => Reach::Unflushed,
                 Durability::None if index.root_flags & UNCLOSED == 0 => Reach::Durable(UNCLOSED),
                 Durability::None => Reach::Memory,
@@ -197,7 +200,7 @@ impl Store {
                 description_bytes: self.layout.description_bytes,
                 description_checksum: self.description_checksum,
                 flags,
-                boot: if flags & UNFLUSHED == 0 { [0; 16] } else { boot() },
+                boot: if flags & UNFLUSHED == 0 { [0; 16] } else { self.boot },
                 places: self.layout.places,
                 ..Root::default()
             }
@@ -255,14 +258,3 @@ impl Store {
 }
 
 const _: () = assert!(CATALOG_CHUNK_BYTES as u64 >= PAGE_BYTES);
-
-/// What the kernel calls this boot; zeros where it does not say.
-pub(crate) fn boot() -> [u8; 16] {
-    let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
-    let digits: Vec<u8> = text.chars().filter_map(|digit| digit.to_digit(16)).map(|digit| digit as u8).collect();
-    let mut boot = [0; 16];
-    for (byte, pair) in boot.iter_mut().zip(digits.chunks_exact(2)) {
-        *byte = pair[0] << 4 | pair[1];
-    }
-    boot
-}

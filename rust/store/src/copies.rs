@@ -9,13 +9,14 @@ use memascend_nvme::{Action, Volume};
 
 use crate::{
     Description, Error, Result, Store,
+    bounds::DESCRIPTION_BYTES_MAX,
     checksum::{Subject, Uuid, checksum},
-    description::DESCRIPTION_BYTES_MAX,
     fields::{Unread, newer},
     label::{self, Found, Label},
-    layout::{Devices, PAGE_BYTES},
+    layout::PAGE_BYTES,
     open::bytes_at,
     path::{OLD, refused},
+    places::Devices,
     root::Root,
     store::CATALOG_CHUNK_BYTES,
 };
@@ -189,6 +190,22 @@ impl Store {
             }
         }
         Ok(true)
+    }
+
+    pub(crate) fn put_first_labels(&self) -> Result<()> {
+        let (uuid, devices) = (self.uuid, self.layout.devices);
+        let put = |index| self.put(devices.label_offset(index), &Label { uuid, index, devices }.encode());
+        (0..devices.count).try_for_each(put)
+    }
+
+    pub(crate) fn put_second_labels(&self) -> Result<()> {
+        let (uuid, devices) = (self.uuid, self.layout.devices);
+        for index in 0..devices.count {
+            if let Some(offset) = self.layout.second_label_offset(self.volume.size_bytes(), index) {
+                self.put(offset, &Label { uuid, index, devices }.encode())?;
+            }
+        }
+        Ok(())
     }
 
     /// Notes what is damaged, for the next commit to repair.

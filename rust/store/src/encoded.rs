@@ -2,7 +2,8 @@
 
 use crate::{
     Dtype,
-    description::{Description, Entry, Format, Kind, NAME_BYTES_MAX, RANK_MAX, StateTensor},
+    bounds::{NAME_BYTES_MAX, RANK_MAX},
+    description::{Description, Entry, Format, Kind, StateTensor},
     features::{self, FEATURE_BYTES_MAX},
     fields::{Fields, Unread, push_text, push_texts},
 };

@@ -4,7 +4,8 @@
 use crate::{
     checksum::{Subject, Uuid, checksum},
     fields::{Fields, Malformed},
-    layout::{Devices, PAGE_BYTES},
+    layout::PAGE_BYTES,
+    places::Devices,
 };
 
 /// The first bytes of a store.

@@ -9,6 +9,8 @@
 
 #![expect(clippy::cast_possible_truncation, reason = "offsets and sizes are 64-bit, and so is usize: asserted below")]
 
+mod boot;
+mod bounds;
 mod buffer;
 mod catalog;
 mod checksum;
@@ -19,15 +21,18 @@ mod description;
 mod dtype;
 mod encoded;
 mod error;
+mod examine;
 mod features;
 mod fetch;
 mod fields;
 mod index;
 mod label;
 mod layout;
+mod newest;
 mod open;
 mod parts;
 mod path;
+mod places;
 mod read;
 mod root;
 mod scan;
@@ -52,6 +57,7 @@ pub use counters::Counters;
 pub use description::{COMPACT, Description, Entry, Format, Kind, StateTensor};
 pub use dtype::Dtype;
 pub use error::{Error, Result};
+pub use examine::Examined;
 pub use fetch::Fetch;
 pub use layout::{Content, EntryLayout, Layout, PAGE_BYTES, Piece, WHOLE_PIECE_BYTES};
 pub use open::{Create, Existing};

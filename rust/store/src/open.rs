@@ -12,14 +12,16 @@ use memascend_nvme::{Options, Part, STRIPE_BYTES_DEFAULT, Volume};
 
 use crate::{
     Description, Durability, Error, Layout, Result, Store,
+    boot::{self, Boot},
     checksum::Uuid,
-    commit::boot,
     copies::{described, labelled},
     fields::Malformed,
-    label::{self, Found, Label},
-    layout::{Devices, PAGE_BYTES},
+    label::{self, Found},
+    layout::PAGE_BYTES,
+    newest::{Progress, Roots},
     path::{OLD, There, check_place, look, refused, resolve},
-    root::{self, Root, UNCLOSED, UNFLUSHED},
+    places::Devices,
+    root::Root,
     store::CATALOG_CHUNK_BYTES,
     table::table_checksum,
 };
@@ -34,6 +36,9 @@ pub enum Existing {
     Resume,
     /// Make a new one in its place. What is no store of ours is never replaced.
     Replace,
+    /// Open the commit before the last one, or, where one of two roots is damaged, that of the other: every byte of it is
+    /// verified, then the other root is blanked. There must be a store.
+    Previous,
 }
 
 /// How a store is made or opened.
@@ -48,6 +53,19 @@ pub struct Create {
     pub volume: Options,
     /// Its identity, for tests that want the same bytes again; random otherwise.
     pub uuid: Option<[u8; 16]>,
+    /// The boot that it runs in, for tests that lose power; `None`: the kernel's.
+    #[cfg(feature = "sim")]
+    pub boot: Option<[u8; 16]>,
+}
+
+impl Create {
+    pub(crate) fn boot(&self) -> Boot {
+        #[cfg(feature = "sim")]
+        if let Some(boot) = self.boot {
+            return boot;
+        }
+        boot::now()
+    }
 }
 
 impl Store {
@@ -56,13 +74,24 @@ impl Store {
     /// A new store has to be filled: every entry staged, and committed. Until then it is refused by whoever opens it.
     /// Returns whether it is new.
     pub fn create(paths: &[impl AsRef<Path>], description: Description, how: &Create) -> Result<(Self, bool)> {
+        Self::create_watched(paths, description, how, &mut |_, _| true)
+    }
+
+    /// The same; where a store has to be verified first, `progress` hears of bytes done and of all, and ends it by `false`.
+    pub fn create_watched(
+        paths: &[impl AsRef<Path>],
+        description: Description,
+        how: &Create,
+        progress: &mut Progress<'_>,
+    ) -> Result<(Self, bool)> {
         description.check()?;
         let paths: Vec<PathBuf> = paths.iter().map(|path| resolve(path.as_ref())).collect();
         paths.iter().try_for_each(|path| check_place(path))?;
         let there = look(&paths)?;
         match (&there, how.existing) {
+            (There::Nothing, Existing::Previous) => return refused(&paths[0], "there is no store"),
             (There::Nothing, _) | (There::Store(_) | There::Old(_) | There::Unusable(_), Existing::Replace) => {}
-            (There::Old(_), Existing::Resume) => return refused(&paths[0], OLD),
+            (There::Old(_), Existing::Resume | Existing::Previous) => return refused(&paths[0], OLD),
             (There::Unusable(why), _) => return refused(&paths[0], why),
             (There::Store(_) | There::Old(_), Existing::Refuse) => {
                 return Err(Error::Invalid(format!(
@@ -70,10 +99,9 @@ impl Store {
                     paths[0].display()
                 )));
             }
-            (There::Store(_), Existing::Resume) => {
-                let store = Self::open(&paths, how)?;
-                return match store.description.difference(&description) {
-                    None => Ok((store, false)),
+            (There::Store(_), Existing::Resume | Existing::Previous) => {
+                let fits = |found: &Description| match found.difference(&description) {
+                    None => Ok(()),
                     Some(difference) => {
                         let name = paths[0].display();
                         Err(Error::Invalid(format!(
@@ -81,6 +109,9 @@ impl Store {
                         )))
                     }
                 };
+                let (store, roots) = Self::prepare_at(&paths, how)?;
+                store.settle(&roots, how.existing, &fits, progress)?;
+                return Ok((store, false));
             }
         }
         let stripe_bytes = how.volume.stripe_bytes.unwrap_or(STRIPE_BYTES_DEFAULT);
@@ -96,7 +127,7 @@ impl Store {
         };
         let made = Volume::open(&paths, &options).map_err(Error::from).and_then(|volume| {
             let uuid = how.uuid.map_or_else(random_uuid, Ok)?;
-            Self::format(volume, (devices, former), description, uuid, how.durability)
+            Self::format(volume, (devices, former), description, uuid, how)
         });
         if made.is_err() {
             for path in missing {
@@ -108,6 +139,18 @@ impl Store {
 
     /// Opens the store that is there.
     pub fn open(paths: &[impl AsRef<Path>], how: &Create) -> Result<Self> {
+        Self::open_watched(paths, how, &mut |_, _| true)
+    }
+
+    /// The same; where a store has to be verified first, `progress` hears of bytes done and of all, and ends it by `false`.
+    pub fn open_watched(paths: &[impl AsRef<Path>], how: &Create, progress: &mut Progress<'_>) -> Result<Self> {
+        let (store, roots) = Self::prepare_at(paths, how)?;
+        store.settle(&roots, how.existing, &|_| Ok(()), progress)?;
+        Ok(store)
+    }
+
+    /// A store that is there, without any commit of it, and its roots.
+    pub(crate) fn prepare_at(paths: &[impl AsRef<Path>], how: &Create) -> Result<(Self, Roots)> {
         let paths: Vec<PathBuf> = paths.iter().map(|path| resolve(path.as_ref())).collect();
         let label = match look(&paths)? {
             There::Store(label) => label,
@@ -118,7 +161,7 @@ impl Store {
         let mut options = how.volume.clone();
         options.size_bytes = None;
         options.stripe_bytes = Some(label.devices.stripe_bytes);
-        Self::load(Volume::open(&paths, &options)?, label.devices, how.durability)
+        Self::prepare(Volume::open(&paths, &options)?, label.devices, how)
     }
 
     /// Makes a store on an open volume of so many simulated devices.
@@ -127,14 +170,21 @@ impl Store {
         description.check()?;
         let devices = Devices { count: volume.devices().len() as u32, stripe_bytes };
         let uuid = how.uuid.map_or_else(random_uuid, Ok)?;
-        Self::format(volume, (devices, None), description, uuid, how.durability)
+        Self::format(volume, (devices, None), description, uuid, how)
     }
 
     /// Opens a store on an open volume of simulated devices.
     #[cfg(feature = "sim")]
     pub fn open_on(volume: Volume, stripe_bytes: u64, how: &Create) -> Result<Self> {
+        let (store, roots) = Self::prepare_on(volume, stripe_bytes, how)?;
+        store.settle(&roots, how.existing, &|_| Ok(()), &mut |_, _| true)?;
+        Ok(store)
+    }
+
+    #[cfg(feature = "sim")]
+    pub(crate) fn prepare_on(volume: Volume, stripe_bytes: u64, how: &Create) -> Result<(Self, Roots)> {
         let devices = Devices { count: volume.devices().len() as u32, stripe_bytes };
-        Self::load(volume, devices, how.durability)
+        Self::prepare(volume, devices, how)
     }
 
     /// Writes labels and description. There is no root yet, so this is no store that can be opened.
@@ -143,7 +193,7 @@ impl Store {
         (devices, former): (Devices, Option<Devices>),
         description: Description,
         uuid: Uuid,
-        durability: Durability,
+        how: &Create,
     ) -> Result<Self> {
         let layout = Layout::new(&description, devices)?;
         if volume.size_bytes() < layout.total_bytes() {
@@ -151,7 +201,7 @@ impl Store {
             return Err(Error::Invalid(format!("the store needs {needed} bytes, and the volume holds {size}")));
         }
         let former = former.map_or_else(|| labelled_before(&volume, devices), Ok)?;
-        let store = Self::new(volume, uuid, description, layout, durability)?;
+        let store = Self::new(volume, uuid, description, layout, how)?;
         let blank = vec![0; PAGE_BYTES as usize];
         // First the old roots go, so that no crash leaves an old root beside a new description, and so that a second
         // label that a former store left where no new one comes is that of no store any more.
@@ -173,23 +223,7 @@ impl Store {
         Ok(store)
     }
 
-    pub(crate) fn put_first_labels(&self) -> Result<()> {
-        let (uuid, devices) = (self.uuid, self.layout.devices);
-        let put = |index| self.put(devices.label_offset(index), &Label { uuid, index, devices }.encode());
-        (0..devices.count).try_for_each(put)
-    }
-
-    pub(crate) fn put_second_labels(&self) -> Result<()> {
-        let (uuid, devices) = (self.uuid, self.layout.devices);
-        for index in 0..devices.count {
-            if let Some(offset) = self.layout.second_label_offset(self.volume.size_bytes(), index) {
-                self.put(offset, &Label { uuid, index, devices }.encode())?;
-            }
-        }
-        Ok(())
-    }
-
-    fn load(volume: Volume, devices: Devices, durability: Durability) -> Result<Self> {
+    fn prepare(volume: Volume, devices: Devices, how: &Create) -> Result<(Self, Roots)> {
         let path: Arc<Path> =
             volume.devices().first().map_or(Path::new("").into(), |device| device.path.as_path().into());
         let corrupt = |what: &str, (offset, nbytes): (u64, u64), why: Malformed| Error::Corrupt {
@@ -200,26 +234,8 @@ impl Store {
             why,
         };
         let uuid = labelled(&volume, devices)?;
-        let mut newest: Option<Root> = None;
-        for slot in 0..2 {
-            let offset = devices.root_offset(slot);
-            let page = bytes_at(&volume, offset, PAGE_BYTES)?;
-            let root = root::read(&page, &uuid).map_err(|why| corrupt("the root", (offset, PAGE_BYTES), why))?;
-            if root.as_ref().is_some_and(|root| root.generation & 1 != slot) {
-                return Err(corrupt("the root", (offset, PAGE_BYTES), "it belongs into the other slot".into()));
-            }
-            newest = newest.max_by_generation(root);
-        }
-        let Some(root) = newest else {
-            return refused(&path, "its first write did not finish, so it holds no state; give existing=\"replace\"");
-        };
-        if root.flags & UNCLOSED != 0 {
-            return refused(
-                &path,
-                "it was not closed, and was made with durability=\"none\", which keeps nothing before \
-                                   close(); give existing=\"replace\"",
-            );
-        }
+        let roots = Roots::read(&volume, devices, &uuid, &path);
+        let root = roots.any()?;
         if let Err(unread) = root.known() {
             return refused(&path, &Malformed::from(unread));
         }
@@ -231,27 +247,13 @@ impl Store {
             let why = format!("the store has {needed} bytes, and {size} are there: it was truncated");
             return Err(corrupt("the store", (size, needed - size), why));
         }
-        let store = Self::new(volume, uuid, description, layout, durability)?;
-        store.load_table(&root)?;
-        store.verify_unflushed(&root)?;
-        store.note_damaged_copies()?;
-        Ok(store)
-    }
-
-    /// Verifies what another boot may have left unflushed.
-    pub(crate) fn verify_unflushed(&self, root: &Root) -> Result<()> {
-        if root.flags & UNFLUSHED != 0 && root.boot != boot() {
-            self.verify(&mut |_, _| true).map_err(|error| Error::Refused {
-                path: Arc::clone(&self.path),
-                why: format!(
-                    "it was not closed before the machine went down, and durability=\"close\" does not survive that: {error}"
-                ),
-            })?;
-        }
-        Ok(())
+        Ok((Self::new(volume, uuid, description, layout, how)?, roots))
     }
 
     pub(crate) fn load_table(&self, root: &Root) -> Result<()> {
+        if let Err(unread) = root.known() {
+            return refused(&self.path, &Malformed::from(unread));
+        }
         let (slot, pages) = ((root.generation & 1) as usize, self.sections.pages());
         let whole = (self.layout.places.table[slot], pages * PAGE_BYTES);
         if root.table_bytes != whole.1 {
@@ -305,20 +307,6 @@ impl Store {
             self.volume.write(Part::new(lease, 0, padded)?, at).map_err(|refused| refused.error)?.wait().result?;
         }
         Ok(())
-    }
-}
-
-/// The newer of two roots.
-trait Newest {
-    fn max_by_generation(self, other: Self) -> Self;
-}
-
-impl Newest for Option<Root> {
-    fn max_by_generation(self, other: Self) -> Self {
-        match (self, other) {
-            (Some(one), Some(two)) => Some(if one.generation >= two.generation { one } else { two }),
-            (one, two) => one.or(two),
-        }
     }
 }
 

@@ -12,7 +12,8 @@ use crate::{
     Error, Result,
     copies::of_version,
     label::{self, Found, Label},
-    layout::{Devices, PAGE_BYTES},
+    layout::PAGE_BYTES,
+    places::Devices,
     root,
 };
 

@@ -8,7 +8,8 @@ use crate::{
     features::{self, FEATURE_BYTES_MAX, LOG, RANKS},
     fields::{Fields, Malformed, Unread, push_texts},
     label::{SECTOR_BYTES, is_sealed, seal},
-    layout::{PAGE_BYTES, Places},
+    layout::PAGE_BYTES,
+    places::Places,
 };
 
 const MAGIC: [u8; 8] = *b"mascrt02";

@@ -9,7 +9,8 @@ use memascend_mem::{ChunkRing, OnFork, OwnerId, Pin, Region};
 use memascend_nvme::Volume;
 
 use crate::{
-    Counters, Description, Error, Layout, Result,
+    Counters, Create, Description, Error, Layout, Result,
+    boot::Boot,
     buffer::{Buffer, bytes_of},
     checksum::{Subject, Uuid, checksum},
     copies::Damage,
@@ -47,6 +48,7 @@ pub struct Store {
     pub(crate) index: Guarded,
     pub(crate) spill: Spill,
     pub(crate) durability: Durability,
+    pub(crate) boot: Boot,
     pub(crate) chunks: ChunkRing,
     pub(crate) owner: OwnerId,
     pub(crate) counters: Counting,
@@ -112,7 +114,7 @@ impl Store {
         uuid: Uuid,
         description: Description,
         layout: Layout,
-        durability: Durability,
+        how: &Create,
     ) -> Result<Self> {
         let path: Arc<Path> =
             volume.devices().first().map_or(Path::new("").into(), |device| device.path.as_path().into());
@@ -133,7 +135,8 @@ impl Store {
             sections,
             index,
             spill,
-            durability,
+            durability: how.durability,
+            boot: how.boot(),
             chunks,
             owner,
             counters: Counting::default(),

@@ -10,16 +10,19 @@ use memascend_mem::Wait;
 use memascend_nvme::{DeviceKind, Volume};
 
 use crate::{
-    Commit, Create, Description, Durability, Error, Layout, Result, Store,
+    Commit, Create, Description, Error, Layout, Result, Store,
+    boot::is_same,
+    bounds::DESCRIPTION_BYTES_MAX,
     checksum::Uuid,
     commit::Reach,
     copies::{described, of_version},
-    description::DESCRIPTION_BYTES_MAX,
     label::{self, Found},
-    layout::{Devices, PAGE_BYTES},
+    layout::PAGE_BYTES,
+    newest::NOT_CLOSED,
     open::bytes_at,
     path::{There, look, refused, resolve},
-    root::{self, Root, UNCLOSED},
+    places::Devices,
+    root::{self, Root, UNCLOSED, UNFLUSHED},
     version_1,
 };
 
@@ -57,21 +60,21 @@ impl Store {
         let needed = Unfinished::read(&volume, label.devices)?.needed_bytes(&volume)?;
         let are_files = volume.devices().iter().all(|device| device.kind == DeviceKind::File);
         if volume.size_bytes() >= needed || !are_files {
-            return Self::upgrade_volume(volume, label.devices);
+            return Self::upgrade_volume(volume, label.devices, how);
         }
         drop(volume);
         options.size_bytes = Some(needed);
-        Self::upgrade_volume(Volume::open(&paths, &options)?, label.devices)
+        Self::upgrade_volume(Volume::open(&paths, &options)?, label.devices, how)
     }
 
     /// The same on an open volume of simulated devices.
     #[cfg(feature = "sim")]
-    pub fn upgrade_on(volume: Volume, stripe_bytes: u64) -> Result<bool> {
+    pub fn upgrade_on(volume: Volume, stripe_bytes: u64, how: &Create) -> Result<bool> {
         let devices = Devices { count: volume.devices().len() as u32, stripe_bytes };
-        Self::upgrade_volume(volume, devices)
+        Self::upgrade_volume(volume, devices, how)
     }
 
-    fn upgrade_volume(volume: Volume, devices: Devices) -> Result<bool> {
+    fn upgrade_volume(volume: Volume, devices: Devices, how: &Create) -> Result<bool> {
         if !is_old(&volume, devices)? {
             return Ok(false);
         }
@@ -79,7 +82,7 @@ impl Store {
         if let Some(root) = unfinished.newest_new() {
             let description = described(&volume, &root, &unfinished.path)?;
             if let Ok(layout) = Layout::placed(&description, devices, root.places)? {
-                let store = Self::new(volume, unfinished.uuid, description, layout, Durability::Step)?;
+                let store = Self::new(volume, unfinished.uuid, description, layout, how)?;
                 match store.load_table(&root) {
                     Ok(()) => return store.finish_upgrade(&root, unfinished.other(&root)).map(|()| true),
                     // Torn, and overtaken by a commit of version 1 that did not come to its end.
@@ -101,7 +104,7 @@ impl Store {
             );
             return refused(&unfinished.path, &why);
         }
-        let store = Self::new(volume, unfinished.uuid, description, layout, Durability::Step)?;
+        let store = Self::new(volume, unfinished.uuid, description, layout, how)?;
         store.begin_upgrade(&unfinished).map(|()| true)
     }
 
@@ -109,8 +112,12 @@ impl Store {
     fn begin_upgrade(&self, unfinished: &Unfinished) -> Result<()> {
         let old = unfinished.live()?;
         let mut root = self.of_version_2(old);
-        self.load_table(&root)?;
-        self.verify_unflushed(&root)?;
+        if root.flags & UNFLUSHED != 0 && !is_same(&root.boot, &self.boot) {
+            let whole = self.load_table(&root).and_then(|()| self.verify(&mut |_, _| true));
+            whole.map_err(|error| self.lost_power(error))?;
+        } else {
+            self.load_table(&root)?;
+        }
         for offset in self.layout.places.description {
             self.put(offset, &self.description.encode())?;
         }
@@ -230,9 +237,7 @@ impl Unfinished {
             return refused(&self.path, why);
         };
         if root.flags & UNCLOSED != 0 {
-            let why = "it was not closed, and was made with durability=\"none\", which keeps nothing before close(); \
-                       give existing=\"replace\"";
-            return refused(&self.path, why);
+            return refused(&self.path, NOT_CLOSED);
         }
         Ok(root)
     }

@@ -21,6 +21,15 @@ pub struct Verified {
 impl Store {
     /// Reads every live piece and checks it. `progress` hears of bytes done and of all, and ends it by `false`.
     pub fn verify(&self, progress: &mut dyn FnMut(u64, u64) -> bool) -> Result<Verified> {
+        self.verify_each(progress, &mut Err)
+    }
+
+    /// The same; `damaged` hears of each piece that is not whole, or cannot be read, and says whether to go on.
+    pub(crate) fn verify_each(
+        &self,
+        progress: &mut dyn FnMut(u64, u64) -> bool,
+        damaged: &mut dyn FnMut(Error) -> Result<()>,
+    ) -> Result<Verified> {
         let (state, values) = self.description.staging_bytes();
         let chunk = state.max(values).max(1) as usize;
         let region = Region::new(DEPTH * chunk, Pin::Off, OnFork::Wipe, "store verification")?;
@@ -29,13 +38,18 @@ impl Store {
         let pieces = (0..self.description.entries.len())
             .flat_map(|entry| (0..self.layout.pieces_of(entry)).map(move |piece| (entry, piece)));
         let mut flying = VecDeque::with_capacity(DEPTH);
-        let mut done = Verified::default();
+        let (mut done, mut read_bytes) = (Verified::default(), 0);
         let mut finish = |flying: &mut VecDeque<(crate::PieceRead<'_, Shared>, u64)>| -> Result<()> {
             let Some((read, bytes)) = flying.pop_front() else { return Ok(()) };
-            read.wait()?;
-            done.pieces += 1;
-            done.bytes += bytes;
-            if progress(done.bytes, self.layout.slot_bytes()) {
+            match read.wait() {
+                Ok(_) => {
+                    done.pieces += 1;
+                    done.bytes += bytes;
+                }
+                Err(error) => damaged(error)?,
+            }
+            read_bytes += bytes;
+            if progress(read_bytes, self.layout.slot_bytes()) {
                 Ok(())
             } else {
                 Err(Error::Interrupted("verification"))

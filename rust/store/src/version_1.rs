@@ -2,8 +2,8 @@
 
 use crate::{
     Description, Dtype, Entry, Format, Kind, StateTensor,
+    bounds::{NAME_BYTES_MAX, RANK_MAX},
     checksum::{Subject, Uuid, checksum},
-    description::{NAME_BYTES_MAX, RANK_MAX},
     encoded::{ENTRY_BYTES_MIN, STATE_BYTES_MIN, UNIT_BYTES_MIN, counted, dtype, shape},
     fields::{Fields, Malformed, Unread},
     root::{self, UNCLOSED, UNFLUSHED},

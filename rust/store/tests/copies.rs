@@ -75,7 +75,9 @@ fn without_its_first_labels_a_store_is_found_by_the_second_and_repaired() {
             let folder = Folder::new("found");
             let paths = folder.paths(count);
             let uuid = made(&paths, &how(Existing::Refuse, stripe), 2);
-            paths.iter().for_each(|path| put(path, 0, &junk));
+            for path in &paths {
+                put(path, 0, &junk);
+            }
             // Nobody takes it for nothing, and nobody replaces it unasked.
             let refused = Store::create(&paths, toy::description(), &how(Existing::Refuse, stripe)).map(drop);
             assert!(
@@ -91,7 +93,9 @@ fn without_its_first_labels_a_store_is_found_by_the_second_and_repaired() {
             assert_eq!(ok(store.damaged()), Vec::<String>::new());
             drop(store);
             // The second ones are not needed any more.
-            paths.iter().for_each(|path| put(path, length(path) - 4096, &[0; 4096]));
+            for path in &paths {
+                put(path, length(path) - 4096, &[0; 4096]);
+            }
             let store = ok(opened(&paths));
             assert_eq!((toy::check(&store, "repaired"), ok(store.damaged()).len()), (3, count));
         }
@@ -126,7 +130,9 @@ fn a_file_that_grew_has_its_second_label_at_its_end_after_the_next_commit() {
         ok(toy::step(&store, 2));
         assert_eq!(ok(store.damaged()), Vec::<String>::new());
         drop(store);
-        paths.iter().for_each(|path| put(path, 0, &[0; 4096]));
+        for path in &paths {
+            put(path, 0, &[0; 4096]);
+        }
         assert_eq!(toy::check(&ok(opened(&paths)), "grown"), 2);
     }
 }
@@ -149,13 +155,17 @@ fn a_store_that_was_replaced_never_comes_back() {
         let store = ok(opened(&paths));
         assert_eq!((store.info().uuid, toy::check(&store, "replaced")), (new, 1));
         drop(store);
-        paths.iter().for_each(|path| put(path, 0, &[0x11; 4096]));
+        for path in &paths {
+            put(path, 0, &[0x11; 4096]);
+        }
         let store = ok(opened(&paths));
         assert_eq!((store.info().uuid, toy::check(&store, "replaced, by its second labels")), (new, 1));
         drop(store);
         // Without the new second labels, too, there is nothing; least of all the old store.
         let end = paths.iter().map(length).min().unwrap_or(0) / after * after;
-        paths.iter().for_each(|path| put(path, end - 4096, &[0x11; 4096]));
+        for path in &paths {
+            put(path, end - 4096, &[0x11; 4096]);
+        }
         assert!(opened(&paths).is_err());
     }
 }
@@ -213,7 +223,9 @@ fn a_crash_while_copies_are_repaired_loses_nothing() {
     let mut ended = false;
     for point in 0.. {
         let disks: Vec<SimDisk> = whole.iter().map(|disk| SimDisk::of(disk.bytes())).collect();
-        disks.iter().for_each(|disk| disk.flip(40, 4));
+        for disk in &disks {
+            disk.flip(40, 4);
+        }
         let faults = Faults { dies_after: Some(point), ..Faults::default() };
         if let Ok(store) = Store::open_on(toy::volume(&disks, &faults), toy::STRIPE, &toy::how()) {
             ended = toy::step(&store, 3).is_ok();

@@ -5,13 +5,20 @@ mod version_1;
 
 use memascend_mem::Wait;
 use memascend_nvme::sim::{Faults, SimDisk};
-use memascend_store::{Error, Store};
+use memascend_store::{Create, Error, Store};
 
 /// More than an upgrade needs.
 const ROOM: usize = 64 << 10;
 
+/// In a boot that is none of those in which the stores were written.
+fn how() -> Create {
+    let mut how = toy::how();
+    how.boot = Some([9; 16]);
+    how
+}
+
 fn upgraded(disks: &[SimDisk], faults: &Faults) -> Result<bool, Error> {
-    Store::upgrade_on(toy::volume(disks, faults), toy::STRIPE)
+    Store::upgrade_on(toy::volume(disks, faults), toy::STRIPE, &how())
 }
 
 fn ok<T, E: std::fmt::Display>(result: Result<T, E>) -> T {
@@ -19,7 +26,7 @@ fn ok<T, E: std::fmt::Display>(result: Result<T, E>) -> T {
 }
 
 fn opened(disks: &[SimDisk]) -> Result<Store, Error> {
-    toy::open(disks, &toy::how())
+    toy::open(disks, &how())
 }
 
 /// A store that was upgraded: the step it was at, both of its roots, and training that goes on.

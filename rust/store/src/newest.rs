@@ -1,0 +1,226 @@
+//! Which commit is opened: the newest, or, where that is asked for, the one before it.
+//!
+//! A root that is damaged may have been the newest, so nothing is opened in its place unasked. `Existing::Previous` asks:
+//! then every byte of the other commit is verified first, the newer root is blanked after that, and only then is the
+//! store handed out. A blank page comes after the verification, so a death in the middle leaves the store as it was.
+
+use std::{path::Path, sync::Arc};
+
+use memascend_mem::Wait;
+use memascend_nvme::{Part, Volume};
+
+use crate::{
+    Description, Error, Existing, Result, Store,
+    boot::is_same,
+    checksum::Uuid,
+    index::Index,
+    layout::PAGE_BYTES,
+    open::bytes_at,
+    path::refused,
+    places::Devices,
+    root::{self, Root, UNCLOSED, UNFLUSHED},
+};
+
+/// Whether a store that was opened is the one that the caller meant.
+pub(crate) type Fits<'a> = dyn Fn(&Description) -> Result<()> + 'a;
+/// Hears of bytes done and of all while a store is verified, and ends that by `false`.
+pub(crate) type Progress<'a> = dyn FnMut(u64, u64) -> bool + 'a;
+
+/// The page of a root.
+#[derive(Debug, Clone)]
+pub(crate) enum Page {
+    Blank,
+    Whole(Root),
+    /// Or it cannot be read.
+    Damaged(Error),
+}
+
+/// Both.
+#[derive(Debug, Clone)]
+pub(crate) struct Roots {
+    pub(crate) pages: [Page; 2],
+    path: Arc<Path>,
+}
+
+impl Roots {
+    pub(crate) fn read(volume: &Volume, devices: Devices, uuid: &Uuid, path: &Arc<Path>) -> Self {
+        let page = |slot: u64| {
+            let offset = devices.root_offset(slot);
+            let damaged = |why: String| {
+                let (path, what) = (Arc::clone(path), "the root".into());
+                Page::Damaged(Error::Corrupt { path, what, offset, nbytes: PAGE_BYTES, why })
+            };
+            match bytes_at(volume, offset, PAGE_BYTES).map(|page| root::read(&page, uuid)) {
+                Ok(Ok(Some(root))) if root.generation & 1 != slot => damaged("it belongs into the other slot".into()),
+                Ok(Ok(Some(root))) => Page::Whole(root),
+                Ok(Ok(None)) => Page::Blank,
+                Ok(Err(why)) => damaged(why),
+                Err(error) => Page::Damaged(error),
+            }
+        };
+        Self { pages: [page(0), page(1)], path: Arc::clone(path) }
+    }
+
+    /// Those that are whole, the newer one first.
+    pub(crate) fn whole(&self) -> Vec<Root> {
+        let whole = |page: &Page| if let Page::Whole(root) = page { Some(root.clone()) } else { None };
+        let mut roots: Vec<Root> = self.pages.iter().filter_map(whole).collect();
+        roots.sort_by_key(|root| std::cmp::Reverse(root.generation));
+        roots
+    }
+
+    /// What is wrong with a page that is damaged, and which one it is.
+    pub(crate) fn damaged(&self) -> Option<(u64, &Error)> {
+        (0..)
+            .zip(&self.pages)
+            .find_map(|(slot, page)| if let Page::Damaged(error) = page { Some((slot, error)) } else { None })
+    }
+
+    /// One that is whole: what it says of the description both say.
+    pub(crate) fn any(&self) -> Result<Root> {
+        match (self.whole().first(), self.damaged()) {
+            (Some(root), _) => Ok(root.clone()),
+            (None, Some((_, error))) => Err(error.clone()),
+            (None, None) => {
+                refused(&self.path, "its first write did not finish, so it holds no state; give existing=\"replace\"")
+            }
+        }
+    }
+
+    fn newest(&self) -> Result<Root> {
+        self.damaged().map_or_else(|| self.any(), |(_, error)| Err(error.clone()))
+    }
+
+    /// The one before the newest, and the page that names what is given up for it.
+    fn previous(&self) -> Result<(Root, u64)> {
+        match (self.whole().as_slice(), self.damaged()) {
+            ([_, older], _) if older.flags & UNCLOSED != 0 => refused(&self.path, NEVER_CLOSED),
+            ([only], Some(_)) if only.flags & UNCLOSED != 0 => refused(&self.path, NEVER_CLOSED),
+            ([newest, older, ..], _) => Ok((older.clone(), newest.generation & 1)),
+            ([only], Some((slot, _))) => Ok((only.clone(), slot)),
+            ([_], None) => Err(Error::Invalid(format!(
+                "the store at {} holds one commit and none before it: open it with existing=\"resume\"",
+                self.path.display()
+            ))),
+            ([], _) => self.any().map(|root| (root, 0)),
+        }
+    }
+}
+
+impl Store {
+    /// Takes the catalog of the commit that is asked for, and makes sure that it can be gone on from.
+    pub(crate) fn settle(
+        &self,
+        roots: &Roots,
+        existing: Existing,
+        fits: &Fits<'_>,
+        progress: &mut Progress<'_>,
+    ) -> Result<()> {
+        match existing {
+            Existing::Previous => self.settle_on_previous(roots, fits, progress),
+            _ => self.settle_on_newest(roots, fits, progress).map_err(|error| self.advised(error, roots)),
+        }?;
+        self.note_damaged_copies()
+    }
+
+    fn settle_on_newest(&self, roots: &Roots, fits: &Fits<'_>, progress: &mut Progress<'_>) -> Result<()> {
+        let root = roots.newest()?;
+        if root.flags & UNCLOSED != 0 {
+            return refused(&self.path, NOT_CLOSED);
+        }
+        let unflushed = root.flags & UNFLUSHED != 0;
+        let lost = unflushed && !is_same(&root.boot, &self.boot);
+        let said = |error: Error| if lost { self.lost_power(error) } else { error };
+        self.load_table(&root).map_err(said)?;
+        fits(&self.description)?;
+        if lost {
+            self.verify(progress).map_err(said)?;
+        }
+        if !unflushed {
+            return Ok(());
+        }
+        // What another process wrote and did not flush is the newest commit from here on, whatever happens: staging
+        // begins to overwrite what an older root names.
+        self.volume.flush(Wait::forever())?;
+        Ok(())
+    }
+
+    /// What is damaged in a store that a loss of power may have taken from.
+    pub(crate) fn lost_power(&self, error: Error) -> Error {
+        match error {
+            Error::Corrupt { .. } => Error::Refused {
+                path: Arc::clone(&self.path),
+                why: format!(
+                    "it was not closed before the machine went down, and durability=\"close\" does not survive that: \
+                     {error}"
+                ),
+            },
+            error => error,
+        }
+    }
+
+    fn settle_on_previous(&self, roots: &Roots, fits: &Fits<'_>, progress: &mut Progress<'_>) -> Result<()> {
+        let (root, given_up) = roots.previous()?;
+        self.load_table(&root)?;
+        fits(&self.description)?;
+        let step = self.index.lock().step;
+        self.verify(progress).map_err(|error| match error {
+            Error::Corrupt { path, what, offset, nbytes, why } => {
+                let why = format!(
+                    "{why}; it belongs to the commit before, step {step}, which the step after the newest commit begins \
+                     to overwrite: existing=\"previous\" cannot open it, and nothing was changed"
+                );
+                Error::Corrupt { path, what, offset, nbytes, why }
+            }
+            error => error,
+        })?;
+        // Nothing of it may be in a cache alone when the other root goes.
+        self.volume.flush(Wait::forever())?;
+        self.blank_root(given_up)
+    }
+
+    /// Says beside what is wrong with the newest commit whether the other one may be whole.
+    fn advised(&self, error: Error, roots: &Roots) -> Error {
+        let other = || -> Result<u64> {
+            let (root, _) = roots.previous()?;
+            self.reload(&root)?;
+            Ok(self.index.lock().step)
+        };
+        let advice = match other() {
+            Ok(step) => format!(
+                "; the catalog of the other commit, step {step}, is whole: existing=\"previous\" opens that one if every \
+                 byte of it is"
+            ),
+            Err(_) => "; no other commit is whole".into(),
+        };
+        match error {
+            Error::Corrupt { path, what, offset, nbytes, why } => {
+                Error::Corrupt { path, what, offset, nbytes, why: why + &advice }
+            }
+            Error::Refused { path, why } => Error::Refused { path, why: why + &advice },
+            error => error,
+        }
+    }
+
+    /// Takes the catalog of another commit than before.
+    pub(crate) fn reload(&self, root: &Root) -> Result<()> {
+        *self.index.lock() = Index::new(&self.description, &self.layout, &self.sections);
+        self.load_table(root)
+    }
+
+    /// Makes a page say, for good, that no root was ever written there.
+    fn blank_root(&self, slot: u64) -> Result<()> {
+        let mut lease = self.chunks.lease(self.owner, Wait::forever())?;
+        lease.as_mut_slice()[..PAGE_BYTES as usize].fill(0);
+        let part = Part::new(lease, 0, PAGE_BYTES as usize)?;
+        let offset = self.layout.devices.root_offset(slot);
+        self.volume.write_durable(part, offset).map_err(|refused| refused.error)?.wait().result?;
+        Ok(())
+    }
+}
+
+pub(crate) const NOT_CLOSED: &str = "it was not closed, and was made with durability=\"none\", which keeps nothing \
+                                     before close(); give existing=\"replace\"";
+
+const NEVER_CLOSED: &str = "the commit before is of a run with durability=\"none\" and was never closed, so there is \
+                            nothing to go back to";

@@ -1,0 +1,313 @@
+//! The commit before the newest: opened where the newest is damaged or unwanted, if every byte of it is whole; never by
+//! itself, and never half.
+
+mod toy;
+
+use memascend_mem::Wait;
+use memascend_nvme::{
+    Action,
+    sim::{Faults, SimDisk},
+};
+use memascend_store::{Create, Durability, Error, Existing, Store};
+
+/// Where the page of a root is, on one device.
+const ROOTS: [usize; 2] = [4096, 8192];
+const PAGE: usize = 4096;
+
+fn how(existing: Existing) -> Create {
+    let mut how = toy::how();
+    how.existing = existing;
+    how
+}
+
+fn newest() -> Create {
+    how(Existing::Resume)
+}
+
+fn previous() -> Create {
+    how(Existing::Previous)
+}
+
+fn opened(disks: &[SimDisk], how: &Create) -> Result<u64, String> {
+    let store = toy::open(disks, how).map_err(|error| error.to_string())?;
+    Ok(toy::check(&store, "opened"))
+}
+
+/// A store at step `last`, which is generation `last + 1`; `staged`: the step after it was begun.
+fn trained(last: u64, staged: bool) -> SimDisk {
+    let disks = toy::disks(1);
+    let store = Store::create_on(toy::volume(&disks, &Faults::default()), toy::STRIPE, toy::description(), &toy::how());
+    let store = store.unwrap_or_else(|error| panic!("{error}"));
+    (0..=last).for_each(|step| toy::step(&store, step).unwrap_or_else(|error| panic!("{error}")));
+    if staged {
+        toy::stage(&store, 0, last + 1, 0).unwrap_or_else(|error| panic!("{error}"));
+    }
+    drop(store);
+    SimDisk::of(disks[0].bytes())
+}
+
+/// The page of the newest root, and of the one before.
+fn pages(last: u64) -> (usize, usize) {
+    let slot = usize::try_from((last + 1) & 1).unwrap_or(0);
+    (ROOTS[slot], ROOTS[1 - slot])
+}
+
+/// Damages both copies of the root in a page.
+fn damage_root(disk: &SimDisk, page: usize) {
+    disk.flip(page + 40, 0x10);
+    disk.flip(page + PAGE - 512 + 40, 0x10);
+}
+
+/// Where the pages of the table lie that differ between two commits, of which the first begins after the description.
+fn tables(disk: &SimDisk) -> [std::ops::Range<usize>; 2] {
+    let store = toy::open(std::slice::from_ref(disk), &newest()).unwrap_or_else(|error| panic!("{error}"));
+    let values = usize::try_from(store.layout().offset_in(&store.layout().piece(store.description(), 0, 0), 0));
+    let values = values.unwrap_or(0);
+    let half = (values - 3 * PAGE - PAGE) / 2;
+    [values - 2 * half..values - half, values - half..values]
+}
+
+fn error_of(disk: &SimDisk, how: &Create) -> Error {
+    match toy::open(std::slice::from_ref(disk), how) {
+        Ok(store) => panic!("opened at step {}", store.info().step),
+        Err(error) => error,
+    }
+}
+
+#[test]
+fn a_damaged_root_is_refused_and_the_other_commit_opened_when_asked_for() {
+    for (newer, whole) in [(true, 2), (false, 3)] {
+        let disk = trained(3, false);
+        damage_root(&disk, if newer { pages(3).0 } else { pages(3).1 });
+        let before = disk.bytes();
+        let refused = error_of(&disk, &newest());
+        let text = refused.to_string();
+        assert!(matches!(refused, Error::Corrupt { .. }), "{text}");
+        assert!(text.contains(&format!("step {whole}, is whole: existing=\"previous\"")), "{text}");
+        assert!(disk.bytes() == before, "a refused call changed something");
+
+        assert_eq!(opened(std::slice::from_ref(&disk), &previous()), Ok(whole));
+        // From here on it is the newest, also for whoever does not ask, and training goes on from it.
+        let disks = [disk.after_power_loss(1)];
+        assert_eq!(opened(&disks, &newest()), Ok(whole));
+        let only = opened(&disks, &previous());
+        assert!(only.as_ref().is_err_and(|why| why.contains("one commit and none before it")), "{only:?}");
+        let store = toy::open(&disks, &newest()).unwrap_or_else(|error| panic!("{error}"));
+        for step in whole + 1..whole + 4 {
+            toy::step(&store, step).unwrap_or_else(|error| panic!("{error}"));
+            assert_eq!(opened(&[disks[0].after_power_loss(step)], &newest()), Ok(step));
+        }
+    }
+}
+
+#[test]
+fn with_both_whole_it_is_one_commit_back() {
+    let disk = trained(3, false);
+    assert_eq!(opened(std::slice::from_ref(&disk), &previous()), Ok(2));
+    assert_eq!(opened(&[disk.after_power_loss(1)], &newest()), Ok(2));
+}
+
+#[test]
+fn the_step_after_the_newest_commit_ends_it() {
+    for damaged in [false, true] {
+        let disk = trained(3, true);
+        if damaged {
+            damage_root(&disk, pages(3).0);
+        }
+        let before = disk.bytes();
+        let error = error_of(&disk, &previous());
+        let text = error.to_string();
+        assert!(matches!(error, Error::Corrupt { .. }) && text.contains("weight"), "{text}");
+        assert!(text.contains("the commit before, step 2") && text.contains("nothing was changed"), "{text}");
+        assert!(disk.bytes() == before, "a refused call changed something");
+        if !damaged {
+            assert_eq!(opened(std::slice::from_ref(&disk), &newest()), Ok(3));
+        }
+    }
+}
+
+#[test]
+fn a_damaged_table_counts_as_its_root() {
+    let whole = trained(3, false);
+    let tables = tables(&whole);
+    let newer = tables[usize::from((3 + 1) & 1 == 1)].clone();
+    let mut found = 0;
+    for page in newer.clone().step_by(PAGE) {
+        let disk = SimDisk::of(whole.bytes());
+        disk.flip(page + 5, 4);
+        let text = error_of(&disk, &newest()).to_string();
+        assert!(text.contains("table") && text.contains("existing=\"previous\""), "{page}: {text}");
+        assert_eq!(opened(std::slice::from_ref(&disk), &previous()), Ok(2), "{page}");
+        assert_eq!(opened(std::slice::from_ref(&disk), &newest()), Ok(2), "{page}");
+        found += 1;
+    }
+    assert!(found > 4, "{found}");
+    // Both damaged: neither helps, and each says so.
+    let disk = SimDisk::of(whole.bytes());
+    for table in &tables {
+        disk.flip(table.start + 5, 4);
+    }
+    let text = error_of(&disk, &newest()).to_string();
+    assert!(text.contains("no other commit is whole"), "{text}");
+    assert!(matches!(error_of(&disk, &previous()), Error::Corrupt { .. }));
+}
+
+#[test]
+fn there_has_to_be_one() {
+    let disk = trained(0, false);
+    let error = error_of(&disk, &previous());
+    assert!(matches!(error, Error::Invalid(_)) && error.to_string().contains("existing=\"resume\""), "{error}");
+    damage_root(&disk, pages(0).0);
+    for how in [newest(), previous()] {
+        assert!(matches!(error_of(&disk, &how), Error::Corrupt { .. }));
+    }
+    let disk = trained(3, false);
+    for page in ROOTS {
+        damage_root(&disk, page);
+    }
+    for how in [newest(), previous()] {
+        assert!(matches!(error_of(&disk, &how), Error::Corrupt { .. }));
+    }
+}
+
+#[test]
+fn it_is_stopped_or_loses_power_at_every_point() {
+    for damaged in [false, true] {
+        let image = trained(3, false);
+        if damaged {
+            damage_root(&image, pages(3).0);
+        }
+        let as_before = opened(&[SimDisk::of(image.bytes())], &newest());
+        let run = |disk: &SimDisk, faults: &Faults| {
+            let store = Store::open_on(toy::volume(std::slice::from_ref(disk), faults), toy::STRIPE, &previous());
+            store.map(|store| {
+                let stats = store.volume().stats();
+                stats.written.requests + stats.read.requests + stats.flushes
+            })
+        };
+        let points = run(&SimDisk::of(image.bytes()), &Faults::default()).unwrap_or_else(|error| panic!("{error}"));
+        assert!(points > 20, "{points}");
+        let (mut untouched, mut gone_back) = (0, 0);
+        // A request that has just been answered may not have been counted.
+        for point in 0..=points + 2 {
+            let disk = SimDisk::of(image.bytes());
+            let done = run(&disk, &Faults { dies_after: Some(point), ..Faults::default() });
+            assert!(done.is_ok() == (point >= points) || point.abs_diff(points) <= 2, "{point} of {points}");
+            let mut left: Vec<SimDisk> = (0..20).map(|loss| disk.after_power_loss(loss)).collect();
+            left.push(SimDisk::of(disk.bytes()));
+            for left in left {
+                let name = format!("damaged {damaged}, point {point}");
+                match opened(std::slice::from_ref(&left), &newest()) {
+                    Ok(2) => gone_back += 1,
+                    found => {
+                        assert!(done.is_err() && found == as_before, "{name}: {found:?}");
+                        assert_eq!(opened(std::slice::from_ref(&left), &previous()), Ok(2), "{name}");
+                        untouched += 1;
+                    }
+                }
+            }
+        }
+        assert!(untouched > 0 && gone_back > 0, "{untouched}, {gone_back}");
+    }
+}
+
+#[test]
+fn a_device_that_fails_on_the_way_changes_nothing() {
+    let image = trained(3, false);
+    damage_root(&image, pages(3).0);
+    let mut failed = 0;
+    for seed in 0..60 {
+        let disk = SimDisk::of(image.bytes());
+        let errors =
+            vec![(Action::Read, libc::EIO, 30), (Action::Write, libc::EIO, 500), (Action::Flush, libc::EIO, 300)];
+        let faults = Faults { seed, errors, ..Faults::default() };
+        let volume = toy::volume(std::slice::from_ref(&disk), &faults);
+        match Store::open_on(volume, toy::STRIPE, &previous()) {
+            Ok(store) => drop(store),
+            Err(error) => {
+                failed += 1;
+                let wrong = matches!(error, Error::Storage(_) | Error::Corrupt { .. });
+                assert!(wrong, "seed {seed}: {error}");
+            }
+        }
+        let again = opened(std::slice::from_ref(&disk), &previous());
+        // The blanking was done in spite of its error, or before it.
+        let gone_back = again.as_ref().is_err_and(|why| why.contains("one commit and none before it"));
+        assert!(gone_back || again == Ok(2), "seed {seed}: {again:?}");
+        assert_eq!(opened(std::slice::from_ref(&disk), &newest()), Ok(2), "seed {seed}");
+    }
+    assert!(failed > 20, "{failed}");
+}
+
+#[test]
+fn a_root_that_cannot_be_read_counts_as_damaged() {
+    // Of the first requests one reads a root: label, root 0, root 1.
+    let mut opened_previous = 0;
+    for seed in 0..200 {
+        let disk = trained(3, false);
+        let faults = Faults { seed, errors: vec![(Action::Read, libc::EIO, 40)], ..Faults::default() };
+        let volume = toy::volume(std::slice::from_ref(&disk), &faults);
+        if let Ok(store) = Store::open_on(volume, toy::STRIPE, &previous()) {
+            let step = store.info().step;
+            opened_previous += u32::from(step == 3);
+            drop(store);
+            assert_eq!(opened(std::slice::from_ref(&disk), &newest()), Ok(step), "seed {seed}");
+        }
+    }
+    assert!(opened_previous > 0, "no seed failed the read of the older root alone");
+}
+
+#[test]
+fn what_was_not_closed_is_no_commit_to_go_back_to() {
+    let mut how = toy::how();
+    how.durability = Durability::None;
+    let disks = toy::disks(1);
+    let store = Store::create_on(toy::volume(&disks, &Faults::default()), toy::STRIPE, toy::description(), &how);
+    let store = store.unwrap_or_else(|error| panic!("{error}"));
+    (0..=2).for_each(|step| toy::step(&store, step).unwrap_or_else(|error| panic!("{error}")));
+    // Steps 1 and 2 are in memory alone, and step 2 went over what step 0 is.
+    assert!(matches!(error_of(&disks[0], &newest()), Error::Refused { .. }));
+    assert!(matches!(error_of(&disks[0], &previous()), Error::Corrupt { .. }));
+    toy::step(&store, 3).unwrap_or_else(|error| panic!("{error}"));
+    store.close(Wait::forever()).unwrap_or_else(|error| panic!("{error}"));
+    drop(store);
+    assert_eq!(opened(&disks, &newest()), Ok(3));
+    let refused = error_of(&disks[0], &previous());
+    assert!(refused.to_string().contains("was never closed"), "{refused}");
+    assert_eq!(opened(&disks, &newest()), Ok(3));
+}
+
+#[test]
+fn both_commits_are_examined_and_nothing_is_written() {
+    let examined = |disk: &SimDisk| {
+        let before = disk.bytes();
+        let volume = toy::volume(std::slice::from_ref(disk), &Faults::default());
+        let (mut last, mut all) = (0, 0);
+        let found = Store::examine_on(volume, toy::STRIPE, &newest(), &mut |done, of| {
+            assert!(done >= last && done <= of, "{done} of {of} after {last}");
+            (last, all) = (done, of);
+            true
+        });
+        assert!(disk.bytes() == before, "looking changed something");
+        assert_eq!(last, all);
+        found.unwrap_or_else(|error| panic!("{error}"))
+    };
+    let said = |disk: &SimDisk| -> Vec<_> {
+        examined(disk)
+            .into_iter()
+            .map(|one| (one.generation, one.step, one.damages.len() as u64 + one.others))
+            .collect()
+    };
+    assert_eq!(said(&trained(0, false)), [(Some(1), Some(0), 0)]);
+    assert_eq!(said(&trained(3, false)), [(Some(4), Some(3), 0), (Some(3), Some(2), 0)]);
+    // The three chunks of the entry that the next step staged, and of its state.
+    assert_eq!(said(&trained(3, true)), [(Some(4), Some(3), 0), (Some(3), Some(2), 6)]);
+    let disk = trained(3, false);
+    damage_root(&disk, pages(3).0);
+    assert_eq!(said(&disk), [(None, None, 1), (Some(3), Some(2), 0)]);
+    let disk = trained(3, false);
+    disk.flip(tables(&disk)[0].start + 5, 4);
+    assert_eq!(said(&disk), [(Some(4), None, 1), (Some(3), Some(2), 0)]);
+    let text = examined(&disk)[0].damages[0].to_string();
+    assert!(text.contains("page 0 of the table"), "{text}");
+}
