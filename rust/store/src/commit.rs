@@ -105,14 +105,16 @@ impl Store {
         if !reach {
             return Ok(());
         }
-        let (step, was_unclosed) = {
+        let (step, was_unclosed, takes_its_place) = {
             let index = self.index.lock();
-            (index.step, index.root_flags & UNCLOSED != 0)
+            let takes_its_place = (index.generation + 1 - index.root_generation).is_multiple_of(2);
+            (index.step, index.root_flags & UNCLOSED != 0, takes_its_place)
         };
         let carry_out = || self.carry_out(Commit { step, ..Commit::default() }, Reach::Durable(0)).map(drop);
         carry_out()?;
-        // The other root may name what commits in memory wrote over since: it says what is live now, too.
-        if was_unclosed { carry_out() } else { Ok(()) }
+        // Commits in memory wrote over what both roots named. Where the one that said so is gone, the other one does not,
+        // and names what is live now, too.
+        if was_unclosed && takes_its_place { carry_out() } else { Ok(()) }
     }
 
     pub(crate) fn carry_out(&self, commit: Commit, reach: Reach) -> Result<u64> {
@@ -131,7 +133,9 @@ impl Store {
             Ok(flags) => {
                 index.generation += 1;
                 index.step = index.next_step;
-                index.root_flags = flags.unwrap_or(index.root_flags);
+                if let Some(flags) = flags {
+                    (index.root_flags, index.root_generation) = (flags, index.generation);
+                }
                 for slots in &mut index.entries {
                     if take(&mut slots.staged) {
                         slots.live ^= 1;

@@ -93,6 +93,8 @@ pub(crate) struct Index {
     pub(crate) broken: Option<Arc<Error>>,
     /// The flags of the root on storage.
     pub(crate) root_flags: u32,
+    /// Its generation, which commits in memory leave behind.
+    pub(crate) root_generation: u64,
 }
 
 impl Index {
@@ -122,6 +124,7 @@ impl Index {
             failed: None,
             broken: None,
             root_flags: 0,
+            root_generation: 0,
         }
     }
 

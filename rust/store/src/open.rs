@@ -262,7 +262,7 @@ impl Store {
         }
         let mut index = self.index.lock();
         index.generation = root.generation;
-        index.root_flags = root.flags;
+        (index.root_flags, index.root_generation) = (root.flags, root.generation);
         index.user_bytes = Vec::with_capacity(self.description.user_bytes_max as usize);
         index.hyperparameters_bytes = Vec::with_capacity(self.description.hyperparameters_bytes_max as usize);
         let pages_at_once = CATALOG_CHUNK_BYTES as u64 / PAGE_BYTES;
