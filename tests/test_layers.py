@@ -199,7 +199,7 @@ MODULES = {
     "memascend.handed": {"errors"},
     "memascend.checksum": {"_core"},
     "memascend.dlpack": {"_core"},
-    "memascend.description": {"compact", "errors", "_core"},
+    "memascend.description": {"compact", "errors", "pages", "_core"},
     "memascend.fetch": {"handed", "_core"},
     "memascend.store": {"compact", "description", "errors", "fetch", "handed", "pages", "paths", "_core"},
     "memascend.examined": {"paths", "store", "_core"},

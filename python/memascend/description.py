@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from memascend import _core
 from memascend.compact import compact_of
 from memascend.errors import ConfigError
+from memascend.pages import PAGE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -119,8 +120,19 @@ def chunk_elements_of(entries: Sequence[Entry]) -> int:
         sum(tensor.element_size() for tensor in entry.state.values() if tensor.shape == entry.values.shape)
         for entry in entries
     ]
-    fitting = _REQUEST_BYTES // max([1, *widths]) // _CHUNK_GRAIN * _CHUNK_GRAIN
-    return max(_CHUNK_GRAIN, min(fitting, CHUNK_ELEMENTS))
+
+    def fitting(grain: int) -> int:
+        return max(grain, min(_REQUEST_BYTES // max([1, *widths]) // grain * grain, CHUNK_ELEMENTS))
+
+    # A chunk that others follow must end with a page. Without need the finer grain stays: a store is resumed with the
+    # chunks that it was made with.
+    chunk = fitting(_CHUNK_GRAIN)
+    ends_inside_a_page = any(
+        entry.values.numel() > chunk and chunk * size % PAGE_BYTES
+        for entry in entries
+        for size in (entry.values.element_size(), *([entry.spill.itemsize] if entry.spill is not None else []))
+    )
+    return fitting(PAGE_BYTES) if ends_inside_a_page else chunk
 
 
 def order_of(tensor: torch.Tensor) -> tuple[int, ...] | None:

@@ -86,7 +86,8 @@ class Store:
                 back to the commit before, as `open` does.
             durability: "step": commits survive a loss of power; "close": the death of the process; "none": nothing is
                 kept before `close()`.
-            chunk_elements: elements of a chunk, a multiple of 2,048; None: as many as have their state in one request.
+            chunk_elements: elements of a chunk, a multiple of 2,048, and of 4,096 where an entry of more elements has
+                values of one byte; None: as many as have their state in one request.
             stripe: bytes that lie together on one of several devices.
             backend: how the devices are driven.
             fill: False leaves a store that was made now unfilled, at generation 0, for the caller to fill and commit:
@@ -150,6 +151,21 @@ class Store:
         except BaseException:
             self.close()
             raise
+
+    @staticmethod
+    def upgrade(paths: _Path | Sequence[_Path], *, backend: Literal["auto", "io_uring", "threads"] = "auto") -> bool:
+        """Convert a store of version 1 of the format, where it is; its files grow a little.
+
+        A kill or a loss of power at any moment leaves the store of version 1, or one that another call finishes.
+
+        Returns:
+            Whether it was one: False where nothing was to be done.
+
+        Raises:
+            StorageError: there is no store, it is in use, or its devices have no room for the new catalog.
+            CorruptionError: it is damaged; the message says where.
+        """
+        return _core.Store.upgrade(_paths(paths), backend)
 
     @property
     def created(self) -> bool:
@@ -317,6 +333,13 @@ class Store:
             CorruptionError: the first piece that is not.
         """
         return self._core.verify(progress)
+
+    def damaged(self) -> list[str]:
+        """Which copies of labels and of the description are damaged, in words.
+
+        The other copy of each is whole. The first commit after an open repairs what was damaged then.
+        """
+        return self._core.damaged()
 
     def close(self) -> None:
         """Keep what was committed, drop what is only staged, and let go of the devices. Twice is fine.

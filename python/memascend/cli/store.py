@@ -25,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, summary in (
         ("info", "what the last commit says, and what the store holds"),
         ("verify", "read the last two commits and check every byte; exit 1 where the last is not whole"),
+        ("upgrade", "convert a store of version 1 of the format, where it is"),
     ):
         action = actions.add_parser(name, help=summary, description=summary)
         action.add_argument("paths", nargs="+", metavar="P", help="folder, file or device; several in their order")
@@ -32,8 +33,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Look or check; what is wrong with the store is said with its place, and 1."""
-    return (_info if options.action == "info" else _verify)(options.paths, as_json=options.json)
+    """Look, check or convert; what is wrong with the store is said with its place, and 1."""
+    action = {"info": _info, "verify": _verify, "upgrade": _upgrade}[options.action]
+    return action(options.paths, as_json=options.json)
+
+
+def _upgrade(paths: list[str], *, as_json: bool) -> int:
+    from memascend import engine
+
+    upgraded = engine.Store.upgrade(paths)
+    if as_json:
+        print(json.dumps({"upgraded": upgraded}))
+    else:
+        print("the store has version 2 of the format now" if upgraded else "there was nothing to do")
+    return 0
 
 
 def _info(paths: list[str], *, as_json: bool) -> int:

@@ -125,6 +125,13 @@ pub(crate) struct Apply {
 
 impl Apply {
     pub(crate) fn new(store: &Store, entry: usize, asked: Application, whole_bytes: usize) -> Result<Self> {
+        let described = &store.description().entries[entry];
+        if let Some(tensor) = described.state.iter().find(|tensor| tensor.grain > 1) {
+            let (name, of, grain) = (&described.name, &tensor.name, tensor.grain);
+            return Err(Error::Invalid(format!(
+                "{of:?} of {name:?} has an item for each {grain} elements, not for each"
+            )));
+        }
         let needed = Plan::new(store, entry, asked.spilled)?.bytes;
         if asked.whole && needed > whole_bytes {
             let name = &store.description().entries[entry].name;
@@ -277,7 +284,7 @@ impl Apply {
         let others = self.others.borrow();
         let (mut chunked, mut other) = (chunked.into_iter(), other_tensors(description, entry));
         let part = |tensor: &memascend_store::StateTensor| {
-            let found = if tensor.shape == described.shape {
+            let found = if tensor.grain > 0 {
                 chunked.next()
             } else {
                 others.as_ref().zip(other.next()).and_then(|(memory, (at, nbytes))| memory.part(at, nbytes))

@@ -143,8 +143,8 @@ impl Fill {
         let used = usize::try_from(place.used_bytes).unwrap_or(usize::MAX);
         // The sources of the tensors that lie in chunks, or by themselves.
         let sources = |chunked: bool| {
-            let of = move |(tensor, _): &(&StateTensor, &Source)| (tensor.shape == described.shape) == chunked;
-            described.state.iter().zip(&self.state).filter(of).map(|(_, source)| source)
+            let of = move |(tensor, _): &(&StateTensor, &Source)| (tensor.grain > 0) == chunked;
+            described.state.iter().zip(&self.state).filter(of)
         };
         // SAFETY: nothing is in flight of this chunk, which is this turn's.
         unsafe { clear_from(part, used) };
@@ -161,7 +161,7 @@ impl Fill {
             Content::State { chunk } => {
                 let elements = bench.elements(entry, chunk);
                 let mut filled = 0;
-                for ((dtype, at, nbytes), source) in bench.in_chunk(entry, chunk).zip(sources(true)) {
+                for ((_, at, nbytes), (tensor, source)) in bench.in_chunk(entry, chunk).zip(sources(true)) {
                     // SAFETY: as above.
                     let bytes = unsafe { bytes_mut(part) };
                     // What lies between two tensors is nobody's, and written as zeros.
@@ -169,8 +169,8 @@ impl Fill {
                     filled = at + nbytes;
                     match source {
                         Source::Given(given) => {
-                            let element = usize::try_from(dtype.bytes()).unwrap_or(1);
-                            copied(&**given, elements.start * element, &mut bytes[at..filled]);
+                            let before = usize::try_from(tensor.bytes_for(elements.start as u64)).unwrap_or(usize::MAX);
+                            copied(&**given, before, &mut bytes[at..filled]);
                         }
                         Source::Zeros => bytes[at..filled].fill(0),
                         Source::Values => {
@@ -189,7 +189,7 @@ impl Fill {
                 // SAFETY: as above.
                 let bytes = &mut unsafe { bytes_mut(part) }[..used];
                 match sources(false).nth(tensor as usize) {
-                    Some(Source::Given(given)) => {
+                    Some((_, Source::Given(given))) => {
                         copied(&**given, usize::try_from(before).unwrap_or(usize::MAX), bytes);
                     }
                     _ => bytes.fill(0),

@@ -6,7 +6,7 @@ use memascend_nvme::{
     Options as VolumeOptions, Volume,
     sim::{self, Faults, SimDisk},
 };
-use memascend_store::{Create, Description, Dtype, Entry, Kind};
+use memascend_store::{Create, Description, Dtype, Entry, Format, Kind};
 
 use super::*;
 use crate::{
@@ -124,10 +124,11 @@ fn filled(disk: &SimDisk) -> Engine {
         shape: vec![NUMEL],
         order: vec![],
         spill: Some(Dtype::F32),
+        format: Format::Plain,
         state: vec![],
     };
     let description = Description {
-        chunk_elements: 2048,
+        chunk_elements: 4096,
         user_bytes_max: 0,
         hyperparameters_bytes_max: 0,
         optimizer: "SGD".into(),

@@ -9,7 +9,7 @@ use memascend_nvme::{
     Action, Options as VolumeOptions, Volume,
     sim::{self, Faults, Rng, SimDisk},
 };
-use memascend_store::{Buffer, COMPACT, Commit, Create, Description, Dtype, Entry, Kind, StateTensor, Store};
+use memascend_store::{Buffer, COMPACT, Commit, Create, Description, Dtype, Entry, Format, Kind, StateTensor, Store};
 
 /// One element, primes, a chunk, one more than a chunk, nothing at all.
 const SIZES: [u64; 6] = [1, 13, 2048, 2049, 6151, 0];
@@ -19,7 +19,8 @@ fn entries() -> Vec<Entry> {
     let entry = |(dtype, numel): (Dtype, u64)| {
         let names: &[&str] =
             if dtype == Dtype::F32 { &["exp_avg", "exp_avg_sq"] } else { &["master", "exp_avg", "exp_avg_sq"] };
-        let tensor = |name: &&str| StateTensor { name: (*name).into(), dtype: Dtype::F32, shape: vec![numel] };
+        let tensor =
+            |name: &&str| StateTensor { name: (*name).into(), dtype: Dtype::F32, shape: vec![numel], grain: 1 };
         Entry {
             name: format!("{}.{numel}", dtype.name()),
             kind: Kind::Parameter,
@@ -28,12 +29,16 @@ fn entries() -> Vec<Entry> {
             shape: vec![numel],
             order: vec![],
             spill: None,
+            format: Format::Plain,
             state: names.iter().map(tensor).collect(),
         }
     };
     let compact = |numel: u64| Entry {
         name: format!("compact.{numel}"),
-        state: COMPACT.map(|(name, dtype)| StateTensor { name: name.into(), dtype, shape: vec![numel] }).to_vec(),
+        state: COMPACT
+            .map(|(name, dtype)| StateTensor { name: name.into(), dtype, shape: vec![numel], grain: 1 })
+            .into(),
+        format: Format::Compact,
         ..entry((Dtype::Bf16, numel))
     };
     DTYPES.into_iter().flat_map(|dtype| SIZES.map(|numel| entry((dtype, numel)))).chain(SIZES.map(compact)).collect()

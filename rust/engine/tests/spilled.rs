@@ -8,13 +8,13 @@ use memascend_nvme::{
     Action, Options as VolumeOptions, Volume,
     sim::{self, Faults, SimDisk},
 };
-use memascend_store::{Commit, Create, Description, Dtype, Entry, Kind, StateTensor, Store};
+use memascend_store::{Commit, Create, Description, Dtype, Entry, Format, Kind, StateTensor, Store};
 
 const NUMEL: u64 = 5000;
 const NAMES: [&str; 2] = ["one", "two"];
 
 fn description() -> Description {
-    let tensor = |name: &str| StateTensor { name: name.into(), dtype: Dtype::F32, shape: vec![NUMEL] };
+    let tensor = |name: &str| StateTensor { name: name.into(), dtype: Dtype::F32, shape: vec![NUMEL], grain: 1 };
     let entry = |name: &str| Entry {
         name: name.into(),
         kind: Kind::Parameter,
@@ -23,6 +23,7 @@ fn description() -> Description {
         shape: vec![NUMEL],
         order: vec![],
         spill: Some(Dtype::F32),
+        format: Format::Plain,
         state: vec![tensor("exp_avg"), tensor("exp_avg_sq")],
     };
     Description {

@@ -1,6 +1,6 @@
 //! Descriptions of stores, as Python gives them: entries in, sizes out.
 
-use memascend_store::{Description, Dtype, Entry, Kind, StateTensor};
+use memascend_store::{Description, Dtype, Entry, Format, Kind, StateTensor};
 use pyo3::prelude::*;
 
 use crate::errors::{config_error, store_error};
@@ -45,8 +45,12 @@ pub(crate) fn described(
     chunk_elements: u32,
 ) -> PyResult<Description> {
     let entries = entries.into_iter().map(|(buffer, unit, (name, of_values, shape), state, order, spill)| {
-        let tensor =
-            |(name, of_state, shape): Tensor| Ok::<_, PyErr>(StateTensor { dtype: dtype(py, &of_state)?, name, shape });
+        let tensor = |(name, of_state, of_shape): Tensor| {
+            // What has the entry's shape lies in its chunks.
+            let grain = u32::from(of_shape == shape);
+            Ok::<_, PyErr>(StateTensor { dtype: dtype(py, &of_state)?, name, shape: of_shape, grain })
+        };
+        let state = state.into_iter().map(tensor).collect::<PyResult<_>>()?;
         Ok(Entry {
             name,
             kind: if buffer { Kind::Buffer } else { Kind::Parameter },
@@ -55,7 +59,8 @@ pub(crate) fn described(
             shape,
             order,
             spill: spill.map(|spill| dtype(py, &spill)).transpose()?,
-            state: state.into_iter().map(tensor).collect::<PyResult<_>>()?,
+            format: Format::Plain,
+            state,
         }
         .compact_if_so())
     });

@@ -88,6 +88,15 @@ impl Store {
         py.detach(|| self.inner.go_back()).map_err(|error| store_error(py, &error))
     }
 
+    /// Converts a store of version 1 of the format where it is. Whether it was one.
+    #[staticmethod]
+    #[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
+    fn upgrade(py: Python<'_>, paths: Vec<PathBuf>, backend: &str) -> PyResult<bool> {
+        let mut how = Create::default();
+        how.volume.backend = crate::nvme::chosen(py, backend)?;
+        py.detach(|| memascend_store::Store::upgrade(&paths, &how)).map_err(|error| store_error(py, &error))
+    }
+
     /// Whether it was made now, and has to be filled.
     #[getter]
     fn created(&self) -> bool {
@@ -205,6 +214,11 @@ impl Store {
     fn verify(&self, py: Python<'_>, progress: Option<&Bound<'_, PyAny>>) -> PyResult<(u64, u64)> {
         let verified = watched(py, progress, |progress| self.inner.verify(progress))?;
         Ok((verified.pieces, verified.bytes))
+    }
+
+    /// Damaged copies of labels and description, in words.
+    fn damaged(&self, py: Python<'_>) -> PyResult<Vec<String>> {
+        py.detach(|| self.inner.damaged()).map_err(|error| store_error(py, &error))
     }
 
     /// Shows live entries in parts: `visit(entry, [(tensor, first byte, memory)])`, whose memory is lent for the call.

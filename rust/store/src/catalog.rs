@@ -1,6 +1,6 @@
 //! The catalog's parsers on plain bytes, for whoever wants to try them on bytes that nobody wrote.
 
-use crate::{Description, label, root};
+use crate::{Description, label, root, version_1};
 
 /// Why bytes are not what the format says.
 type Malformed = String;
@@ -16,7 +16,32 @@ pub fn parse_root(page: &[u8], uuid: &[u8; 16]) -> Result<Option<u64>, Malformed
     root::read(page, uuid).map(|root| root.map(|root| root.generation))
 }
 
+/// Reads bytes as the fields of a root, as if its beginning and its checksum were right: its generation, if what it
+/// names is known and can be written again, or what is wrong.
+pub fn parse_root_fields(bytes: &[u8]) -> Result<Option<u64>, Malformed> {
+    let uuid = [0; 16];
+    let read = |page: &[u8]| root::read(page, &uuid);
+    let root = read(&root::sealed(bytes, &uuid))?;
+    if let Some(root) = &root {
+        if read(&root.encode())?.as_ref() != Some(root) {
+            return Err("it reads otherwise when it is written again".into());
+        }
+        root.known()?;
+    }
+    Ok(root.map(|root| root.generation))
+}
+
+/// Whether a page holds a root of version 1 of the store `uuid`: its generation, or what is wrong.
+pub fn parse_root_of_version_1(page: &[u8], uuid: &[u8; 16]) -> Result<Option<u64>, Malformed> {
+    version_1::read_root(page, uuid).map(|root| root.map(|root| root.generation))
+}
+
+/// The description of version 1 that bytes hold, or what is wrong.
+pub fn parse_description_of_version_1(bytes: &[u8]) -> Result<Description, Malformed> {
+    Ok(version_1::decode_description(bytes)?)
+}
+
 /// The description that bytes hold, or what is wrong.
 pub fn parse_description(bytes: &[u8]) -> Result<Description, Malformed> {
-    Description::decode(bytes)
+    Ok(Description::decode(bytes)?)
 }

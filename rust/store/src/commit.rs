@@ -26,7 +26,7 @@ pub struct Commit {
 
 /// How a commit reaches storage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Reach {
+pub(crate) enum Reach {
     /// Not at all.
     Memory,
     /// Without a flush.
@@ -110,11 +110,19 @@ impl Store {
         if !reach {
             return Ok(());
         }
-        let step = self.index.lock().step;
-        self.carry_out(Commit { step, ..Commit::default() }, Reach::Durable(0)).map(drop)
+        let (step, was_unclosed, takes_its_place) = {
+            let index = self.index.lock();
+            let takes_its_place = (index.generation + 1 - index.root_generation).is_multiple_of(2);
+            (index.step, index.root_flags & UNCLOSED != 0, takes_its_place)
+        };
+        let carry_out = || self.carry_out(Commit { step, ..Commit::default() }, Reach::Durable(0)).map(drop);
+        carry_out()?;
+        // Commits in memory wrote over what both roots named. Where the one that said so is gone, the other one does not,
+        // and names what is live now, too.
+        if was_unclosed && takes_its_place { carry_out() } else { Ok(()) }
     }
 
-    fn carry_out(&self, commit: Commit, reach: Reach) -> Result<u64> {
+    pub(crate) fn carry_out(&self, commit: Commit, reach: Reach) -> Result<u64> {
         let before = {
             let mut index = self.index.lock();
             index.next_step = commit.step;
@@ -130,7 +138,9 @@ impl Store {
             Ok(flags) => {
                 index.generation += 1;
                 index.step = index.next_step;
-                index.root_flags = flags.unwrap_or(index.root_flags);
+                if let Some(flags) = flags {
+                    (index.root_flags, index.root_generation) = (flags, index.generation);
+                }
                 for slots in &mut index.entries {
                     if take(&mut slots.staged) {
                         slots.live ^= 1;
@@ -188,6 +198,7 @@ impl Store {
         let generation = self.index.lock().generation + 1;
         let slot = generation & 1;
         self.write_table(slot as usize)?;
+        self.repair_copies();
         let root = {
             let index = self.index.lock();
             Root {
@@ -199,6 +210,8 @@ impl Store {
                 description_checksum: self.description_checksum,
                 flags,
                 boot: if flags & UNFLUSHED == 0 { [0; 16] } else { self.boot },
+                places: self.layout.places,
+                ..Root::default()
             }
         };
         if reach != Reach::Unflushed {
@@ -233,7 +246,7 @@ impl Store {
             };
             if count > 0 {
                 let part = Part::new(lease, 0, (count * PAGE_BYTES) as usize)?;
-                let offset = self.layout.table[slot] + start * PAGE_BYTES;
+                let offset = self.layout.places.table[slot] + start * PAGE_BYTES;
                 self.volume.write(part, offset).map_err(|refused| refused.error)?.wait().result?;
                 let mut index = self.index.lock();
                 (start..page).for_each(|page| index.dirty[slot].set(page as usize, false));
@@ -242,7 +255,7 @@ impl Store {
         Ok(())
     }
 
-    fn write_root(&self, root: &Root, durable: bool) -> Result<()> {
+    pub(crate) fn write_root(&self, root: &Root, durable: bool) -> Result<()> {
         let mut lease = self.chunks.lease(self.owner, Wait::forever())?;
         lease.as_mut_slice()[..PAGE_BYTES as usize].copy_from_slice(&root.encode());
         let part = Part::new(lease, 0, PAGE_BYTES as usize)?;

@@ -2,7 +2,7 @@
 
 use std::{collections::HashMap, fmt::Debug};
 
-use crate::{Description, Entry, Kind};
+use crate::{Description, Entry, Kind, StateTensor};
 
 /// Names, and entries that differ, that are told one by one; of the others only how many there are.
 const TOLD_MAX: usize = 3;
@@ -80,7 +80,12 @@ fn kind(entry: &Entry) -> &'static str {
 
 /// The state tensors of an entry, as people name them.
 fn words(entry: &Entry) -> Vec<String> {
-    entry.state.iter().map(|state| format!("{} {} {:?}", state.name, state.dtype.name(), state.shape)).collect()
+    let format = entry.format.name();
+    let words = |of: &StateTensor| match of.grain {
+        0 | 1 => format!("{} {} {:?}", of.name, of.dtype.name(), of.shape),
+        grain => format!("{} {} {:?} for each {grain}", of.name, of.dtype.name(), of.shape),
+    };
+    (!format.is_empty()).then(|| format.to_owned()).into_iter().chain(entry.state.iter().map(words)).collect()
 }
 
 fn differs<T: Debug + PartialEq>(what: &str, there: &T, asked: &T) -> Option<String> {
@@ -107,10 +112,10 @@ fn shortened(mut sentences: Vec<String>) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Dtype, StateTensor};
+    use crate::{Dtype, Format};
 
     fn entry(name: &str, shape: &[u64]) -> Entry {
-        let moment = StateTensor { name: "exp_avg".into(), dtype: Dtype::F32, shape: shape.to_vec() };
+        let moment = StateTensor { name: "exp_avg".into(), dtype: Dtype::F32, grain: 1, shape: shape.to_vec() };
         Entry {
             name: name.into(),
             kind: Kind::Parameter,
@@ -119,6 +124,7 @@ mod tests {
             shape: shape.to_vec(),
             order: vec![],
             spill: None,
+            format: Format::Plain,
             state: vec![moment],
         }
     }

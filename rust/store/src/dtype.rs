@@ -20,13 +20,18 @@ pub enum Dtype {
     U64 = 13,
     F8E4m3fn = 14,
     F8E5m2 = 15,
-    /// The 16 bits of a float32 master that its bfloat16 value leaves out: what makes an entry compact. See
-    /// [`Entry::is_compact`](crate::Entry::is_compact).
-    Rest = 16,
+    // 16 was, in version 1 of the format, the rest of a compact entry.
+    C32 = 17,
+    C64 = 18,
+    C128 = 19,
+    F8E4m3fnuz = 20,
+    F8E5m2fnuz = 21,
+    F8E8m0fnu = 22,
+    F4E2m1fnX2 = 23,
 }
 
 impl Dtype {
-    const ALL: [Self; 16] = [
+    const ALL: [Self; 22] = [
         Self::F32,
         Self::Bf16,
         Self::F16,
@@ -42,17 +47,32 @@ impl Dtype {
         Self::U64,
         Self::F8E4m3fn,
         Self::F8E5m2,
-        Self::Rest,
+        Self::C32,
+        Self::C64,
+        Self::C128,
+        Self::F8E4m3fnuz,
+        Self::F8E5m2fnuz,
+        Self::F8E8m0fnu,
+        Self::F4E2m1fnX2,
     ];
 
     /// Bytes of an element.
     #[must_use]
     pub fn bytes(self) -> u64 {
         match self {
-            Self::U8 | Self::I8 | Self::Bool | Self::F8E4m3fn | Self::F8E5m2 => 1,
-            Self::Bf16 | Self::F16 | Self::I16 | Self::U16 | Self::Rest => 2,
-            Self::F32 | Self::I32 | Self::U32 => 4,
-            Self::F64 | Self::I64 | Self::U64 => 8,
+            Self::U8
+            | Self::I8
+            | Self::Bool
+            | Self::F8E4m3fn
+            | Self::F8E5m2
+            | Self::F8E4m3fnuz
+            | Self::F8E5m2fnuz
+            | Self::F8E8m0fnu
+            | Self::F4E2m1fnX2 => 1,
+            Self::Bf16 | Self::F16 | Self::I16 | Self::U16 => 2,
+            Self::F32 | Self::I32 | Self::U32 | Self::C32 => 4,
+            Self::F64 | Self::I64 | Self::U64 | Self::C64 => 8,
+            Self::C128 => 16,
         }
     }
 
@@ -66,7 +86,7 @@ impl Dtype {
             Self::F64 => "float64",
             Self::U8 => "uint8",
             Self::I8 => "int8",
-            Self::I16 | Self::Rest => "int16",
+            Self::I16 => "int16",
             Self::I32 => "int32",
             Self::I64 => "int64",
             Self::Bool => "bool",
@@ -75,13 +95,20 @@ impl Dtype {
             Self::U64 => "uint64",
             Self::F8E4m3fn => "float8_e4m3fn",
             Self::F8E5m2 => "float8_e5m2",
+            Self::C32 => "complex32",
+            Self::C64 => "complex64",
+            Self::C128 => "complex128",
+            Self::F8E4m3fnuz => "float8_e4m3fnuz",
+            Self::F8E5m2fnuz => "float8_e5m2fnuz",
+            Self::F8E8m0fnu => "float8_e8m0fnu",
+            Self::F4E2m1fnX2 => "float4_e2m1fn_x2",
         }
     }
 
-    /// The type that torch calls `name`; never [`Rest`](Self::Rest), which torch does not know.
+    /// The type that torch calls `name`.
     #[must_use]
     pub fn from_name(name: &str) -> Option<Self> {
-        Self::ALL.into_iter().find(|dtype| *dtype != Self::Rest && dtype.name() == name)
+        Self::ALL.into_iter().find(|dtype| dtype.name() == name)
     }
 
     pub(crate) fn from_code(code: u8) -> Option<Self> {

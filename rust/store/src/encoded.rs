@@ -2,18 +2,23 @@
 
 use crate::{
     Dtype,
-    description::{Description, Entry, Kind, NAME_BYTES_MAX, RANK_MAX, StateTensor},
-    fields::{Fields, Malformed, push_text},
+    bounds::{NAME_BYTES_MAX, RANK_MAX},
+    description::{Description, Entry, Format, Kind, StateTensor},
+    features::{self, FEATURE_BYTES_MAX},
+    fields::{Fields, Unread, push_text, push_texts},
 };
 
+type Result<T> = std::result::Result<T, Unread>;
+
 /// The fewest bytes that a unit and an entry take: what bounds their number before room is made for them.
-const UNIT_BYTES_MIN: usize = 2;
-const ENTRY_BYTES_MIN: usize = 12;
-const STATE_BYTES_MIN: usize = 4;
+pub(crate) const UNIT_BYTES_MIN: usize = 2;
+pub(crate) const ENTRY_BYTES_MIN: usize = 12;
+pub(crate) const STATE_BYTES_MIN: usize = 4;
 
 impl Description {
     pub(crate) fn encode(&self) -> Vec<u8> {
         let mut bytes = Vec::new();
+        push_texts(&mut bytes, &[]);
         for number in [
             self.chunk_elements,
             self.user_bytes_max,
@@ -29,17 +34,19 @@ impl Description {
         bytes
     }
 
-    pub(crate) fn decode(bytes: &[u8]) -> std::result::Result<Self, Malformed> {
+    pub(crate) fn decode(bytes: &[u8]) -> Result<Self> {
         let mut fields = Fields::new(bytes);
+        // First of all, as a feature may change what follows.
+        features::known(&fields.texts(FEATURE_BYTES_MAX)?)?;
         let chunk_elements = fields.u32()?;
         let user_bytes_max = fields.u32()?;
         let hyperparameters_bytes_max = fields.u32()?;
         let (unit_count, entry_count) = (fields.u32()? as usize, fields.u32()? as usize);
         let optimizer = fields.text(NAME_BYTES_MAX)?;
-        let units = counted(unit_count, UNIT_BYTES_MIN, &mut fields, |fields| fields.text(NAME_BYTES_MAX))?;
+        let units = counted(unit_count, UNIT_BYTES_MIN, &mut fields, |fields| Ok(fields.text(NAME_BYTES_MAX)?))?;
         let entries = counted(entry_count, ENTRY_BYTES_MIN, &mut fields, Entry::decode)?;
         if fields.left() > 0 {
-            return Err(format!("{} bytes are left over", fields.left()));
+            return Err(format!("{} bytes are left over", fields.left()).into());
         }
         let description = Self { chunk_elements, user_bytes_max, hyperparameters_bytes_max, optimizer, units, entries };
         description.checked()?;
@@ -56,19 +63,21 @@ impl Entry {
         bytes.push(self.order.len() as u8);
         bytes.extend(&self.order);
         push_tensor(bytes, self.dtype, &self.shape);
+        push_text(bytes, self.format.name());
         bytes.push(self.state.len() as u8);
         for tensor in &self.state {
             push_text(bytes, &tensor.name);
             push_tensor(bytes, tensor.dtype, &tensor.shape);
+            bytes.extend(tensor.grain.to_le_bytes());
         }
     }
 
-    pub(crate) fn decode(fields: &mut Fields<'_>) -> std::result::Result<Self, Malformed> {
+    pub(crate) fn decode(fields: &mut Fields<'_>) -> Result<Self> {
         let name = fields.text(NAME_BYTES_MAX)?;
         let kind = match fields.u8()? {
             0 => Kind::Parameter,
             1 => Kind::Buffer,
-            other => return Err(format!("an entry of kind {other}")),
+            other => return Err(Unread::Newer(format!("entries of kind {other}"))),
         };
         let unit = fields.u32()?;
         let spill = match fields.u8()? {
@@ -78,24 +87,27 @@ impl Entry {
         let rank = usize::from(fields.u8()?);
         let order = fields.take(rank.min(RANK_MAX + 1))?.to_vec();
         let (of_values, shape) = tensor(fields)?;
+        let format = fields.text(FEATURE_BYTES_MAX)?;
+        let format = Format::from_name(&format)
+            .ok_or_else(|| Unread::Newer(format!("state in the format {format:?}, of {name:?}")))?;
         let state_count = usize::from(fields.u8()?);
         let state = counted(state_count, STATE_BYTES_MIN, fields, |fields| {
             let name = fields.text(NAME_BYTES_MAX)?;
             let (dtype, shape) = tensor(fields)?;
-            Ok(StateTensor { name, dtype, shape })
+            Ok(StateTensor { name, dtype, shape, grain: fields.u32()? })
         })?;
-        Ok(Self { name, kind, unit, dtype: of_values, shape, order, spill, state })
+        Ok(Self { name, kind, unit, dtype: of_values, shape, order, spill, format, state })
     }
 }
 
-fn counted<T>(
+pub(crate) fn counted<T>(
     count: usize,
     bytes_min: usize,
     fields: &mut Fields<'_>,
-    mut one: impl FnMut(&mut Fields<'_>) -> std::result::Result<T, Malformed>,
-) -> std::result::Result<Vec<T>, Malformed> {
+    mut one: impl FnMut(&mut Fields<'_>) -> Result<T>,
+) -> Result<Vec<T>> {
     if count > fields.left() / bytes_min {
-        return Err(format!("{count} things of at least {bytes_min} bytes in {} bytes", fields.left()));
+        return Err(format!("{count} things of at least {bytes_min} bytes in {} bytes", fields.left()).into());
     }
     (0..count).map(|_| one(fields)).collect()
 }
@@ -107,16 +119,19 @@ fn push_tensor(bytes: &mut Vec<u8>, dtype: Dtype, shape: &[u64]) {
     }
 }
 
-fn tensor(fields: &mut Fields<'_>) -> std::result::Result<(Dtype, Vec<u64>), Malformed> {
+fn tensor(fields: &mut Fields<'_>) -> Result<(Dtype, Vec<u64>)> {
     let dtype = dtype(fields.u8()?)?;
-    let rank = usize::from(fields.u8()?);
-    if rank > RANK_MAX {
-        return Err(format!("a tensor of {rank} dimensions"));
-    }
-    let shape = (0..rank).map(|_| fields.u64()).collect::<std::result::Result<_, _>>()?;
-    Ok((dtype, shape))
+    Ok((dtype, shape(fields)?))
 }
 
-fn dtype(code: u8) -> std::result::Result<Dtype, Malformed> {
-    Dtype::from_code(code).ok_or_else(|| format!("the unknown dtype {code}"))
+pub(crate) fn shape(fields: &mut Fields<'_>) -> Result<Vec<u64>> {
+    let rank = usize::from(fields.u8()?);
+    if rank > RANK_MAX {
+        return Err(format!("a tensor of {rank} dimensions").into());
+    }
+    (0..rank).map(|_| Ok(fields.u64()?)).collect()
+}
+
+pub(crate) fn dtype(code: u8) -> Result<Dtype> {
+    Dtype::from_code(code).ok_or_else(|| Unread::Newer(format!("dtype {code}")))
 }

@@ -3,6 +3,35 @@
 /// Why bytes are not what the format says.
 pub(crate) type Malformed = String;
 
+/// Why bytes that are whole cannot be used.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Unread {
+    /// They are not what the format says.
+    Malformed(Malformed),
+    /// They use something by a name that is not known here: a newer version wrote them.
+    Newer(String),
+}
+
+impl From<Malformed> for Unread {
+    fn from(why: Malformed) -> Self {
+        Self::Malformed(why)
+    }
+}
+
+impl From<Unread> for Malformed {
+    fn from(unread: Unread) -> Self {
+        match unread {
+            Unread::Malformed(why) => why,
+            Unread::Newer(what) => newer(&what),
+        }
+    }
+}
+
+/// What is said of a store that uses `what`.
+pub(crate) fn newer(what: &str) -> String {
+    format!("the store uses {what}, which this version of memascend does not know: install a newer one")
+}
+
 /// Reads fields one after the other.
 pub(crate) struct Fields<'a> {
     bytes: &'a [u8],
@@ -56,6 +85,19 @@ impl<'a> Fields<'a> {
         let text = std::str::from_utf8(self.take(nbytes)?).map_err(|_| "a text that is not UTF-8".to_owned())?;
         Ok(text.to_owned())
     }
+}
+
+impl Fields<'_> {
+    /// A list of texts with their number before it.
+    pub(crate) fn texts(&mut self, bytes_max: usize) -> Result<Vec<String>, Malformed> {
+        (0..self.u8()?).map(|_| self.text(bytes_max)).collect()
+    }
+}
+
+/// Writes a list of texts with their number before it. The caller has bounded it.
+pub(crate) fn push_texts(bytes: &mut Vec<u8>, texts: &[String]) {
+    bytes.push(u8::try_from(texts.len()).unwrap_or(u8::MAX));
+    texts.iter().take(usize::from(u8::MAX)).for_each(|text| push_text(bytes, text));
 }
 
 /// Writes a text with its length before it. The caller has bounded it.

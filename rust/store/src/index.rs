@@ -95,6 +95,8 @@ pub(crate) struct Index {
     pub(crate) root_flags: u32,
     /// The page of the root that is to be blanked before anything is staged: this is the commit before it.
     pub(crate) given_up: Option<u64>,
+    /// Its generation, which commits in memory leave behind.
+    pub(crate) root_generation: u64,
 }
 
 impl Index {
@@ -125,6 +127,7 @@ impl Index {
             broken: None,
             root_flags: 0,
             given_up: None,
+            root_generation: 0,
         }
     }
 

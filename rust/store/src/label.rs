@@ -1,15 +1,19 @@
-//! The label at the beginning of each device: whose it is, and which one of how many.
+//! The labels of each device: whose it is, and which one of how many. The same page stands at its beginning and at its
+//! end.
 
 use crate::{
     checksum::{Subject, Uuid, checksum},
     fields::{Fields, Malformed},
-    layout::{Devices, PAGE_BYTES},
+    layout::PAGE_BYTES,
+    places::Devices,
 };
 
 /// The first bytes of a store.
 pub(crate) const MAGIC: [u8; 8] = *b"memascnd";
 /// The version of the whole format; see `docs/store-format.md`.
-pub(crate) const VERSION: u32 = 1;
+pub(crate) const VERSION: u32 = 2;
+/// The version before, which is upgraded; its labels say the same.
+pub(crate) const VERSION_1: u32 = 1;
 /// What one sector holds, which a device writes whole or not at all.
 pub(crate) const SECTOR_BYTES: usize = 512;
 
@@ -25,6 +29,8 @@ pub(crate) struct Label {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Found {
     Label(Label),
+    /// One of version 1.
+    Old(Label),
     /// Nothing was ever written there.
     Blank,
     Foreign,
@@ -82,7 +88,7 @@ fn decode(sector: &[u8]) -> Result<Found, Malformed> {
     if !is_sealed(sector, &uuid, Subject::Label) {
         return Err("its checksum is wrong".into());
     }
-    if version != VERSION {
+    if ![VERSION, VERSION_1].contains(&version) {
         return Ok(Found::Version(version));
     }
     let stripe_is_whole = stripe_bytes.is_multiple_of(PAGE_BYTES) && (PAGE_BYTES..=1 << 30).contains(&stripe_bytes);
@@ -90,5 +96,6 @@ fn decode(sector: &[u8]) -> Result<Found, Malformed> {
     if count == 0 || count > devices_max || index >= count || !stripe_is_whole {
         return Err(format!("device {index} of {count} with stripes of {stripe_bytes} bytes"));
     }
-    Ok(Found::Label(Label { uuid, index, devices: Devices { count, stripe_bytes } }))
+    let label = Label { uuid, index, devices: Devices { count, stripe_bytes } };
+    Ok(if version == VERSION { Found::Label(label) } else { Found::Old(label) })
 }

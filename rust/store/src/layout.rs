@@ -1,8 +1,13 @@
-//! Where everything lies. Computed from the description alone, so that no extent on storage needs to be trusted.
+//! Where everything lies. How long everything is follows from the description; where it begins, the root says.
 //!
-//! `labels | root 0 | root 1 | description | table 0 | table 1 | values A | values B | state A | state B | spill`
+//! A new store: `labels | root 0 | root 1 | description | table 0 | table 1 | values A | values B | state A | state B |
+//! spill | description again | labels again`
 
-use crate::{Description, Dtype, Entry, Error, Result};
+use crate::{
+    Description, Dtype, Entry, Result,
+    fields::Malformed,
+    places::{Devices, Lengths, Places, add, paged, too_large},
+};
 
 /// What everything is aligned to.
 pub const PAGE_BYTES: u64 = 4096;
@@ -10,35 +15,6 @@ pub const PAGE_BYTES: u64 = 4096;
 const TENSOR_ALIGN: u64 = 64;
 /// The largest piece of a tensor that lies by itself.
 pub const WHOLE_PIECE_BYTES: u64 = 1 << 20;
-/// No volume is larger; leaves room for sums.
-const STORE_BYTES_MAX: u64 = 1 << 60;
-
-/// The devices below, as far as placement depends on them.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Devices {
-    pub(crate) count: u32,
-    pub(crate) stripe_bytes: u64,
-}
-
-impl Devices {
-    /// Where the label of device `index` lies: at the beginning of that device.
-    pub(crate) fn label_offset(self, index: u32) -> u64 {
-        u64::from(index) * self.stripe_bytes
-    }
-
-    /// Where root `slot` lies.
-    pub(crate) fn root_offset(self, slot: u64) -> u64 {
-        self.labels_bytes() + slot * PAGE_BYTES
-    }
-
-    pub(crate) fn description_offset(self) -> u64 {
-        self.labels_bytes() + 2 * PAGE_BYTES
-    }
-
-    fn labels_bytes(self) -> u64 {
-        if self.count == 1 { PAGE_BYTES } else { u64::from(self.count) * self.stripe_bytes }
-    }
-}
 
 /// Where an entry's pieces lie.
 #[derive(Debug, Clone, Copy)]
@@ -104,36 +80,55 @@ pub struct Layout {
     /// Where each unit's values begin in the values area, and the end.
     units: Box<[u64]>,
     pub(crate) description_bytes: u64,
-    pub(crate) table: [u64; 2],
+    pub(crate) places: Places,
     pub(crate) table_pages: u64,
-    values: [u64; 2],
-    state: [u64; 2],
-    spill: u64,
+    slot_bytes: u64,
     pieces: u32,
-    total_bytes: u64,
-}
-
-fn paged(bytes: u64) -> u64 {
-    bytes.next_multiple_of(PAGE_BYTES)
+    end: u64,
 }
 
 /// Bytes of `elements` of each of the chunked tensors, side by side.
 fn chunk_bytes(entry: &Entry, elements: u64) -> u64 {
-    entry.chunked().map(|tensor| (elements * tensor.dtype.bytes()).next_multiple_of(TENSOR_ALIGN)).sum()
-}
-
-fn add(sum: &mut u64, bytes: u64) -> Result<()> {
-    *sum = sum.checked_add(bytes).filter(|&sum| sum < STORE_BYTES_MAX).ok_or_else(too_large)?;
-    Ok(())
-}
-
-fn too_large() -> Error {
-    Error::Invalid("the description asks for more than a volume can hold".into())
+    entry.chunked().map(|tensor| tensor.bytes_for(elements).next_multiple_of(TENSOR_ALIGN)).sum()
 }
 
 impl Layout {
-    /// Lays out what a checked description describes.
+    /// Lays out what a checked description describes, as a new store has it.
     pub(crate) fn new(description: &Description, devices: Devices) -> Result<Self> {
+        let (mut layout, lengths) = Self::measured(description, devices)?;
+        (layout.places, layout.end) = Places::in_a_row(&lengths, devices.first_offset())?;
+        Ok(layout)
+    }
+
+    /// Lays out what a checked description describes at the places that a root names.
+    pub(crate) fn placed(
+        description: &Description,
+        devices: Devices,
+        places: Places,
+    ) -> Result<std::result::Result<Self, Malformed>> {
+        let (mut layout, lengths) = Self::measured(description, devices)?;
+        Ok(places.end(&lengths, devices.first_offset()).map(|end| {
+            (layout.places, layout.end) = (places, end);
+            layout
+        }))
+    }
+
+    /// Lays out what a store of version 1 holds, whose description has so many bytes there: where that left it, and
+    /// the description, which is longer now, behind it.
+    pub(crate) fn upgraded(description: &Description, devices: Devices, description_bytes: u64) -> Result<Self> {
+        let (mut layout, lengths) = Self::measured(description, devices)?;
+        let first = Lengths { description: paged(description_bytes), ..lengths };
+        let (mut places, _) = Places::in_a_row(&first, devices.first_offset())?;
+        let behind = places.description[1];
+        places.description = [behind, behind + lengths.description];
+        layout.places = places;
+        layout.end = behind;
+        add(&mut layout.end, 2 * lengths.description)?;
+        Ok(layout)
+    }
+
+    /// Everything but the places.
+    fn measured(description: &Description, devices: Devices) -> Result<(Self, Lengths)> {
         let chunk = u64::from(description.chunk_elements);
         let (mut values, mut state, mut spill, mut pieces) = (0, 0, 0, 0_u64);
         let mut entries = Vec::with_capacity(description.entries.len());
@@ -184,37 +179,41 @@ impl Layout {
 
         let description_bytes = description.encode().len() as u64;
         let table_pages = crate::table::Sections::new(description, pieces).pages();
-        let mut end = devices.description_offset();
-        let mut area = |bytes: u64| -> Result<u64> {
-            let start = end;
-            add(&mut end, paged(bytes))?;
-            Ok(start)
+        let lengths = Lengths {
+            description: paged(description_bytes),
+            table: table_pages * PAGE_BYTES,
+            values: paged(values),
+            state: paged(state),
+            spill: paged(spill),
         };
-        area(description_bytes)?;
-        let table = [area(table_pages * PAGE_BYTES)?, area(table_pages * PAGE_BYTES)?];
-        let values = [area(values)?, area(values)?];
-        let state = [area(state)?, area(state)?];
-        let spill = area(spill)?;
-        let total_bytes = end;
-        Ok(Self {
+        let layout = Self {
             devices,
             entries: entries.into(),
             units: starts.into(),
             description_bytes,
-            table,
+            places: Places::default(),
             table_pages,
-            values,
-            state,
-            spill,
+            slot_bytes: lengths.values + lengths.state,
             pieces,
-            total_bytes,
-        })
+            end: 0,
+        };
+        Ok((layout, lengths))
     }
 
-    /// Bytes of the whole store.
+    /// Bytes of the whole store. A file may be longer, and a device larger.
     #[must_use]
     pub fn total_bytes(&self) -> u64 {
-        self.total_bytes
+        self.devices.with_second_labels(self.end)
+    }
+
+    /// Where the last thing ends whose place is known.
+    pub(crate) fn end(&self) -> u64 {
+        self.end
+    }
+
+    /// Where the second label of a device lies in a volume of so many bytes; `None` where something else lies there.
+    pub(crate) fn second_label_offset(&self, volume_bytes: u64, index: u32) -> Option<u64> {
+        self.devices.second_label_offset(volume_bytes, index).filter(|&at| at >= self.end)
     }
 
     /// Pieces of the whole store.
@@ -226,7 +225,7 @@ impl Layout {
     /// Bytes of one slot of all values and state: what "of state" means where a figure is given for it.
     #[must_use]
     pub fn slot_bytes(&self) -> u64 {
-        (self.values[1] - self.values[0]) + (self.state[1] - self.state[0])
+        self.slot_bytes
     }
 
     pub(crate) fn entry(&self, entry: usize) -> &EntryLayout {
@@ -303,14 +302,15 @@ impl Layout {
     }
 
     pub(crate) fn offset(&self, piece: &Piece, slot: usize) -> u64 {
-        let area = if matches!(piece.content, Content::Values { .. }) { &self.values } else { &self.state };
+        let area =
+            if matches!(piece.content, Content::Values { .. }) { &self.places.values } else { &self.places.state };
         area[slot] + piece.at
     }
 
     /// The spill extent of an entry: where it begins.
     #[must_use]
     pub fn spill_offset(&self, entry: usize) -> u64 {
-        self.spill + self.entries[entry].spill_at
+        self.places.spill + self.entries[entry].spill_at
     }
 }
 
@@ -325,7 +325,7 @@ impl Description {
     /// The chunked state tensors of an entry, as they lie in a chunk of `elements`: (type, where it begins, bytes).
     pub fn in_chunk(&self, entry: usize, elements: usize) -> impl Iterator<Item = (Dtype, usize, usize)> {
         self.entries[entry].chunked().scan(0, move |at, tensor| {
-            let (start, bytes) = (*at, elements * tensor.dtype.bytes() as usize);
+            let (start, bytes) = (*at, tensor.bytes_for(elements as u64) as usize);
             *at += bytes.next_multiple_of(TENSOR_ALIGN as usize);
             Some((tensor.dtype, start, bytes))
         })

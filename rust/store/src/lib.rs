@@ -10,11 +10,13 @@
 #![expect(clippy::cast_possible_truncation, reason = "offsets and sizes are 64-bit, and so is usize: asserted below")]
 
 mod boot;
+mod bounds;
 mod buffer;
 mod catalog;
 mod checking;
 mod checksum;
 mod commit;
+mod copies;
 mod counters;
 mod description;
 mod difference;
@@ -22,6 +24,7 @@ mod dtype;
 mod encoded;
 mod error;
 mod examine;
+mod features;
 mod fetch;
 mod fields;
 mod holds;
@@ -32,6 +35,7 @@ mod newest;
 mod open;
 mod parts;
 mod path;
+mod places;
 mod read;
 mod root;
 mod scan;
@@ -40,16 +44,21 @@ mod spill;
 mod stage;
 mod store;
 mod table;
+mod upgrade;
 mod verify;
+mod version_1;
 mod whole;
 
 pub use buffer::{Buffer, Shared};
-pub use catalog::{parse_description, parse_label, parse_root};
+pub use catalog::{
+    parse_description, parse_description_of_version_1, parse_label, parse_root, parse_root_fields,
+    parse_root_of_version_1,
+};
 pub use checking::{Checkers, Checking};
 pub use checksum::Checksum;
 pub use commit::Commit;
 pub use counters::Counters;
-pub use description::{COMPACT, Description, Entry, Kind, StateTensor};
+pub use description::{COMPACT, Description, Entry, Format, Kind, StateTensor};
 pub use dtype::Dtype;
 pub use error::{Error, Result};
 pub use examine::Examined;

@@ -14,9 +14,10 @@ use crate::{
     boot::is_same,
     checksum::Uuid,
     index::Index,
-    layout::{Devices, PAGE_BYTES},
+    layout::PAGE_BYTES,
     open::bytes_at,
     path::refused,
+    places::Devices,
     root::{self, Root, UNCLOSED, UNFLUSHED},
 };
 
@@ -62,7 +63,7 @@ impl Roots {
 
     /// Those that are whole, the newer one first.
     pub(crate) fn whole(&self) -> Vec<Root> {
-        let whole = |page: &Page| if let Page::Whole(root) = page { Some(*root) } else { None };
+        let whole = |page: &Page| if let Page::Whole(root) = page { Some(root.clone()) } else { None };
         let mut roots: Vec<Root> = self.pages.iter().filter_map(whole).collect();
         roots.sort_by_key(|root| std::cmp::Reverse(root.generation));
         roots
@@ -78,7 +79,7 @@ impl Roots {
     /// One that is whole: what it says of the description both say.
     pub(crate) fn any(&self) -> Result<Root> {
         match (self.whole().first(), self.damaged()) {
-            (Some(root), _) => Ok(*root),
+            (Some(root), _) => Ok(root.clone()),
             (None, Some((_, error))) => Err(error.clone()),
             (None, None) => {
                 refused(&self.path, "its first write did not finish, so it holds no state; give existing=\"replace\"")
@@ -95,8 +96,8 @@ impl Roots {
         match (self.whole().as_slice(), self.damaged()) {
             ([_, older], _) if older.flags & UNCLOSED != 0 => refused(&self.path, NEVER_CLOSED),
             ([only], Some(_)) if only.flags & UNCLOSED != 0 => refused(&self.path, NEVER_CLOSED),
-            ([newest, older, ..], _) => Ok((*older, newest.generation & 1)),
-            ([only], Some((slot, _))) => Ok((*only, slot)),
+            ([newest, older, ..], _) => Ok((older.clone(), newest.generation & 1)),
+            ([only], Some((slot, _))) => Ok((only.clone(), slot)),
             ([_], None) => Err(Error::Invalid(format!(
                 "the store at {} holds one commit and none before it: open it with existing=\"resume\"",
                 self.path.display()
@@ -116,10 +117,14 @@ impl Store {
         progress: &mut Progress<'_>,
     ) -> Result<()> {
         if how.existing != Existing::Previous {
-            return self.settle_on_newest(roots, fits, progress).map_err(|error| self.advised(error, roots));
+            self.settle_on_newest(roots, fits, progress).map_err(|error| self.advised(error, roots))?;
+            return self.note_damaged_copies();
         }
         self.settle_on_previous(roots, fits, progress)?;
-        if how.goes_back_later { Ok(()) } else { self.go_back() }
+        if !how.goes_back_later {
+            self.go_back()?;
+        }
+        self.note_damaged_copies()
     }
 
     fn settle_on_newest(&self, roots: &Roots, fits: &Fits<'_>, progress: &mut Progress<'_>) -> Result<()> {
@@ -129,16 +134,7 @@ impl Store {
         }
         let unflushed = root.flags & UNFLUSHED != 0;
         let lost = unflushed && !is_same(&root.boot, &self.boot);
-        let said = |error: Error| match error {
-            Error::Corrupt { .. } if lost => Error::Refused {
-                path: Arc::clone(&self.path),
-                why: format!(
-                    "it was not closed before the machine went down, and durability=\"close\" does not survive that: \
-                     {error}"
-                ),
-            },
-            error => error,
-        };
+        let said = |error: Error| if lost { self.lost_power(error) } else { error };
         self.load_table(&root).map_err(said)?;
         fits(&self.description)?;
         if lost {
@@ -151,6 +147,20 @@ impl Store {
         // begins to overwrite what an older root names.
         self.volume.flush(Wait::forever())?;
         Ok(())
+    }
+
+    /// What is damaged in a store that a loss of power may have taken from.
+    pub(crate) fn lost_power(&self, error: Error) -> Error {
+        match error {
+            Error::Corrupt { .. } => Error::Refused {
+                path: Arc::clone(&self.path),
+                why: format!(
+                    "it was not closed before the machine went down, and durability=\"close\" does not survive that: \
+                     {error}"
+                ),
+            },
+            error => error,
+        }
     }
 
     fn settle_on_previous(&self, roots: &Roots, fits: &Fits<'_>, progress: &mut Progress<'_>) -> Result<()> {

@@ -13,13 +13,14 @@ use memascend_nvme::{Claim, Missing, Options, Part, Privacy, STRIPE_BYTES_DEFAUL
 use crate::{
     Description, Durability, Error, Layout, Result, Store,
     boot::{self, Boot},
-    checksum::{Subject, Uuid, checksum},
-    description::DESCRIPTION_BYTES_MAX,
+    checksum::Uuid,
+    copies::{described, labelled},
     fields::Malformed,
     label::{self, Found, Label},
-    layout::{Devices, PAGE_BYTES},
+    layout::PAGE_BYTES,
     newest::{Progress, Roots},
-    path::{There, check_place, look, names_folder, refused, resolve},
+    path::{OLD, There, check_place, look, names_folder, refused, resolve},
+    places::Devices,
     root::Root,
     store::CATALOG_CHUNK_BYTES,
     table::table_checksum,
@@ -98,7 +99,8 @@ impl Store {
         decide(&look(&paths)?, how.existing, &paths)?;
         let claim = Claim::new(&paths, Missing::MakeInFolder)?;
         // Again, and now for good: nobody else can have it open, and somebody may have had it in the meantime.
-        if let Some(label) = decide(&look(&paths)?, how.existing, &paths)? {
+        let there = look(&paths)?;
+        if let Some(label) = decide(&there, how.existing, &paths)? {
             let fits = |found: &Description| match found.difference(&description) {
                 None => Ok(()),
                 Some(difference) => {
@@ -115,12 +117,17 @@ impl Store {
         let devices = Devices { count: paths.len() as u32, stripe_bytes };
         let layout = Layout::new(&description, devices)?;
         let mut options = how.volume.clone();
-        options.size_bytes = Some(layout.total_bytes());
+        // All of what is there, as the second labels are at its end.
+        options.size_bytes = Some(layout.total_bytes().max(devices.volume_bytes(&paths)));
         options.private = Some(Privacy::Fresh);
+        let former = match there {
+            There::Store(label) | There::Old(label) => Some(label.devices),
+            There::Nothing | There::Unusable(_) => None,
+        };
         let volume = claim.open(&options)?;
         let uuid = how.uuid.map_or_else(random_uuid, Ok)?;
         // Where that fails, the end of the volume removes what was made, while nobody else can have it.
-        let store = Self::format(volume, devices, description, uuid, how)?;
+        let store = Self::format(volume, (devices, former), description, uuid, how)?;
         store.volume.keep();
         Ok((store, true))
     }
@@ -162,7 +169,7 @@ impl Store {
         description.check()?;
         let devices = Devices { count: volume.devices().len() as u32, stripe_bytes };
         let uuid = how.uuid.map_or_else(random_uuid, Ok)?;
-        Self::format(volume, devices, description, uuid, how)
+        Self::format(volume, (devices, None), description, uuid, how)
     }
 
     /// Opens a store on an open volume of simulated devices.
@@ -180,23 +187,37 @@ impl Store {
     }
 
     /// Writes labels and description. There is no root yet, so this is no store that can be opened.
-    fn format(volume: Volume, devices: Devices, description: Description, uuid: Uuid, how: &Create) -> Result<Self> {
+    fn format(
+        volume: Volume,
+        (devices, former): (Devices, Option<Devices>),
+        description: Description,
+        uuid: Uuid,
+        how: &Create,
+    ) -> Result<Self> {
         let layout = Layout::new(&description, devices)?;
         if volume.size_bytes() < layout.total_bytes() {
             let (needed, size) = (layout.total_bytes(), volume.size_bytes());
             return Err(Error::Invalid(format!("the store needs {needed} bytes, and the volume holds {size}")));
         }
+        let former = former.map_or_else(|| labelled_before(&volume, devices), Ok)?;
         let store = Self::new(volume, uuid, description, layout, how)?;
         let blank = vec![0; PAGE_BYTES as usize];
-        // First the old roots go, so that no crash leaves an old root beside a new description.
+        // First the old roots go, so that no crash leaves an old root beside a new description, and so that a second
+        // label that a former store left where no new one comes is that of no store any more.
         for slot in 0..2 {
             store.put(devices.root_offset(slot), &blank)?;
+            let (device, offset) = former.on_device(former.root_offset(slot));
+            let before = devices.in_volume(device, offset);
+            if before + PAGE_BYTES <= store.volume.size_bytes() {
+                store.put(before, &blank)?;
+            }
         }
         store.volume.flush(Wait::forever())?;
-        store.put(devices.description_offset(), &store.description.encode())?;
-        for index in 0..devices.count {
-            store.put(devices.label_offset(index), &Label { uuid, index, devices }.encode())?;
+        for offset in store.layout.places.description {
+            store.put(offset, &store.description.encode())?;
         }
+        store.put_second_labels()?;
+        store.put_first_labels()?;
         store.volume.flush(Wait::forever())?;
         Ok(store)
     }
@@ -211,18 +232,17 @@ impl Store {
             nbytes,
             why,
         };
-        let uuid = labelled(&volume, devices, &corrupt)?;
+        let uuid = labelled(&volume, devices)?;
         let roots = Roots::read(&volume, devices, &uuid, &path);
         let root = roots.any()?;
-        let place = (devices.description_offset(), root.description_bytes);
-        if place.1 > DESCRIPTION_BYTES_MAX || place.1 > volume.size_bytes().saturating_sub(place.0) {
-            return Err(corrupt("the description", place, format!("{} bytes of it are not there", place.1)));
+        if let Err(unread) = root.known() {
+            return refused(&path, &Malformed::from(unread));
         }
-        let bytes = bytes_at(&volume, place.0, place.1)?;
-        let description = described(&bytes, &root).map_err(|why| corrupt("the description", place, why))?;
-        let layout = Layout::new(&description, devices)?;
-        if volume.size_bytes() < layout.total_bytes() {
-            let (needed, size) = (layout.total_bytes(), volume.size_bytes());
+        let description = described(&volume, &root, &path)?;
+        let layout = Layout::placed(&description, devices, root.places)?
+            .map_err(|why| corrupt("the root", (devices.root_offset(root.generation & 1), PAGE_BYTES), why))?;
+        if volume.size_bytes() < layout.end() {
+            let (needed, size) = (layout.end(), volume.size_bytes());
             let why = format!("the store has {needed} bytes, and {size} are there: it was truncated");
             return Err(corrupt("the store", (size, needed - size), why));
         }
@@ -230,27 +250,30 @@ impl Store {
     }
 
     pub(crate) fn load_table(&self, root: &Root) -> Result<()> {
+        if let Err(unread) = root.known() {
+            return refused(&self.path, &Malformed::from(unread));
+        }
         let (slot, pages) = ((root.generation & 1) as usize, self.sections.pages());
-        let whole = (self.layout.table[slot], pages * PAGE_BYTES);
+        let whole = (self.layout.places.table[slot], pages * PAGE_BYTES);
         if root.table_bytes != whole.1 {
             let why = format!("it has {} bytes by the root, and {} by the description", root.table_bytes, whole.1);
             return Err(self.corrupt("the table".into(), whole, why));
         }
         let mut index = self.index.lock();
         index.generation = root.generation;
-        index.root_flags = root.flags;
+        (index.root_flags, index.root_generation) = (root.flags, root.generation);
         index.user_bytes = Vec::with_capacity(self.description.user_bytes_max as usize);
         index.hyperparameters_bytes = Vec::with_capacity(self.description.hyperparameters_bytes_max as usize);
         let pages_at_once = CATALOG_CHUNK_BYTES as u64 / PAGE_BYTES;
         for start in (0..pages).step_by(pages_at_once as usize) {
             let lease = self.chunks.lease(self.owner, Wait::forever())?;
             let nbytes = ((pages - start).min(pages_at_once) * PAGE_BYTES) as usize;
-            let from = self.layout.table[slot] + start * PAGE_BYTES;
+            let from = self.layout.places.table[slot] + start * PAGE_BYTES;
             let read = self.volume.read(Part::new(lease, 0, nbytes)?, from).map_err(|refused| refused.error)?.wait();
             read.result?;
             let lease = read.buffer.into_inner();
             for (page, bytes) in (start..).zip(lease.as_slice()[..nbytes].chunks_exact(PAGE_BYTES as usize)) {
-                let place = (self.layout.table[slot] + page * PAGE_BYTES, PAGE_BYTES);
+                let place = (self.layout.places.table[slot] + page * PAGE_BYTES, PAGE_BYTES);
                 let sum = self.sections.decode(&mut index, page, &self.uuid, bytes);
                 let sum = sum.map_err(|why| self.corrupt(format!("page {page} of the table"), place, why))?;
                 index.page_sums[slot][page as usize] = sum;
@@ -273,7 +296,7 @@ impl Store {
     }
 
     /// Writes a part of the catalog.
-    fn put(&self, offset: u64, bytes: &[u8]) -> Result<()> {
+    pub(crate) fn put(&self, offset: u64, bytes: &[u8]) -> Result<()> {
         for (index, piece) in (0_u64..).zip(bytes.chunks(CATALOG_CHUNK_BYTES)) {
             let mut lease = self.chunks.lease(self.owner, Wait::forever())?;
             lease.as_mut_slice()[..piece.len()].copy_from_slice(piece);
@@ -290,9 +313,10 @@ impl Store {
 fn decide(there: &There, existing: Existing, paths: &[PathBuf]) -> Result<Option<Label>> {
     match (there, existing) {
         (There::Nothing, Existing::Previous) => refused(&paths[0], "there is no store"),
-        (There::Nothing, _) | (There::Store(_) | There::Unusable(_), Existing::Replace) => Ok(None),
+        (There::Nothing, _) | (There::Store(_) | There::Old(_) | There::Unusable(_), Existing::Replace) => Ok(None),
+        (There::Old(_), Existing::Resume | Existing::Previous) => refused(&paths[0], OLD),
         (There::Unusable(why), _) => refused(&paths[0], why),
-        (There::Store(_), Existing::Refuse) => Err(Error::Invalid(format!(
+        (There::Store(_) | There::Old(_), Existing::Refuse) => Err(Error::Invalid(format!(
             "a store is there already, at {}: open it with existing=\"resume\", or give existing=\"replace\"",
             paths[0].display()
         ))),
@@ -305,40 +329,22 @@ fn there_is(there: &There, paths: &[PathBuf]) -> Result<Label> {
     match there {
         There::Store(label) => Ok(*label),
         There::Nothing => refused(&paths[0], "there is no store"),
+        There::Old(_) => refused(&paths[0], OLD),
         There::Unusable(why) => refused(&paths[0], why),
     }
 }
 
-/// Makes the error that says which part of the catalog is damaged where, and how.
-type Corrupt<'a> = dyn Fn(&str, (u64, u64), Malformed) -> Error + 'a;
-
-fn labelled(volume: &Volume, devices: Devices, corrupt: &Corrupt<'_>) -> Result<Uuid> {
-    let mut uuid = None;
+/// The geometry of the store that the volume's first labels still belong to; its own where there is none.
+fn labelled_before(volume: &Volume, devices: Devices) -> Result<Devices> {
     for index in 0..devices.count {
-        let offset = devices.label_offset(index);
-        let path = &volume.devices()[index as usize].path;
-        let label = match label::read(&bytes_at(volume, offset, PAGE_BYTES)?) {
-            Found::Label(label) => label,
-            Found::Blank | Found::Foreign => return refused(path, "there is no store"),
-            Found::Version(version) => {
-                return refused(path, &format!("the store's format has version {version}, which is not known here"));
-            }
-            Found::Damaged(why) => return Err(corrupt("the label", (offset, PAGE_BYTES), why)),
-        };
-        if label.devices != devices || label.index != index || *uuid.get_or_insert(label.uuid) != label.uuid {
-            let (of, stripe) = (label.devices.count, label.devices.stripe_bytes);
-            let why = format!("it is device {} of {of} of a store with stripes of {stripe} bytes", label.index + 1);
-            return refused(path, &why);
+        if let Found::Label(label) | Found::Old(label) =
+            label::read(&bytes_at(volume, devices.label_offset(index), PAGE_BYTES)?)
+            && label.devices.count == devices.count
+        {
+            return Ok(label.devices);
         }
     }
-    uuid.ok_or_else(|| Error::Invalid("a store needs at least one device".into()))
-}
-
-fn described(bytes: &[u8], root: &Root) -> std::result::Result<Description, Malformed> {
-    if checksum(&root.uuid, Subject::Description, (0, 0), 0, bytes) != root.description_checksum {
-        return Err("its checksum is wrong".into());
-    }
-    Description::decode(bytes)
+    Ok(devices)
 }
 
 /// Bytes of the volume, from a page on; the caller has bounded how many.

@@ -3,15 +3,18 @@
 use std::{
     fs::{self, File},
     io::{self, Read, Seek, SeekFrom},
-    os::unix::fs::FileTypeExt,
+    os::unix::fs::{FileExt, FileTypeExt},
     path::{Path, PathBuf},
     sync::Arc,
 };
 
 use crate::{
     Error, Result,
-    label::{self, Found, Label, VERSION},
+    copies::of_version,
+    label::{self, Found, Label},
     layout::PAGE_BYTES,
+    places::Devices,
+    root,
 };
 
 /// The file that a store is in a folder.
@@ -29,6 +32,8 @@ pub(crate) enum There {
     Nothing,
     /// A store of ours; the label of the first device.
     Store(Label),
+    /// A store of version 1, or one whose upgrade was interrupted; likewise.
+    Old(Label),
     /// A store of ours that cannot be opened, and why.
     Unusable(String),
 }
@@ -43,28 +48,38 @@ pub(crate) fn names_folder(path: &Path) -> bool {
     path.as_os_str().as_encoded_bytes().ends_with(b"/")
 }
 
+/// What to do about a store of version 1.
+pub(crate) const OLD: &str = "the store's format has version 1; run `memascend store upgrade` on its path, or on all of \
+                              its paths in their order, which converts it where it is";
+
 /// Looks at every path. Foreign, swapped and missing devices are refused by name.
 pub(crate) fn look(paths: &[PathBuf]) -> Result<There> {
     if paths.is_empty() {
         return Err(Error::Invalid("a store needs at least one path".into()));
     }
-    let mut found = Vec::with_capacity(paths.len());
-    for path in paths {
-        found.push(look_at(path)?);
-    }
+    let mut found = paths.iter().map(|path| look_at(path)).collect::<Result<Vec<_>>>()?;
     if found.iter().all(|found| *found == Found::Blank) {
         return Ok(There::Nothing);
     }
-    let mut first = None;
+    let is_missing = |found: &Found| matches!(found, Found::Blank | Found::Foreign | Found::Damaged(_));
+    if found.iter().any(is_missing) {
+        let seconds = second_labels(paths, &geometries(paths.len(), &found));
+        for (found, second) in found.iter_mut().zip(seconds) {
+            if is_missing(found) {
+                *found = second.map_or_else(|| found.clone(), Found::Label);
+            }
+        }
+    }
+    let (mut first, mut is_old) = (None, false);
     for (index, (path, found)) in (0_u32..).zip(paths.iter().zip(&found)) {
         let label = match found {
             Found::Label(label) => label,
+            Found::Old(label) => {
+                is_old = true;
+                label
+            }
             Found::Version(version) => {
-                return Ok(There::Unusable(format!(
-                    "{}: the store's format has version {version}, and this memascend knows version {VERSION}; use the \
-                     memascend that wrote it",
-                    path.display()
-                )));
+                return Ok(There::Unusable(format!("{}: {}", path.display(), of_version(*version))));
             }
             Found::Damaged(why) => {
                 return Ok(There::Unusable(format!("{}: the label is damaged: {why}", path.display())));
@@ -89,12 +104,14 @@ pub(crate) fn look(paths: &[PathBuf]) -> Result<There> {
             return refused(path, &why);
         }
     }
-    first.map(There::Store).ok_or_else(|| Error::Invalid("a store needs at least one path".into()))
+    let there = if is_old { There::Old } else { There::Store };
+    first.map(there).ok_or_else(|| Error::Invalid("a store needs at least one path".into()))
 }
 
 const FOREIGN: &str = "it holds something that is no memascend store; nothing was changed. Choose another path, or if \
                        nothing on it is needed, remove the file or run `wipefs --all` on the device";
 
+/// What the beginning of a file or device says. Without a label, blank is what is blank at both ends.
 fn look_at(path: &Path) -> Result<Found> {
     let mut file = match File::open(path) {
         Ok(file) => file,
@@ -107,23 +124,90 @@ fn look_at(path: &Path) -> Result<Found> {
         return refused(path, "it is neither a file nor a block device");
     }
     let bytes = file.seek(SeekFrom::End(0)).map_err(read)?;
-    let mut edge = |from: u64, nbytes: u64| -> Result<Vec<u8>> {
+    let mut edge = |from: u64, nbytes: u64| -> io::Result<Vec<u8>> {
         let mut edge = vec![0; nbytes as usize];
-        file.seek(SeekFrom::Start(from)).and_then(|_| file.read_exact(&mut edge)).map_err(read)?;
+        file.seek(SeekFrom::Start(from)).and_then(|_| file.read_exact(&mut edge))?;
         Ok(edge)
     };
-    let head = edge(0, bytes.min(EDGE_BYTES))?;
-    let page = &head[..head.len().min(PAGE_BYTES as usize)];
-    match label::read(page) {
+    let page = match edge(0, bytes.min(PAGE_BYTES)) {
+        // A page that the device has lost: the second label may be whole.
+        Err(error) if error.raw_os_error() == Some(libc::EIO) => return Ok(Found::Damaged(error.to_string())),
+        page => page.map_err(read)?,
+    };
+    match label::read(&page) {
         Found::Blank | Found::Foreign if bytes > 0 => {
-            let tail = edge(bytes.saturating_sub(EDGE_BYTES), bytes.min(EDGE_BYTES))?;
+            let head = edge(0, bytes.min(EDGE_BYTES)).map_err(read)?;
+            let tail = edge(bytes.saturating_sub(EDGE_BYTES), bytes.min(EDGE_BYTES)).map_err(read)?;
             let blank = head.iter().chain(&tail).all(|&byte| byte == 0);
             Ok(if blank { Found::Blank } else { Found::Foreign })
         }
         Found::Foreign => Ok(Found::Blank),
         found => Ok(found),
     }
-    .and_then(|found| if found == Found::Foreign { refused(path, FOREIGN) } else { Ok(found) })
+}
+
+/// The geometries that a store may have: the one that a whole label says, or each stripe that is a power of two.
+fn geometries(count: usize, found: &[Found]) -> Vec<Devices> {
+    let known = found.iter().find_map(|found| match found {
+        Found::Label(label) | Found::Old(label) => Some(label.devices),
+        _ => None,
+    });
+    let stripes = PAGE_BYTES.trailing_zeros()..=30;
+    let all = stripes.map(|power| Devices { count: count as u32, stripe_bytes: 1 << power });
+    known.map_or_else(|| all.collect(), |known| vec![known])
+}
+
+/// The second labels of the devices, of the first geometry that one is found for.
+///
+/// A second label counts where a root of its store is whole, or nothing else has been written over the first one: what
+/// somebody put over an old store is not ours.
+fn second_labels(paths: &[PathBuf], geometries: &[Devices]) -> Vec<Option<Label>> {
+    let nothing = vec![None; paths.len()];
+    let Some(files) = paths.iter().map(|path| File::open(path).ok()).collect::<Option<Vec<_>>>() else {
+        return nothing;
+    };
+    let length = |mut file: &File| file.seek(SeekFrom::End(0)).ok();
+    let Some(smallest) = files.iter().map(length).min().flatten() else { return nothing };
+    let page = |device: u32, offset: u64| {
+        let mut page = vec![0; PAGE_BYTES as usize];
+        files.get(device as usize).and_then(|file| file.read_exact_at(&mut page, offset).ok()).map(|()| page)
+    };
+    let place = |devices: Devices, index: u32| {
+        let unit = if devices.count == 1 { PAGE_BYTES } else { devices.stripe_bytes };
+        let volume_bytes = smallest / unit * unit * u64::from(devices.count);
+        devices.second_label_offset(volume_bytes, index).map(|at| devices.on_device(at))
+    };
+    let of = |devices: Devices, with_root: bool| -> Vec<Option<Label>> {
+        let label = |index: u32| {
+            let (device, offset) = place(devices, index)?;
+            // Its own stripe may be another one, and put it there all the same.
+            let fits = |label: &Label| {
+                label.index == index
+                    && label.devices.count == devices.count
+                    && place(label.devices, index) == Some((device, offset))
+            };
+            match label::read(&page(device, offset)?) {
+                Found::Label(label) if fits(&label) => Some(label),
+                _ => None,
+            }
+        };
+        let is_ours = |label: &Label| {
+            let root = |slot| {
+                let (device, offset) = label.devices.on_device(label.devices.root_offset(slot));
+                page(device, offset).is_some_and(|page| matches!(root::read(&page, &label.uuid), Ok(Some(_))))
+            };
+            let untouched = || {
+                let first = page(label.index, 0);
+                first.is_some_and(|first| first.starts_with(&label::MAGIC) || first.iter().all(|&byte| byte == 0))
+            };
+            if with_root { root(0) || root(1) } else { untouched() }
+        };
+        (0..devices.count).map(|index| label(index).filter(is_ours)).collect()
+    };
+    // One that a former store left at another place has no root any more.
+    let tried = [true, false].into_iter().flat_map(|with_root| geometries.iter().map(move |&of| (of, with_root)));
+    let mut found = tried.map(|(devices, with_root)| of(devices, with_root));
+    found.find(|labels| labels.iter().any(Option::is_some)).unwrap_or(nothing)
 }
 
 /// Refuses places where a store cannot be. With `in_folder`, its folder may be missing.

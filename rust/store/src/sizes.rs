@@ -5,7 +5,7 @@ use memascend_nvme::STRIPE_BYTES_DEFAULT;
 use crate::{
     Description, Error, Layout, Result,
     index::Index,
-    layout::Devices,
+    places::Devices,
     spill::Spill,
     store::{buffer_bytes, names_bytes},
     table::Sections,

@@ -1,6 +1,9 @@
 //! The store itself: what it is made of, and what it says of itself.
 
-use std::{path::Path, sync::Arc};
+use std::{
+    path::Path,
+    sync::{Arc, Mutex},
+};
 
 use memascend_mem::{ChunkRing, OnFork, OwnerId, Pin, Region};
 use memascend_nvme::Volume;
@@ -10,6 +13,7 @@ use crate::{
     boot::Boot,
     buffer::{Buffer, bytes_of},
     checksum::{Subject, Uuid, checksum},
+    copies::Damage,
     counters::Counting,
     holds::OpenReads,
     index::{Guarded, Index},
@@ -50,6 +54,8 @@ pub struct Store {
     pub(crate) chunks: ChunkRing,
     pub(crate) owner: OwnerId,
     pub(crate) counters: Counting,
+    /// Copies of labels and description that are damaged, until a commit repairs them.
+    pub(crate) to_repair: Mutex<Vec<Damage>>,
     #[cfg(feature = "unchecked")]
     unchecked: std::sync::atomic::AtomicBool,
 }
@@ -137,6 +143,7 @@ impl Store {
             chunks,
             owner,
             counters: Counting::default(),
+            to_repair: Mutex::default(),
             #[cfg(feature = "unchecked")]
             unchecked: std::sync::atomic::AtomicBool::new(false),
         })

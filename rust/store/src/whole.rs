@@ -91,7 +91,7 @@ impl Store {
         let chunk_elements = self.description.chunk_elements as usize;
         // The index of each state tensor that lies in chunks, or by itself.
         let places = |chunked: bool| {
-            let of = move |(_, tensor): &(usize, &crate::StateTensor)| (tensor.shape == described.shape) == chunked;
+            let of = move |(_, tensor): &(usize, &crate::StateTensor)| (tensor.grain > 0) == chunked;
             (1..).zip(&described.state).filter(of).map(|(place, _)| place)
         };
         match piece.content {
@@ -102,8 +102,9 @@ impl Store {
             Content::State { chunk } => {
                 let elements = self.description.elements_of_chunk(entry, chunk);
                 let tensors = self.description.in_chunk(entry, elements);
-                let run = |(tensor, (dtype, at, nbytes)): (usize, (crate::Dtype, usize, usize))| {
-                    let start = chunk as usize * chunk_elements * dtype.bytes() as usize;
+                let run = |(tensor, (_, at, nbytes)): (usize, (crate::Dtype, usize, usize))| {
+                    let before = u64::from(chunk) * chunk_elements as u64;
+                    let start = described.state[tensor - 1].bytes_for(before) as usize;
                     (tensor, start..start + nbytes, at)
                 };
                 places(true).zip(tensors).map(run).collect()

@@ -4,7 +4,9 @@ use std::{path::Path, sync::Arc};
 
 use memascend_engine::Hyperparameters;
 use memascend_mem::Wait;
-use memascend_store::{Buffer, COMPACT, Commit, Create, Description, Dtype, Entry, Existing, Kind, StateTensor, Store};
+use memascend_store::{
+    Buffer, COMPACT, Commit, Create, Description, Dtype, Entry, Existing, Format, Kind, StateTensor, Store,
+};
 
 use crate::Outcome;
 
@@ -56,7 +58,7 @@ impl Layout {
 }
 
 fn description(numel: u64, chunk_elements: u32, layout: Layout) -> Description {
-    let tensor = |(name, dtype): (&str, Dtype)| StateTensor { name: name.into(), dtype, shape: vec![numel] };
+    let tensor = |(name, dtype): (&str, Dtype)| StateTensor { name: name.into(), dtype, shape: vec![numel], grain: 1 };
     let entry = |index: usize| Entry {
         name: format!("weight.{index}"),
         kind: Kind::Parameter,
@@ -65,6 +67,7 @@ fn description(numel: u64, chunk_elements: u32, layout: Layout) -> Description {
         shape: vec![numel],
         order: vec![],
         spill: None,
+        format: if layout.is_compact { Format::Compact } else { Format::Plain },
         state: layout.state.map(tensor).to_vec(),
     };
     Description {

@@ -6,15 +6,31 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use memascend_store::{parse_description, parse_label, parse_root};
+use memascend_store::{
+    Description, parse_description, parse_description_of_version_1, parse_label, parse_root, parse_root_fields,
+    parse_root_of_version_1,
+};
+
+/// What is let through can be laid out, or is refused for its size.
+fn laid_out(description: &Description) {
+    drop(description.sizes(1, None));
+    drop(description.sizes(3, Some(4096)));
+    drop(description.staging_bytes());
+}
 
 fuzz_target!(|bytes: &[u8]| {
     drop(parse_label(bytes));
+    if let Err(why) = parse_root_fields(bytes) {
+        assert!(!why.contains("when it is written again"), "{why}");
+    }
     if let Some((uuid, page)) = bytes.split_first_chunk::<16>() {
         drop(parse_root(page, uuid));
+        drop(parse_root_of_version_1(page, uuid));
     }
     if let Ok(description) = parse_description(bytes) {
-        // What is let through can be laid out, or is refused for its size.
-        drop(description.sizes(1, None));
+        laid_out(&description);
+    }
+    if let Ok(description) = parse_description_of_version_1(bytes) {
+        laid_out(&description);
     }
 });

@@ -9,27 +9,34 @@ use memascend_nvme::{
     Options, Volume,
     sim::{self, Faults, Rng, SimDisk},
 };
-use memascend_store::{Commit, Create, Description, Dtype, Entry, Error, Kind, StateTensor, Store};
+use memascend_store::{COMPACT, Commit, Create, Description, Dtype, Entry, Error, Format, Kind, StateTensor, Store};
 
 pub(crate) const STRIPE: u64 = 8192;
 pub(crate) const UUID: [u8; 16] = *b"0123456789abcdef";
 
-fn tensor(name: &str, dtype: Dtype, shape: &[u64]) -> StateTensor {
-    StateTensor { name: name.into(), dtype, shape: shape.into() }
+pub(crate) fn tensor(name: &str, dtype: Dtype, shape: &[u64], grain: u32) -> StateTensor {
+    StateTensor { name: name.into(), dtype, shape: shape.into(), grain }
 }
 
-fn entry(name: &str, unit: u32, dtype: Dtype, shape: &[u64], state: &[&str]) -> Entry {
-    let state = state.iter().map(|name| tensor(name, Dtype::F32, shape)).collect();
+pub(crate) fn entry(name: &str, unit: u32, dtype: Dtype, shape: &[u64], state: &[&str]) -> Entry {
+    let state = state.iter().map(|name| tensor(name, Dtype::F32, shape, 1)).collect();
     let spill = Some(Dtype::F32);
-    Entry { name: name.into(), kind: Kind::Parameter, unit, dtype, shape: shape.into(), order: vec![], spill, state }
+    let (name, shape, order, format) = (name.into(), shape.into(), vec![], Format::Plain);
+    Entry { name, kind: Kind::Parameter, unit, dtype, shape, order, spill, format, state }
+}
+
+fn compact(name: &str, unit: u32, shape: &[u64]) -> Entry {
+    let mut compact = entry(name, unit, Dtype::Bf16, shape, &[]);
+    compact.state = COMPACT.map(|(name, dtype)| tensor(name, dtype, shape, 1)).to_vec();
+    compact.compact_if_so()
 }
 
 /// Every kind of entry: several chunks, one element, no state, odd state, a buffer, nothing at all.
 pub(crate) fn description() -> Description {
     let adam = ["master", "exp_avg", "exp_avg_sq"];
     let mut odd = entry("odd", 1, Dtype::Bf16, &[30, 70], &["exp_avg"]);
-    odd.state.push(tensor("row", Dtype::F32, &[30]));
-    odd.state.push(tensor("column", Dtype::F64, &[70]));
+    odd.state.push(tensor("row", Dtype::F32, &[30], 0));
+    odd.state.push(tensor("column", Dtype::F64, &[70], 0));
     let mut buffer = entry("running_mean", 2, Dtype::F32, &[3], &[]);
     buffer.kind = Kind::Buffer;
     Description {
@@ -46,13 +53,14 @@ pub(crate) fn description() -> Description {
             odd,
             entry("nothing", 1, Dtype::Bf16, &[0, 4], &adam),
             buffer,
+            compact("compact", 2, &[40, 60]),
         ],
     }
 }
 
 /// How many updates each entry has had after `step` steps: experts get a token every other time.
 pub(crate) fn updates(step: u64) -> Vec<u64> {
-    vec![step, step, 0, step / 2, step, step, step]
+    vec![step, step, 0, step / 2, step, step, step, step]
 }
 
 /// What a piece of an entry holds after its update number `update`.

@@ -1,0 +1,237 @@
+//! What a description may say: every bound, checked before anything is made or read.
+
+use std::collections::HashSet;
+
+use crate::{
+    Description, Entry, StateTensor,
+    description::{COMPACT, elements},
+    dtype::Dtype,
+    fields::Malformed,
+    layout::PAGE_BYTES,
+};
+
+/// Bytes of a name. torch's are paths of modules; longer ones are no names.
+pub(crate) const NAME_BYTES_MAX: usize = 1024;
+/// Dimensions of a tensor; torch's own bound is 64, nobody is past 8.
+pub(crate) const RANK_MAX: usize = 16;
+/// Entries and units. The largest mixtures of experts have some 100,000 parameters.
+pub(crate) const ENTRIES_MAX: usize = 1 << 20;
+/// State tensors of an entry.
+pub(crate) const STATES_MAX: usize = 32;
+/// Elements of a tensor.
+pub(crate) const ELEMENTS_MAX: u64 = 1 << 48;
+/// Elements of a chunk come in multiples of this, so that 16-bit values end on a page; smaller ones ask for more.
+pub(crate) const CHUNK_ELEMENTS_GRAIN: u32 = 2048;
+pub(crate) const CHUNK_ELEMENTS_MAX: u32 = 1 << 24;
+/// Room for the user's value and for the hyperparameters.
+pub(crate) const TEXT_BYTES_MAX: u32 = 1 << 24;
+/// The whole description.
+pub(crate) const DESCRIPTION_BYTES_MAX: u64 = 1 << 30;
+
+impl Description {
+    pub(crate) fn checked(&self) -> std::result::Result<(), Malformed> {
+        let chunk = self.chunk_elements;
+        if chunk == 0 || !chunk.is_multiple_of(CHUNK_ELEMENTS_GRAIN) || chunk > CHUNK_ELEMENTS_MAX {
+            return Err(format!(
+                "chunk_elements is {chunk}: pass a multiple of {CHUNK_ELEMENTS_GRAIN} up to {CHUNK_ELEMENTS_MAX}"
+            ));
+        }
+        for (name, bytes) in [("user", self.user_bytes_max), ("hyperparameters", self.hyperparameters_bytes_max)] {
+            if bytes > TEXT_BYTES_MAX {
+                return Err(format!("{name}_bytes_max is {bytes}: at most {TEXT_BYTES_MAX} are kept"));
+            }
+        }
+        if self.units.len() > ENTRIES_MAX || self.entries.is_empty() || self.entries.len() > ENTRIES_MAX {
+            let (units, entries) = (self.units.len(), self.entries.len());
+            return Err(format!("{entries} entries in {units} units: a store has 1 to {ENTRIES_MAX} of each"));
+        }
+        named("optimizer", &self.optimizer)?;
+        self.units.iter().try_for_each(|name| named("unit", name))?;
+        let mut names = HashSet::with_capacity(self.entries.len());
+        let mut unit_before = 0;
+        for entry in &self.entries {
+            entry.checked(chunk)?;
+            let name = &entry.name;
+            if !names.insert(name.as_str()) {
+                return Err(format!("two entries are called {name:?}"));
+            }
+            if entry.unit as usize >= self.units.len() {
+                return Err(format!("{name:?} is in unit {}, and there are {}", entry.unit, self.units.len()));
+            }
+            if entry.unit < unit_before {
+                return Err(format!("{name:?} comes after entries of a later unit; order the entries by unit"));
+            }
+            unit_before = entry.unit;
+        }
+        Ok(())
+    }
+}
+
+fn named(what: &str, name: &str) -> std::result::Result<(), Malformed> {
+    if name.is_empty() || name.len() > NAME_BYTES_MAX || name.contains(char::is_control) {
+        let start: String = name.chars().take(40).collect();
+        return Err(format!(
+            "the {what} name {start:?} has {} bytes: 1 to {NAME_BYTES_MAX} printable ones work",
+            name.len()
+        ));
+    }
+    Ok(())
+}
+
+impl Entry {
+    pub(crate) fn checked_compact(&self) -> std::result::Result<(), Malformed> {
+        let wanted = COMPACT.map(|(name, dtype)| (name, dtype, self.shape.as_slice(), 1));
+        let found = self.state.iter();
+        let found = found.map(|of| (of.name.as_str(), of.dtype, of.shape.as_slice(), of.grain));
+        if self.dtype == Dtype::Bf16 && found.eq(wanted) {
+            return Ok(());
+        }
+        Err(format!("{:?} is not compact: bfloat16 values with {COMPACT:?} of their shape", self.name))
+    }
+
+    fn checked(&self, chunk: u32) -> std::result::Result<(), Malformed> {
+        named("entry", &self.name)?;
+        let name = &self.name;
+        let shapes = std::iter::once(&self.shape).chain(self.state.iter().map(|tensor| &tensor.shape));
+        for shape in shapes {
+            if shape.len() > RANK_MAX || elements(shape).is_none() {
+                return Err(format!(
+                    "{name:?} has a tensor of shape {shape:?}: at most {RANK_MAX} dimensions and {ELEMENTS_MAX} elements are kept"
+                ));
+            }
+        }
+        let mut places: Vec<u8> = self.order.clone();
+        places.sort_unstable();
+        let permutes = places.iter().enumerate().all(|(index, &place)| usize::from(place) == index);
+        if !(self.order.is_empty() || self.order.len() == self.shape.len() && permutes) {
+            return Err(format!("the order {:?} of {name:?} is no permutation of its dimensions", self.order));
+        }
+        if self.state.len() > STATES_MAX {
+            return Err(format!("{name:?} has {} state tensors, at most {STATES_MAX} are kept", self.state.len()));
+        }
+        let mut names = HashSet::new();
+        for tensor in &self.state {
+            named("state tensor", &tensor.name)?;
+            if !names.insert(&tensor.name) {
+                return Err(format!("two state tensors of {name:?} are called {:?}", tensor.name));
+            }
+            self.checked_grain(tensor, chunk)?;
+        }
+        self.checked_chunks(chunk)?;
+        if self.is_compact() { self.checked_compact() } else { Ok(()) }
+    }
+
+    fn checked_grain(&self, tensor: &StateTensor, chunk: u32) -> std::result::Result<(), Malformed> {
+        let (name, of, grain) = (&self.name, &tensor.name, tensor.grain);
+        let fits = match grain {
+            0 => true,
+            1 => tensor.shape == self.shape,
+            _ => elements(&tensor.shape) == Some(self.elements().div_ceil(u64::from(grain))),
+        };
+        if !fits {
+            return Err(format!("{of:?} of {name:?} has shape {:?}, which is no item for each {grain}", tensor.shape));
+        }
+        if grain > 1 && !chunk.is_multiple_of(grain) {
+            return Err(format!("{of:?} of {name:?} has an item for each {grain} elements, and chunks have {chunk}"));
+        }
+        Ok(())
+    }
+
+    /// Chunks of an entry follow each other without gaps, so each but the last must end with a page.
+    fn checked_chunks(&self, chunk: u32) -> std::result::Result<(), Malformed> {
+        if self.elements() <= u64::from(chunk) {
+            return Ok(());
+        }
+        let dtypes = std::iter::once(self.dtype).chain(self.spill);
+        let Some(dtype) =
+            dtypes.into_iter().find(|dtype| !(u64::from(chunk) * dtype.bytes()).is_multiple_of(PAGE_BYTES))
+        else {
+            return Ok(());
+        };
+        Err(format!(
+            "a chunk of {chunk} elements of {:?} ends inside a page, as {} takes {} byte each: pass a chunk_elements \
+             that is a multiple of {}",
+            self.name,
+            dtype.name(),
+            dtype.bytes(),
+            PAGE_BYTES / dtype.bytes()
+        ))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Format, Kind};
+
+    fn described(dtype: Dtype, state: &[(&str, Dtype, u64)]) -> Entry {
+        let tensor = |&(name, dtype, numel): &(&str, Dtype, u64)| StateTensor {
+            name: name.into(),
+            dtype,
+            shape: vec![numel],
+            grain: u32::from(numel == 5),
+        };
+        Entry {
+            name: "weight".into(),
+            kind: Kind::Parameter,
+            unit: 0,
+            dtype,
+            shape: vec![5],
+            order: vec![],
+            spill: None,
+            format: Format::Plain,
+            state: state.iter().map(tensor).collect(),
+        }
+    }
+
+    #[test]
+    fn only_bfloat16_with_the_moments_of_adam_is_compact() {
+        let (i16, f32) = (Dtype::I16, Dtype::F32);
+        let whole = [("rest", i16, 5), ("exp_avg", f32, 5), ("exp_avg_sq", f32, 5)];
+        let compact = described(Dtype::Bf16, &whole).compact_if_so();
+        assert!(compact.is_compact() && compact.checked(2048).is_ok());
+        assert_eq!(compact.chunked().map(|tensor| tensor.dtype.bytes()).sum::<u64>(), 10);
+        let mut bytes = Vec::new();
+        compact.encode(&mut bytes);
+        assert_eq!(Entry::decode(&mut crate::fields::Fields::new(&bytes)), Ok(compact));
+        let others = [
+            described(Dtype::F16, &whole),
+            described(Dtype::Bf16, &whole[..2]),
+            described(Dtype::Bf16, &[whole[1], whole[0], whole[2]]),
+            described(Dtype::Bf16, &[("rest", i16, 4), whole[1], whole[2]]),
+            described(Dtype::Bf16, &[whole[0], whole[1], ("exp_avg_sq", Dtype::F64, 5)]),
+            described(Dtype::Bf16, &[("more", i16, 5), whole[1], whole[2]]),
+        ];
+        for mut other in others {
+            let found = other.clone().compact_if_so();
+            assert!(!found.is_compact() && found == other && found.checked(2048).is_ok(), "{found:?}");
+            other.format = Format::Compact;
+            assert!(other.checked(2048).is_err(), "{other:?}");
+        }
+    }
+
+    #[test]
+    fn a_chunk_that_ends_inside_a_page_is_refused_where_another_follows() {
+        let bool_of = |numel: u64| Entry { shape: vec![numel], ..described(Dtype::Bool, &[]) };
+        // What 20 bytes of state an element used to make: 25 times 2,048.
+        assert!(bool_of(51_200).checked(51_200).is_ok());
+        let why = bool_of(51_201).checked(51_200);
+        assert!(why.as_ref().is_err_and(|why| why.contains("multiple of 4096")), "{why:?}");
+        assert!(bool_of(51_201).checked(49_152).is_ok());
+        let mut spilling = Entry { shape: vec![51_201], ..described(Dtype::F32, &[]) };
+        assert!(spilling.checked(51_200).is_ok());
+        spilling.spill = Some(Dtype::F8E5m2);
+        assert!(spilling.checked(51_200).is_err());
+    }
+
+    #[test]
+    fn a_grain_says_how_many_items_there_are() {
+        let with = |grain: u32, numel: u64| {
+            let mut entry = described(Dtype::Bf16, &[("scale", Dtype::F32, numel)]);
+            entry.state[0].grain = grain;
+            entry.checked(4096).is_ok()
+        };
+        assert!(with(0, 3) && with(1, 5) && with(2, 3) && with(4, 2) && with(256, 1));
+        assert!(!with(1, 3) && !with(2, 2) && !with(256, 2) && !with(3, 2), "3 divides no chunk");
+    }
+}

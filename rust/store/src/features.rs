@@ -1,0 +1,20 @@
+//! Features: what a store uses beyond the plain format, by name, so that a reader who does not know one says which.
+
+use crate::fields::Unread;
+
+/// Bytes of a feature's name.
+pub(crate) const FEATURE_BYTES_MAX: usize = 64;
+/// The features that are known here: none yet.
+const KNOWN: [&str; 0] = [];
+/// What a root must name before its fields for a log may say something.
+pub(crate) const LOG: &str = "gradient log";
+/// What a root must name before its fields for a run of several ranks may say something.
+pub(crate) const RANKS: &str = "several ranks";
+
+/// Refuses the first feature that is not known here.
+pub(crate) fn known(features: &[String]) -> Result<(), Unread> {
+    match features.iter().find(|feature| !KNOWN.contains(&feature.as_str())) {
+        Some(feature) => Err(Unread::Newer(format!("{feature:?}"))),
+        None => Ok(()),
+    }
+}

@@ -1,0 +1,126 @@
+//! Elements of any size, and state whose items are shared by several elements: each byte comes back, and none lies over
+//! another.
+
+mod toy;
+
+use memascend_mem::Wait;
+use memascend_nvme::sim::{self, Faults, Rng, SimDisk};
+use memascend_store::{Commit, Description, Dtype, Entry, Store};
+
+fn ok<T, E: std::fmt::Display>(result: Result<T, E>) -> T {
+    result.unwrap_or_else(|error| panic!("{error}"))
+}
+
+fn described(chunk_elements: u32, entries: Vec<Entry>) -> Description {
+    let entries = entries.into_iter().map(|entry| Entry { unit: 0, ..entry }).collect();
+    Description { chunk_elements, units: vec!["all".into()], entries, ..toy::description() }
+}
+
+/// What 8-bit moments look like, with a plane of bits and a tensor that lies by itself.
+fn blocks(name: &str, numel: u64) -> Entry {
+    let mut entry = toy::entry(name, 0, Dtype::Bf16, &[numel], &[]);
+    entry.state = vec![
+        toy::tensor("exp_avg", Dtype::U8, &[numel], 1),
+        toy::tensor("exp_avg.absmax", Dtype::F32, &[numel.div_ceil(256)], 256),
+        toy::tensor("signs", Dtype::U8, &[numel.div_ceil(8)], 8),
+        toy::tensor("steps", Dtype::F32, &[7], 0),
+        toy::tensor("wide", Dtype::C128, &[numel], 1),
+        toy::tensor("nibbles", Dtype::U8, &[1, numel.div_ceil(2)], 2),
+    ];
+    entry
+}
+
+fn tensors(store: &Store, entry: usize, seed: u64) -> Vec<Vec<u8>> {
+    let mut rng = Rng::new(seed);
+    let of = |nbytes: usize, rng: &mut Rng| (0..nbytes).map(|_| rng.bits().to_le_bytes()[0]).collect();
+    ok(store.tensor_bytes(entry)).into_iter().map(|nbytes| of(nbytes, &mut rng)).collect()
+}
+
+fn staged(store: &Store, step: u64) {
+    for entry in 0..store.description().entries.len() {
+        let tensors = tensors(store, entry, step << 8 | entry as u64);
+        let parts: Vec<&[u8]> = tensors.iter().map(Vec::as_slice).collect();
+        ok(store.stage_entry(entry, step, &parts, Wait::forever()));
+    }
+    ok(store.commit(Commit { step, ..Commit::default() }, Wait::forever()));
+}
+
+fn require(store: &Store, step: u64) {
+    ok(store.verify(&mut |_, _| true));
+    for entry in 0..store.description().entries.len() {
+        let wanted = tensors(store, entry, step << 8 | entry as u64);
+        let mut got: Vec<Vec<u8>> = wanted.iter().map(|bytes| vec![0; bytes.len()]).collect();
+        let mut parts: Vec<&mut [u8]> = got.iter_mut().map(Vec::as_mut_slice).collect();
+        ok(store.read_entry(entry, &mut parts));
+        assert!(got == wanted, "entry {entry} at step {step}");
+        // And part by part, of the same bytes.
+        let mut scanned: Vec<Vec<u8>> = wanted.iter().map(|bytes| vec![0; bytes.len()]).collect();
+        ok(store.scan(&[entry], &mut |_, parts| {
+            for part in parts {
+                use memascend_store::Buffer;
+                // SAFETY: nothing uses the memory during the call.
+                let bytes = unsafe { std::slice::from_raw_parts(part.memory.as_ptr().as_ptr(), part.memory.len()) };
+                scanned[part.tensor][part.start..part.start + bytes.len()].copy_from_slice(bytes);
+            }
+            true
+        }));
+        assert!(scanned == wanted, "entry {entry} at step {step}, scanned");
+    }
+}
+
+fn round_trip(description: &Description) {
+    for count in 1..=2 {
+        let sizes = ok(description.sizes(count, Some(toy::STRIPE)));
+        let bytes = usize::try_from(sizes.total_bytes).unwrap_or(0) / count;
+        let disks: Vec<SimDisk> = (0..count).map(|_| SimDisk::new(bytes)).collect();
+        let volume = || {
+            let mut options = memascend_nvme::Options::default();
+            options.stripe_bytes = Some(toy::STRIPE);
+            ok(sim::open(&disks, &Faults::default(), &options))
+        };
+        let store = ok(Store::create_on(volume(), toy::STRIPE, description.clone(), &toy::how()));
+        assert_eq!(store.volume().size_bytes(), store.info().total_bytes, "no byte too many");
+        // No two pieces of a slot share a byte, and what a staging chunk holds holds each of them.
+        let mut extents = Vec::new();
+        for entry in 0..description.entries.len() {
+            for piece in 0..store.layout().pieces_of(entry) {
+                let piece = store.layout().piece(description, entry, piece);
+                let (state, values) = description.staging_bytes();
+                assert!(piece.bytes() <= state.max(values));
+                extents.extend((0..2).map(|slot| (store.layout().offset_in(&piece, slot), piece.bytes())));
+            }
+        }
+        extents.sort_unstable();
+        assert!(extents.windows(2).all(|pair| pair[0].0 + pair[0].1 <= pair[1].0));
+        staged(&store, 0);
+        staged(&store, 1);
+        require(&store, 1);
+        drop(store);
+        let store = ok(Store::open_on(volume(), toy::STRIPE, &toy::how()));
+        assert_eq!(store.description(), description);
+        require(&store, 1);
+        staged(&store, 2);
+        require(&store, 2);
+    }
+}
+
+#[test]
+fn one_byte_values_beside_wide_state_come_back() {
+    let names = ["a", "b", "c", "d", "e"];
+    let wide = toy::entry("wide", 0, Dtype::F32, &[60_000], &names);
+    let of = |(name, dtype): (&str, Dtype)| toy::entry(name, 0, dtype, &[120_000], &[]);
+    let narrow = [("bool", Dtype::Bool), ("int8", Dtype::I8), ("fp8", Dtype::F8E5m2fnuz), ("complex", Dtype::C64)];
+    let entries: Vec<Entry> = std::iter::once(wide).chain(narrow.map(of)).collect();
+    // What 20 bytes of state made the chunk: not laid out any more, and refused with what works.
+    let refused = described(51_200, entries.clone()).sizes(1, None).map(drop).map_err(|error| error.to_string());
+    assert!(refused.as_ref().is_err_and(|why| why.contains("ends inside a page")), "{refused:?}");
+    round_trip(&described(49_152, entries));
+}
+
+#[test]
+fn state_with_grains_comes_back() {
+    let sizes = [1, 7, 8, 255, 256, 257, 4095, 4096, 4097, 12_288, 12_289, 20_000, 0];
+    let entries = sizes.iter().map(|&numel| blocks(&format!("of {numel}"), numel)).collect();
+    round_trip(&described(4096, entries));
+    round_trip(&described(6144, vec![blocks("odd chunks", 20_001)]));
+}
