@@ -165,7 +165,7 @@ class Store:
             StorageError: there is no store, it is in use, or its devices have no room for the new catalog.
             CorruptionError: it is damaged; the message says where.
         """
-        return _core.Store.upgrade(_paths(paths), backend)
+        return _core.Store.upgrade(listed(paths), backend)
 
     @property
     def created(self) -> bool:

@@ -66,6 +66,7 @@ impl<B: Buffer + Sync + 'static> Checkers<B> {
     }
 
     /// Checks a part as soon as it has come.
+    #[must_use]
     pub fn check(&self, part: PartFetch<B>) -> Checking<B> {
         if self.threads.is_empty() {
             return Checking::from(part);
