@@ -380,14 +380,15 @@ class UnitParts:
     waits for it.
     """
 
-    __slots__ = ("_core",)
+    __slots__ = ("_core", "_places")
 
     def __init__(self, core: _core.Parts) -> None:
         self._core = core
+        self._places = core.places()
 
     def places(self) -> list[tuple[int, int]]:
         """Where each part begins in the unit, and its bytes."""
-        return self._core.places()
+        return self._places
 
     def begin(self, index: int, into: torch.Tensor) -> _core.PartFetch:
         """Begin to read a part into a contiguous uint8 CPU tensor of its size, before all other I/O that waits.
@@ -395,5 +396,5 @@ class UnitParts:
         The tensor is held until the end. What comes back has `wait()`, which checks every byte and raises as
         `Fetch.wait` does, and `done()`; dropping it waits for the device.
         """
-        require("a part", into, "uint8", [self.places()[index][1]], None)
+        require("a part", into, "uint8", [self._places[index][1]], None)
         return self._core.begin(index, *place_of(into))

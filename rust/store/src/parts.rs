@@ -81,7 +81,7 @@ impl Store {
                 }
             }
         }
-        self.counters.began(parts.iter().map(|part| part.bytes).sum());
+        self.counters.began(0);
         Ok(Parts { store: Arc::clone(self), holds, cuts: parts })
     }
 }
@@ -118,6 +118,8 @@ impl Parts {
             let ticket = self.store.volume.read_in(Lane::First, into, from).map_err(|refused| refused.error)?;
             flying.tickets.push(ticket);
         }
+        // Not all of a unit's need be read.
+        self.store.counters.began_part(part.bytes);
         Ok(PartFetch { state: Mutex::new(Some(flying)) })
     }
 }
