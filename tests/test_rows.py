@@ -162,11 +162,11 @@ def test_a_damaged_row_is_an_error_with_a_name(tmp_path):
         file.seek(at + 8)
         file.write(b"\x55")
     with training(Classifier(), tmp_path, existing="resume") as (model, _):
-        model(torch.tensor([[1, 2]]))
+        model(torch.tensor([[15000, 2000]]))
         with pytest.raises(memascend.CorruptionError, match=r"embed\.weight"):
             model(torch.tensor([[1, 777]]))
         # The chunks are free again.
-        model(torch.tensor([[1, 2]]))
+        model(torch.tensor([[15000, 2000]]))
 
 
 def test_gradients_are_plain_where_somebody_looks(tmp_path):
@@ -179,6 +179,40 @@ def test_gradients_are_plain_where_somebody_looks(tmp_path):
         loss.backward()
         assert seen == [torch.Tensor]
         assert torch.equal(model.embed.weight.grad.clone(), gradient)
+
+
+def test_an_arithmetic_that_flushes_denormals_is_the_callers(tmp_path):
+    """Two tokens whose gradients are below what is normal: they are summed by whoever called backward()."""
+
+    def gradient(model):
+        x = model.embed(torch.tensor([[7, 7]]))
+        (x * 1e-30).backward(torch.full_like(x, 1e-9))
+        return model.embed.weight.grad.clone()[7]
+
+    plain = Classifier()
+    found = {}
+    with training(Classifier(), tmp_path, gradients="ssd") as (model, optimizer):
+        for flushes in (False, True):
+            if not torch.set_flush_denormal(flushes):
+                pytest.skip("this processor does not flush")
+            try:
+                plain.embed.weight.grad = None
+                found[flushes] = gradient(plain), gradient(model)
+            finally:
+                torch.set_flush_denormal(False)
+            optimizer.zero_grad()
+    for wanted, got in found.values():
+        assert torch.equal(bits(wanted), bits(got))
+    assert not torch.equal(found[False][0], found[True][0])
+
+
+def test_closing_lets_the_memory_go(tmp_path):
+    with training(Classifier(), tmp_path) as (model, optimizer):
+        region = optimizer._session.resources.units._ring.region
+        trained(model, optimizer, 1)
+    assert optimizer.report().to_dict()["host"]["owners"].get("embedding rows") is not None
+    assert region.closed
+    assert not optimizer._session.residency.rows._chunks
 
 
 # --- the plan and the memory --------------------------------------------------

@@ -60,6 +60,11 @@ class Rows:
         # One look-up at a time has the chunks.
         self._lock = threading.Lock()
 
+    def close(self) -> None:
+        """Let go of the chunks."""
+        with self._lock:
+            self._chunks.clear()
+
     def look_up(self, unit: str, place: Place, indices: torch.Tensor, padding: int | None) -> torch.Tensor | None:
         """What `torch.nn.functional.embedding` gives; None where that takes torch itself, with all of the weight.
 
@@ -181,7 +186,7 @@ class _LookUp(torch.autograd.Function):
 
 def _goes_to_engine(ctx: Any, place: Place) -> bool:
     """Whether nobody but us looks at the gradient before it is handed on."""
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() or _flushes_denormals():
         return False
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
         parameter: Any = place.parameter
@@ -193,3 +198,8 @@ def _goes_to_engine(ctx: Any, place: Place) -> bool:
     except RuntimeError:
         # torch.autograd.grad() asks for it.
         return False
+
+
+def _flushes_denormals() -> bool:
+    """Whether this thread computes with another arithmetic than the engine's (`torch.set_flush_denormal`)."""
+    return not bool(torch.full((), 2.0**-140, device="cpu").mul_(0.5))

@@ -105,7 +105,8 @@ class HostUnits:
     def close(self) -> None:
         """See `UnitMemory`."""
         self._region.close()
-        if self._ring is not None:
+        if self._ring is not None and self.rows is not None:
+            self.rows.close()
             self._ring.close()
 
 
