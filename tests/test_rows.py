@@ -169,6 +169,26 @@ def test_a_damaged_row_is_an_error_with_a_name(tmp_path):
         model(torch.tensor([[15000, 2000]]))
 
 
+def test_an_error_that_is_kept_holds_no_slot(tmp_path):
+    def fail(start, part):
+        raise ValueError(start, part.nbytes)
+
+    with training(Classifier(), tmp_path) as (model, optimizer):
+        with pytest.raises(ValueError, match="0") as kept:
+            optimizer._session.residency.rows.each_part("embed", fail)
+        trained(model, optimizer, 4)
+        assert kept.tb is not None
+
+
+def test_a_default_device_is_for_the_users_tensors(tmp_path):
+    with training(Classifier(), tmp_path, gradients="fused") as (model, optimizer):
+        ids, _ = batches()[0]
+        with torch.device("meta"):
+            model.embed(ids).square().sum().backward()
+        optimizer.step()
+        assert optimizer.steps == 1
+
+
 def test_gradients_are_plain_where_somebody_looks(tmp_path):
     seen = []
     with training(Classifier(), tmp_path, gradients="ssd") as (model, _):

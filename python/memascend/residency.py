@@ -446,7 +446,7 @@ class Residency:
             # Where a file was, something else may be now.
             storage = None if found[0].mapped is None else alive(found[0].mapped)
             if storage is None or storage.data_ptr() != address:
-                del self._at[address]
+                self._at.pop(address, None)
                 return None
         return found
 

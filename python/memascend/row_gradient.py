@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["RowGradient", "Term"]
 
 _aten = torch.ops.aten
+_CPU = torch.device("cpu")
 # Sums of squares are taken over so many elements, or a multiple; see rust/math/src/check.rs.
 _SPAN, _SPANS_MAX, _BLOCK = 1 << 16, 1024, 2048
 
@@ -49,9 +50,9 @@ class Term(NamedTuple):
     def window(self, first: int, end: int) -> torch.Tensor:
         """Rows `first` up to `end` of the dense gradient, in new memory."""
         count = end - first
-        low, high = torch.searchsorted(self.rows, torch.tensor([first, end])).tolist()
+        low, high = torch.searchsorted(self.rows, torch.tensor([first, end], device=_CPU)).tolist()
         if low == high:
-            return torch.zeros((count, self.result.shape[-1]), dtype=self.result.dtype)
+            return torch.zeros((count, self.result.shape[-1]), dtype=self.result.dtype, device=_CPU)
         local, positions = self.rows[low:high] - first, self.positions[low:high]
         if high - low <= count:
             part: torch.Tensor = _aten.embedding_dense_backward(
@@ -59,7 +60,7 @@ class Term(NamedTuple):
             )
             return part
         # A row that is named very often: nothing is gathered, and what is elsewhere counts as padding.
-        everywhere = torch.full((self.result.shape[0],), count)
+        everywhere = torch.full((self.result.shape[0],), count, device=_CPU)
         everywhere[positions] = local
         part = _aten.embedding_dense_backward(self.result, everywhere, count + 1, count, False)
         return part[:count]
@@ -74,7 +75,7 @@ class RowGradient(torch.Tensor):
     def __new__(cls: type[Self], terms: tuple[Term, ...], shape: Sequence[int], dtype: torch.dtype) -> Self:
         """Make a tensor that has all of a tensor but its memory."""
         made: Self = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001
-            cls, tuple(shape), dtype=dtype, device=torch.device("cpu")
+            cls, tuple(shape), dtype=dtype, device=_CPU
         )
         return made
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CHUNKS", "Rows", "window_bytes"]
 
+# A user's default device may be another.
+_CPU = torch.device("cpu")
 # {bytes: count}. A piece of values each, and enough of them at once to keep a disk busy.
 CHUNKS = {CHUNK_ELEMENTS * 4: 8}
 # Of a gradient: what is made, what it is gathered from, and a second look-up's.
@@ -102,7 +104,7 @@ class Rows:
             wanted = deque(range(len(places)) if chosen is None else chosen(places))
             free = deque(self._chunks)
             reads: deque[tuple[int, torch.Tensor, Any]] = deque()
-            read = None
+            read: Any = None
             try:
                 while wanted or reads:
                     while wanted and free:
@@ -114,14 +116,15 @@ class Rows:
                     visit(places[index][0], memory[: places[index][1]])
                     free.append(memory)
             finally:
-                # Dropping a read waits for the device: its chunk is the next look-up's.
-                del read
+                # Dropping a read waits for the device: its chunk is the next look-up's. The traceback of an error must
+                # not hold the slots, which a later step writes to.
+                read = parts = None  # type: ignore[assignment]
                 reads.clear()
 
     def gathered(self, unit: str, place: Place, indices: torch.Tensor) -> torch.Tensor:
         """The rows that are named, in their order."""
         count, width = place.shape
-        result = torch.empty((*indices.shape, width), dtype=place.dtype)
+        result = torch.empty((*indices.shape, width), dtype=place.dtype, device=_CPU)
         if indices.numel() == 0:
             return result
         named, order = torch.sort(indices.detach().reshape(-1).long(), stable=True)
@@ -131,7 +134,7 @@ class Rows:
         row_bytes = width * flat.element_size()
 
         def chosen(places: list[tuple[int, int]]) -> list[int]:
-            bounds = torch.tensor(places)
+            bounds = torch.tensor(places, device=_CPU)
             first, end = bounds[:, 0] // row_bytes, (bounds[:, 0] + bounds[:, 1] + row_bytes - 1) // row_bytes
             low, high = torch.searchsorted(named, first), torch.searchsorted(named, end)
             wanted: list[int] = torch.nonzero(high > low).flatten().tolist()
@@ -142,7 +145,7 @@ class Rows:
             # Rows that are whole in here, and those of which a part is.
             first, last = -(-start // row_bytes), end // row_bytes
             if first < last:
-                bounds = torch.tensor([first, last])
+                bounds = torch.tensor([first, last], device=_CPU)
                 low, high = torch.searchsorted(named, bounds).tolist()
                 rows = part[first * row_bytes - start : last * row_bytes - start].view(place.dtype).view(-1, width)
                 for at in range(low, high, _GATHERED):
@@ -151,7 +154,7 @@ class Rows:
             # At its beginning and at its end, which may be of one row.
             for row in {bound // row_bytes for bound in (start, end) if bound % row_bytes}:
                 begin, stop = max(start, row * row_bytes), min(end, (row + 1) * row_bytes)
-                low, high = torch.searchsorted(named, torch.tensor([row, row + 1])).tolist()
+                low, high = torch.searchsorted(named, torch.tensor([row, row + 1], device=_CPU)).tolist()
                 if low < high:
                     columns = slice(begin - row * row_bytes, stop - row * row_bytes)
                     flat.view(torch.uint8)[order[low:high], columns] = part[begin - start : stop - start]
