@@ -52,7 +52,11 @@ def adapter(
 
     order = None if entry["order"] is None else tuple(entry["order"])
     flat = gradient
-    if gradient is not None and not whole:
+    # A gradient that is made part by part.
+    by_rows = None if whole else getattr(gradient, "elements", None)
+    if by_rows is not None:
+        flat = None
+    elif gradient is not None and not whole:
         flat = (gradient if order is None else gradient.permute(order)).reshape(-1)
 
     def tensor(lent: Any, dtype: str, shape: Sequence[int]) -> torch.Tensor:
@@ -74,6 +78,8 @@ def adapter(
             before()
         if spilled is not None:
             part = tensor(spilled, entry["spill"], entry["shape"])
+        elif by_rows is not None:
+            part = by_rows(start, count)
         elif flat is not None and not whole:
             part = flat[start : start + count].cpu()
         else:

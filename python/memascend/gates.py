@@ -32,12 +32,14 @@ _SCRIPT = "__prepare_scriptable__"
 class Gate:
     """What a module's hooks know: the units to bind, and how often the module is being computed."""
 
-    __slots__ = ("frames", "homes", "open", "owned", "residency", "root")
+    __slots__ = ("frames", "homes", "open", "owned", "residency", "root", "rows")
 
     def __init__(
         self, homes: tuple[Home, ...], owned: tuple[_Owned, ...], residency: Residency, frames: Frames, *, root: bool
     ) -> None:
-        self.homes = homes
+        self.homes = tuple(home for home in homes if not home.by_rows)
+        # Those that are looked up without being bound; a compiled forward needs them all the same.
+        self.rows = tuple(home for home in homes if home.by_rows)
         # The parameters that are bound, and where their modules keep them.
         self.owned = owned
         self.residency = residency
@@ -90,7 +92,7 @@ class Frames:
         stack: list[_Frame] = self._local.stack
         return stack
 
-    def enter(self, module: torch.nn.Module, gate: Gate) -> None:
+    def enter(self, module: torch.nn.Module, gate: Gate, *, compiled: bool = False) -> None:
         """Bind what a module needs: all of it or, with an exception, nothing."""
         if self._residency.closed:
             raise UsageError(self._residency.closed)
@@ -110,11 +112,11 @@ class Frames:
         if not stack:
             frame.caller = _caller()
         try:
-            for home in gate.homes:
+            for home in (*gate.homes, *gate.rows) if compiled else gate.homes:
                 self._residency.bind(home)
                 frame.bound.append(home)
             hooks = self._residency.hooks
-            frame.pushed = (bool(gate.homes) or (gate.root and hooks.keeper is not None)) and hooks.push()
+            frame.pushed = (bool(frame.bound) or (gate.root and hooks.keeper is not None)) and hooks.push()
         except BaseException:
             self._leave(frame)
             raise
@@ -227,7 +229,10 @@ def _owners(model: torch.nn.Module) -> dict[int, list[_Owned]]:
 def _before(module: torch.nn.Module, args: Any) -> None:
     del args
     gate: Any = module._forward_hooks_always_called[_KEY]  # type: ignore[index] # noqa: SLF001
-    if gate.open > 0 or gate.root or gate.residency.turns.several:
+    if gate.rows and torch.compiler.is_compiling():
+        _enter_compiled(module, gate)
+        return
+    if gate.open > 0 or gate.root or gate.rows or gate.residency.turns.several:
         # The module calls itself, or another thread may have bound what is bound.
         _enter(module, gate)
         return
@@ -247,6 +252,11 @@ def _after(module: torch.nn.Module, args: Any, result: Any) -> None:
 @torch._dynamo.disable  # type: ignore[untyped-decorator] # noqa: SLF001
 def _enter(module: torch.nn.Module, gate: Gate) -> None:
     gate.frames.enter(module, gate)
+
+
+@torch._dynamo.disable  # type: ignore[untyped-decorator] # noqa: SLF001
+def _enter_compiled(module: torch.nn.Module, gate: Gate) -> None:
+    gate.frames.enter(module, gate, compiled=True)
 
 
 @torch._dynamo.disable  # type: ignore[untyped-decorator] # noqa: SLF001

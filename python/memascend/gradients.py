@@ -18,6 +18,7 @@ from memascend.arrival import Arrival, Spill
 from memascend.backwards import Backwards, in_reentrant_checkpoint
 from memascend.errors import UsageError
 from memascend.handles import GradientHandle
+from memascend.row_gradient import RowGradient
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -134,6 +135,9 @@ class Gradients:
         self.fresh = True
         self.backwards.delivered = True
         self._require_declared(kept)
+        if self.mode == "ram" and isinstance(gradient, RowGradient):
+            parameter.grad = gradient.dense()
+            return
         if self.mode == "ram" or gradient.is_sparse:
             # A sparse one is small: it waits where it is.
             return
@@ -190,6 +194,11 @@ class Gradients:
             self.backwards.require_declared(kept.name)
 
     def _update(self, kept: Arrival, gradient: torch.Tensor) -> None:
+        if isinstance(gradient, RowGradient):
+            kept.found = gradient.measured(self._check)
+            kept.spilled = False
+            self._stage(kept, gradient, self.scale)
+            return
         found, squared = self._check(gradient)
         # Read later where that may have to wait for a device; elsewhere two tensors for each parameter would be kept.
         kept.found = (bool(found), float(squared)) if gradient.device.type == "cpu" else (found, squared)

@@ -30,10 +30,12 @@ class Home:
     __slots__ = (
         "base",
         "bound",
+        "by_rows",
         "fetch",
         "guarded",
         "holders",
         "index",
+        "mapped",
         "name",
         "nbytes",
         "pending",
@@ -47,12 +49,18 @@ class Home:
         "weak",
     )
 
-    def __init__(self, index: int, name: str, nbytes: int, slot_bytes: int, *, pinned: bool) -> None:
+    def __init__(
+        self, index: int, name: str, nbytes: int, slot_bytes: int, *, pinned: bool, by_rows: bool = False
+    ) -> None:
         self.index = index
         self.name = name
         self.nbytes = nbytes
         self.slot_bytes = slot_bytes
         self.pinned = pinned
+        # An embedding that is looked up on storage: it has no place in the arena.
+        self.by_rows = by_rows
+        # Of the file that it was brought into, where somebody needed all of it.
+        self.mapped: StorageWeakRef | None = None
         self.places: list[Place] = []
         self.bound = 0
         # Its parameters ask each thread whether it has bound them; and the threads that have, with how often.

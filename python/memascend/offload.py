@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 from dataclasses import dataclass, replace
@@ -17,7 +18,9 @@ from memascend.beginning import Beginning, InHand
 from memascend.bodiless import MetaBuffers, require_plain
 from memascend.buffers import Buffers
 from memascend.checkpoint import Checkpoint, Continued
+from memascend.classes import reserved
 from memascend.config import Options
+from memascend.embeddings import by_rows
 from memascend.errors import ConfigError
 from memascend.groups import options_of, take_options
 from memascend.lending import WINDOWS
@@ -28,6 +31,8 @@ from memascend.places import folders_of, scratch_of, temporary
 from memascend.plan import make_plan
 from memascend.progress import Progress
 from memascend.recurrent import copied_bytes
+from memascend.rows import CHUNKS as ROW_CHUNKS
+from memascend.rows import window_bytes
 from memascend.session import Resources
 from memascend.staging import CHUNKS
 from memascend.unit_memory import DeviceUnits, HostUnits
@@ -213,6 +218,8 @@ class _Offloading:
         # Where a temporary store went.
         self.folder: Path | None = None
         self.sizes: engines.Sizes
+        # The longest row of embeddings that may be read by rows, and the budget from which on they are not.
+        self.row_bytes = self.whole_budget = 0
 
     def decide(self) -> tuple[tuple[Unit, ...], list[Entry], Plan]:
         """Units, what the store holds, and the plan: from shapes alone, and nothing is touched."""
@@ -227,25 +234,45 @@ class _Offloading:
             )
         stays = moves and options.activations == "host"
         sizes = self.sizes = engines.sizes(entries, optimizer=type(self.original).__name__, devices=max(1, len(paths)))
-        gradients = [owned.parameter.nbytes for owned in self.owned.values() if owned.group is not None]
-        plan = make_plan(
+        gradients = {name: owned.parameter.nbytes for name, owned in self.owned.items() if owned.group is not None}
+        make = functools.partial(
+            make_plan,
             units,
             sizes,
             staging={"unit staging": CHUNKS, "gradient windows": WINDOWS} if self.staged else None,
             device_budget=options.device_bytes,
             gradients="ssd" if options.gradients == "auto" and options.keeps else options.gradients,
-            largest_gradient=max(gradients),
-            all_gradients=sum(gradients),
+            all_gradients=sum(gradients.values()),
             whole_bytes=self.arithmetic.whole_bytes + sizes.other_bytes,
             activation_chunks=activations.CHUNKS if moves else None,
             activation_group=activations.MORE if stays else 0,
             activation_groups=activations.MORE_USUAL if stays else 0,
             update_values=self.arithmetic.update_values,
-            budget=options.host_bytes,
         )
+        whole = functools.partial(make, largest_gradient=max(gradients.values()))
+        rows = self._by_rows(units)
+        if rows:
+            apart = {name for unit in units if unit.name in rows for name in unit.parameters}
+            others = [nbytes for name, nbytes in gradients.items() if name not in apart]
+            self.row_bytes = max(self.named[name].shape[1] * self.named[name].element_size() for name in apart)
+            row_memory = reserved(ROW_CHUNKS) + window_bytes(self.row_bytes)
+            lean = functools.partial(make, largest_gradient=max(others, default=0), by_rows=rows, rows_bytes=row_memory)
+            easy = self.whole_budget = whole().comfortable
+            enough = options.host_bytes is not None and options.host_bytes >= easy
+            if not enough and lean().comfortable < easy:
+                return units, entries, lean(budget=options.host_bytes)
+        plan = whole(budget=options.host_bytes)
         if self.staged:
             plan = replace(plan, recurrent_bytes=copied_bytes(self.model))
         return units, entries, plan
+
+    def _by_rows(self, units: Sequence[Unit]) -> tuple[str, ...]:
+        """The embeddings that may be read by rows, where the host computes; from a device that takes a wait for it."""
+        if self.staged or (self.options.paths and not folders_of(self.options)):
+            # What uses all of one needs a folder.
+            return ()
+        wanted_whole = [identity for identity, kept in self.arithmetic.kept.items() if kept is not None and kept.whole]
+        return by_rows(self.model, units, wanted_whole)
 
     def run(self) -> tuple[torch.nn.Module, OffloadedOptimizer]:
         options = self.options
@@ -276,7 +303,9 @@ class _Offloading:
             # Files stay mapped no longer.
             self.beginning = self.weights = None
             unit_memory = (
-                HostUnits(store, plan.classes) if self.device is None else DeviceUnits(store, self.device, plan.classes)
+                HostUnits(store, plan.classes, self.row_bytes if plan.by_rows else 0)
+                if self.device is None
+                else DeviceUnits(store, self.device, plan.classes)
             )
             undo.callback(unit_memory.close)
             undo.callback(unit_memory.stop)
@@ -295,6 +324,7 @@ class _Offloading:
                 unit_bytes=sizes.unit_bytes,
                 plan=plan,
                 resources=resources,
+                whole_budget=self.whole_budget,
                 scratch=scratch_of(options) or self.folder,
             ).run()
             # What is refused is refused by now, and the newest commit still there.

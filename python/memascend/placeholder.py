@@ -38,6 +38,9 @@ class Source(Protocol):
     def borrowed(self, places: Iterable[Place]) -> AbstractContextManager[None]:
         """Bind what holds these parameters for one operation."""
 
+    def looked_up(self, place: Place, indices: torch.Tensor, padding: int | None) -> torch.Tensor | None:
+        """What an embedding gives for some indices, where that takes no more than their rows; None elsewhere."""
+
     def detached(self, place: Place) -> torch.Tensor | None:
         """A private copy of a parameter's values where a state dict is being made; None elsewhere."""
 
@@ -366,6 +369,28 @@ def _copy(func: Callable[..., Any], tensor: Any, values: Any, *args: Any, **kwar
         return func(tensor, values, *args, **kwargs)
 
 
+def _embedding(
+    func: Callable[..., Any],
+    input: Any,  # noqa: A002 - as torch calls it
+    weight: Any,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    # What changes the weight, or its gradient, is torch's.
+    plain = max_norm is None and not (scale_grad_by_freq or sparse)
+    if plain and isinstance(weight, _Away) and not isinstance(input, _Away):
+        place: Place = weight._memascend  # noqa: SLF001
+        found = place.source.looked_up(place, input, padding_idx)
+        if found is not None:
+            return found
+    places = find_away(input, weight)
+    with places[0].source.borrowed(places):
+        return func(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+
+
 def _cast(func: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
     """What `to()` and its kin give: the parameter itself where nothing changes."""
     if not isinstance(tensor, _Away):
@@ -403,6 +428,7 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     _T.detach: _detach,
     torch.detach: _detach,
     _T.copy_: _copy,
+    torch.nn.functional.embedding: _embedding,
     **{
         getattr(_T, name): _memory(how)
         for name, how in {

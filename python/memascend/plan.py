@@ -15,7 +15,7 @@ from memascend.planned import Plan, readable
 from memascend.schedule import forward_order, reads, windows
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
     from typing import Literal
 
     from memascend.units import Unit
@@ -70,6 +70,8 @@ def make_plan(
     budget: int | None = None,
     segment: int = 1,
     update_values: Literal["resident", "read", "never"] = "resident",
+    by_rows: Collection[str] = (),
+    rows_bytes: int = 0,
 ) -> Plan:
     """Decide what lies in memory, within `budget` bytes of host memory.
 
@@ -90,6 +92,8 @@ def make_plan(
         segment: units that a checkpoint segment recomputes together.
         update_values: whether an update reads the values: "resident" where their unit was evicted (the compact state),
             "read" always (values of 32 bits), "never" (the state has a master of its own).
+        by_rows: units that are embeddings of which a forward reads the rows that it needs: they have no memory.
+        rows_bytes: what those are read through, and their gradients made in.
 
     Raises:
         BudgetError: a budget is too small; `smallest` is the one that works, to the byte.
@@ -99,6 +103,7 @@ def make_plan(
     planner = _Planner(
         units, sizes, gradients, largest_gradient, all_gradients, whole_bytes, segment, activation_chunks or {}, staging
     )
+    planner.leave_out(by_rows, rows_bytes)
     group_bytes = reserved({nbytes: activation_group for nbytes in activation_chunks or {} if activation_group})
     # From the smallest plan to the comfortable one, in the order of what it gains: two chunks more cost little.
     rungs = [
@@ -139,13 +144,16 @@ def make_plan(
     evicted = update_values == "read" or (
         update_values == "resident" and (chosen.window < 2 or gradients in ("ssd", "ram"))
     )
-    trained = sum(planner.bytes_of(unit) - unit.frozen_bytes for unit in units)
+    trained = sum(planner.stored_bytes(unit) - unit.frozen_bytes for unit in units)
+    apart = [unit for unit in units if unit.name in by_rows]
+    never_resident = sum(planner.stored_bytes(unit) - unit.frozen_bytes for unit in apart)
     state = sizes.slot_bytes - sum(sizes.unit_bytes.values())
     spilled = all_gradients if gradients == "ssd" else 0
     read = {
-        "values, forward": now.forward,
+        # Of embeddings by rows, at most all of them.
+        "values, forward": now.forward + sum(map(planner.stored_bytes, apart)),
         "values, backward": now.backward,
-        "values, update": trained if evicted else 0,
+        "values, update": trained if evicted else never_resident if update_values == "resident" else 0,
         "state": state,
         "gradients": spilled,
     }
@@ -160,6 +168,7 @@ def make_plan(
         gradients=gradients,
         queue_bytes=chosen.queue_bytes,
         resident=now.resident,
+        by_rows=tuple(unit.name for unit in apart),
         whole_bytes=whole_bytes,
         host=chosen.host,
         host_peak=chosen.peak,
@@ -252,7 +261,7 @@ class _Planner:
         staging: Mapping[str, Mapping[int, int]] | None,
     ) -> None:
         self.units, self.sizes, self.segment = units, sizes, segment
-        self.order = [unit for unit in forward_order(units) if self.bytes_of(unit)]
+        self.leave_out((), 0)
         self.kept_bytes = max(all_gradients, largest_gradient) if gradients == "ram" else 0
         self.whole_bytes = whole_bytes
         self.activation_bytes = reserved(activation_chunks)
@@ -262,8 +271,17 @@ class _Planner:
         block = max(counts.items(), key=lambda item: (item[1], item[0]), default=(0, 0))[0]
         self.queue_bytes = max(largest_gradient, min(largest_gradient + block, all_gradients))
 
-    def bytes_of(self, unit: Unit) -> int:
+    def leave_out(self, units: Collection[str], rows_bytes: int) -> None:
+        """Embeddings that are read by rows."""
+        self.by_rows, self.rows_bytes = frozenset(units), rows_bytes
+        self.order = [unit for unit in forward_order(self.units) if self.bytes_of(unit)]
+
+    def stored_bytes(self, unit: Unit) -> int:
         return self.sizes.unit_bytes.get(unit.name, unit.nbytes)
+
+    def bytes_of(self, unit: Unit) -> int:
+        """In memory."""
+        return 0 if unit.name in self.by_rows else self.stored_bytes(unit)
 
     def settled(self, window: int, chunks: int, queue_bytes: int) -> _Held:
         """The smallest memory that does with this window, these chunks, this queue."""
@@ -291,6 +309,8 @@ class _Planner:
             "whole parameters": self.whole_bytes,
             "activations": self.activation_bytes,
         }
+        if self.rows_bytes:
+            host["embedding rows"] = self.rows_bytes
         return _Held(window, chunks, queue_bytes, classes, host, device)
 
     def _by_class(self, classes: Mapping[int, int]) -> dict[int, tuple[list[Unit], int]]:

@@ -30,6 +30,7 @@ class Plan:
         queue_bytes: of gradients that may wait for their update.
         resident: units that are read at most once a step, as they stay from the forward to the backward; frozen ones
             from step to step.
+        by_rows: units that are embeddings of which a forward reads the rows that it needs; they have no memory.
         whole_bytes: for optimizers that update whole parameters.
         host: host memory by owner; everything that is held, and its sum `host_peak`, is in the budget.
         device: memory of the device by owner, where that is not the host; its sum is `device_peak`.
@@ -60,6 +61,7 @@ class Plan:
     gradients: str
     queue_bytes: int
     resident: frozenset[str]
+    by_rows: tuple[str, ...]
     whole_bytes: int
     host: dict[str, int]
     host_peak: int
@@ -136,11 +138,12 @@ def _unit_rows(plan: Plan) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     group: list[Unit] = []
     for unit in (*plan.units, None):
-        if group and (unit is None or (unit.nbytes, unit.pinned, len(unit.parameters)) != _likeness(group[0])):
+        if group and (unit is None or _likeness(plan, unit) != _likeness(plan, group[0])):
             first, last = group[0], group[-1]
             name = first.name if len(group) == 1 else f"{first.name} .. {last.name} ({len(group)})"
             stays = sum(member.name in plan.resident for member in group)
             what = "pinned" if first.pinned else f"{stays} resident" if stays else ""
+            what = "read by rows" if first.name in plan.by_rows else what
             rows.append((name, readable(first.nbytes), what))
             group = []
         if unit is not None:
@@ -148,8 +151,8 @@ def _unit_rows(plan: Plan) -> list[tuple[str, ...]]:
     return rows
 
 
-def _likeness(unit: Unit) -> tuple[int, bool, int]:
-    return unit.nbytes, unit.pinned, len(unit.parameters)
+def _likeness(plan: Plan, unit: Unit) -> tuple[int, bool, int, bool]:
+    return unit.nbytes, unit.pinned, len(unit.parameters), unit.name in plan.by_rows
 
 
 def _note(plan: Plan, owner: str) -> str:
@@ -162,6 +165,7 @@ def _note(plan: Plan, owner: str) -> str:
         "update staging": f"{plan.chunks} chunks",
         "gradients": "all of them" if plan.gradients == "ram" else "that wait for their update",
         "activations": stay if plan.activation_groups else through,
+        "embedding rows": "through which they are read, and their gradients made",
         "unit staging": "pinned, on the way to the device",
         "gradient windows": "pinned, on the way from the device",
     }.get(owner, "")

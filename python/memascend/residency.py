@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
@@ -23,9 +24,12 @@ if TYPE_CHECKING:
     from memascend.home import Fetch
     from memascend.memory import Arena
     from memascend.placeholder import Place
+    from memascend.rows import Rows
     from memascend.sums import Sums
 
 __all__ = ["Residency"]
+
+_log = logging.getLogger("memascend")
 
 # How long the bytes of an evicted unit may take to come back, and how long to wait before giving up.
 _RELEASE_SECONDS = 0.05
@@ -42,6 +46,9 @@ class Copies(Protocol):
 
     def assigned(self, place: Place, values: torch.Tensor) -> bool:
         """Write values through; False where that is not meant."""
+
+    def mapped(self, place: Place) -> torch.Tensor:
+        """The bytes of a parameter's committed values, in an unlinked file."""
 
 
 class Residency:
@@ -84,6 +91,8 @@ class Residency:
         self.closed: str | None = None
         # What makes copies of whole models.
         self.surgery: Copies | None = None
+        # Looks up embeddings that have no place in the arena.
+        self.rows: Rows | None = None
         self._at: dict[int, tuple[Home, int]] = {}
         self._clock = 0
         # The unit that is asked for right now: not to be evicted for one that comes later.
@@ -98,13 +107,17 @@ class Residency:
         # A budget that has more room, where a unit of so many bytes finds none.
         self.budget_option = "host_memory"
         self.larger_budget: Callable[[int], int] = lambda nbytes: nbytes
+        # The one with which embeddings are whole in memory.
+        self.whole_budget = 0
+        # Those that were found to be used whole.
+        self._told: set[str] = set()
         # Hears when the use of a unit has ended.
         self.on_used: Callable[[], None] | None = None
 
-    def add(self, name: str, nbytes: int, *, pinned: bool) -> Home:
+    def add(self, name: str, nbytes: int, *, pinned: bool, by_rows: bool = False) -> Home:
         """A unit of so many bytes; its places follow."""
-        slot_bytes = next((size for size in self._classes if size >= nbytes), nbytes)
-        home = Home(len(self.homes), name, nbytes, slot_bytes, pinned=pinned)
+        slot_bytes = 0 if by_rows else next((size for size in self._classes if size >= nbytes), nbytes)
+        home = Home(len(self.homes), name, nbytes, slot_bytes, pinned=pinned, by_rows=by_rows)
         self.homes.append(home)
         return home
 
@@ -171,6 +184,18 @@ class Residency:
                 for home in reversed(bound):
                     self.unbind(home)
 
+    def looked_up(self, place: Place, indices: torch.Tensor, padding: int | None) -> torch.Tensor | None:
+        """See `placeholder.Source`."""
+        home = self.home_of[place.name]
+        if self.rows is None or not home.by_rows:
+            return None
+        if self.closed:
+            raise UsageError(self.closed)
+        if self.on_borrowed is not None:
+            self.on_borrowed([place])
+        with self.turns.touching():
+            return self.rows.look_up(home.name, place, indices, padding)
+
     def detached(self, place: Place) -> torch.Tensor | None:
         """See `placeholder.Source`."""
         return self.surgery.detached(place) if self.surgery is not None else None
@@ -193,7 +218,8 @@ class Residency:
             self._clock += 1
             home.used = self._clock
             self._current = home
-            self.order.went_to(home.index)
+            if not home.by_rows:
+                self.order.went_to(home.index)
             if home.base is None:
                 self._bring(home)
             else:
@@ -206,6 +232,9 @@ class Residency:
             return base
 
     def _bring(self, home: Home) -> None:
+        if home.by_rows:
+            self._bring_mapped(home)
+            return
         if home.fetch is None and not self._adopt(home):
             self._start(home, must=True)
         fetch, base = home.fetch, home.pending
@@ -218,6 +247,24 @@ class Residency:
             self._at[base.data_ptr()] = (home, home.version)
             if self.sums is not None:
                 self.sums.note(home)
+
+    def _bring_mapped(self, home: Home) -> None:
+        """All of a unit that has no place in memory: in a file, whose pages the kernel keeps or not."""
+        assert self.surgery is not None
+        (place,) = home.places
+        if place.name not in self._told:
+            self._told.add(place.name)
+            _log.warning(
+                "all of %s is used, and not only rows of it: it is brought into a file each time; host_memory=%d keeps "
+                "it in memory",
+                place.name,
+                self.whole_budget,
+            )
+        home.base = self.surgery.mapped(place)
+        home.mapped = StorageWeakRef(home.base.untyped_storage())
+        self._at[home.base.data_ptr()] = (home, home.version)
+        if self.sums is not None:
+            self.sums.note(home)
 
     def _start(self, home: Home, *, must: bool) -> bool:
         """Lease memory and begin the read."""
@@ -301,7 +348,13 @@ class Residency:
         near = self._lookahead
         for count, index in enumerate(self.order.ahead(near + _FARTHER if near else 0)):
             home = self.homes[index]
-            if home.base is not None or home.fetch is not None or is_useless(home, self.order) or self._adopt(home):
+            if (
+                home.by_rows
+                or home.base is not None
+                or home.fetch is not None
+                or is_useless(home, self.order)
+                or self._adopt(home)
+            ):
                 # One that is useless now is read when the commit has made its values new.
                 continue
             room = count < near or self._arena.free_slots(home.nbytes) or has_useless(home, self.homes, self.order)
@@ -393,7 +446,14 @@ class Residency:
 
     def home_at(self, address: int) -> tuple[Any, int] | None:
         """The unit whose bytes begin at an address, and their version."""
-        return self._at.get(address)
+        found = self._at.get(address)
+        if found is not None and found[0].by_rows:
+            # Where a file was, something else may be now.
+            storage = None if found[0].mapped is None else alive(found[0].mapped)
+            if storage is None or storage.data_ptr() != address:
+                self._at.pop(address, None)
+                return None
+        return found
 
     def storage_of(self, home: Home, version: int) -> torch.UntypedStorage:
         """The bytes of a unit as they were at `version`."""

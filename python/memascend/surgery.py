@@ -122,6 +122,8 @@ class Surgery:
 
     def copy_of(self, place: Place) -> torch.Tensor:
         """A parameter's committed values in an unlinked file, as a tensor that nothing else sees."""
+        if self._residency.home_of[place.name].by_rows:
+            return self.mapped(place).view(place.dtype).view(place.shape)
         descriptor = _unlinked(self._folder())
         try:
             home = self._residency.home_of[place.name]
@@ -134,11 +136,33 @@ class Surgery:
                 self._residency.unbind(home)
             if nbytes == 0:
                 return torch.empty(place.shape, dtype=place.dtype, device="cpu")
-            with torch.inference_mode(mode=False):
-                flat = torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=nbytes, dtype=torch.uint8)
-                return flat.view(place.dtype).as_strided(place.shape, place.stride)
+            return _file(descriptor, nbytes).view(place.dtype).as_strided(place.shape, place.stride)
         finally:
             os.close(descriptor)
+
+    def mapped(self, place: Place) -> torch.Tensor:
+        """The bytes of an embedding that is read by rows, in an unlinked file; see `residency.Copies`."""
+        nbytes, folder = place.nothing.nbytes, self._folder()
+        descriptor = _unlinked(folder)
+        try:
+
+            def write(start: int, part: torch.Tensor) -> None:
+                _write(descriptor, part[: nbytes - start], folder, start)
+
+            self._each_part(place, write)
+            return _file(descriptor, nbytes)
+        finally:
+            os.close(descriptor)
+
+    def _each_part(self, place: Place, visit: Callable[[int, torch.Tensor], None]) -> None:
+        """Read all of an embedding that is read by rows, part by part."""
+        residency = self._residency
+        with residency.lock:
+            if residency.closed:
+                raise UsageError(residency.closed)
+            residency.turns.wait_to_bind()
+        assert residency.rows is not None
+        residency.rows.each_part(residency.home_of[place.name].name, visit)
 
     def _folder(self) -> Path:
         if self._scratch is None:
@@ -188,11 +212,14 @@ class Surgery:
         given = torch.empty_strided(place.shape, place.stride, dtype=place.dtype, device="cpu")
         given.copy_(values.detach())
         home = self._residency.home_of[place.name]
-        self._residency.bind(home)
-        try:
-            same = _same_bits(place.parameter.detach(), given)
-        finally:
-            self._residency.unbind(home)
+        if home.by_rows:
+            same = self._same_parts(place, _bytes_of(given))
+        else:
+            self._residency.bind(home)
+            try:
+                same = _same_bits(place.parameter.detach(), given)
+            finally:
+                self._residency.unbind(home)
         if same:
             return
         if self._loading and session.weights_stand:
@@ -201,6 +228,17 @@ class Surgery:
             return
         session.rewrite(place.name, given)
         self._changed = True
+
+    def _same_parts(self, place: Place, given: torch.Tensor) -> bool:
+        differ = False
+
+        def compare(start: int, part: torch.Tensor) -> None:
+            nonlocal differ
+            there = part[: given.nbytes - start]
+            differ = differ or not torch.equal(there, given[start : start + there.nbytes])
+
+        self._each_part(place, compare)
+        return not differ
 
     def _require_session(self) -> Session:
         assert self._session is not None
@@ -354,8 +392,14 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.uint8)
 
 
-def _write(descriptor: int, values: torch.Tensor, folder: Path) -> None:
-    """Write bytes to a file, and let the page cache go behind it."""
+def _file(descriptor: int, nbytes: int) -> torch.Tensor:
+    """The bytes of a file, as memory."""
+    with torch.inference_mode(mode=False):
+        return torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=nbytes, dtype=torch.uint8)
+
+
+def _write(descriptor: int, values: torch.Tensor, folder: Path, begin: int = 0) -> None:
+    """Write bytes to a file, from its byte `begin` on, and let the page cache go behind it."""
     nbytes = values.nbytes
     for start in range(0, nbytes, _WRITE_BYTES):
         length = min(_WRITE_BYTES, nbytes - start)
@@ -365,7 +409,7 @@ def _write(descriptor: int, values: torch.Tensor, folder: Path) -> None:
         at = 0
         while at < length:
             try:
-                at += os.pwrite(descriptor, part[at:], start + at)
+                at += os.pwrite(descriptor, part[at:], begin + start + at)
             except OSError as error:
                 # The traceback would hold the values, and with them their place in memory.
                 del values, piece, part

@@ -11,6 +11,8 @@ from memascend import memory
 from memascend.device_arena import DeviceArena
 from memascend.engine import Checkers
 from memascend.lending import WINDOWS, DeviceEngine
+from memascend.rows import CHUNKS as ROW_CHUNKS
+from memascend.rows import Rows, window_bytes
 from memascend.staging import CHECKERS, CHUNKS, Staging
 
 if TYPE_CHECKING:
@@ -28,6 +30,8 @@ class UnitMemory(Protocol):
     """The memory of units, and the way there."""
 
     arena: Any
+    # Looks up embeddings that have no place in the arena.
+    rows: Rows | None
 
     def begin(self, name: str, base: torch.Tensor) -> Any:
         """Begin to bring a unit into a lease of the arena: something with `wait()` and `done()`."""
@@ -67,8 +71,15 @@ class HostUnits:
     device = None
     unregistered = None
 
-    def __init__(self, store: Store, classes: Mapping[int, int]) -> None:
-        """Take the memory."""
+    def __init__(self, store: Store, classes: Mapping[int, int], row_bytes: int = 0) -> None:
+        """Take the memory. `row_bytes` are those of the longest row of embeddings that are read by rows; 0: none is."""
+        self._windows = window_bytes(row_bytes) if row_bytes else 0
+        self._ring: memory.ChunkRing | None = None
+        self.rows: Rows | None = None
+        if row_bytes:
+            ((chunk_bytes, count),) = ROW_CHUNKS.items()
+            self._ring = memory.ChunkRing(chunk_bytes, count, False)
+            self.rows = Rows(store.parts, _all(self._ring, chunk_bytes, count))
         self._region = memory.Region(memory.layout(classes).reserved, pin=False, on_fork="wipe", owner="units")
         self.arena = memory.Arena(self._region, classes)
         self.begin = store.fetch
@@ -83,8 +94,11 @@ class HostUnits:
     @property
     def host(self) -> dict[str, int]:
         """See `UnitMemory`."""
-        held = 0 if self._region.closed else self._region.mapped_bytes + self.arena.table_bytes
-        return {"units": held}
+        held = {"units": 0 if self._region.closed else self._region.mapped_bytes + self.arena.table_bytes}
+        if self._ring is not None:
+            ring = self._ring.region.mapped_bytes + int(self._ring.stats()["tables"])
+            held["embedding rows"] = 0 if self._ring.region.closed else ring + self._windows
+        return held
 
     @property
     def wait_seconds(self) -> float:
@@ -97,10 +111,15 @@ class HostUnits:
     def close(self) -> None:
         """See `UnitMemory`."""
         self._region.close()
+        if self._ring is not None and self.rows is not None:
+            self.rows.close()
+            self._ring.close()
 
 
 class DeviceUnits:
     """Units in an arena on a device. Host memory has the chunks that they and their gradients pass through."""
+
+    rows: Rows | None = None
 
     def __init__(self, store: Store, device: Device, classes: Mapping[int, int]) -> None:
         """Take the memory on both sides, and start the thread that copies."""

@@ -19,6 +19,7 @@ from memascend.optimizer import OffloadedOptimizer
 from memascend.placeholder import Place
 from memascend.recurrent import Flattening
 from memascend.residency import Residency
+from memascend.row_lending import RowEngine
 from memascend.scaling import LossScale
 from memascend.session import Session
 from memascend.sums import Sums, wanted
@@ -58,6 +59,8 @@ class Wiring:
     unit_bytes: Mapping[str, int]
     plan: Plan
     resources: Resources
+    # The budget with which embeddings are not read by rows.
+    whole_budget: int
     # Where copies of the weights go.
     scratch: Path | None
 
@@ -67,6 +70,9 @@ class Wiring:
         options, plan, resources, model = self.options, self.plan, self.resources, self.model
         store = resources.store
         engine = resources.units.engine(resources.engine)
+        if resources.units.rows is not None:
+            names = [name for unit in self.units if unit.name in plan.by_rows for name in unit.parameters]
+            engine = RowEngine(engine, names, plan.queue_bytes)
         known = {entry["name"]: entry for entry in store.entries()}
         residency = self._residency(known)
 
@@ -167,12 +173,14 @@ class Wiring:
             require=None if memory.device is None else memory.device.require_no_capture,
         )
         for unit in self.units:
-            home = residency.add(unit.name, self.unit_bytes[unit.name], pinned=unit.pinned)
+            by_rows = unit.name in plan.by_rows
+            home = residency.add(unit.name, self.unit_bytes[unit.name], pinned=unit.pinned, by_rows=by_rows)
             home.places = [
                 Place(self.owned[name].parameter, name, known[name]["unit_offset"], residency, self._device)
                 for name in unit.parameters
             ]
         residency.settle()
+        residency.rows, residency.whole_budget = memory.rows, self.whole_budget
         residency.hooks.keeper = self.resources.activations
         residency.larger_budget = plan.larger_budget
         residency.budget_option = "device_memory" if plan.device else "host_memory"

@@ -11,6 +11,8 @@ use crate::{Cause, Error, Result, bench::Bench};
 pub struct Gradient {
     memory: Memory,
     dtype: Dtype,
+    /// Bytes that are held for it until it was used.
+    held: usize,
 }
 
 enum Memory {
@@ -63,15 +65,17 @@ impl Gradient {
         {
             return Err(Error::Invalid(format!("the gradient's memory is not aligned for {}", dtype.name())));
         }
-        Ok(Self { memory: Memory::Here(memory), dtype })
+        let held = memory.len();
+        Ok(Self { memory: Memory::Here(memory), dtype, held })
     }
 
-    /// A gradient of `nbytes` of `dtype` that is lent by `source` as it is needed.
-    pub fn lent(source: Box<dyn Source>, nbytes: usize, dtype: Dtype) -> Result<Self> {
+    /// A gradient of `nbytes` of `dtype` that is lent by `source` as it is needed, which holds `held` bytes for it
+    /// meanwhile: less where it makes each window anew.
+    pub fn lent(source: Box<dyn Source>, nbytes: usize, held: usize, dtype: Dtype) -> Result<Self> {
         if !nbytes.is_multiple_of(require_float(dtype)?) {
             return Err(Error::Invalid(format!("{nbytes} bytes are no number of {}", dtype.name())));
         }
-        Ok(Self { memory: Memory::Away { source, nbytes, window: Cell::new(None) }, dtype })
+        Ok(Self { memory: Memory::Away { source, nbytes, window: Cell::new(None) }, dtype, held })
     }
 
     /// Bytes of it.
@@ -81,6 +85,11 @@ impl Gradient {
             Memory::Here(memory) => memory.len(),
             Memory::Away { nbytes, .. } => *nbytes,
         }
+    }
+
+    /// Bytes that are held for it until it was used.
+    pub(crate) fn held(&self) -> usize {
+        self.held
     }
 
     pub(crate) fn elements(&self) -> u64 {

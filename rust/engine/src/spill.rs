@@ -38,7 +38,7 @@ impl Spill {
 
 impl Work for Spill {
     fn nbytes(&self) -> usize {
-        self.gradient.nbytes()
+        self.gradient.held()
     }
 
     fn leaves(&self) -> Leaves {

@@ -34,7 +34,7 @@ pub(crate) struct Update {
 impl Work for Update {
     fn nbytes(&self) -> usize {
         match &self.by {
-            By::Given(gradient) => gradient.nbytes(),
+            By::Given(gradient) => gradient.held(),
             By::Spilled { .. } => 0,
         }
     }

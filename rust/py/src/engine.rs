@@ -15,7 +15,8 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Engine>()
 }
 
-/// Address and bytes of a tensor, and what keeps them valid. Of a gradient, address 0 says that this lends it.
+/// Address and bytes of a tensor, and what keeps them valid. Of a gradient, address 0 says that this is what lends it
+/// and the bytes that are held meanwhile.
 type Tensor = (usize, usize, Py<PyAny>);
 /// lr, betas, eps, weight decay, decoupled, step, gradient scale, maximize.
 type Numbers = (f64, (f64, f64), f64, f64, bool, u64, f64, bool);
@@ -197,7 +198,10 @@ fn held((address, nbytes, keep): Tensor) -> Box<dyn Buffer> {
 fn typed(py: Python<'_>, gradient: Tensor, name: &str) -> PyResult<Gradient> {
     let dtype = dtype(py, name)?;
     let made = match gradient {
-        (0, nbytes, function) if nbytes > 0 => Gradient::lent(Box::new(Lending { function }), nbytes, dtype),
+        (0, nbytes, lender) if nbytes > 0 => {
+            let (function, held) = lender.extract::<(Py<PyAny>, usize)>(py)?;
+            Gradient::lent(Box::new(Lending { function }), nbytes, held, dtype)
+        }
         gradient => Gradient::new(held(gradient), dtype),
     };
     made.map_err(|error| engine_error(py, &error))

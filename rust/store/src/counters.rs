@@ -29,6 +29,11 @@ impl Counting {
         self.fetched_bytes.fetch_add(bytes, Relaxed);
     }
 
+    /// A part of a unit whose read was counted already.
+    pub(crate) fn began_part(&self, bytes: u64) {
+        self.fetched_bytes.fetch_add(bytes, Relaxed);
+    }
+
     pub(crate) fn waited(&self, time: Duration) {
         self.waited_nanoseconds.fetch_add(time.as_nanos() as u64, Relaxed);
     }

@@ -103,7 +103,7 @@ impl Store {
                 }
             }
         }
-        self.counters.began(parts.iter().map(|part| part.bytes).sum());
+        self.counters.began(0);
         let flights = Flights { begun: vec![false; parts.len()], flying: Vec::new() };
         let reading = Arc::new(Reading { holds, flights: Mutex::new(flights) });
         let ending: Weak<Reading> = Arc::downgrade(&reading);
@@ -147,6 +147,8 @@ impl Parts {
             let ticket = self.store.volume.read_in(Lane::First, into, from).map_err(|refused| refused.error)?;
             flying.tickets.push(ticket);
         }
+        // Not all of a unit's need be read.
+        self.store.counters.began_part(part.bytes);
         let state = Arc::new(Mutex::new(Some(flying)));
         let flight: Weak<Mutex<Option<Flying<B>>>> = Arc::downgrade(&state);
         flights.flying.retain(|flight| flight.strong_count() > 0);
