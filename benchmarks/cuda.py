@@ -30,7 +30,7 @@ from memascend.cli.bench import process
 from memascend.cli.bench.machine import described
 from memascend.cli.show import bytes_shown, table
 from memascend.cli.storage import bandwidth
-from memascend.config import parse_bytes
+from memascend.planning.options import parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memascend.checksum import Checksum
-from memascend.description import CHUNK_ELEMENTS
-from memascend.lending import WINDOWS, DeviceEngine
-from memascend.staging import CHECKERS, CHUNKS, Staging
+from memascend.device.download import WINDOWS, DeviceEngine
+from memascend.device.upload import CHECKERS, CHUNKS, Staging
+from memascend.engine.checksum import Checksum
+from memascend.engine.entries import CHUNK_ELEMENTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable

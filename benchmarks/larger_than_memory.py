@@ -33,10 +33,10 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from transformers.models.qwen2 import modeling_qwen2  # noqa: F401
 
 import memascend
-import memascend.offload
+import memascend.run.offloading
 from benchmarks.train.cell.systems.ours import smallest_budget
-from memascend.config import parse_bytes
-from memascend.shown import bytes_shown, seconds_shown, table
+from memascend.formatting import bytes_shown, seconds_shown, table
+from memascend.planning.options import parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable

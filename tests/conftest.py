@@ -10,7 +10,7 @@ import uuid
 from pathlib import Path
 
 import pytest
-from loaded import NO_NUMPY, Loaded
+from support.loaded import NO_NUMPY, Loaded
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -24,7 +24,7 @@ from benchmarks.train.tables import notes, pictures, workload_table
 from memascend.cli.bench import deepspeed
 from memascend.cli.bench.machine import described
 from memascend.errors import ConfigError, MemascendError
-from memascend.shown import table
+from memascend.formatting import table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

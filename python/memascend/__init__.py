@@ -23,11 +23,11 @@ if TYPE_CHECKING:
         TimeoutExpired,
         UsageError,
     )
-    from memascend.offload import offload
-    from memascend.optimizer import OffloadedOptimizer
-    from memascend.plan import Plan
-    from memascend.report import Report
-    from memascend.surgery import materialized
+    from memascend.planning.plan import Plan
+    from memascend.run.offloading import offload
+    from memascend.run.optimizer import OffloadedOptimizer
+    from memascend.run.report import Report
+    from memascend.run.state_dicts import materialized
 
 __all__ = [
     "BudgetError",
@@ -55,11 +55,11 @@ _MODULES = ("engine", "kernels", "memory", "nvme")
 # Needs what may not be installed, so that it is no part of "everything".
 _OPTIONAL = ("trainer",)
 _OWNERS = {
-    "OffloadedOptimizer": "optimizer",
-    "Plan": "plan",
-    "Report": "report",
-    "materialized": "surgery",
-    "offload": "offload",
+    "OffloadedOptimizer": "run.optimizer",
+    "Plan": "planning.plan",
+    "Report": "run.report",
+    "materialized": "run.state_dicts",
+    "offload": "run.offloading",
 }
 _ERRORS = tuple(name for name in __all__ if name[0].isupper() and name not in _OWNERS)
 

@@ -6,7 +6,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Self
 
-from memascend.shown import bytes_shown
+from memascend.formatting import bytes_shown
 
 if TYPE_CHECKING:
     from types import TracebackType

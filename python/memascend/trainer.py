@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memascend.checkpoint import Checkpoint, identity_of
+from memascend.checkpoint.reader import Checkpoint, identity_of
 from memascend.errors import ConfigError, MemascendError
-from memascend.optimizer import OffloadedOptimizer
+from memascend.run.optimizer import OffloadedOptimizer
 
 try:
     from transformers import PreTrainedModel, TrainerCallback
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
-    from memascend.session import Session
+    from memascend.run.session import Session
 
 __all__ = ["Callback", "last_checkpoint"]
 

@@ -18,8 +18,9 @@ from safetensors import safe_open
 from safetensors.torch import load_model
 
 import memascend
-from memascend import checkpoint as checkpoints
-from memascend import saving, tensorfile
+from memascend.checkpoint import reader as checkpoints
+from memascend.checkpoint import safetensors_writer as tensorfile
+from memascend.checkpoint import writer as saving
 from memascend.errors import ConfigError, CorruptionError, StorageError, UsageError
 from memascend.progress import Progress
 

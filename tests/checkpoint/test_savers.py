@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from memascend import saving
+from memascend.checkpoint import writer as saving
 from memascend.errors import UsageError
 
 

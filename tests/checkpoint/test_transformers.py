@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, MixtralConfig, Qwen2Config, Qwen2MoeConfig
 
 import memascend
-from memascend import saving, tensorfile
+from memascend.checkpoint import safetensors_writer as tensorfile
+from memascend.checkpoint import writer as saving
 from memascend.errors import ConfigError
 
 SMALL = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "vocab_size": 97}

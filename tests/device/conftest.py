@@ -6,13 +6,13 @@ import pytest
 import torch
 from device.determinism import deterministic, refusal
 
-from memascend import config
-from memascend import device as devices
+from memascend.device import device as devices
+from memascend.planning import options as config
 
 # A process has it from the start, as autograd looks for devices once; other tests are not to find it.
 POSES = os.environ.get("MEMASCEND_POSING") == "1"
 if POSES:
-    from posing.device import Posing, registered
+    from device.posing.device import Posing, registered
 
     registered()
 

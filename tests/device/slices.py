@@ -24,8 +24,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = {
-    "kernels": ["benchmarks/kernels_gpu.py"],
-    "cuda": ["benchmarks/cuda.py", "--write", "{results}", "--storage", "{results}"],
+    "kernels": ["-m", "benchmarks.kernels_gpu"],
+    "cuda": ["-m", "benchmarks.cuda", "--write", "{results}", "--storage", "{results}"],
 }
 # What they import that may be missing.
 NEEDED = {"cuda": "transformers"}
@@ -74,7 +74,7 @@ def unpacked(wheels, folder):
 def environment(site, told, *, posing):
     # Neither the checkout's sources nor its environment: what the wheel has is tested.
     own = {
-        "PYTHONPATH": os.pathsep.join([str(site), str(ROOT / "tests")]),
+        "PYTHONPATH": os.pathsep.join([str(site), str(ROOT / "tests"), str(ROOT)]),
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         "MEMASCEND_TOLD": str(told),
         "MEMASCEND_POSING" if posing else "MEMASCEND_GPU": "1",

@@ -5,7 +5,7 @@ import subprocess
 import textwrap
 
 import pytest
-from nvme.faulty import FaultyDisk
+from support.faulty import FaultyDisk
 
 
 def command(*words):

@@ -7,7 +7,7 @@ from parity import harness
 from parity.harness import Mode
 from parity.zoo_transformers import TRANSFORMERS
 
-from memascend import activations
+from memascend.activations import activations
 
 CASES = {case.name: case for case in TRANSFORMERS if case.name in ("checkpointed", "checkpointed-reentrant")}
 MODES = [

@@ -4,7 +4,8 @@ import pytest
 import torch
 from staged.fake import Fake
 
-from memascend import config, device
+from memascend.device import device
+from memascend.planning import options as config
 
 
 @pytest.fixture

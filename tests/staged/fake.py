@@ -17,7 +17,7 @@ import time
 
 import torch
 
-from memascend.device import CAPTURED
+from memascend.device.device import CAPTURED
 from memascend.errors import UsageError
 
 # NaN in every floating type, and nothing that an integer is likely to be.

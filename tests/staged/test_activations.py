@@ -5,12 +5,13 @@ import gc
 
 import pytest
 import torch
-from checkpointed import Model, keeper
 from parity.harness import Mode, check, reference
 from parity.zoo_transformers import TRANSFORMERS
+from support.checkpointed import Model, keeper
 
 import memascend
-from memascend import activation_memory, activations
+from memascend.activations import activations
+from memascend.activations import pool as activation_memory
 
 WIDTH, ROWS, BLOCKS = 64, 64, 6
 NBYTES = ROWS * WIDTH * 4

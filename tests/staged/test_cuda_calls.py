@@ -5,8 +5,8 @@ import threading
 import pytest
 import torch
 
-from memascend import device as devices
-from memascend.device import Cuda
+from memascend.device import device as devices
+from memascend.device.device import Cuda
 from memascend.errors import UsageError
 
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import memascend
-from memascend.unit_memory import DeviceUnits
+from memascend.device.unit_memory import DeviceUnits
 
 
 @pytest.mark.parametrize("why", [None, "not pinned for CUDA: cuMemHostRegister failed; copies are slower"])

@@ -9,12 +9,12 @@ import torch
 from staged.fake import SPOILT, Fake, Work
 
 from memascend import engine
-from memascend.description import CHUNK_ELEMENTS
-from memascend.device import Cuda
-from memascend.device_arena import DeviceArena
+from memascend.device.arena import DeviceArena
+from memascend.device.device import Cuda
+from memascend.device.download import WINDOWS, DeviceEngine
+from memascend.device.upload import Staging
+from memascend.engine.entries import CHUNK_ELEMENTS
 from memascend.errors import ConfigError, CorruptionError, DeviceError, StorageError, TimeoutExpired, UsageError
-from memascend.lending import WINDOWS, DeviceEngine
-from memascend.staging import Staging
 
 ELEMENTS, CHUNK = 50_000, 128 << 10
 UNITS = ("first", "second")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from memascend.errors import ConfigError
-from memascend.shown import bytes_shown, seconds_shown, table
+from memascend.formatting import bytes_shown, seconds_shown, table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

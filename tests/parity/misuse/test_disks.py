@@ -8,9 +8,9 @@ import subprocess
 
 import pytest
 import torch
-from nvme.faulty import FaultyDisk
 from parity.harness import adamw
 from parity.zoo_plain import Stack
+from support.faulty import FaultyDisk
 
 import memascend
 from memascend import BudgetError, StorageError, engine

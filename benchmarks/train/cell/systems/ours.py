@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from types import ModuleType
 
-    from memascend.optimizer import OffloadedOptimizer
+    from memascend.run.optimizer import OffloadedOptimizer
 
 __all__ = ["Ours", "begin", "ready", "smallest_budget"]
 
 
 def ready() -> list[ModuleType]:
     """Import what a user imports."""
-    importlib.import_module("memascend.offload")
+    importlib.import_module("memascend.run.offloading")
     return [*in_ram.ready(), sys.modules["memascend"]]
 
 
@@ -37,7 +37,7 @@ def begin(work: Workload, settings: dict[str, Any], storage: Path) -> Ours:
     import torch
     import transformers
 
-    from memascend.offload import offload
+    from memascend.run.offloading import offload
 
     if settings.get("lean"):
         dtype = getattr(torch, work.dtype)
@@ -65,7 +65,7 @@ def begin(work: Workload, settings: dict[str, Any], storage: Path) -> Ours:
 def smallest_budget(model: Any, optimizer: Any, options: dict[str, Any]) -> int:
     """The least `host_memory` with which these options of `offload()` work. Nothing is offloaded."""
     from memascend.errors import BudgetError
-    from memascend.offload import offload
+    from memascend.run.offloading import offload
 
     try:
         offload(model, optimizer, **{**options, "host_memory": 1})

@@ -14,7 +14,7 @@ from memascend.cli.demo.screen import Screen
 from memascend.cli.demo.turns import Settings, Side
 from memascend.cli.storage import file_system
 from memascend.errors import StorageError
-from memascend.shown import bytes_shown, seconds_shown, table
+from memascend.formatting import bytes_shown, seconds_shown, table
 
 if TYPE_CHECKING:
     import argparse

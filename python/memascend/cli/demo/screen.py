@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from memascend.shown import bytes_shown, seconds_shown
+from memascend.formatting import bytes_shown, seconds_shown
 
 if TYPE_CHECKING:
     from typing import TextIO

@@ -20,10 +20,10 @@ from memascend.cli.demo.model import ByteModel
 from memascend.cli.demo.text import batch, read_text
 from memascend.cli.demo.turns import Settings
 from memascend.errors import ConfigError, MemascendError
-from memascend.offload import offload
+from memascend.run.offloading import offload
 
 if TYPE_CHECKING:
-    from memascend.optimizer import OffloadedOptimizer
+    from memascend.run.optimizer import OffloadedOptimizer
 
 _LR = 1e-3
 

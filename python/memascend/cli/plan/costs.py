@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from memascend.offload import Planned
-    from memascend.plan import Plan
+    from memascend.planning.plan import Plan
+    from memascend.run.offloading import Planned
 
 __all__ = ["Costs", "cost", "disk_seconds"]
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from memascend.cli.plan.costs import Costs
-    from memascend.plan import Plan
+    from memascend.planning.plan import Plan
 
 __all__ = ["draw"]
 

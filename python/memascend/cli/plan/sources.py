@@ -126,7 +126,7 @@ def described_by_names(path: Path, dtype: torch.dtype | None) -> nn.Module:
         ConfigError: there are no safetensors there.
         CorruptionError: a file is damaged or cut short.
     """
-    from memascend.weights import Files
+    from memascend.checkpoint.weights import Files
 
     files = Files(path)
     root = _Part()

@@ -1,0 +1,1 @@
+"""Keeps what checkpoints save in host memory or on storage until the backward."""

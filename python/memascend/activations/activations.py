@@ -1,0 +1,323 @@
+"""Checkpointed activations elsewhere: what a checkpoint keeps for the backward waits there, in the bits that it had.
+
+What `torch.utils.checkpoint` saves is copied into chunks of host memory: a few, from which it goes on to an unlinked
+file ("ssd"), or as many as the plan has room for, and only what finds none goes on ("host", where a device computes).
+A backward uses what was kept in the order opposite to the forward's, so the last ones are still there, and the others
+are read ahead of it.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.utils.checkpoint
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from memascend.activations.chunks import Chunks
+from memascend.activations.pool import Rings
+from memascend.activations.scratch_files import Scratch
+from memascend.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+    from types import FrameType
+
+    from memascend.activations.pool import Piece
+    from memascend.device.device import Copy, Device
+
+__all__ = ["CHUNKS", "MORE", "MORE_USUAL", "Activations", "Kept", "open_activations"]
+
+# {bytes: count}. One request of a storage device each, and as many as keep it busy (docs/measurements.md).
+CHUNKS = {1 << 20: 8}
+# Chunks that "host" takes at once where it needs further ones, and how often without a budget: 1 GiB.
+MORE, MORE_USUAL = 64, 16
+# What is smaller stays where it is: a mask, positions.
+BYTES_MIN = 16 << 10
+# Pieces that are read ahead at most: more would only look for chunks in vain.
+_AHEAD = 64
+# Tensors whose copies from a device may be under way when the next is kept. As they live until then, each is memory
+# there; with fewer, the device would wait for the host between two blocks.
+_COMING = 2
+
+_CHECKPOINT = torch.utils.checkpoint.__file__
+_FUNCTION = torch.autograd.function.__file__
+
+
+class Kept:
+    """What stands for a tensor that was kept; when it is gone, so is the room that it takes."""
+
+    __slots__ = ("__weakref__", "_owner", "_storage", "coming", "described", "number", "pieces", "stream", "used")
+
+    def __init__(self, owner: Activations, tensor: torch.Tensor, number: int, pieces: list[Piece], stream: Any) -> None:
+        self._owner = owner
+        # As long as it is held, no other storage has its address.
+        self._storage = StorageWeakRef(tensor.untyped_storage())
+        self.described = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        self.number = number
+        self.pieces = pieces
+        # Of the device, on which it was made and will be used.
+        self.stream = stream
+        # On its way back to a device, begun before it was asked for.
+        self.coming: tuple[torch.Tensor, Copy] | None = None
+        # Whether it was asked for already.
+        self.used = False
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor again, in memory of its own."""
+        return self._owner.restored(self)
+
+    @property
+    def storage_lives(self) -> bool:
+        """Whether the memory that it was copied from is still there."""
+        return not self._storage.expired()
+
+    def __del__(self) -> None:
+        # Of any thread, at any time, also while the lock is held: only noted.
+        self._owner.dropped.append((self.pieces, self.coming))
+
+
+class Activations:
+    """Keeps what checkpoints save. Any thread may use it; everything runs under one lock."""
+
+    def __init__(self, chunks: Chunks, chunk_bytes: int, device: Device | None = None) -> None:
+        """Begin with nothing.
+
+        Args:
+            chunks: of host memory, which are closed by `close()`.
+            chunk_bytes: the size of one.
+            device: where activations lie; None: in host memory.
+        """
+        self._chunks = chunks
+        self._chunk_bytes = chunk_bytes
+        self._device = device
+        self._type = "cpu" if device is None else device.torch_device.type
+        self._lock = threading.RLock()
+        self._number = 0
+        # In the order in which they were kept, by number.
+        self._living: dict[int, weakref.ref[Kept]] = {}
+        # The same tensor, saved by several checkpoints, is kept once.
+        self._known: weakref.WeakValueDictionary[tuple[Any, ...], Kept] = weakref.WeakValueDictionary()
+        # The last that were kept on a device, as long as copies of them may be under way.
+        self._arriving: deque[list[Piece]] = deque()
+        self.dropped: deque[tuple[list[Piece], tuple[torch.Tensor, Copy] | None]] = deque()
+        self._closed: str | None = None
+
+    # --- what the saved-tensor hooks ask -------------------------------------------
+
+    def kept(self, tensor: torch.Tensor, caller: FrameType) -> Any:
+        """What stands for a tensor that a checkpoint saves; any other tensor as it is.
+
+        `caller` is the Python frame in which autograd saves it.
+        """
+        if (
+            tensor.nbytes < BYTES_MIN
+            or tensor.device.type != self._type
+            or not _is_checkpoint(caller)
+            or not _is_plain(tensor)
+        ):
+            return tensor
+        with self._lock:
+            return self._keep(tensor)
+
+    def _keep(self, tensor: torch.Tensor) -> Kept:
+        self._require_open()
+        self._reap()
+        key = (
+            tensor.untyped_storage()._cdata,  # noqa: SLF001
+            tensor._version,  # noqa: SLF001
+            tensor.storage_offset(),
+            tensor.shape,
+            tensor.stride(),
+            tensor.dtype,
+        )
+        known = self._known.get(key)
+        if known is not None and known.storage_lives:
+            return known
+        if self._device is not None:
+            while len(self._arriving) >= _COMING:
+                for piece in self._arriving[0]:
+                    self._chunks.arrived(piece)
+                self._arriving.popleft()
+        number = self._number
+        self._number += 1
+        pieces: list[Piece] = []
+        kept = Kept(self, tensor, number, pieces, None if self._device is None else self._device.stream())
+        # With its version counter and without its graph.
+        source = tensor.detach()
+        data = _bytes_of(tensor)
+        after = self._computed()
+        for start in range(0, data.numel(), self._chunk_bytes):
+            pieces.append(self._chunks.filled(data[start : start + self._chunk_bytes], source, number, after))
+            self._chunks.write_ahead()
+        if self._device is not None:
+            self._arriving.append(pieces)
+        self._living[number] = weakref.ref(kept)
+        self._known[key] = kept
+        return kept
+
+    def restored(self, kept: Kept) -> torch.Tensor:
+        """A tensor that was kept, and begin to bring those back that were kept before it."""
+        with self._lock:
+            self._require_open()
+            self._reap()
+            coming, kept.coming = kept.coming, None
+            tensor, copy = coming or self._brought(kept)
+            if copy is not None:
+                copy.order()
+            before = self._before(kept.number)
+            # Not behind what all blocks share, which is asked for before its turn.
+            if self._device is not None and self._is_next(kept):
+                self._bring_ahead(before, self._device.stream())
+            kept.used = True
+            self._read_ahead(before, kept)
+            return tensor
+
+    def _brought(self, kept: Kept) -> tuple[torch.Tensor, Copy | None]:
+        """A tensor that was kept in memory of its own; on a device, the copy that is the last one to it."""
+        shape, stride, dtype, device = kept.described
+        last = None
+        with torch.inference_mode(mode=False), torch.no_grad():
+            tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+            data = _bytes_of(tensor)
+            # What it lies on may have been somebody else's a moment ago, on the stream that asks.
+            after = self._computed()
+            # Those that are in chunks come first: their chunks are then there for the others.
+            order = sorted(range(len(kept.pieces)), key=lambda index: kept.pieces[index].chunk is None)
+            pieces = [kept.pieces[index] for index in order]
+            try:
+                for done, (index, piece) in enumerate(zip(order, pieces, strict=True)):
+                    self._chunks.read_ahead(pieces[done : done + _AHEAD], kept.number, copied=pieces[:done])
+                    at = index * self._chunk_bytes
+                    last = self._chunks.give(piece, data[at : at + piece.nbytes], after)
+            except BaseException:
+                if last is not None:
+                    # Nobody else gets its memory while something is copied there.
+                    last.wait()
+                raise
+        return tensor, last
+
+    def _computed(self) -> list[Copy]:
+        """What comes after it comes after all that the caller has begun to compute."""
+        return [] if self._device is None else [self._device.mark(self._device.stream())]
+
+    def _bring_ahead(self, before: Sequence[Kept], stream: Any) -> None:
+        """Begin to copy what is used next to the device, where that needs to wait for nothing."""
+        kept = next((other for other in before if not other.used), None)
+        if kept is None or kept.coming is not None or not self._chunks.at_hand(kept.pieces):
+            return
+        if kept.stream != stream:
+            # Its memory would be of this stream, and used on the other.
+            return
+        try:
+            tensor, copy = self._brought(kept)
+        except torch.OutOfMemoryError:
+            # There is no room yet; when it is asked for, there has to be.
+            return
+        assert copy is not None
+        kept.coming = tensor, copy
+
+    def _is_next(self, kept: Kept) -> bool:
+        """Whether it is the latest of those that were not asked for yet."""
+        living = (self._living[number]() for number in reversed(self._living))
+        return next((other for other in living if other is not None and not other.used), None) is kept
+
+    def _read_ahead(self, before: Sequence[Kept], kept: Kept) -> None:
+        wanted = [piece for other in before for piece in other.pieces]
+        most = min(_AHEAD, self._chunks.count)
+        self._chunks.read_ahead(wanted[:most], kept.number, copied=kept.pieces)
+
+    def _before(self, number: int) -> list[Kept]:
+        """What was kept before, the latest first, as far as it would be read ahead."""
+        found: list[Kept] = []
+        pieces = 0
+        for other in range(number - 1, -1, -1):
+            weak = self._living.get(other)
+            living = None if weak is None else weak()
+            if living is None or pieces >= _AHEAD:
+                break
+            found.append(living)
+            pieces += len(living.pieces)
+        return found
+
+    # --- the end -------------------------------------------------------------------
+
+    def _reap(self) -> None:
+        """Take back the room of what nobody can ask for any more."""
+        while self.dropped:
+            pieces, coming = self.dropped.popleft()
+            if coming is not None:
+                # Its memory is another's as soon as it is let go.
+                coming[1].wait()
+            for piece in pieces:
+                self._living.pop(piece.number, None)
+                self._chunks.drop(piece)
+
+    def _require_open(self) -> None:
+        if self._closed is not None:
+            raise UsageError(self._closed)
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that is held."""
+        return 0 if self._closed else self._chunks.host_bytes
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """Bytes that went to storage and came back: "written", "read"."""
+        return self._chunks.counters
+
+    def close(self, why: str) -> None:
+        """Let everything go; what was kept cannot be had again, and asking for it is `UsageError(why)`."""
+        with self._lock:
+            if self._closed is not None:
+                return
+            self._closed = why
+            self._arriving.clear()
+            self._chunks.close()
+
+
+def open_activations(folders: Sequence[Path], *, device: Device | None = None, groups: int = 0) -> Activations:
+    """Activations that are kept in host memory, and in files in some folders.
+
+    Args:
+        folders: for the files.
+        device: where activations lie; None: in host memory.
+        groups: of `MORE` chunks each, which may be taken beyond the first ones; with none, all goes to the files.
+    """
+    ((chunk_bytes, count),) = CHUNKS.items()
+    room = Scratch(folders, chunk_bytes, what="checkpointed activations")
+    rings = Rings(chunk_bytes, count, [MORE] * groups, pinned=device is not None)
+    # As many as are written at once.
+    chunks = Chunks(room, rings, device=device, spare=count)
+    return Activations(chunks, chunk_bytes, device)
+
+
+def _is_checkpoint(caller: FrameType) -> bool:
+    """Whether a tensor that is saved in this frame is an input of a checkpoint, of whichever kind."""
+    frame: FrameType | None = caller
+    # Before Python 3.12 a comprehension has a frame of its own, which is of the same file.
+    if caller.f_code.co_filename == _FUNCTION:
+        frame = caller.f_back
+    return frame is not None and frame.f_code.co_filename == _CHECKPOINT
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.layout == torch.strided
+        and not tensor.is_inference()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and torch.ops.aten.is_non_overlapping_and_dense(tensor)
+    )
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor without gaps, in the order in which they lie."""
+    with torch.no_grad():
+        return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)

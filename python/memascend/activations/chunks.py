@@ -1,0 +1,323 @@
+"""Host memory that checkpointed activations pass through or stay in: chunks, and their ways to a device and storage.
+
+A chunk is filled, by a copy on a device's own stream where there is one. It is written to storage when chunks are
+needed for what comes, the one first that is used farthest from now: a backward uses what was kept in the order opposite
+to the forward's. It is read, checked, and copied back when its turn comes. Nothing here is for several threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from typing import TYPE_CHECKING, Protocol
+
+from memascend.activations.pool import Chunk, Piece, Rings
+from memascend.engine.checksum import Checksum
+from memascend.errors import CorruptionError, UsageError
+from memascend.pages import whole_pages
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    import torch
+
+    from memascend.activations.scratch_files import Place
+    from memascend.device.device import Copy, Device
+
+__all__ = ["Chunks", "Room"]
+
+_CHANGED = (
+    "a checkpointed activation was changed in place before it was copied off the device, which autograd refuses as "
+    "well: compute the new value out of place"
+)
+
+
+class Room(Protocol):
+    """Where chunks go; see `scratch.Scratch`."""
+
+    def take(self) -> Place:
+        """A place for one chunk."""
+
+    def give_back(self, place: Place) -> None:
+        """It is not needed any more; nothing is on its way there."""
+
+    def close(self) -> None:
+        """Wait for what is in flight; the room is gone."""
+
+
+class Chunks:
+    """All chunks, and what is on its way from and to them."""
+
+    def __init__(self, room: Room, rings: Rings, *, device: Device | None, spare: int) -> None:
+        """Begin with nothing in them.
+
+        Args:
+            room: on storage, in places of a chunk's bytes.
+            rings: the memory. Both are closed by `close()`.
+            device: where activations lie; None: in host memory.
+            spare: how many chunks are to be had without waiting for storage, by writing others ahead of need.
+        """
+        self._room = room
+        self._rings = rings
+        self._device = device
+        self._spare = spare
+        self._free = list(reversed(rings.first))
+        # With what is not on storage, in the order in which it was kept: what is used last comes first.
+        self._held: dict[Chunk, None] = {}
+        # With what is on storage or on its way there, or what nobody can ask for any more.
+        self._loose: dict[Chunk, None] = {}
+        self.counters = {"written": 0, "read": 0}
+
+    # --- in --------------------------------------------------------------------------
+
+    def filled(self, part: torch.Tensor, source: torch.Tensor, number: int, after: Sequence[Copy]) -> Piece:
+        """Take a part of a tensor in; `source` is the tensor that it is copied from.
+
+        On a device the copy comes after `after`, and the host does not wait for it.
+        """
+        chunk = self._for_write()
+        piece = Piece(part.numel(), number)
+        memory = chunk.memory[: piece.nbytes]
+        try:
+            if self._device is None:
+                memory.copy_(part)
+            else:
+                chunk.copy = self._device.take(part, memory, after)
+                # Nobody else gets its memory before the copy is over.
+                chunk.source = (source, source._version)  # noqa: SLF001
+        except BaseException:
+            self._free.append(chunk)
+            raise
+        chunk.piece, piece.chunk = piece, chunk
+        chunk.reading = False
+        self._held[chunk] = None
+        return piece
+
+    def arrived(self, piece: Piece) -> None:
+        """Wait until a piece is there, so that what it was copied from can go."""
+        if piece.chunk is not None and piece.chunk.source is not None:
+            self._copied(piece.chunk)
+
+    def write_ahead(self, least: int = 0) -> None:
+        """Begin to write what is used farthest from now, as far as chunks have to be spare; `least` of them anyway."""
+        wanted = self._spare - len(self._free) - len(self._loose) - self._rings.left
+        for chunk in list(itertools.islice(self._held, max(wanted, least))):
+            if least == 0 and chunk.copy is not None and not chunk.copy.done():
+                # The later ones come after it.
+                return
+            self._write(chunk)
+
+    def _write(self, chunk: Chunk) -> None:
+        self._copied(chunk)
+        piece = chunk.piece
+        assert piece is not None
+        place = self._room.take()
+        try:
+            piece.checksum = _checksum(chunk.memory[: piece.nbytes])
+            chunk.ticket = place.write(chunk.memory[: whole_pages(piece.nbytes)])
+        except BaseException:
+            self._room.give_back(place)
+            raise
+        piece.place = place
+        del self._held[chunk]
+        self._loose[chunk] = None
+        self.counters["written"] += piece.nbytes
+
+    def _for_write(self) -> Chunk:
+        """A chunk that is free, or that of what is used farthest from now."""
+        if not self._free:
+            self._free += reversed(self._rings.more())
+        if self._free:
+            return self._free.pop()
+        self.write_ahead()
+        if not self._loose:
+            self.write_ahead(least=1)
+        best = min([chunk for chunk in self._loose if chunk.idle] or self._loose, key=_number_of)
+        self._empty(best)
+        return best
+
+    # --- out -------------------------------------------------------------------------
+
+    def give(self, piece: Piece, target: torch.Tensor, after: Sequence[Copy]) -> Copy | None:
+        """Copy a piece to where a tensor is put together; on a device after `after`, and the host does not wait."""
+        if piece.chunk is None:
+            if piece.place is None:
+                raise UsageError(_CHANGED)
+            self._read(piece, self._for_write())
+        chunk = piece.chunk
+        assert chunk is not None
+        if chunk.reading:
+            self._transferred(chunk)
+        if chunk.source is not None and chunk.copy is not None and chunk.copy.done():
+            self._copied(chunk)
+        memory = chunk.memory[: piece.nbytes]
+        if self._device is None:
+            target.copy_(memory)
+            return None
+        # It may still be on its way in.
+        chunk.copy = self._device.bring(memory, target, [*after, *([chunk.copy] if chunk.copy is not None else [])])
+        return chunk.copy
+
+    def at_hand(self, pieces: Iterable[Piece]) -> bool:
+        """Whether all of them can be had without waiting for storage."""
+        return all(
+            piece.chunk is not None
+            and (not piece.chunk.reading or piece.chunk.ticket is None or piece.chunk.ticket.done())
+            for piece in pieces
+        )
+
+    def read_ahead(self, pieces: Sequence[Piece], number: int, *, copied: Sequence[Piece]) -> None:
+        """Begin to read pieces, as far as there are chunks of what a backward at `number` has used already."""
+        for piece in pieces:
+            if piece.chunk is not None:
+                continue
+            if self._free:
+                chunk = self._free.pop()
+            else:
+                used = (
+                    chunk
+                    for chunk in self._loose
+                    if chunk.piece is not None
+                    and (chunk.piece.dead or chunk.piece.number > number or chunk.piece in copied)
+                    and chunk.idle
+                )
+                found = next(used, None)
+                if found is None:
+                    return
+                chunk = found
+                self._empty(chunk)
+            self._read(piece, chunk)
+
+    def _read(self, piece: Piece, chunk: Chunk) -> None:
+        place = piece.place
+        assert place is not None
+        try:
+            chunk.ticket = place.read(chunk.memory[: whole_pages(piece.nbytes)])
+        except BaseException:
+            self._free.append(chunk)
+            raise
+        chunk.piece, piece.chunk = piece, chunk
+        chunk.reading = True
+        self._loose[chunk] = None
+        self.counters["read"] += piece.nbytes
+
+    # --- what is on its way ------------------------------------------------------------
+
+    def _copied(self, chunk: Chunk) -> None:
+        """Wait for the copies of a chunk from and to a device."""
+        if chunk.copy is None:
+            return
+        chunk.copy.wait()
+        source, chunk.copy, chunk.source = chunk.source, None, None
+        piece = chunk.piece
+        if source is None or piece is None or piece.dead or source[0]._version == source[1]:  # noqa: SLF001
+            return
+        self._failed(chunk)
+        raise UsageError(_CHANGED)
+
+    def _transferred(self, chunk: Chunk) -> None:
+        """Wait for a chunk's way from or to storage, and check what was read."""
+        if chunk.ticket is None:
+            return
+        try:
+            chunk.ticket.wait()
+        except BaseException:
+            # An interrupt ends the wait alone; anything else, the transfer.
+            if chunk.ticket.done():
+                self._failed(chunk)
+            raise
+        chunk.ticket = None
+        piece = chunk.piece
+        if chunk.reading and piece is not None and not piece.dead:
+            found = _checksum(chunk.memory[: piece.nbytes])
+            if found != piece.checksum:
+                self._failed(chunk)
+                place = piece.place
+                assert place is not None
+                raise CorruptionError(
+                    f"a checkpointed activation is not what was written: {piece.nbytes} bytes at {place.offset} of "
+                    f"{place.path} have the checksum {found}, not {piece.checksum}; no step was committed from it",
+                    path=place.path,
+                    offset=place.offset,
+                    nbytes=piece.nbytes,
+                )
+
+    def _failed(self, chunk: Chunk) -> None:
+        """What a transfer that failed leaves is nothing."""
+        piece, chunk.piece, chunk.ticket = chunk.piece, None, None
+        if piece is not None:
+            piece.chunk = None
+        self._held.pop(chunk, None)
+        self._loose.pop(chunk, None)
+        self._free.append(chunk)
+
+    def _empty(self, chunk: Chunk) -> None:
+        """Wait for what is on its way, then have nothing in the chunk; what was in it is on storage or dead."""
+        self._copied(chunk)
+        self._transferred(chunk)
+        self._loose.pop(chunk, None)
+        piece, chunk.piece = chunk.piece, None
+        if piece is not None:
+            piece.chunk = None
+            if piece.dead and piece.place is not None:
+                self._room.give_back(piece.place)
+
+    # --- the end -----------------------------------------------------------------------
+
+    def drop(self, piece: Piece) -> None:
+        """Nobody can ask for a piece any more."""
+        piece.dead = True
+        chunk = piece.chunk
+        if chunk is None:
+            if piece.place is not None:
+                self._room.give_back(piece.place)
+            return
+        self._held.pop(chunk, None)
+        self._loose[chunk] = None
+        if chunk.idle:
+            self._empty(chunk)
+            self._free.append(chunk)
+
+    @property
+    def occupied(self) -> int:
+        """Chunks that have something in them."""
+        return len(self._held) + len(self._loose)
+
+    @property
+    def count(self) -> int:
+        """Chunks that were taken."""
+        return len(self._free) + self.occupied
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that is held."""
+        return self._rings.host_bytes
+
+    def close(self) -> None:
+        """Let everything go, once the devices are done with it."""
+        copies = [chunk.copy for chunk in (*self._held, *self._loose, *self._free) if chunk.copy is not None]
+        try:
+            for copy in copies:
+                # Of a device that is lost, nothing is on its way.
+                with contextlib.suppress(Exception):
+                    copy.wait()
+        finally:
+            # Tickets hold the memory until storage is done.
+            self._free.clear()
+            self._held.clear()
+            self._loose.clear()
+            try:
+                self._room.close()
+            finally:
+                self._rings.close()
+
+
+def _number_of(chunk: Chunk) -> tuple[bool, int]:
+    piece = chunk.piece
+    return (False, -1) if piece is None else (not piece.dead, piece.number)
+
+
+def _checksum(memory: torch.Tensor) -> str:
+    checksum = Checksum()
+    checksum.update(memory)
+    return str(checksum)

@@ -1,0 +1,117 @@
+"""What a new store begins with: the model's and the optimizer's own values, `weights=`, or initialisation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+
+from memascend.checkpoint.initialisation import Initialiser
+from memascend.checkpoint.names import Names
+from memascend.residency.placeholder import dense_strides, laid_out
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Generator, Mapping, Sequence
+
+    from memascend.checkpoint.weights import Weights
+    from memascend.optimizers.update_rule import Arithmetic
+    from memascend.planning.units import Unit
+
+__all__ = ["Beginning", "First", "InHand", "as_laid"]
+
+
+class First(NamedTuple):
+    """The first values of a parameter.
+
+    Attributes:
+        name: its name.
+        values: as they are stored.
+        state: of the optimizer, what there is.
+        step: how many updates made it.
+    """
+
+    name: str
+    values: torch.Tensor
+    state: dict[str, torch.Tensor]
+    step: int
+
+
+class Beginning(Protocol):
+    """Where the first values come from."""
+
+    # What is committed with them.
+    step: int
+    user_state: Any
+
+    def check(self) -> None:
+        """Refuse what does not fit, before anything is written."""
+
+    def hyperparameters(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
+        """What is committed of options, where those of the optimizer's groups are `groups`."""
+
+    def parameters(self, units: Sequence[Unit]) -> Generator[First, None, None]:
+        """Each parameter of the units once; what was yielded may go before the next is asked for."""
+
+    def buffer(self, name: str, tensor: torch.Tensor) -> None:
+        """Write the first values of a persistent buffer into it."""
+
+
+class InHand:
+    """The values that model and optimizer have, and for parameters on meta `weights`, or their initialisation."""
+
+    step = 0
+    user_state = None
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        named: Mapping[str, torch.nn.Parameter],
+        trained: Collection[str],
+        arithmetic: Arithmetic,
+        weights: Weights | None,
+        meta_buffers: Mapping[str, torch.Tensor],
+    ) -> None:
+        """`trained` are the names that the optimizer owns, `meta_buffers` the persistent buffers that were on meta."""
+        self._model = model
+        self._named = named
+        self._trained = trained
+        self._arithmetic = arithmetic
+        self._weights = weights
+        self._meta_buffers = meta_buffers
+
+    def check(self) -> None:
+        """Match names, shapes and dtypes with the weights."""
+        if self._weights is not None:
+            wanted: dict[str, torch.Tensor] = {name: p for name, p in self._named.items() if p.is_meta}
+            self._weights.check(Names(self._model), {**wanted, **self._meta_buffers})
+
+    def hyperparameters(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
+        """The optimizer's own."""
+        return {"groups": groups, "loss_scale": None}
+
+    def parameters(self, units: Sequence[Unit]) -> Generator[First, None, None]:
+        """Those on meta first where they are initialised; then all in the order of the units."""
+        if self._weights is None and any(p.is_meta for p in self._named.values()):
+            for name, values in Initialiser(self._model).parameters(units, self._named):
+                yield First(name, as_laid(values, self._named[name]), {}, 0)
+        for unit in units:
+            for name in unit.parameters:
+                parameter = self._named[name]
+                if not parameter.is_meta:
+                    state, step = self._arithmetic.initial(parameter) if name in self._trained else ({}, 0)
+                    yield First(name, laid_out(parameter.detach().cpu()), state, step)
+                elif self._weights is not None:
+                    yield First(name, as_laid(self._weights.tensor(name, parameter), parameter), {}, 0)
+
+    def buffer(self, name: str, tensor: torch.Tensor) -> None:
+        """From the weights, where it was on meta and was not initialised."""
+        if self._weights is not None and name in self._meta_buffers:
+            tensor.copy_(self._weights.tensor(name, self._meta_buffers[name]))
+
+
+def as_laid(values: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Values with the strides that the parameter is stored with: themselves, or a copy."""
+    strides = dense_strides(parameter)
+    if tuple(values.stride()) == strides or (values.numel() <= 1 and values.is_contiguous()):
+        return values
+    return torch.empty_strided(parameter.shape, strides, dtype=values.dtype).copy_(values)

@@ -1,0 +1,294 @@
+"""Checkpoints as `OffloadedOptimizer.save` writes them: what lies where, the manifest, and starting from one.
+
+The format is in `docs/checkpoint-format.md`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memascend.checkpoint.first_values import First, as_laid
+from memascend.checkpoint.names import Names
+from memascend.checkpoint.weights import Files
+from memascend.engine import Checksum
+from memascend.errors import ConfigError, CorruptionError, MemascendError, StorageError
+from memascend.progress import Progress
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Collection, Generator, Mapping, Sequence
+
+    from memascend.optimizers.update_rule import Arithmetic
+    from memascend.planning.units import Unit
+
+__all__ = ["FOLDER", "MANIFEST", "Checkpoint", "Continued", "identity_of", "plain_state", "rendered", "state_key"]
+
+# In the checkpoint's folder: what is ours, out of the way of tools that take every safetensors file for weights.
+FOLDER = "memascend"
+MANIFEST = "manifest.json"
+FORMAT = "memascend checkpoint"
+VERSION = 1
+# A million tensors need less.
+_MANIFEST_BYTES_MAX = 256 << 20
+_READ_BYTES = 8 << 20
+
+
+def identity_of(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """Which step of which store a checkpoint holds; None where there is none, or a damaged one."""
+    try:
+        manifest = _manifest(Path(folder))
+    except MemascendError:
+        return None
+    return {name: manifest[name] for name in ("store", "step")}
+
+
+def state_key(name: str, of: str) -> str:
+    """What a state tensor of a parameter is called."""
+    return f"{name}.{of}"
+
+
+def plain_state(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The state tensors of an entry as a checkpoint has them: a master in place of a compact entry's rest."""
+    master = {of: torch.empty(tensor.shape, dtype=torch.float32, device="meta") for of, tensor in state.items()}
+    return {"master" if of == "rest" else of: master[of] if of == "rest" else state[of] for of in state}
+
+
+def rendered(manifest: Mapping[str, Any]) -> bytes:
+    """The manifest as it stands on disk: one way to write it, so that a change of any byte is seen."""
+    content = {name: value for name, value in manifest.items() if name != "checksum"}
+    checksum = Checksum()
+    checksum.update(torch.frombuffer(bytearray(json.dumps(content, sort_keys=True).encode()), dtype=torch.uint8))
+    return json.dumps({**content, "checksum": str(checksum)}, sort_keys=True, indent=1).encode() + b"\n"
+
+
+class Checkpoint:
+    """One that is there."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        """Read and check its manifest, and that every file is there, as long as it was.
+
+        Raises:
+            ConfigError: there is none.
+            CorruptionError: it is damaged, partial or of another version; the message says what.
+        """
+        self.folder = Path(folder)
+        self.manifest = _manifest(self.folder)
+        for name, said in self.manifest["files"].items():
+            path = self.folder / name
+            try:
+                nbytes = path.stat().st_size
+            except OSError as error:
+                raise CorruptionError(
+                    f"the checkpoint {self.folder} is partial: {name} is missing", errno=error.errno, path=str(path)
+                ) from error
+            if nbytes != said["bytes"]:
+                raise CorruptionError(
+                    f"{path} has {nbytes} bytes, and the checkpoint's manifest says {said['bytes']}", path=str(path)
+                )
+
+    def verify(self) -> None:
+        """Read every byte and compare it with the manifest.
+
+        Raises:
+            CorruptionError: something differs; it names file and tensor.
+        """
+        total = sum(said["bytes"] for said in self.manifest["files"].values())
+        with Progress("checking the checkpoint", total) as progress:
+            for name, said in self.manifest["files"].items():
+                _verify(self.folder / name, said, progress)
+
+    def weights(self) -> Files:
+        """Its weights."""
+        return Files(self.folder)
+
+    def state(self) -> Files | None:
+        """Its optimizer's state; None where there is none."""
+        names = [name for name in self.manifest["files"] if Path(name).parent.name == FOLDER]
+        return Files.of([self.folder / name for name in names]) if names else None
+
+
+class Continued:
+    """The first values of a store, from a checkpoint."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        model: torch.nn.Module,
+        named: Mapping[str, torch.nn.Parameter],
+        buffers: Mapping[str, torch.Tensor],
+        arithmetic: Arithmetic,
+        trained: Collection[str],
+    ) -> None:
+        """`trained` are the names that the optimizer owns, `buffers` the persistent ones."""
+        self._checkpoint = checkpoint
+        self._model = model
+        self._named = named
+        self._buffers = buffers
+        self._arithmetic = arithmetic
+        self._trained = trained
+        self.step: int = checkpoint.manifest["step"]
+        self.user_state: Any = checkpoint.manifest["user_state"]
+        self._weights = checkpoint.weights()
+        self._state = checkpoint.state()
+
+    def check(self) -> None:
+        """Refuse a checkpoint of something else, or one that is damaged."""
+        where, manifest = self._checkpoint.folder, self._checkpoint.manifest
+        here = type(self._arithmetic.optimizer).__name__
+        if manifest["optimizer"] != here:
+            raise ConfigError(f"the checkpoint {where} is of {manifest['optimizer']}, and the optimizer is {here}")
+        groups = self._arithmetic.optimizer.param_groups
+        if len(manifest["groups"]) != len(groups):
+            raise ConfigError(
+                f"the checkpoint {where} has {len(manifest['groups'])} parameter groups, the optimizer {len(groups)}"
+            )
+        self._weights.check(Names(self._model), {**self._named, **self._buffers})
+        wanted: dict[str, torch.Tensor] = {}
+        for name in self._trained:
+            for of, tensor in self._kept(name).items():
+                wanted[state_key(name, of)] = tensor
+        found = set() if self._state is None else set(self._state.keys)
+        problems = [f"no {key}" for key in wanted if key not in found]
+        problems += [f"{key}, which the optimizer does not keep" for key in sorted(found - wanted.keys())]
+        for key in wanted.keys() & found:
+            assert self._state is not None
+            dtype, shape = self._state.described(key)
+            if dtype != wanted[key].dtype or shape != tuple(wanted[key].shape):
+                problems.append(f"{key} is {dtype} of shape {list(shape)}, not {wanted[key].dtype}")
+        if problems:
+            more = f" and {len(problems) - 10} more" if len(problems) > 10 else ""
+            raise ConfigError(
+                f"the state in the checkpoint {where} is not that of this optimizer and master_dtype: "
+                f"{'; '.join(problems[:10])}{more}"
+            )
+        self._checkpoint.verify()
+
+    def _kept(self, name: str) -> dict[str, torch.Tensor]:
+        updates = torch.empty((), dtype=torch.int64, device="meta")
+        return {**plain_state(self._arithmetic.describe(self._named[name])), "updates": updates}
+
+    def hyperparameters(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
+        """The checkpoint's, and which one it was: the first step of the store commits others."""
+        del groups
+        manifest = self._checkpoint.manifest
+        origin = {name: manifest[name] for name in ("store", "step")}
+        return {"groups": manifest["groups"], "loss_scale": manifest["loss_scale"], "origin": origin}
+
+    def parameters(self, units: Sequence[Unit]) -> Generator[First, None, None]:
+        """In the order of the units, on the mapped files."""
+        trained = set(self._trained)
+        for unit in units:
+            for name in unit.parameters:
+                parameter = self._named[name]
+                values = as_laid(self._weights.tensor(name, parameter), parameter)
+                state: dict[str, torch.Tensor] = {}
+                if name in trained:
+                    assert self._state is not None
+                    for of in self._kept(name):
+                        tensor = self._state.at(state_key(name, of))
+                        same = tensor.shape == parameter.shape
+                        state[of] = as_laid(tensor, parameter) if same else tensor
+                step = int(state.pop("updates").item()) if state else 0
+                yield First(name, values, state, step)
+
+    def buffer(self, name: str, tensor: torch.Tensor) -> None:
+        """Its values there."""
+        tensor.copy_(self._weights.tensor(name, tensor))
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    path = folder / FOLDER / MANIFEST
+    try:
+        if path.stat().st_size > _MANIFEST_BYTES_MAX:
+            raise CorruptionError(f"{path} is larger than {_MANIFEST_BYTES_MAX} bytes", path=str(path))
+        text = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ConfigError(
+            f"{folder} is no checkpoint: it has no {FOLDER}/{MANIFEST}, which optimizer.save() writes"
+        ) from error
+    except OSError as error:
+        if isinstance(error, StorageError):
+            raise
+        raise StorageError(f"{path} cannot be read: {error.strerror}", errno=error.errno, path=str(path)) from error
+    try:
+        manifest: dict[str, Any] = json.loads(text)
+        whole = isinstance(manifest, dict) and rendered(manifest) == text
+    except (ValueError, RecursionError) as error:
+        raise CorruptionError(f"{path} is damaged: {error}", path=str(path)) from error
+    if not whole:
+        raise CorruptionError(f"{path} is damaged: its checksum is not that of what it says", path=str(path))
+    if manifest.get("format") != FORMAT or manifest.get("version") != VERSION:
+        raise CorruptionError(
+            f"{path} is {manifest.get('format')!r} version {manifest.get('version')!r}; this memascend reads "
+            f"{FORMAT!r} version {VERSION}",
+            path=str(path),
+        )
+    problem = _malformed(manifest)
+    if problem:
+        raise CorruptionError(f"{path} is malformed: {problem}", path=str(path))
+    return manifest
+
+
+def _malformed(manifest: dict[str, Any]) -> str | None:
+    """What is wrong with the fields, though the checksum is right."""
+    kinds = {"step": int, "store": str, "optimizer": str, "groups": list, "files": dict}
+    wrong = [name for name, kind in kinds.items() if not isinstance(manifest.get(name), kind)]
+    wrong += [name for name in ("loss_scale", "user_state") if name not in manifest]
+    if wrong:
+        return f"no {wrong[0]}"
+    if manifest["step"] < 0 or not all(isinstance(group, dict) for group in manifest["groups"]):
+        return "step or groups"
+    return next(
+        (f"what it says of {name!r}" for name, said in manifest["files"].items() if not _well(name, said)), None
+    )
+
+
+def _well(name: str, said: Any) -> bool:
+    """Whether a file is inside the checkpoint and described."""
+    parts = Path(name).parts
+    inside = parts in ((name,), (FOLDER, parts[-1] if parts else "")) and ".." not in parts and parts[-1] != "/"
+    kinds = {"bytes": int, "header": str, "tensors": dict}
+    return inside and isinstance(said, dict) and all(isinstance(said.get(of), kind) for of, kind in kinds.items())
+
+
+def _verify(path: Path, said: Mapping[str, Any], progress: Progress) -> None:
+    """Compare a safetensors file with what the manifest says of it."""
+    buffer = bytearray(_READ_BYTES)
+    with open(path, "rb", buffering=0) as file:  # noqa: PTH123
+
+        def checksum(start: int, nbytes: int) -> str:
+            done = Checksum()
+            file.seek(start)
+            while nbytes:
+                with memoryview(buffer)[: min(nbytes, len(buffer))] as part:
+                    got = file.readinto(part)
+                if not got:
+                    break
+                done.update(torch.frombuffer(buffer, dtype=torch.uint8)[:got])
+                progress.add(got)
+                nbytes -= got
+            return str(done)
+
+        length = int.from_bytes(file.read(8), "little")
+        if length > said["bytes"] - 8 or checksum(0, 8 + length) != said["header"]:
+            raise CorruptionError(
+                f"the header of {path} is damaged: its checksum is not the manifest's", path=str(path)
+            )
+        file.seek(8)
+        header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        if header.keys() != said["tensors"].keys():
+            raise CorruptionError(f"{path} does not hold the tensors that the manifest names", path=str(path))
+        for name, described in header.items():
+            start, end = described["data_offsets"]
+            if checksum(8 + length + start, end - start) != said["tensors"][name]:
+                raise CorruptionError(
+                    f"{name!r} in {path} is damaged: its checksum is not the manifest's",
+                    path=str(path),
+                    offset=8 + length + start,
+                    nbytes=end - start,
+                )

@@ -1,0 +1,270 @@
+"""Weights for a model on "meta": safetensors files, checked before anything is written, or a function."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from memascend.checkpoint.hub_names import converted
+from memascend.checkpoint.safetensors_writer import DTYPES
+from memascend.errors import ConfigError, CorruptionError, StorageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from memascend.checkpoint.hub_names import Source
+    from memascend.checkpoint.names import Matched, Names
+from memascend.paths import expanded
+
+__all__ = ["Files", "Function", "Weights", "open_weights"]
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+# An index of a million tensors is smaller.
+_INDEX_BYTES_MAX = 256 << 20
+# Problems of a kind that a message lists.
+_LISTED = 10
+
+
+class Weights(Protocol):
+    """Where the first values of parameters come from."""
+
+    def check(self, names: Names, wanted: Mapping[str, torch.Tensor]) -> None:
+        """Refuse what does not fit, before anything is written; `wanted` are tensors on meta by name."""
+
+    def has(self, name: str) -> bool:
+        """Whether there are values for a buffer that is not saved as a rule."""
+
+    def tensor(self, name: str, like: torch.Tensor) -> torch.Tensor:
+        """The values of one parameter or buffer."""
+
+
+def open_weights(weights: Any) -> Weights:
+    """What `offload(weights=)` was given.
+
+    Raises:
+        ConfigError: it is neither a file, a folder nor a function.
+    """
+    if isinstance(weights, (str, os.PathLike)):
+        return Files(Path(expanded(weights)))
+    if callable(weights):
+        return Function(weights)
+    raise ConfigError(f"weights is a safetensors file, a folder of them, or a function, not {weights!r}")
+
+
+class Function:
+    """A function that is given a name and a parameter on meta, and returns its values; called one at a time."""
+
+    def __init__(self, function: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
+        self._function = function
+
+    def check(self, names: Names, wanted: Mapping[str, torch.Tensor]) -> None:
+        """Nothing is known before it is called."""
+
+    def has(self, name: str) -> bool:
+        """It is asked for what nobody else can make."""
+        del name
+        return True
+
+    def tensor(self, name: str, like: torch.Tensor) -> torch.Tensor:
+        """What the function returns, if it fits."""
+        values = self._function(name, like)
+        if not isinstance(values, torch.Tensor) or values.layout != torch.strided or values.is_meta:
+            raise ConfigError(f"weights({name!r}, ...) must return a dense tensor with values, not {_kind(values)}")
+        if values.shape != like.shape or values.dtype != like.dtype:
+            raise ConfigError(f"weights({name!r}, ...) returned {_described(values)}, not {_described(like)}")
+        return values.detach().cpu()
+
+
+class Files:
+    """One safetensors file, or a folder of them; tensors stand on the mapped files, and nothing is copied."""
+
+    def __init__(self, path: Path) -> None:
+        """Open `path`.
+
+        Raises:
+            ConfigError: there are no safetensors, or not all of them.
+            CorruptionError: a file is damaged or cut short.
+        """
+        self._open(path, _files(path))
+
+    @classmethod
+    def of(cls, files: list[Path]) -> Self:
+        """All tensors of these files."""
+        made = cls.__new__(cls)
+        made._open(files[0].parent, dict.fromkeys(files))  # noqa: SLF001
+        return made
+
+    def _open(self, path: Path, files: Mapping[Path, list[str] | None]) -> None:
+        self.path = path
+        # By the name in the files, or the one that transformers gives it.
+        self._where: dict[str, Source] = {}
+        # The name in the files, by ours.
+        self._of: dict[str, str] = {}
+        for file, keys in files.items():
+            opened = _opened(file)
+            held = set(opened.keys())
+            lost = [key for key in keys or () if key not in held]
+            if lost:
+                raise ConfigError(f"{path} says that {lost[0]!r} is in {file.name}, and it is not")
+            self._where.update({key: _Stored(opened, key) for key in (held if keys is None else keys)})
+
+    @property
+    def keys(self) -> list[str]:
+        """The names in the files."""
+        return list(self._where)
+
+    def check(self, names: Names, wanted: Mapping[str, torch.Tensor]) -> None:
+        """Match the files' names with the model's, both ways."""
+        found = self._matched(names)
+        missing = [name for name in wanted if name not in found.of]
+        problems = [_listed("missing in the files", missing), _listed("not in the model", found.unexpected)]
+        unfit = []
+        for name, like in wanted.items():
+            for key in found.of.get(name, ()):
+                dtype, shape = self._where[key].described()
+                if shape != tuple(like.shape) or dtype != like.dtype:
+                    named = "of a dtype that torch has no name for" if dtype is None else str(dtype)[len("torch.") :]
+                    unfit.append(f"{key} is {named} of shape {list(shape)}, not {_described(like)}")
+            if name in found.of:
+                self._of[name] = found.of[name][0]
+        problems.append(_listed("of another shape or dtype (a function as weights= may convert)", unfit))
+        if not unfit:
+            twice = [keys for name, keys in found.of.items() if name in wanted and len(keys) > 1]
+            differ = [" and ".join(keys) for keys in twice if not self._same(keys)]
+            problems.append(_listed("one parameter of the model, and different values in the files", differ))
+        problems = [problem for problem in problems if problem]
+        if problems:
+            raise ConfigError(f"{self.path} does not fit the model; " + "; ".join(problems))
+        # Buffers that are not saved as a rule, and are there all the same.
+        self._of.update({name: keys[0] for name, keys in found.of.items() if name not in self._of})
+
+    def _matched(self, names: Names) -> Matched:
+        """As they are; where that leaves something over, as transformers would rename and merge them."""
+        found = names.matched(self._where)
+        if not names.left(found):
+            return found
+        others = converted(names.model, self._where)
+        if others is not None and names.left(converted_too := names.matched(others)) < names.left(found):
+            self._where = others
+            return converted_too
+        return found
+
+    def has(self, name: str) -> bool:
+        """Whether the files have it; after `check`."""
+        return name in self._of
+
+    def tensor(self, name: str, like: torch.Tensor) -> torch.Tensor:
+        """The values, on the mapped file."""
+        values = self.at(self._of[name])
+        if values.shape != like.shape or values.dtype != like.dtype:
+            raise ConfigError(f"{self._of[name]} is {_described(values)}, not {_described(like)}")
+        return values
+
+    def at(self, key: str) -> torch.Tensor:
+        """A tensor by its name in the files; it stands on the mapped file, but for one that is made from several."""
+        return self._where[key].values()
+
+    def described(self, key: str) -> tuple[torch.dtype | None, tuple[int, ...]]:
+        """Dtype and shape of a tensor by its name in the files."""
+        return self._where[key].described()
+
+    def _same(self, keys: Iterable[str]) -> bool:
+        first, *others = (self.at(key).reshape(-1).view(torch.uint8) for key in keys)
+        return all(torch.equal(first, other) for other in others)
+
+
+class _Stored:
+    """A tensor as a file has it."""
+
+    def __init__(self, file: Any, key: str) -> None:
+        self._file = file
+        self._key = key
+
+    def described(self) -> tuple[torch.dtype | None, tuple[int, ...]]:
+        """Its dtype and shape."""
+        part = self._file.get_slice(self._key)
+        return DTYPES.get(part.get_dtype()), tuple(part.get_shape())
+
+    def values(self) -> torch.Tensor:
+        """It, on the mapped file."""
+        values: torch.Tensor = self._file.get_tensor(self._key)
+        # Files of others may begin a tensor anywhere.
+        return values.clone() if values.data_ptr() % values.element_size() else values
+
+
+def _files(path: Path) -> dict[Path, list[str] | None]:
+    """The files to open, and which tensors of each; None for all of them."""
+    if path.is_file() and path.name.endswith(".index.json"):
+        return _indexed(path)
+    if path.is_file():
+        return {path: None}
+    if not path.is_dir():
+        raise ConfigError(f"weights={str(path)!r} is not there")
+    if (path / _INDEX).is_file():
+        return _indexed(path / _INDEX)
+    if (path / _SINGLE).is_file():
+        return {path / _SINGLE: None}
+    indexes = sorted(path.glob("*.safetensors.index.json"))
+    files = sorted(path.glob("*.safetensors"))
+    if len(indexes) == 1:
+        return _indexed(indexes[0])
+    if len(files) == 1:
+        return {files[0]: None}
+    pickled = any(path.glob("*.bin")) or any(path.glob("*.pt*"))
+    what = f"{len(files)} safetensors files and no {_INDEX}" if files else "no safetensors files"
+    hint = ", and pickled files are not read: convert them with safetensors" if pickled and not files else ""
+    raise ConfigError(f"{path} has {what}{hint}")
+
+
+def _indexed(index: Path) -> dict[Path, list[str] | None]:
+    try:
+        if index.stat().st_size > _INDEX_BYTES_MAX:
+            raise CorruptionError(f"{index} is larger than {_INDEX_BYTES_MAX} bytes", path=str(index))
+        places = json.loads(index.read_bytes())["weight_map"]
+        well = isinstance(places, dict) and all(isinstance(file, str) for file in places.values())
+    except OSError as error:
+        raise StorageError(f"{index} cannot be read: {error}", errno=error.errno, path=str(index)) from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CorruptionError(f"{index} is not an index of safetensors: {error}", path=str(index)) from error
+    if not well or any(Path(file).name != file for file in places.values()):
+        raise CorruptionError(f"{index} names something else than files beside it", path=str(index))
+    keys: dict[Path, list[str]] = {}
+    for key, file in places.items():
+        keys.setdefault(index.parent / file, []).append(key)
+    files: dict[Path, list[str] | None] = {**keys}
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise ConfigError(_listed(f"{index.parent} misses files that its index names", missing))
+    return files
+
+
+def _opened(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt").__enter__()  # type: ignore[no-untyped-call]
+    except SafetensorError as error:
+        raise CorruptionError(
+            f"{file} is no whole safetensors file: {error}", path=str(file), nbytes=file.stat().st_size
+        ) from error
+    except OSError as error:
+        raise StorageError(f"{file} cannot be read: {error}", errno=error.errno, path=str(file)) from error
+
+
+def _listed(what: str, names: list[str]) -> str:
+    if not names:
+        return ""
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return f"{what}: {', '.join(names[:_LISTED])}{more}"
+
+
+def _described(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {list(tensor.shape)}"
+
+
+def _kind(value: Any) -> str:
+    return f"{value.layout} on {value.device}" if isinstance(value, torch.Tensor) else type(value).__name__

@@ -1,0 +1,386 @@
+"""Writing a checkpoint: streamed from the store, flushed, and put in its place by one rename."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import ctypes
+import errno
+import fcntl
+import json
+import os
+import re
+import shutil
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memascend.checkpoint.hub_names import misread
+from memascend.checkpoint.names import Names
+from memascend.checkpoint.reader import FOLDER, FORMAT, MANIFEST, VERSION, rendered, state_key
+from memascend.checkpoint.safetensors_writer import TensorFile, laid_out_in_files
+from memascend.engine import master_of
+from memascend.errors import ConfigError, StorageError, UsageError
+from memascend.paths import expanded
+from memascend.progress import Progress
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping
+
+    from memascend.checkpoint.safetensors_writer import Layout
+    from memascend.engine import Part, Store
+
+__all__ = ["save"]
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+_MARK = ".memascend-saving"
+# Others may put what is at the temporary name into its place, or remove it, between two looks.
+_ATTEMPTS = 16
+# Weights as transformers names them, whole or in parts.
+_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json")
+
+
+def save(
+    folder: str | os.PathLike[str],
+    store: Store,
+    model: torch.nn.Module,
+    trained: Collection[str],
+    facts: Mapping[str, Any],
+    *,
+    file_bytes_max: int | None = None,
+    among_others: bool = False,
+) -> None:
+    """Write what the store holds to a folder; the one that is there is replaced at the end, or stays whole.
+
+    Args:
+        folder: where; its parent exists. An earlier checkpoint is replaced, and files of others in it are kept.
+        store: nothing is staged in it.
+        model: whose weights these are, for names and configuration.
+        trained: the names of the parameters that the optimizer updates.
+        facts: what the manifest says beside files and format.
+        file_bytes_max: of one file of weights or state.
+        among_others: the folder may hold files of others and no earlier checkpoint; weights in it are replaced.
+    """
+    target = Path(os.path.abspath(expanded(folder)))  # noqa: PTH100
+    writing = _Writing(store, Names(model).tied, trained, file_bytes_max)
+    _require_place(target, writing.nbytes, among_others=among_others)
+    with _beside(target) as new:
+        (new / FOLDER).mkdir()
+        files = writing.run(new)
+        configured = _configure(model, new)
+        manifest = {
+            **facts,
+            "format": FORMAT,
+            "version": VERSION,
+            "files": files,
+            "beside": [*configured, *writing.index(new)],
+        }
+        _write(new / FOLDER / MANIFEST, rendered(manifest))
+        for name in manifest["beside"]:
+            _sync(new / name)
+        _replace(target, new)
+
+
+class _Writing:
+    """The files of one checkpoint, in the order of the store's entries."""
+
+    def __init__(
+        self, store: Store, tied: Mapping[str, str], trained: Collection[str], file_bytes_max: int | None
+    ) -> None:
+        self._store = store
+        self._entries = store.entries()
+        self._by_name = {entry["name"]: entry for entry in self._entries}
+        self._trained = trained
+        values: dict[str, torch.Tensor] = {}
+        state: dict[str, torch.Tensor] = {}
+        for entry in self._entries:
+            name = entry["name"]
+            values[name] = _meta(entry["dtype"], entry["shape"])
+            for of, dtype, shape in entry["state"]:
+                # A compact entry's rest is written as the master that it belongs to.
+                plain = ("master", "float32") if entry["compact"] and of == "rest" else (of, dtype)
+                state[state_key(name, plain[0])] = _meta(plain[1], shape)
+            if name in trained:
+                key = state_key(name, "updates")
+                if key in state:
+                    raise ConfigError(f"the optimizer keeps state called 'updates' for {name!r}, which cannot be saved")
+                state[key] = _meta("int64", [])
+        # Texts as safetensors' own save_model() has them: which name stands for another.
+        self._weights = laid_out_in_files("model", values, {"format": "pt", **tied}, bytes_max=file_bytes_max)
+        self._state = laid_out_in_files(f"{FOLDER}/state", state, {}, bytes_max=file_bytes_max) if state else []
+        self._layout_of = {
+            (kind, name): layout
+            for kind, layouts in (("", self._weights), ("state", self._state))
+            for layout in layouts
+            for name in layout.tensors
+        }
+        self.nbytes = sum(layout.nbytes for layout in (*self._weights, *self._state))
+        # Files that are being written, and what is left to write of each.
+        self._open: dict[str, TensorFile] = {}
+        self._left = {layout.name: layout.nbytes for layout in (*self._weights, *self._state)}
+        self._said: dict[str, Any] = {}
+
+    def run(self, folder: Path) -> dict[str, Any]:
+        """Write all files; what the manifest says of them."""
+        try:
+            with Progress("saving the checkpoint", self.nbytes) as progress:
+                for names in self._runs():
+                    self._some(folder, names, progress)
+            for layout in (*self._weights, *self._state):
+                if layout.name not in self._said:
+                    self._file(folder, layout)
+                    self._finish(layout)
+        finally:
+            for file in self._open.values():
+                file.close()
+        return self._said
+
+    def _runs(self) -> Iterator[list[str]]:
+        """Entries that are walked over together; one that is not row-major comes alone."""
+        run: list[str] = []
+        for entry in self._entries:
+            if entry["order"] is None:
+                run.append(entry["name"])
+                continue
+            if run:
+                yield run
+            yield [entry["name"]]
+            run = []
+        if run:
+            yield run
+
+    def _some(self, folder: Path, names: list[str], progress: Progress) -> None:
+        def put(kind: str, name: str, start: int, values: torch.Tensor) -> None:
+            layout = self._layout_of[kind, name]
+            self._file(folder, layout).write(name, start, values)
+            self._left[layout.name] -= values.nbytes
+            progress.add(values.nbytes)
+            if not self._left[layout.name]:
+                self._finish(layout)
+
+        def visit(name: str, parts: list[Part]) -> None:
+            found = {part.of: part for part in parts}
+            if self._by_name[name]["compact"]:
+                values = found.pop("")
+                whole = master_of(values.values, {of: part.values for of, part in found.items()})
+                put("", name, values.start, values.values)
+                for of, tensor in whole.items():
+                    put("state", state_key(name, of), values.start, tensor)
+                return
+            for of, part in found.items():
+                put("state" if of else "", state_key(name, of) if of else name, part.start, part.values)
+
+        first = self._by_name[names[0]]
+        if first["order"] is None:
+            self._store.scan(names, visit)
+        else:
+            values, state = self._store.read(first["name"])
+            put("", first["name"], 0, values.contiguous())
+            for of, tensor in (master_of(values, state) if first["compact"] else state).items():
+                put("state", state_key(first["name"], of), 0, tensor.contiguous())
+        for name in names:
+            if name in self._trained:
+                put("state", state_key(name, "updates"), 0, torch.tensor(self._by_name[name]["step"]))
+
+    def _file(self, folder: Path, layout: Layout) -> TensorFile:
+        if layout.name not in self._open:
+            self._open[layout.name] = TensorFile(folder, layout)
+        return self._open[layout.name]
+
+    def _finish(self, layout: Layout) -> None:
+        self._said[layout.name] = self._open.pop(layout.name).finish()
+
+    def index(self, folder: Path) -> list[str]:
+        """Write the index that several files of weights need; its name."""
+        if len(self._weights) == 1:
+            return []
+        places = {name: layout.name for layout in self._weights for name in layout.tensors}
+        total = sum(layout.nbytes for layout in self._weights)
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2, sort_keys=True)
+        _write(folder / "model.safetensors.index.json", text.encode())
+        return ["model.safetensors.index.json"]
+
+
+def _meta(dtype: str, shape: list[int]) -> torch.Tensor:
+    return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+
+
+def _configure(model: torch.nn.Module, folder: Path) -> list[str]:
+    """Write the configurations that `from_pretrained` reads; their names."""
+    before = set(os.listdir(folder))  # noqa: PTH208
+    config: Any = getattr(model, "config", None)
+    # A wrapper (peft) shows the configuration of what it wraps.
+    if callable(getattr(config, "save_pretrained", None)) and not hasattr(model, "get_base_model"):
+        config = copy.deepcopy(config)
+        config.architectures = [type(model).__name__.removeprefix("FSDP")]
+        dtype = next((p.dtype for p in model.parameters() if p.dtype.is_floating_point), None)
+        config.dtype = None if dtype is None else str(dtype).removeprefix("torch.")
+        config.save_pretrained(folder)
+        lost = misread(model)
+        if lost:
+            warnings.warn(
+                f"from_pretrained() of this version of transformers takes {lost[0]} for another parameter: weights= "
+                "and checkpoint= read this checkpoint, and model.save_pretrained() writes one for it",
+                stacklevel=2,
+            )
+        generation: Any = getattr(model, "generation_config", None)
+        if callable(getattr(generation, "save_pretrained", None)):
+            generation.save_pretrained(folder)
+    return sorted(set(os.listdir(folder)) - before)  # noqa: PTH208
+
+
+# --- the place -----------------------------------------------------------------------------------
+
+
+def _require_place(target: Path, nbytes: int, *, among_others: bool) -> None:
+    parent = target.parent
+    if not parent.is_dir():
+        raise ConfigError(f"{parent} is not there: make it before save({target.name!r})")
+    ours = _is_empty(target) or (target / FOLDER / MANIFEST).is_file() or (among_others and target.is_dir())
+    if target.exists() and not ours:
+        raise ConfigError(f"{target} holds something else than a checkpoint, and is left alone: name another folder")
+    free = shutil.disk_usage(parent).free
+    if nbytes > free:
+        raise StorageError(
+            f"the checkpoint has {nbytes} bytes, and {parent} has room for {free}", errno=errno.ENOSPC, path=str(parent)
+        )
+
+
+def _is_empty(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
+
+
+@contextlib.contextmanager
+def _beside(target: Path) -> Iterator[Path]:
+    """A new folder beside the target, gone at the end; what a killed process left there before is, too.
+
+    It and the target are locked meanwhile, whichever of the two paths each is at; nothing is removed that is not.
+    """
+    new = target.parent / f".{target.name}{_MARK}"
+    with _as_storage_error(new), contextlib.ExitStack() as held:
+        ours: list[int] = []
+        for _ in range(_ATTEMPTS):
+            with contextlib.suppress(FileExistsError):
+                new.mkdir(mode=0o700)
+            try:
+                ours = [_lock(new, target, held)]
+            except FileNotFoundError:
+                continue
+            if not _is_one_of(new, ours):
+                # Whoever had it has just put it in place.
+                continue
+            if _is_empty(new):
+                break
+            shutil.rmtree(new)
+        else:
+            raise UsageError(f"other processes keep saving to {target}")
+        try:
+            if target.is_dir():
+                ours.append(_lock(target, target, held))
+            yield new
+        finally:
+            if _is_one_of(new, ours):
+                shutil.rmtree(new, ignore_errors=True)
+
+
+def _lock(folder: Path, target: Path, held: contextlib.ExitStack) -> int:
+    """A descriptor of a folder that no other saver has."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    held.callback(os.close, descriptor)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UsageError(f"another process is saving to {target} now") from None
+    return descriptor
+
+
+def _is_one_of(path: Path, descriptors: list[int]) -> bool:
+    """Whether a path names what one of the descriptors has open."""
+    try:
+        there = path.stat()
+    except FileNotFoundError:
+        return False
+    return any(os.path.samestat(there, os.fstat(descriptor)) for descriptor in descriptors)
+
+
+def _replace(target: Path, new: Path) -> None:
+    """Put the new folder in the place of the target; at no moment is there less than one of them whole."""
+    with _as_storage_error(target):
+        if target.exists() and not _is_empty(target):
+            _keep_others(target, new)
+        _sync_folders(new)
+        if not target.exists() or _is_empty(target):
+            new.rename(target)
+        elif not _exchange(new, target):
+            old = target.parent / f".{target.name}.memascend-old"
+            shutil.rmtree(old, ignore_errors=True)
+            target.rename(old)
+            new.rename(target)
+            shutil.rmtree(old)
+        _sync(target.parent)
+
+
+def _keep_others(target: Path, new: Path) -> None:
+    """What others put into an earlier checkpoint (a tokenizer, say) is in the new one, too."""
+    manifest = target / FOLDER / MANIFEST
+    said = json.loads(manifest.read_bytes()) if manifest.is_file() else {}
+    ours = {str(name) for name in (*said.get("files", ()), *said.get("beside", ()))}
+    for path in target.iterdir():
+        replaced = path.name in ours or (not said and _WEIGHTS.fullmatch(path.name))
+        if replaced or path.name == FOLDER or (new / path.name).exists():
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.copytree(path, new / path.name, symlinks=True, copy_function=_linked)
+        else:
+            _linked(str(path), str(new / path.name))
+
+
+def _linked(source: str, to: str) -> None:
+    try:
+        os.link(source, to, follow_symlinks=False)
+    except OSError:
+        shutil.copy2(source, to, follow_symlinks=False)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap two folders at once; False where the system or the file system cannot."""
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except AttributeError:
+        return False
+    done: int = renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
+    return done == 0
+
+
+def _write(path: Path, content: bytes) -> None:
+    with _as_storage_error(path):
+        path.write_bytes(content)
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync_folders(folder: Path) -> None:
+    for path, _, _ in os.walk(folder):
+        _sync(Path(path))
+
+
+@contextlib.contextmanager
+def _as_storage_error(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        raise StorageError(
+            f"the checkpoint cannot be written to {path}: {error.strerror}", errno=error.errno, path=str(path)
+        ) from error

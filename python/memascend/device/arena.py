@@ -1,0 +1,221 @@
+"""An arena on a device: exact-size slots, planned once, each lent until its last view and its last use are over.
+
+A lease belongs to its storage, as on the host. The host's part of a use ends with the last view; the device may still
+compute with the bytes then. So a slot comes back with marks on the streams that used it, and what is copied into it
+next comes after these: nobody waits for that on the host. A fresh slot has a mark, too, for its memory may be that of
+somebody whose work has not ended.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from bisect import bisect_left
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memascend.device.device import failures_named
+from memascend.errors import ConfigError, MemoryLimitError, TimeoutExpired, UsageError
+from memascend.pages import whole_pages
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from memascend.device.device import Copy, Device
+
+__all__ = ["DeviceArena", "DeviceLease"]
+
+
+class _Slot:
+    """A place in the arena's memory."""
+
+    __slots__ = ("after", "nbytes", "start")
+
+    def __init__(self, start: int, nbytes: int, after: Copy) -> None:
+        self.start = start
+        self.nbytes = nbytes
+        # What has to be over before anything is written here.
+        self.after = [after]
+
+
+class _Hold:
+    """What the storage of a lease holds; gone with its last view, on whichever thread."""
+
+    __slots__ = ("_arena", "slot", "streams")
+
+    def __init__(self, arena: DeviceArena, slot: _Slot) -> None:
+        self._arena = arena
+        self.slot = slot
+        self.streams: dict[Any, None] = {}
+
+    def __del__(self) -> None:
+        # This queue is made for finalizers: putting never waits for a lock that this thread may have.
+        self._arena.gone.put(self)
+
+
+class DeviceLease:
+    """A hold on a slot, until `tensor()` hands it to a storage."""
+
+    __slots__ = ("_arena", "_hold", "nbytes")
+
+    def __init__(self, arena: DeviceArena, hold: _Hold, nbytes: int) -> None:
+        self._arena = arena
+        self._hold: _Hold | None = hold
+        self.nbytes = nbytes
+
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor there, which the lease lives as long as any view of; to be had once."""
+        hold, self._hold = self._hold, None
+        if hold is None:
+            raise UsageError("this lease was handed to a tensor already")
+        if dtype != torch.uint8 or shape != (self.nbytes,):
+            raise ConfigError(f"a lease on a device is a tensor of {self.nbytes} uint8, not {shape} of {dtype}")
+        return self._arena.made(hold, self.nbytes)
+
+
+class DeviceArena:
+    """Slots of classes, {bytes: count}, in one piece of a device's memory. A lease takes one of its own class alone."""
+
+    def __init__(self, device: Device, classes: Mapping[int, int]) -> None:
+        """Take the memory.
+
+        Raises:
+            MemoryLimitError: the device does not have it.
+        """
+        self._device = device
+        self._bounds = sorted(classes)
+        self._counts = dict(classes)
+        self.reserved_bytes = sum(whole_pages(bound) * count for bound, count in classes.items())
+        self._memory = self._taken()
+        # It may be a block that was let go a moment ago, and torch may fill it with NaN: both on the stream that asked,
+        # which the streams for copies know nothing of.
+        with failures_named(device):
+            taken_on = device.stream()
+            taken = device.mark(taken_on)
+        # Those that the memory is not another's before, when it is let go.
+        self._kept_for: set[Any] = {taken_on}
+        self._free: dict[int, list[_Slot]] = {}
+        at = 0
+        for bound in self._bounds:
+            slots = self._free[bound] = []
+            for _ in range(classes[bound]):
+                slots.append(_Slot(at, bound, taken))
+                at += whole_pages(bound)
+        # By the address of its storage.
+        self._lent: dict[int, _Slot] = {}
+        self._streams: dict[int, dict[Any, None]] = {}
+        self._in_use = 0
+        self._lock = threading.Lock()
+        # Holds whose last view is gone.
+        self.gone: queue.SimpleQueue[_Hold] = queue.SimpleQueue()
+
+    def _taken(self) -> torch.Tensor:
+        nbytes, device = max(self.reserved_bytes, 1), self._device
+        try:
+            with failures_named(device):
+                return device.memory(nbytes)
+        except torch.OutOfMemoryError as error:
+            free = device.free()
+            raise MemoryLimitError(
+                f"units take {nbytes} bytes of {device.torch_device}, which has {free} free: pass a smaller "
+                "device_memory=, or let go of what else lies there",
+                needed=nbytes,
+                available=free,
+            ) from error
+
+    def lease(self, nbytes: int, timeout: float | None = None, owner: str = "user") -> DeviceLease:
+        """Take a slot, waiting up to `timeout` seconds (None: until there is one).
+
+        Raises:
+            ConfigError: no class is large enough.
+            TimeoutExpired: all slots stayed taken.
+        """
+        at = bisect_left(self._bounds, nbytes)
+        if at == len(self._bounds):
+            raise ConfigError(f"{nbytes} bytes are more than the largest slot of the device's arena")
+        bound = self._bounds[at]
+        deadline = None if timeout is None else time.monotonic() + timeout
+        self._take_back()
+        while True:
+            with self._lock:
+                if self._free[bound]:
+                    slot = self._free[bound].pop()
+                    self._in_use += bound
+                    return DeviceLease(self, _Hold(self, slot), nbytes)
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                raise TimeoutExpired(f"no slot of {bound} bytes for {owner} on {self._device.torch_device}")
+            self._take_back(wait=left)
+
+    def made(self, hold: _Hold, nbytes: int) -> torch.Tensor:
+        """The tensor of a lease."""
+        slot = hold.slot
+        with torch.inference_mode(mode=False), torch.no_grad():
+            tensor = self._device.lent(self._memory, slot.start, nbytes, hold)
+        address = tensor.untyped_storage().data_ptr()
+        self._lent[address] = slot
+        self._streams[address] = hold.streams
+        return tensor
+
+    def used(self, tensor: torch.Tensor) -> bool:
+        """The caller's current stream is about to compute with a lease's bytes; whether it never did before."""
+        streams = self._streams.get(tensor.untyped_storage().data_ptr())
+        with failures_named(self._device):
+            stream = self._device.stream()
+        if streams is None or stream in streams:
+            return False
+        if stream not in self._kept_for:
+            with failures_named(self._device):
+                self._device.keep_for(self._memory, stream)
+            self._kept_for.add(stream)
+        streams[stream] = None
+        return True
+
+    def after(self, tensor: torch.Tensor) -> list[Copy]:
+        """What has to be over before a lease's bytes are written for the first time; told once."""
+        slot = self._lent[tensor.untyped_storage().data_ptr()]
+        after, slot.after = slot.after, []
+        return after
+
+    def _take_back(self, wait: float | None = 0.0) -> None:
+        """Take back the slots of holds that are gone; `wait` so long for a first one."""
+        try:
+            hold = self.gone.get(timeout=wait) if wait is None or wait > 0 else self.gone.get_nowait()
+            while True:
+                self._came_back(hold.slot, hold.streams)
+                hold = self.gone.get_nowait()
+        except queue.Empty:
+            pass
+
+    def _came_back(self, slot: _Slot, streams: Mapping[Any, None]) -> None:
+        # Whatever was begun with these bytes was begun on one of these streams, and before this moment.
+        with failures_named(self._device):
+            slot.after += [self._device.mark(stream) for stream in streams]
+            self._device.returned(self._memory[slot.start : slot.start + slot.nbytes])
+        with self._lock:
+            self._in_use -= slot.nbytes
+            self._free[slot.nbytes].append(slot)
+
+    def free_slots(self, nbytes: int) -> int:
+        """Slots that a lease of so many bytes could take now."""
+        self._take_back()
+        at = bisect_left(self._bounds, nbytes)
+        return len(self._free[self._bounds[at]]) if at < len(self._bounds) else 0
+
+    @property
+    def in_use_bytes(self) -> int:
+        """Bytes of the slots that are taken."""
+        self._take_back()
+        return self._in_use
+
+    @property
+    def table_bytes(self) -> int:
+        """What it keeps on the host: a few objects."""
+        return 0
+
+    def stats(self) -> dict[str, Any]:
+        """What is "in_use" and "reserved", in bytes; "tables" are none, but for a few objects."""
+        self._take_back()
+        return {"in_use": self._in_use, "reserved": self.reserved_bytes, "tables": 0}

@@ -1,0 +1,187 @@
+"""Where units are while they are used: in host memory, or on a device that they reach through a few host chunks."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from memascend import memory
+from memascend.device.arena import DeviceArena
+from memascend.device.download import WINDOWS, DeviceEngine
+from memascend.device.upload import CHECKERS, CHUNKS, Staging
+from memascend.engine import Checkers
+from memascend.residency.rows import CHUNKS as ROW_CHUNKS
+from memascend.residency.rows import Rows, window_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from memascend.device.device import Device
+    from memascend.engine import Engine, Store, UnitParts
+
+__all__ = ["DeviceUnits", "HostUnits", "UnitMemory"]
+
+_log = logging.getLogger("memascend")
+
+
+class UnitMemory(Protocol):
+    """The memory of units, and the way there."""
+
+    arena: Any
+    # Looks up embeddings that have no place in the arena.
+    rows: Rows | None
+
+    def begin(self, name: str, base: torch.Tensor) -> Any:
+        """Begin to bring a unit into a lease of the arena: something with `wait()` and `done()`."""
+
+    def used(self, base: torch.Tensor) -> None:
+        """The caller is about to compute with a unit's bytes."""
+
+    def engine(self, engine: Engine) -> Any:
+        """The engine, for gradients that lie where units do."""
+
+    @property
+    def host(self) -> dict[str, int]:
+        """Host memory that is held, by owner."""
+
+    @property
+    def wait_seconds(self) -> float:
+        """What callers waited for units beside what the store counts."""
+
+    def stop(self) -> None:
+        """End what reads from the store."""
+
+    def close(self) -> None:
+        """Let the memory go."""
+
+    @property
+    def device(self) -> Device | None:
+        """What computes, where that is not the host."""
+
+    @property
+    def unregistered(self) -> str | None:
+        """Why memory for copies could not be registered with the device's driver, and what that costs."""
+
+
+class HostUnits:
+    """Units in a region of host memory, which the store reads into."""
+
+    device = None
+    unregistered = None
+
+    def __init__(self, store: Store, classes: Mapping[int, int], row_bytes: int = 0) -> None:
+        """Take the memory. `row_bytes` are those of the longest row of embeddings that are read by rows; 0: none is."""
+        self._windows = window_bytes(row_bytes) if row_bytes else 0
+        self._ring: memory.ChunkRing | None = None
+        self.rows: Rows | None = None
+        if row_bytes:
+            ((chunk_bytes, count),) = ROW_CHUNKS.items()
+            self._ring = memory.ChunkRing(chunk_bytes, count, False)
+            self.rows = Rows(store.parts, _all(self._ring, chunk_bytes, count))
+        self._region = memory.Region(memory.layout(classes).reserved, pin=False, on_fork="wipe", owner="units")
+        self.arena = memory.Arena(self._region, classes)
+        self.begin = store.fetch
+
+    def used(self, base: torch.Tensor) -> None:
+        """See `UnitMemory`."""
+
+    def engine(self, engine: Engine) -> Any:
+        """See `UnitMemory`."""
+        return engine
+
+    @property
+    def host(self) -> dict[str, int]:
+        """See `UnitMemory`."""
+        held = {"units": 0 if self._region.closed else self._region.mapped_bytes + self.arena.table_bytes}
+        if self._ring is not None:
+            ring = self._ring.region.mapped_bytes + int(self._ring.stats()["tables"])
+            held["embedding rows"] = 0 if self._ring.region.closed else ring + self._windows
+        return held
+
+    @property
+    def wait_seconds(self) -> float:
+        """See `UnitMemory`."""
+        return 0.0
+
+    def stop(self) -> None:
+        """See `UnitMemory`: reads belong to their tickets, which the store drains."""
+
+    def close(self) -> None:
+        """See `UnitMemory`."""
+        self._region.close()
+        if self._ring is not None and self.rows is not None:
+            self.rows.close()
+            self._ring.close()
+
+
+class DeviceUnits:
+    """Units in an arena on a device. Host memory has the chunks that they and their gradients pass through."""
+
+    rows: Rows | None = None
+
+    def __init__(self, store: Store, device: Device, classes: Mapping[int, int]) -> None:
+        """Take the memory on both sides, and start the thread that copies."""
+        self.device = device
+        self.arena = DeviceArena(device, classes)
+        ((chunk_bytes, count),) = CHUNKS.items()
+        self._ring = memory.ChunkRing(chunk_bytes, count)
+        ((window_bytes, windows),) = WINDOWS.items()
+        self._windows = memory.ChunkRing(window_bytes, windows)
+        if self.unregistered:
+            _log.warning("%s", self.unregistered)
+        checkers = Checkers(CHECKERS)
+
+        def parts_of(name: str, bytes_max: int) -> UnitParts:
+            return store.parts(name, bytes_max, checkers)
+
+        self._staging = Staging(device, _all(self._ring, chunk_bytes, count), parts_of, self.arena.after)
+        self.begin = self._staging.begin
+
+    def used(self, base: torch.Tensor) -> None:
+        """See `UnitMemory`."""
+        if self.arena.used(base):
+            # Whoever waited for it may have been on another stream.
+            self._staging.order(base)
+
+    def engine(self, engine: Engine) -> DeviceEngine:
+        """See `UnitMemory`."""
+        ((window_bytes, count),) = WINDOWS.items()
+        return DeviceEngine(engine, self.device, _all(self._windows, window_bytes, count))
+
+    @property
+    def host(self) -> dict[str, int]:
+        """See `UnitMemory`."""
+        held = {"unit staging": self._ring, "gradient windows": self._windows}
+        return {
+            name: 0 if ring.region.closed else ring.region.mapped_bytes + int(ring.stats()["tables"])
+            for name, ring in held.items()
+        }
+
+    @property
+    def unregistered(self) -> str | None:
+        """See `UnitMemory`."""
+        if self.device.torch_device.type != "cuda":
+            return None
+        regions = (self._ring.region, self._windows.region)
+        why = next((region.why_not for region in regions if region.pinned != "cuda"), None)
+        return None if why is None else f"{why}; {memory.UNREGISTERED}"
+
+    @property
+    def wait_seconds(self) -> float:
+        """See `UnitMemory`."""
+        return self._staging.wait_seconds
+
+    def stop(self) -> None:
+        """See `UnitMemory`."""
+        self._staging.close()
+
+    def close(self) -> None:
+        """See `UnitMemory`."""
+        self._ring.close()
+        self._windows.close()
+
+
+def _all(ring: memory.ChunkRing, nbytes: int, count: int) -> list[torch.Tensor]:
+    return [ring.lease(0, "staging").tensor(nbytes, torch.uint8) for _ in range(count)]

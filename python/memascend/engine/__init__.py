@@ -1,0 +1,45 @@
+"""Training state on SSD and its pipelined update: the thin face of the Rust store and engine.
+
+Without a model around it::
+
+    store = engine.Store.create(path, [engine.Entry(name="weight", values=weight, state=engine.adam_state(weight))])
+    with engine.Engine(store) as updates:
+        updates.update("weight", gradient, lr=1e-3, step=1)
+        updates.commit(1)
+"""
+
+from __future__ import annotations
+
+from memascend.engine.checksum import Checksum
+from memascend.engine.chunk import Chunk
+from memascend.engine.compact import compact_of, master_of
+from memascend.engine.engine import Engine
+from memascend.engine.entries import CHUNK_ELEMENTS, Entry, Sizes, adam_state, chunk_elements_of, order_of, sizes
+from memascend.engine.examination import Commit, examine, look
+from memascend.engine.fetch import Checkers, Fetch, UnitParts
+from memascend.engine.store import Part, Store
+from memascend.pages import PAGE_BYTES
+
+__all__ = [
+    "CHUNK_ELEMENTS",
+    "PAGE_BYTES",
+    "Checkers",
+    "Checksum",
+    "Chunk",
+    "Commit",
+    "Engine",
+    "Entry",
+    "Fetch",
+    "Part",
+    "Sizes",
+    "Store",
+    "UnitParts",
+    "adam_state",
+    "chunk_elements_of",
+    "compact_of",
+    "examine",
+    "look",
+    "master_of",
+    "order_of",
+    "sizes",
+]

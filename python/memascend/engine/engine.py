@@ -1,0 +1,297 @@
+"""The pipelined update: state is read, computed and written in chunks, beside whatever else runs."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any, Self
+
+from memascend import _core
+from memascend.engine.chunk import Chunk, adapter
+from memascend.engine.ffi import Lent, dtype_of, json_of, place_of, require, stored_order
+from memascend.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from types import TracebackType
+
+    import torch
+
+    from memascend.engine.store import Store
+
+__all__ = ["Engine"]
+
+# Gradients that may wait in the queue, in bytes, unless the caller says otherwise.
+_QUEUE_BYTES = 256 << 20
+_CHUNKS = 12
+
+_Path = str | os.PathLike[str]
+
+
+class Engine:
+    """The pipelined update: state is read, computed and written in chunks, beside whatever else runs."""
+
+    __slots__ = ("_core", "store")
+
+    store: Store
+
+    def __init__(self, store: Store, *, chunks: int = _CHUNKS, queue: int = _QUEUE_BYTES, whole: int = 0) -> None:
+        """Start one on a store.
+
+        Args:
+            store: what it updates.
+            chunks: staging chunks (2 to 64). Twelve keep a disk as busy as I/O alone does; four reach 0.8 of it.
+            queue: bytes of gradients that may wait; a larger one is let in alone.
+            whole: bytes for an entry in one piece, for `apply(whole=True)`.
+        """
+        self.store = store
+        self._core = _core.Engine(store._core, chunks, queue, whole)  # noqa: SLF001
+
+    def fill(
+        self, name: str, values: torch.Tensor, state: Mapping[str, torch.Tensor] | None = None, *, step: int = 0
+    ) -> None:
+        """Queue the first values of an entry, and return when they have room in the queue.
+
+        Nothing is read. The tensors are held until they were used, and must not
+        change meanwhile.
+
+        Args:
+            name: of which entry.
+            values: contiguous, on the CPU, as they are described.
+            state: tensors by name. One that is not given is zeros, or the values where it is a float32 "master" of the
+                entry's shape. A compact entry takes a "master", too, and no "rest" then; that the values are what it is
+                rounded to is found out as it is written.
+            step: the entry's count of updates, which the state is the result of.
+
+        Raises:
+            ConfigError: a tensor does not fit; nothing was begun.
+            StorageError: a job of this step failed; the step can only be discarded.
+        """
+        index = self.store.index(name)
+        entry = self.store._entries[index]  # noqa: SLF001
+        given = dict(state or {})
+        require(name, values, entry["dtype"], entry["shape"], entry["order"])
+        master = given.pop("master", None) if entry["compact"] and "rest" not in given else None
+        if master is not None:
+            require(name, master, "float32", entry["shape"], entry["order"])
+        places = []
+        for of, dtype, shape in entry["state"]:
+            tensor = given.pop(of, None)
+            if tensor is not None:
+                require(name, tensor, dtype, shape, stored_order(entry, shape))
+            places.append(None if tensor is None else place_of(tensor))
+        if given:
+            raise ConfigError(f"{name!r} has no state called {next(iter(given))!r}")
+        self._core.fill(index, place_of(values), places, None if master is None else place_of(master), step)
+
+    def update(
+        self,
+        name: str,
+        gradient: torch.Tensor | Lent,
+        *,
+        step: int,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        decoupled: bool = True,
+        grad_scale: float = 1.0,
+        maximize: bool = False,
+        values: torch.Tensor | None = None,
+    ) -> None:
+        """Begin the update of a parameter, and return when its gradient has room in the queue.
+
+        The gradient is held until it was used, and must not change meanwhile. The numbers are those of
+        `memascend.kernels.adamw`, whose bits come out; `decoupled=False` is Adam.
+
+        `values` may be given where the parameter is resident, as the last commit left it: where the update starts from
+        them (float32 or compact), they are then not read. They are held like the gradient and checked like what is
+        read; nothing writes to them.
+
+        Raises:
+            ConfigError: the gradient, the values or a number do not fit; nothing was begun.
+            UsageError: the values of an update of this step were not those of the last commit; the step can only be
+                discarded.
+            StorageError: an update of this step failed; the step can only be discarded.
+        """
+        index = self.store._gradient(name, gradient)  # noqa: SLF001
+        numbers = (lr, betas, eps, weight_decay, decoupled, step, grad_scale, maximize)
+        live = self.store._live(name, values)  # noqa: SLF001
+        self._core.update(index, place_of(gradient), dtype_of(gradient), live, numbers)
+
+    def spill(self, name: str, gradient: torch.Tensor | Lent, *, add: bool = False) -> None:
+        """Queue a gradient to wait on storage; with `add`, add it to the one that is there, with the bits of `add_`.
+
+        Returns when the gradient has room in the queue. It is held until it was used, and must not change meanwhile.
+        What is spilled is no part of a step: commits leave it, and it is forgotten when the store is closed.
+        A job of this kind that fails or is discarded leaves nothing there.
+
+        Raises:
+            ConfigError: the entry was described without `spill`, or the gradient has another dtype or shape.
+            UsageError: nothing is there to add to.
+            StorageError: a job of this step failed; the step can only be discarded.
+        """
+        index = self.store._gradient(name, gradient)  # noqa: SLF001
+        self._core.spill(index, place_of(gradient), dtype_of(gradient), add)
+
+    def spilled(self, name: str) -> tuple[bool, float]:
+        """Of the spilled gradient: whether a non-finite is in it, and the sum of its squares (in float64).
+
+        Waits for what is queued of the entry; both were computed as the gradient was written.
+
+        Raises:
+            UsageError: nothing is spilled of it.
+        """
+        return self._core.spilled(self.store.index(name))
+
+    def read_spilled(self, name: str, into: torch.Tensor) -> None:
+        """Read the spilled gradient into a tensor of its shape and dtype, after what is queued of the entry.
+
+        Raises:
+            UsageError: nothing is spilled of it.
+            CorruptionError: what is on storage is not what was written; the step can only be discarded.
+        """
+        index = self.store._gradient(name, into)  # noqa: SLF001
+        wanted = self.store._entries[index]["spill"]  # noqa: SLF001
+        if wanted is not None and dtype_of(into) != wanted:
+            raise ConfigError(f"the gradient of {name!r} spills as {wanted}, not {dtype_of(into)}")
+        self._core.read_spilled(index, place_of(into))
+
+    def update_spilled(
+        self,
+        name: str,
+        *,
+        step: int,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        decoupled: bool = True,
+        grad_scale: float = 1.0,
+        maximize: bool = False,
+        factors: Sequence[float] = (),
+        values: torch.Tensor | None = None,
+    ) -> None:
+        """As `update`, by the gradient that is spilled, which stays there.
+
+        Args:
+            name: of which parameter.
+            step: as in `update`, and so are the numbers after it.
+            lr: see above.
+            betas: see above.
+            eps: see above.
+            weight_decay: see above.
+            decoupled: see above.
+            grad_scale: see above.
+            maximize: see above.
+            factors: the gradient is multiplied by each in turn first, with the bits of torch's `mul_`.
+            values: as in `update`.
+
+        Raises:
+            UsageError: nothing is spilled of it.
+        """
+        numbers = (lr, betas, eps, weight_decay, decoupled, step, grad_scale, maximize)
+        live = self.store._live(name, values)  # noqa: SLF001
+        self._core.update_spilled(self.store.index(name), [float(factor) for factor in factors], live, numbers)
+
+    def drop_spilled(self, name: str) -> None:
+        """Forget the spilled gradient, after what is queued of the entry. Fine where there is none."""
+        self._core.drop_spilled(self.store.index(name))
+
+    def apply(
+        self,
+        name: str,
+        function: Callable[[Chunk], object],
+        *,
+        step: int,
+        gradient: torch.Tensor | Lent | None = None,
+        whole: bool = False,
+    ) -> None:
+        """Queue arithmetic that is not ours, and return when its gradient has room in the queue.
+
+        `function` is called on the engine's thread, without gradients being recorded, with a `Chunk` of an entry after
+        the other, in order; what it writes there is staged. It must not wait for the engine. The tensors stand on the
+        engine's memory: one of them (or a view) that is kept beyond the call fails the step, so keep a `clone()`.
+
+        Args:
+            name: of which entry.
+            function: called once for each chunk, or once with all of the entry.
+            step: the entry's count of updates, this one included.
+            gradient: held until it was used, and must not change meanwhile; None takes the one that is spilled.
+            whole: give all of the entry in one piece, of its shape, in the memory that `Engine(whole=)` set aside.
+
+        Raises:
+            ConfigError: the gradient does not fit, or the entry takes more than `Engine(whole=)`; the message has both
+                numbers. Nothing was begun.
+            UsageError: no gradient was given and none is spilled. Also, from a later call: the function raised; what it
+                raised is the cause, and the step can only be discarded.
+        """
+        index = self.store.index(name) if gradient is None else self.store._gradient(name, gradient)  # noqa: SLF001
+        entry = self.store._entries[index]  # noqa: SLF001
+        given = gradient.tensor if isinstance(gradient, Lent) else gradient
+        nbytes = 0 if given is None else given.nbytes
+        if isinstance(gradient, Lent) and gradient.held is not None:
+            nbytes = gradient.held
+        before = gradient.order if isinstance(gradient, Lent) else None
+        call = adapter(function, entry, given, whole=whole, before=before)
+        self._core.apply(index, call, nbytes, step, gradient is None, whole)
+
+    def finish(self) -> None:
+        """Wait until every update is staged."""
+        self._core.finish()
+
+    def commit(self, step: int, *, user_state: Any = None, hyperparameters: Any = None) -> int:
+        """Wait for every update and make the step live, all of it at once. Returns the generation."""
+        return self._core.commit(step, json_of(user_state), json_of(hyperparameters))
+
+    def discard(self, name: str | None = None) -> None:
+        """Drop what waits, drain what is in flight, forget what was staged: all of it, or of one entry alone.
+
+        A step that failed is over when all of it was discarded, and not before.
+        """
+        self._core.discard(None if name is None else self.store.index(name))
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of host memory that it holds, beside the gradients in its queue."""
+        return self._core.staging_bytes
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes of gradients that wait or are being used now, "queued" of `counters()`."""
+        return self._core.queued_bytes
+
+    def trace(self, path: _Path) -> None:
+        """Record what happens to the store, until `trace_end`, into a new file for Perfetto or chrome://tracing.
+
+        Reads, writes and flushes; what the engine's thread computes and waits for; waits for fetched units. Some 150
+        bytes of file for each, and nothing is spent on it while no trace is recorded.
+
+        Raises:
+            StorageError: the file exists, or cannot be made.
+            ConfigError: a trace is being recorded already.
+        """
+        self.store._core.trace(os.fspath(path))  # noqa: SLF001
+
+    def trace_end(self) -> None:
+        """End the trace, as closing the store does too. Nothing happens where there is none.
+
+        Raises:
+            StorageError: the file could not be written whole.
+        """
+        self.store._core.trace_end()  # noqa: SLF001
+
+    def counters(self) -> dict[str, Any]:
+        """Jobs and chunks, bytes by kind, bytes "queued" and the most of them, and "seconds" by what its thread did."""
+        return self._core.counters()
+
+    def close(self) -> None:
+        """Drain what is in flight and end its thread; what was not committed is lost. Twice is fine."""
+        self._core.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,189 @@
+"""What a store holds, described before there is one: its entries, and the bytes that they will take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from memascend import _core
+from memascend.engine.compact import compact_of
+from memascend.errors import ConfigError
+from memascend.pages import PAGE_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+
+    # An entry, as the extension takes it.
+    Tensor = tuple[str, str, list[int]]
+    Described = tuple[bool, int, Tensor, list[Tensor], list[int], str | None]
+
+__all__ = [
+    "CHUNK_ELEMENTS",
+    "Entry",
+    "Sizes",
+    "adam_state",
+    "chunk_elements_of",
+    "description",
+    "order_of",
+    "sizes",
+]
+
+# Bytes of the largest request. Of a smaller one a disk moves less in the same time; a state a little larger than one
+# would be a large and a small request.
+_REQUEST_BYTES = 1 << 20
+# The most elements of a chunk, so that the staging chunks of an engine, 16-bit gradients included, stay within 16 MiB.
+CHUNK_ELEMENTS = 98_304
+_CHUNK_GRAIN = 2_048
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A parameter or a persistent buffer, with the values and the state that a new store begins with.
+
+    Attributes:
+        name: its name, which no other entry has.
+        values: a CPU tensor without gaps; on the meta device, what is only described.
+        state: its state tensors by name, likewise.
+        unit: the name of its unit; entries of a unit follow each other.
+        buffer: a persistent buffer and not a parameter.
+        order: its dimensions from the one with the largest stride to the one with the smallest, where it is not
+            row-major (`order_of` tells). Bytes are stored in that order: values, gradients and state of its shape have
+            these strides, other state is row-major.
+        spill: the dtype of gradients that may be spilled; None makes no room for them.
+    """
+
+    name: str
+    values: torch.Tensor
+    state: Mapping[str, torch.Tensor]
+    unit: str = "all"
+    buffer: bool = False
+    order: tuple[int, ...] | None = None
+    spill: torch.dtype | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What a store takes, in bytes.
+
+    Attributes:
+        total_bytes: on storage, all of it.
+        slot_bytes: one slot of all values and state.
+        index_bytes: memory while it is open that grows with the state.
+        buffer_bytes: memory while it is open, whatever it holds.
+        chunk_bytes: memory of one staging chunk of an `Engine`.
+        other_bytes: memory of an `Engine` for state of other shapes than its entries'.
+        unit_bytes: the values of each unit, as `Store.fetch` gives them.
+    """
+
+    total_bytes: int
+    slot_bytes: int
+    index_bytes: int
+    buffer_bytes: int
+    chunk_bytes: int
+    other_bytes: int
+    unit_bytes: dict[str, int]
+
+
+def sizes(
+    entries: Sequence[Entry],
+    *,
+    optimizer: str = "AdamW",
+    chunk_elements: int | None = None,
+    devices: int = 1,
+    stripe: int | None = None,
+) -> Sizes:
+    """What `Store.create` would take for these entries, whose tensors may be on the meta device. Touches no device.
+
+    Raises:
+        ConfigError: they cannot be stored; the message says why.
+    """
+    units, described = description(entries)
+    chunk = chunk_elements_of(entries) if chunk_elements is None else chunk_elements
+    *all_bytes, of_units = _core.store_sizes(described, units, optimizer, chunk, devices, stripe)
+    total, slot, index, buffer, chunk, other = all_bytes
+    return Sizes(
+        total_bytes=total,
+        slot_bytes=slot,
+        index_bytes=index,
+        buffer_bytes=buffer,
+        chunk_bytes=chunk,
+        other_bytes=other,
+        unit_bytes=dict(zip(units, of_units, strict=True)),
+    )
+
+
+def chunk_elements_of(entries: Sequence[Entry]) -> int:
+    """Elements of a chunk unless told otherwise: as many as have their state in one request, at most 98,304."""
+    widths = [
+        sum(tensor.element_size() for tensor in entry.state.values() if tensor.shape == entry.values.shape)
+        for entry in entries
+    ]
+
+    def fitting(grain: int) -> int:
+        return max(grain, min(_REQUEST_BYTES // max([1, *widths]) // grain * grain, CHUNK_ELEMENTS))
+
+    # A chunk that others follow must end with a page. Without need the finer grain stays: a store is resumed with the
+    # chunks that it was made with.
+    chunk = fitting(_CHUNK_GRAIN)
+    ends_inside_a_page = any(
+        entry.values.numel() > chunk and chunk * size % PAGE_BYTES
+        for entry in entries
+        for size in (entry.values.element_size(), *([entry.spill.itemsize] if entry.spill is not None else []))
+    )
+    return fitting(PAGE_BYTES) if ends_inside_a_page else chunk
+
+
+def order_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """The dimensions of a tensor without gaps from the largest stride to the smallest; None where it is row-major.
+
+    Raises:
+        ConfigError: the tensor has gaps or overlaps itself.
+    """
+    if tensor.is_contiguous():
+        return None
+    order = tuple(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+    if not tensor.permute(order).is_contiguous():
+        raise ConfigError("the tensor has gaps or overlaps itself; make a contiguous copy")
+    return order
+
+
+def adam_state(
+    values: torch.Tensor, master: torch.Tensor | None = None, *, compact: bool = False
+) -> dict[str, torch.Tensor]:
+    """The state that Adam begins with: a float32 master where `values` has 16 bits, and two moments of zeros.
+
+    Args:
+        values: the parameter.
+        master: what it is rounded from; its own values in float32 where it is not given.
+        compact: for bfloat16, keep no second copy of the master: 10 bytes for an element, and not 12 (see
+            `memascend.compact`). Other types are as without it.
+    """
+    import torch
+
+    if compact and values.dtype == torch.bfloat16:
+        return compact_of(values, {} if master is None else {"master": master})
+    zeros = {name: torch.zeros_like(values, dtype=torch.float32) for name in ("exp_avg", "exp_avg_sq")}
+    if values.dtype == torch.float32:
+        return zeros
+    return {"master": values.float() if master is None else master, **zeros}
+
+
+def description(entries: Sequence[Entry]) -> tuple[list[str], list[Described]]:
+    """The names of the units, and the entries, as the extension takes them."""
+    numbers: dict[str, int] = {}
+    described: list[Described] = []
+    for entry in entries:
+        order = list(entry.order or ())
+        # Written only where it says something, so that the same tensors are the same description.
+        order = [] if order == list(range(entry.values.dim())) else order
+        spill = None if entry.spill is None else str(entry.spill).removeprefix("torch.")
+        state = [_described(name, tensor) for name, tensor in entry.state.items()]
+        unit = numbers.setdefault(entry.unit, len(numbers))
+        described.append((entry.buffer, unit, _described(entry.name, entry.values), state, order, spill))
+    return list(numbers), described
+
+
+def _described(name: str, tensor: torch.Tensor) -> tuple[str, str, list[int]]:
+    return name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)

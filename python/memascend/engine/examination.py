@@ -1,0 +1,84 @@
+"""What the two commits of a store are worth, and a look at a store that is damaged. Nothing is written."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from memascend import _core
+from memascend.engine.store import Store
+from memascend.paths import listed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+__all__ = ["Commit", "examine", "look"]
+
+_Path = str | os.PathLike[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Commit:
+    """A commit as it lies on storage.
+
+    Attributes:
+        generation: counts commits; None where its root is damaged.
+        step: committed steps; None where its catalog is damaged.
+        pieces: how many pieces of it are whole.
+        nbytes: their bytes.
+        damages: what is damaged where, the first of it.
+        others: how many damages more there are.
+    """
+
+    generation: int | None
+    step: int | None
+    pieces: int
+    nbytes: int
+    damages: tuple[str, ...]
+    others: int
+
+    @property
+    def whole(self) -> bool:
+        """Whether every byte of it is as it was written."""
+        return not self.damages
+
+
+def examine(
+    paths: _Path | Sequence[_Path],
+    progress: Callable[[int, int], object] | None = None,
+    *,
+    backend: Literal["auto", "io_uring", "threads"] = "auto",
+) -> list[Commit]:
+    """Read and check both commits of a store; `progress(done, all)` hears of bytes.
+
+    Returns:
+        What may be the newest first: a root that is damaged, or the newer commit. One, where only one was ever made.
+
+    Raises:
+        StorageError: there is no store, or none that could be looked at.
+        CorruptionError: what both commits need is damaged.
+    """
+    return [
+        Commit(
+            generation=found["generation"],
+            step=found["step"],
+            pieces=found["pieces"],
+            nbytes=found["bytes"],
+            damages=tuple(found["damages"]),
+            others=found["others"],
+        )
+        for found in _core.store_examine(listed(paths), backend, progress)
+    ]
+
+
+def look(paths: _Path | Sequence[_Path], *, backend: Literal["auto", "io_uring", "threads"] = "auto") -> Store:
+    """Open a store to be looked at, at its newest commit whose catalog is whole, also where `Store.open` refuses.
+
+    Nothing can be staged in it, and closing it changes nothing.
+
+    Raises:
+        StorageError: there is no store.
+        CorruptionError: no catalog is whole.
+    """
+    return Store(_core.store_look(listed(paths), backend))

@@ -1,0 +1,418 @@
+"""Training state on SSD: the thin face of the Rust store."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+
+from memascend import _core
+from memascend.engine.compact import compact_of
+from memascend.engine.entries import CHUNK_ELEMENTS, Entry, chunk_elements_of, description
+from memascend.engine.fetch import Checkers, Fetch, UnitParts
+from memascend.engine.ffi import Lent, json_of, place_of, require, require_laid_out, require_order, stored_order
+from memascend.errors import ConfigError, StorageError
+from memascend.pages import PAGE_BYTES
+from memascend.paths import listed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from types import TracebackType
+
+    import torch
+
+__all__ = ["Checkers", "Fetch", "Part", "Store", "UnitParts"]
+
+_RESCUE = "is gone with the end of this run; keep it with optimizer.save(folder)"
+_LOST = {
+    "deleted": f"was deleted while its store was in use: what is in it {_RESCUE}",
+    "moved": "was moved while its store was in use: what was committed is in it, under the name that it has now",
+    "replaced": f"is now another file than that of the store in use: unless that was moved, what is in it {_RESCUE}",
+}
+
+_Path = str | os.PathLike[str]
+
+
+class Part(NamedTuple):
+    """A part of a tensor of an entry, in the order in which it is stored.
+
+    Attributes:
+        of: the state tensor's name; "" is the values.
+        start: its first element.
+        values: the elements.
+    """
+
+    of: str
+    start: int
+    values: torch.Tensor
+
+
+class Store:
+    """State on SSD: every commit is all of a step or none of it, and every byte that is read was checked."""
+
+    __slots__ = ("_core", "_entries", "_names", "_units", "is_temporary")
+
+    def __init__(self, core: _core.Store) -> None:
+        self._core = core
+        # Its file has no name on purpose.
+        self.is_temporary = False
+        self._units: list[str] = core.info()["units"]
+        entries = core.entries()
+        self._names = {entry["name"]: index for index, entry in enumerate(entries)}
+        self._entries = _shared(entries)
+
+    @classmethod
+    def create(
+        cls,
+        paths: _Path | Sequence[_Path],
+        entries: Sequence[Entry],
+        *,
+        optimizer: str = "AdamW",
+        existing: Literal["refuse", "resume", "replace", "previous"] = "refuse",
+        durability: Literal["step", "close", "none"] = "step",
+        chunk_elements: int | None = None,
+        stripe: int | None = None,
+        backend: Literal["auto", "io_uring", "threads"] = "auto",
+        fill: bool = True,
+    ) -> Self:
+        """Make a store and fill it, as step 0; or resume the one that is there, whose own values then stand.
+
+        Args:
+            paths: a folder, a file or a raw block device, or several, over which it is striped.
+            entries: what it holds, grouped by unit.
+            optimizer: whose state it is; a store of another one is refused.
+            existing: what to do where a store is already: refuse, resume its last committed step, replace it, or go
+                back to the commit before, as `open` does.
+            durability: "step": commits survive a loss of power; "close": the death of the process; "none": nothing is
+                kept before `close()`.
+            chunk_elements: elements of a chunk, a multiple of 2,048, and of 4,096 where an entry of more elements has
+                values of one byte; None: as many as have their state in one request.
+            stripe: bytes that lie together on one of several devices.
+            backend: how the devices are driven.
+            fill: False leaves a store that was made now unfilled, at generation 0, for the caller to fill and commit:
+                its entries may be on the meta device. Until its first commit nobody can open it. With "previous" it
+                leaves the newest commit there, too, until `go_back()`; nothing can be staged before.
+
+        Raises:
+            ConfigError: an argument is wrong, or a store is there that does not fit or that `existing` refuses.
+            StorageError: a device is full, foreign or in use; nothing was changed.
+            CorruptionError: the store that is there is damaged; the message says where.
+        """
+        units, described = description(entries)
+        if fill:
+            for entry in entries:
+                for tensor in (entry.values, *entry.state.values()):
+                    require_laid_out(entry.name, tensor, entry.order if tensor.shape == entry.values.shape else None)
+        chunk = chunk_elements_of(entries) if chunk_elements is None else chunk_elements
+        core = _core.Store(listed(paths), described, units, optimizer, chunk, existing, durability, stripe, backend)
+        store = cls(core)
+        if fill:
+            store._settled()
+        if core.created and fill:
+            for entry in entries:
+                store.stage(entry.name, entry.values, entry.state, step=0)
+            store.commit(0)
+        return store
+
+    @classmethod
+    def open(
+        cls,
+        paths: _Path | Sequence[_Path],
+        *,
+        existing: Literal["resume", "previous"] = "resume",
+        durability: Literal["step", "close", "none"] = "step",
+        backend: Literal["auto", "io_uring", "threads"] = "auto",
+    ) -> Self:
+        """Open the last committed step of the store that is there, or the commit before it.
+
+        "previous" is for a store whose newest commit is damaged, or unwanted. It reads and checks every byte of the
+        other commit first, and changes nothing if one is not whole; then the newest is given up for good. The step that
+        follows a commit is written over the one before it, so it works until that step begins.
+
+        Raises:
+            ConfigError: "previous", and only one commit was ever made.
+            StorageError: there is no store, or it is unfinished, unclosed, of another version, or misses a device.
+            CorruptionError: it is damaged; the message says where, and whether the other commit may be whole.
+        """
+        if existing not in ("resume", "previous"):
+            raise ConfigError(f"a store is opened with existing='resume' or 'previous', not {existing!r}")
+        store = cls(_core.Store(listed(paths), None, [], "", CHUNK_ELEMENTS, existing, durability, None, backend))
+        store._settled()
+        return store
+
+    def go_back(self) -> None:
+        """Give the newest commit up for good, where the one before it was opened without that."""
+        self._core.go_back()
+
+    def _settled(self) -> None:
+        try:
+            self.go_back()
+        except BaseException:
+            self.close()
+            raise
+
+    @staticmethod
+    def upgrade(paths: _Path | Sequence[_Path], *, backend: Literal["auto", "io_uring", "threads"] = "auto") -> bool:
+        """Convert a store of version 1 of the format, where it is; its files grow a little.
+
+        A kill or a loss of power at any moment leaves the store of version 1, or one that another call finishes.
+
+        Returns:
+            Whether it was one: False where nothing was to be done.
+
+        Raises:
+            StorageError: there is no store, it is in use, or its devices have no room for the new catalog.
+            CorruptionError: it is damaged; the message says where.
+        """
+        return _core.Store.upgrade(listed(paths), backend)
+
+    @property
+    def created(self) -> bool:
+        """Whether it was made now."""
+        return self._core.created
+
+    @property
+    def step(self) -> int:
+        """Committed steps."""
+        step: int = self._core.info()["step"]
+        return step
+
+    @property
+    def user_state(self) -> Any:
+        """The JSON value that was committed last; None where there was none."""
+        text = self._core.info()["user"]
+        return json.loads(text) if text else None
+
+    @property
+    def hyperparameters(self) -> Any:
+        """The hyperparameters that were committed last; None where there were none."""
+        text = self._core.info()["hyperparameters"]
+        return json.loads(text) if text else None
+
+    def info(self) -> dict[str, Any]:
+        """What is known of it: "uuid", "generation", "step", "optimizer", "units", "devices" and sizes in bytes."""
+        return self._core.info()
+
+    def entries(self) -> list[dict[str, Any]]:
+        """Each entry: "name", "buffer", "unit", "dtype", "shape", "step", "version", "staged", "compact", "state".
+
+        Also "unit_offset", where its values begin in the bytes of its unit, and "order" and "spill" as in `Entry`.
+        """
+        return self._core.entries()
+
+    def stage(
+        self, name: str, values: torch.Tensor, state: Mapping[str, torch.Tensor] | None = None, *, step: int
+    ) -> None:
+        """Stage a whole entry, as its update number `step`; `commit()` makes it live.
+
+        Of a compact entry, `state` is the compact one, or what `compact_of` makes it from.
+        """
+        entry = self._entries[self.index(name)]
+        state = self._compact(entry, values, state or {})
+        wanted = [tensor[0] for tensor in entry["state"]]
+        if sorted(state) != sorted(wanted):
+            raise ConfigError(f"the state of {name!r} is {wanted}, not {list(state)}")
+        tensors = [values, *(state[of] for of in wanted)]
+        described = [(entry["dtype"], entry["shape"]), *((dtype, shape) for _, dtype, shape in entry["state"])]
+        for tensor, (dtype, shape) in zip(tensors, described, strict=True):
+            require(name, tensor, dtype, shape, stored_order(entry, shape))
+        self._core.stage(self.index(name), step, [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors])
+
+    def read(self, name: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """A copy of an entry as the last commit left it: its values, and its state by name.
+
+        Raises:
+            CorruptionError: what is on storage is not what was written.
+        """
+        import torch
+
+        index = self.index(name)
+        entry = self._entries[index]
+
+        def room(dtype: str, shape: list[int]) -> torch.Tensor:
+            order = stored_order(entry, shape) or tuple(range(len(shape)))
+            laid_out = torch.empty([shape[dim] for dim in order], dtype=getattr(torch, dtype), device="cpu")
+            return laid_out.permute([order.index(dim) for dim in range(len(shape))])
+
+        values = room(entry["dtype"], entry["shape"])
+        state = {of: room(dtype, shape) for of, dtype, shape in entry["state"]}
+        self._core.read(index, [(tensor.data_ptr(), tensor.nbytes) for tensor in (values, *state.values())])
+        return values, state
+
+    def scan(self, names: Sequence[str], visit: Callable[[str, list[Part]], object]) -> None:
+        """Read entries as the last commit left them, part by part, in memory that does not grow with them.
+
+        Args:
+            names: which, in the order in which they are read.
+            visit: called with a name and parts that belong together: of a chunk, the values and the state of the same
+                elements; tensors of another shape come by themselves. The parts stand on memory that is taken again
+                after the call. It must not commit.
+
+        Raises:
+            CorruptionError: what is on storage is not what was written.
+        """
+        import torch
+
+        entries = self._entries
+        names_of = {self.index(name): name for name in names}
+        described = {
+            self.index(name): [
+                ("", entry["dtype"]),
+                *((of, dtype) for of, dtype, _ in entry["state"]),
+            ]
+            for name, entry in ((name, entries[self.index(name)]) for name in names)
+        }
+
+        def shown(index: int, lent: list[tuple[int, int, Any]]) -> None:
+            parts = []
+            for tensor, first, memory in lent:
+                of, dtype = described[index][tensor]
+                values = torch.frombuffer(memory, dtype=getattr(torch, dtype))
+                parts.append(Part(of, first // values.itemsize, values))
+            visit(names_of[index], parts)
+
+        self._core.scan(list(described), shown)
+
+    def fetch(self, unit: str, into: torch.Tensor) -> Fetch:
+        """Begin to read the values of a unit, as the last commit left them, before all other I/O that waits.
+
+        Args:
+            unit: its name.
+            into: a contiguous uint8 CPU tensor of as many bytes as `sizes` says, which begins on a page. Each entry is
+                at its "unit_offset". It is held until the end, and must not be touched before.
+
+        Raises:
+            ConfigError: there is no such unit, or the memory does not fit.
+            StorageError: the device refused; or the store is closed (UsageError).
+        """
+        units = self._units
+        if unit not in units:
+            raise ConfigError(f"the store has no unit {unit!r}")
+        if str(into.dtype) != "torch.uint8" or into.device.type != "cpu" or not into.is_contiguous():
+            raise ConfigError("a unit is fetched into a contiguous uint8 tensor on the CPU")
+        if into.data_ptr() % PAGE_BYTES:
+            raise ConfigError(f"the memory that a unit is fetched into must begin on a page of {PAGE_BYTES} bytes")
+        keep = into.untyped_storage()
+        return Fetch(self._core.fetch(units.index(unit), into.data_ptr(), into.nbytes, keep))
+
+    def parts(self, unit: str, bytes_max: int, checkers: Checkers | None = None) -> UnitParts:
+        """The values of a unit, as the last commit left them, in parts of at most so many bytes; reads nothing yet.
+
+        `checkers` check them as they come; without, whoever waits for one does.
+
+        Raises:
+            ConfigError: there is no such unit, or a piece of it is larger than a part may be.
+        """
+        if unit not in self._units:
+            raise ConfigError(f"the store has no unit {unit!r}")
+        return UnitParts(_core.Parts(self._core, self._units.index(unit), bytes_max), checkers)
+
+    def counters(self) -> dict[str, Any]:
+        """Since it was opened: "fetches", "fetched_bytes", "wait_seconds" in `Fetch.wait`, and all I/O.
+
+        "read_bytes" and "written_bytes" count every transfer of the volume, those of fetches and updates too.
+        """
+        return self._core.counters()
+
+    def commit(self, step: int, *, user_state: Any = None, hyperparameters: Any = None) -> int:
+        """Make all that is staged live at once; None leaves what was committed before. Returns the generation."""
+        return self._core.commit(step, json_of(user_state), json_of(hyperparameters))
+
+    def discard(self, name: str | None = None) -> None:
+        """Forget all that is staged, or what is staged of one entry."""
+        self._core.discard(None if name is None else self.index(name))
+
+    def verify(self, progress: Callable[[int, int], object] | None = None) -> tuple[int, int]:
+        """Read and check everything that is live; `progress(done, all)` hears of bytes.
+
+        Returns:
+            How many pieces and bytes were found whole.
+
+        Raises:
+            CorruptionError: the first piece that is not.
+        """
+        return self._core.verify(progress)
+
+    def damaged(self) -> list[str]:
+        """Which copies of labels and of the description are damaged, in words.
+
+        The other copy of each is whole. The first commit after an open repairs what was damaged then.
+        """
+        return self._core.damaged()
+
+    def close(self) -> None:
+        """Keep what was committed, drop what is only staged, and let go of the devices. Twice is fine.
+
+        Raises:
+            StorageError: its file was deleted, moved or replaced meanwhile; everything was let go of all the same.
+        """
+        lost = self.lost()
+        self._core.close()
+        if lost is not None:
+            raise lost
+
+    def forsake(self) -> None:
+        """Have what was made for it, where there was nothing, removed by `close()`, before anybody else can have it."""
+        self._core.forsake()
+
+    def lost(self) -> StorageError | None:
+        """What became of a file of it that its path does not name any more; None where all is as it was."""
+        found = None if self.is_temporary else self._core.lost()
+        if found is None:
+            return None
+        path, what = found
+        return StorageError(f"{path} {_LOST[what]}", errno=errno.ENOENT, path=os.fspath(path))
+
+    def index(self, name: str) -> int:
+        """The number of an entry."""
+        if name not in self._names:
+            raise ConfigError(f"the store has no entry {name!r}")
+        return self._names[name]
+
+    @staticmethod
+    def _compact(
+        entry: dict[str, Any], values: torch.Tensor, state: Mapping[str, torch.Tensor]
+    ) -> Mapping[str, torch.Tensor]:
+        return compact_of(values, state) if entry["compact"] and "rest" not in state else state
+
+    def _live(self, name: str, values: torch.Tensor | None) -> tuple[int, int, object] | None:
+        if values is None:
+            return None
+        entry = self._entries[self.index(name)]
+        require(name, values, entry["dtype"], entry["shape"], entry["order"])
+        return place_of(values)
+
+    def _gradient(self, name: str, gradient: torch.Tensor | Lent) -> int:
+        index = self.index(name)
+        if isinstance(gradient, Lent):
+            require_order(name, gradient.tensor, self._entries[index]["order"])
+            return self._shaped(name, gradient.tensor)
+        require_laid_out(name, gradient, self._entries[index]["order"])
+        return self._shaped(name, gradient)
+
+    def _shaped(self, name: str, gradient: torch.Tensor) -> int:
+        index = self.index(name)
+        if list(gradient.shape) != self._entries[index]["shape"]:
+            raise ConfigError(
+                f"the gradient of {name!r} has shape {list(gradient.shape)}, not {self._entries[index]['shape']}"
+            )
+        return index
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _shared(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What entries are by type and shape, one for all that are alike: a model has thousands of some tens of kinds."""
+    kinds: dict[str, dict[str, Any]] = {}
+    found = []
+    for entry in entries:
+        kind = {name: entry[name] for name in ("dtype", "shape", "order", "spill", "compact", "state")}
+        found.append(kinds.setdefault(repr(kind), kind))
+    return found

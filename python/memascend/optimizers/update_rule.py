@@ -1,0 +1,222 @@
+"""The arithmetic of updates: Adam on the engine where it can be, any other optimizer's own code on streamed state."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from memascend.engine import master_of
+from memascend.errors import UsageError
+from memascend.optimizers import generic
+from memascend.optimizers.clone import group_options
+from memascend.pages import whole_pages
+from memascend.residency.placeholder import dense_strides
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from memascend.engine import Chunk, Engine, Store
+    from memascend.gradients.gradient import Arrival
+
+__all__ = ["Arithmetic", "Updates"]
+
+
+class Arithmetic:
+    """What has to be known of an optimizer's parameters before there is a store.
+
+    Args:
+        optimizer: the original.
+        master_dtype: of the copies that 16-bit parameters are updated in, or None.
+        sparse: the ids of parameters whose gradients may be sparse: those are updated whole.
+
+    Raises:
+        ConfigError: the optimizer cannot be streamed; the message says why.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, master_dtype: torch.dtype | None, sparse: frozenset[int] = frozenset()
+    ) -> None:
+        generic.require_streamable(optimizer, master_dtype)
+        self.optimizer = optimizer
+        self.master_dtype = master_dtype
+        self._sparse = sparse
+        # By parameter: what torch's own code keeps of it; None where Adam runs on the engine.
+        self.kept: dict[int, generic.Kept | None] = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                rust = self.rust_options(group, parameter.dtype)
+                kept = None if rust is not None else generic.describe(optimizer, parameter, master_dtype)
+                self.kept[id(parameter)] = kept
+
+    def rust_options(self, group: dict[str, Any], dtype: torch.dtype) -> dict[str, Any] | None:
+        """The numbers of an update on the engine; None where torch's own code has to run."""
+        return generic.rust_options(self.optimizer, group, dtype=dtype, master_dtype=self.master_dtype)
+
+    def describe(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The state tensors of a parameter, on meta."""
+        kept = self.kept[id(parameter)]
+        if kept is not None:
+            return dict(kept.tensors)
+        moments = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
+        masters = {torch.float32: {}, torch.bfloat16: {"rest": torch.int16}, torch.float16: {"master": torch.float32}}
+        strides = dense_strides(parameter)
+        return {
+            name: torch.empty_strided(parameter.shape, strides, dtype=dtype, device="meta")
+            for name, dtype in {**masters[parameter.dtype], **moments}.items()
+        }
+
+    def initial(self, parameter: torch.Tensor) -> tuple[dict[str, torch.Tensor], int]:
+        """The state that the optimizer has already, and how many updates made it."""
+        kept = self.kept[id(parameter)]
+        if kept is not None:
+            return generic.import_state(self.optimizer, parameter, kept)
+        state = self.optimizer.state.get(parameter) or {}
+        strides = dense_strides(parameter)
+        found = {}
+        for name in ("exp_avg", "exp_avg_sq"):
+            if name in state:
+                found[name] = torch.empty_strided(parameter.shape, strides, dtype=torch.float32).copy_(state[name])
+        if found and parameter.dtype != torch.float32:
+            found["master"] = torch.empty_strided(parameter.shape, strides, dtype=torch.float32).copy_(parameter)
+        return found, int(state.get("step", 0))
+
+    @property
+    def whole_bytes(self) -> int:
+        """Memory for the largest parameter that is updated whole."""
+        whole = [
+            kept.whole_bytes
+            for parameter, kept in self.kept.items()
+            if kept is not None and (kept.whole or parameter in self._sparse)
+        ]
+        # Its tensors begin on lines of the cache.
+        return whole_pages(max(whole) + 64 * 16) if whole else 0
+
+    @property
+    def update_values(self) -> Literal["resident", "read", "never"]:
+        """Whether updates need the values, for the plan: "resident", "read" or "never"."""
+        rust = {
+            parameter.dtype
+            for group in self.optimizer.param_groups
+            for parameter in group["params"]
+            if self.kept[id(parameter)] is None
+        }
+        if any(kept is not None for kept in self.kept.values()):
+            return "read"
+        if torch.bfloat16 in rust or torch.float32 in rust:
+            return "resident"
+        return "never"
+
+
+class Updates:
+    """The arithmetic at work, on an engine; see `gradients.Rule`."""
+
+    def __init__(
+        self,
+        arithmetic: Arithmetic,
+        engine: Engine,
+        store: Store,
+        values: Callable[[Arrival], torch.Tensor | None],
+    ) -> None:
+        """`values` gives the values of a parameter where they are resident."""
+        self._arithmetic = arithmetic
+        self._engine = engine
+        self._store = store
+        self._values = values
+        self._groups = arithmetic.optimizer.param_groups
+        # The last ones of each group: parameters whose options are equal share them.
+        self._options: dict[int, dict[str, Any]] = {}
+
+    def _kept(self, kept: Arrival) -> generic.Kept | None:
+        return self._arithmetic.kept[id(kept.place.parameter)]
+
+    def options(self, kept: Arrival) -> dict[str, Any]:
+        """The options that an update of this parameter would use now."""
+        group = self._groups[kept.group]
+        if self._kept(kept) is not None:
+            return group_options(group)
+        options = self._arithmetic.rust_options(group, kept.place.dtype)
+        if options is None:
+            raise UsageError(
+                f"the options of {kept.name!r} now need other state than it has (amsgrad, say): set them before "
+                "offload()"
+            )
+        if self._options.get(kept.group) != options:
+            self._options[kept.group] = options
+        return self._options[kept.group]
+
+    def update(self, kept: Arrival, gradient: torch.Tensor, scale: float) -> None:
+        """Begin the update by a gradient in memory, multiplied by `scale`."""
+        described = self._kept(kept)
+        step = kept.step + 1
+        if described is None:
+            if gradient.is_sparse:
+                raise UsageError(
+                    f"{type(self._arithmetic.optimizer).__name__} does not support sparse gradients, and {kept.name!r} "
+                    "has one; use SparseAdam or SGD, or an embedding without sparse=True"
+                )
+            values = self._values(kept)
+            self._engine.update(kept.name, gradient, step=step, grad_scale=scale, values=values, **kept.options)
+            return
+        # Its rows are few, and looked up by the engine's thread.
+        sparse = gradient.cpu() if gradient.is_sparse else None
+        function = generic.update(
+            self._arithmetic.optimizer,
+            self._groups[kept.group],
+            described,
+            first=kept.step == 0,
+            gradient=sparse,
+            grad_scale=scale,
+        )
+        dense = gradient.to_dense() if gradient.is_sparse else gradient
+        self._engine.apply(kept.name, function, step=step, gradient=dense, whole=described.whole or sparse is not None)
+
+    def update_spilled(self, kept: Arrival, factors: Sequence[float], scale: float) -> None:
+        """Begin the update by the gradient that was spilled."""
+        described = self._kept(kept)
+        step = kept.step + 1
+        if described is None:
+            self._engine.update_spilled(kept.name, step=step, grad_scale=scale, factors=factors, **kept.options)
+            return
+        function = generic.update(
+            self._arithmetic.optimizer,
+            self._groups[kept.group],
+            described,
+            first=kept.step == 0,
+            factors=factors,
+            grad_scale=scale,
+        )
+        self._engine.apply(kept.name, function, step=step, whole=described.whole)
+
+    def rewrite(self, name: str, values: torch.Tensor, step: int) -> None:
+        """Stage other values, and a master that equals them; the moments stay."""
+        zeroed = ("rest",)
+
+        def function(chunk: Chunk) -> None:
+            given = chunk.gradient
+            assert given is not None
+            chunk.values.copy_(given)
+            if "master" in chunk.state:
+                chunk.state["master"].copy_(given)
+            for other in zeroed:
+                if other in chunk.state:
+                    # The master is the values, nothing was rounded: no rest, and no sign that says so.
+                    chunk.state[other].zero_()
+                    chunk.state["exp_avg_sq"].abs_()
+
+        self._engine.apply(name, function, step=step, gradient=values)
+
+    def state(self, kept: Arrival) -> dict[str, torch.Tensor]:
+        """A copy of the state, by torch's names, and the master."""
+        values, state = self._store.read(kept.name)
+        described = self._kept(kept)
+        if described is not None:
+            master = {"master": state.pop("master", values)}
+            if kept.step == 0:
+                return master
+            return {**generic.export_state(described, state), **master}
+        whole = master_of(values, state)
+        master = {"master": whole.pop("master")}
+        if kept.step == 0:
+            return master
+        return {"step": torch.tensor(float(kept.step), dtype=torch.float32, device="cpu"), **whole, **master}

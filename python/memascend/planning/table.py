@@ -1,0 +1,197 @@
+"""What a plan decided: its figures, and the table of them that a user understands."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from memascend.planning.units import Unit
+
+__all__ = ["Plan", "readable"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is decided before the run. `str()` is a table.
+
+    Attributes:
+        units: in the order of the forward.
+        order: their names as a forward uses them, tied ones more than once, pinned ones not at all.
+        classes: of the arena that holds them, as {bytes: count}.
+        window: units that follow each other and may be in memory at once: 1 reads the next one when it is needed, 2
+            while the one before computes.
+        segment: units that a checkpoint segment holds together.
+        chunks: staging chunks of the update.
+        activation_groups: chunks for checkpointed activations that are taken when they are needed, in groups.
+        gradients: how they are kept, as the option says.
+        queue_bytes: of gradients that may wait for their update.
+        resident: units that are read at most once a step, as they stay from the forward to the backward; frozen ones
+            from step to step.
+        by_rows: units that are embeddings of which a forward reads the rows that it needs; they have no memory.
+        whole_bytes: for optimizers that update whole parameters.
+        host: host memory by owner; everything that is held, and its sum `host_peak`, is in the budget.
+        device: memory of the device by owner, where that is not the host; its sum is `device_peak`.
+        device_budget: the limit in force there; 0 where the host computes.
+        device_smallest: the smallest that works there.
+        device_comfortable: the smallest there that keeps disk and compute busy.
+        device_ample: the budget there from which on more of it saves nothing.
+        budget: the limit in force.
+        smallest: the smallest budget that works.
+        comfortable: the smallest budget that keeps disk and compute busy.
+        ample: the budget from which on more of it saves nothing.
+        disk_bytes: the store, with both slots.
+        read_bytes: per step, by kind.
+        written_bytes: per step, by kind.
+        saved_bytes: reads of a step that the budget saves beyond the comfortable one.
+        savable_bytes: reads of a step that the ample budget would save in addition.
+        recurrent_bytes: what cuDNN copies of the weights of LSTM, GRU and RNN modules, each from its forward to its
+            backward; torch's own memory of the device, and in no budget.
+    """
+
+    units: tuple[Unit, ...]
+    order: tuple[str, ...]
+    classes: dict[int, int]
+    window: int
+    segment: int
+    chunks: int
+    activation_groups: int
+    gradients: str
+    queue_bytes: int
+    resident: frozenset[str]
+    by_rows: tuple[str, ...]
+    whole_bytes: int
+    host: dict[str, int]
+    host_peak: int
+    device: dict[str, int]
+    device_peak: int
+    device_budget: int
+    device_smallest: int
+    device_comfortable: int
+    device_ample: int
+    budget: int
+    smallest: int
+    comfortable: int
+    ample: int
+    disk_bytes: int
+    read_bytes: dict[str, int]
+    written_bytes: dict[str, int]
+    saved_bytes: int
+    savable_bytes: int
+    recurrent_bytes: int = 0
+
+    def larger_budget(self, nbytes: int) -> int:
+        """The next budget to try where the model holds more units together than a plan can know, `nbytes` at least."""
+        here = (self.budget, self.comfortable, self.ample)
+        there = (self.device_budget, self.device_comfortable, self.device_ample)
+        now, *larger = there if self.device else here
+        return next((budget for budget in larger if budget > now), now + nbytes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as JSON values."""
+        plain = asdict(self)
+        plain["classes"] = [{"bytes": nbytes, "count": count} for nbytes, count in sorted(self.classes.items())]
+        plain["resident"] = [unit.name for unit in self.units if unit.name in self.resident]
+        return plain
+
+    def __str__(self) -> str:
+        return _table(self)
+
+
+def readable(nbytes: float) -> str:
+    """Bytes as people read them."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if abs(nbytes) < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "bytes" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"
+
+
+def _table(plan: Plan) -> str:
+    """What the plan decided, and what that costs."""
+    elements = sum(unit.elements for unit in plan.units)
+    lines = [f"Units: {len(plan.units)}, with {elements:,} parameters, in the order of the forward"]
+    lines += _rows(_unit_rows(plan))
+    lines += ["", f"Host memory: {readable(plan.host_peak)} of a budget of {readable(plan.budget)}"]
+    lines += _rows([(owner, readable(nbytes), _note(plan, owner)) for owner, nbytes in plan.host.items() if nbytes])
+    if plan.device:
+        lines += ["", f"Device memory: {readable(plan.device_peak)} of a budget of {readable(plan.device_budget)}"]
+        lines += _rows([(owner, readable(nbytes), _note(plan, owner)) for owner, nbytes in plan.device.items()])
+    if plan.recurrent_bytes:
+        lines.append(
+            f"  beside it cuDNN copies recurrent weights, each until its backward: {readable(plan.recurrent_bytes)}"
+        )
+    lines += ["", f"Storage: {readable(plan.disk_bytes)}"]
+    lines += ["", "Each step moves" + (", in bytes for each parameter" if elements else "")]
+    rows = []
+    for verb, kinds in (("read", plan.read_bytes), ("written", plan.written_bytes)):
+        for kind, nbytes in (*kinds.items(), ("in all", sum(kinds.values()))):
+            rows.append((f"{verb}: {kind}", readable(nbytes), f"{nbytes / elements:.2f}" if elements else ""))
+    lines += [*_rows(rows), "", _advice(plan)]
+    return "\n".join(lines)
+
+
+def _unit_rows(plan: Plan) -> list[tuple[str, ...]]:
+    """Units that are alike and follow each other are one row."""
+    rows: list[tuple[str, ...]] = []
+    group: list[Unit] = []
+    for unit in (*plan.units, None):
+        if group and (unit is None or _likeness(plan, unit) != _likeness(plan, group[0])):
+            first, last = group[0], group[-1]
+            name = first.name if len(group) == 1 else f"{first.name} .. {last.name} ({len(group)})"
+            stays = sum(member.name in plan.resident for member in group)
+            what = "pinned" if first.pinned else f"{stays} resident" if stays else ""
+            what = "read by rows" if first.name in plan.by_rows else what
+            rows.append((name, readable(first.nbytes), what))
+            group = []
+        if unit is not None:
+            group.append(unit)
+    return rows
+
+
+def _likeness(plan: Plan, unit: Unit) -> tuple[int, bool, int, bool]:
+    return unit.nbytes, unit.pinned, len(unit.parameters), unit.name in plan.by_rows
+
+
+def _note(plan: Plan, owner: str) -> str:
+    if owner == "units":
+        slots = ", ".join(f"{count} x {readable(nbytes)}" for nbytes, count in sorted(plan.classes.items()))
+        return f"window {plan.window}: {slots}"
+    stay = "pinned, taken as they are needed; what finds no room goes to storage"
+    through = "chunks through which they go to storage and come back"
+    return {
+        "update staging": f"{plan.chunks} chunks",
+        "gradients": "all of them" if plan.gradients == "ram" else "that wait for their update",
+        "activations": stay if plan.activation_groups else through,
+        "embedding rows": "through which they are read, and their gradients made",
+        "unit staging": "pinned, on the way to the device",
+        "gradient windows": "pinned, on the way from the device",
+    }.get(owner, "")
+
+
+def _advice(plan: Plan) -> str:
+    host = ("host_memory", plan.budget, plan.smallest, plan.comfortable, plan.ample)
+    there = (plan.device_budget, plan.device_smallest, plan.device_comfortable, plan.device_ample)
+    device = ("device_memory", *there)
+    for option, budget, smallest, comfortable, _ in [host, device]:
+        if budget < comfortable:
+            return (
+                f"{option}={comfortable} ({readable(comfortable)}) would keep disk and compute busy; "
+                f"{smallest} is the smallest that works"
+            )
+    saved = f"the budget saves {readable(plan.saved_bytes)} of reads a step; " if plan.saved_bytes else ""
+    if not plan.savable_bytes:
+        return f"{saved}a larger budget would save nothing"
+    option, *_, ample = device if plan.device else host
+    return (
+        f"{saved}{option}={ample} ({readable(ample)}) would save {readable(plan.savable_bytes)} "
+        f"{'more' if plan.saved_bytes else 'of reads a step'}"
+    )
+
+
+def _rows(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    names = max((len(row[0]) for row in rows), default=0)
+    sizes = max((len(row[1]) for row in rows), default=0)
+    return [f"  {row[0]:<{names}}  {row[1]:>{sizes}}  {row[2]}".rstrip() for row in rows]

@@ -1,0 +1,1 @@
+"""Brings parameters to memory while modules compute, and lets them go: placeholders, gates, eviction."""

@@ -1,0 +1,94 @@
+"""Taking turns: threads that use parameters, and the one that changes what they hold."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from memascend.residency.threads import is_autograds
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["Turns", "count_here"]
+
+# How long an operation of another thread on a parameter may take before it is refused as one that does not end.
+_TOUCH_SECONDS = 60.0
+
+
+class Turns:
+    """Which threads use parameters now, and which one waits to change them. All under the residency's lock."""
+
+    def __init__(self, lock: threading.RLock) -> None:
+        self._lock = lock
+        # Tells of every change of what follows.
+        self._turn = threading.Condition(lock)
+        # The thread that changes values or waits to, how deep, and whether the others have stopped; see `alone`.
+        self._changer: int | None = None
+        self._changes = 0
+        self._changing = False
+        # Threads that carry out one operation on a parameter, with how often.
+        self._touching: dict[int, int] = {}
+        # More threads than one have bound units: what one has bound is not bound for another.
+        self.several = False
+        # The first one that used them.
+        self.first: int | None = None
+
+    def note_thread(self) -> None:
+        """A thread is about to use parameters: from its first module on it must not lean on what another has bound."""
+        thread = threading.get_ident()
+        if self.first is None:
+            self.first = thread
+        elif thread != self.first and not is_autograds():
+            self.several = True
+
+    def wait_to_bind(self) -> None:
+        """Under the lock: let another thread that changes values end."""
+        if self._changing and self._changer != threading.get_ident():
+            self._turn.wait_for(lambda: not self._changing)
+        self.note_thread()
+
+    @contextmanager
+    def touching(self) -> Iterator[None]:
+        """Carry out one operation on parameters inside, not while another thread changes them or waits to."""
+        here = threading.get_ident()
+        with self._lock:
+            if here not in self._touching:
+                self._turn.wait_for(lambda: self._changer in (None, here))
+            count_here(self._touching, 1)
+        try:
+            yield
+        finally:
+            with self._lock:
+                count_here(self._touching, -1)
+                self._turn.notify_all()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Let the operations of other threads on parameters end, and no other thread bind anything inside."""
+        here = threading.get_ident()
+        with self._lock:
+            self._turn.wait_for(lambda: self._changer in (None, here))
+            self._changer = here
+            self._changes += 1
+        try:
+            with self._lock:
+                # An operation that has begun goes on, also where it binds more; no other begins.
+                self._turn.wait_for(lambda: not self._touching.keys() - {here}, timeout=_TOUCH_SECONDS)
+                self._changing = True
+            yield
+        finally:
+            with self._lock:
+                self._changes -= 1
+                if self._changes == 0:
+                    self._changer, self._changing = None, False
+                    self._turn.notify_all()
+
+
+def count_here(threads: dict[int, int], more: int) -> None:
+    """Count for this thread; those that stand at nothing are not there."""
+    thread = threading.get_ident()
+    counted = threads.pop(thread, 0) + more
+    if counted > 0:
+        threads[thread] = counted

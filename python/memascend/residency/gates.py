@@ -1,0 +1,324 @@
+"""Module hooks: a unit is bound while one of its modules computes.
+
+Every module that owns a parameter, and every module that is a unit as a whole, has a gate. One function, under one key,
+serves all modules, so that Dynamo compiles equal blocks once; what is done when a unit is bound already is nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memascend.errors import UsageError
+from memascend.residency import leftovers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from types import FrameType
+
+    from memascend.residency.residency import Residency
+    from memascend.residency.unit_slot import Home
+
+__all__ = ["COPIED", "Frames", "Gate", "close_gates", "gated", "open_gates"]
+
+_KEY = "memascend"
+# What TorchScript calls first.
+_SCRIPT = "__prepare_scriptable__"
+
+
+class Gate:
+    """What a module's hooks know: the units to bind, and how often the module is being computed."""
+
+    __slots__ = ("frames", "homes", "open", "owned", "residency", "root", "rows")
+
+    def __init__(
+        self, homes: tuple[Home, ...], owned: tuple[_Owned, ...], residency: Residency, frames: Frames, *, root: bool
+    ) -> None:
+        self.homes = tuple(home for home in homes if not home.by_rows)
+        # Those that are looked up without being bound; a compiled forward needs them all the same.
+        self.rows = tuple(home for home in homes if home.by_rows)
+        # The parameters that are bound, and where their modules keep them.
+        self.owned = owned
+        self.residency = residency
+        self.frames = frames
+        self.root = root
+        self.open = 0
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError(COPIED)
+
+
+# A module's own table of parameters, the name there, and the parameter.
+_Owned = tuple[dict[str, Any], str, torch.nn.Parameter]
+
+
+class _Frame:
+    __slots__ = ("again", "bound", "caller", "module", "pushed", "task")
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+        # Of the outermost frame: the Python frame that computes it. It is on the stack for as long as it does.
+        self.caller: FrameType | None = None
+        self.bound: list[Home] = []
+        self.pushed = False
+        # The backward in which they were pushed; see `_leave`.
+        self.task = torch._C._current_graph_task_id()  # noqa: SLF001
+        # Calls of the module from inside itself.
+        self.again = 0
+
+
+class Frames:
+    """The modules that are being computed, outermost first, of each thread."""
+
+    def __init__(self, residency: Residency, entered: Callable[[torch.nn.Module], None]) -> None:
+        """`entered` hears of every module that is entered."""
+        self._residency = residency
+        self._entered = entered
+        self._local = threading.local()
+        # Those of all threads; an interrupted one may end without having left its modules.
+        self._stacks: list[tuple[threading.Thread, list[_Frame]]] = []
+
+    @property
+    def stack(self) -> list[_Frame]:
+        """This thread's."""
+        if not hasattr(self._local, "stack"):
+            self._local.stack = []
+            leftovers.note_thread()
+            self._stacks = [(thread, stack) for thread, stack in self._stacks if stack or thread.is_alive()]
+            self._stacks.append((threading.current_thread(), self._local.stack))
+        stack: list[_Frame] = self._local.stack
+        return stack
+
+    def enter(self, module: torch.nn.Module, gate: Gate, *, compiled: bool = False) -> None:
+        """Bind what a module needs: all of it or, with an exception, nothing."""
+        if self._residency.closed:
+            raise UsageError(self._residency.closed)
+        self._residency.turns.note_thread()
+        _refuse_wrappers()
+        for table, name, parameter in gate.owned:
+            if table.get(name) is not parameter:
+                raise _replaced(name)
+        stack = self.stack
+        if gate.root:
+            self.unwind()
+        self._entered(module)
+        if stack and stack[-1].module is module:
+            stack[-1].again += 1
+            return
+        frame = _Frame(module)
+        if not stack:
+            frame.caller = _caller()
+        try:
+            for home in (*gate.homes, *gate.rows) if compiled else gate.homes:
+                self._residency.bind(home)
+                frame.bound.append(home)
+            hooks = self._residency.hooks
+            frame.pushed = (bool(frame.bound) or (gate.root and hooks.keeper is not None)) and hooks.push()
+        except BaseException:
+            self._leave(frame)
+            raise
+        with self._residency.lock:
+            gate.open += 1
+        stack.append(frame)
+
+    def leave(self, module: torch.nn.Module, gate: Gate) -> None:
+        """End what `enter` began, if it began anything."""
+        stack = self.stack
+        if not stack or stack[-1].module is not module:
+            return
+        if stack[-1].again:
+            stack[-1].again -= 1
+            return
+        with self._residency.lock:
+            gate.open -= 1
+        self._leave(stack.pop())
+
+    @property
+    def inside(self) -> bool:
+        """Whether this thread computes a module now."""
+        stack = self.stack
+        return bool(stack) and _is_running(stack[0].caller)
+
+    def unwind(self, *, all_of_it: bool = False) -> None:
+        """End what an interrupt left open; `all_of_it`: also what is being computed."""
+        if all_of_it or not self.inside:
+            self._end(self.stack)
+        for thread, stack in self._stacks:
+            if stack and not thread.is_alive():
+                for frame in stack:
+                    # Its hooks ended with it.
+                    frame.pushed = False
+                self._end(stack)
+
+    def _end(self, stack: list[_Frame]) -> None:
+        while stack:
+            frame = stack.pop()
+            gate = _gate_of(frame.module)
+            if gate is not None:
+                gate.open -= 1
+            self._leave(frame)
+
+    def _leave(self, frame: _Frame) -> None:
+        if frame.pushed:
+            frame.pushed = False
+            # Autograd takes back by itself what is pushed within a backward, with each node that it computes: outside
+            # of it, the hooks that are on top are others'.
+            if frame.task == torch._C._current_graph_task_id():  # noqa: SLF001
+                self._residency.hooks.pop()
+        while frame.bound:
+            self._residency.unbind(frame.bound.pop())
+
+
+def open_gates(
+    model: torch.nn.Module,
+    modules: Iterable[tuple[torch.nn.Module, tuple[Home, ...]]],
+    residency: Residency,
+    frames: Frames,
+) -> None:
+    """Give modules their gates; `model` itself has one, too."""
+    owners = _owners(model)
+    # Of the modules of a unit it is the same.
+    owned: dict[tuple[Home, ...], tuple[_Owned, ...]] = {}
+    for module, homes in modules:
+        if homes not in owned:
+            owned[homes] = tuple(one for home in homes for place in home.places for one in owners[id(place.parameter)])
+        if module._modules:  # noqa: SLF001
+            # In others torch stumbles over the hooks.
+            module.__dict__[_SCRIPT] = _refuse_script
+        module._forward_pre_hooks[_KEY] = _before  # type: ignore[index] # noqa: SLF001
+        # Before others' hooks: a parametrization computes in its own.
+        module._forward_pre_hooks.move_to_end(_KEY, last=False)  # type: ignore[attr-defined] # noqa: SLF001
+        module._forward_hooks[_KEY] = _after  # type: ignore[index] # noqa: SLF001
+        # torch asks for the key alone. An attribute of its own would cost each module a dict that is not shared.
+        gate: Any = Gate(homes, owned[homes], residency, frames, root=module is model)
+        module._forward_hooks_always_called[_KEY] = gate  # type: ignore[index] # noqa: SLF001
+
+
+def close_gates(modules: Iterable[torch.nn.Module]) -> None:
+    """Take the gates away."""
+    for module in modules:
+        module.__dict__.pop(_SCRIPT, None)
+        module._forward_pre_hooks.pop(_KEY, None)  # type: ignore[call-overload] # noqa: SLF001
+        module._forward_hooks.pop(_KEY, None)  # type: ignore[call-overload] # noqa: SLF001
+        module._forward_hooks_always_called.pop(_KEY, None)  # type: ignore[call-overload] # noqa: SLF001
+
+
+def gated(model: torch.nn.Module) -> bool:
+    """Whether a module, or one in it, is offloaded."""
+    return any(_gate_of(module) is not None for module in model.modules())
+
+
+def _gate_of(module: torch.nn.Module) -> Gate | None:
+    gate: Any = module.__dict__.get("_forward_hooks_always_called", {}).get(_KEY)
+    return gate  # type: ignore[no-any-return]
+
+
+def _owners(model: torch.nn.Module) -> dict[int, list[_Owned]]:
+    owners: dict[int, list[_Owned]] = {}
+    for module in model.modules():
+        table: dict[str, Any] = module._parameters  # noqa: SLF001
+        for name, parameter in table.items():
+            if parameter is not None:
+                owners.setdefault(id(parameter), []).append((table, name, parameter))
+    return owners
+
+
+def _before(module: torch.nn.Module, args: Any) -> None:
+    del args
+    gate: Any = module._forward_hooks_always_called[_KEY]  # type: ignore[index] # noqa: SLF001
+    if gate.rows and torch.compiler.is_compiling():
+        _enter_compiled(module, gate)
+        return
+    if gate.open > 0 or gate.root or gate.rows or gate.residency.turns.several:
+        # The module calls itself, or another thread may have bound what is bound.
+        _enter(module, gate)
+        return
+    for home in gate.homes:
+        if home.bound == 0:
+            _enter(module, gate)
+            return
+
+
+def _after(module: torch.nn.Module, args: Any, result: Any) -> None:
+    del args, result
+    gate: Any = module._forward_hooks_always_called.get(_KEY)  # type: ignore[call-overload] # noqa: SLF001
+    if gate is not None and gate.open > 0:
+        _leave(module, gate)
+
+
+@torch._dynamo.disable  # type: ignore[untyped-decorator] # noqa: SLF001
+def _enter(module: torch.nn.Module, gate: Gate) -> None:
+    gate.frames.enter(module, gate)
+
+
+@torch._dynamo.disable  # type: ignore[untyped-decorator] # noqa: SLF001
+def _enter_compiled(module: torch.nn.Module, gate: Gate) -> None:
+    gate.frames.enter(module, gate, compiled=True)
+
+
+@torch._dynamo.disable  # type: ignore[untyped-decorator] # noqa: SLF001
+def _leave(module: torch.nn.Module, gate: Gate) -> None:
+    gate.frames.leave(module, gate)
+
+
+def _refuse_wrappers() -> None:
+    if torch._C._is_tracing():  # noqa: SLF001
+        raise UsageError("torch.jit.trace would record placeholders; trace the model before offload()")
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # noqa: SLF001
+        raise UsageError("torch.func transforms do not work on an offloaded model; use autograd's own functions")
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined] # noqa: SLF001
+        raise UsageError("saved-tensor hooks are disabled here, and an offloaded model needs them")
+
+
+COPIED = (
+    "an offloaded model cannot be copied or pickled: its values are on storage; do it within "
+    "memascend.materialized(model), or save model.state_dict()"
+)
+
+
+def _refuse_script() -> Any:
+    raise UsageError("torch.jit.script would record placeholders; script the model before offload()")
+
+
+def _replaced(name: str) -> UsageError:
+    return UsageError(
+        f"parameter {name!r} of a module is not the one that was offloaded (torch.func.functional_call puts others "
+        "there for a call); change values within memascend.materialized(model, modify=True), and parameters before "
+        "offload()"
+    )
+
+
+def _refuse_wrapped(wrapper: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
+    """Refuse wrappers for several devices when they are made: they may call what is in them from anywhere."""
+    del name
+    if module is None or _gate_of(module) is None:
+        return
+    kinds = [kind.__name__ for kind in type(wrapper).__mro__]
+    for kind in ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"):
+        if kind in kinds:
+            raise UsageError(
+                f"{kind} does not work with an offloaded model: offload() works in one process, on one device"
+            )
+
+
+torch.nn.modules.module.register_module_module_registration_hook(_refuse_wrapped)
+
+
+def _caller() -> FrameType | None:
+    """The Python frame that called the module."""
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001
+    while frame is not None and (frame.f_code.co_filename == __file__ or "torch/_dynamo" in frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+def _is_running(caller: FrameType | None) -> bool:
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001
+    while frame is not None:
+        if frame is caller:
+            return True
+        frame = frame.f_back
+    return False

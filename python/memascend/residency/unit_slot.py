@@ -1,0 +1,93 @@
+"""One unit at run time: its parameters, where its bytes are now, and tensors on them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    from memascend.residency.placeholder import Place
+
+__all__ = ["Fetch", "Home", "alive", "view"]
+
+
+class Fetch(Protocol):
+    """A read of a unit that was begun."""
+
+    def wait(self) -> int:
+        """Wait for it, and check it."""
+
+    def done(self) -> bool:
+        """Whether the device is done."""
+
+
+class Home:
+    """One unit at run time: its parameters, and where its bytes are now."""
+
+    __slots__ = (
+        "base",
+        "bound",
+        "by_rows",
+        "fetch",
+        "guarded",
+        "holders",
+        "index",
+        "mapped",
+        "name",
+        "nbytes",
+        "pending",
+        "pinned",
+        "places",
+        "slot_bytes",
+        "trained",
+        "used",
+        "version",
+        "views",
+        "weak",
+    )
+
+    def __init__(
+        self, index: int, name: str, nbytes: int, slot_bytes: int, *, pinned: bool, by_rows: bool = False
+    ) -> None:
+        self.index = index
+        self.name = name
+        self.nbytes = nbytes
+        self.slot_bytes = slot_bytes
+        self.pinned = pinned
+        # An embedding that is looked up on storage: it has no place in the arena.
+        self.by_rows = by_rows
+        # Of the file that it was brought into, where somebody needed all of it.
+        self.mapped: StorageWeakRef | None = None
+        self.places: list[Place] = []
+        self.bound = 0
+        # Its parameters ask each thread whether it has bound them; and the threads that have, with how often.
+        self.guarded = False
+        self.holders: dict[int, int] = {}
+        self.version = 0
+        # A step has changed its values, so the next one will.
+        self.trained = False
+        self.used = 0
+        self.base: torch.Tensor | None = None
+        self.fetch: Fetch | None = None
+        # The bytes that `fetch` fills.
+        self.pending: torch.Tensor | None = None
+        self.views: list[torch.Tensor] | None = None
+        # Of the storage that was leased last: views that others hold may keep it alive.
+        self.weak: tuple[StorageWeakRef, int] | None = None
+
+
+def view(base: torch.Tensor, place: Place) -> torch.Tensor:
+    """A parameter's values in the bytes of its unit."""
+    with torch.inference_mode(mode=False), torch.no_grad():
+        values = torch.empty(0, dtype=place.dtype, device=base.device)
+        return values.set_(base.untyped_storage(), place.offset // values.element_size(), place.shape, place.stride)
+
+
+def alive(weak: StorageWeakRef) -> torch.UntypedStorage | None:
+    """The storage of a weak reference, if it lives."""
+    if weak.expired():
+        return None
+    return torch.UntypedStorage._new_with_weak_ptr(weak.cdata)  # noqa: SLF001

@@ -1,0 +1,118 @@
+"""Which parameters a model and its optimizer have, and what is refused about them before anything is decided."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from memascend.errors import ConfigError
+from memascend.residency.gates import gated
+from memascend.run.optimizer import OffloadedOptimizer
+from memascend.run.state_dicts import is_materialized
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["Owned", "find_owned", "sparse_ids"]
+
+
+@dataclass(frozen=True)
+class Owned:
+    """A parameter of the model, as the optimizer sees it."""
+
+    name: str
+    parameter: torch.nn.Parameter
+    # Its group; None where the optimizer does not own it.
+    group: int | None
+
+
+def find_owned(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device | None = None
+) -> dict[str, Owned]:
+    """The parameters of a model by name, with their groups; raises `ConfigError` where they cannot be offloaded.
+
+    They are on the CPU, on meta, or on the `device` that is going to compute.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    if isinstance(optimizer, OffloadedOptimizer) or gated(model) or is_materialized(model):
+        raise ConfigError("this model or optimizer is offloaded already; close() it first")
+    wrappers = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
+    if isinstance(model, wrappers) or type(model).__name__ in ("FullyShardedDataParallel", "FSDPModule"):
+        raise ConfigError(
+            f"{type(model).__name__} does not work with offload(); give the module inside it, on one process"
+        )
+    if (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
+    ):
+        raise ConfigError("a world size above 1 is not supported yet: offload() works in one process")
+    named = dict(model.named_parameters())
+    if not named:
+        raise ConfigError("the model has no parameters: there is nothing to offload")
+    groups = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            groups[id(parameter)] = number
+    known = {id(parameter) for parameter in named.values()}
+    if not groups.keys() <= known:
+        count = len(groups.keys() - known)
+        raise ConfigError(
+            f"the optimizer owns {count} parameters that are not this model's; make it from model.parameters()"
+        )
+    orphans = [name for name, parameter in named.items() if parameter.requires_grad and id(parameter) not in groups]
+    if orphans:
+        raise ConfigError(
+            f"the optimizer does not own {len(orphans)} trainable parameters ({', '.join(orphans[:3])}...): freeze "
+            "them with requires_grad_(False), or give them to it"
+        )
+    if not groups:
+        raise ConfigError("the optimizer owns no parameters of this model")
+    for name, parameter in named.items():
+        if parameter.device.type not in ("cpu", "meta") and parameter.device != device:
+            raise ConfigError(
+                f"{name} is on {parameter.device}; offload() takes models on the CPU, on meta, or on the device= that "
+                "computes"
+            )
+        if torch.nn.parameter.is_lazy(parameter):
+            raise ConfigError(f"{name} is not initialised yet: run the model once before offload()")
+    _refuse_shared(model)
+    return {name: Owned(name, parameter, groups.get(id(parameter))) for name, parameter in named.items()}
+
+
+def _refuse_shared(model: torch.nn.Module) -> None:
+    """Tensors that lie in each other's memory change together in torch; on storage they would go apart in silence."""
+    spans = []
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.is_meta or tensor.layout != torch.strided or tensor.numel() == 0:
+            continue
+        # Of what has gaps, others may lie in these.
+        if torch.ops.aten.is_non_overlapping_and_dense(tensor):
+            begin = tensor.data_ptr()
+            spans.append((begin, begin + tensor.nbytes, name, isinstance(tensor, torch.nn.Parameter)))
+    spans.sort()
+    parameter: tuple[int, str] = (0, "")
+    other: tuple[int, str] = (0, "")
+    for begin, end, name, owned in spans:
+        for before in (parameter, other if owned else (0, "")):
+            if begin < before[0]:
+                raise ConfigError(
+                    f"{before[1]} and {name} share memory, so that each changes with the other, which storage cannot: "
+                    "tie them as one Parameter (head.weight = embedding.weight), or clone one"
+                )
+        if owned:
+            parameter = max(parameter, (end, name))
+        else:
+            other = max(other, (end, name))
+
+
+def sparse_ids(model: torch.nn.Module) -> Iterator[int]:
+    """Parameters whose gradients are sparse."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
+            yield id(module.weight)

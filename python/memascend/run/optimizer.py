@@ -1,0 +1,187 @@
+"""The optimizer that people hold: backward stages a step, `step()` commits it, `zero_grad()` discards it."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from memascend.errors import UsageError
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable
+    from types import TracebackType
+
+    from memascend.planning.plan import Plan
+    from memascend.run.report import Report
+    from memascend.run.session import Session
+
+__all__ = ["OffloadedOptimizer"]
+
+
+class OffloadedOptimizer(torch.optim.Optimizer):
+    """A torch optimizer whose parameters and state are on storage. `memascend.offload()` makes it.
+
+    It shares the original's `param_groups`, so schedulers made for either work.
+    """
+
+    def __init__(self, original: torch.optim.Optimizer, session: Session) -> None:
+        """Stand in for `original`; `session` is what does the work."""
+        # The groups are dicts of the original, so that an option set on either is set on both.
+        super().__init__(original.param_groups, original.defaults)
+        self.param_groups = original.param_groups
+        self._original = original
+        self._session = session
+        # It must not know the model, nor this: they would live for as long as the interpreter.
+        self._finalizer = weakref.finalize(self, session.resources.close)
+
+    # --- the loop --------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Commit what backward staged: all of it becomes visible and durable at once.
+
+        Args:
+            closure: computes the loss anew; it is called once, before the step.
+
+        Raises:
+            UsageError: the step cannot be exact; the message says what to do instead.
+            StorageError: storage failed; the last committed step stands.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        # A scheduler that was made for the original asks it whether it was stepped.
+        self._original._opt_called = True  # type: ignore[attr-defined] # noqa: SLF001
+        self._session.step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, and before `step()` what was staged by them.
+
+        Raises:
+            UsageError: `set_to_none=False` where updates ran already.
+        """
+        self._session.zero_grad(set_to_none=set_to_none)
+
+    def backward(self, loss: torch.Tensor, **options: Any) -> None:
+        """`loss.backward()`, with the loss scale where there is one."""
+        self._session.backward(loss, options)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Torch's clipping of all gradients that are kept; bit for bit torch's."""
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    # --- what is known -----------------------------------------------------------------
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The norm of all gradients of the last step, unscaled and before clipping; None before the first."""
+        return self._session.grad_norm
+
+    @property
+    def overflowed(self) -> bool:
+        """Whether the last step was skipped because a gradient was not finite."""
+        return self._session.overflowed
+
+    @property
+    def loss_scale(self) -> float:
+        """What `backward()` multiplies the loss by."""
+        return self._session.scale.scale
+
+    @property
+    def steps(self) -> int:
+        """Committed steps of this store, also those before a resume."""
+        return self._session.steps
+
+    @property
+    def user_state(self) -> Any:
+        """A JSON value of at most 64 KiB that is committed with the step."""
+        return self._session.user_state
+
+    @user_state.setter
+    def user_state(self, value: Any) -> None:
+        self._session.set_user_state(value)
+
+    @property
+    def plan(self) -> Plan:
+        """What was decided before the run."""
+        return self._session.plan
+
+    def report(self) -> Report:
+        """Host memory by owner, bytes read and written by kind, seconds by stage."""
+        return self._session.report()
+
+    def state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        """A copy of a parameter's state, read from storage, by torch's names, and its `master`."""
+        return self._session.state_of(parameter)
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write a whole checkpoint: weights for `from_pretrained` and any other tool, state and options to go on from.
+
+        It is streamed, so that memory does not grow with the model, written under another name beside `folder`, flushed
+        and renamed: whatever happens, either the earlier checkpoint is there or this one. What others put into an
+        earlier checkpoint's folder stays. Between steps; `offload(checkpoint=folder)` goes on from it, bit for bit.
+
+        Args:
+            folder: where; its parent must be there.
+
+        Raises:
+            UsageError: a step is staged.
+            ConfigError: the folder holds something else.
+            StorageError: there is no room, or the device failed; what was there before is as it was.
+        """
+        self._session.save(folder)
+
+    # --- torch's own ------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Groups, and where the state is: the store's identity and step. The state itself is in `save()`."""
+        groups, position = [], 0
+        for group in self.param_groups:
+            options = {name: value for name, value in group.items() if name != "params"}
+            options["params"] = list(range(position, position + len(group["params"])))
+            position += len(group["params"])
+            groups.append(options)
+        return {"state": {}, "param_groups": groups, "memascend": self._session.identity()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the groups' options; the state stays what the store holds.
+
+        Raises:
+            UsageError: the state belongs to a step that this store does not hold.
+        """
+        self._session.check_identity(state_dict.get("memascend"))
+        saved = state_dict["param_groups"]
+        if [len(group["params"]) for group in saved] != [len(group["params"]) for group in self.param_groups]:
+            raise ValueError("loaded state dict has other parameter groups than the optimizer")
+        for group, options in zip(self.param_groups, saved, strict=True):
+            group.update({name: value for name, value in options.items() if name != "params"})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only before offload()."""
+        if hasattr(self, "_session"):
+            raise UsageError("parameters cannot be added to an offloaded optimizer; add the group before offload()")
+        super().add_param_group(param_group)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError("an offloaded optimizer cannot be pickled or copied: its state is on storage; use save()")
+
+    # --- the end ---------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Keep what `step()` committed, drop what it did not, free everything. Twice is fine."""
+        self._session.close()
+        self._finalizer.detach()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,346 @@
+"""What a run holds in memory and moves: a table, a picture, and plain values."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memascend.errors import ConfigError
+from memascend.formatting import bytes_shown, seconds_shown, table
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping, Sequence
+
+    from memascend.run.meter import Sample
+    from memascend.run.session import Session
+
+__all__ = ["Baseline", "Owner", "Report", "make_report"]
+
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Memory of one kind: bytes held now, and the most that were held."""
+
+    bytes: int
+    peak: int
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """What the same training holds in memory without offloading, in bytes, but for activations, which are the same."""
+
+    values: int
+    state: int
+    gradients: int
+
+    @property
+    def total(self) -> int:
+        """All of it, at the end of a backward."""
+        return self.values + self.state + self.gradients
+
+
+class Baseline:
+    """What had been counted when the training began, so that a report is of the training alone."""
+
+    def __init__(self, engine: dict[str, Any], store: dict[str, Any]) -> None:
+        """Counters of the engine and of the store, once the first values are written."""
+        self.engine = engine
+        self.store = store
+        self.began = time.perf_counter()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a run held in memory, read, wrote and waited for since `offload()` returned. `str()` is a table.
+
+    Attributes:
+        owners: host memory by owner.
+        budget: the limit in force, in bytes.
+        read: bytes read, by kind; "other" is the catalog and what was read out.
+        written: bytes written, by kind; "first values" were written by `offload()` itself.
+        seconds: by stage; stages run beside each other, so they do not add up to "wall".
+        steps: committed since `offload()` returned.
+        units: how often a unit was read, was there already, and went.
+        in_memory: what the same training holds in memory.
+        samples: memory over the last step.
+        device: memory of the device by owner, where that is not the host.
+        device_budget: the limit in force there; 0 where the host computes.
+        device_torch: all that torch holds there, the owners' and beside them activations and the user's own tensors.
+        device_copies: why copies there and back are slower than they could be; None where they are not.
+    """
+
+    owners: dict[str, Owner]
+    budget: int
+    read: dict[str, int]
+    written: dict[str, int]
+    seconds: dict[str, float]
+    steps: int
+    units: dict[str, int]
+    in_memory: InMemory
+    samples: Sequence[Sample]
+    device: dict[str, Owner] = field(default_factory=dict)
+    device_budget: int = 0
+    device_torch: Owner | None = None
+    device_copies: str | None = None
+
+    @property
+    def total(self) -> int:
+        """Bytes of host memory that are held now."""
+        return sum(owner.bytes for owner in self.owners.values())
+
+    @property
+    def peak(self) -> int:
+        """At most so many were held: the sum of the owners' peaks."""
+        return sum(owner.peak for owner in self.owners.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as JSON values; with "device" where that is not the host."""
+        there = {} if self.device_torch is None else {"device": _held(self.device, self.device_budget)}
+        if self.device_torch is not None:
+            there["device"]["torch"] = {"bytes": self.device_torch.bytes, "peak": self.device_torch.peak}
+        return {
+            "host": _held(self.owners, self.budget),
+            **there,
+            "read": dict(self.read),
+            "written": dict(self.written),
+            "seconds": dict(self.seconds),
+            "steps": self.steps,
+        }
+
+    def __str__(self) -> str:
+        rows = [(name, bytes_shown(owner.bytes), bytes_shown(owner.peak)) for name, owner in self.owners.items()]
+        rows.append(("all", bytes_shown(self.total), bytes_shown(self.peak)))
+        saved = f", {self.in_memory.total / self.peak:.1f} times as much" if self.peak else ""
+        here = self.units["hits"] + self.units["adopted"]
+        budget = f"The budget is {bytes_shown(self.budget)}."
+        in_memory = f"In memory the same training would hold {bytes_shown(self.in_memory.total)}{saved}."
+        parts = [
+            table(("host memory", "now", "peak"), rows),
+            f"{budget}\n{in_memory}",
+            *self._there(),
+            self._traffic(),
+            table(("stage", "time"), [(name, seconds_shown(taken)) for name, taken in self.seconds.items()]),
+            f"{self.steps} steps. Units were read {self.units['fetches']} times and were there already {here} times.",
+        ]
+        return "\n\n".join(parts)
+
+    def _there(self) -> list[str]:
+        """Memory of the device, where that is not the host."""
+        if self.device_torch is None:
+            return []
+        owners = {**self.device, "all that torch holds": self.device_torch}
+        rows = [(name, bytes_shown(owner.bytes), bytes_shown(owner.peak)) for name, owner in owners.items()]
+        budget = f"The budget is {bytes_shown(self.device_budget)}, for all but what else torch holds."
+        slower = [] if self.device_copies is None else [f"Copies are slower than they could be: {self.device_copies}."]
+        return [table(("device memory", "now", "peak"), rows), "\n".join([budget, *slower])]
+
+    def _traffic(self) -> str:
+        rows = []
+        for direction, kinds in (("read", self.read), ("written", self.written)):
+            for kind, nbytes in kinds.items():
+                if not nbytes:
+                    continue
+                once = kind == "first values" or not self.steps
+                rows.append((direction, kind, bytes_shown(nbytes), "" if once else bytes_shown(nbytes // self.steps)))
+        return table(("storage", "kind", "bytes", "for each step"), rows)
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw host memory over the last step, by owner, next to what the same training holds in memory.
+
+        Args:
+            path: of the picture; its ending says of which kind it is.
+
+        Raises:
+            ConfigError: matplotlib is not installed.
+        """
+        try:
+            import matplotlib as mpl
+        except ImportError as error:
+            raise ConfigError("a picture needs matplotlib: pip install 'memascend[plot]'") from error
+        mpl.use("Agg")
+        from matplotlib import pyplot as plt
+
+        figure, axes = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
+        try:
+            for axis in axes:
+                self._draw(axis)
+            axes[0].step(*self._in_memory_line(), where="post", color="black", label="in memory")
+            axes[0].set_title("Beside the same training in memory")
+            axes[1].set_title("memascend alone")
+            axes[1].axhline(self.budget / _MIB, color="grey", linestyle=":", label="budget")
+            for axis in axes:
+                axis.set_ylim(bottom=0)
+                axis.margins(x=0)
+                axis.set_xlabel("seconds of a step")
+                axis.set_ylabel("MiB of host memory")
+                axis.grid(alpha=0.3)
+            handles = {label: handle for axis in axes for handle, label in zip(*_legend(axis), strict=True)}
+            figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=5)
+            where = Path(path).expanduser()
+            where.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(where, dpi=110)
+        finally:
+            plt.close(figure)
+
+    def _draw(self, axis: Any) -> None:
+        """What is held, owner upon owner; of the units' memory, what is lent and what is free apart."""
+        seconds = [sample.seconds for sample in self.samples]
+        layers: dict[str, list[float]] = {}
+        for name, owner in self.owners.items():
+            if name == "units":
+                lent = [min(owner.bytes, sample.units) / _MIB for sample in self.samples]
+                layers["units"] = lent
+                layers["units, free"] = [owner.bytes / _MIB - used for used in lent]
+            elif name == "gradients":
+                layers[name] = [sample.gradients / _MIB for sample in self.samples]
+            elif owner.bytes:
+                layers[name] = [owner.bytes / _MIB] * len(seconds)
+        axis.stackplot(seconds, list(layers.values()), labels=list(layers), step="post", alpha=0.85)
+
+    def _in_memory_line(self) -> tuple[list[float], list[float]]:
+        always = self.in_memory.values + self.in_memory.state
+        held = [(always + sample.arrived) / _MIB for sample in self.samples]
+        return [sample.seconds for sample in self.samples], held
+
+
+def _legend(axis: Any) -> tuple[list[Any], list[str]]:
+    handles, labels = axis.get_legend_handles_labels()
+    return handles, labels
+
+
+def _held(owners: Mapping[str, Owner], budget: int) -> dict[str, Any]:
+    """Memory as JSON values."""
+    return {
+        "total": sum(owner.bytes for owner in owners.values()),
+        "peak": sum(owner.peak for owner in owners.values()),
+        "budget": budget,
+        "owners": {name: {"bytes": owner.bytes, "peak": owner.peak} for name, owner in owners.items()},
+    }
+
+
+def make_report(session: Session) -> Report:
+    """What was measured so far."""
+    base = session.baseline
+    engine = _since(session.engine.counters(), base.engine)
+    store = _since(session.store.counters(), base.store)
+    read = {
+        "values": store["fetched_bytes"],
+        "values, update": engine["values_read"],
+        "state": engine["state_read"],
+        "gradients": engine["spill_read"],
+    }
+    written = {
+        "values": engine["values_written"],
+        "state": engine["state_written"],
+        "gradients": engine["spill_written"],
+    }
+    read["other"] = max(0, store["read_bytes"] - sum(read.values()))
+    written["other"] = max(0, store["written_bytes"] - sum(written.values()))
+    written["first values"] = base.store["written_bytes"]
+    activations = session.resources.activations
+    if activations is not None:
+        read["activations"] = activations.counters["read"]
+        written["activations"] = activations.counters["written"]
+    seconds = {
+        "wall": time.perf_counter() - base.began,
+        "waiting for units": store["wait_seconds"] + session.resources.units.wait_seconds,
+        "handing on gradients": session.meter.handing_seconds,
+        "step()": session.seconds["step"],
+        **{f"update, {stage}": taken for stage, taken in engine["seconds"].items()},
+    }
+    return Report(
+        owners=_owners(session),
+        budget=session.plan.budget,
+        read=read,
+        written=written,
+        seconds=seconds,
+        steps=session.steps - session.began_at,
+        units=dict(session.residency.counters),
+        in_memory=_in_memory(session),
+        samples=tuple(session.meter.samples),
+        **_there(session),
+    )
+
+
+def _owners(session: Session) -> dict[str, Owner]:
+    info = session.store.info()
+    resources = session.resources
+    # The engine's memory has the room for whole parameters in it, too.
+    staging, whole = session.engine.staging_bytes, session.plan.whole_bytes
+    held = {
+        **resources.units.host,
+        "update staging": max(0, staging - whole),
+        "catalog": info["buffer_bytes"],
+        "index": info["index_bytes"],
+        "unaligned I/O": info["copy_bytes"],
+        "whole parameters": min(staging, whole),
+        "activations": 0 if resources.activations is None else resources.activations.host_bytes,
+    }
+    always = (*resources.units.host, "update staging", "catalog", "index")
+    owners = {name: Owner(nbytes, nbytes) for name, nbytes in held.items() if nbytes or name in always}
+    if not session.plan.device:
+        owners["gradients"] = _gradients(session)
+    return owners
+
+
+def _gradients(session: Session) -> Owner:
+    """Those that wait for their update, where they were made."""
+    meter = session.meter
+    now = meter.gradients
+    return Owner(now, max(now, int(session.engine.counters()["queued_peak"]), meter.gradients_peak))
+
+
+def _there(session: Session) -> dict[str, Any]:
+    """Memory of the device, where that is not the host."""
+    units = session.resources.units
+    if units.device is None:
+        return {}
+    reserved = int(units.arena.stats()["reserved"])
+    return {
+        "device": {"units": Owner(reserved, reserved), "gradients": _gradients(session)},
+        "device_budget": session.plan.device_budget,
+        "device_torch": Owner(*units.device.allocated()),
+        "device_copies": units.unregistered,
+    }
+
+
+def _in_memory(session: Session) -> InMemory:
+    """Values, gradients and state as torch holds them: a compact master counts whole."""
+    values = state = gradients = 0
+    for entry in session.store.entries():
+        if entry["buffer"]:
+            continue
+        count = 1
+        for size in entry["shape"]:
+            count *= size
+        nbytes = count * _itemsize(entry["dtype"])
+        values += nbytes
+        if entry["name"] in session.gradients.kept:
+            gradients += nbytes
+        for name, dtype, shape in entry["state"]:
+            elements = 1
+            for size in shape:
+                elements *= size
+            state += elements * (4 if name == "rest" else _itemsize(dtype))
+    return InMemory(values, state, gradients)
+
+
+def _itemsize(dtype: str) -> int:
+    import torch
+
+    found: torch.dtype = getattr(torch, dtype)
+    return found.itemsize
+
+
+def _since(now: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:
+    """What was counted since then."""
+    found: dict[str, Any] = {}
+    for name, value in now.items():
+        before = then.get(name, 0)
+        found[name] = _since(value, before or {}) if isinstance(value, dict) else value - before
+    return found

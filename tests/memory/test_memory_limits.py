@@ -1,0 +1,141 @@
+"""Memory limits for real: RLIMIT_MEMLOCK as an unprivileged user, a memory cgroup, an address-space limit."""
+
+from pathlib import Path
+
+import pytest
+
+UNPRIVILEGED = """
+import os, resource, sys
+import torch
+import memascend
+from memascend.memory import Arena, ChunkRing, Region, limits
+import memascend.cli.demo, memascend.cli.doctor, memascend.errors  # before the user changes: files may be root's
+resource.setrlimit(resource.RLIMIT_MEMLOCK, (64 << 10, 64 << 10))
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+assert limits()["memlock_soft"] == 64 << 10
+"""
+
+
+@pytest.mark.root
+def test_auto_goes_on_without_pinning_and_says_why(loaded):
+    loaded(
+        UNPRIVILEGED
+        + """
+region = Region(1 << 20)
+assert region.pinned is False
+for part in ("RLIMIT_MEMLOCK", "soft limit 65536 bytes", "ulimit -l", "memlock=-1"):
+    assert part in region.why_not, region.why_not
+Arena(region, {1 << 20: 1}).lease(1 << 20).tensor(1 << 20, torch.uint8).fill_(1)
+small = Region(4096)
+assert small.pinned == "mlock"
+with ChunkRing(1 << 20, 2) as ring:
+    ring.lease().release()
+"""
+    )
+
+
+@pytest.mark.root
+def test_an_explicit_mlock_past_the_limit_is_refused(loaded):
+    loaded(
+        UNPRIVILEGED
+        + """
+try:
+    Region(1 << 20, pin="mlock")
+except memascend.ConfigError as error:
+    assert "soft limit 65536 bytes" in str(error) and "ulimit -l" in str(error), error
+else:
+    sys.exit("granted")
+assert memascend.memory.regions() == []
+"""
+    )
+
+
+@pytest.mark.root
+def test_doctor_explains_a_memlock_limit(loaded):
+    # Once before the user changes: what it loads may lie where that user is not let in.
+    doctor = "from memascend.cli import main; status = main(['doctor'])"
+    out = loaded(f"{doctor}; print('---')\n{UNPRIVILEGED}{doctor}; sys.exit(status)").partition("---\n")[2]
+    assert "memlock limit   slower" in out.replace("memlock limit  slower", "memlock limit   slower")
+    assert "ulimit -l" in out
+
+
+def test_an_address_space_limit_is_an_error_with_a_name(loaded):
+    out = loaded(
+        """
+import resource, torch, memascend
+from memascend.memory import Region
+memascend.MemoryLimitError
+with open("/proc/self/statm") as statm:
+    used = int(statm.read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20),) * 2)
+try:
+    Region(256 << 20)
+except memascend.MemoryLimitError as error:
+    print(error)
+"""
+    )
+    assert "mmap of 268435456 bytes failed" in out
+
+
+@pytest.fixture
+def cgroup(cgroup):
+    """A memory cgroup of 512 MiB."""
+    first = cgroup / "memory.limit_in_bytes"
+    (first if first.exists() else cgroup / "memory.max").write_text(str(512 << 20))
+    return cgroup
+
+
+IN_CGROUP = """
+import os, sys, torch, memascend
+from memascend.memory import Arena, Region, limits
+memascend.MemoryLimitError
+open(sys.argv[1] + "/cgroup.procs", "w").write(str(os.getpid()))
+assert limits()["cgroup"] == sys.argv[1] and limits()["cgroup_limit"] == 512 << 20, limits()
+"""
+
+
+@pytest.mark.root
+def test_a_cgroup_limit_is_an_error_and_not_a_kill(python, cgroup):
+    # What a forked process copies of what it shares would count.
+    out = python(
+        IN_CGROUP
+        + """
+try:
+    Region(1 << 30)
+except memascend.MemoryLimitError as error:
+    print(error)
+    smaller = error.available // 2
+region = Region(smaller)
+Arena(region, {smaller: 1}).lease(smaller).tensor(smaller, torch.uint8).fill_(1)
+print("survived")
+""",
+        cgroup,
+    )
+    assert f"memory cgroup {cgroup} with a limit of {512 << 20} bytes" in out
+    assert "survived" in out
+
+
+@pytest.mark.root
+def test_page_cache_does_not_count_against_the_limit(python, cgroup):
+    # Beside the source, since a temporary folder may be memory and no page cache.
+    folder = Path(__file__).resolve().parents[2] / "target"
+    folder.mkdir(exist_ok=True)
+    python(
+        IN_CGROUP
+        + """
+import pathlib
+before = limits()["available"]
+path = pathlib.Path(sys.argv[2]) / f"page-cache-{os.getpid()}"
+try:
+    with open(path, "wb") as file:
+        for _ in range(300):
+            file.write(bytes(1 << 20))
+        os.fsync(file.fileno())
+    assert limits()["available"] > before - (64 << 20), (before, limits()["available"])
+    Region(250 << 20).close()
+finally:
+    path.unlink()
+""",
+        cgroup,
+        folder,
+    )

@@ -1,0 +1,107 @@
+"""The examples run, small, as a user would run them; and what they say of themselves is so."""
+
+import re
+import runpy
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+TINY = ("--layers", "2", "--width", "64")
+
+# What libraries warn of is not what is tested here, nor is the warning of a resume that the stored options stand.
+pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("default")]
+
+
+@pytest.fixture
+def run(monkeypatch, capfd):
+    """Runs an example in this process, which has what it imports, and returns what it printed."""
+
+    def run(name, *arguments):
+        monkeypatch.setattr(sys, "argv", [name, *TINY, *map(str, arguments)])
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return capfd.readouterr().out
+
+    return run
+
+
+def losses(output):
+    return re.findall(r"step (\d+): loss (\S+)", output)
+
+
+def test_plain_loop_goes_on_where_it_ended(run, tmp_path):
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    whole = losses(run("plain_loop.py", "--steps", 5, "--storage", tmp_path / "one"))
+    first = losses(run("plain_loop.py", "--steps", 3, "--storage", tmp_path / "two"))
+    second = losses(run("plain_loop.py", "--steps", 5, "--storage", tmp_path / "two"))
+    assert [step for step, _ in whole] == list("12345")
+    assert first + second == whole
+    assert (tmp_path / "one/weights.pt").read_bytes() == (tmp_path / "two/weights.pt").read_bytes()
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_plain_loop_on_a_file(run, tmp_path, there):
+    """A path that is not there becomes a file, beside which the weights lie."""
+    store = tmp_path / "store"
+    if there:
+        store.touch()
+    out = run("plain_loop.py", "--steps", 1, "--storage", store)
+    assert len(losses(out)) == 1
+    assert store.is_file()
+    weights = tmp_path / "store.weights.pt"
+    assert str(weights) in out
+    assert all(value.isfinite().all() for value in torch.load(weights).values())
+
+
+def test_trainer(run, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    options = ("--steps", 4, "--save-steps", 2, "--output", tmp_path / "trained", "--storage", tmp_path / "store")
+    out = run("hf_trainer.py", *options)
+    losses = re.findall(r"'loss': '?([^',]+)", out)
+    assert len(losses) == 4
+    assert len(re.findall(r"'waiting_seconds'", out)) == 4
+    assert len(re.findall(r"goes on: \[", out)) == 2
+    assert "4 steps" in out
+    # As if it had been killed before the last checkpoint.
+    shutil.rmtree(tmp_path / "trained/checkpoint-4")
+    out = run("hf_trainer.py", *options)
+    assert re.findall(r"'loss': '?([^',]+)", out) == losses[2:]
+    weights = tmp_path / "trained/model.safetensors"
+    assert weights.stat().st_size > 100_000
+    # What was written are real values, which load as any others do.
+    model = transformers.AutoModelForCausalLM.from_pretrained(weights.parent)
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+def test_lora(run, tmp_path):
+    pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    from safetensors.torch import load_file
+
+    out = run("lora.py", "--steps", 3, "--output", tmp_path / "adapters")
+    assert [step for step, _ in losses(out)] == list("123")
+    adapters = load_file(tmp_path / "adapters/adapter_model.safetensors")
+    # Two modules in each of two layers, and two factors; the second ones begin as zeros, and were trained.
+    assert len(adapters) == 8
+    assert all(tensor.isfinite().all() and tensor.any() for tensor in adapters.values())
+    # Nothing of the frozen values is written again: for each step less than a tenth of what the first write took.
+    written = dict(re.findall(r"^written +(\S+(?: \S+)*?)  +(\S+ \S+)", out, re.MULTILINE))
+    assert size(written["values"]) / 3 < size(written["first values"]) / 10
+
+
+def size(shown):
+    number, unit = shown.split()
+    return float(number) * 1024 ** ("bytes", "KiB", "MiB", "GiB").index(unit)
+
+
+def test_mixture_of_experts(run, tmp_path):
+    pytest.importorskip("transformers")
+    out = run("mixture_of_experts.py", "--steps", 3, "--experts", 4, "--storage", tmp_path)
+    assert [step for step, _ in losses(out)] == list("123")
+    assert all(float(norm) > 0 for norm in re.findall(r"norm (\S+)", out))
+    assert (tmp_path / "memascend.store").exists()

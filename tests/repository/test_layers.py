@@ -1,0 +1,197 @@
+"""Who may know whom: the crates, the crates of others, and the Python modules, as ARCHITECTURE.md draws them."""
+
+import ast
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# What each crate of ours may use: crates of ours, then crates of others. Tests and benches may use more.
+CRATES = {
+    "memascend-mem": ({}, {"libc", "thiserror", "loom"}),
+    "memascend-math": ({}, {"thiserror"}),
+    "memascend-nvme": ({"memascend-mem"}, {"io-uring", "libc", "thiserror"}),
+    "memascend-store": ({"memascend-mem", "memascend-nvme"}, {"libc", "thiserror", "twox-hash"}),
+    "memascend-engine": ({"memascend-math", "memascend-mem", "memascend-store"}, {"thiserror"}),
+    "memascend-py": (
+        {"memascend-engine", "memascend-math", "memascend-mem", "memascend-nvme", "memascend-store"},
+        {"pyo3"},
+    ),
+}
+# Crates of others that belong to one layer alone.
+RESERVED = {"pyo3": "memascend-py", "io-uring": "memascend-nvme"}
+
+# The rooms of python/memascend, each with the rooms that it may import: what stands in ARCHITECTURE.md, row by row.
+BASE = {"errors", "formatting", "pages", "paths", "progress", "memory", "nvme", "dlpack"}
+ROOMS = {
+    "engine": BASE,
+    "kernels": BASE,
+    "planning": BASE,
+    "residency": BASE | {"engine"},
+    "device": BASE | {"engine", "residency"},
+    "activations": BASE | {"engine", "device"},
+    "gradients": BASE | {"engine", "residency"},
+    "optimizers": BASE | {"engine", "residency", "gradients"},
+    "checkpoint": BASE | {"engine", "planning", "residency", "optimizers"},
+    "run": BASE
+    | {"engine", "kernels", "planning", "residency", "device", "activations", "gradients", "optimizers", "checkpoint"},
+    "trainer": BASE | {"checkpoint", "run"},
+    "cli": BASE | {"engine", "kernels", "planning", "checkpoint", "run"},
+    "__main__": {"cli"},
+}
+# Who may import whom in the base itself.
+GROUND = {
+    "errors": set(),
+    "formatting": set(),
+    "pages": set(),
+    "paths": set(),
+    "progress": {"formatting"},
+    "memory": {"errors", "_core"},
+    "nvme": {"errors", "paths", "_core"},
+    "dlpack": {"_core"},
+}
+# The only ones that may import the extension.
+FACES = {"memory", "nvme", "dlpack", "engine", "kernels"}
+
+
+def crates():
+    metadata = subprocess.run(
+        ["cargo", "metadata", "--format-version=1", "--no-deps", "--locked"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+        text=True,
+    )
+    return {package["name"]: package for package in json.loads(metadata.stdout)["packages"]}
+
+
+def test_crates_depend_on_what_their_layer_may_know():
+    found = crates()
+    assert set(found) == set(CRATES)
+    for name, package in found.items():
+        ours, others = CRATES[name]
+        used = {dependency["name"] for dependency in package["dependencies"] if dependency["kind"] is None}
+        assert used <= {*ours, *others}, f"{name} may not use {used - {*ours, *others}}"
+
+
+def test_crates_of_others_stay_in_their_layer():
+    for name, package in crates().items():
+        for dependency in package["dependencies"]:
+            owner = RESERVED.get(dependency["name"], name)
+            assert owner == name, f"only {owner} may use {dependency['name']}"
+
+
+@pytest.mark.parametrize("library", ["libcuda", "dlopen"])
+def test_only_one_file_opens_the_cuda_driver(library):
+    users = [path for path in (ROOT / "rust").rglob("src/*.rs") if library in path.read_text()]
+    assert users == [ROOT / "rust/mem/src/cuda.rs"]
+
+
+def python_files():
+    package = ROOT / "python/memascend"
+    for path in sorted(package.rglob("*.py")):
+        parts = ["memascend", *path.relative_to(package).with_suffix("").parts]
+        yield path, ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(path, *, running=False):
+    """Modules and names of ours that a file imports: all of them, or those that its import itself loads."""
+    tree = ast.parse(path.read_text())
+    nodes = _loaded(tree.body) if running else ast.walk(tree)
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        yield from (name for name in names if name.split(".")[0] == "memascend")
+
+
+def _loaded(body):
+    """Statements that run when a module is imported."""
+    for node in body:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        yield node
+        for inner in ("body", "orelse", "handlers", "finalbody"):
+            if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                yield from _loaded(getattr(node, inner, []))
+
+
+PYTHON = {module: path for path, module in python_files()}
+
+
+def room_of(module):
+    """The room that a module lies in; the package's own face lies in none."""
+    return [*module.split("."), ""][1]
+
+
+@pytest.mark.parametrize("module", PYTHON)
+def test_a_room_imports_what_its_row_allows(module):
+    room = room_of(module)
+    if not room:
+        return
+    allowed = GROUND.get(room, ROOMS.get(room))
+    assert allowed is not None, f"{module} stands in no room: enter it in this test and in ARCHITECTURE.md"
+    for imported in imports(PYTHON[module]):
+        other = room_of(imported)
+        if other == "_core":
+            assert room in FACES, f"{module} may not import the extension"
+        else:
+            assert other == room or other in allowed, f"{room} may not import {other}: {module} imports {imported}"
+            assert other == room or not imported.split(".")[-1].startswith("_"), f"{imported} is private to {other}"
+
+
+def test_rooms_and_modules_have_no_cycle():
+    assert cycle({**ROOMS, **GROUND}) is None
+    modules = {}
+    for module, path in PYTHON.items():
+        found = {name if name in PYTHON else name.rpartition(".")[0] for name in imports(path, running=True)}
+        # A room's face names what is in it; what is in it never needs the face.
+        modules[module] = {name for name in found if name in PYTHON and name != module}
+    assert cycle(modules) is None
+
+
+def cycle(arrows):
+    """A way along the arrows that comes back, if there is one."""
+    done, way = set(), []
+
+    def visit(name):
+        if name in way:
+            return [*way[way.index(name) :], name]
+        if name in done or name not in arrows:
+            return None
+        way.append(name)
+        found = next((found for other in sorted(arrows[name]) if (found := visit(other))), None)
+        way.pop()
+        done.add(name)
+        return found
+
+    return next((found for name in sorted(arrows) if (found := visit(name))), None)
+
+
+def test_a_cycle_is_found():
+    assert cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+    assert cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) is None
+
+
+def test_the_rows_stand_in_the_architecture():
+    text = (ROOT / "ARCHITECTURE.md").read_text().split("\npython/memascend/\n")[1]
+    for room, allowed in ROOMS.items():
+        if room == "__main__":
+            continue
+        row = re.search(rf"^  {room}/?\s[^>]*-> (.*)$", text, re.MULTILINE)
+        assert row, f"ARCHITECTURE.md has no row of {room}"
+        named = set(re.split(r",\s*", row[1].strip()))
+        assert named == ({"base"} | (allowed - BASE)), f"the row of {room} says {sorted(named)}"
+
+
+def test_no_rust_file_is_a_drawer():
+    for path in [*(ROOT / "rust").rglob("*.rs"), *(ROOT / "python").rglob("*.py")]:
+        assert not re.search(r"util|common|helper|misc|_v\d", path.stem), f"{path.name} says nothing of its subject"

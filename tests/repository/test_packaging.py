@@ -1,0 +1,166 @@
+"""The wheel and the sdist hold what they should, and the wheel works in an environment that has only torch."""
+
+import fcntl
+import json
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parents[2]
+KERNELS = {f"memascend/kernels/{path.name}" for path in (ROOT / "triton_kernels").glob("*.py")}
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def maturin(*arguments):
+    scripts = sysconfig.get_path("scripts")
+    # maturin looks for zig through the first Python on the path.
+    environment = {**os.environ, "PYO3_PYTHON": sys.executable, "PATH": f"{scripts}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        [Path(scripts) / "maturin", *arguments], cwd=ROOT, check=False, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def built(tmp_path_factory, pattern, *arguments):
+    """What maturin made; one of the processes that share the tests makes it for all of them, one thing at a time."""
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent
+    folder = root / arguments[0]
+    with open(root / "maturin.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not list(folder.glob(pattern)):
+            maturin(*arguments, "--out", folder)
+    (found,) = folder.glob(pattern)
+    return found
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    # As `make wheel` does, so that the tag is the one that users get.
+    return built(tmp_path_factory, "*.whl", "build", "--zig", "--compatibility", "manylinux_2_28")
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory):
+    return built(tmp_path_factory, "*.tar.gz", "sdist")
+
+
+def test_the_wheel_fits_any_linux_and_any_python(wheel):
+    assert re.fullmatch(r"memascend-[\d.]+-cp311-abi3-manylinux_2_28_(x86_64|aarch64)\.whl", wheel.name)
+
+
+def test_the_wheel_holds_everything_and_nothing_else(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        sizes = {info.filename: info.file_size for info in archive.infolist()}
+    package = ROOT / "python/memascend"
+    sources = {f"memascend/{path.relative_to(package)}" for path in package.rglob("*.py")} | KERNELS
+    data = {"memascend/py.typed", "memascend/_core.pyi", "memascend/_core.abi3.so"}
+    data |= {"memascend/cli/bench/model_shapes.json"}
+    assert KERNELS, "no kernels found"
+    assert sources | data <= names, sources | data - names
+    rest = {name for name in names - sources - data if ".dist-info/" not in name}
+    assert not rest, "stray files"
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    assert sizes["memascend/_core.abi3.so"] < 8 << 20
+
+
+def test_the_sdist_holds_what_a_build_needs(sdist):
+    with tarfile.open(sdist) as archive:
+        names = {member.name.split("/", 1)[1] for member in archive.getmembers() if member.isfile()}
+    crates = {str(path.relative_to(ROOT)) for path in (ROOT / "rust").rglob("src/*.rs") if "fuzz" not in path.parts}
+    needed = {"Cargo.toml", "Cargo.lock", "pyproject.toml", "LICENSE", "README.md"} | crates
+    needed |= {f"python/{name}" for name in KERNELS}
+    assert needed <= names, needed - names
+    assert not {name for name in names if name.startswith(("target/", ".venv", "tests/"))}
+
+
+@pytest.mark.slow
+def test_the_sdist_builds_the_same_wheel(sdist, wheel, tmp_path):
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (source,) = tmp_path.iterdir()
+    maturin("build", "--manifest-path", source / "rust/py/Cargo.toml", "--out", tmp_path / "out")
+    (built,) = (tmp_path / "out").glob("*.whl")
+    with zipfile.ZipFile(built) as one, zipfile.ZipFile(wheel) as other:
+        assert set(one.namelist()) == set(other.namelist())
+
+
+def requirements(text, seen):
+    """The distributions that a requirement brings in here, its own included."""
+    wanted = Requirement(text)
+    if wanted.name in seen and not wanted.extras:
+        return
+    seen.add(wanted.name)
+    for line in metadata.requires(wanted.name) or []:
+        needed = Requirement(line)
+        contexts = [{"extra": extra} for extra in ("", *wanted.extras)]
+        if needed.marker is None or any(needed.marker.evaluate(context) for context in contexts):
+            requirements(line, seen)
+
+
+@pytest.fixture(scope="module")
+def bare(wheel, tmp_path_factory):
+    """A new environment with the wheel, and torch linked in from this one instead of installed again."""
+    folder = tmp_path_factory.mktemp("bare")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
+    python = folder / "venv/bin/python"
+    names = set()
+    for wanted in ("torch", "safetensors"):
+        requirements(wanted, names)
+    linked = folder / "linked"
+    linked.mkdir()
+    for name in names:
+        for file in metadata.distribution(name).files or []:
+            top = file.parts[0]
+            if top not in {"..", "__pycache__"} and not (linked / top).exists():
+                (linked / top).symlink_to(metadata.distribution(name).locate_file(top))
+    site = subprocess.run(
+        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    (Path(site.stdout.strip()) / "linked.pth").write_text(f"{linked}\n")
+    # No index: what the wheel asks for beyond torch and safetensors would fail here.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+    subprocess.run(
+        [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-index", wheel],
+        check=True,
+        env=environment,
+    )
+    return python
+
+
+def run(python, *arguments, cwd):
+    done = subprocess.run([python, *arguments], capture_output=True, text=True, check=False, cwd=cwd)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_wheel_works_in_a_bare_environment(bare, tmp_path):
+    where = run(bare, "-c", "import memascend; print(memascend.__file__, memascend.__version__)", cwd=tmp_path)
+    assert str(bare.parent.parent) in where
+    report = json.loads(run(bare.parent / "memascend", "doctor", "--json", cwd=tmp_path))
+    assert report["ok"] is True
+    run(bare, "-m", "memascend", "demo", "--steps", "6", cwd=tmp_path)
+    run(
+        bare,
+        "-c",
+        "import torch, memascend\n"
+        "ring = memascend.memory.ChunkRing(4096, 2)\n"
+        "assert ring.lease().tensor(1024, torch.float32).fill_(2).sum() == 2048\n"
+        "assert memascend.kernels.__file__",
+        cwd=tmp_path,
+    )

@@ -1,0 +1,218 @@
+"""Checkpointed activations on storage: what is freed, what comes back, and what happens when storage fails."""
+
+import errno
+import gc
+import re
+
+import pytest
+import torch
+from support.checkpointed import Block, Model, keeper
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import memascend
+from memascend.activations import activations
+from memascend.activations import scratch_files as scratch
+
+WIDTH, ROWS, BLOCKS = 64, 128, 10
+
+
+@pytest.fixture(params=[{4096: 3}, {1 << 20: 8}], ids=["small", "usual"])
+def chunks(request, monkeypatch):
+    monkeypatch.setattr(activations, "CHUNKS", request.param)
+
+
+def offloaded(tmp_path, *, reentrant=False, **options):
+    torch.manual_seed(0)
+    model = Model(WIDTH, BLOCKS, reentrant=reentrant)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return memascend.offload(
+        model, optimizer, **{"storage": tmp_path / "run.store", "activations": "ssd", "gradients": "ram", **options}
+    )
+
+
+def rows(seed=1):
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+def trained(tmp_path, **options):
+    model, optimizer = offloaded(tmp_path, existing="replace", **options)
+    with optimizer:
+        losses = []
+        for step in range(3):
+            loss = model(rows(step)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        with memascend.materialized(model):
+            return losses, [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.usefixtures("chunks")
+def test_the_same_bits(tmp_path, reentrant):
+    losses, weights = trained(tmp_path, reentrant=reentrant)
+    expected, others = trained(tmp_path, reentrant=reentrant, activations="device")
+    assert losses == expected
+    assert all(map(torch.equal, weights, others))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_is_kept_is_gone_from_memory(tmp_path, reentrant):
+    model, optimizer = offloaded(tmp_path, reentrant=reentrant)
+    with optimizer:
+        x = rows()
+        loss = model(x).square().mean()
+        gc.collect()
+        # The user's own input is the only one that lives.
+        assert [ref() is not None for ref in model.inputs] == [True] + [False] * (BLOCKS - 1)
+        loss.backward()
+        report = optimizer.report().to_dict()
+        assert report["written"]["activations"] == BLOCKS * x.nbytes
+        assert report["host"]["owners"]["activations"]["bytes"] <= optimizer.plan.host["activations"]
+
+
+@pytest.mark.usefixtures("chunks")
+def test_room_is_used_again(tmp_path):
+    model, optimizer = offloaded(tmp_path)
+    with optimizer:
+        room = keeper(model)._chunks._room
+        for step in range(4):
+            model(rows(step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        kept = keeper(model)
+        kept._reap()
+        assert len(room._free) + kept._chunks.occupied == room.file_bytes // room._place_bytes
+        assert len(room._volumes) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["run.store"]
+
+
+def test_a_backward_again(tmp_path):
+    """A graph that is retained reads what it kept once more."""
+    model, optimizer = offloaded(tmp_path)
+    with optimizer:
+        x = rows()
+        loss = model(x).square().mean()
+        (first,) = torch.autograd.grad(loss, x, retain_graph=True)
+        (second,) = torch.autograd.grad(loss, x)
+        assert torch.equal(first, second)
+
+
+def test_a_tensor_that_all_blocks_share_is_kept_once(tmp_path):
+    model, optimizer = offloaded(tmp_path)
+    with optimizer:
+        shared = torch.randn(ROWS, WIDTH)
+        model.others = (shared, shared)
+        model(rows()).square().mean().backward()
+        assert keeper(model).counters["written"] == (BLOCKS + 1) * shared.nbytes
+        optimizer.step()
+        optimizer.zero_grad()
+        # Changed in place, it is another one.
+        loss = model(rows()).square().mean()
+        shared.add_(1)
+        loss = loss + model(rows()).square().mean()
+        loss.backward()
+
+
+def test_what_is_changed_in_place_afterwards_was_kept_as_it_was(tmp_path):
+    model, optimizer = offloaded(tmp_path)
+    with optimizer:
+        x = rows().detach()
+        loss = model(x).square().mean()
+        x.zero_()
+        loss.backward()
+        changed = [parameter.grad.clone() for parameter in model.parameters()]
+        optimizer.zero_grad()
+        model(rows().detach()).square().mean().backward()
+        assert all(map(torch.equal, changed, [parameter.grad for parameter in model.parameters()]))
+
+
+class Tail(nn.Module):
+    """A model of which only a part is checkpointed."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = Block(WIDTH), Block(WIDTH)
+
+    def forward(self, x):
+        return self.last(checkpoint(self.first, x, use_reentrant=False)).exp()
+
+
+def test_what_no_checkpoint_saves_stays(tmp_path):
+    torch.manual_seed(0)
+    model = Tail()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = memascend.offload(
+        model, optimizer, storage=tmp_path / "run.store", activations="ssd", units=["first", "last"]
+    )
+    with optimizer:
+        x = rows()
+        model(x).sum().backward()
+        assert keeper(model).counters["written"] == x.nbytes
+
+
+def test_damage_is_named_and_nothing_is_committed(tmp_path, monkeypatch):
+    monkeypatch.setattr(activations, "CHUNKS", {4096: 3})
+    model, optimizer = offloaded(tmp_path)
+    with optimizer:
+        loss = model(rows()).square().mean()
+        kept = keeper(model)
+        piece = next(iter(kept._living.values()))().pieces[0]
+        assert piece.chunk is None
+        piece.place.write(torch.zeros(4096, dtype=torch.uint8)).wait()
+        with pytest.raises(memascend.CorruptionError, match=f"4096 bytes at {piece.place.offset} of") as raised:
+            loss.backward()
+        assert raised.value.offset == piece.place.offset
+        optimizer.zero_grad()
+        del loss
+        model(rows()).square().mean().backward()
+        optimizer.step()
+        assert optimizer.steps == 1
+
+
+def test_a_full_disk_is_named(tmp_path, monkeypatch):
+    model, optimizer = offloaded(tmp_path)
+    with optimizer:
+        with monkeypatch.context() as patch:
+            patch.setattr(scratch, "_FIRST_BYTES", 1 << 60)
+            with pytest.raises(memascend.StorageError, match=re.escape("give offload(scratch=)")) as raised:
+                model(rows())
+        assert raised.value.errno in (errno.ENOSPC, errno.EFBIG)
+        optimizer.zero_grad()
+        model(rows()).square().mean().backward()
+        optimizer.step()
+        assert optimizer.steps == 1
+
+
+def test_a_graph_that_outlives_the_optimizer(tmp_path):
+    model, optimizer = offloaded(tmp_path)
+    loss = model(rows()).square().mean()
+    optimizer.close()
+    with pytest.raises(memascend.UsageError):
+        loss.backward()
+
+
+def test_scratch_is_where_they_go(tmp_path, monkeypatch):
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    opened = []
+    real = scratch.nvme.open
+    monkeypatch.setattr(scratch.nvme, "open", lambda paths, **options: opened.append(paths) or real(paths, **options))
+    model, optimizer = offloaded(tmp_path, scratch=folder)
+    with optimizer:
+        model(rows())
+        assert [[path.parent for path in paths] for paths in opened] == [[folder]]
+
+
+def test_host_is_where_they_are(tmp_path):
+    """On the CPU nothing is copied, and nothing is taken for it."""
+    losses, weights = trained(tmp_path, activations="host")
+    expected, others = trained(tmp_path, activations="device")
+    assert losses == expected
+    assert all(map(torch.equal, weights, others))
+    model, optimizer = offloaded(tmp_path, existing="replace", activations="host")
+    with optimizer:
+        assert keeper(model) is None
+        assert optimizer.plan.host["activations"] == 0
