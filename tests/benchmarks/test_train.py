@@ -318,7 +318,7 @@ def test_what_runs_beside_a_peer_loads_nothing_else_of_ours():
     *names, torch = done.stdout.split()
     assert torch == "False"
     allowed = tuple(f"memascend.cli.bench.{name}" for name in ("bag", "process", "deepspeed_start", "deepspeed_update"))
-    above = {"memascend", "memascend.errors", "memascend.cli", "memascend.cli.bench"}
+    above = {"memascend", "memascend.errors", "memascend.paths", "memascend.cli", "memascend.cli.bench"}
     assert [name for name in names if name not in above and not name.startswith(allowed)] == []
 
 

@@ -466,7 +466,8 @@ FLAT = textwrap.dedent("""
     class Wide(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.embed = torch.nn.Embedding(WIDTH, 16)
+            # One that is not looked up by rows: a unit as large as it is.
+            self.embed = torch.nn.EmbeddingBag(WIDTH, 16)
             self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(2))
 
         def forward(self, x):

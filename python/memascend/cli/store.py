@@ -120,12 +120,27 @@ def _verify(paths: list[str], *, as_json: bool) -> int:
         if shows:
             print(file=sys.stderr)
     seconds = time.perf_counter() - began
-    newest = commits[0]
+    damaged = _damaged_copies(paths)
     if as_json:
-        print(json.dumps(_as_json(commits, seconds)))
+        print(json.dumps({**_as_json(commits, seconds), "damaged": damaged}))
     else:
         _tell(commits, seconds)
-    return 0 if newest.whole else 1
+        for copy in damaged:
+            print(f"{copy}; its other copy is whole, and the next training step repairs it")
+    # Damaged copies lose nothing, and yet something is wrong.
+    return 0 if commits[0].whole and not damaged else 1
+
+
+def _damaged_copies(paths: list[str]) -> list[str]:
+    from memascend import engine
+    from memascend.errors import CorruptionError
+
+    try:
+        with engine.look(paths) as store:
+            return store.damaged()
+    except CorruptionError:
+        # No catalog is whole, which is said already.
+        return []
 
 
 def _as_json(commits: list[engine.Commit], seconds: float) -> dict[str, object]:

@@ -294,3 +294,5 @@ def test_training_has_its_room_from_the_beginning(offloaded, small_disk):
     training.step(1)
     assert training.optimizer.steps == 5
     assert not torch.equal(before["1.weight"], training.weights()["1.weight"])
+    # Before the disk goes, with the store on it.
+    training.optimizer.close()

@@ -1,0 +1,5 @@
+"""Commands look at disks, too."""
+
+from support.disks import backend, child, faulty, loop, path, small_ext4
+
+__all__ = ["backend", "child", "faulty", "loop", "path", "small_ext4"]

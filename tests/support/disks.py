@@ -1,0 +1,71 @@
+"""Devices to test on: loop devices, small file systems, a file system that fails as told, child processes."""
+
+import os
+import subprocess
+import textwrap
+
+import pytest
+from support.faulty import FaultyDisk
+
+
+def command(*words):
+    return subprocess.run([str(word) for word in words], check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "volume"
+
+
+@pytest.fixture(params=["io_uring", "threads"])
+def backend(request):
+    return request.param
+
+
+@pytest.fixture
+def loop(tmp_path):
+    """A function that makes a loop device of so many bytes."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root: loop devices")
+    made = []
+
+    def make(nbytes, *options, over=None):
+        backing = over or tmp_path / f"backing-{len(made)}"
+        if over is None:
+            backing.touch()
+            os.truncate(backing, nbytes)
+        device = command("losetup", "--find", "--show", *options, backing)
+        made.append(device)
+        return device
+
+    yield make
+    for device in made:
+        subprocess.run(["blockdev", "--setrw", device], check=False, capture_output=True)
+        subprocess.run(["losetup", "--detach", device], check=False, capture_output=True)
+
+
+@pytest.fixture
+def small_ext4(tmp_path, loop):
+    """A folder on an ext4 of 64 MiB."""
+    device = loop(64 << 20)
+    command("mkfs.ext4", "-q", "-m", "0", device)
+    folder = tmp_path / "small"
+    folder.mkdir()
+    command("mount", device, folder)
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=False, capture_output=True)
+
+
+@pytest.fixture
+def faulty(tmp_path):
+    if os.geteuid() != 0 or not os.access("/dev/fuse", os.W_OK):
+        pytest.skip("needs root and /dev/fuse")
+    disk = FaultyDisk(tmp_path)
+    yield disk
+    disk.close()
+
+
+@pytest.fixture
+def child(python):
+    """Runs an indented program in an interpreter of its own, and returns what it printed."""
+    return lambda program, *arguments: python(textwrap.dedent(program), *arguments).strip()
