@@ -275,5 +275,19 @@ def test_a_store_of_version_1_whose_chunks_lie_over_each_other_is_refused_by_nam
     (path,) = unpacked(tmp_path, "narrow")
     before = path.read_bytes()
     assert cli.main(["store", "upgrade", str(path)]) == 1
-    assert 'a chunk of 2048 elements of "mask" ends inside a page' in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert 'a chunk of 2048 elements of "mask" ends inside a page' in said
+    assert "begin from a checkpoint" in said
     assert path.read_bytes() == before
+
+
+def test_what_was_damaged_before_an_upgrade_is_told_by_it(tmp_path, capsys):
+    (path,) = unpacked(tmp_path, "close")
+    length = path.stat().st_size
+    with path.open("r+b") as file:
+        file.seek(length - 200_000)
+        file.write(b"\xff" * 200_000)
+    assert cli.main(["store", "upgrade", str(path)]) == 1
+    said = capsys.readouterr()
+    assert "the store has version 2 of the format now" in said.out
+    assert "is damaged" in said.err

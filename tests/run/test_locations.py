@@ -116,6 +116,20 @@ def test_a_file_of_somebody_else_is_refused_by_name(tmp_path):
         assert torch.equal(store.read("weight")[0], torch.full((64,), 7.0))
 
 
+@pytest.mark.timeout(60)
+def test_what_is_no_file_is_refused_by_name(tmp_path):
+    # Opening a pipe waits for its other end.
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(StorageError, match="neither a file nor a block device"):
+        engine.Store.create(tmp_path / "pipe", entries())
+    with pytest.raises(StorageError, match="neither a file nor a block device"):
+        engine.Store.open(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StorageError, match=r"it is a link to .*elsewhere, which is not there"):
+        engine.Store.create(tmp_path / "link", entries())
+    assert not (tmp_path / "elsewhere").exists()
+
+
 # --- what a path means -------------------------------------------------------------------------------------
 
 
@@ -227,6 +241,16 @@ def test_a_file_that_loses_its_name_is_told_once_and_at_the_end(tmp_path, monkey
         model, optimizer = offloaded(tmp_path / "elsewhere", existing="resume")
         assert optimizer.steps == 4
         optimizer.close()
+
+
+def test_a_file_that_was_truncated_is_told_at_the_end(tmp_path):
+    model, optimizer = offloaded(tmp_path / "run")
+    step(model, optimizer)
+    os.truncate(tmp_path / "run", 4096)
+    with pytest.raises(StorageError, match="was truncated while its store was in use"):
+        optimizer.close()
+    assert not [place for place in open_files() if place.startswith(str(tmp_path))], "let go of all the same"
+    optimizer.close()
 
 
 def test_a_second_of_several_files_is_missed_too(tmp_path):

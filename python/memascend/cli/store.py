@@ -44,9 +44,13 @@ def _upgrade(paths: list[str], *, as_json: bool) -> int:
     upgraded = engine.Store.upgrade(paths)
     if as_json:
         print(json.dumps({"upgraded": upgraded}))
-    else:
-        print("the store has version 2 of the format now" if upgraded else "there was nothing to do")
-    return 0
+        return 0
+    if not upgraded:
+        print("there was nothing to do")
+        return 0
+    print("the store has version 2 of the format now; what is in it is checked:")
+    # What was damaged before is damaged still, and whoever converts a store wants to know.
+    return _verify(paths, as_json=False)
 
 
 def _info(paths: list[str], *, as_json: bool) -> int:

@@ -28,6 +28,7 @@ _RESCUE = "is gone with the end of this run; keep it with optimizer.save(folder)
 _LOST = {
     "deleted": f"was deleted while its store was in use: what is in it {_RESCUE}",
     "moved": "was moved while its store was in use: what was committed is in it, under the name that it has now",
+    "truncated": f"was truncated while its store was in use: what was behind its end {_RESCUE}",
     "replaced": f"is now another file than that of the store in use: unless that was moved, what is in it {_RESCUE}",
 }
 

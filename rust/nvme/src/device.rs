@@ -125,7 +125,11 @@ impl Device {
 
     /// What became of the name of a file since it was opened; `None` where it still names it, and for what has no name.
     pub(crate) fn lost(&self) -> Option<Lost> {
-        if self.kind == DeviceKind::File { file::lost(&self.place, &self.file) } else { None }
+        if self.kind != DeviceKind::File {
+            return None;
+        }
+        let is_short = || self.file.metadata().is_ok_and(|metadata| metadata.len() < self.bytes);
+        file::lost(&self.place, &self.file).or_else(|| is_short().then_some(Lost::Truncated))
     }
 
     /// Some file systems take the flag and fail the transfer: try one before a run depends on it.

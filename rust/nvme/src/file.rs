@@ -78,6 +78,8 @@ pub enum Lost {
     Moved,
     /// Something else is at its path.
     Replaced,
+    /// It is shorter than the device that it is.
+    Truncated,
 }
 
 /// Whether `path` still names the open file; what became of it where not. Says nothing where that cannot be seen.
@@ -105,6 +107,12 @@ pub(crate) fn claim(path: &Arc<Path>, missing: Missing, opened: &mut dyn FnMut()
                 // Also where another has just removed the one that it made.
                 folder = make_folder(path)?.or(folder);
                 continue;
+            }
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists && path.is_symlink() && !path.exists() => {
+                let target = fs::read_link(path).unwrap_or_default();
+                let why =
+                    format!("it is a link to {}, which is not there: make that, or name it itself", target.display());
+                return Err(Error::refused(path, libc::ENOENT, why));
             }
             // Made by another meanwhile, and neither of us is the first to look at it.
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists && path.exists() => continue,

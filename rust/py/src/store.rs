@@ -247,6 +247,7 @@ impl Store {
             Lost::Deleted => "deleted",
             Lost::Moved => "moved",
             Lost::Replaced => "replaced",
+            Lost::Truncated => "truncated",
         };
         Some((path.to_path_buf(), word))
     }

@@ -48,7 +48,8 @@ impl<S: Deref<Target = Store>> Hold<S> {
             return Ok(());
         }
         let why = format!(
-            "its checksum is {got:016x} and the catalog says {wanted:016x}; what was written is not what is there"
+            "its checksum is {got:016x} and the catalog says {wanted:016x}; what was written is not what is there; \
+             `memascend store verify` says whether the commit before is whole, which existing=\"previous\" opens"
         );
         Err(store.corrupt(store.named(entry, piece), place, why))
     }

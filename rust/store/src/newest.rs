@@ -80,7 +80,13 @@ impl Roots {
     pub(crate) fn any(&self) -> Result<Root> {
         match (self.whole().first(), self.damaged()) {
             (Some(root), _) => Ok(root.clone()),
-            (None, Some((_, error))) => Err(error.clone()),
+            (None, Some((_, error))) => Err(match error.clone() {
+                Error::Corrupt { path, what, offset, nbytes, why } => {
+                    let why = format!("{why}; the other root is not whole either, so no commit is: {START_ANEW}");
+                    Error::Corrupt { path, what, offset, nbytes, why }
+                }
+                error => error,
+            }),
             (None, None) => {
                 refused(&self.path, "its first write did not finish, so it holds no state; give existing=\"replace\"")
             }
@@ -203,8 +209,8 @@ impl Store {
         };
         let advice = match other() {
             Ok(step) => format!(
-                "; the catalog of the other commit, step {step}, is whole: existing=\"previous\" opens that one if every \
-                 byte of it is"
+                "; the catalog of the other commit, step {step}, is whole: if every byte of it is, too (`memascend store \
+                 verify` tells), existing=\"previous\" opens that one"
             ),
             Err(_) => "; no other commit is whole".into(),
         };
@@ -233,6 +239,8 @@ impl Store {
         Ok(())
     }
 }
+
+const START_ANEW: &str = "begin from a checkpoint, with existing=\"replace\"";
 
 pub(crate) const NOT_CLOSED: &str = "it was not closed, and was made with durability=\"none\", which keeps nothing \
                                      before close(); give existing=\"replace\"";

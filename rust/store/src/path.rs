@@ -113,16 +113,23 @@ const FOREIGN: &str = "it holds something that is no memascend store; nothing wa
 
 /// What the beginning of a file or device says. Without a label, blank is what is blank at both ends.
 fn look_at(path: &Path) -> Result<Found> {
+    let opened = |error: io::Error| match error.kind() {
+        io::ErrorKind::NotFound => Ok(Found::Blank),
+        _ => refused(path, &format!("it cannot be opened: {error}")),
+    };
+    // Before it is opened, as opening a pipe waits for its other end.
+    match fs::metadata(path) {
+        Ok(there) if !(there.is_file() || there.file_type().is_block_device()) => {
+            return refused(path, "it is neither a file nor a block device");
+        }
+        Err(error) => return opened(error),
+        Ok(_) => {}
+    }
     let mut file = match File::open(path) {
         Ok(file) => file,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Found::Blank),
-        Err(error) => return refused(path, &format!("it cannot be opened: {error}")),
+        Err(error) => return opened(error),
     };
     let read = |error: io::Error| Error::Refused { path: path.into(), why: format!("it cannot be read: {error}") };
-    let kind = file.metadata().map_err(read)?.file_type();
-    if !(kind.is_file() || kind.is_block_device()) {
-        return refused(path, "it is neither a file nor a block device");
-    }
     let bytes = file.seek(SeekFrom::End(0)).map_err(read)?;
     let mut edge = |from: u64, nbytes: u64| -> io::Result<Vec<u8>> {
         let mut edge = vec![0; nbytes as usize];

@@ -256,7 +256,11 @@ impl Unfinished {
         }
         let description = version_1::decode_description(&bytes).map_err(|unread| Error::Refused {
             path: Arc::clone(&self.path),
-            why: format!("version 2 of the format has no place for what it holds: {}", String::from(unread)),
+            why: format!(
+                "version 2 of the format has no place for what it holds: {}. Version 1 laid such chunks over each other, so \
+                 they were damaged when they were written; begin from a checkpoint, with existing=\"replace\"",
+                String::from(unread)
+            ),
         })?;
         let layout = Layout::upgraded(&description, self.devices, root.description_bytes)?;
         let (needed, size) = (layout.places.description[0], volume.size_bytes());
