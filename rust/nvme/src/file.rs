@@ -180,6 +180,11 @@ pub(crate) fn reserve(path: &Arc<Path>, file: &File, bytes: u64) -> Result<()> {
     // Before anything of ours is there: a file system that finds no room may leave the part that it had.
     let free = free_bytes(path);
     let length_before = file.metadata().map_err(|error| Error::system(path, "stat", &error))?.len();
+    let there = file.metadata().map_or(0, |metadata| metadata.blocks() * 512);
+    if free.is_some_and(|free| bytes.saturating_sub(there) > free) {
+        // Trying would take all that is free, and whoever else writes there would meet a full disk meanwhile.
+        return Err(no_room(path, bytes.saturating_sub(there), free));
+    }
     loop {
         // SAFETY: fallocate takes an open descriptor and no memory.
         if unsafe { libc::fallocate(file.as_raw_fd(), 0, 0, length) } == 0 {
@@ -192,7 +197,6 @@ pub(crate) fn reserve(path: &Arc<Path>, file: &File, bytes: u64) -> Result<()> {
             Some(libc::ENOSPC) => {
                 // What was reserved in vain goes with what it was reserved for.
                 drop(file.set_len(length_before));
-                let there = file.metadata().map_or(0, |metadata| metadata.blocks() * 512);
                 return Err(no_room(path, bytes.saturating_sub(there), free));
             }
             _ => return Err(Error::system(path, &format!("reserving {bytes} bytes"), &error)),
@@ -218,7 +222,7 @@ fn no_room(path: &Arc<Path>, bytes: u64, free: Option<u64>) -> Error {
     Error::refused(
         path,
         libc::ENOSPC,
-        format!("its file system has no room for {bytes} more bytes{free}; make some, or choose a smaller size"),
+        format!("its file system has no room for {bytes} more bytes{free}; make some, or choose another place"),
     )
 }
 

@@ -209,8 +209,8 @@ impl Store {
         };
         let advice = match other() {
             Ok(step) => format!(
-                "; the catalog of the other commit, step {step}, is whole: if every byte of it is, too (`memascend store \
-                 verify` tells), existing=\"previous\" opens that one"
+                "; the catalog of the other commit, step {step}, is whole: existing=\"previous\" opens that one if every \
+                 byte of it is, too, which `memascend store verify` tells"
             ),
             Err(_) => "; no other commit is whole".into(),
         };
