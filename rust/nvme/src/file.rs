@@ -179,8 +179,10 @@ pub(crate) fn reserve(path: &Arc<Path>, file: &File, bytes: u64) -> Result<()> {
         .map_err(|_| Error::Invalid(format!("{bytes} bytes are more than a file can have: {}", path.display())))?;
     // Before anything of ours is there: a file system that finds no room may leave the part that it had.
     let free = free_bytes(path);
-    let length_before = file.metadata().map_err(|error| Error::system(path, "stat", &error))?.len();
-    let there = file.metadata().map_or(0, |metadata| metadata.blocks() * 512);
+    let metadata = file.metadata().map_err(|error| Error::system(path, "stat", &error))?;
+    let length_before = metadata.len();
+    // Its length too: not every file system says what blocks a file has.
+    let there = length_before.max(metadata.blocks() * 512);
     if free.is_some_and(|free| bytes.saturating_sub(there) > free) {
         // Trying would take all that is free, and whoever else writes there would meet a full disk meanwhile.
         return Err(no_room(path, bytes.saturating_sub(there), free));
@@ -193,7 +195,12 @@ pub(crate) fn reserve(path: &Arc<Path>, file: &File, bytes: u64) -> Result<()> {
         let error = io::Error::last_os_error();
         match error.raw_os_error() {
             Some(libc::EINTR) => {}
-            Some(libc::EOPNOTSUPP) => return reserve_without_support(path, file, bytes),
+            // Some network and FUSE ones cannot reserve: as long as needed, since there is room now.
+            Some(libc::EOPNOTSUPP) if length_before >= bytes => return Ok(()),
+            Some(libc::EOPNOTSUPP) => {
+                let grown = file.set_len(bytes);
+                return grown.map_err(|error| Error::system(path, &format!("growing it to {bytes} bytes"), &error));
+            }
             Some(libc::ENOSPC) => {
                 // What was reserved in vain goes with what it was reserved for.
                 drop(file.set_len(length_before));
@@ -202,19 +209,6 @@ pub(crate) fn reserve(path: &Arc<Path>, file: &File, bytes: u64) -> Result<()> {
             _ => return Err(Error::system(path, &format!("reserving {bytes} bytes"), &error)),
         }
     }
-}
-
-/// A file system that cannot reserve (some network and FUSE ones): as long as needed, if there is room now.
-fn reserve_without_support(path: &Arc<Path>, file: &File, bytes: u64) -> Result<()> {
-    let length = file.metadata().map_err(|error| Error::system(path, "stat", &error))?.len();
-    let free = free_bytes(path);
-    if free.is_some_and(|free| bytes.saturating_sub(length) > free) {
-        return Err(no_room(path, bytes.saturating_sub(length), free));
-    }
-    if length >= bytes {
-        return Ok(());
-    }
-    file.set_len(bytes).map_err(|error| Error::system(path, &format!("growing it to {bytes} bytes"), &error))
 }
 
 fn no_room(path: &Arc<Path>, bytes: u64, free: Option<u64>) -> Error {
