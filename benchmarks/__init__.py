@@ -1,1 +1,1 @@
-"""Measurements for developers: run from the root of the repository, as `python -m benchmarks.NAME`."""
+"""Benchmarks for developers, run from the root of the repository as `python -m benchmarks.NAME`."""

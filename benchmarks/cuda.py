@@ -1,4 +1,4 @@
-"""The largest model that a disk holds, trained on a GPU within a tenth of its state: seconds, peaks, bytes, its bound.
+"""Trains the largest model that a disk holds on a GPU, with a tenth of its state in memory; reports time and bytes.
 
     python -m benchmarks.cuda --storage /mnt/nvme [--store 48GiB] [--card 24GiB] [--write benchmarks/results]
 

@@ -1,4 +1,4 @@
-"""Host memory against depth: the same model with more and more blocks, offloaded and in RAM.
+"""Measures host memory of the same model with more and more blocks, offloaded and in RAM.
 
 Each depth trains in a process of its own: a Qwen2-shaped model of one width and type, made in RAM or on meta, with
 checkpointing. What is counted is the most that the process held while it trained, and what it held after the last step

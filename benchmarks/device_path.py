@@ -1,4 +1,4 @@
-"""What the host does for a device beside copying, with copies that do nothing: no GPU is needed, and none is measured.
+"""Measures what the host spends on a device besides copying, with copies that do nothing; needs no GPU.
 
 The way in, for each 4 MiB part of a unit: the thread that begins copies, and the checksums that were its own work and
 are that of threads beside it. The way out: how often the engine's thread asks Python for a window of gradients in a

@@ -1,4 +1,4 @@
-"""What `import memascend` costs beside `import torch`: seconds and resident bytes, each in its own interpreter."""
+"""Measures seconds and memory of `import memascend` beside `import torch`, each in its own interpreter."""
 
 from __future__ import annotations
 

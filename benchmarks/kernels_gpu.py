@@ -1,4 +1,4 @@
-"""The GPU kernels: the fraction of memory bandwidth that they reach, and torch's operations beside them.
+"""Measures the memory bandwidth that the GPU kernels reach, beside torch's own operations.
 
     python -m benchmarks.kernels_gpu [--mebibytes N] [--json]
 

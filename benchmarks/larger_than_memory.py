@@ -1,4 +1,4 @@
-"""A language model three times as large as memory: made, trained, evaluated, saved, killed, resumed, loaded by others.
+"""Makes, trains, saves, kills and resumes a language model three times as large as memory.
 
     python -m benchmarks.larger_than_memory --limit 96MiB --folder /mnt/nvme
 

@@ -1,4 +1,4 @@
-"""Seconds, memory and SSD bytes of a training step: offloaded, beside the same step in RAM and beside its bound.
+"""Measures seconds, memory and SSD bytes of an offloaded training step beside the same step in RAM and its lower bound.
 
 Each case trains in a process of its own; the processes take turns, so that all of them meet the same machine. The bound
 is what the step would take if compute and disk overlapped without loss: compute as measured in RAM, bytes as the plan

@@ -1,4 +1,4 @@
-"""The Hugging Face Trainer with its defaults: clipping, logging, scheduler, accumulation, checkpoints, evaluation.
+"""Trains with the Hugging Face Trainer's defaults: clipping, scheduler, accumulation, checkpoints, evaluation.
 
     python examples/hf_trainer.py --model Qwen/Qwen2.5-0.5B --storage /mnt/nvme/run1 --text corpus.txt
 

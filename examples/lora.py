@@ -1,4 +1,4 @@
-"""LoRA by peft: the frozen model streams from storage, and only adapters have optimizer state.
+"""Trains LoRA adapters with peft: the frozen model streams from storage, only adapters have optimizer state.
 
     python examples/lora.py --model Qwen/Qwen2.5-7B --storage /mnt/nvme/run1
 

@@ -1,4 +1,4 @@
-"""A mixture of experts, clipped: most of its parameters rest in most steps, and what rests is not written.
+"""Trains a mixture of experts with clipping: experts that a step does not use are not written.
 
     python examples/mixture_of_experts.py --storage /mnt/nvme/run1 --experts 64
 

@@ -1,4 +1,4 @@
-"""The loop that people write, with one more line. Runs anywhere: the text is Python's own sources.
+"""Trains in a plain PyTorch loop with one more line; runs anywhere, on text of Python's own sources.
 
     python examples/plain_loop.py --storage /mnt/nvme/run1
     python examples/plain_loop.py --storage /mnt/nvme/run1 --steps 400    # goes on where the first one ended

@@ -1,4 +1,4 @@
-"""What all tests share: root-only tests are skipped and counted elsewhere, and a run can insist that none is."""
+"""Configures all tests: skips root-only tests and counts them, or insists that none is skipped."""
 
 from __future__ import annotations
 

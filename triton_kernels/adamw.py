@@ -1,4 +1,4 @@
-"""One step of AdamW or Adam on fp32 state, with the gradient and the parameter in 16 bits where they are."""
+"""Computes one step of AdamW or Adam on fp32 state, with 16-bit gradients and parameters where they are."""
 
 from __future__ import annotations
 

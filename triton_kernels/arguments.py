@@ -1,4 +1,4 @@
-"""What every kernel asks of its tensors before an address is taken."""
+"""Checks a kernel's tensors before their addresses are taken."""
 
 from __future__ import annotations
 

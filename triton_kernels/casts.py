@@ -1,4 +1,4 @@
-"""Casts between fp32, bf16 and fp16, and adding a 16-bit gradient to an fp32 total."""
+"""Casts between fp32, bf16 and fp16, and adds 16-bit gradients to an fp32 total."""
 
 from __future__ import annotations
 

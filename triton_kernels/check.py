@@ -1,4 +1,4 @@
-"""Is there a non-finite, what is the sum of squares, and the unscaling, in one pass over gradients."""
+"""Checks gradients for overflow, sums their squares and unscales them in one pass."""
 
 from __future__ import annotations
 

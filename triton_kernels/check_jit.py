@@ -1,4 +1,4 @@
-"""The Triton body of `check_and_unscale`: chunks of all tensors in one launch, their partial results in a second."""
+"""The Triton body of `check_and_unscale`: one launch over all tensors, a second for partial results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which implementation a device gets, and why: Rust, Triton, or plain torch."""
+"""Chooses an implementation for a device, and says why: Rust, Triton, or plain torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scalars of an Adam step, one computation for all implementations: in float64, rounded once to fp32."""
+"""Computes the scalars of an Adam step once for all implementations: in float64, rounded to fp32."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Whole training steps beside peers: `python -m benchmarks.train`."""
+"""Compares whole training steps with other systems: `python -m benchmarks.train`."""

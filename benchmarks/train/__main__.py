@@ -1,4 +1,4 @@
-"""Training steps beside what people use today, each cell in a process of its own: `python -m benchmarks.train`."""
+"""Runs the training benchmark, each cell in a process of its own: `python -m benchmarks.train`."""
 
 from __future__ import annotations
 

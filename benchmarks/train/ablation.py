@@ -1,4 +1,4 @@
-"""The paper's four parts one by one: each switched back alone, and what that costs in host memory and in seconds.
+"""Switches each of the paper's four parts back alone; reports what it costs in host memory and seconds.
 
 Pieces are measured by themselves, at the size of a workload; the product has no options for this.
 """

@@ -1,4 +1,4 @@
-"""Curves: host memory against model size and context, step time against the budget; a table, a CSV and a picture."""
+"""Plots curves: memory against model size and context, step time against the budget; with a table and a CSV."""
 
 from __future__ import annotations
 

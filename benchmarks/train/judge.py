@@ -1,4 +1,4 @@
-"""What measured cells mean beside each other: whether losses agree, the bound of a step, ratios."""
+"""Compares measured cells: whether losses agree, the lower bound of a step, ratios."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cells are started here: each in a process and, where that can be had, a memory cgroup of its own."""
+"""Starts each cell in a process of its own and, where possible, in a memory cgroup."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What fits: the smallest memory cgroup that a system trains in, the longest context and largest batch inside one."""
+"""Finds limits: the smallest memory cgroup a system trains in, the longest context, the largest batch."""
 
 from __future__ import annotations
 

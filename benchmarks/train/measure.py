@@ -1,4 +1,4 @@
-"""Measures cells, and keeps what was measured."""
+"""Measures cells and stores their results."""
 
 from __future__ import annotations
 

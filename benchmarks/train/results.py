@@ -1,4 +1,4 @@
-"""Cells on disk: one JSON file for each, so that a run that was interrupted goes on where it was."""
+"""Stores results on disk, one JSON file a cell, so that an interrupted run can go on."""
 
 from __future__ import annotations
 

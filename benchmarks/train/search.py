@@ -1,4 +1,4 @@
-"""Searches by trying: the least that works, the most that works."""
+"""Searches by trial: the smallest value that works, the largest value that works."""
 
 from __future__ import annotations
 

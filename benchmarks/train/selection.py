@@ -1,4 +1,4 @@
-"""Which cells are measured: the headline, and everything."""
+"""Selects the cells to measure: the headline cells, or all."""
 
 from __future__ import annotations
 

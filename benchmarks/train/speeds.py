@@ -1,4 +1,4 @@
-"""Bandwidth of the disk by our own engine, for the bound of a step."""
+"""Measures the disk's bandwidth with our engine, for the lower bound of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shows cells: a table of each workload, and pictures."""
+"""Prints a table for each workload and draws pictures."""
 
 from __future__ import annotations
 

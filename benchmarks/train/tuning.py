@@ -1,4 +1,4 @@
-"""The fewest swap buffers with which DeepSpeed runs, found by trying: its documents' counts fail on many models."""
+"""Finds the fewest swap buffers DeepSpeed runs with, by trial: the counts its documents give fail on many models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m memascend` is `memascend`."""
+"""Runs the `memascend` command as `python -m memascend`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Memory of a device that computes as a tensor: no copy, no other library, and an owner that lives as long."""
+"""Makes torch tensors on device memory through DLPack: no copy, no other library; the owner lives as long."""
 
 from __future__ import annotations
 

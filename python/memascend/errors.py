@@ -1,4 +1,4 @@
-"""Every error that memascend raises, and what each one carries."""
+"""Defines every error that memascend raises."""
 
 from __future__ import annotations
 

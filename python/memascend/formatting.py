@@ -1,4 +1,4 @@
-"""How numbers are shown to people: sizes, durations, plain tables."""
+"""Formats sizes, durations and plain tables for people."""
 
 from __future__ import annotations
 

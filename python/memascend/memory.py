@@ -1,4 +1,4 @@
-"""Host memory that is planned once: regions, arenas, chunk rings, leases, and what they hold.
+"""Allocates host memory that is planned once: regions, arenas, chunk rings, leases.
 
 Sizes are in bytes and exact; times are in seconds. Errors: `ConfigError` for a wrong argument, `BudgetError` for a
 region too small for its plan, `MemoryLimitError` where the machine or its cgroup does not have the memory,

@@ -1,4 +1,4 @@
-"""Direct I/O between CPU memory and files or raw block devices, at the speed of the disk.
+"""Reads and writes files and raw block devices with direct I/O, at the speed of the disk.
 
     with memascend.nvme.open("/mnt/nvme/scratch", size=1 << 30) as volume:
         ticket = volume.write(tensor, 0)

@@ -1,4 +1,4 @@
-"""Pages: what direct I/O, pinned memory and slots are counted in."""
+"""Rounds sizes to pages, the unit of direct I/O and pinned memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paths as people write them: "~" is somebody's home, and one path or several are a list."""
+"""Normalises paths from users: expands "~", accepts one path or several."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A bar for work that takes a while, on standard error where that is a terminal; elsewhere nothing."""
+"""Shows a progress bar on standard error where that is a terminal."""
 
 from __future__ import annotations
 

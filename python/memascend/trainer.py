@@ -1,4 +1,4 @@
-"""Beside a Hugging Face Trainer: checkpoints that hold the whole state, figures for its log, what to resume from."""
+"""Integrates with the Hugging Face Trainer: full checkpoints, log figures, resuming."""
 
 from __future__ import annotations
 

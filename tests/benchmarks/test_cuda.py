@@ -1,4 +1,4 @@
-"""The benchmark of a GPU: that it runs and what it counts, where there is none."""
+"""Tests the GPU benchmark's counting, without a GPU."""
 
 import importlib.util
 import json

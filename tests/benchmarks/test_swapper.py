@@ -1,4 +1,4 @@
-"""DeepSpeed's swapper beside `bench update`: started with what works, compared before it counts."""
+"""Tests DeepSpeed's swapper beside `bench update`: started with what works, compared before it counts."""
 
 import json
 import stat

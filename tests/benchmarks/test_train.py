@@ -1,4 +1,4 @@
-"""The training benchmark: what it concludes from cells, keeps, searches and refuses. What it measures is no test."""
+"""Tests what the training benchmark concludes, stores, searches and refuses; never what it measures."""
 
 import json
 import stat

@@ -1,4 +1,4 @@
-"""Checkpoints: saved, gone on from bit for bit, loaded by others, refused where damaged, whole whatever happens."""
+"""Tests checkpoints: saved, resumed bit for bit, loaded by others, refused where damaged, whole whatever happens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demonstration of a model larger than memory holds what it says, under a limit that the kernel enforces."""
+"""Tests the larger-than-memory demonstration under a limit that the kernel enforces."""
 
 import json
 import subprocess

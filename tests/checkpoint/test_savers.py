@@ -1,4 +1,4 @@
-"""Several that save to one folder at once: one does, and nobody removes what another is writing."""
+"""Tests several processes saving to one folder: one succeeds, none removes another's files."""
 
 from __future__ import annotations
 

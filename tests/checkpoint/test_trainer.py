@@ -1,4 +1,4 @@
-"""A Trainer with its own saving: what it resumes goes on bit for bit, what it must not resume is refused."""
+"""Tests the Trainer's own saving: resumes bit for bit, refuses what it must not resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What transformers reads of a checkpoint, and what it leaves on meta."""
+"""Tests what transformers reads of a checkpoint, and what it leaves on meta."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that begin on meta: weights, checked first; initialisation; what is rebuilt; refusals."""
+"""Tests models that begin on meta: weights, initialisation, rebuilt buffers, refusals."""
 
 from __future__ import annotations
 

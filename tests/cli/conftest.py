@@ -1,4 +1,4 @@
-"""Commands look at disks, too."""
+"""Gives command tests access to disks."""
 
 from support.disks import backend, child, faulty, loop, path, small_ext4
 

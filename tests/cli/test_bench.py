@@ -1,4 +1,4 @@
-"""`memascend bench io` runs, compares, and leaves nothing behind. What it measures is no test."""
+"""Tests that `memascend bench io` runs, compares, and leaves nothing behind; not what it measures."""
 
 import json
 import shutil

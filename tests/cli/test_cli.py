@@ -1,4 +1,4 @@
-"""The command line: what it prints and how it ends."""
+"""Tests the command line: what it prints and how it ends."""
 
 import io
 import json

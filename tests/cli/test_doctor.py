@@ -1,4 +1,4 @@
-"""`memascend doctor` on storage: what is fine, slower and will fail."""
+"""Tests `memascend doctor` on storage: what is fine, slower and will fail."""
 
 import errno
 import json

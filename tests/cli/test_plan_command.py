@@ -1,4 +1,4 @@
-"""`memascend plan`: what it says of a model that need not be there is what a run then does."""
+"""Tests that `memascend plan` predicts what a run then does, for a model that need not be there."""
 
 import json
 import re

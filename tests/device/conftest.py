@@ -1,4 +1,4 @@
-"""A CUDA device where there is one; and with `make test-posing` one that poses as such (posing/)."""
+"""Provides a CUDA device where there is one; with `make test-posing` one that poses as such (posing/)."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Kernels of a GPU that give the same bits each time: asked of torch, and what has none is named."""
+"""Asks torch for deterministic GPU kernels, and names operations that have none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tests of a GPU from a built wheel, in slices that go on where they stopped: no cargo, no network, no set-up.
+"""Runs the GPU tests from a built wheel in slices that resume: no cargo, no network, no set-up.
 
     python3 tests/device/slices.py --wheel dist/memascend-*.whl      # again, until it says that all is done
 

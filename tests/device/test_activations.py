@@ -1,4 +1,4 @@
-"""Checkpointed activations of a model on a device, in host memory and on storage: the same losses."""
+"""Tests checkpointed activations of a model on a device, in host memory and on storage: the same losses."""
 
 import pytest
 import torch

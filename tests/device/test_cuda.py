@@ -1,4 +1,4 @@
-"""What only a real CUDA device can show: streams, waits, registered memory, attention kernels, a lost context."""
+"""Tests what only a real CUDA device shows: streams, waits, registered memory, attention kernels, a lost context."""
 
 import gc
 import os

@@ -1,4 +1,4 @@
-"""What is particular to a model on a device: where things lie, what may be moved, and what happens when it fails."""
+"""Tests a model on a device: where things lie, what may be moved, and what happens when it fails."""
 
 import contextlib
 

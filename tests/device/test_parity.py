@@ -1,4 +1,4 @@
-"""Whole training runs with the model on a device."""
+"""Tests whole training runs with the model on a device."""
 
 import pytest
 from device.training import check

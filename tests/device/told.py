@@ -1,4 +1,4 @@
-"""A plugin of pytest's: runs what has no outcome yet, and writes down what is begun and how it ended, line by line."""
+"""A pytest plugin that runs tests without an outcome yet and logs each beginning and end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One case of training with the model on a device: with its state on the host, and offloaded; the same bits.
+"""Trains one case with the model on a device, with state on the host and offloaded; compares bits.
 
 The model computes with the same kernels in both, and the update is the CPU's in both, so nothing may differ.
 """

@@ -1,4 +1,4 @@
-"""The compact state of bfloat16 parameters: nothing is lost, and training on it is training on a whole master."""
+"""Tests the compact state of bfloat16 parameters: nothing is lost, and training equals a whole master's."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Stores and updates from Python: against the kernel in memory, killed, damaged, refused."""
+"""Tests stores and updates from Python: against the kernel in memory, killed, damaged, refused."""
 
 import os
 import stat

@@ -1,4 +1,4 @@
-"""Functions applied to streamed state: against torch in memory, whole and in chunks, failing, keeping what is lent."""
+"""Tests functions applied to streamed state: against torch in memory, whole and in chunks, failing."""
 
 import gc
 import threading

@@ -1,4 +1,4 @@
-"""The update of compact entries: against the kernel on whole masters, resumed, killed, and by the bytes it moves."""
+"""Tests the update of compact entries: against whole masters, resumed, killed, and by the bytes it moves."""
 
 import itertools
 import os

@@ -1,4 +1,4 @@
-"""The first values of entries through the pipeline: given, zeros, widened; and one entry's work discarded."""
+"""Tests the first values of entries: given, zeros, widened; and discarding one entry's work."""
 
 import pytest
 import torch

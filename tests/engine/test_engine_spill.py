@@ -1,4 +1,4 @@
-"""Spilled gradients: torch's bits in every dtype, the order of jobs, damage, what a discard or an error leaves."""
+"""Tests spilled gradients: torch's bits in every dtype, job order, damage, discards and errors."""
 
 import pytest
 import torch

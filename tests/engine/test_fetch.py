@@ -1,4 +1,4 @@
-"""Reads of units that nobody waits for: they hold up no step, and say what was there whenever they are asked."""
+"""Tests background reads of units: they hold up no step, and show what was there when asked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stores before and beside the updates: sizes, orders of dimensions, stores filled by the caller, units fetched."""
+"""Tests stores around updates: sizes, orders of dimensions, filling by the caller, fetched units."""
 
 import gc
 import mmap

@@ -1,4 +1,4 @@
-"""The store's format seen from Python: elements of any size, copies of labels, stores of version 1 upgraded."""
+"""Tests the store's format from Python: elements of any size, copies of labels, upgraded stores."""
 
 import hashlib
 import importlib.util

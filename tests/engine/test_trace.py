@@ -1,4 +1,4 @@
-"""Traces: a file that Perfetto opens, with what was read, written, computed and waited for."""
+"""Tests traces: a file that Perfetto opens, with reads, writes, computing and waiting."""
 
 import json
 import mmap

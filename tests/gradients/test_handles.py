@@ -1,4 +1,4 @@
-"""Gradient handles against plain gradients: the same calls on both, compared bit for bit."""
+"""Tests gradient handles against plain gradients: the same calls on both, bit for bit."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""The loss scale against torch's own scaler, step by step, and its way through JSON."""
+"""Tests the loss scale against torch's own scaler, step by step, and its way through JSON."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The kernels on CPU tensors: torch's bits, exact flags, norms held against float64, refusals that change nothing."""
+"""Tests the CPU kernels: torch's bits, exact flags, norms against float64, refusals that change nothing."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""The kernels on a real CUDA device: against their references, without a synchronisation, and past 2^31 elements."""
+"""Tests the kernels on a CUDA device: against references, without a sync, and past 2^31 elements."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Every Triton body compiled ahead of time for sm_80 and sm_90, for each dtype that it is offered for."""
+"""Tests that every Triton body compiles ahead of time for sm_80 and sm_90 in each of its dtypes."""
 
 import re
 

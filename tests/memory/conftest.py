@@ -1,4 +1,4 @@
-"""What measurements share: a folder on a disk, a training in a process of its own."""
+"""Provides a folder on a disk, and a training in a process of its own."""
 
 import json
 import tempfile

@@ -1,4 +1,4 @@
-"""A training that is measured: a program of its own, which says what it held once offload() had returned.
+"""Trains in a program of its own and reports the memory it held once offload() had returned.
 
 The fixture `measure` runs it; the options are those of `WORK`.
 """

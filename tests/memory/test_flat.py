@@ -1,4 +1,4 @@
-"""Host memory while training: flat in depth, and never the model's size, whatever is called."""
+"""Tests that host memory in training is flat in depth and never the model's size."""
 
 import pytest
 from memory.measured import SQUARES, VOCABULARY

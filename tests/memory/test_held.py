@@ -1,4 +1,4 @@
-"""What is held and moved is what the plan says: host memory by owner, budgets to the byte, bytes of a step."""
+"""Tests that memory and traffic are what the plan says: by owner, to the byte."""
 
 import contextlib
 import gc

@@ -1,4 +1,4 @@
-"""Regions, arenas, rings and leases as API.md's users call them: results, errors, waiting."""
+"""Tests regions, arenas, rings and leases through the public interface: results, errors, waiting."""
 
 import signal
 import threading

@@ -1,4 +1,4 @@
-"""CUDA registration, against a stand-in for the driver that counts, and on a real device where there is one."""
+"""Tests CUDA registration against a counting stand-in for the driver, and on a real device where there is one."""
 
 import shutil
 import subprocess

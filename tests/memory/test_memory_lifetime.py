@@ -1,4 +1,4 @@
-"""A lease lives exactly as long as the last view of it: through threads, collection, forks, errors and the end."""
+"""Tests that a lease lives exactly as long as its last view: threads, collection, forks, errors, exit."""
 
 import gc
 import os

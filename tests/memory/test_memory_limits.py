@@ -1,4 +1,4 @@
-"""Memory limits for real: RLIMIT_MEMLOCK as an unprivileged user, a memory cgroup, an address-space limit."""
+"""Tests real memory limits: RLIMIT_MEMLOCK as an unprivileged user, a memory cgroup, address space."""
 
 from pathlib import Path
 

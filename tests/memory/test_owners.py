@@ -1,4 +1,4 @@
-"""Whatever is held has an owner: what a report adds up to is what the process grew by."""
+"""Tests that a report's owners add up to what the process grew by."""
 
 import pytest
 

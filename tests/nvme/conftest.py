@@ -1,4 +1,4 @@
-"""Tests of volumes run on these."""
+"""Configures the volumes that tests run on."""
 
 from support.disks import backend, child, faulty, loop, path, small_ext4
 

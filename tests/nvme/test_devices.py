@@ -1,4 +1,4 @@
-"""Who may open what: raw devices, foreign data, locks, forks, killed processes and forbidden rings."""
+"""Tests who may open what: raw devices, foreign data, locks, forks, killed processes, forbidden rings."""
 
 import errno
 import os

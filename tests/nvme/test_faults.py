@@ -1,4 +1,4 @@
-"""Faults that the kernel really has: full, read-only, shortened, broken, vanished and slow devices."""
+"""Tests real faults: full, read-only, shortened, broken, vanished and slow devices."""
 
 import ctypes
 import errno

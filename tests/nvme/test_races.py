@@ -1,4 +1,4 @@
-"""Many openers of one new path at once: one wins, and nobody else's failure takes away what it has."""
+"""Tests many openers of one new path at once: one wins, and no failure harms the winner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Minutes of random operations, drops and closes, every byte checked; nothing may leak. `make soak` runs it."""
+"""Tests minutes of random operations, drops and closes, every byte checked, for leaks; `make soak` runs it."""
 
 import ctypes
 import gc

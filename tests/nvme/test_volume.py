@@ -1,4 +1,4 @@
-"""What `memascend.nvme` promises of reads, writes, tickets and volumes."""
+"""Tests what `memascend.nvme` promises of reads, writes, tickets and volumes."""
 
 import gc
 import os

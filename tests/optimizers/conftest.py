@@ -1,4 +1,4 @@
-"""A parameter of which an optimizer only ever sees parts, as the engine gives them."""
+"""Provides a parameter of which an optimizer sees only parts, as the engine gives them."""
 
 from types import SimpleNamespace
 

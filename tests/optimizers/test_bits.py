@@ -1,4 +1,4 @@
-"""Every optimizer of torch.optim, run in parts on state outside of it: bit for bit what torch gives in memory."""
+"""Tests every optimizer of torch.optim on external state in parts: bit for bit what torch gives in memory."""
 
 import copy
 import inspect

@@ -1,4 +1,4 @@
-"""Optimizers of torch on a real store: the engine's own chunks, orders and commits, bit for bit."""
+"""Tests torch's optimizers on a real store: the engine's chunks, orders and commits, bit for bit."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Which optimizers may run on streamed state, by what name the others are refused, and that looking changes nothing."""
+"""Tests which optimizers can stream, how others are refused, and that a trial changes nothing."""
 
 import copy
 import re

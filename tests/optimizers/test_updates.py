@@ -1,4 +1,4 @@
-"""One update at a time: what it is made from, what it refuses, and what of it runs elsewhere."""
+"""Tests single updates: what they are made from, what they refuse, where they run."""
 
 import gc
 from types import SimpleNamespace

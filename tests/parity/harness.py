@@ -1,4 +1,4 @@
-"""One case of training, run in RAM and offloaded in every way, and what must be the same bits afterwards."""
+"""Runs one training case in RAM and offloaded in every way; compares bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The training that is killed with -9: a program of its own, which says each loss before the step that follows it."""
+"""The training that tests kill with -9: prints each loss before the step that follows it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loops that people write: each runs the same code in RAM and offloaded. `run` is a parity.harness.Run."""
+"""Training loops that people write: each runs the same code in RAM and offloaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What offloaded training is held against: the same update with everything in RAM, done by torch's own optimizers.
+"""Trains in RAM with torch's own optimizers: the reference for offloaded training.
 
 A parameter of 16 bits has a float32 master: its gradient is upcast, the master is updated, and the parameter is the
 master rounded. torch's fused AdamW computes the last `numel % 16` elements by another formula than the rest, so where

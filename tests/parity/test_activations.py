@@ -1,4 +1,4 @@
-"""Checkpointed activations on storage: the same bits as in memory, with models of others and with torch's own ways."""
+"""Tests checkpointed activations on storage: the same bits as in memory."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""kill -9 at random moments of real training, again and again: the joined losses are those of an undisturbed run."""
+"""Tests kill -9 at random moments of training: the joined losses are those of an undisturbed run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loops, optimizers and options of every kind: the same code in RAM and offloaded leaves the same bits."""
+"""Tests loops, optimizers and options: the same code in RAM and offloaded leaves the same bits."""
 
 import pytest
 from parity.harness import check, combined

@@ -1,4 +1,4 @@
-"""Models of every kind in the usual loop: losses, weights, buffers and state are the bits of training in RAM."""
+"""Tests models in the usual loop: losses, weights, buffers and state equal training in RAM."""
 
 from parity.harness import check, combined
 from parity.zoo_plain import PLAIN

@@ -1,4 +1,4 @@
-"""The reference itself: torch's fused update in RAM is our kernel's in RAM, and a difference is noticed."""
+"""Tests the reference itself: torch's fused update equals our kernel, and a difference is noticed."""
 
 import dataclasses
 

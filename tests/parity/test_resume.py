@@ -1,4 +1,4 @@
-"""Training that is closed and goes on from its store: losses, weights, buffers and state are those of one run."""
+"""Tests training that is closed and resumed from its store: the bits of one run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks compiled one by one, before and after offload(), by both back ends and both spellings."""
+"""Cases with blocks compiled one by one, before and after offload()."""
 
 from __future__ import annotations
 

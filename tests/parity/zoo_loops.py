@@ -1,4 +1,4 @@
-"""Loops, optimizers and options, each with the model that it is tried on."""
+"""Cases of loops, optimizers and options, each with its model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small models of our own: each has one thing that a placeholder, a hook or a saved tensor could get wrong."""
+"""Cases of small models, each with one thing that is hard for offloading."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models whose embedding is large beside their blocks: it is looked up row by row on storage, and not held."""
+"""Cases whose embedding is large beside their blocks and is read row by row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models of transformers and peft, made from configurations of a few thousand parameters: nothing is downloaded."""
+"""Cases of small transformers and peft models, made from configurations; nothing is downloaded."""
 
 from __future__ import annotations
 

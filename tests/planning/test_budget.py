@@ -1,4 +1,4 @@
-"""Plans in a budget: what is promised of `smallest`, of the host memory, and of what a step reads."""
+"""Tests plans in a budget: `smallest`, host memory, and what a step reads."""
 
 import json
 from dataclasses import dataclass

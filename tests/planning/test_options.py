@@ -1,4 +1,4 @@
-"""The options of offload(): what is taken, what is refused, and that the refusal says what works."""
+"""Tests the options of offload(): what is accepted, what is refused, and what the refusal says."""
 
 import dataclasses
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The arithmetic of plans, against brute force; and of the reservations that are published."""
+"""Tests the arithmetic of plans against brute force, and the published reservations."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""Units found from module trees: every parameter once, blocks as blocks, small things together."""
+"""Tests units found from module trees: every parameter once, blocks as blocks, small things together."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What tests on a GPU ask of torch: an operation without deterministic bits is refused, and named."""
+"""Tests that operations without deterministic GPU bits are refused by name."""
 
 import pytest
 import torch

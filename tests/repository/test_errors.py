@@ -1,4 +1,4 @@
-"""Errors: what each one is, and that it crosses to another process whole."""
+"""Tests each error, and that it crosses to another process whole."""
 
 import pickle
 

@@ -1,4 +1,4 @@
-"""The examples run, small, as a user would run them; and what they say of themselves is so."""
+"""Tests that the examples run, and that what they say of themselves is so."""
 
 import re
 import runpy

@@ -1,4 +1,4 @@
-"""`import memascend` loads next to nothing: no torch, no kernel, no CUDA library, no model library."""
+"""Tests that `import memascend` loads next to nothing: no torch, no kernel, no CUDA library."""
 
 
 def test_import_loads_only_the_package(python):

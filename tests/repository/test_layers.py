@@ -1,4 +1,4 @@
-"""Who may know whom: the crates, the crates of others, and the Python modules, as ARCHITECTURE.md draws them."""
+"""Tests who may import whom: crates and Python modules, as ARCHITECTURE.md draws them."""
 
 import ast
 import json

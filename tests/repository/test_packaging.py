@@ -1,4 +1,4 @@
-"""The wheel and the sdist hold what they should, and the wheel works in an environment that has only torch."""
+"""Tests that wheel and sdist hold what they should, and that the wheel works with only torch."""
 
 import fcntl
 import json

@@ -1,4 +1,4 @@
-"""README's examples run as they stand, and the commands that it names exist."""
+"""Tests that README's examples run as they stand, and that its commands exist."""
 
 import re
 from pathlib import Path

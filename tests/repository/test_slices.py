@@ -1,4 +1,4 @@
-"""The runner of a GPU's tests: what ends the process, has no end or is cut off has an outcome, and an end."""
+"""Tests the runner of the GPU tests: crashes, hangs and cut-off tests get an outcome."""
 
 import json
 import os

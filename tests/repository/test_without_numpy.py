@@ -1,4 +1,4 @@
-"""torch does not need numpy, nor do we: training, checkpoints, and memory of a device as a tensor."""
+"""Tests training, checkpoints and device memory without numpy."""
 
 import gc
 import threading

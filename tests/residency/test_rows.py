@@ -1,4 +1,4 @@
-"""Embeddings that are read by rows: what is exact, what is planned, what falls back, and what is refused."""
+"""Tests embeddings read by rows: exactness, plans, fallbacks, refusals."""
 
 import contextlib
 import logging

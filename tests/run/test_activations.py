@@ -1,4 +1,4 @@
-"""Checkpointed activations on storage: what is freed, what comes back, and what happens when storage fails."""
+"""Tests checkpointed activations on storage: what is freed, what comes back, and storage failures."""
 
 import errno
 import gc

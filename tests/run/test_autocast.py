@@ -1,4 +1,4 @@
-"""Autocast over 32-bit weights keeps 16-bit copies of them, which is said once; over 16-bit weights there are none."""
+"""Tests the warning that autocast holds 16-bit copies of 32-bit weights."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""The heap's thresholds: fixed while gradients could fragment it, let go where activations outweigh the model."""
+"""Tests the heap's thresholds: fixed while gradients could fragment it, released where activations dominate."""
 
 from __future__ import annotations
 

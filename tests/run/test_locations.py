@@ -1,4 +1,4 @@
-"""Where a store lies: whose file it is, who may read it, what its path means, and what becomes of it meanwhile."""
+"""Tests where a store lies: whose file it is, who may read it, what its path means, and its loss."""
 
 from __future__ import annotations
 

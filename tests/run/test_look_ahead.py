@@ -1,4 +1,4 @@
-"""What is fetched before it is needed."""
+"""Tests what is fetched before it is needed."""
 
 import torch
 from torch import nn

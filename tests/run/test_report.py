@@ -1,4 +1,4 @@
-"""What `optimizer.report()` says is what the engine did, and the budget holds it."""
+"""Tests that `optimizer.report()` says what the engine did, within the budget."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""What residency, saved tensors, gates and state dicts promise, where no model or loop alone would show it."""
+"""Tests rules of residency, saved tensors, module hooks and state dicts one by one."""
 
 import pytest
 import torch

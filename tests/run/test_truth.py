@@ -1,4 +1,4 @@
-"""What may never happen: a wrong number, a lost gradient, a skipped or repeated update, said by nobody."""
+"""Tests for silent errors: a wrong number, a lost gradient, a skipped or repeated update."""
 
 import gc
 import threading

@@ -1,4 +1,4 @@
-"""Every `offload()` here computes on the fake device."""
+"""Makes every `offload()` here compute on the fake device."""
 
 import pytest
 import torch

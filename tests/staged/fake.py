@@ -1,4 +1,4 @@
-"""A device that is none: it lies in host memory, copies behind the caller's back, and spoils what nobody may rely on.
+"""A fake device in host memory: copies late, and spoils what nobody may rely on.
 
 Computing is the caller's own thread, so that its "stream" is whatever it does next, and to come after a copy is to wait
 for it. Copies run on one thread for each direction, later than they were asked for. What is being copied is spoilt at

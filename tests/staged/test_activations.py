@@ -1,4 +1,4 @@
-"""Checkpointed activations that lie on a device: in pinned host memory or on storage, in the bits that they had."""
+"""Tests checkpointed activations of a device: in pinned host memory or on storage, bit for bit."""
 
 import dataclasses
 import gc

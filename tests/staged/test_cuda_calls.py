@@ -1,4 +1,4 @@
-"""What the class `Cuda` asks of torch: of a stand-in for torch.cuda that has two devices, and counts contexts."""
+"""Tests what the class `Cuda` asks of torch, on a stand-in for torch.cuda with two devices."""
 
 import threading
 

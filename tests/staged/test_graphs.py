@@ -1,4 +1,4 @@
-"""CUDA graphs: refused by name, whoever captures, and nothing has changed."""
+"""Tests that CUDA graphs are refused by name, whoever captures, and that nothing has changed."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Whole training runs by way of the fake device, against the same runs in memory: the same bits."""
+"""Tests whole training runs through the fake device against the same runs in memory."""
 
 import dataclasses
 

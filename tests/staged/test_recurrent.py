@@ -1,4 +1,4 @@
-"""LSTM and GRU on a device: weights stay where they are while the model is offloaded, and flattening comes back."""
+"""Tests LSTM and GRU on a device: weights stay in place while offloaded, and flattening comes back."""
 
 import warnings
 

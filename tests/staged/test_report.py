@@ -1,4 +1,4 @@
-"""What a report says of memory that the driver of a device did not take."""
+"""Tests the report of memory that a device's driver did not register."""
 
 import pytest
 import torch

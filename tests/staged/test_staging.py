@@ -1,4 +1,4 @@
-"""The way to a device and back: what is checked, in which order things happen, what is held and for how long."""
+"""Tests copies to a device and back: checks, order, and how long memory is held."""
 
 import gc
 import math

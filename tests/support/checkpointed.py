@@ -1,4 +1,4 @@
-"""A model of blocks that are checkpointed, whose inputs can be watched."""
+"""Provides a model of checkpointed blocks whose inputs can be watched."""
 
 import weakref
 

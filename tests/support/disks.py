@@ -1,4 +1,4 @@
-"""Devices to test on: loop devices, small file systems, a file system that fails as told, child processes."""
+"""Provides devices for tests: loop devices, small file systems, a file system that fails on command."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""A disk that fails as told, for the tests of every layer: one file, served by `faulty_fuse.py`."""
+"""Provides a disk that fails on command: one file, served by `faulty_fuse.py`."""
 
 import json
 import subprocess

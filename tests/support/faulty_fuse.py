@@ -1,4 +1,4 @@
-"""A FUSE file system with one file, `disk`, that fails as told: a device whose faults are real to the kernel.
+"""A FUSE file system with one file, `disk`, that fails on command, so that faults are real to the kernel.
 
 `python faulty_fuse.py MOUNTPOINT BYTES CONTROL` serves until it is killed. CONTROL is a JSON file, read before each
 request: {"read": {"errno": 5}, "write": {"errno": 5, "torn": true}, "fsync": {"errno": 5}, "delay": 0.5}. A torn write

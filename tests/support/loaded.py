@@ -1,4 +1,4 @@
-"""Programs in interpreters of their own that have loaded torch: each is forked from one that did nothing else.
+"""Forks programs from an interpreter that has already loaded torch.
 
 Loading torch and what an optimizer needs of it takes some seconds of a processor, more than most such programs.
 A program that depends on how its interpreter starts (its environment, what is imported first) needs a new one.

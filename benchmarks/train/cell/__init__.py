@@ -1,4 +1,4 @@
-"""One cell of the training benchmark: one system trains one workload in a process of its own, and says what it took.
+"""Trains one workload with one system in a process of its own and reports what it took.
 
 `python -m benchmarks.train.cell ORDER` is that process. It runs also in a peer's environment, so but for the systems
 nothing in here imports more of memascend than counters of a process and DeepSpeed's start.

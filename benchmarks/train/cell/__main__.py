@@ -1,4 +1,4 @@
-"""The process of a cell: makes the system, trains, measures; the last line of the output is the answer."""
+"""Entry point of a cell's process: builds the system, trains, and prints the result as its last line."""
 
 from __future__ import annotations
 

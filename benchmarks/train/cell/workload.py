@@ -1,4 +1,4 @@
-"""What is trained: the models, batches and rules that every system is given alike."""
+"""Defines workloads: the models, batches and rules that every system gets alike."""
 
 from __future__ import annotations
 

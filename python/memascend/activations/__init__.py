@@ -1,1 +1,1 @@
-"""Keeps what checkpoints save in host memory or on storage until the backward."""
+"""Offloads checkpointed activations to host memory or storage until the backward needs them."""

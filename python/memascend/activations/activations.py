@@ -1,4 +1,4 @@
-"""Checkpointed activations elsewhere: what a checkpoint keeps for the backward waits there, in the bits that it had.
+"""Offloads checkpointed activations; restores them bit-exactly.
 
 What `torch.utils.checkpoint` saves is copied into chunks of host memory: a few, from which it goes on to an unlinked
 file ("ssd"), or as many as the plan has room for, and only what finds none goes on ("host", where a device computes).

@@ -1,4 +1,4 @@
-"""Host memory that checkpointed activations pass through or stay in: chunks, and their ways to a device and storage.
+"""Moves activation chunks between device, host memory and storage.
 
 A chunk is filled, by a copy on a device's own stream where there is one. It is written to storage when chunks are
 needed for what comes, the one first that is used farthest from now: a backward uses what was kept in the order opposite

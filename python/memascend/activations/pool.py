@@ -1,4 +1,4 @@
-"""The host memory of checkpointed activations: chunks, taken as they are needed, and what each has in it."""
+"""Pools host memory for activations: chunks, and what each of them holds."""
 
 from __future__ import annotations
 

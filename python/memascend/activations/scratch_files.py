@@ -1,4 +1,4 @@
-"""Room on storage for what a process needs again before it ends: unlinked files, in places of equal size."""
+"""Allocates equal-sized places in unlinked scratch files, for data that the process reads again before it ends."""
 
 from __future__ import annotations
 

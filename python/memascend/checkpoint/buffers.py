@@ -1,4 +1,4 @@
-"""Persistent buffers (BatchNorm's statistics, say): they stay in memory, and are committed with each step."""
+"""Commits persistent buffers (BatchNorm's statistics, say) with each step; they stay in memory."""
 
 from __future__ import annotations
 

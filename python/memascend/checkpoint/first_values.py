@@ -1,4 +1,4 @@
-"""What a new store begins with: the model's and the optimizer's own values, `weights=`, or initialisation."""
+"""Fills a new store: from the model and optimizer, from `weights=`, or by initialisation."""
 
 from __future__ import annotations
 

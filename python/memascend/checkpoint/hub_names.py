@@ -1,4 +1,4 @@
-"""Tensors of files under the names and in the shapes that a model of transformers has for them, as it loads them.
+"""Maps tensors in files to the names and shapes of a transformers model, as transformers itself loads them.
 
 What the hub has as one tensor for each expert, say, is one parameter of the model. transformers knows which, and how.
 """

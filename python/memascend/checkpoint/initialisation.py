@@ -1,4 +1,4 @@
-"""First values by the model's own code: `reset_parameters()` of its modules, or transformers' `_init_weights(module)`.
+"""Initialises parameters by the model's own code: `reset_parameters()`, or transformers' `_init_weights(module)`.
 
 A few modules at a time are real while they are initialised, so that a parent can correct what its children made.
 """

@@ -1,4 +1,4 @@
-"""Parameters and buffers on "meta", which have no values: how they come to the CPU."""
+"""Moves parameters and buffers from "meta" to the CPU, and rebuilds the values that no file holds."""
 
 from __future__ import annotations
 

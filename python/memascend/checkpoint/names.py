@@ -1,4 +1,4 @@
-"""The names of a model's tensors, and how those in files match them: tied ones, a base model's prefix."""
+"""Matches names in files with a model's tensors: tied ones, and a base model's prefix."""
 
 from __future__ import annotations
 

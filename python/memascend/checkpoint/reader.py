@@ -1,4 +1,4 @@
-"""Checkpoints as `OffloadedOptimizer.save` writes them: what lies where, the manifest, and starting from one.
+"""Reads checkpoints that `OffloadedOptimizer.save` wrote: their layout, their manifest, and a start from one.
 
 The format is in `docs/checkpoint-format.md`.
 """

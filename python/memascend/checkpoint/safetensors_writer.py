@@ -1,4 +1,4 @@
-"""Safetensors files written as a stream: the header first, then bytes, in any order of tensors."""
+"""Streams safetensors files: the header first, then tensors in any order."""
 
 from __future__ import annotations
 

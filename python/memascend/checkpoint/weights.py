@@ -1,4 +1,4 @@
-"""Weights for a model on "meta": safetensors files, checked before anything is written, or a function."""
+"""Loads weights for a model on "meta": safetensors files, checked before anything is written, or a function."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writing a checkpoint: streamed from the store, flushed, and put in its place by one rename."""
+"""Writes checkpoints: streamed from the store, flushed, and put in place by one rename."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line: one module for each command, loaded when it is called."""
+"""The command line: one module for each command, imported when it is called."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`memascend doctor`: what this machine offers, what will be slower and what will fail, and what to do about it."""
+"""`memascend doctor`: checks what this machine offers, what will be slow or fail, and says what to do."""
 
 from __future__ import annotations
 

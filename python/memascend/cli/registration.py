@@ -1,4 +1,4 @@
-"""Whether CUDA takes host memory of ours, which copies to a GPU and back go through."""
+"""Checks whether CUDA can register our host memory, which copies to and from a GPU go through."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the commands show numbers: sizes, durations and tables as elsewhere, and pictures."""
+"""Formats what commands print: sizes, durations, tables and pictures."""
 
 from __future__ import annotations
 

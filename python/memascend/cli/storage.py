@@ -1,4 +1,4 @@
-"""The doctor's look at storage: the ring, the file system or device, its room, and its speed."""
+"""Checks storage for the doctor: io_uring, the file system or device, free space, speed."""
 
 from __future__ import annotations
 

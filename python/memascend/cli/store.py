@@ -1,4 +1,4 @@
-"""`memascend store`: what a store holds, and whether all of it is whole."""
+"""`memascend store`: shows what a store holds, and verifies it."""
 
 from __future__ import annotations
 

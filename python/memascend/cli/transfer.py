@@ -1,4 +1,4 @@
-"""Moving bytes through a volume as fast as it goes, for measurements: equal blocks in turn, so many in flight."""
+"""Moves bytes through a volume at full speed, for measurements: equal blocks, a fixed number in flight."""
 
 from __future__ import annotations
 

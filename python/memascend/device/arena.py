@@ -1,4 +1,4 @@
-"""An arena on a device: exact-size slots, planned once, each lent until its last view and its last use are over.
+"""Allocates exact-size slots on a device; frees each after its last view and its last use on a stream.
 
 A lease belongs to its storage, as on the host. The host's part of a use ends with the last view; the device may still
 compute with the bytes then. So a slot comes back with marks on the streams that used it, and what is copied into it

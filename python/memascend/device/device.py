@@ -1,4 +1,4 @@
-"""The device that computes, where it is not the host: copies to and from it, and the order of what runs there.
+"""Copies to and from an accelerator, ordered by streams and events without waiting for the whole device.
 
 Nothing here waits for a whole device. Work on a device runs in streams: what computes has one (torch's current one),
 and copies in either direction have their own. A `Copy` is how one is ordered after the other.

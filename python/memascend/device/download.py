@@ -1,4 +1,4 @@
-"""Gradients that lie on a device, lent to the engine window by window: two windows, whatever the gradients' size."""
+"""Copies gradients from a device to the engine through two host windows, whatever the gradients' size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CUDA graphs that torch.compile makes: refused by name, since a graph has the addresses of weights written into it."""
+"""Refuses CUDA graphs by name: torch.compile writes the addresses of weights into them."""
 
 from __future__ import annotations
 

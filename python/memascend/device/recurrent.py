@@ -1,4 +1,4 @@
-"""LSTM, GRU and RNN modules on a device, where torch would move their weights into one chunk for cuDNN.
+"""Keeps LSTM, GRU and RNN weights in place where torch would flatten them for cuDNN.
 
 Here each weight begins on a page of its unit, and is away most of the time. So torch's `flatten_parameters()` does
 nothing while a model is offloaded, and cuDNN copies the weights in each call, as it does with any that are not one

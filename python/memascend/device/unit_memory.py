@@ -1,4 +1,4 @@
-"""Where units are while they are used: in host memory, or on a device that they reach through a few host chunks."""
+"""Allocates and fills the memory of units: host memory, or a device reached through a few host chunks."""
 
 from __future__ import annotations
 

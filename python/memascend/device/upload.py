@@ -1,4 +1,4 @@
-"""Units on their way to a device: from storage into a few chunks of pinned host memory, from there into their lease.
+"""Copies units from storage to a device through a few chunks of pinned host memory.
 
 One thread reads the parts of units in the order in which they were asked for, as many at once as there are chunks, and
 begins the copy of each as soon as it was checked, by threads of the store's. A chunk is free again when the device has

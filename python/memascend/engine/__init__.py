@@ -1,4 +1,4 @@
-"""Training state on SSD and its pipelined update: the thin face of the Rust store and engine.
+"""Stores training state on SSD and updates it in a pipeline: the thin Python layer over the Rust store and engine.
 
 Without a model around it::
 

@@ -1,4 +1,4 @@
-"""XXH3-64 by the extension."""
+"""Computes XXH3-64 checksums."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a function that is applied by the engine gets: tensors that stand on the engine's own memory."""
+"""Gives an optimizer's function tensors on the engine's staging memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A float32 master that is not kept twice: bfloat16 values are its upper half, and the state holds the rest.
+"""Splits float32 masters into the bfloat16 weight, which is the upper half, and the remaining bits.
 
 Lossless: 10 bytes of state for a parameter instead of 12, and bit for bit the same training. How a master is put
 together stands in `docs/store-format.md`; the sign of a compact "exp_avg_sq" says where the value was rounded up.

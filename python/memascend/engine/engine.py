@@ -1,4 +1,4 @@
-"""The pipelined update: state is read, computed and written in chunks, beside whatever else runs."""
+"""Updates parameters in a pipeline: reads, computes and writes their state in chunks, in the background."""
 
 from __future__ import annotations
 

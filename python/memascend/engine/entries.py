@@ -1,4 +1,4 @@
-"""What a store holds, described before there is one: its entries, and the bytes that they will take."""
+"""Describes what a store will hold, and computes how many bytes it takes."""
 
 from __future__ import annotations
 

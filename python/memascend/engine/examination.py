@@ -1,4 +1,4 @@
-"""What the two commits of a store are worth, and a look at a store that is damaged. Nothing is written."""
+"""Examines both commits of a store, damaged or not; writes nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Units on their way from a store into memory, whole or part by part."""
+"""Reads units from a store into memory in the background, whole or in parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How tensors, values and paths are handed to the extension: what they must be, where they are."""
+"""Converts tensors, values and paths for the Rust extension, and checks them."""
 
 from __future__ import annotations
 

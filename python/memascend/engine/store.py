@@ -1,4 +1,4 @@
-"""Training state on SSD: the thin face of the Rust store."""
+"""Opens, reads, fills and commits a store of training state on SSD."""
 
 from __future__ import annotations
 

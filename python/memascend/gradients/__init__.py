@@ -1,1 +1,1 @@
-"""Receives gradients as they appear: used at once, or kept until step() behind handles in `p.grad`."""
+"""Receives gradients in the backward: uses them at once, or holds them until step() behind handles in `p.grad`."""

@@ -1,4 +1,4 @@
-"""Which backward it is: told by autograd's graph tasks, of which a failed one never says that it ended."""
+"""Tracks autograd graph tasks; detects failed backwards."""
 
 from __future__ import annotations
 

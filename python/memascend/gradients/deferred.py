@@ -1,4 +1,4 @@
-"""One gradient that is kept elsewhere: its bytes with a keeper, the arithmetic that is still to be done here.
+"""Holds one gradient outside of torch's sight, with the arithmetic that is still to be applied to it.
 
 No tensor that torch knows: `handles` puts one in front of it.
 """

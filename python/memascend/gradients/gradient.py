@@ -1,4 +1,4 @@
-"""The gradient of one parameter, from its arrival until it is dropped."""
+"""Holds the gradient of one parameter from its arrival until it is dropped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients: used as they appear ("fused"), or kept until step() on storage ("ssd") or in memory ("ram").
+"""Routes gradients: used in the backward ("fused"), or held until step() on storage ("ssd") or in memory ("ram").
 
 Backward stages, step() commits, zero_grad() discards. What stands in `p.grad` meanwhile is the record of truth: step()
 skips a parameter whose gradient is None and uses one that the user assigned.

@@ -1,4 +1,4 @@
-"""What stands in `p.grad` while the gradient itself is kept elsewhere, or is already used.
+"""Stands in `p.grad` for a gradient that is on storage or already used; supports what torch does to gradients.
 
 A handle has the gradient's shape, dtype and strides and none of its memory. What torch does to gradients works on it
 and gives torch's bits: accumulation goes to the keeper, arithmetic by scalars is recorded and replayed by step(),

@@ -1,4 +1,4 @@
-"""The loss scale of fp16 training: torch.amp.GradScaler's sequence, as plain numbers that a store can keep."""
+"""Scales the loss for fp16 training exactly as torch.amp.GradScaler does, in plain numbers that a store can hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was found of gradients, wherever it lies: read at once, so that a device is waited for once."""
+"""Reads gradient norms and overflow flags in one device sync."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scalar arithmetic on a gradient that is not in memory: written down now, replayed bit for bit later."""
+"""Records scalar arithmetic on a gradient that is not in memory; replays it bit-exactly."""
 
 from __future__ import annotations
 

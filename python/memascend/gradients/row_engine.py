@@ -1,4 +1,4 @@
-"""An engine for gradients by rows: each chunk of an update is made as the engine comes to it, and nothing is queued."""
+"""Updates embeddings by rows: makes each chunk of a gradient when the engine reaches it."""
 
 from __future__ import annotations
 

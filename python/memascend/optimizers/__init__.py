@@ -1,1 +1,1 @@
-"""Runs optimizers on streamed state: Adam by the engine, any other by torch's own code."""
+"""Runs optimizers on streamed state: Adam in the engine, any other by its own code."""

@@ -1,4 +1,4 @@
-"""Copies of an optimizer that step other parameters than the original's, one of them at a time."""
+"""Copies an optimizer so that the copy steps other parameters, one at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Any torch optimizer whose state is per parameter, run on state that streams through memory; torch's own arithmetic.
+"""Runs any torch optimizer with per-parameter state on streamed state, with torch's own arithmetic.
 
 For each parameter::
 

@@ -1,4 +1,4 @@
-"""Options of parameter groups: as JSON, and taken from what was stored."""
+"""Converts options of parameter groups to JSON and restores them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an optimizer keeps for one parameter, found by stepping a copy of it on a small or a bodiless one."""
+"""Finds which state an optimizer holds for a parameter by stepping a copy of it on a small or a meta tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which optimizers may run on streamed state: torch's own by a tested list, any other class after a trial.
+"""Decides which optimizers can stream: torch's own by a tested list, any other class by a trial.
 
 An update must need nothing but one parameter, its gradient, its own state and the options of its group.
 """

@@ -1,4 +1,4 @@
-"""The arithmetic of updates: Adam on the engine where it can be, any other optimizer's own code on streamed state."""
+"""Chooses how each parameter is updated: Adam in the engine, or the optimizer's own code."""
 
 from __future__ import annotations
 

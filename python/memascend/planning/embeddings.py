@@ -1,4 +1,4 @@
-"""Which embeddings are looked up by rows: those of which a forward needs what a batch names, and no more."""
+"""Finds embeddings that can be read row by row, as a batch needs them, and not whole."""
 
 from __future__ import annotations
 

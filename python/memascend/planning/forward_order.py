@@ -1,4 +1,4 @@
-"""In which order a step uses the units, and how often that makes it read each of them."""
+"""Orders units as a step uses them, and counts how often a step reads each of them."""
 
 from __future__ import annotations
 

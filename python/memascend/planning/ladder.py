@@ -1,4 +1,4 @@
-"""Which way to divide memory is taken: the last one of a ladder that the budgets allow, then more of each part."""
+"""Chooses how a budget is divided between units, update chunks and gradients."""
 
 from __future__ import annotations
 

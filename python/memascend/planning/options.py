@@ -1,4 +1,4 @@
-"""What `offload()` is asked for: every option, frozen, checked by itself and against the others."""
+"""Validates the options of `offload()`, each by itself and against the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is decided before the run: units in a budget, the classes of their arena, and what a step then moves."""
+"""Plans a run within a budget: units in memory, sizes of slots, and the bytes that a step moves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The classes of an arena: the cheapest for what must be held at once, and what they take."""
+"""Finds the cheapest slot sizes for the units that must be in memory at once."""
 
 from __future__ import annotations
 

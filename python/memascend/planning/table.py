@@ -1,4 +1,4 @@
-"""What a plan decided: its figures, and the table of them that a user understands."""
+"""Defines the plan's figures and prints them as a table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which parameters travel together: units, found from the module tree."""
+"""Groups a model's parameters into units that are read together: embeddings, blocks, the head."""
 
 from __future__ import annotations
 

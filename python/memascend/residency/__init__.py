@@ -1,1 +1,1 @@
-"""Brings parameters to memory while modules compute, and lets them go: placeholders, gates, eviction."""
+"""Loads parameters while modules compute and evicts them afterwards."""

@@ -1,4 +1,4 @@
-"""Taking turns: threads that use parameters, and the one that changes what they hold."""
+"""Serialises threads that use parameters with the one that changes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checksums of the values in memory, which find writes that torch does not count (`MEMASCEND_DEBUG=1`).
+"""Checksums values in memory to find writes that torch does not count (`MEMASCEND_DEBUG=1`).
 
 A write through `.data` moves no version counter. It would change what is computed until the unit leaves memory, and be
 lost then, in silence.

@@ -1,4 +1,4 @@
-"""Which unit leaves to make room for another, and what keeps one from it."""
+"""Chooses which unit leaves memory to make room for another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Module hooks: a unit is bound while one of its modules computes.
+"""Hooks modules so that their parameters are loaded while they compute.
 
 Every module that owns a parameter, and every module that is a unit as a whole, has a gate. One function, under one key,
 serves all modules, so that Dynamo compiles equal blocks once; what is done when a unit is bound already is nothing.

@@ -1,4 +1,4 @@
-"""What a failed backward leaves behind in its thread, let go while Python is there to do it.
+"""Frees what a failed backward leaves in autograd's queue, before its thread or Python ends.
 
 Autograd keeps the nodes that it had yet to compute in a queue of the thread that began the backward. When one fails,
 they stay there until that thread's next backward, and with them all that they saved: activations, and through the

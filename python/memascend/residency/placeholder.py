@@ -1,4 +1,4 @@
-"""Parameters that are away: what stands in a module while the values are on storage.
+"""Stands in for parameters whose values are on storage; loads or refuses when they are touched.
 
 A parameter that is away has a shape and no memory, and is of a class that brings the values in when they are touched.
 While it is bound it is of its own class again, so that being bound costs nothing; but where other threads may touch it,

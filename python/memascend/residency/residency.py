@@ -1,4 +1,4 @@
-"""Residency: units come into the arena before they are needed and leave when their place is."""
+"""Loads units before they are needed and evicts them when their memory is."""
 
 from __future__ import annotations
 

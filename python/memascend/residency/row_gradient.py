@@ -1,4 +1,4 @@
-"""The gradient of an embedding's weight, as the gradients of its look-ups' results: never whole in memory.
+"""Represents an embedding's gradient by the gradients of its look-ups, never whole in memory.
 
 It is a tensor to autograd, which carries it to the parameter and adds those of several look-ups. Bits are those of
 torch's dense gradient: each part of it is made by torch's own kernel, in the same order.

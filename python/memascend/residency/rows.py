@@ -1,4 +1,4 @@
-"""Look-ups in an embedding that is on storage: the pieces that hold the rows are read, checked and copied from."""
+"""Looks up rows of an embedding on storage: reads and checks only the pieces that hold them."""
 
 from __future__ import annotations
 

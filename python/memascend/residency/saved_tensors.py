@@ -1,4 +1,4 @@
-"""Saved-tensor hooks: what autograd keeps of a unit is a note where to find it, not the bytes."""
+"""Replaces weights that autograd saves by references, so that the backward reloads them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether another thread of this process may touch parameters."""
+"""Detects other threads of this process that could touch parameters."""
 
 from __future__ import annotations
 

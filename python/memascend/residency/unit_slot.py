@@ -1,4 +1,4 @@
-"""One unit at run time: its parameters, where its bytes are now, and tensors on them."""
+"""Tracks one unit at run time: its parameters, where its bytes are, and the tensors on them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order in which a step uses units: learnt in one, expected in the next."""
+"""Learns in which order a step uses units and predicts the next one."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""One training run: offload(), its session, the optimizer that users hold, state dicts and reports."""
+"""Runs a training: `offload()`, the optimizer that users hold, state dicts and reports."""

@@ -1,4 +1,4 @@
-"""The pieces of a run, made for one model and plan and put together."""
+"""Builds the parts of a run for one model and plan, and connects them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Autocast over 32-bit weights, which keeps a 16-bit copy of each until the graph and the cast cache are gone."""
+"""Warns that autocast over 32-bit weights holds a 16-bit copy of each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which parameters a model and its optimizer have, and what is refused about them before anything is decided."""
+"""Finds the parameters of a model and its optimizer; refuses what cannot be offloaded before anything changes."""
 
 from __future__ import annotations
 

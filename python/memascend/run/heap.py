@@ -1,4 +1,4 @@
-"""The C library's heap: what it gives back to the system, and what that costs."""
+"""Tunes the C library's heap so that free memory goes back to the system."""
 
 from __future__ import annotations
 

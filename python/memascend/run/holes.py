@@ -1,4 +1,4 @@
-"""Holes that a freed model leaves in the C library's heap, taken so that nothing is put there, and their pages let go.
+"""Fills holes that a freed model leaves in the C library's heap, and frees their pages.
 
 glibc serves a request from a hole that fits before it thinks of a mapping, whatever the threshold. Where a model was
 made in the heap, each tensor of a step then lies in another of its holes, and the pages that were touched stay: the

@@ -1,4 +1,4 @@
-"""Where a store's files lie: in a folder, at a path of their own, or nowhere by name."""
+"""Resolves where a store's files lie: in a folder, at a path, or unlinked."""
 
 from __future__ import annotations
 

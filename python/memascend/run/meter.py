@@ -1,4 +1,4 @@
-"""Samples of host memory over a step, taken where something happens: a unit was used, a gradient arrived."""
+"""Samples host memory over a step, at each use of a unit and each gradient."""
 
 from __future__ import annotations
 

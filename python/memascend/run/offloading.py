@@ -1,4 +1,4 @@
-"""`memascend.offload()`: what is checked, decided and wired before a run."""
+"""Implements `memascend.offload()`: checks, plans and starts a run."""
 
 from __future__ import annotations
 

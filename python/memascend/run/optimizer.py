@@ -1,4 +1,4 @@
-"""The optimizer that people hold: backward stages a step, `step()` commits it, `zero_grad()` discards it."""
+"""The optimizer that users hold: backward stages a step, `step()` commits it, `zero_grad()` discards it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run holds in memory and moves: a table, a picture, and plain values."""
+"""Reports what a run holds in memory and moves: a table, a picture, and plain values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One run: what step(), zero_grad(), backward() and close() do, and in which order."""
+"""Sequences one run: what step(), zero_grad(), backward() and close() do, in which order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole models outside of training: state dicts in and out, and real parameters for a while.
+"""Reads and loads whole state dicts; gives the model real parameters for a while.
 
 Copies lie in unlinked files beside the store, one for each parameter, so that no memory of the model's size is needed
 and later steps do not change them.

@@ -1,4 +1,4 @@
-//! Arithmetic that is not ours: a function gets the tensors of a chunk, or of a whole entry, where they are staged.
+//! Runs a caller's function on the tensors of a chunk, or of a whole entry, in staging memory.
 
 use std::{cell::RefCell, sync::Arc};
 

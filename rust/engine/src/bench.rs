@@ -1,4 +1,4 @@
-//! What every kind of job works with: the store, the parts of a staging chunk, and reads and writes that are counted.
+//! Gives every kind of job its workbench: the store, staging chunks, counted reads and writes.
 
 use std::{cell::RefCell, num::NonZeroUsize, ops::Range, sync::Arc};
 

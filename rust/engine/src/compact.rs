@@ -1,4 +1,4 @@
-//! Adam's arithmetic on a chunk of a compact entry: the master is put together, updated and taken apart in one pass.
+//! Updates a compact entry with Adam: joins, updates and splits the master in one pass.
 
 use memascend_math::{Bf16, CompactState, Floats, Scalars, adam_compact};
 

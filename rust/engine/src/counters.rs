@@ -1,4 +1,4 @@
-//! What the pipeline has moved, and where its time went.
+//! Counts what the pipeline moves and where its time goes.
 
 use std::time::Duration;
 

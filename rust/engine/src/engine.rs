@@ -1,4 +1,4 @@
-//! The engine: the pipeline's thread and memory, and what callers ask of it.
+//! The engine: owns the pipeline's thread and memory, and takes jobs from callers.
 
 use std::{
     any::Any,

@@ -1,4 +1,4 @@
-//! What can go wrong with an update.
+//! Errors of an update.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! The first values of an entry: nothing is read, and every piece is built in a staging chunk and written.
+//! Writes the first values of an entry, piece by piece, without reading.
 
 use memascend_math::{Bf16, Floats, FloatsMut, cast, split_master};
 use memascend_store::{Buffer, Content, Dtype, Shared, StateTensor, Store};

@@ -1,4 +1,4 @@
-//! Gradients: memory that the engine holds on to until it has used it, or a source that lends it window by window.
+//! Gradients: memory held until it is used, or a source that lends it window by window.
 
 use std::{cell::Cell, ptr::NonNull};
 

@@ -1,4 +1,4 @@
-//! Jobs: what is asked of the pipeline, one kind per file, and the turns in which each is done.
+//! Jobs: what the pipeline is asked to do, one kind per file.
 
 use std::sync::{
     Arc,

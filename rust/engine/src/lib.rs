@@ -1,4 +1,4 @@
-//! The pipelined update: read a chunk of state, compute, write it to the slot that is not live.
+//! The pipelined update: reads a chunk of state, computes, writes it to the slot that is not live.
 //!
 //! An [`Engine`] owns a few staging chunks and one thread. [`Engine::update`] hands it a parameter's gradient and returns
 //! at once, unless so many bytes of gradients wait already that it has to be slower. [`Engine::finish`] waits until all

@@ -1,4 +1,4 @@
-//! Values that an update starts from and that are resident already: taken from there, and not read.
+//! Takes an update's values from memory where they are resident, so that they are not read.
 
 use memascend_store::{Buffer, Dtype, Entry, Store};
 

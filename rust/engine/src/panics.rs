@@ -1,4 +1,4 @@
-//! Panics at every place where the engine's thread may have one: whoever waits is told, and the last commit stands.
+//! Tests panics on the engine's thread: every waiter is told, and the last commit stands.
 
 use std::time::Duration;
 

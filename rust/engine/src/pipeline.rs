@@ -1,4 +1,4 @@
-//! The pipeline: reads, arithmetic and writes of different turns at once, in a fixed order.
+//! Overlaps reads, arithmetic and writes of several turns, in a fixed order.
 //!
 //! Turns are taken in the order of the queue, across jobs. Half of the staging chunks are ahead, being read; one is being
 //! computed; the others are being written. The order of operations depends on the jobs alone, never on time, so that a

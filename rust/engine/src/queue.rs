@@ -1,4 +1,4 @@
-//! The queue of jobs: bounded in bytes, so that backward waits where the disk is slower.
+//! Queues jobs, bounded in bytes, so that the backward waits for a slower disk.
 
 use std::{
     collections::VecDeque,

@@ -1,4 +1,4 @@
-//! Gradients that wait beside the slots: written, added to, read back, forgotten.
+//! Spills gradients to storage: writes, adds, reads back and drops them.
 
 use std::cell::Cell;
 

@@ -1,4 +1,4 @@
-//! Adam's update of an entry: a chunk's state (and its values where they are the master) is read, computed, written.
+//! Updates an entry with Adam, chunk by chunk: read, compute, write.
 
 use memascend_math::{Floats, FloatsMut, Scalars, State, adam, scale};
 use memascend_store::{Description, Dtype};

@@ -1,4 +1,4 @@
-//! An entry in one piece: its tensors gathered from staging chunks, and scattered to them again.
+//! Gathers a whole entry's tensors from staging chunks, and scatters them again.
 
 use memascend_store::{Buffer, Shared, Store};
 

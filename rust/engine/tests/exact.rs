@@ -1,4 +1,4 @@
-//! Updates through the engine against the same kernel in memory, bit for bit; and faults, which end a step and no more.
+//! Tests that updates through the engine give the kernel's bits, and that faults end a step and no more.
 
 use std::sync::Arc;
 

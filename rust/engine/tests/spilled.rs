@@ -1,4 +1,4 @@
-//! Spilled gradients on a simulated device: every operation failing in turn, and bits flipped under way.
+//! Tests spilled gradients on a simulated device: every operation failing in turn, and flipped bits.
 
 use std::{sync::Arc, time::Duration};
 

@@ -1,4 +1,4 @@
-//! Adding a gradient to an fp32 total, in one pass.
+//! Adds a gradient to an fp32 total in one pass.
 
 use crate::{
     Element, Error, Exec, Floats, Result,

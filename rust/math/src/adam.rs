@@ -1,4 +1,4 @@
-//! One step of `AdamW` or `Adam` on fp32 state, with a gradient and an output of 16 bits where they are.
+//! Computes one step of `AdamW` or `Adam` on fp32 state, with 16-bit gradients and outputs where asked.
 //!
 //! The sequence of operations is that of torch's fused kernel on CPU, whose bits it gives. Each element is computed by
 //! the one formula; torch rounds the second moment of the last elements of a thread's share differently.

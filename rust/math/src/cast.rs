@@ -1,4 +1,4 @@
-//! Casts between fp32 and the 16-bit types, at the speed of a copy.
+//! Casts between fp32 and the 16-bit types at the speed of a copy.
 
 use crate::{
     Bf16, Element, Error, Exec, F16, Floats, FloatsMut, Result, STREAM_ELEMENTS_MIN,

@@ -1,4 +1,4 @@
-//! One pass over gradients: is there a non-finite, what is the sum of squares, and the unscaling in place.
+//! Checks gradients for overflow, sums their squares and unscales them in one pass.
 //!
 //! Squares are summed in fp32, in pairs of pairs, over blocks of 2,048 elements until 32 sums of 64 squares are left:
 //! six roundings on the way of each. From there on float64 is used. A block whose largest magnitude is outside [2^-50, 2^50) is summed in float64 from the

@@ -1,4 +1,4 @@
-//! An fp32 master that is not kept twice: the bfloat16 parameter is its upper half, rounded; beside it stands the rest.
+//! Joins and splits fp32 masters whose upper half is the bfloat16 parameter.
 //!
 //! Of a master with the bits `x`, the *value* is its upper half rounded to nearest even, which a forward pass computes
 //! with, and the *rest* is the lower half, `x & 0xFFFF`. What is then missing is whether the rounding went up: the rest

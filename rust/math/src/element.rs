@@ -1,4 +1,4 @@
-//! The three element types and their exact conversions, in integer operations that vectorise.
+//! Defines the three element types and their exact conversions, in integer operations that vectorise.
 
 /// A bfloat16, as its bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

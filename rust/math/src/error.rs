@@ -1,4 +1,4 @@
-//! What can be wrong with a call, in words that say what to do.
+//! Errors of a kernel call.
 
 /// The result of everything in this crate that can fail.
 pub type Result<T> = std::result::Result<T, Error>;

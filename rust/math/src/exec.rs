@@ -1,4 +1,4 @@
-//! How a call runs: on how many threads, and on which instruction set.
+//! Runs a kernel on the chosen number of threads and instruction set.
 
 use std::{
     num::NonZeroUsize,

@@ -1,4 +1,4 @@
-//! `a * b + c` rounded once, with the instruction or without it: the same bits.
+//! Computes `a * b + c` rounded once, with or without the instruction: the same bits.
 
 /// A way to compute a fused multiply-add.
 pub(crate) trait Fused {

@@ -1,4 +1,4 @@
-//! Arithmetic in the type of the tensor itself, as torch's in-place operations: computed in fp32, rounded once.
+//! Computes torch's in-place arithmetic on a tensor's own type: in fp32, rounded once.
 
 use crate::{
     Element, Error, Exec, Floats, FloatsMut, Result,

@@ -1,4 +1,4 @@
-//! The processor's floating-point mode: IEEE's default while a kernel runs, whatever the caller had set.
+//! Sets the processor's floating-point mode to IEEE's default while a kernel runs.
 //!
 //! `torch.set_flush_denormal(True)` flushes denormals on the thread that called it, and threads inherit the mode. Left
 //! alone, the same call would give other bits on other threads; and Rust's own arithmetic assumes the default mode.

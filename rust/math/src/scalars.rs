@@ -1,4 +1,4 @@
-//! The scalars of an Adam step, computed in f64 and rounded once to fp32, as torch's fused kernel does.
+//! Computes the scalars of an Adam step in f64, rounded once to fp32, as torch's fused kernel does.
 
 use crate::{Error, Result};
 

@@ -1,4 +1,4 @@
-//! Which instruction set a kernel runs on, and the one place that enters code compiled for it.
+//! Chooses the instruction set, and enters the code compiled for it.
 
 use std::{fmt, sync::OnceLock};
 

@@ -1,4 +1,4 @@
-//! Output that nobody reads soon, written past the caches.
+//! Writes output past the caches, where nobody reads it soon.
 //!
 //! A normal store to a line that is not cached reads the line first. For a large output that is a third stream of
 //! memory traffic for nothing. Blocks are computed into a buffer on the stack and copied out with non-temporal stores.

@@ -1,4 +1,4 @@
-//! The split master: all 2^32 of them survive, and training on it is training on the whole one.
+//! Tests the split master: all 2^32 values survive, and training on it equals training on the whole.
 
 use std::num::NonZeroUsize;
 

@@ -1,5 +1,6 @@
-//! Every kernel on every instruction set, on slices that end or begin at an inaccessible page: the same bits as an
-//! element-by-element computation, and not one byte touched beside them.
+//! Tests every kernel on every instruction set, on slices next to inaccessible pages.
+//!
+//! Each gives the bits of an element-by-element computation and touches no byte beside its slices.
 
 use std::num::NonZeroUsize;
 

@@ -1,4 +1,4 @@
-//! Microbenchmarks of host memory, each beside a peer in the same run: interleaved rounds, medians, the ratio printed.
+//! Benchmarks host memory beside other allocators: interleaved rounds, medians, ratios.
 #![expect(clippy::print_stdout, reason = "a benchmark prints its results")]
 #![expect(clippy::cast_precision_loss, reason = "sizes and counts are far below 2^52")]
 

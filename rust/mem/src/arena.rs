@@ -1,4 +1,4 @@
-//! The arena: exact-size slots, planned once, then frozen.
+//! Leases exact-size slots that are planned once, then frozen.
 //!
 //! A lease takes a slot of the smallest class that holds it, never of a larger one: a plan that admits a set of leases
 //! then admits them in every order. Taking and returning is a few atomic operations and never allocates.

@@ -1,4 +1,4 @@
-//! What can go wrong with memory, in words that say what to do.
+//! Errors of host memory.
 
 use std::{fmt, time::Duration};
 

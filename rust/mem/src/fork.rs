@@ -1,4 +1,4 @@
-//! Tells a forked child from its parent at the cost of one relaxed load.
+//! Detects a forked child at the cost of one relaxed load.
 
 use std::sync::{
     Once,

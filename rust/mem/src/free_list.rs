@@ -1,4 +1,4 @@
-//! A bounded list of free slots, handed between threads: lock-free while there is one, a wait where there is none.
+//! Hands free slots between threads: bounded, and waiting where none is free.
 //!
 //! A Treiber stack of slot numbers. The head carries a tag that every change increments, so a slot that left and came
 //! back between a thread's load and its exchange is noticed. Last in, first out keeps the slots in use warm in cache.

@@ -1,4 +1,4 @@
-//! Where each slot of an arena lies: computed once, exact, with at most one percent for alignment.
+//! Computes where each slot of an arena lies, with at most one percent for alignment.
 //!
 //! Every class is aligned as far as that costs it at most [`SLACK_PERCENT`]: to 4 KiB for direct I/O, else to a cache
 //! line, else to any dtype, else to what its size is a multiple of (so a tensor that fills it is aligned). The best-aligned

@@ -1,4 +1,4 @@
-//! How much memory this process may still take and pin: the machine's, its cgroup's, its `RLIMIT_MEMLOCK`.
+//! Reads how much memory this process may still take and pin: machine, cgroup, `RLIMIT_MEMLOCK`.
 //!
 //! Asked before memory is populated, because past a cgroup's limit the kernel does not fail a call: it kills.
 

@@ -1,4 +1,4 @@
-//! The list of living regions. Its lock is taken around every fork, so that a child never inherits it held.
+//! Lists living regions, under a lock that is held around every fork.
 
 use std::{
     cell::RefCell,

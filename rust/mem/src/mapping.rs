@@ -1,4 +1,4 @@
-//! Pages from the kernel: mapped between guard pages, on huge pages, populated before use.
+//! Maps memory from the kernel: guard pages, huge pages, populated before use.
 //!
 //! The order matters: `MADV_HUGEPAGE` before `MADV_POPULATE_WRITE`, because what has been populated with 4 KiB pages
 //! stays on 4 KiB pages; populate before mlock, because mlock would populate too.

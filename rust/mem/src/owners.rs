@@ -1,4 +1,4 @@
-//! Who holds how much: a fixed table of named owners, counted with atomics and always on.
+//! Counts held memory by named owner, with atomics, always on.
 
 use std::{
     sync::{

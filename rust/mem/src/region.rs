@@ -1,4 +1,4 @@
-//! Regions: page-exact memory on huge pages, pinned as well as can be had, and a list of those that live.
+//! Regions: page-exact memory on huge pages, pinned where possible, and listed while they live.
 
 use std::{
     fmt,

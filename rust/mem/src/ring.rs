@@ -1,4 +1,4 @@
-//! The chunk ring: chunks of one size for staging, handed between threads.
+//! The chunk ring: equal chunks for staging, handed between threads.
 
 use std::sync::Arc;
 

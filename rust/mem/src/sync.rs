@@ -1,4 +1,4 @@
-//! The primitives that the free list is built on: std's, or loom's when the model checker runs.
+//! Selects the primitives of the free list: std's, or loom's under the model checker.
 
 #[cfg(loom)]
 pub(crate) use loom::sync::{

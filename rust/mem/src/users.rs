@@ -1,4 +1,4 @@
-//! How many leases a region has, and whether it is closed: decides who unmaps it, exactly once.
+//! Counts a region's leases and decides who unmaps it, exactly once.
 
 use crate::sync::{AtomicUsize, Ordering};
 

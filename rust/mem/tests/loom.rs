@@ -1,5 +1,7 @@
-//! The free list under the model checker: every interleaving of a few threads with at most [`PREEMPTIONS`] forced
-//! switches (a bound that finds nearly all bugs of this kind, and without which the search takes hours).
+//! Tests the free list under the model checker: every interleaving of a few threads.
+//!
+//! At most [`PREEMPTIONS`] switches are forced: a bound that finds nearly all bugs of this kind, and without which the
+//! search takes hours.
 //!
 //! `make test-loom` builds it with `--cfg loom`; otherwise this file is empty.
 #![cfg(loom)]

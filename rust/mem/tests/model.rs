@@ -1,4 +1,4 @@
-//! Arena and ring against a model that is obviously right: random plans, random orders, many threads.
+//! Tests arena and ring against a simple model: random plans, random orders, many threads.
 #![cfg(not(loom))]
 
 use std::{

@@ -1,4 +1,4 @@
-//! Leasing and returning never allocate: counted by the allocator itself.
+//! Tests that leasing and returning never allocate.
 #![cfg(not(loom))]
 
 use std::{

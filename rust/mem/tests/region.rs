@@ -1,4 +1,4 @@
-//! Regions as the kernel sees them: exact sizes, guard pages, pinning, closing, forks.
+//! Tests regions as the kernel sees them: exact sizes, guard pages, pinning, closing, forks.
 #![cfg(not(loom))]
 
 use std::time::Duration;

@@ -1,4 +1,4 @@
-//! The ring against the thread backend, two devices against one, unaligned against aligned: interleaved, medians.
+//! Benchmarks I/O: `io_uring` against threads, two devices against one, unaligned against aligned.
 //!
 //! Beside fio and `DeepSpeed`: `memascend bench io`. The folder is `MEMASCEND_BENCH_DIR`, or the system's temporary one.
 

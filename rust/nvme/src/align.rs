@@ -1,4 +1,4 @@
-//! What direct I/O on an open file asks of addresses, offsets and lengths: the kernel knows.
+//! Finds the alignment that direct I/O on an open file needs.
 
 use std::{fs::File, io, mem::MaybeUninit, os::fd::AsRawFd};
 

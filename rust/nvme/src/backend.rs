@@ -1,4 +1,4 @@
-//! Backends: who carries requests to the devices.
+//! Backends: what carries requests to the devices.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! How an operation begins: everything that can fail first, then straight to the devices or by way of a copy.
+//! Begins an operation: checks first, then sends it to the devices or through a copy.
 
 use std::{any::Any, ops::Range, sync::Arc};
 

@@ -1,4 +1,4 @@
-//! Unaligned transfers: threads that copy through chunks, and those that change the blocks at the edges.
+//! Copies unaligned transfers through aligned chunks, on threads.
 //!
 //! Each thread has one aligned chunk on huge pages and does one piece at a time: whole blocks are copied and written, or
 //! read and copied. As many threads as it takes to keep the device busy meanwhile. Parts of blocks go to `edges`.

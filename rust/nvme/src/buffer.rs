@@ -1,4 +1,4 @@
-//! Memory that an operation may take with it.
+//! Memory that an operation may own.
 
 use std::ptr::NonNull;
 

@@ -1,4 +1,4 @@
-//! Devices that are open and locked, and not changed yet: whoever has to look at them first does so under the lock.
+//! Holds devices open and locked, not yet changed, so that they can be examined first.
 
 use std::{path::Path, sync::Arc};
 

@@ -1,4 +1,4 @@
-//! Devices: files and raw block devices, opened safely, locked, and as direct as they can be.
+//! Opens files and raw block devices: safely, locked, with direct I/O where possible.
 
 use std::{
     fs::{self, File},

@@ -1,4 +1,4 @@
-//! Parts of blocks: a block is read, changed and written back, once for all parts of it that wait at the time.
+//! Writes parts of blocks: reads, changes and writes back a block once for all waiting parts.
 //!
 //! Writes that lie back to back share a block. Its two parts come moments apart, so they mostly become one change, and
 //! where the parts make up the block it need not be read.

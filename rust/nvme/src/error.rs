@@ -1,4 +1,4 @@
-//! What can go wrong with storage, in words that say what to do.
+//! Errors of storage.
 
 use std::{fmt, io, path::Path, sync::Arc, time::Duration};
 

@@ -1,4 +1,4 @@
-//! Files: created private, reserved whole, and left as they were when that fails.
+//! Creates files: private, fully reserved, and unchanged when that fails.
 
 use std::{
     fs::{self, File, OpenOptions},

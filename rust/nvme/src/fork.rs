@@ -1,4 +1,4 @@
-//! What a forked child may keep of its parent's volumes: nothing.
+//! Closes a parent's volumes in a forked child.
 //!
 //! A child inherits descriptors, and with them the lock on each device: a worker that outlives a killed parent would
 //! keep the next run out. So every descriptor of ours is closed in the child, which could not use it anyway: the

@@ -1,4 +1,4 @@
-//! Lanes: which of the requests that wait for a place in the device's queue goes next.
+//! Lanes: order the requests that wait for a place in the device's queue.
 
 /// The order in which waiting requests are given to the devices. What a device has already is not called back, so a
 /// request of the first lane waits for at most the queue depth.

@@ -1,4 +1,4 @@
-//! One user at a time: a lock on each file or device, and the name of whoever has it.
+//! Locks each file or device for one user, and names whoever has it.
 
 use std::{
     fs::{self, File},

@@ -1,4 +1,4 @@
-//! One operation on a volume: what it moves, how much of it is still open, and who hears of its end.
+//! Tracks one operation on a volume: what it moves, how much is open, and who waits for it.
 
 use std::{
     any::Any,

@@ -1,4 +1,4 @@
-//! Files that hold a training state: for their owner alone to read.
+//! Restricts files of training state to their owner.
 
 use std::{
     fs::{File, Permissions},

@@ -1,4 +1,4 @@
-//! Raw block devices: opened by one, and only if nobody's data is on them.
+//! Opens raw block devices exclusively, and only if they hold nobody's data.
 
 use std::{
     fs::{self, File},

@@ -1,4 +1,4 @@
-//! Requests: what one device is asked for at once, cut from operations, and what its answer means.
+//! Cuts operations into requests for single devices, and interprets their results.
 
 use std::{collections::VecDeque, path::Path, sync::Arc};
 

@@ -1,5 +1,6 @@
-//! What tells that a block device holds somebody's data: the signatures of file systems, partition tables, LVM, RAID
-//! and encryption. A device that carries one is refused; whoever means it runs `wipefs`.
+//! Detects foreign data on a block device: file systems, partition tables, LVM, RAID, encryption.
+//!
+//! A device that carries such a signature is refused; whoever means it runs `wipefs`.
 
 /// Bytes at each end of a device that signatures are looked for in.
 pub(crate) const EDGE_BYTES: usize = 256 << 10;

@@ -1,4 +1,4 @@
-//! Simulated devices with faults: short transfers, delays, reordering, errors, torn writes and losses of power.
+//! Simulates devices with faults: short transfers, delays, reordering, errors, torn writes, power loss.
 //!
 //! What no real device does on demand, and what only a simulated one shows: which writes survive a loss of power when
 //! nothing was flushed. Everything above the backend is the real thing. The same seed gives the same decisions; which

@@ -1,4 +1,4 @@
-//! What a volume has done, counted with atomics and always on.
+//! Counts what a volume does, with atomics, always on.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 

@@ -1,4 +1,4 @@
-//! Where each byte of a volume lies on its devices.
+//! Maps each byte of a volume to its device and offset.
 //!
 //! Stripe `k` of the volume is on device `k % devices`, as that device's stripe `k / devices`. One device has no
 //! stripes: its bytes are the volume's.

@@ -1,4 +1,4 @@
-//! The thread backend: `pread`, `pwrite` and `fdatasync`, for where there is no `io_uring`.
+//! The thread backend: `pread`, `pwrite` and `fdatasync`, for systems without `io_uring`.
 
 use std::{
     io,

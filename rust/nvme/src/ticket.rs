@@ -1,4 +1,4 @@
-//! Tickets: one operation in flight, for whoever waits for it.
+//! Tickets: a handle on one operation in flight, to wait for.
 
 use std::{fmt, marker::PhantomData, sync::Arc};
 

@@ -1,4 +1,4 @@
-//! Traces: what happened when and on which thread, as a file for Perfetto (ui.perfetto.dev) or `chrome://tracing`.
+//! Writes traces of events by thread, for Perfetto (ui.perfetto.dev) or `chrome://tracing`.
 //!
 //! Off, it costs one relaxed load for each thing that could be told. On, events go through one buffer of fixed size to
 //! the file, some 150 bytes each. A trace that was cut short, because its process was killed, can be opened all the same.

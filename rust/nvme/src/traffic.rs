@@ -1,4 +1,4 @@
-//! What is under way in a volume: who must wait for whom.
+//! Tracks what is in flight in a volume: overlapping operations wait for each other.
 //!
 //! Three questions are answered here. Has everything ended (close)? Has every write that came before me ended (flush)?
 //! May I read, change and write back this block (a transfer whose end lies inside it)? The last keeps operations on

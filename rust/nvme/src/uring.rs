@@ -1,4 +1,4 @@
-//! The ring backend: one thread that owns an `io_uring`, fed by a queue and an eventfd that is read through the ring.
+//! The ring backend: one thread owns an `io_uring`, fed by a queue and an eventfd.
 //!
 //! The thread only submits and reaps, so a caller that computes never delays a submission, and a ring that only one
 //! thread uses may defer its task work to that thread (`SINGLE_ISSUER`, `DEFER_TASKRUN`).

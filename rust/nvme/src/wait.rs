@@ -1,4 +1,4 @@
-//! Waiting on a condition variable with a timeout and a question asked now and then.
+//! Waits on a condition variable with a timeout and a regular check for interrupts.
 
 use std::{
     sync::{Condvar, Mutex, MutexGuard, PoisonError},

@@ -1,4 +1,4 @@
-//! Random operations on simulated devices that fail in every way, against a plain array of bytes as the model.
+//! Tests random operations on failing simulated devices against a plain array of bytes.
 
 use std::{collections::HashSet, sync::Arc, time::Duration};
 

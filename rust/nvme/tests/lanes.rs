@@ -1,4 +1,4 @@
-//! Lanes: what somebody waits for goes before what is queued, and the bytes are the same.
+//! Tests lanes: urgent requests go first, and the bytes are the same.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! Numbers from Python, checked: a bad one is a `ConfigError` that names the argument.
+//! Checks numbers from Python: a bad one is a `ConfigError` that names the argument.
 
 use std::time::Duration;
 

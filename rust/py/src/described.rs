@@ -1,4 +1,4 @@
-//! Descriptions of stores, as Python gives them: entries in, sizes out.
+//! Translates descriptions of stores for Python: entries in, sizes out.
 
 use memascend_store::{Description, Dtype, Entry, Format, Kind, StateTensor};
 use pyo3::prelude::*;

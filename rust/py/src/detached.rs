@@ -1,4 +1,4 @@
-//! What takes its time to drop, and so lets other Python threads run meanwhile.
+//! Drops slow objects without the GIL, so that other Python threads run meanwhile.
 
 use std::{mem::ManuallyDrop, ops::Deref};
 

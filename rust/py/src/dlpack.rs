@@ -1,4 +1,4 @@
-//! Memory of any device handed to torch as `DLPack`, which asks for no other library: a capsule that holds an owner.
+//! Exports device memory to torch through `DLPack`: a capsule that holds the owner.
 
 use std::{ffi::CStr, os::raw::c_void, ptr};
 

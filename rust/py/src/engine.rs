@@ -1,4 +1,4 @@
-//! `rust/engine` for Python: the pipelined update.
+//! Translates `rust/engine` for Python: the pipelined update.
 
 use std::sync::Arc;
 

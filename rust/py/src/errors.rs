@@ -1,4 +1,4 @@
-//! The one place where errors of the crates become exceptions of `memascend.errors`.
+//! Converts the crates' errors into exceptions of `memascend.errors`, all in one place.
 
 use std::path::Path;
 

@@ -1,4 +1,4 @@
-//! Work on a whole store that somebody watches, and what its two commits are worth.
+//! Translates the examination of whole stores for Python, with progress.
 
 use std::{path::PathBuf, sync::Arc};
 

@@ -1,4 +1,4 @@
-//! Python functions on the engine's thread: the memory of a chunk lent to them, and taken back.
+//! Calls Python functions on the engine's thread, with a chunk's memory lent to them.
 
 use std::{os::raw::c_int, sync::Arc};
 

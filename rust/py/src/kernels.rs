@@ -1,4 +1,4 @@
-//! `rust/math` for Python: tensors arrive as addresses that `memascend.kernels` has checked.
+//! Translates `rust/math` for Python: tensors arrive as addresses that `memascend.kernels` has checked.
 //!
 //! These functions trust what they get: each address points to as many elements as is said, of the type that is said,
 //! aligned for it, on the CPU, alive during the call; and those that are written overlap nothing else. Nothing but

@@ -1,4 +1,4 @@
-//! `rust/mem` for Python: regions, arenas, rings, leases, and what they hold.
+//! Translates `rust/mem` for Python: regions, arenas, rings, leases.
 
 use std::{
     ffi::c_int,

@@ -1,4 +1,4 @@
-//! `rust/nvme` for Python: volumes and tickets.
+//! Translates `rust/nvme` for Python: volumes and tickets.
 
 use std::{path::PathBuf, ptr::NonNull};
 

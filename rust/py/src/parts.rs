@@ -1,4 +1,4 @@
-//! Units that are read part by part, for Python.
+//! Translates reads of units in parts for Python.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! Gradients that a Python function lends, window by window.
+//! Lets a Python function lend gradients window by window.
 
 use std::{ptr::NonNull, sync::Arc};
 

@@ -1,4 +1,4 @@
-//! `rust/store` for Python: stores, whole entries in and out, units into memory, commit, verification.
+//! Translates `rust/store` for Python: stores, entries, units, commit, verification.
 //!
 //! Tensors arrive as addresses that `memascend.engine` has checked: each points to as many bytes as is said, on the CPU,
 //! alive during the call. Nothing but `memascend.engine` calls them.

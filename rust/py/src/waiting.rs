@@ -1,4 +1,4 @@
-//! Long work in the Rust crates: without the GIL, up to a timeout, and Ctrl-C gets through.
+//! Waits without the GIL, up to a timeout, and lets Ctrl-C through.
 
 use memascend_mem::Wait;
 use pyo3::prelude::*;

@@ -1,5 +1,7 @@
-//! Which boot of the machine it is. What was written and not flushed is there as long as the machine has not gone down,
-//! and a boot that nobody knows is never the same.
+//! Identifies the machine's boot.
+//!
+//! What was written and not flushed is there as long as the machine has not gone down. A boot that nobody knows is never
+//! the same.
 
 use std::fs;
 

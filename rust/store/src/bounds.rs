@@ -1,4 +1,4 @@
-//! What a description may say: every bound, checked before anything is made or read.
+//! Bounds what a description may hold, checked before anything is made or read.
 
 use std::collections::HashSet;
 

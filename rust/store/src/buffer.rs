@@ -1,4 +1,4 @@
-//! Memory that several operations may use at once: parts of one lease, or of other memory.
+//! Memory that several operations may share: parts of one lease, or of other memory.
 
 use std::{ptr::NonNull, sync::Arc};
 

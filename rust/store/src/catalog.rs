@@ -1,4 +1,4 @@
-//! The catalog's parsers on plain bytes, for whoever wants to try them on bytes that nobody wrote.
+//! Exposes the catalog's parsers on plain bytes, for fuzzing.
 
 use crate::{Description, label, root, version_1};
 

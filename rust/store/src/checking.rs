@@ -1,4 +1,4 @@
-//! Checking parts on threads of their own: whoever copies them on to a device computes no checksums.
+//! Verifies checksums of parts on threads of their own.
 
 use std::{
     collections::VecDeque,

@@ -1,4 +1,4 @@
-//! Checksums: XXH3-64, bound to the store, to the place and to the version of what they stand for.
+//! Computes checksums: XXH3-64, bound to store, place and version.
 
 use std::hash::Hasher as _;
 

@@ -1,4 +1,4 @@
-//! Commit: data, table, flush, root. Everything that is staged becomes live at once.
+//! Commits: data, table, flush, root. Everything that is staged becomes live at once.
 
 use std::{mem::take, sync::Arc};
 

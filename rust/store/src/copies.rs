@@ -1,4 +1,4 @@
-//! The two copies of each label and of the description: which is whole, and what a damaged one should hold.
+//! Reads and repairs the two copies of each label and of the description.
 
 use std::{
     path::Path,

@@ -1,4 +1,4 @@
-//! What a store has done for its readers, counted with atomics and always on.
+//! Counts what a store does for its readers, with atomics, always on.
 
 use std::{
     sync::atomic::{AtomicU64, Ordering::Relaxed},

@@ -1,4 +1,4 @@
-//! In what a store differs from what is asked of it, in words: which entries are missing, which are others, and how.
+//! Explains how a store differs from what is asked of it: missing, foreign or changed entries.
 
 use std::{collections::HashMap, fmt::Debug};
 

@@ -1,4 +1,4 @@
-//! A description as bytes: how it is written, and read back with every count bounded before room is made for it.
+//! Encodes and decodes descriptions, with every count bounded before memory is taken.
 
 use crate::{
     Dtype,

@@ -1,4 +1,4 @@
-//! What can go wrong with a store, in words that say what to do.
+//! Errors of a store.
 
 use std::{path::Path, sync::Arc};
 

@@ -1,4 +1,4 @@
-//! What both commits of a store are worth: which of them is whole, and where one is damaged. Writes nothing.
+//! Examines both commits of a store: which is whole, and where one is damaged. Writes nothing.
 
 use std::path::Path;
 

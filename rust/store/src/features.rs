@@ -1,4 +1,4 @@
-//! Features: what a store uses beyond the plain format, by name, so that a reader who does not know one says which.
+//! Names the format features a store uses, so that an older reader can say which it lacks.
 
 use crate::fields::Unread;
 

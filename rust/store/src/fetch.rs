@@ -1,4 +1,4 @@
-//! Reading the values of a whole unit, in the lane before everything else.
+//! Reads the values of a whole unit, ahead of all other I/O.
 
 use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},

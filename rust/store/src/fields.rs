@@ -1,4 +1,4 @@
-//! The fields of the catalog: little-endian numbers and short texts, each bounded before it is used.
+//! Encodes the catalog's fields: little-endian numbers and short texts, each bounded before use.
 
 /// Why bytes are not what the format says.
 pub(crate) type Malformed = String;

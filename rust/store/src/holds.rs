@@ -1,4 +1,4 @@
-//! Reads that hold slots, and when they let go of them: as soon as they have ended, whether or not anybody waits.
+//! Tracks reads that hold slots, and releases the slots as soon as they have ended.
 
 use std::{
     ops::{Deref, Range},

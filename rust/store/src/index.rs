@@ -1,5 +1,6 @@
-//! The index: what the store knows in memory of every entry and piece. At most 64 bytes per MiB of state, and 72 bytes
-//! and a name for each entry.
+//! The index: every entry and piece of a store, in memory.
+//!
+//! It takes at most 64 bytes per MiB of state, and 72 bytes and a name for each entry.
 
 use std::{
     ops::Range,

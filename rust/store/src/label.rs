@@ -1,5 +1,6 @@
-//! The labels of each device: whose it is, and which one of how many. The same page stands at its beginning and at its
-//! end.
+//! Labels each device with its store and its number in it.
+//!
+//! The same page stands at the beginning and at the end of the device.
 
 use crate::{
     checksum::{Subject, Uuid, checksum},

@@ -1,4 +1,4 @@
-//! Where everything lies. How long everything is follows from the description; where it begins, the root says.
+//! Computes where everything lies. Lengths follow from the description; where each part begins, the root says.
 //!
 //! A new store: `labels | root 0 | root 1 | description | table 0 | table 1 | values A | values B | state A | state B |
 //! spill | description again | labels again`

@@ -1,4 +1,4 @@
-//! Training state on SSD: what it is, where it lies, two slots for whatever a step changes, and an atomic commit.
+//! Training state on SSD: two slots for whatever a step changes, and an atomic commit.
 //!
 //! A [`Store`] is made from a [`Description`]: entries (parameters and buffers) with their state tensors, grouped into
 //! units. Every entry is cut into *pieces*, the grain of I/O and of checksums. A step is staged piece by piece into the

@@ -1,4 +1,4 @@
-//! Which commit is opened: the newest, or, where that is asked for, the one before it.
+//! Selects which commit is opened: the newest, or on request the one before it.
 //!
 //! A root that is damaged may have been the newest, so nothing is opened in its place unasked. `Existing::Previous` asks:
 //! then every byte of the other commit is verified first, and the newer root is blanked after that, before anything can

@@ -1,4 +1,4 @@
-//! Making and opening stores. A refused call leaves everything as it was.
+//! Creates and opens stores. A refused call leaves everything as it was.
 
 use std::{
     fs::File,

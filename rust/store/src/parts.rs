@@ -1,4 +1,4 @@
-//! Reading the values of a unit part by part, through memory that is smaller than the unit: on the way to a device.
+//! Reads a unit part by part through memory smaller than the unit, on the way to a device.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 

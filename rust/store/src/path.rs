@@ -1,4 +1,4 @@
-//! What lies at a path, before anything is opened or changed.
+//! Examines what lies at a path before anything is opened or changed.
 
 use std::{
     fs::{self, File},

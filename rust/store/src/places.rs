@@ -1,4 +1,4 @@
-//! Where labels, roots and what the roots name lie, on so many devices.
+//! Computes where labels, roots and what the roots name lie, on any number of devices.
 
 use std::{
     fs::File,

@@ -1,4 +1,4 @@
-//! Reading live slots, piece by piece. Every byte is checked before it is handed over.
+//! Reads live slots piece by piece, every byte checked before it is handed over.
 
 use std::ops::Range;
 

@@ -1,4 +1,4 @@
-//! The roots: two pages written in turn, each of which names a whole table. The newest is the truth.
+//! The roots: two pages written in turn, each naming a whole table. The newest is the truth.
 //!
 //! A root fills one sector, and stands in its page twice: in the first sector and in the last. A page that tore between
 //! sectors still has a whole one, and so does a page with a flipped bit; a page with none was damaged in two places.

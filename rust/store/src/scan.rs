@@ -1,4 +1,4 @@
-//! A walk over live entries: every byte is read once, in order, checked, and shown.
+//! Walks over live entries: reads and checks every byte once, in order.
 
 use std::collections::VecDeque;
 

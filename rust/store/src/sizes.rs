@@ -1,4 +1,4 @@
-//! What a store will take, from its description alone: for plans that are made before there is a device.
+//! Computes how much a store will take from its description alone.
 
 use memascend_nvme::STRIPE_BYTES_DEFAULT;
 

@@ -1,4 +1,4 @@
-//! Spilled gradients: scratch room beside the slots, whose checksums are known in memory alone.
+//! Spills gradients to scratch space beside the slots, with checksums in memory alone.
 //!
 //! What is spilled belongs to no step and no version. Nothing of it is known after the store was opened again.
 

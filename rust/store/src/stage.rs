@@ -1,4 +1,4 @@
-//! Staging: writes to slots that are not live.
+//! Stages writes to slots that are not live.
 
 use memascend_mem::Wait;
 use memascend_nvme::Ticket;

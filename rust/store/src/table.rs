@@ -1,4 +1,4 @@
-//! The table: what commits change. Pages, each with its own checksum, so that only changed ones are written.
+//! The table that commits change: pages with their own checksums, of which only changed ones are written.
 //!
 //! `head | user value | hyperparameters | entries | checksums of the pieces`
 

@@ -1,4 +1,4 @@
-//! The upgrade of a store of version 1, in place.
+//! Upgrades a store of version 1 in place.
 //!
 //! Values and state stay where they are. The longer description goes behind everything, then an ordinary commit writes
 //! the first root of version 2: that is the moment of the upgrade. Whatever came before it, version 1 does not look at;

@@ -1,4 +1,4 @@
-//! Verification: every live piece read and checked.
+//! Verifies a store: reads and checks every live piece.
 
 use std::collections::VecDeque;
 

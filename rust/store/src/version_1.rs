@@ -1,4 +1,4 @@
-//! Version 1 of the format, as far as an upgrade reads it: its roots and its description.
+//! Reads version 1 of the format as far as an upgrade needs: its roots and its description.
 
 use crate::{
     Description, Dtype, Entry, Format, Kind, StateTensor,

@@ -1,4 +1,4 @@
-//! Whole tensors: staged and read piece by piece, for the first write of a store and for looking at its state.
+//! Writes and reads whole tensors piece by piece, for a store's first write and for inspection.
 
 use std::ops::Range;
 

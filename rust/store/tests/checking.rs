@@ -1,4 +1,4 @@
-//! Parts that threads of their own check: the same bytes, the same errors, and nothing looks at memory that was let go.
+//! Tests parts checked on other threads: the same bytes and errors, and no access to freed memory.
 
 use std::sync::Arc;
 

@@ -1,5 +1,6 @@
-//! Second copies of labels and description: used where the first is damaged, named, repaired, and never those of a store
-//! that was there before.
+//! Tests second copies of labels and description.
+//!
+//! Each is used where the first is damaged, named, and repaired; and never that of a store that was there before.
 
 mod toy;
 

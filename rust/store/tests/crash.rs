@@ -1,5 +1,6 @@
-//! A loss of power at every point of short runs and at random points of long ones: what is found is the last committed
-//! step, or the one whose commit was in flight, and never a mixture.
+//! Tests a power loss at every point of short runs and at random points of long ones.
+//!
+//! What is found is the last committed step, or the one whose commit was in flight, and never a mixture.
 
 mod toy;
 

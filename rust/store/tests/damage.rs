@@ -1,5 +1,6 @@
-//! Flipped bits, misdirected and lost writes, foreign bytes and bytes that nobody wrote: an error with a name, or the
-//! right numbers; never a crash, never wrong ones.
+//! Tests flipped bits, misdirected and lost writes, foreign and random bytes.
+//!
+//! Each gives an error with a name, or the right numbers; never a crash, never wrong ones.
 
 mod toy;
 

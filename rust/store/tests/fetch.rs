@@ -1,4 +1,4 @@
-//! Units read whole: checked, of one commit, holding their slots, whatever the devices do.
+//! Tests reads of whole units: checked, of one commit, holding their slots, whatever the devices do.
 
 use std::sync::Arc;
 

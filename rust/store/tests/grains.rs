@@ -1,5 +1,6 @@
-//! Elements of any size, and state whose items are shared by several elements: each byte comes back, and none lies over
-//! another.
+//! Tests elements of any size, and state whose items several elements share.
+//!
+//! Each byte comes back, and none lies over another.
 
 mod toy;
 

@@ -1,5 +1,7 @@
-//! Runs of every durability, one after the other on the same devices, that are killed or lose power at any point: opening
-//! yields a commit of which every byte is right, or refuses by name. It never yields a store whose reads fail later.
+//! Tests runs of every durability that are killed or lose power at any point, one after the other on the same devices.
+//!
+//! Opening yields a commit of which every byte is right, or refuses by name. It never yields a store whose reads fail
+//! later.
 
 mod toy;
 

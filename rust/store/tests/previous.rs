@@ -1,5 +1,6 @@
-//! The commit before the newest: opened where the newest is damaged or unwanted, if every byte of it is whole; never by
-//! itself, and never half.
+//! Tests the commit before the newest: opened where the newest is damaged or unwanted.
+//!
+//! It is opened if every byte of it is whole; never by itself, and never half.
 
 mod toy;
 

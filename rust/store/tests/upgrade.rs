@@ -1,4 +1,4 @@
-//! Stores that version 1 wrote, upgraded in place: whole at every moment, whatever is killed and whatever power is lost.
+//! Tests the upgrade of version-1 stores in place: whole at every moment, through kills and power loss.
 
 mod toy;
 mod version_1;

@@ -1,4 +1,4 @@
-"""A device of torch's that is none ("posing"): parameters, gradients and streams of copies as on a GPU, the CPU's bits.
+"""Registers a torch device ("posing") that acts as a GPU with the CPU's bits: parameters, gradients, copy streams.
 
 What `staged.fake` shows of copies, this shows of everything that has to be told apart by where it lies: host memory and
 the device's never mix, a pointer to the device's memory faults on the host, and a backward runs on a thread of its own.

@@ -1,4 +1,4 @@
-"""The small training that stores of format version 1 were made from; see `tests/test_store_upgrade.py`."""
+"""Defines the small training that stores of format version 1 were made from; see `test_store_format.py`."""
 
 import torch
 from torch import nn

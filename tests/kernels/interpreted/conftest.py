@@ -1,4 +1,4 @@
-"""These tests run where TRITON_INTERPRET was set before triton was imported; test_triton_interpreted.py starts them."""
+"""Guards tests that need TRITON_INTERPRET set before triton's import; test_triton_interpreted.py starts them."""
 
 import os
 

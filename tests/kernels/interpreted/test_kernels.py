@@ -1,4 +1,4 @@
-"""The Triton bodies, interpreted on CPU tensors, against the torch references: bit for bit where one is right."""
+"""Tests the Triton bodies, interpreted on CPU tensors, against the torch references."""
 
 import math
 

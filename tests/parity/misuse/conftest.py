@@ -1,4 +1,4 @@
-"""A small model that is offloaded for one test, and closed after it."""
+"""Provides a small offloaded model for one test, and closes it."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Disks that fail in any phase: the error comes from the call where it matters, and the last commit stands."""
+"""Tests disks that fail in any phase: the right call raises, and the last commit stands."""
 
 import contextlib
 import errno

@@ -1,4 +1,4 @@
-"""How a process ends whose training was interrupted: with its own status, and nothing on stderr but what it raised."""
+"""Tests how a process ends after an interrupted training: its own status, and only its own error on stderr."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Ends that nobody planned: a full disk, a deleted store, a dropped model, a fork, an exit without close."""
+"""Tests unplanned ends: a full disk, a deleted store, a dropped model, a fork, an exit without close."""
 
 import gc
 import os

@@ -1,4 +1,4 @@
-"""What offload() refuses: options, models and optimizers; and a refused call leaves everything as it was."""
+"""Tests what offload() refuses: options, models, optimizers; a refused call leaves everything as it was."""
 
 import re
 

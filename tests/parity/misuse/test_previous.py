@@ -1,4 +1,4 @@
-"""The commit before the newest: training goes back to it where it is asked to, whole, and never by itself."""
+"""Tests returning to the commit before the newest: on request, whole, and never by itself."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Steps that could not be exact raise and say what to do; after that training goes on as if nothing had been tried."""
+"""Tests that inexact steps raise and say what to do, and that training goes on afterwards."""
 
 import contextlib
 import re

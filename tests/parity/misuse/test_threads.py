@@ -1,4 +1,4 @@
-"""More threads than one, and interrupts: what one has bound is no one else's, and what was left open is ended."""
+"""Tests several threads and interrupts: no thread uses what another has loaded, nothing stays open."""
 
 import contextlib
 import copy

@@ -1,4 +1,4 @@
-"""Parameters that are away: what may be asked of them, and what raises instead of giving a wrong number."""
+"""Tests access to parameters that are on storage: what works, and what raises instead of being wrong."""
 
 import copy
 import io

@@ -1,4 +1,4 @@
-"""The systems that train the same workload: ours, torch in memory, DeepSpeed's; one module for each kind.
+"""The systems under comparison: memascend, torch in memory, DeepSpeed; one module each.
 
 Each module has `ready()`, which imports what training needs, before memory is counted, and says what that is, and
 `begin(work, settings, storage)`, which makes the model and gives a `System`. The module of a peer is read in the

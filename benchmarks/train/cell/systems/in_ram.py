@@ -1,4 +1,4 @@
-"""What a user writes without memascend: a float32 master of each parameter, under torch's fused AdamW, in memory."""
+"""Trains in memory as users do without memascend: float32 masters under torch's fused AdamW."""
 
 from __future__ import annotations
 

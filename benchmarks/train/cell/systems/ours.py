@@ -1,4 +1,4 @@
-"""memascend: the model and its optimizer offloaded."""
+"""Trains with memascend: model and optimizer offloaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trace of training for Perfetto: what the engine records, and above it what the model computed meanwhile."""
+"""Writes a Perfetto trace of training: engine events, and above them what the model computed."""
 
 from __future__ import annotations
 

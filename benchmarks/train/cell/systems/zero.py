@@ -1,4 +1,4 @@
-"""DeepSpeed: ZeRO-Infinity with parameters on SSD or in memory, and ZeRO-Offload. Read in DeepSpeed's environment."""
+"""Trains with DeepSpeed: ZeRO-Infinity with parameters on SSD or in memory, and ZeRO-Offload."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`memascend bench`: measurements with a peer beside them in the same run, one module for each subject."""
+"""`memascend bench`: benchmarks with another system measured in the same run, one module for each subject."""
 
 from __future__ import annotations
 

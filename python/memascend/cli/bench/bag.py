@@ -1,4 +1,4 @@
-"""Parameters and gradients of `bench update`: the same numbers in every process, whatever its torch.
+"""Generates the parameters and gradients of `bench update`: equal numbers in every process and torch version.
 
 Read also in a peer's environment: nothing of ours is imported.
 """

@@ -1,4 +1,4 @@
-"""DeepSpeed as a peer: where its environment is, and programs in it that wait for orders."""
+"""Finds DeepSpeed's environment and runs programs in it that wait for orders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's aio as a peer: reads orders ("read", "write") and prints bytes, seconds and processor seconds.
+"""Runs DeepSpeed's aio: reads orders ("read", "write"), prints bytes, seconds and processor seconds.
 
 Run by `memascend bench io` in an environment that has DeepSpeed; nothing of ours is imported.
 """

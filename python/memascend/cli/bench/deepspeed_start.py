@@ -1,4 +1,4 @@
-"""Starts DeepSpeed in its own environment: extensions are loaded, and a world of one process is made."""
+"""Starts DeepSpeed in its own environment: loads extensions, makes a world of one process."""
 
 from __future__ import annotations
 

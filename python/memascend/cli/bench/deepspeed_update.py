@@ -1,4 +1,4 @@
-"""DeepSpeed's NVMe optimizer swapper as a peer of `bench update`: each order "step" updates a bag of parameters once.
+"""Runs DeepSpeed's NVMe optimizer swapper: each order "step" updates the parameters once.
 
 `python -m memascend.cli.bench.deepspeed_update FOLDER NUMEL BUFFERS` in DeepSpeed's environment. The answer is JSON:
 seconds of the step alone, without the backward before it, which also writes the gradients to SSD; memory; a sample.

@@ -1,4 +1,4 @@
-"""`memascend bench io`: the engine beside fio and DeepSpeed's aio, interleaved in one run, with the ratios."""
+"""`memascend bench io`: measures the engine's I/O beside fio and DeepSpeed's aio in one run, with ratios."""
 
 from __future__ import annotations
 

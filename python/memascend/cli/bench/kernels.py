@@ -1,4 +1,4 @@
-"""`memascend bench kernels`: the CPU kernels against the torch operations that they replace, and DeepSpeed's cpu_adam.
+"""`memascend bench kernels`: measures the CPU kernels beside torch's operations and DeepSpeed's cpu_adam.
 
 The peers get the same tensors, buffers for their casts that are already there, and as many threads.
 """

@@ -1,4 +1,4 @@
-"""What figures were measured on: without it they mean nothing a year later."""
+"""Describes the machine that figures were measured on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`memascend bench memory`: what pools reserve for published models, and what a lease costs."""
+"""`memascend bench memory`: computes what pools reserve for published models; measures what a lease costs."""
 
 from __future__ import annotations
 

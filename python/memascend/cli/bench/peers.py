@@ -1,4 +1,4 @@
-"""The peers of `memascend bench io`: fio, with huge pages and as people run it, and DeepSpeed's aio."""
+"""Runs the other systems of `memascend bench io`: fio, with and without huge pages, and DeepSpeed's aio."""
 
 from __future__ import annotations
 

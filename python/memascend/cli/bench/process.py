@@ -1,4 +1,4 @@
-"""What the kernel says of this process: memory, bytes to and from devices, seconds run."""
+"""Reads the kernel's counters for this process: memory, bytes to and from devices, seconds run."""
 
 from __future__ import annotations
 

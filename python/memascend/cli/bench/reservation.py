@@ -1,4 +1,4 @@
-"""What host memory four ways of pooling reserve for the same units in flight, computed for published models.
+"""Computes the host memory that four pooling schemes reserve for the same units of published models.
 
 A training step walks the units of a model in order; at any time a window of consecutive units is in memory. Four
 pools that can hold every such window:

@@ -1,4 +1,4 @@
-"""Interleaved rounds: every case is timed in every round, so that a machine that drifts drifts for all of them."""
+"""Times every case in every round, so that a machine that drifts drifts for all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's NVMe optimizer swapper beside our update: started with the fewest buffers that work, and compared."""
+"""Measures DeepSpeed's NVMe optimizer swapper beside our update, with the fewest buffers that work."""
 
 from __future__ import annotations
 

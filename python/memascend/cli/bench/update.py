@@ -1,4 +1,4 @@
-"""`memascend bench update`: the pipelined AdamW on SSD, against the same bytes moved, fio, and DeepSpeed's swapper.
+"""`memascend bench update`: measures the pipelined AdamW on SSD beside plain I/O, fio and DeepSpeed's swapper.
 
 What checksums cost is measured by `cargo bench -p memascend-engine`, which can leave them out.
 """

@@ -1,4 +1,4 @@
-"""16-bit weights of 16 MiB written and read back: a file each through the page cache, against one volume."""
+"""Measures 16-bit weights written and read back: one file each through the page cache, against one volume."""
 
 from __future__ import annotations
 

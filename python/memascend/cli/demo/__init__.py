@@ -1,4 +1,4 @@
-"""`memascend demo`: the same training in memory and offloaded, side by side, and killed once in the middle."""
+"""`memascend demo`: runs the same training in memory and offloaded, side by side, and kills one in the middle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small language model of bytes, in plain torch."""
+"""Defines the demonstration's model: a small language model of bytes in plain torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of the demonstration, while it is being made: a row for each step, its cells as they come in."""
+"""Draws the demonstration's table while it runs: one row a step."""
 
 from __future__ import annotations
 

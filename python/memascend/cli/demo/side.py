@@ -1,4 +1,4 @@
-"""One side of the demonstration, in a process of its own: trains a step each time it is told to on standard input.
+"""Runs one side of the demonstration in a process of its own: one training step for each line on standard input.
 
 Each answer is a line of JSON. A process of its own makes its peak of memory its own, and lets it be killed.
 """

@@ -1,4 +1,4 @@
-"""Something to read that is on every machine: the sources of Python's standard library."""
+"""Finds training text that is on every machine: the sources of Python's standard library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A side of the demonstration, as the one who tells it when to go on sees it."""
+"""Starts a side of the demonstration, tells it when to step, and reads its answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`memascend plan`: what `offload()` would do with a model that need not be there, and what that costs."""
+"""`memascend plan`: shows the plan and cost of a run for a model that need not be downloaded."""
 
 from __future__ import annotations
 

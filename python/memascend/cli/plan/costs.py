@@ -1,4 +1,4 @@
-"""What a plan costs beside memory: room, wear, and the disk's part of a step."""
+"""Computes what a plan costs besides memory: disk space, wear, and the disk's part of a step."""
 
 from __future__ import annotations
 

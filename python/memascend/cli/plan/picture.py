@@ -1,4 +1,4 @@
-"""A picture of a plan: host memory by owner beside the same training in memory, and what a step moves."""
+"""Draws a plan: host memory by owner beside training in memory, and the bytes that a step moves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models on "meta", as a Hugging Face config or the headers of safetensors describe them."""
+"""Builds models on "meta" from a Hugging Face config or from the headers of safetensors files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-//! fio beside the update: reads and writes mixed as a step mixes them, as many bytes, as deep, on a file of that size.
+//! Runs fio beside the update: the same mix of reads and writes, bytes and queue depth.
 
 use std::{path::Path, process::Command};
 

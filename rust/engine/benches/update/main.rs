@@ -1,6 +1,7 @@
-//! A step of `AdamW` on SSD: against the same bytes moved through the same kind of volume without arithmetic or
-//! checksums, against fio where it is installed, and against itself without checksums. All of it for one entry after the
-//! other, medians.
+//! Benchmarks a step of `AdamW` on SSD, entry after entry, with medians.
+//!
+//! Beside it: the same bytes moved through the same kind of volume without arithmetic or checksums, fio where it is
+//! installed, and the update itself without checksums.
 //!
 //! `MEMASCEND_BENCH_DIR` says where (default: here), `MEMASCEND_BENCH_MPARAMS` how many millions of parameters,
 //! `MEMASCEND_BENCH_ROUNDS` how many rounds; `MEMASCEND_BENCH_LAYOUT` which layouts, separated by commas: whole (the

@@ -1,4 +1,4 @@
-//! The same bytes moved through the same kind of volume, without arithmetic, checksums or a catalog.
+//! Moves the same bytes through the same kind of volume without arithmetic, checksums or a catalog.
 
 use std::{collections::VecDeque, path::PathBuf};
 

@@ -1,4 +1,4 @@
-//! What is updated: a store of equal entries in one of the layouts.
+//! Creates the store that is updated: equal entries in one of the layouts.
 
 use std::{path::Path, sync::Arc};
 

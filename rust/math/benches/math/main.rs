@@ -1,4 +1,4 @@
-//! The kernels against the memory: each next to a loop that moves the same bytes in as many streams, in the same run.
+//! Benchmarks the kernels beside loops that move the same bytes in as many streams.
 //!
 //! `cargo bench -p memascend-math -- [MILLIONS] [WORD]`: another number of elements than 64 Mi; only the groups that
 //! have WORD in a line's name. Rounds are interleaved and

@@ -1,4 +1,4 @@
-//! Memory for the benchmark, and loops that only move bytes: what the kernels are held against.
+//! Provides memory for the benchmark, and loops that only move bytes.
 
 #![expect(clippy::inline_always, reason = "what is not inlined is compiled for the baseline")]
 

@@ -1,4 +1,4 @@
-//! A toy training on a store, whose every byte at every step is known, and a check that a store holds exactly one step.
+//! A toy training on a store whose every byte at every step is known, and a check for exactly one step.
 
 #![allow(clippy::allow_attributes, dead_code, reason = "each test file uses its part of it")]
 

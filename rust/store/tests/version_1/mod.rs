@@ -1,4 +1,4 @@
-//! Stores of version 1 as its own code wrote them, from files that hold what cannot be made again.
+//! Reconstructs stores of version 1 as its own code wrote them, from files.
 //!
 //! A file begins with the number of devices. Of each: the number of its pages, then records. 0: so many pages of zeros. 1:
 //! a page of the catalog, as pairs of a number of zeros and of bytes that follow, up to an empty pair. 2: a page of a piece
