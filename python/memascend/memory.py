@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal
 
 from memascend import _core
+from memascend.closing import Closing
 from memascend.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from types import TracebackType
 
     import torch
 
@@ -40,7 +40,7 @@ UNREGISTERED = (
 )
 
 
-class Region:
+class Region(Closing):
     """Page-aligned memory on huge pages, pinned as well as can be had, populated before use.
 
     Exactly `nbytes`, rounded up to the page and to nothing else. The memory goes back to the system when the region is
@@ -111,20 +111,12 @@ class Region:
         """End new leases and every wait for one; unmap now, or with the last tensor. Twice is fine."""
         self._core.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"pinned={self.pinned!r}"
         return f"Region({self.nbytes} bytes, {state})"
 
 
-class Lease:
+class Lease(Closing):
     """A hold on bytes of an arena or a ring. It goes back when it and every tensor in it are gone."""
 
     __slots__ = ("_core",)
@@ -185,12 +177,8 @@ class Lease:
         """
         self._core.release()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """As `release`, unless it was returned before."""
         if not self._core.returned:
             self.release()
 
@@ -265,7 +253,7 @@ class Arena:
         return self._core.stats()
 
 
-class ChunkRing:
+class ChunkRing(Closing):
     """Equal chunks for staging, handed between threads."""
 
     __slots__ = ("_core", "region")
@@ -290,14 +278,6 @@ class ChunkRing:
     def close(self) -> None:
         """Close the ring's region; see `Region.close`."""
         self.region.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class Layout:

@@ -19,15 +19,15 @@ import atexit
 import os
 import sys
 import weakref
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal
 
 from memascend import _core
+from memascend.closing import Closing
 from memascend.errors import ConfigError, MemascendError
 from memascend.paths import expanded
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from types import TracebackType
 
     import torch
     from typing_extensions import Buffer
@@ -68,7 +68,7 @@ class Ticket:
         return self._core.done()
 
 
-class Volume:
+class Volume(Closing):
     """One address space over one or several devices; `open()` makes it. Any thread may use it.
 
     Operations on different bytes never disturb each other, also inside one block of the device. Of operations on the
@@ -191,14 +191,6 @@ class Volume:
         # A view of no bytes cannot be cast.
         flat = view.cast("B") if view.nbytes else memoryview(bytearray())
         return Ticket(self._core.begin_buffer(write, flat, offset))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"{self.backend}, {'direct' if self.direct else 'buffered'}"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
+from memascend.closing import Closing
 from memascend.formatting import bytes_shown
 
 if TYPE_CHECKING:
-    from types import TracebackType
     from typing import TextIO
 
 __all__ = ["Progress"]
@@ -19,7 +19,7 @@ _WIDTH = 30
 _PATIENCE_SECONDS, _REDRAW_SECONDS = 0.5, 0.1
 
 
-class Progress:
+class Progress(Closing):
     """How many of so many bytes are done. The line is gone at the end."""
 
     def __init__(self, what: str, nbytes: int, stream: TextIO | None = None) -> None:
@@ -66,11 +66,3 @@ class Progress:
         except (OSError, ValueError):
             # A terminal that went away must not end the work.
             self._on = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

@@ -26,7 +26,7 @@ CRATES = {
 RESERVED = {"pyo3": "memascend-py", "io-uring": "memascend-nvme"}
 
 # The rooms of python/memascend, each with the rooms that it may import: what stands in ARCHITECTURE.md, row by row.
-BASE = {"errors", "formatting", "pages", "paths", "progress", "memory", "nvme", "dlpack"}
+BASE = {"closing", "errors", "formatting", "pages", "paths", "progress", "memory", "nvme", "dlpack"}
 ROOMS = {
     "engine": BASE,
     "kernels": BASE,
@@ -45,13 +45,14 @@ ROOMS = {
 }
 # Who may import whom in the base itself.
 GROUND = {
+    "closing": set(),
     "errors": set(),
     "formatting": set(),
     "pages": set(),
     "paths": set(),
-    "progress": {"formatting"},
-    "memory": {"errors", "_core"},
-    "nvme": {"errors", "paths", "_core"},
+    "progress": {"closing", "formatting"},
+    "memory": {"closing", "errors", "_core"},
+    "nvme": {"closing", "errors", "paths", "_core"},
     "dlpack": {"_core"},
 }
 # The only ones that may import the extension.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from memascend.engine import Checksum
 from memascend.errors import ConfigError, StorageError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
 __all__ = ["DTYPES", "Layout", "TensorFile", "laid_out_in_files"]
@@ -152,17 +153,12 @@ class TensorFile:
             self._descriptor = -1
 
 
-class _named:  # noqa: N801
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
     """Errors of the system as ours, with the path."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, OSError) and not isinstance(error, StorageError):
-            raise StorageError(
-                f"{self._path} cannot be written: {error.strerror}", errno=error.errno, path=str(self._path)
-            ) from error
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written: {error.strerror}", errno=error.errno, path=str(path)) from error

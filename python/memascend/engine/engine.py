@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from memascend import _core
+from memascend.closing import Closing
 from memascend.engine.chunk import Chunk, adapter
 from memascend.engine.ffi import Lent, dtype_of, json_of, place_of, require, stored_order
 from memascend.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from types import TracebackType
 
     import torch
 
@@ -27,7 +27,7 @@ _CHUNKS = 12
 _Path = str | os.PathLike[str]
 
 
-class Engine:
+class Engine(Closing):
     """The pipelined update: state is read, computed and written in chunks, beside whatever else runs."""
 
     __slots__ = ("_core", "store")
@@ -287,11 +287,3 @@ class Engine:
     def close(self) -> None:
         """Drain what is in flight and end its thread; what was not committed is lost. Twice is fine."""
         self._core.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

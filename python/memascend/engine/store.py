@@ -8,6 +8,7 @@ import os
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 from memascend import _core
+from memascend.closing import Closing
 from memascend.engine.compact import compact_of
 from memascend.engine.entries import CHUNK_ELEMENTS, Entry, chunk_elements_of, description
 from memascend.engine.fetch import Checkers, Fetch, UnitParts
@@ -18,7 +19,6 @@ from memascend.paths import listed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from types import TracebackType
 
     import torch
 
@@ -49,7 +49,7 @@ class Part(NamedTuple):
     values: torch.Tensor
 
 
-class Store:
+class Store(Closing):
     """State on SSD: every commit is all of a step or none of it, and every byte that is read was checked."""
 
     __slots__ = ("_core", "_entries", "_names", "_units", "is_temporary")
@@ -399,14 +399,6 @@ class Store:
                 f"the gradient of {name!r} has shape {list(gradient.shape)}, not {self._entries[index]['shape']}"
             )
         return index
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _shared(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:

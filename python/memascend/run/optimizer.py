@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memascend.closing import Closing
 from memascend.errors import UsageError
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable
-    from types import TracebackType
 
     from memascend.planning.plan import Plan
     from memascend.run.report import Report
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["OffloadedOptimizer"]
 
 
-class OffloadedOptimizer(torch.optim.Optimizer):
+class OffloadedOptimizer(Closing, torch.optim.Optimizer):
     """A torch optimizer whose parameters and state are on storage. `memascend.offload()` makes it.
 
     It shares the original's `param_groups`, so schedulers made for either work.
@@ -177,11 +177,3 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Keep what `step()` committed, drop what it did not, free everything. Twice is fine."""
         self._session.close()
         self._finalizer.detach()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

@@ -6,12 +6,9 @@ import os
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
 
+from memascend.closing import Closing
 from memascend.errors import ConfigError
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 __all__ = ["ENVIRONMENT", "MISSING", "OPTION_HELP", "Peer", "found", "variables"]
 
@@ -55,7 +52,7 @@ def variables(python: Path, package: Path) -> dict[str, str]:
     }
 
 
-class Peer:
+class Peer(Closing):
     """A program of this package in DeepSpeed's interpreter: it gets lines, and answers by lines that begin "peer: ".
 
     Args:
@@ -120,11 +117,3 @@ class Peer:
         """End it."""
         self._process.communicate()
         self._folder.cleanup()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

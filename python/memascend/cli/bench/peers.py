@@ -8,15 +8,15 @@ import subprocess
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from memascend.cli.bench.deepspeed import Peer
 from memascend.cli.transfer import Speed
+from memascend.closing import Closing
 from memascend.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from types import TracebackType
 
 __all__ = ["PASSES", "DeepSpeed", "fio", "huge_pages"]
 
@@ -82,7 +82,7 @@ def fio(
     return Speed(nbytes=moved, seconds=seconds, cpu_seconds=(job["usr_cpu"] + job["sys_cpu"]) / 100 * seconds)
 
 
-class DeepSpeed:
+class DeepSpeed(Closing):
     """DeepSpeed's aio with its own pinned buffer, in a Python of its own that waits for orders."""
 
     def __init__(self, python: Path, path: Path, block: int, depth: int, nbytes: int) -> None:
@@ -93,10 +93,6 @@ class DeepSpeed:
         nbytes, seconds, cpu_seconds = self._peer.ask(pattern).split()
         return Speed(nbytes=int(nbytes), seconds=float(seconds), cpu_seconds=float(cpu_seconds))
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """End its process."""
         self._peer.close()

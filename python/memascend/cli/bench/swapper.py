@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from memascend.cli.bench.deepspeed import Peer
+from memascend.closing import Closing
 from memascend.errors import ConfigError
 
 if TYPE_CHECKING:
     from pathlib import Path
-    from types import TracebackType
 
     import torch
 
@@ -24,7 +24,7 @@ _BUFFERS = range(9, 17)
 DIFFERENCE_MAX = 1e-4
 
 
-class Swapper:
+class Swapper(Closing):
     """DeepSpeed at the same bag of parameters.
 
     Raises:
@@ -72,10 +72,6 @@ class Swapper:
             "difference": difference,
         }
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """End its process."""
         self._peer.close()

@@ -8,12 +8,10 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any
 
+from memascend.closing import Closing
 from memascend.errors import MemascendError
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 __all__ = ["Settings", "Side"]
 
@@ -39,7 +37,7 @@ class Settings:
     picture: str | None
 
 
-class Side:
+class Side(Closing):
     """A process that trains when it is told to."""
 
     def __init__(self, settings: Settings) -> None:
@@ -95,10 +93,6 @@ class Side:
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """As `stop`."""
         self.stop()

@@ -1,0 +1,24 @@
+"""Objects with a `close()` that the end of a `with` block calls."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Self
+
+__all__ = ["Closing"]
+
+
+class Closing:
+    """The base of what is closed at the end of its `with` block."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of everything. Twice is fine."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
