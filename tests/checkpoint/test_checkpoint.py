@@ -139,6 +139,55 @@ def test_it_goes_on_bit_for_bit_elsewhere(tmp_path, monkeypatch, dtype, kind, op
             optimizer.load_state_dict(identity)
 
 
+class Turned(torch.nn.Module):
+    """A transposed and a permuted parameter, of orders that no memory format has."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.transposed = torch.nn.Parameter(torch.randn(5, 4).t())
+        self.permuted = torch.nn.Parameter(torch.randn(2, 3, 4).permute(1, 2, 0))
+
+    def forward(self, x):
+        return ((x @ self.transposed).sum() + self.permuted.sum(dim=(0, 2)) @ x.sum(dim=0)).square()
+
+
+@pytest.mark.parametrize("gradients", ["fused", "ssd", "ram"])
+def test_transposed_parameters_go_and_come_whole_also_from_meta(tmp_path, gradients):
+    def steps(model, optimizer, seeds):
+        for seed in seeds:
+            model(torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    plain = Turned()
+    torch_adamw = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
+    steps(plain, torch_adamw, range(4))
+    values = {name: tensor.detach().clone() for name, tensor in Turned().named_parameters()}
+    with torch.device("meta"):
+        model = Turned()
+    model, optimizer = memascend.offload(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-2),
+        storage=tmp_path / "one",
+        weights=lambda name, _: values[name],
+        gradients=gradients,
+    )
+    with optimizer:
+        steps(model, optimizer, range(2))
+        optimizer.save(tmp_path / "saved")
+    model = Turned()
+    model, optimizer = memascend.offload(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-2), checkpoint=tmp_path / "saved", gradients=gradients
+    )
+    with optimizer:
+        steps(model, optimizer, range(2, 4))
+        found = model.state_dict()
+        for name, wanted in plain.named_parameters():
+            assert torch.equal(found[name], wanted)
+            assert found[name].stride() == wanted.stride()
+
+
 @pytest.mark.parametrize("turned", [False, True])
 def test_another_order_of_dimensions_goes_and_comes_whole(tmp_path, turned):
     def conv(memory_format):

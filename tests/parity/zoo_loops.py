@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from parity import loops
 from parity.harness import GRADIENTS, KEPT, Case, adamw
-from parity.zoo_plain import SparseBag, Stack, Towers, next_token, squares, tokens, vectors
+from parity.zoo_plain import SparseBag, Stack, Towers, Turned, next_token, squares, tokens, vectors
 from parity.zoo_transformers import loss, qwen2, texts
 from torch import nn
 
@@ -39,6 +39,9 @@ LOOPS = [
     *both("clip-values", loops.clips_values, gradients=WHOLE),
     *both("max-grad-norm", loops.clips_in_step, gradients=WHOLE, options={"max_grad_norm": loops.CLIPPED}),
     *both("accumulate", loops.accumulates, gradients=WHOLE),
+    Case(
+        name="accumulate-turned", model=Turned, batches=vectors(), loss=squares, loop=loops.accumulates, gradients=WHOLE
+    ),
     *both("accumulate-unevenly", loops.accumulates_unevenly, gradients=KEPT),
     *both("accumulate-declared", loops.accumulates, options={"accumulation_steps": 3}),
     stack("accumulate-tied", loops.accumulates, model=lambda: Stack(tied=True), options={"accumulation_steps": 3}),
@@ -133,6 +136,14 @@ OPTIMIZERS = [
     stack("own-dtype", dtype=BF16, options={"master_dtype": None}),
     stack("sgd", optimizer=other(O.SGD, lr=0.1)),
     stack("sgd-momentum-bf16", optimizer=other(O.SGD, lr=0.1, momentum=0.9, nesterov=True), dtype=BF16),
+    Case(
+        name="sgd-turned",
+        model=Turned,
+        batches=vectors(),
+        loss=squares,
+        optimizer=other(O.SGD, lr=0.05, momentum=0.9),
+        gradients=("fused",),
+    ),
     stack("adagrad", optimizer=other(O.Adagrad, lr=1e-2)),
     stack("rmsprop-bf16", optimizer=other(O.RMSprop, lr=1e-3, momentum=0.5), dtype=BF16),
     stack("nadam", optimizer=other(O.NAdam, lr=1e-2)),

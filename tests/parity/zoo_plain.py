@@ -139,6 +139,25 @@ class Rooted(nn.Module):
         return x
 
 
+class Turned(nn.Module):
+    """Dense parameters in orders that no memory format has."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.transposed = nn.Parameter(torch.randn(WIDTH + 3, WIDTH).t())
+        self.permuted = nn.Parameter(torch.randn(3, WIDTH, WIDTH + 3).permute(2, 0, 1))
+        self.heads = nn.Parameter(torch.randn(2, 3, 4, WIDTH // 4, 4).permute(4, 2, 0, 3, 1))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        wide = torch.tanh(x @ self.transposed)
+        x = x + torch.einsum("bk,kjd->bd", wide, self.permuted) / 8
+        scale = self.heads.transpose(0, 2).sum(dim=(0, 1, 4)).reshape(-1)
+        return x * scale.repeat(WIDTH // scale.numel())
+
+
 class KeepsTransposed(torch.autograd.Function):
     """Keeps a view of a weight as an attribute, where no saved-tensor hook sees it."""
 
@@ -287,5 +306,8 @@ PLAIN = [
     Case(name="convolutions", model=convolutions, batches=images, loss=classified),
     Case(name="convolutions-bf16", model=convolutions, batches=images, loss=classified, dtype=BF16),
     Case(name="channels-last", model=channels_last, batches=images, loss=classified),
+    Case(name="turned", model=Turned, batches=vectors(), loss=squares),
+    Case(name="turned-fused", model=Turned, batches=vectors(), loss=squares, gradients=("fused",)),
+    Case(name="turned-bf16", model=Turned, batches=vectors(), loss=squares, dtype=BF16),
     Case(name="frozen", model=frozen_stack, batches=tokens, loss=next_token),
 ]

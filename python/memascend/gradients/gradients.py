@@ -85,6 +85,8 @@ class Gradients:
         self.fresh = False
         self.backwards = Backwards(accumulation_steps, self._begins)
         self._noticed: set[str] = set()
+        # Of gradients that were measured in memory for this step.
+        self._measures: dict[str, measures.Measure] = {}
         # By the parameter, for its hook: one function for all of them.
         self._of: dict[int, Arrival] = {}
         # torch keeps hooks where Python's collector does not look: they must not lead back to a parameter.
@@ -199,18 +201,12 @@ class Gradients:
             kept.spilled = False
             self._stage(kept, gradient, self.scale)
             return
-        found, squared = self._check(gradient)
-        # Read later where that may have to wait for a device; elsewhere two tensors for each parameter would be kept.
-        kept.found = (bool(found), float(squared)) if gradient.device.type == "cpu" else (found, squared)
+        kept.found = self._measure(gradient)
         kept.spilled = False
         self._stage(kept, gradient, self.scale)
 
-    def _measure(self, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Whether a gradient in memory has a value that is not finite, and its squared norm, where the gradient is."""
-        found: tuple[torch.Tensor, torch.Tensor] = self._check(
-            gradient.coalesce().values() if gradient.is_sparse else gradient
-        )
-        return found
+    def _measure(self, gradient: torch.Tensor) -> measures.Measure:
+        return measures.measure(gradient, self._check)
 
     def _stage(self, kept: Arrival, gradient: torch.Tensor, scale: float) -> None:
         kept.options = self.rule.options(kept)
@@ -269,6 +265,7 @@ class Gradients:
         if self.backwards.failed:
             raise UsageError("the last backward failed, so this step would be a part of one; call zero_grad()")
         found = []
+        self._measures.clear()
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             for kept in self.kept.values():
                 gradient = kept.place.parameter.grad
@@ -298,7 +295,7 @@ class Gradients:
                     )
                 continue
             if gradient is not kept.handle:
-                self._stage(kept, kept.laid_out(gradient), self.scale * factor)
+                self._stage_measured(kept, kept.laid_out(gradient), self.scale * factor)
                 continue
             if not kept.spilled:
                 raise UsageError(
@@ -307,9 +304,33 @@ class Gradients:
                 )
             factors = kept.handle.factors()
             if factors is None:
-                self._stage(kept, kept.handle.materialize(), self.scale * factor)
+                self._stage_measured(kept, kept.handle.materialize(), self.scale * factor)
             else:
                 self._stage_spilled(kept, factors, self.scale * factor)
+
+    def _stage_measured(self, kept: Arrival, gradient: torch.Tensor, scale: float) -> None:
+        self._stage(kept, gradient, scale)
+        if kept.name not in self._measures:
+            # While the engine's thread works: nobody writes to what it was given.
+            self._measures[kept.name] = self._measure(gradient)
+
+    def norm(self, present: Iterable[tuple[Arrival, torch.Tensor]]) -> float:
+        """The norm of the gradients that the committed step used, unscaled and before `factor`, in double precision.
+
+        Nothing is read for it: each was measured as it was handed on, written or used. What was done to one on storage
+        by scalars, as clipping does, counts as a factor.
+        """
+        found: list[measures.Measure] = []
+        for kept, gradient in present:
+            measure = self._measures.get(kept.name)
+            if measure is None and gradient is kept.handle and kept.spilled:
+                bad, squared = self.spill.spilled(kept.name)
+                factors = kept.handle.factors()
+                assert factors is not None, "a gradient that was changed in memory was measured there"
+                measure = (bad, squared * math.prod((*factors, *factors)))
+            found.append(measure or kept.found or (False, 0.0))
+        # In the order of the parameters, whichever gradient came first.
+        return math.sqrt(sum(squared for _, squared in measures.read(found))) * abs(self.scale)
 
     def measured(self, present: Iterable[tuple[Arrival, torch.Tensor]]) -> tuple[bool, float]:
         """Whether all gradients are finite, and the norm of them all, unscaled, in double precision."""
@@ -318,8 +339,10 @@ class Gradients:
         for kept, gradient in present:
             if gradient is not kept.handle:
                 found.append(self._measure(kept.laid_out(gradient)))
+                self._measures[kept.name] = found[-1]
             elif kept.spilled and kept.handle.operations:
                 found.append(self._measure(kept.handle.materialize()))
+                self._measures[kept.name] = found[-1]
             elif kept.spilled:
                 found.append(self.spill.spilled(kept.name))
             else:

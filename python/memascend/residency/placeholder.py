@@ -85,7 +85,7 @@ class Place:
         self.stride = dense_strides(parameter)
         self.kind = type(parameter)
         self.away = _away_class(self.kind)
-        self.nothing = _nothing(self.shape, self.dtype, device)
+        self.nothing = _nothing(self.shape, self.stride, self.dtype, device)
         self.bound_version: int | None = None
 
     def unbind(self) -> None:
@@ -125,10 +125,15 @@ class Place:
 
 
 @functools.lru_cache(maxsize=_KINDS_MAX)
-def _nothing(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _nothing(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A tensor of this shape without memory, one for all parameters that are alike."""
     with torch.inference_mode(mode=False):
         nothing = torch.empty((), dtype=dtype, device=device).expand(shape)
+        if device == _CPU and not _is_row_major(shape, stride):
+            # Autograd compares a gradient's strides with its parameter's, and warns. This takes addresses for a moment
+            # and no memory, which it would take on a device.
+            nothing = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+            nothing.untyped_storage().resize_(0)
         # It has no memory from here on. What asks torch's core for it (DLPack, a custom kernel, a thread that found
         # the parameter bound a moment ago) gets this error, and no number.
         whose = f"a parameter of {list(shape)} {str(dtype).removeprefix('torch.')}"
@@ -140,11 +145,21 @@ def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     """The strides with which a tensor is stored: its own where it is dense, else row-major ones."""
     if torch.ops.aten.is_non_overlapping_and_dense(tensor) and tensor.numel() > 1:
         return tuple(tensor.stride())
-    strides, step = [0] * tensor.dim(), 1
-    for dimension in reversed(range(tensor.dim())):
+    return _row_major(tuple(tensor.shape))
+
+
+def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides, step = [0] * len(shape), 1
+    for dimension in reversed(range(len(shape))):
         strides[dimension] = step
-        step *= max(1, tensor.size(dimension))
+        step *= max(1, shape[dimension])
     return tuple(strides)
+
+
+def _is_row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    # The stride of a dimension of one element says nothing.
+    wanted = _row_major(shape)
+    return all(length == 1 or got == want for length, got, want in zip(shape, stride, wanted, strict=True))
 
 
 def laid_out(tensor: torch.Tensor) -> torch.Tensor:

@@ -191,7 +191,7 @@ class Session:
                 "call zero_grad(), and change them within memascend.materialized(model, modify=True)"
             )
         factor = 1.0
-        if self.scale.enabled or self._max_grad_norm is not None:
+        if self._norm_comes_first:
             finite, self.grad_norm = gradients.measured(present)
             self.overflowed = self.scale.enabled and not finite
             if self.overflowed:
@@ -221,8 +221,15 @@ class Session:
             _log.info(learnt)
         return True
 
+    @property
+    def _norm_comes_first(self) -> bool:
+        """Whether the step depends on the norm; else nothing waits for it, and it is taken once the step is made."""
+        return self.scale.enabled or self._max_grad_norm is not None
+
     def _committed(self, present: list[tuple[Arrival, torch.Tensor]]) -> None:
         self.steps += 1
+        if not self._norm_comes_first:
+            self.grad_norm = self.gradients.norm(present)
         self.resources.unread = True
         self.buffers.committed()
         self.residency.changed(self.gradients.committed(present))
