@@ -7,7 +7,7 @@ import torch
 import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2Config, MixtralConfig, Qwen2Config, Qwen2MoeConfig
+from transformers import AutoModelForCausalLM, GPT2Config, MixtralConfig, Qwen2Config, Qwen2MoeConfig, T5Config
 
 import memascend
 from memascend.checkpoint import safetensors_writer as tensorfile
@@ -172,3 +172,34 @@ def test_names_that_from_pretrained_would_take_for_others_are_told(tmp_path, mon
         monkeypatch.setattr(saving, "misread", lambda _: ["model.odd"])
         with pytest.warns(UserWarning, match=r"takes model.odd for another"):
             optimizer.save(tmp_path / "saved")
+
+
+def test_a_head_that_the_files_untie_is_refused_with_a_remedy_that_works(tmp_path):
+    # Flan-T5: its config ties the head, its files do not, and from_pretrained() goes by the files.
+    config = T5Config(vocab_size=97, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0)
+    torch.manual_seed(0)
+    real = transformers.T5ForConditionalGeneration(config)
+    real.lm_head.weight = torch.nn.Parameter(torch.randn_like(real.lm_head.weight))
+    real.all_tied_weights_keys.pop("lm_head.weight")
+    real.save_pretrained(tmp_path / "hub")
+    loaded = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path / "hub").train()
+    assert loaded.lm_head.weight is not loaded.shared.weight
+    loaded, in_hand = memascend.offload(loaded, torch.optim.AdamW(loaded.parameters(), lr=1e-2), storage=tmp_path / "a")
+    with in_hand:
+        wanted = trained(loaded, in_hand)
+
+    with torch.device("meta"):
+        model = transformers.T5ForConditionalGeneration(config)
+    with pytest.raises(
+        ConfigError, match=r"different values in the files: shared.weight and lm_head.weight"
+    ) as refused:
+        memascend.offload(model, torch.optim.AdamW(model.parameters(), lr=1e-2), weights=tmp_path / "hub")
+    remedy = str(refused.value).partition("`")[2].partition("`")[0]
+    exec(remedy, {"model": model, "torch": torch})  # noqa: S102
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, offloaded = memascend.offload(model, optimizer, weights=tmp_path / "hub", storage=tmp_path / "b")
+    with offloaded:
+        assert trained(model, offloaded) == wanted
+        offloaded.save(tmp_path / "out")
+    again = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path / "out")
+    assert again.lm_head.weight is not again.shared.weight

@@ -181,6 +181,30 @@ def test_headers_of_safetensors_give_the_same_plan_by_names(capsys, tmp_path):
     assert told(capsys, tmp_path / "model.safetensors")["plan"]["disk_bytes"] > by_names["plan"]["disk_bytes"]
 
 
+def parameters_of(path):
+    return sum(parameter.numel() for parameter in describe(path, None).model.parameters())
+
+
+def test_a_head_that_from_pretrained_unties_is_counted(tmp_path):
+    path = written(tmp_path, "T5")
+    tied = parameters_of(path)
+    head = 2048 * 128
+    # Flan-T5's config says so, and transformers ties the model that it makes of it all the same.
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps({**values, "tie_word_embeddings": False}))
+    assert parameters_of(path) == tied + head
+    # Where the files are there, they say what from_pretrained() does.
+    shared = torch.randn(2048, 128)
+    save_file({"shared.weight": shared, "lm_head.weight": shared.clone()}, tmp_path / "model.safetensors")
+    assert parameters_of(tmp_path) == tied
+    save_file({"shared.weight": shared, "lm_head.weight": shared + 1}, tmp_path / "model.safetensors")
+    assert parameters_of(tmp_path) == tied + head
+    path.write_text(json.dumps(values))
+    assert parameters_of(tmp_path) == tied + head
+    save_file({"shared.weight": shared}, tmp_path / "model.safetensors")
+    assert parameters_of(tmp_path) == tied
+
+
 def test_statistics_in_files_are_no_parameters(tmp_path):
     save_file(
         {"norm.weight": torch.ones(4), "norm.running_mean": torch.ones(4), "steps": torch.tensor(1)},

@@ -20,10 +20,12 @@ class Matched:
     Attributes:
         of: by the model's first name of a tensor, the names in the files that are meant; that first name before others.
         unexpected: names in the files that the model has nothing for.
+        named: by the names in the files, those that the model has for the same, first or tied.
     """
 
     of: dict[str, list[str]]
     unexpected: list[str]
+    named: dict[str, str]
 
 
 class Names:
@@ -78,6 +80,7 @@ class Names:
     def _with(self, keys: Collection[str], prefix: str | None) -> Matched:
         of: dict[str, list[str]] = {}
         unexpected = []
+        named = {}
         for key in keys:
             ways = [key]
             if prefix is not None:
@@ -86,7 +89,7 @@ class Names:
             if name is None:
                 unexpected.append(key)
                 continue
-            first = self._first[name]
+            named[key], first = name, self._first[name]
             keys_of = of.setdefault(first, [])
             keys_of.insert(0 if name == first else len(keys_of), key)
-        return Matched(of, unexpected)
+        return Matched(of, unexpected, named)

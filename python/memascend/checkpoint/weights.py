@@ -15,7 +15,7 @@ from memascend.checkpoint.safetensors_writer import DTYPES
 from memascend.errors import ConfigError, CorruptionError, StorageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from memascend.checkpoint.hub_names import Source
     from memascend.checkpoint.names import Matched, Names
@@ -135,9 +135,7 @@ class Files:
                 self._of[name] = found.of[name][0]
         problems.append(_listed("of another shape or dtype (a function as weights= may convert)", unfit))
         if not unfit:
-            twice = [keys for name, keys in found.of.items() if name in wanted and len(keys) > 1]
-            differ = [" and ".join(keys) for keys in twice if not self._same(keys)]
-            problems.append(_listed("one parameter of the model, and different values in the files", differ))
+            problems.append(_untying(found, self._untied(found, wanted)))
         problems = [problem for problem in problems if problem]
         if problems:
             raise ConfigError(f"{self.path} does not fit the model; " + "; ".join(problems))
@@ -154,6 +152,16 @@ class Files:
             self._where = others
             return converted_too
         return found
+
+    def untied(self, names: Names) -> list[str]:
+        """Names that are tied in the model, and other values than the first one's in the files."""
+        found = self._matched(names)
+        return [found.named[key] for _, key in self._untied(found, found.of)]
+
+    def _untied(self, found: Matched, wanted: Collection[str]) -> list[tuple[str, str]]:
+        """Names in the files that are one in the model, and differ."""
+        pairs = [(keys[0], key) for name, keys in found.of.items() if name in wanted for key in keys[1:]]
+        return [(first, other) for first, other in pairs if not self._same(first, other)]
 
     def has(self, name: str) -> bool:
         """Whether the files have it; after `check`."""
@@ -174,9 +182,9 @@ class Files:
         """Dtype and shape of a tensor by its name in the files."""
         return self._where[key].described()
 
-    def _same(self, keys: Iterable[str]) -> bool:
-        first, *others = (self.at(key).reshape(-1).view(torch.uint8) for key in keys)
-        return all(torch.equal(first, other) for other in others)
+    def _same(self, key: str, other: str) -> bool:
+        one, two = (self.at(each).reshape(-1).view(torch.uint8) for each in (key, other))
+        return torch.equal(one, two)
 
 
 class _Stored:
@@ -260,6 +268,23 @@ def _listed(what: str, names: list[str]) -> str:
         return ""
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     return f"{what}: {', '.join(names[:_LISTED])}{more}"
+
+
+def _untying(found: Matched, untied: list[tuple[str, str]]) -> str:
+    """What is wrong where files untie what the model ties (Flan-T5's head, say), and what to do about it."""
+    if not untied:
+        return ""
+    problem = _listed(
+        "one parameter of the model, and different values in the files", [" and ".join(pair) for pair in untied]
+    )
+    remedies = []
+    for first, other in untied:
+        module, _, last = found.named[other].rpartition(".")
+        if found.named[other] != found.named[first]:
+            place = f'model.get_submodule("{module}").{last}'
+            remedies.append(f"{place} = torch.nn.Parameter(torch.empty_like({place}))")
+    how = "; give it a parameter of its own, as from_pretrained() does, and make the optimizer after that"
+    return f"{problem}{how}: `{'; '.join(remedies)}`" if remedies else problem
 
 
 def _described(tensor: torch.Tensor) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from dataclasses import dataclass
@@ -61,7 +62,35 @@ def describe(path: Path, dtype: torch.dtype | None) -> Source:
             f"{config} describes a model of transformers, which is not installed: pip install transformers"
             + ("" if is_config else f"; without {_CONFIG} beside them, names and shapes of safetensors do")
         ) from error
-    return Source(_configured(transformers, config, values, dtype), str(config))
+    tied = values.get("tie_word_embeddings") is not False
+    model = _configured(transformers, config, values, dtype)
+    for name in _untied(model, None if is_config else path, tied=tied):
+        module, _, last = name.rpartition(".")
+        setattr(model.get_submodule(module), last, nn.Parameter(torch.empty_like(model.get_parameter(name))))
+    return Source(model, str(config))
+
+
+def _untied(model: nn.Module, path: Path | None, *, tied: bool) -> list[str]:
+    """Parameters that transformers ties when it makes a model, and not when it loads one (Flan-T5's head).
+
+    Args:
+        model: as transformers made it.
+        path: of the files that decide it by their values, where there are any.
+        tied: whether the config ties the head, for where there are none.
+    """
+    from memascend.checkpoint.names import Names
+    from memascend.checkpoint.weights import Files
+
+    names = Names(model)
+    if path is not None and names.tied:
+        # Without files, or without all of them, only the config is left.
+        with contextlib.suppress(ConfigError):
+            return Files(path).untied(names)
+    head = None
+    with contextlib.suppress(AttributeError, NotImplementedError):
+        head = None if tied else model.get_output_embeddings()  # type: ignore[operator]
+    owned = [f"{name}.weight" for name, module in model.named_modules() if module is head]
+    return [name for name in owned if name in names.tied]
 
 
 def _read(config: Path) -> dict[str, Any]:
