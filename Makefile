@@ -130,7 +130,7 @@ test-oldest: setup ## The Python tests on the oldest supported torch
 
 .PHONY: test-posing
 test-posing: setup ## Training on a device that poses as a GPU, which is compiled first
-	MEMASCEND_POSING=1 $(BIN)/pytest $(PYTEST_OPTIONS) tests/device --timeout 300
+	MEMASCEND_POSING=1 $(BIN)/pytest $(PYTEST_OPTIONS) -m posing tests/device --timeout 300
 
 .PHONY: test-gpu
 test-gpu: setup ## The tests that need a CUDA device, where there is one; all others compute on the CPU there, too

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_model
+from support.bits import same_states
 
 import memascend
 from memascend.checkpoint import reader as checkpoints
@@ -82,11 +83,6 @@ def everything(model, optimizer):
     return found
 
 
-def same(one, other):
-    assert one.keys() == other.keys()
-    return all(torch.equal(one[name], other[name]) for name in one)
-
-
 KINDS = [
     pytest.param(torch.bfloat16, torch.optim.AdamW, {}, {}, id="bf16"),
     pytest.param(torch.float16, torch.optim.AdamW, {}, {}, id="fp16"),
@@ -131,10 +127,10 @@ def test_it_goes_on_bit_for_bit_elsewhere(tmp_path, monkeypatch, dtype, kind, op
         assert optimizer.steps == steps > 0
         assert optimizer.user_state == {"position": 3}
         assert optimizer.param_groups[0]["lr"] == 5e-3
-        assert same(everything(other, optimizer), before)
+        assert same_states(everything(other, optimizer), before)
         optimizer.load_state_dict(identity)
         assert trained(other, optimizer, dtype, 3, 6) == losses
-        assert same(everything(other, optimizer), after)
+        assert same_states(everything(other, optimizer), after)
         with pytest.raises(UsageError, match=rf"begun from a checkpoint of step {steps}"):
             optimizer.load_state_dict(identity)
 
@@ -224,11 +220,11 @@ def test_another_order_of_dimensions_goes_and_comes_whole(tmp_path, turned):
     model, optimizer = memascend.offload(model, optimizer, checkpoint=tmp_path / "saved")
     with optimizer:
         assert model[0].weight.stride() == given
-        assert same(everything(model, optimizer), before)
+        assert same_states(everything(model, optimizer), before)
         found = [step(model, optimizer) for _ in range(2)]
         if turned:  # convolutions of another layout are other kernels
             assert found == losses
-            assert same(everything(model, optimizer), after)
+            assert same_states(everything(model, optimizer), after)
         model.state_dict()
 
 

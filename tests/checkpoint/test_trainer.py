@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from parity.reference import Reference, threads_of_torch
+from support.bits import same_states
 from transformers import (
     AutoModelForSeq2SeqLM,
     Seq2SeqTrainer,
@@ -112,10 +113,6 @@ def weights(model):
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-def same(one, other):
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """The same training in RAM by torch's own optimizer, from the first step to the last."""
@@ -167,7 +164,7 @@ def test_resumed_it_is_the_undisturbed_training(tmp_path, monkeypatch, ended, un
         run = trainer(model, optimizer, output, Callback())
         run.train(resume_from_checkpoint=True)
         assert (said(run), optimizer.steps) == (undisturbed[0], STEPS)
-        assert same(weights(model), undisturbed[1])
+        assert same_states(weights(model), undisturbed[1])
         for entry in run.state.log_history:
             assert ("loss" in entry) == FIGURES.issubset(entry)
             if "loss" in entry:
@@ -179,7 +176,7 @@ def test_resumed_it_is_the_undisturbed_training(tmp_path, monkeypatch, ended, un
     assert sorted(os.listdir(output)) == ["checkpoint-4", "checkpoint-6"]
     assert last_checkpoint(output) == output / "checkpoint-6"
     loaded = AutoModelForSeq2SeqLM.from_pretrained(output / "checkpoint-6")
-    assert same(weights(loaded), undisturbed[1])
+    assert same_states(weights(loaded), undisturbed[1])
     files = set(os.listdir(output / "checkpoint-6"))
     assert {"memascend", "config.json", "model.safetensors", "optimizer.pt", "trainer_state.json"} <= files
 
@@ -217,7 +214,7 @@ def test_a_checkpoint_that_the_store_has_left_behind_is_refused(tmp_path, ended)
         run = trainer(model, optimizer, ended, Callback())
         with pytest.raises(UsageError, match=r"other weights .* step 5 of store .*checkpoint-2.* left as it is"):
             run.train(resume_from_checkpoint=True)
-        assert same(weights(model), before)
+        assert same_states(weights(model), before)
 
 
 def test_what_was_left_unfinished_is_passed_over(tmp_path, ended):
@@ -278,7 +275,7 @@ def test_a_model_of_ones_own(tmp_path, only):
         return
     manifest = json.loads((tmp_path / "whole/checkpoint-2/memascend/manifest.json").read_text())
     assert manifest["step"] == 2
-    assert same(run(tmp_path / "rest", Callback(), checkpoint=tmp_path / "whole/checkpoint-2"), whole)
+    assert same_states(run(tmp_path / "rest", Callback(), checkpoint=tmp_path / "whole/checkpoint-2"), whole)
 
 
 def test_an_optimizer_that_is_not_offloaded(tmp_path):
@@ -306,4 +303,4 @@ def test_adapters_on_a_frozen_model(tmp_path):
     folder = tmp_path / "whole" / "checkpoint-2"
     assert (folder / "adapter_model.safetensors").is_file()
     assert last_checkpoint(tmp_path / "whole") == tmp_path / "whole" / "checkpoint-4"
-    assert same(run(tmp_path / "rest", folder), whole)
+    assert same_states(run(tmp_path / "rest", folder), whole)

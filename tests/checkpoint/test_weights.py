@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.bits import same_states
 
 import memascend
 from memascend.errors import ConfigError, CorruptionError
@@ -111,10 +112,6 @@ def wanted(tmp_path, **options):
         return trained(model, optimizer), state(model)
 
 
-def same(one, other):
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
 def saved(model, path, *, drop=(), rename=lambda name: name, **more):
     tensors = {rename(name): tensor.clone() for name, tensor in model.state_dict().items() if name not in drop}
     save_file({**tensors, **more}, path)
@@ -154,13 +151,13 @@ def test_from_meta_it_is_the_same_training(tmp_path, how):
         assert all(one is other for one, other in zip(optimizer.param_groups[0]["params"], held, strict=True))
         assert model.head.weight is model.base.embed.weight
         assert trained(model, offloaded) == losses
-        assert same(state(model), after)
+        assert same_states(state(model), after)
     # The store goes on by itself.
     model = bodiless()
     model, offloaded = memascend.offload(model, adamw(model), storage=tmp_path / "run", existing="resume")
     with offloaded:
         assert offloaded.steps == 3
-        assert same(state(model), after)
+        assert same_states(state(model), after)
 
 
 @pytest.mark.parametrize("more", [True, False])
@@ -177,7 +174,7 @@ def test_a_base_models_prefix_may_be_on_one_side_only(tmp_path, more):
         other.base_model_prefix = "base"
     other, offloaded = memascend.offload(other, adamw(other), storage=tmp_path / "run", weights=weights)
     with offloaded:
-        assert same(state(other if not more else other.base), state(model.base))
+        assert same_states(state(other if not more else other.base), state(model.base))
 
 
 def test_tied_names_may_both_be_there_if_they_are_the_same(tmp_path):
@@ -186,12 +183,12 @@ def test_tied_names_may_both_be_there_if_they_are_the_same(tmp_path):
     other = bodiless()
     other, offloaded = memascend.offload(other, adamw(other), storage=tmp_path / "run", weights=weights)
     with offloaded:
-        assert same(state(other), state(model))
+        assert same_states(state(other), state(model))
     only = saved(model, tmp_path / "only.safetensors", drop={"base.embed.weight"})
     other = bodiless()
     other, offloaded = memascend.offload(other, adamw(other), storage=tmp_path / "run2", weights=only)
     with offloaded:
-        assert same(state(other), state(model))
+        assert same_states(state(other), state(model))
     differ = saved(real(tied=False), tmp_path / "differ.safetensors")
     other = bodiless()
     with pytest.raises(ConfigError, match=r"different values in the files: base.embed.weight and head.weight"):
@@ -231,7 +228,7 @@ def test_one_error_lists_what_does_not_fit_and_nothing_is_written(tmp_path):
     before = bodiless()
     before, offloaded = memascend.offload(before, adamw(before), storage=tmp_path / "run", existing="resume")
     with offloaded:
-        assert same(state(before), kept)
+        assert same_states(state(before), kept)
 
 
 def test_a_function_that_returns_what_does_not_fit(tmp_path):
@@ -297,7 +294,7 @@ def test_initialised_as_if_it_had_been_built_in_memory(tmp_path, caplog):
     )
     assert "initialised by the model's own code" in caplog.text
     with offloaded:
-        assert same(state(other), state(model))
+        assert same_states(state(other), state(model))
         assert torch.equal(other[2].turned.angles, model[2].turned.angles)
 
 
@@ -338,8 +335,8 @@ def test_what_is_real_keeps_its_values(tmp_path):
         model, adamw(model), storage=tmp_path / "run", weights=lambda name, _: values[name]
     )
     with offloaded:
-        assert same(state(model.adapter), before)
-        assert same(state(model.base), {name[5:]: values[name] for name in values if name.startswith("base.")})
+        assert same_states(state(model.adapter), before)
+        assert same_states(state(model.base), {name[5:]: values[name] for name in values if name.startswith("base.")})
 
 
 def test_refusals(tmp_path):

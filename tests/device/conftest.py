@@ -5,9 +5,12 @@ import os
 import pytest
 import torch
 from device.determinism import deterministic, refusal
+from support.fake_device import fake
 
 from memascend.device import device as devices
 from memascend.planning import options as config
+
+__all__ = ["device", "fake"]
 
 # A process has it from the start, as autograd looks for devices once; other tests are not to find it.
 POSES = os.environ.get("MEMASCEND_POSING") == "1"
@@ -20,6 +23,7 @@ DEVICES = [
     pytest.param(
         "posing",
         marks=[
+            pytest.mark.posing,
             pytest.mark.slow,
             pytest.mark.skipif(not POSES, reason="a process of its own has it: make test-posing"),
             # What operations by way of the CPU do, where a GPU's do it in place.

@@ -113,7 +113,7 @@ def ended(command, env, log, limit):
 def tested(options, told, env, until):
     """Runs tests until all have an outcome or the time is up; whether all have."""
     files = [str(path) for path in options.tests or ([ROOT / "tests/device"] if options.posing else with_devices())]
-    marked = ["-m", "not gpu" if options.posing else "gpu"] if not options.tests else []
+    marked = ["-m", "posing" if options.posing else "gpu"] if not options.tests else []
     command = [
         sys.executable, "-m", "pytest", "-q", "-p", "device.told", "-p", "no:cacheprovider", "-p", "no:xdist",
         "--timeout", str(options.timeout), *marked, *files,

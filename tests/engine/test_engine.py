@@ -6,6 +6,7 @@ import textwrap
 
 import pytest
 import torch
+from support.bits import same_bits
 
 from memascend import engine, kernels
 from memascend.cli import main
@@ -34,10 +35,6 @@ def made(path, **options):
     frozen = engine.Entry(name="frozen", values=torch.arange(5000.0).bfloat16(), state={}, unit="rest")
     buffer = engine.Entry(name="mean", values=torch.zeros(3), state={}, unit="rest", buffer=True)
     return engine.Store.create(path, [*entries, frozen, buffer], chunk_elements=CHUNK, **options)
-
-
-def same_bits(one, other):
-    return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 @pytest.mark.parametrize("backend", ["io_uring", "threads"])

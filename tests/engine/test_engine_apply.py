@@ -5,6 +5,7 @@ import threading
 
 import pytest
 import torch
+from support.bits import same_bits
 
 from memascend import engine
 from memascend.errors import ConfigError, UsageError
@@ -51,10 +52,6 @@ def on_chunk(chunk):
     arithmetic(chunk.values, chunk.gradient, chunk.state, first=chunk.start == 0, last=chunk.last)
 
 
-def same(one, other):
-    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
-
-
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("spilled", [False, True])
 @pytest.mark.parametrize("chunks", [2, 4])
@@ -75,9 +72,9 @@ def test_what_was_applied_is_what_it_is_in_memory(tmp_path, whole, spilled, chun
         store.verify()
         for name, values in held.items():
             stored, state = store.read(name)
-            assert same(stored, values), name
+            assert same_bits(stored, values), name
             for of, tensor in states[name].items():
-                assert same(state[of], tensor), (name, of)
+                assert same_bits(state[of], tensor), (name, of)
         assert applying.counters()["applied"] == 3 * len(held)
         # The ring, two sets of other state, and the room for a whole one: nothing else, whatever the entries' number.
         sizes = store.info()
@@ -172,7 +169,7 @@ def test_an_exception_fails_the_step_once_and_is_the_cause(tmp_path, whole):
             assert again.value.__cause__ is None
             applying.discard()
         for name in names:
-            assert same(store.read(name)[0], held[name])
+            assert same_bits(store.read(name)[0], held[name])
             applying.apply(name, lambda chunk: chunk.values.fill_(7), step=1, gradient=held[name], whole=whole)
         applying.commit(1)
         assert all((store.read(name)[0] == 7).all() for name in names)
@@ -246,4 +243,4 @@ def test_it_is_closed_in_the_middle(tmp_path):
         begun.wait()
         applying.close()
         for name, values in held.items():
-            assert same(store.read(name)[0], values)
+            assert same_bits(store.read(name)[0], values)

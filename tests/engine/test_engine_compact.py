@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.bits import same_bits
 
 from memascend import engine, kernels
 from memascend.errors import ConfigError, UsageError
@@ -33,10 +34,6 @@ def described(held):
 
 def made(path, held, **options):
     return engine.Store.create(path, described(held), chunk_elements=CHUNK, **options)
-
-
-def same_bits(one, other):
-    return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 class InMemory:

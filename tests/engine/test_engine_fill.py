@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.bits import same_bits
 
 from memascend import engine
 from memascend.errors import ConfigError, UsageError
@@ -21,10 +22,6 @@ def entries():
     made.append(engine.Entry(name="bare", values=torch.randint(0, 99, (5000,)), state={}))
     made.append(engine.Entry(name="alone", values=torch.randn(3), state={"step": torch.tensor(3)}))
     return made
-
-
-def bits(tensor):
-    return tensor.reshape(-1).view(torch.uint8)
 
 
 def zeroed(entry):
@@ -50,10 +47,10 @@ def test_what_was_filled_is_what_was_given(tmp_path, given, chunks):
         store.verify()
         for entry in wanted:
             values, state = store.read(entry.name)
-            assert torch.equal(bits(values), bits(entry.values)), entry.name
+            assert same_bits(values, entry.values), entry.name
             for of, tensor in state.items():
                 begun = entry.values.float() if of == "master" else torch.zeros_like(tensor)
-                assert torch.equal(bits(tensor), bits(entry.state[of] if given else begun)), (entry.name, of)
+                assert same_bits(tensor, entry.state[of] if given else begun), (entry.name, of)
 
 
 def test_what_does_not_fit_is_refused(tmp_path):

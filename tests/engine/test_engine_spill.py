@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.bits import same_bits
 
 from memascend import engine, kernels
 from memascend.errors import ConfigError, CorruptionError, UsageError
@@ -29,10 +30,6 @@ def made(path, spill=None, **options):
 def gradient(shape, dtype):
     # Wide enough for denormals and for sums that overflow float16.
     return (torch.randn(shape) * torch.rand(shape).mul(40).sub(24).exp2()).clamp(-60_000, 60_000).to(dtype)
-
-
-def same_bits(one, other):
-    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from support.bits import as_bytes
 
 from memascend import engine
 from memascend.errors import ConfigError, CorruptionError, StorageError, UsageError
@@ -56,9 +57,8 @@ def fetched(store, sizes, unit):
     return into, version
 
 
-def as_bytes(values, order):
-    laid_out = values.permute(order) if order else values
-    return laid_out.contiguous().reshape(-1).view(torch.uint8)
+def laid_out(values, order):
+    return as_bytes(values.permute(order) if order else values)
 
 
 def test_sizes_need_no_device_and_are_what_the_store_and_the_engine_say(tmp_path):
@@ -160,7 +160,7 @@ def test_a_unit_is_fetched_as_it_was_committed(tmp_path, backend):
                 assert version == (step if unit == "one" else 1)
                 for one in store.entries():
                     if one["unit"] == number:
-                        wanted = as_bytes(held[one["name"]], one["order"])
+                        wanted = laid_out(held[one["name"]], one["order"])
                         at = one["unit_offset"]
                         assert torch.equal(into[at : at + wanted.numel()], wanted)
         counters = store.counters()
@@ -173,7 +173,7 @@ def test_fetches_from_many_threads_and_dropped_ones(tmp_path):
     sizes = engine.sizes(entries("meta"), chunk_elements=CHUNK)
     with made(tmp_path / "store") as store:
         wrong = []
-        wanted = as_bytes(entries()[0].values, None)
+        wanted = as_bytes(entries()[0].values)
 
         def reader():
             for _ in range(20):
@@ -205,7 +205,7 @@ def test_fetches_refuse_what_does_not_fit_and_name_what_is_damaged(tmp_path):
         with pytest.raises(ConfigError, match=match):
             store.fetch(unit, into)
     held = path.read_bytes()
-    wanted = bytes(as_bytes(entries()[0].values, None)[4096:4160].tolist())
+    wanted = bytes(as_bytes(entries()[0].values)[4096:4160].tolist())
     at = held.index(wanted)
     with path.open("r+b") as file:
         file.seek(at)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.bits import as_bytes, same_bits
 from torch import nn
 
 import memascend
@@ -42,10 +43,6 @@ def training():
     return module
 
 
-def bits(tensor):
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
 def filled(dtype, numel):
     values = torch.randint(0, 2 if dtype == torch.bool else 256, (numel * dtype.itemsize,), dtype=torch.uint8)
     return values.view(dtype)
@@ -73,7 +70,7 @@ def test_values_of_any_size_beside_twenty_bytes_of_state_come_back(tmp_path, nam
         for entry in entries:
             values, found = store.read(entry.name)
             assert values.dtype == entry.values.dtype
-            assert torch.equal(bits(values), bits(entry.values)), entry.name
+            assert same_bits(values, entry.values), entry.name
             assert all(torch.equal(found[of], tensor) for of, tensor in entry.state.items())
 
 
@@ -173,7 +170,7 @@ def unpacked(folder, name):
 
 
 def digest(tensor):
-    return hashlib.sha256(bits(tensor).numpy().tobytes()).hexdigest()[:32]
+    return hashlib.sha256(as_bytes(tensor).numpy().tobytes()).hexdigest()[:32]
 
 
 # Two devices, durability "step"; one, with "close", of a boot that has gone.

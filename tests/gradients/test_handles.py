@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from support.bits import same_bits
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from memascend.errors import UsageError
@@ -58,22 +59,18 @@ def handle_of(tensor, **options):
     return GradientHandle(InMemory(tensor, **options), strides=tensor.stride())
 
 
-def bits(tensor):
-    return tensor.detach().clone().contiguous().reshape(-1).view(torch.uint8)
-
-
 def assert_same(handle, expected):
     """What the step would use: by replay and, where there are any, by factors."""
     got = handle.materialize()
     assert got.dtype == expected.dtype
     assert got.stride() == expected.stride()
-    assert torch.equal(bits(got), bits(expected))
+    assert same_bits(got, expected)
     factors = handle.factors()
     if factors is not None:
         product = handle.kept.tensor.clone()
         for factor in factors:
             product = (product.float() * torch.tensor(factor, dtype=torch.float32)).to(product.dtype)
-        assert torch.equal(bits(product), bits(expected))
+        assert same_bits(product, expected)
 
 
 def gradient(shape=(3, 5), dtype=torch.float32, seed=0):
@@ -444,7 +441,7 @@ def assert_all_same(plain, ours):
         if isinstance(parameter.grad, GradientHandle):
             assert_same(parameter.grad, expected.grad)
         else:
-            assert torch.equal(bits(parameter.grad), bits(expected.grad))
+            assert same_bits(parameter.grad, expected.grad)
 
 
 @pytest.mark.parametrize("foreach", [None, True, False])
@@ -456,7 +453,7 @@ def test_torchs_clipping_has_torchs_bits(foreach, dtype, norm_type):
         expected = clip_grad_norm_(plain, max_norm, norm_type, foreach=foreach)
         got = clip_grad_norm_(ours, max_norm, norm_type, foreach=foreach)
         assert got.dtype == expected.dtype
-        assert torch.equal(bits(got), bits(expected))
+        assert same_bits(got, expected)
     assert_all_same(plain, ours)
     norm = get_total_norm([p.grad for p in ours], norm_type, foreach=foreach)
     assert torch.equal(norm, get_total_norm([p.grad for p in plain], norm_type, foreach=foreach))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.bits import same_bits
 
 from memascend import ConfigError, kernels
 from memascend.kernels.adamw import adamw_reference
@@ -38,11 +39,6 @@ def any_bits(numel, seed, dtype=torch.float32):
 
 def bits(tensor):
     return tensor.view(torch.int32 if tensor.element_size() == 4 else torch.int16)
-
-
-def same_bits(left, right):
-    """Equal bits; a NaN equals a NaN, whose payload is nobody's business."""
-    return bool(((bits(left) == bits(right)) | (left.isnan() & right.isnan())).all())
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from support.bits import same_bits
 
 from memascend import kernels
 from memascend.kernels.adamw import adamw_reference
@@ -17,11 +18,6 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 def randoms(numel, dtype=torch.float32, seed=0):
     generator = torch.Generator(device="cuda").manual_seed(seed)
     return torch.randn(numel, generator=generator, device="cuda").to(dtype)
-
-
-def same_bits(left, right):
-    kind = torch.int32 if left.dtype == torch.float32 else torch.int16
-    return torch.equal(left.view(kind), right.view(kind))
 
 
 def test_the_device_has_the_kernels():

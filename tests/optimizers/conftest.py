@@ -19,14 +19,6 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def same_bits(one, other):
-    return (
-        one.dtype == other.dtype
-        and one.shape == other.shape
-        and torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
-    )
-
-
 class Streamed:
     """A parameter of which only parts are ever seen: what the engine does, in memory."""
 
@@ -83,11 +75,6 @@ class Streamed:
         function = generic.update(optimizer, group, self.kept, first=self.updates == 0, **options)
         self.apply(function, gradient, whole)
         self.updates += 1
-
-
-@pytest.fixture
-def bits():
-    return same_bits
 
 
 @pytest.fixture

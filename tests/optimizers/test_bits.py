@@ -5,6 +5,7 @@ import inspect
 
 import pytest
 import torch
+from support.bits import same_bits
 
 from memascend.optimizers import generic
 
@@ -105,7 +106,7 @@ def test_every_class_of_torch_is_tried_or_refused():
 
 
 @pytest.fixture
-def run_and_compare(streamed_part, bits):
+def run_and_compare(streamed_part):
     def run(name, groups, options, master_dtype, steps=STEPS, threads=1, chunk=2048):
         """Train in memory and in parts side by side; gradients are missing now and then, and lr changes."""
         torch.set_num_threads(threads)
@@ -134,15 +135,15 @@ def run_and_compare(streamed_part, bits):
             reference.step()
         assert not original.state
         for part, (_, twin) in zip(streamed, members(reference), strict=True):
-            assert bits(part.shaped(part.values), twin.detach().to(dtype)), part.kept.shape
+            assert same_bits(part.shaped(part.values), twin.detach().to(dtype)), part.kept.shape
             if wide:
-                assert bits(part.shaped(part.state["master"]), twin.detach())
+                assert same_bits(part.shaped(part.state["master"]), twin.detach())
             wanted = reference.state.get(twin, {})
             exported = generic.export_state(part.kept, part.state)
             assert list(exported) == list(wanted)
             for of, value in wanted.items():
                 if isinstance(value, torch.Tensor):
-                    assert bits(exported[of].reshape(-1), part.flat(value).reshape(-1)), of
+                    assert same_bits(exported[of].reshape(-1), part.flat(value).reshape(-1)), of
                 else:
                     assert type(exported[of]) is type(value)
                     assert exported[of] == value
@@ -233,7 +234,7 @@ def test_classes_of_users_get_whole_parameters_and_the_same_bits(run_and_compare
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16+master", "bf16"])
 @pytest.mark.parametrize("name", [name for name in CASES if name != "SparseAdam"])
-def test_state_that_an_optimizer_has_moves_in_and_goes_on(streamed_part, bits, name, dtype):
+def test_state_that_an_optimizer_has_moves_in_and_goes_on(streamed_part, name, dtype):
     dtype, master_dtype = DTYPES[dtype]
     options = CASES[name][-1]
     shape = (41, 73)
@@ -253,4 +254,4 @@ def test_state_that_an_optimizer_has_moves_in_and_goes_on(streamed_part, bits, n
     twin.grad = gradient.to(twin.dtype)
     reference.step()
     streamed.step(begun, begun.param_groups[0], gradient)
-    assert bits(streamed.shaped(streamed.values), twin.detach().to(dtype))
+    assert same_bits(streamed.shaped(streamed.values), twin.detach().to(dtype))

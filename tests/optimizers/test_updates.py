@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.bits import same_bits
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from memascend.errors import ConfigError, UsageError
@@ -32,7 +33,7 @@ def test_hooks_are_for_steps_and_not_for_parameters(streamed_part):
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch, about torch
 @pytest.mark.parametrize("name", ["SGD", "Adagrad"])
-def test_sparse_gradients_get_the_bits_of_torch(streamed_part, bits, name):
+def test_sparse_gradients_get_the_bits_of_torch(streamed_part, name):
     values = torch.randn(50, 9)
     twin = torch.nn.Parameter(values.clone())
     original = getattr(torch.optim, name)([torch.nn.Parameter(values.clone())])
@@ -43,7 +44,7 @@ def test_sparse_gradients_get_the_bits_of_torch(streamed_part, bits, name):
         twin.grad = sparse(generator)
         reference.step()
         streamed.step(original, original.param_groups[0], twin.grad)
-    assert bits(streamed.shaped(streamed.values), twin.detach())
+    assert same_bits(streamed.shaped(streamed.values), twin.detach())
     function = generic.update(original, original.param_groups[0], streamed.kept, first=False, gradient=twin.grad)
     streamed.chunk = 7
     with pytest.raises(UsageError, match="whole=True"):
@@ -123,7 +124,7 @@ def test_an_update_has_the_options_of_the_moment_when_it_was_made(streamed_part)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_factors_round_to_the_gradients_type_and_the_scale_does_not(streamed_part, bits, dtype):
+def test_factors_round_to_the_gradients_type_and_the_scale_does_not(streamed_part, dtype):
     parameter = torch.nn.Parameter(torch.randn(5000).to(dtype))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     streamed = streamed_part(optimizer, parameter, torch.float32)
@@ -134,10 +135,10 @@ def test_factors_round_to_the_gradients_type_and_the_scale_does_not(streamed_par
         scaled.mul_(factor)
     wanted = (parameter.detach().float() - scaled.float() * 0.77).to(dtype)
     streamed.step(optimizer, optimizer.param_groups[0], gradient, factors=factors, grad_scale=0.77)
-    assert bits(streamed.values, wanted)
+    assert same_bits(streamed.values, wanted)
 
 
-def test_a_gradient_given_whole_is_cut_in_the_order_of_the_bytes(streamed_part, bits):
+def test_a_gradient_given_whole_is_cut_in_the_order_of_the_bytes(streamed_part):
     values = torch.randn(8, 6, 13, 11).to(memory_format=torch.channels_last)
     gradient = torch.randn(8, 6, 13, 11)
     parameter = torch.nn.Parameter(values)
@@ -145,7 +146,7 @@ def test_a_gradient_given_whole_is_cut_in_the_order_of_the_bytes(streamed_part, 
     streamed = streamed_part(optimizer, parameter, None)
     function = generic.update(optimizer, optimizer.param_groups[0], streamed.kept, first=True, gradient=gradient)
     streamed.apply(function, None, whole=False)
-    assert bits(streamed.shaped(streamed.values), values - gradient)
+    assert same_bits(streamed.shaped(streamed.values), values - gradient)
     with pytest.raises(UsageError, match="without a gradient"):
         streamed.apply(generic.update(optimizer, optimizer.param_groups[0], streamed.kept, first=True), None, False)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from parity.reference import Reference, threads_of_torch
+from support.bits import same_bits
 
 import memascend
 
@@ -229,11 +230,7 @@ def same(left, right):
     """The same bits, but for the payload of a NaN."""
     if not (isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor)):
         return bool(left == right)
-    if left.dtype != right.dtype or left.shape != right.shape:
-        return False
-    if not left.dtype.is_floating_point:
-        return torch.equal(left, right)
-    return bool(((left == right) & (left.signbit() == right.signbit()) | (left.isnan() & right.isnan())).all())
+    return same_bits(left, right, any_nan=True)
 
 
 def _named(outcome):

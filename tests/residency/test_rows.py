@@ -6,6 +6,7 @@ import logging
 import pytest
 import torch
 from parity.zoo_rows import CLASSES, PADDING, VOCABULARY, WIDTH, Classifier, UsedElsewhere, classes, words
+from support.bits import same_bits
 from torch import nn
 
 import memascend
@@ -44,10 +45,6 @@ def trained(model, optimizer, count=2):
         optimizer.zero_grad()
 
 
-def bits(tensor):
-    return tensor.contiguous().view(torch.uint8)
-
-
 # --- the gradient -------------------------------------------------------------
 
 
@@ -60,14 +57,14 @@ def test_windows_of_a_gradient_are_torchs_bits(dtype, rows, width, named, paddin
     gradient = torch.randn(2, named // 2, width, generator=generator).to(dtype)
     wanted = torch.ops.aten.embedding_dense_backward(gradient, indices, rows, padding, False)
     made = RowGradient((Term.of(gradient, indices, padding),), (rows, width), dtype)
-    assert torch.equal(bits(made.dense()), bits(wanted))
+    assert same_bits(made.dense(), wanted)
     step = max(1, rows // 7)
     parts = [made.window(first, min(rows, first + step)) for first in range(0, rows, step)]
-    assert torch.equal(bits(torch.cat(parts)), bits(wanted))
+    assert same_bits(torch.cat(parts), wanted)
     # As the engine asks: whole chunks, whatever a row is.
     count = 2048
     flat = [made.elements(at, min(count, rows * width - at)) for at in range(0, rows * width, count)]
-    assert torch.equal(bits(torch.cat(flat)), bits(wanted.flatten()))
+    assert same_bits(torch.cat(flat), wanted.flatten())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -84,11 +81,11 @@ def test_look_ups_are_added_as_torch_adds_them(dtype):
         terms.append(RowGradient((Term.of(gradient, indices, -1),), (rows, width), dtype))
     made = terms[0] + terms[1] + terms[2]
     assert isinstance(made, RowGradient)
-    assert torch.equal(bits(made.dense()), bits(total))
+    assert same_bits(made.dense(), total)
     # Beside a gradient of all of it, which somebody else has.
     other = torch.randn(rows, width, generator=generator).to(dtype)
-    assert torch.equal(bits(other + made), bits(other + total))
-    assert torch.equal(bits(made.clone() * 2), bits(total * 2))
+    assert same_bits(other + made, other + total)
+    assert same_bits(made.clone() * 2, total * 2)
     with pytest.raises(memascend.UsageError, match="cannot be changed"):
         made.mul_(2)
 
@@ -135,7 +132,7 @@ def test_a_look_up_gives_the_rows(tmp_path, rows, width, dtype):
         for ids in asked:
             with torch.no_grad():
                 got = model(ids)
-            assert torch.equal(bits(got), bits(nn.functional.embedding(ids, whole)))
+            assert same_bits(got, nn.functional.embedding(ids, whole))
         fetches = optimizer.report().units["fetches"]
         assert fetches <= 3, "an embedding was read whole"
 
@@ -216,7 +213,7 @@ def test_an_arithmetic_that_flushes_denormals_is_the_callers(tmp_path):
                 torch.set_flush_denormal(False)
             optimizer.zero_grad()
     for wanted, got in found.values():
-        assert torch.equal(bits(wanted), bits(got))
+        assert same_bits(wanted, got)
     assert not torch.equal(found[False][0], found[True][0])
 
 

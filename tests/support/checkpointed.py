@@ -6,7 +6,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["Block", "Model", "keeper"]
+import memascend
+
+__all__ = ["WIDTH", "Block", "Model", "keeper", "offloaded", "rows"]
+
+WIDTH = 64
 
 
 class Block(nn.Module):
@@ -38,3 +42,14 @@ class Model(nn.Module):
 
 def keeper(model):
     return model._memascend._session.residency.hooks.keeper
+
+
+def offloaded(folder, *, blocks, reentrant=False, **options):
+    torch.manual_seed(0)
+    model = Model(WIDTH, blocks, reentrant=reentrant)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return memascend.offload(model, optimizer, storage=folder / "run.store", **options)
+
+
+def rows(count, seed=1):
+    return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(seed)).requires_grad_()

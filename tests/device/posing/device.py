@@ -1,7 +1,8 @@
 """Registers a torch device ("posing") that acts as a GPU with the CPU's bits: parameters, gradients, copy streams.
 
-What `staged.fake` shows of copies, this shows of everything that has to be told apart by where it lies: host memory and
-the device's never mix, a pointer to the device's memory faults on the host, and a backward runs on a thread of its own.
+What `support.fake_device` shows of copies, this shows of everything that has to be told apart by where it lies: host
+memory and the device's never mix, a pointer to the device's memory faults on the host, and a backward runs on a thread
+of its own.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import types
 from pathlib import Path
 
 import torch
-from staged.fake import Fake
+from support.fake_device import Fake
 from torch.utils import cpp_extension
 
 ROOT = Path(__file__).resolve().parents[2]

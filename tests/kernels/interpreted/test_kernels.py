@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from support.bits import same_bits
 
 from memascend.kernels import adamw_jit, casts_jit, check_jit
 from memascend.kernels.adamw import adamw_reference
@@ -22,11 +23,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 def randoms(numel, dtype, seed=0, scale=1.0):
     return (torch.randn(numel, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
-
-
-def same_bits(left, right):
-    kind = torch.int32 if left.dtype == torch.float32 else torch.int16
-    return torch.equal(left.view(kind), right.view(kind))
 
 
 def agree(result, expected):

@@ -15,10 +15,13 @@ import queue
 import threading
 import time
 
+import pytest
 import torch
 
+from memascend.device import device
 from memascend.device.device import CAPTURED
 from memascend.errors import UsageError
+from memascend.planning import options as config
 
 # NaN in every floating type, and nothing that an integer is likely to be.
 SPOILT = 0xFF
@@ -165,3 +168,14 @@ class Fake:
             direction.waiting.put(None)
             direction.thread.join(60)
             assert not direction.thread.is_alive()
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """Every `offload()` computes on it."""
+    made = Fake(fills=0.05)
+    monkeypatch.setattr(device, "open_device", lambda _: made)
+    # Whatever a call asks for, it is asked of this one.
+    monkeypatch.setattr(config.Options, "where", torch.device("cuda"))
+    yield made
+    made.end()

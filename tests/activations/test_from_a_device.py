@@ -2,18 +2,20 @@
 
 import dataclasses
 import gc
+from functools import partial
 
 import pytest
 import torch
 from parity.harness import Mode, check, reference
 from parity.zoo_transformers import TRANSFORMERS
-from support.checkpointed import Model, keeper
+from support import checkpointed
+from support.checkpointed import WIDTH, keeper
 
 import memascend
 from memascend.activations import activations
 from memascend.activations import pool as activation_memory
 
-WIDTH, ROWS, BLOCKS = 64, 64, 6
+ROWS, BLOCKS = 64, 6
 NBYTES = ROWS * WIDTH * 4
 # Room for all blocks' inputs, what they share, and what is kept spare.
 GROUPS = BLOCKS + 2
@@ -30,17 +32,8 @@ def small(monkeypatch):
     monkeypatch.setattr(activations, "MORE_USUAL", GROUPS)
 
 
-def offloaded(tmp_path, *, reentrant=False, **options):
-    torch.manual_seed(0)
-    model = Model(WIDTH, BLOCKS, reentrant=reentrant)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return memascend.offload(
-        model, optimizer, **{"storage": tmp_path / "run.store", "activations": "host", "gradients": "ssd", **options}
-    )
-
-
-def rows(seed=1):
-    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+offloaded = partial(checkpointed.offloaded, blocks=BLOCKS, activations="host", gradients="ssd")
+rows = partial(checkpointed.rows, ROWS)
 
 
 def smallest(tmp_path, **options):

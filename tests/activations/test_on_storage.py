@@ -3,10 +3,12 @@
 import errno
 import gc
 import re
+from functools import partial
 
 import pytest
 import torch
-from support.checkpointed import Block, Model, keeper
+from support import checkpointed
+from support.checkpointed import WIDTH, Block, keeper
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -14,7 +16,7 @@ import memascend
 from memascend.activations import activations
 from memascend.activations import scratch_files as scratch
 
-WIDTH, ROWS, BLOCKS = 64, 128, 10
+ROWS, BLOCKS = 128, 10
 
 
 @pytest.fixture(params=[{4096: 3}, {1 << 20: 8}], ids=["small", "usual"])
@@ -22,17 +24,8 @@ def chunks(request, monkeypatch):
     monkeypatch.setattr(activations, "CHUNKS", request.param)
 
 
-def offloaded(tmp_path, *, reentrant=False, **options):
-    torch.manual_seed(0)
-    model = Model(WIDTH, BLOCKS, reentrant=reentrant)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return memascend.offload(
-        model, optimizer, **{"storage": tmp_path / "run.store", "activations": "ssd", "gradients": "ram", **options}
-    )
-
-
-def rows(seed=1):
-    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+offloaded = partial(checkpointed.offloaded, blocks=BLOCKS, activations="ssd", gradients="ram")
+rows = partial(checkpointed.rows, ROWS)
 
 
 def trained(tmp_path, **options):

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from staged.fake import SPOILT, Fake, Work
+from support.fake_device import SPOILT, Fake, Work
 
 from memascend import engine
 from memascend.device.arena import DeviceArena

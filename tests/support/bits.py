@@ -1,0 +1,27 @@
+"""The bits of tensors: as bytes, and whether two tensors or two state dicts have the same ones."""
+
+import torch
+
+__all__ = ["as_bytes", "same_bits", "same_states"]
+
+
+def as_bytes(tensor):
+    """The bytes of its elements, in the order of its dimensions."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def same_bits(one, other, *, any_nan=False):
+    """Whether dtype, shape and bits are the same; with `any_nan`, a NaN equals a NaN of any payload."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    if any_nan and one.is_floating_point():
+        nan = one.isnan()
+        if not torch.equal(nan, other.isnan()):
+            return False
+        one, other = one.masked_fill(nan, 0), other.masked_fill(nan, 0)
+    return torch.equal(as_bytes(one), as_bytes(other))
+
+
+def same_states(one, other):
+    """Whether two dicts of tensors have the same names and bits."""
+    return one.keys() == other.keys() and all(same_bits(one[name], other[name]) for name in one)
