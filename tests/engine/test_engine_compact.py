@@ -299,8 +299,8 @@ def test_killed_at_random_moments_it_is_what_was_never_killed(loaded, tmp_path):
         import sys, torch
         torch.set_num_threads(1)
         sys.path.insert(0, sys.argv[1])
-        import test_engine_compact
+        from engine import test_engine_compact
         test_engine_compact.killed_at_random_moments(sys.argv[2], 15)
     """
-    output = loaded(textwrap.dedent(program), Path(__file__).parent, tmp_path / "store")
+    output = loaded(textwrap.dedent(program), Path(__file__).parents[1], tmp_path / "store")
     assert int(output.split()[-1]) > 15  # it got somewhere between the kills
