@@ -1,7 +1,6 @@
 """Tests plans in a budget: `smallest`, host memory, and what a step reads."""
 
 import json
-from dataclasses import dataclass
 
 import pytest
 from hypothesis import given, settings
@@ -9,21 +8,13 @@ from hypothesis import strategies as st
 
 import memascend
 from memascend import memory
+from memascend.engine import Sizes
 from memascend.planning.forward_order import forward_order, reads, windows
 from memascend.planning.plan import make_plan
+from memascend.planning.requirements import Requirements
 from memascend.planning.units import Unit
 
 PAGE = 4096
-
-
-@dataclass
-class Sizes:
-    total_bytes: int
-    slot_bytes: int
-    index_bytes: int
-    buffer_bytes: int
-    chunk_bytes: int
-    unit_bytes: dict
 
 
 def unit(name, pages, **more):
@@ -41,14 +32,23 @@ def model(layers=6, *, block=30, embedding=100, tied=False, frozen=False):
 
 def sizes_of(units):
     values = sum(each.nbytes for each in units)
-    return Sizes(12 * values, 6 * values, 640, 2 * PAGE, 16 * PAGE, {each.name: each.nbytes for each in units})
+    return Sizes(
+        total_bytes=12 * values,
+        slot_bytes=6 * values,
+        index_bytes=640,
+        buffer_bytes=2 * PAGE,
+        chunk_bytes=16 * PAGE,
+        other_bytes=0,
+        unit_bytes={each.name: each.nbytes for each in units},
+    )
 
 
-def plan(units, budget=None, gradients="auto", **more):
+def plan(units, budget=None, gradients="auto", device_budget=None, **more):
     largest = max(each.nbytes for each in units)
     total = sum(each.nbytes for each in units)
     given = {"largest_gradient": largest, "all_gradients": total, **more}
-    return make_plan(units, sizes_of(units), gradients=gradients, budget=budget, **given)
+    run = Requirements(units=units, sizes=sizes_of(units), gradients=gradients, **given)
+    return make_plan(run, budget=budget, device_budget=device_budget)
 
 
 def admits(classes, held):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import memascend
 from memascend.cli import main
 from memascend.cli.bench.reservation import POOLS, load_models, reserve, unit_bytes
-from memascend.planning.plan import arena_classes
+from memascend.planning.slot_classes import arena_classes
 
 windows = st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=4), min_size=1, max_size=6)
 

@@ -30,7 +30,7 @@ BASE = {"closing", "errors", "formatting", "pages", "paths", "progress", "memory
 ROOMS = {
     "engine": BASE,
     "kernels": BASE,
-    "planning": BASE,
+    "planning": BASE | {"engine"},
     "residency": BASE | {"engine"},
     "device": BASE | {"engine", "residency"},
     "activations": BASE | {"engine", "device"},

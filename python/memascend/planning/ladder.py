@@ -1,92 +1,63 @@
-"""Chooses how a budget is divided between units, update chunks and gradients."""
+"""Chooses how a budget is divided: the last rung of a ladder that it allows, then more of each part."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Held", "choose"]
+    from memascend.planning.memory_split import MemoryPlanner, MemorySplit
+
+__all__ = ["choose", "rungs"]
+
+# Staging chunks: fewer do not overlap at all; four do, but the disk runs dry while one is computed; more gain nothing.
+_CHUNKS_MIN, _CHUNKS_FEW, _CHUNKS = 2, 4, 12
 
 
-class Held(Protocol):
-    """One way to divide memory: with units and gradients on the host, or on a device of its own."""
-
-    @property
-    def window(self) -> int:
-        """Units that follow each other and are in memory at once."""
-
-    @property
-    def chunks(self) -> int:
-        """Of the update."""
-
-    @property
-    def queue_bytes(self) -> int:
-        """Of gradients that wait."""
-
-    @property
-    def peak(self) -> int:
-        """On the host."""
-
-    @property
-    def device_peak(self) -> int:
-        """On the device."""
-
-    @property
-    def units_peak(self) -> int:
-        """Of the memory in which units lie."""
+def rungs(planner: MemoryPlanner) -> list[MemorySplit]:
+    """From the smallest split to the comfortable one, in the order of what it gains: two chunks more cost little."""
+    run = planner.run
+    return [
+        planner.smallest(1, _CHUNKS_MIN, run.largest_gradient),
+        planner.smallest(1, _CHUNKS_FEW, run.largest_gradient),
+        planner.smallest(2, _CHUNKS_FEW, run.largest_gradient),
+        planner.smallest(2, _CHUNKS_FEW, planner.queue_bytes),
+        planner.smallest(2, _CHUNKS, planner.queue_bytes).with_activations(run.activation_groups, run.group_bytes),
+    ]
 
 
-_Held = TypeVar("_Held", bound=Held)
-
-
-class Planner(Protocol[_Held]):
-    """What makes such ways."""
-
-    queue_bytes: int
-
-    def settled(self, window: int, chunks: int, queue_bytes: int) -> _Held:
-        """The smallest memory that does with these."""
-
-    def widened(self, held: _Held, budget: int | None) -> _Held:
-        """More slots, within the memory in which units lie."""
-
-
-def choose(
-    planner: Planner[_Held], rungs: Sequence[_Held], budget: int, device_budget: int | None, *, spares: bool
-) -> _Held:
-    """The best way within `budget` on the host and, where units lie there, `device_budget` on a device.
+def choose(planner: MemoryPlanner, steps: Sequence[MemorySplit], budget: int, device_budget: int | None) -> MemorySplit:
+    """The best split within `budget` on the host and, where units lie there, `device_budget` on a device.
 
     Args:
         planner: makes others than the rungs.
-        rungs: from the smallest to the comfortable one.
+        steps: the rungs.
         budget: at least the smallest rung's.
         device_budget: likewise; None: units lie on the host.
-        spares: gradients may take what is left over.
     """
-    comfortable = rungs[-1]
+    comfortable = steps[-1]
     limit = budget if device_budget is None else device_budget
 
-    def fits(held: _Held) -> bool:
-        return held.peak <= budget and (device_budget is None or held.device_peak <= device_budget)
+    def fits(split: MemorySplit) -> bool:
+        return split.peak <= budget and (device_budget is None or split.device_peak <= device_budget)
 
     if fits(comfortable):
         return planner.widened(comfortable, limit)
-    chosen = [rung for rung in rungs if fits(rung)][-1]
+    chosen = [step for step in steps if fits(step)][-1]
     if device_budget is not None:
         # The host's budget is for chunks, the device's for all else: too little of one leaves the other what it has.
-        for rung in rungs:
-            other = planner.settled(rung.window, chosen.chunks, rung.queue_bytes)
+        for step in steps:
+            other = planner.smallest(step.window, chosen.chunks, step.queue_bytes)
             chosen = other if fits(other) else chosen
     if device_budget is None or device_budget < comfortable.device_peak:
-        # Gradients get what is left, up to what they would have with ease.
-        spare = limit - chosen.units_peak if spares else 0
+        # Gradients get what is left, up to what they would have with ease; where all are held, they have it.
+        spare = limit - chosen.units_peak if planner.run.gradients != "ram" else 0
         queue_bytes = max(chosen.queue_bytes, min(planner.queue_bytes, chosen.queue_bytes + spare))
-        chosen = planner.settled(chosen.window, chosen.chunks, queue_bytes)
+        chosen = planner.smallest(chosen.window, chosen.chunks, queue_bytes)
     # And then chunks.
     for chunks in range(comfortable.chunks, chosen.chunks, -1):
-        more = planner.settled(chosen.window, chunks, chosen.queue_bytes)
+        more = planner.smallest(chosen.window, chunks, chosen.queue_bytes)
         if fits(more):
             chosen = more
             break

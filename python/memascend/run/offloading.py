@@ -30,6 +30,7 @@ from memascend.paths import expanded
 from memascend.planning.embeddings import by_rows
 from memascend.planning.options import Options
 from memascend.planning.plan import make_plan
+from memascend.planning.requirements import Requirements
 from memascend.planning.slot_classes import reserved
 from memascend.planning.units import find_units
 from memascend.progress import Progress
@@ -235,33 +236,33 @@ class _Offloading:
         stays = moves and options.activations == "host"
         sizes = self.sizes = engines.sizes(entries, optimizer=type(self.original).__name__, devices=max(1, len(paths)))
         gradients = {name: owned.parameter.nbytes for name, owned in self.owned.items() if owned.group is not None}
-        make = functools.partial(
-            make_plan,
-            units,
-            sizes,
-            staging={"unit staging": CHUNKS, "gradient windows": WINDOWS} if self.staged else None,
-            device_budget=options.device_bytes,
+        whole = Requirements(
+            units=units,
+            sizes=sizes,
             gradients="ssd" if options.gradients == "auto" and options.keeps else options.gradients,
+            largest_gradient=max(gradients.values()),
             all_gradients=sum(gradients.values()),
             whole_bytes=self.arithmetic.whole_bytes + sizes.other_bytes,
-            activation_chunks=activations.CHUNKS if moves else None,
+            staging={"unit staging": CHUNKS, "gradient windows": WINDOWS} if self.staged else None,
+            activation_chunks=activations.CHUNKS if moves else {},
             activation_group=activations.MORE if stays else 0,
             activation_groups=activations.MORE_USUAL if stays else 0,
             update_values=self.arithmetic.update_values,
         )
-        whole = functools.partial(make, largest_gradient=max(gradients.values()))
+        make = functools.partial(make_plan, device_budget=options.device_bytes)
         rows = self._by_rows(units)
         if rows:
             apart = {name for unit in units if unit.name in rows for name in unit.parameters}
             others = [nbytes for name, nbytes in gradients.items() if name not in apart]
             self.row_bytes = max(self.named[name].shape[1] * self.named[name].element_size() for name in apart)
             row_memory = reserved(ROW_CHUNKS) + window_bytes(self.row_bytes)
-            lean = functools.partial(make, largest_gradient=max(others, default=0), by_rows=rows, rows_bytes=row_memory)
-            easy = self.whole_budget = whole().comfortable
+            largest = max(others, default=0)
+            lean = replace(whole, largest_gradient=largest, by_rows=rows, rows_bytes=row_memory)
+            easy = self.whole_budget = make(whole).comfortable
             enough = options.host_bytes is not None and options.host_bytes >= easy
-            if not enough and lean().comfortable < easy:
-                return units, entries, lean(budget=options.host_bytes)
-        plan = whole(budget=options.host_bytes)
+            if not enough and make(lean).comfortable < easy:
+                return units, entries, make(lean, budget=options.host_bytes)
+        plan = make(whole, budget=options.host_bytes)
         if self.staged:
             plan = replace(plan, recurrent_bytes=copied_bytes(self.model))
         return units, entries, plan

@@ -22,7 +22,7 @@ from importlib import resources
 from typing import Any
 
 from memascend import memory
-from memascend.planning.plan import arena_classes
+from memascend.planning.slot_classes import arena_classes
 
 __all__ = ["POOLS", "Reservation", "Unit", "load_models", "reserve", "unit_bytes"]
 
