@@ -67,7 +67,7 @@ def assert_same(handle, expected):
     assert same_bits(got, expected)
     factors = handle.factors()
     if factors is not None:
-        product = handle.kept.tensor.clone()
+        product = handle.backing.tensor.clone()
         for factor in factors:
             product = (product.float() * torch.tensor(factor, dtype=torch.float32)).to(product.dtype)
         assert same_bits(product, expected)
@@ -102,8 +102,8 @@ def test_backward_accumulates_into_what_is_kept(dtype):
             (parameter * value).sum().backward()
         assert ours.grad is handle
     assert_same(handle, plain.grad)
-    assert handle.kept.seen == ["add"] * 3
-    assert handle.kept.reads == 1  # by assert_same
+    assert handle.backing.seen == ["add"] * 3
+    assert handle.backing.reads == 1  # by assert_same
     assert handle.operations == ()
 
 
@@ -140,7 +140,7 @@ def test_what_the_caller_does_to_its_tensor_later_does_not_matter():
     for give in (handle.add_, handle.copy_):
         give(mine)
         mine.mul_(5)
-        assert handle.kept.waiting.tolist() == [1.0] * 3
+        assert handle.backing.waiting.tolist() == [1.0] * 3
         mine.fill_(1)
 
 
@@ -154,7 +154,7 @@ def test_a_gradient_that_the_caller_gave_is_copied(way):
     mine = torch.ones_like(result)
     result.backward(mine)
     mine.mul_(5)
-    assert handle.kept.waiting.tolist() == [1.0] * 4
+    assert handle.backing.waiting.tolist() == [1.0] * 4
 
 
 def test_a_gradient_for_two_parameters_is_copied_for_one():
@@ -162,7 +162,7 @@ def test_a_gradient_for_two_parameters_is_copied_for_one():
     for parameter in parameters:
         parameter.grad = GradientHandle(Lazy(torch.zeros(4)))
     ((parameters[0] + parameters[1]) * torch.randn(4)).sum().backward()
-    first, second = (parameter.grad.kept.waiting for parameter in parameters)
+    first, second = (parameter.grad.backing.waiting for parameter in parameters)
     assert torch.equal(first, second)
     assert first.data_ptr() != second.data_ptr()
 
@@ -184,7 +184,7 @@ def test_a_gradient_that_nobody_else_has_is_not_copied():
     parameter = torch.nn.Parameter(torch.zeros(4))
     parameter.grad = handle = GradientHandle(Lazy(torch.zeros(4)))
     Watched.apply(parameter).sum().backward()
-    assert handle.kept.waiting.data_ptr() == addresses[0]
+    assert handle.backing.waiting.data_ptr() == addresses[0]
 
 
 def test_create_graph_gives_a_real_gradient():
@@ -265,9 +265,9 @@ def test_scalar_arithmetic_is_recorded_and_replayed(call, dtype):
         for _ in range(2):
             call(plain)
             call(handle)
-        assert handle.kept.reads == 0
+        assert handle.backing.reads == 0
         # A tensor without dimensions is a gradient to a parameter without.
-        assert set(handle.kept.seen) <= {"change", "zero", *(["add"] if shape == () else [])}
+        assert set(handle.backing.seen) <= {"change", "zero", *(["add"] if shape == () else [])}
         assert_same(handle, plain)
 
 
@@ -401,7 +401,7 @@ def test_other_changes_go_by_way_of_a_copy(call):
         value.mul_(0.3)
         call(value)
         value.mul_(0.7)
-    assert handle.kept.seen
+    assert handle.backing.seen
     assert_same(handle, plain)
 
 
@@ -412,12 +412,12 @@ def test_zero_grad_that_keeps_tensors_then_accumulates():
     for parameter in (plain, ours):
         torch.optim.SGD([parameter], lr=0.1).zero_grad(set_to_none=False)
     assert_same(handle, torch.zeros(3))
-    reads = handle.kept.reads
+    reads = handle.backing.reads
     for parameter in (plain, ours):
         (parameter * torch.tensor([-0.0, 1.0, 2.0])).sum().backward()
-    assert handle.kept.reads == reads  # the old gradient is of no use to anyone
+    assert handle.backing.reads == reads  # the old gradient is of no use to anyone
     assert_same(handle, plain.grad)
-    assert "zero" in handle.kept.seen
+    assert "zero" in handle.backing.seen
 
 
 # --- norms and clipping -------------------------------------------------------------------
@@ -512,7 +512,7 @@ def test_every_way_to_a_norm():
         lambda g: torch._foreach_norm([g], 2, torch.float64)[0],
     ):
         assert torch.equal(norm(handle), norm(plain))
-    assert set(handle.kept.seen) == {"norm"}
+    assert set(handle.backing.seen) == {"norm"}
 
 
 # --- GradScaler -------------------------------------------------------------------------
@@ -539,8 +539,8 @@ def test_grad_scaler_unscales_and_finds(dtype, bad, knows):
 
     plain, _, scaler, _ = run(wrap=False)
     ours, optimizer, our_scaler, handles = run(wrap=True)
-    assert all(handle.kept.seen == ["scaler"] for handle in handles)
-    assert sum(handle.kept.reads for handle in handles) == (0 if knows else 2)
+    assert all(handle.backing.seen == ["scaler"] for handle in handles)
+    assert sum(handle.backing.reads for handle in handles) == (0 if knows else 2)
     if bad is None:
         assert_all_same(plain, ours)
         assert handles[0].factors() is not None
@@ -598,7 +598,7 @@ def test_reads_get_a_copy_with_the_arithmetic_done(call, inference):
     assert type(got) is torch.Tensor
     assert got.dtype == expected.dtype
     assert torch.equal(got, expected)
-    assert "read" in handle.kept.seen
+    assert "read" in handle.backing.seen
     assert_same(handle, plain)
 
 
@@ -607,8 +607,8 @@ def test_a_copy_made_under_inference_mode_can_be_kept():
     with torch.inference_mode():
         handle.add_(torch.tensor([1.0, 2.0, 3.0]), alpha=2)
         handle.copy_(handle.clone())
-    handle.kept.tensor.mul_(2)
-    assert handle.kept.tensor.tolist() == [6.0, 10.0, 14.0]
+    handle.backing.tensor.mul_(2)
+    assert handle.backing.tensor.tolist() == [6.0, 10.0, 14.0]
 
 
 def test_printing_shows_the_numbers():
@@ -640,7 +640,7 @@ def test_metadata_costs_nothing():
     assert torch.zeros_like(handle).stride() == plain.stride()
     handle.new_zeros(3)
     torch.empty_like(handle)
-    assert handle.kept.seen == []
+    assert handle.backing.seen == []
 
 
 def test_strides_follow_the_parameter():
@@ -765,7 +765,7 @@ def test_a_used_gradient_refuses_what_it_cannot_do(call, words):
     handle = fused_of(torch.ones(3))
     with pytest.raises(UsageError, match=words):
         call(handle)
-    assert handle.kept.seen
+    assert handle.backing.seen
     assert handle.operations == ()
 
 
@@ -788,7 +788,7 @@ def test_a_used_gradient_can_be_printed_and_measured():
 def test_a_gradient_may_become_used_later():
     handle = handle_of(torch.ones(3))
     handle.add_(torch.ones(3))
-    handle.kept.fused = True
+    handle.backing.fused = True
     assert handle.norm().item() == pytest.approx(math.sqrt(12))
     with pytest.raises(UsageError):
         handle.add_(torch.ones(3))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["Kept", "KeptGradient", "Notice", "strides_of"]
+__all__ = ["Backing", "DeferredGradient", "Notice", "strides_of"]
 
 Notice = Literal["add", "change", "norm", "read", "scaler", "zero"]
 
@@ -30,7 +30,7 @@ STORAGE_USES = 2
 TENSOR_USES = 4
 
 
-class Kept(Protocol):
+class Backing(Protocol):
     """The gradient behind a handle: where it lies is the keeper's business.
 
     Tensors go in and out with the handle's shape, dtype and strides. One that comes in belongs to the keeper, which
@@ -83,7 +83,7 @@ def strides_of(shape: Sequence[int], order: Sequence[int] | None = None) -> tupl
 
 
 def is_shared(gradient: Tensor) -> bool:
-    """Whether a gradient that reached a handle may be somebody's else, who may write to it while it is being kept.
+    """Whether a gradient that reached a handle may be somebody's else, who may write to it while it is being stored.
 
     `backward(gradient=mine)` brings such a one where nothing on the way makes another tensor of it.
     """
@@ -141,18 +141,18 @@ class Dropped:
         self._refuse()
 
 
-class KeptGradient:
+class DeferredGradient:
     """What a handle and everything detached from it share.
 
     Attributes:
-        kept: where the bytes are.
+        backing: where the bytes are.
         operations: what was done to the gradient since, and is not in those bytes.
         strides: of the gradient, and of every tensor that goes to or comes from the keeper.
         device: where results appear.
     """
 
-    def __init__(self, kept: Kept, strides: tuple[int, ...], device: torch.device) -> None:
-        self.kept = kept
+    def __init__(self, backing: Backing, strides: tuple[int, ...], device: torch.device) -> None:
+        self.backing = backing
         self.operations: list[Operation] = []
         self.strides = strides
         self.device = device
@@ -161,11 +161,11 @@ class KeptGradient:
 
     def empty(self) -> Tensor:
         """Memory for a gradient, its values undefined."""
-        return torch.empty_strided(self.kept.shape, self.strides, dtype=self.kept.dtype, device=self.device)
+        return torch.empty_strided(self.backing.shape, self.strides, dtype=self.backing.dtype, device=self.device)
 
     def drop(self) -> None:
         """It is gone: whoever still has a handle is told, and never sees the next gradient of the parameter."""
-        self.kept = Dropped(self.kept.name, self.kept.shape, self.kept.dtype)
+        self.backing = Dropped(self.backing.name, self.backing.shape, self.backing.dtype)
         self.operations.clear()
 
     def laid_out(self, tensor: Tensor) -> Tensor:
@@ -183,28 +183,28 @@ class KeptGradient:
 
     def factors(self) -> tuple[float, ...] | None:
         """The operations as numbers to multiply by, or None; see GradientHandle.factors()."""
-        return factors_of(self.operations, self.kept.dtype, len(self.kept.shape), self.device)
+        return factors_of(self.operations, self.backing.dtype, len(self.backing.shape), self.device)
 
     def materialize(self) -> Tensor:
         """The gradient as it is now, in new memory."""
-        if self.kept.fused:
+        if self.backing.fused:
             raise UsageError(
-                f"the gradient of {self.kept.name} is gone, the update already used it: "
+                f"the gradient of {self.backing.name} is gone, the update already used it: "
                 "pass gradients='ssd' to offload() to read gradients before step()"
             )
         if self.operations and self.operations[0].overwrites:
             return self.replay(self.empty())
-        return self.replay(self.kept.read().to(self.device))
+        return self.replay(self.backing.read().to(self.device))
 
     def read(self, what: Notice = "read") -> Tensor:
         """Materialize it for somebody, which is worth a notice."""
-        self.kept.noticed(what)
+        self.backing.noticed(what)
         return self.materialize()
 
     def norm(self, operation: Operation) -> Tensor:
         """A norm, by torch; the 2-norm also once the gradient is used."""
-        self.kept.noticed("norm")
-        if not self.kept.fused:
+        self.backing.noticed("norm")
+        if not self.backing.fused:
             result: Tensor = operation.apply(self.materialize())
             return result
         order, dimensions, keep = (*operation.arguments, *(2, None, False)[len(operation.arguments) :])[:3]
@@ -213,33 +213,33 @@ class KeptGradient:
             dimensions, keep, dtype = None, False, operation.arguments[1] if len(operation.arguments) > 1 else dtype
         if order != 2 or dimensions or keep:
             raise UsageError(
-                f"of the gradient of {self.kept.name} only the 2-norm is left, the update already used it: "
+                f"of the gradient of {self.backing.name} only the 2-norm is left, the update already used it: "
                 "pass gradients='ssd' to offload()"
             )
-        return torch.tensor(self.kept.norm(), dtype=torch.float64, device="cpu").to(
-            self.device, dtype or self.kept.dtype
+        return torch.tensor(self.backing.norm(), dtype=torch.float64, device="cpu").to(
+            self.device, dtype or self.backing.dtype
         )
 
     # --- what changes it ----------------------------------------------------------
 
     def assign(self, tensor: Tensor) -> None:
         """Replace it by a tensor that nobody else writes to."""
-        self.kept.assign(self.laid_out(tensor))
+        self.backing.assign(self.laid_out(tensor))
         self.operations.clear()
 
     def overwrite(self, source: Tensor, name: str) -> None:
         """Replace it by what copy_ makes of the source."""
-        self.kept.noticed("change")
-        if self.kept.fused:
+        self.backing.noticed("change")
+        if self.backing.fused:
             self._refuse_change(name)
         self.assign(self.empty().copy_(source))
 
     def accumulate(self, operation: Operation, gradient: Tensor) -> None:
         """Add a gradient of the same shape and dtype; `operation` is the addition as torch was asked for it."""
-        self.kept.noticed("add")
-        if self.kept.fused:
+        self.backing.noticed("add")
+        if self.backing.fused:
             raise UsageError(
-                f"a second gradient for {self.kept.name}, whose update already used the first: call step() and "
+                f"a second gradient for {self.backing.name}, whose update already used the first: call step() and "
                 "zero_grad() after each backward, or pass accumulation_steps= or gradients='ssd' to offload()"
             )
         if self.operations:
@@ -247,26 +247,26 @@ class KeptGradient:
             operation.apply(total)
             self.assign(total)
             return
-        self.kept.add(self.laid_out(gradient.clone() if is_shared(gradient) else gradient))
+        self.backing.add(self.laid_out(gradient.clone() if is_shared(gradient) else gradient))
 
     def record(self, operation: Operation) -> None:
         """Do an elementwise operation by scalars, later."""
-        self.kept.noticed("zero" if operation.name == "zero_" else "change")
+        self.backing.noticed("zero" if operation.name == "zero_" else "change")
         # torch's own complaint, if it has one, on as little as possible.
-        shape = (0,) if self.kept.shape else ()
-        operation.apply(torch.zeros(shape, dtype=self.kept.dtype, device=self.device))
+        shape = (0,) if self.backing.shape else ()
+        operation.apply(torch.zeros(shape, dtype=self.backing.dtype, device=self.device))
         self._append(operation)
 
     def unscale(self, operation: Operation) -> None:
         """GradScaler's pass: whether anything is not finite is needed now, the product at step()."""
-        self.kept.noticed("scaler")
-        if self.kept.fused:
+        self.backing.noticed("scaler")
+        if self.backing.fused:
             raise UsageError(
-                f"GradScaler comes too late for the gradient of {self.kept.name}, the update already used it: "
+                f"GradScaler comes too late for the gradient of {self.backing.name}, the update already used it: "
                 "pass loss_scale= to offload() and call optimizer.backward(loss), or gradients='ssd'"
             )
         found: Tensor = operation.arguments[0]
-        nonfinite = None if self.operations else self.kept.nonfinite()
+        nonfinite = None if self.operations else self.backing.nonfinite()
         if nonfinite is None:
             operation.apply(self.materialize())
         elif nonfinite:
@@ -277,9 +277,9 @@ class KeptGradient:
 
     def _append(self, operation: Operation) -> None:
         # Asking a GPU for the number would make every clip wait for it; only what is refused otherwise is worth that.
-        if (self.kept.fused or not operation.is_on_gpu) and operation.changes_nothing():
+        if (self.backing.fused or not operation.is_on_gpu) and operation.changes_nothing():
             return
-        if self.kept.fused:
+        if self.backing.fused:
             self._refuse_change(operation.name)
         if operation.overwrites:
             self.operations.clear()
@@ -292,17 +292,17 @@ class KeptGradient:
     def refuse_memory(self, what: str) -> NoReturn:
         """Say that something needs memory which is not there."""
         raise UsageError(
-            f"{what} needs the memory of {self.kept.name}'s gradient, which is kept elsewhere: "
+            f"{what} needs the memory of {self.backing.name}'s gradient, which is kept elsewhere: "
             "take p.grad.clone(), or pass gradients='ram' to offload()"
         )
 
     def _refuse_change(self, name: str) -> NoReturn:
         if name == "zero_":
             raise UsageError(
-                f"zero_grad(set_to_none=False) would leave a zero gradient for {self.kept.name} to the next step, but "
-                "gradients='fused' keeps none: leave set_to_none=True, or pass gradients='ssd' to offload()"
+                f"zero_grad(set_to_none=False) would leave a zero gradient for {self.backing.name} to the next step, "
+                "but gradients='fused' keeps none: leave set_to_none=True, or pass gradients='ssd' to offload()"
             )
         raise UsageError(
-            f"{name}() comes too late for the gradient of {self.kept.name}, the update already used it: "  # noqa: S608
+            f"{name}() comes too late for the gradient of {self.backing.name}, the update already used it: "  # noqa: S608
             "pass max_grad_norm= to offload() (and set the Trainer's to 0), or gradients='ssd'"
         )

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Protocol
+import weakref
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from memascend.gradients.handle import GradientHandle
+from memascend.gradients.state import State, moved
 
 if TYPE_CHECKING:
-    import weakref
+    from collections.abc import Sequence
 
-    from memascend.gradients.handle import Notice
+    from memascend.gradients.arrivals import Arrivals
+    from memascend.gradients.deferred import Notice
+    from memascend.gradients.norms import Measure
+    from memascend.gradients.state import Move
     from memascend.residency.placeholder import Place
 
-__all__ = ["Arrival", "Keeper", "Spill"]
+__all__ = ["Arrival"]
 
 _WORDS: dict[Notice, str] = {
     "add": "accumulation",
@@ -27,48 +32,13 @@ _WORDS: dict[Notice, str] = {
 }
 
 
-class Keeper(Protocol):
-    """Who has charge of all gradients: the part of `Gradients` that one of them asks."""
-
-    spill: Spill
-    # Something arrived since the last step.
-    fresh: bool
-
-    def added(self, kept: Arrival, gradient: torch.Tensor) -> None:
-        """A gradient came where there is one."""
-
-    def noticed(self, what: str) -> None:
-        """The loop does something that needs kept gradients."""
-
-
-class Spill(Protocol):
-    """Where gradients wait: the part of the engine that is used here."""
-
-    def spill(self, name: str, gradient: torch.Tensor, *, add: bool = False) -> None:
-        """Write a gradient, or add it to the one that is there."""
-
-    def spilled(self, name: str) -> tuple[bool, float]:
-        """Whether it has a value that is not finite, and its squared norm."""
-
-    def read_spilled(self, name: str, into: torch.Tensor) -> None:
-        """Read it."""
-
-    def drop_spilled(self, name: str) -> None:
-        """Forget it."""
-
-    def finish(self) -> None:
-        """Wait for all that is queued."""
-
-    def discard(self, name: str | None = None) -> None:
-        """Forget what is staged."""
-
-
 class Arrival:
-    """The gradient of one parameter, from its arrival until it is dropped. What a handle stands on."""
+    """The gradient of one parameter: where it is, the update that it makes, what stands in `p.grad` for it."""
 
     __slots__ = (
         "__weakref__",
-        "_owner",
+        "_arrivals",
+        "_used",
         "arrived_in",
         "found",
         "group",
@@ -77,96 +47,102 @@ class Arrival:
         "name",
         "options",
         "place",
-        "seen",
-        "spilled",
-        "staged",
+        "state",
         "step",
-        "used",
     )
 
-    def __init__(self, owner: Keeper, place: Place, group: int, step: int) -> None:
-        self._owner = owner
+    def __init__(self, arrivals: Arrivals, place: Place, group: int, step: int) -> None:
+        """`group` is the parameter's place in `param_groups`; `step` counts the updates that are committed."""
+        self._arrivals = arrivals
         self.place = place
         self.name = place.name
         self.group = group
-        # Updates that are committed.
         self.step = step
+        self.state = State.NONE
         self.handle: GradientHandle | None = None
-        # An update is staged and not committed.
-        self.staged = False
-        # A committed step has used it, and no gradient came since.
-        self.used = False
-        self.spilled = False
+        # Of the update that is staged.
         self.options: Any = None
-        # What the check of a used gradient found, where the gradient was: read when it is asked for, as that may
-        # have to wait for a device.
-        self.found: tuple[torch.Tensor, torch.Tensor] | tuple[bool, float] | None = None
+        # The measure of a gradient that is gone into an update.
+        self.found: Measure | None = None
+        # The backward of the step that brought it last.
         self.arrived_in = -1
-        # The gradient in memory that a step has used (which may be gone, and another be where it was), and its version.
-        self.seen: tuple[weakref.ref[torch.Tensor], int] | None = None
         # It comes in several pieces in one backward (nested graph tasks), so it is never updated as it appears.
         self.in_pieces = False
+        # The gradient in memory that a step has used (which may be gone, and another be where it was), and its version.
+        self._used: tuple[weakref.ref[torch.Tensor], int] | None = None
 
-    @property
-    def finite(self) -> bool:
-        """Whether every value of the used gradient was finite."""
-        return self.found is None or not bool(self.found[0])
+    # --- what becomes of it ---------------------------------------------------------
 
-    @property
-    def squared(self) -> float:
-        """The squared norm of the used gradient."""
-        return 0.0 if self.found is None else float(self.found[1])
+    def store(self, gradient: torch.Tensor) -> None:
+        """Write one that came where there was none to storage."""
+        self._arrivals.engine.spill(self.name, gradient)
+        self._move("store")
+        self._stand_in()
 
-    # --- what handles ask ---------------------------------------------------------
+    def change(self, gradient: torch.Tensor, *, add: bool) -> None:
+        """Replace what is on storage, or add to it."""
+        after = moved(self.name, self.state, "change")
+        self._arrivals.engine.spill(self.name, gradient, add=add)
+        self.state = after
 
-    @property
-    def shape(self) -> torch.Size:
-        """The parameter's."""
-        return torch.Size(self.place.shape)
+    def take(self, gradient: torch.Tensor, found: Measure) -> None:
+        """Use one that came where there was none: nothing is left of it but its measure."""
+        self.found = found
+        self._begin("take", gradient, 1.0)
+        self._stand_in()
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The gradient's."""
-        return self.place.dtype
+    def stage(self, gradient: torch.Tensor, factor: float) -> None:
+        """Begin the update by its value in memory, multiplied by `factor`."""
+        self._begin("stage", gradient, factor)
 
-    @property
-    def fused(self) -> bool:
-        """Whether an update used it already: it is gone, or a change would come too late."""
-        return self.staged or not self.spilled
+    def stage_stored(self, factors: Sequence[float], factor: float) -> None:
+        """Begin the update by what is on storage, multiplied by each of `factors` in turn."""
+        after = moved(self.name, self.state, "stage")
+        self.options = self._arrivals.rule.options(self)
+        self._arrivals.rule.update_spilled(self, factors, self._arrivals.scale.inverse * factor)
+        self.state = after
 
-    def read(self) -> torch.Tensor:
-        """A copy of it, in host memory."""
-        into = torch.empty_strided(self.place.shape, self.place.stride, dtype=self.dtype, device="cpu")
-        self._owner.spill.read_spilled(self.name, into)
-        return into
+    def unstage(self) -> None:
+        """Discard the update that is staged; the gradient is still there."""
+        self._arrivals.engine.discard(self.name)
+        self._move("unstage")
 
-    def add(self, gradient: torch.Tensor) -> None:
-        """More of it came."""
-        self._owner.added(self, gradient)
+    def commit(self) -> None:
+        """The step that has its update is committed."""
+        self._move("end")
+        self.step += 1
 
-    def assign(self, gradient: torch.Tensor) -> None:
-        """It is another one now."""
-        self._owner.spill.spill(self.name, gradient)
-        self._owner.fresh = True
+    def skip(self) -> None:
+        """The step that had its update is skipped."""
+        self._move("end")
 
-    def norm(self) -> float:
-        """Its 2-norm, in double precision."""
-        return math.sqrt(self._owner.spill.spilled(self.name)[1] if self.spilled else self.squared)
+    def drop(self, *, discarded: bool = False) -> None:
+        """Forget it, and the update that is staged; `discarded`: all updates of the step were."""
+        if self.state.staged and not discarded:
+            self._arrivals.engine.discard(self.name)
+        if self.state.stored:
+            self._arrivals.engine.drop_spilled(self.name)
+        if self.handle is not None:
+            self.handle.gradient.drop()
+        self.handle = None
+        self._move("drop")
 
-    def nonfinite(self) -> bool:
-        """Whether it has a value that is not finite."""
-        if self.spilled:
-            return self._owner.spill.spilled(self.name)[0]
-        return not self.finite
+    def _begin(self, move: Move, gradient: torch.Tensor, factor: float) -> None:
+        after = moved(self.name, self.state, move)
+        self.options = self._arrivals.rule.options(self)
+        self._arrivals.rule.update(self, gradient, self._arrivals.scale.inverse * factor)
+        # Only now: an update that could not begin is no part of the step.
+        self.state = after
 
-    def noticed(self, what: Notice) -> None:
-        """Somebody looked at it, or changed it. A second piece of it is told from accumulation in `added`."""
-        if what != "add":
-            self._owner.noticed(_WORDS[what])
+    def _move(self, move: Move) -> None:
+        self.state = moved(self.name, self.state, move)
 
-    def is_seen(self, gradient: torch.Tensor) -> bool:
-        """Whether a step has used this gradient in memory, which nobody wrote to since."""
-        return self.seen is not None and self.seen[0]() is gradient and self.seen[1] == gradient._version  # noqa: SLF001
+    # --- what stands in p.grad ------------------------------------------------------
+
+    def _stand_in(self) -> None:
+        # torch's `grad` is an edge that Python's collector does not see: what stands in it must not lead back here.
+        self.handle = GradientHandle(weakref.proxy(self), strides=self.place.stride, device=self.place.device)
+        self.place.parameter.grad = self.handle
 
     def stands_in(self, gradient: torch.Tensor | None) -> bool:
         """Whether p.grad is the handle, or another tensor of the same gradient, which then is the handle."""
@@ -181,6 +157,14 @@ class Arrival:
         self.handle = gradient
         return True
 
+    def note_used(self, gradient: torch.Tensor) -> None:
+        """A step has used this gradient in memory."""
+        self._used = (weakref.ref(gradient), gradient._version)  # noqa: SLF001
+
+    def is_used(self, gradient: torch.Tensor) -> bool:
+        """Whether a step has used this gradient in memory, which nobody wrote to since."""
+        return self._used is not None and self._used[0]() is gradient and self._used[1] == gradient._version  # noqa: SLF001
+
     def laid_out(self, gradient: torch.Tensor) -> torch.Tensor:
         """A gradient laid out as the parameter is stored."""
         if isinstance(gradient, GradientHandle):
@@ -193,3 +177,65 @@ class Arrival:
                 self.place.shape, self.place.stride, dtype=gradient.dtype, device=gradient.device
             ).copy_(gradient)
         return gradient
+
+    # --- what its handle asks ---------------------------------------------------------
+
+    @property
+    def shape(self) -> torch.Size:
+        """The parameter's."""
+        return torch.Size(self.place.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The gradient's."""
+        return self.place.dtype
+
+    @property
+    def fused(self) -> bool:
+        """Whether an update used it already: it is gone, or a change would come too late."""
+        return self.state.staged or not self.state.stored
+
+    def read(self) -> torch.Tensor:
+        """A copy of it, in host memory."""
+        into = torch.empty_strided(self.place.shape, self.place.stride, dtype=self.dtype, device="cpu")
+        self._arrivals.engine.read_spilled(self.name, into)
+        return into
+
+    def add(self, gradient: torch.Tensor) -> None:
+        """More of it came."""
+        self._arrivals.add(self, gradient)
+
+    def assign(self, gradient: torch.Tensor) -> None:
+        """It is another one now."""
+        self.change(gradient, add=False)
+        self._arrivals.fresh = True
+
+    def measure(self) -> Measure:
+        """Whether a gradient that has a handle has a value that is not finite, and its squared norm; nothing is read.
+
+        What was done by scalars to one on storage, as clipping does, counts as a factor.
+        """
+        assert self.handle is not None, "a gradient in memory is measured there"
+        if not self.state.stored:
+            return self._measured()
+        factors = self.handle.factors()
+        assert factors is not None, "a gradient that was changed in another way is measured in memory"
+        bad, squared = self._arrivals.engine.spilled(self.name)
+        return bad, squared * math.prod((*factors, *factors))
+
+    def norm(self) -> float:
+        """Its 2-norm, in double precision."""
+        return math.sqrt(float(self._measured()[1]))
+
+    def nonfinite(self) -> bool:
+        """Whether it has a value that is not finite."""
+        return bool(self._measured()[0])
+
+    def _measured(self) -> Measure:
+        """As it was taken, or as it is stored."""
+        return self._arrivals.engine.spilled(self.name) if self.state.stored else self.found or (False, 0.0)
+
+    def noticed(self, what: Notice) -> None:
+        """Somebody looked at it, or changed it. A second piece of it is told from accumulation where it is added."""
+        if what != "add":
+            self._arrivals.loop.notice(_WORDS[what])

@@ -13,7 +13,7 @@ import torch
 import torch.utils._foreach_utils
 from torch.utils._pytree import tree_leaves, tree_map
 
-from memascend.gradients.deferred import Kept, KeptGradient, Notice, strides_of
+from memascend.gradients.deferred import Backing, DeferredGradient, Notice, strides_of
 from memascend.gradients.operations import UNSCALE, Operation, is_recordable
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["GradientHandle", "Kept", "Notice", "strides_of"]
+__all__ = ["Backing", "GradientHandle", "Notice", "strides_of"]
 
 # These look at shape and dtype alone.
 SHAPE_ONLY = frozenset(
@@ -48,17 +48,17 @@ class GradientHandle(torch.Tensor):
     """A gradient without its bytes.
 
     Args:
-        kept: where they are.
+        backing: where they are.
         strides: of the gradient; None: row-major.
         device: that the parameter reports.
     """
 
-    gradient: KeptGradient
+    gradient: DeferredGradient
 
     @staticmethod
     def __new__(
         cls: type[Self],
-        kept: Kept,
+        backing: Backing,
         *,
         strides: Sequence[int] | None = None,
         device: torch.device | str = "cpu",
@@ -66,28 +66,30 @@ class GradientHandle(torch.Tensor):
         """Make a tensor that has all of a tensor but its memory."""
         handle: Self = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001
             cls,
-            kept.shape,
-            strides=strides_of(kept.shape) if strides is None else tuple(strides),
-            dtype=kept.dtype,
+            backing.shape,
+            strides=strides_of(backing.shape) if strides is None else tuple(strides),
+            dtype=backing.dtype,
             device=torch.device(device),
         )
         return handle
 
-    def __init__(self, kept: Kept, *, strides: Sequence[int] | None = None, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, backing: Backing, *, strides: Sequence[int] | None = None, device: torch.device | str = "cpu"
+    ) -> None:
         del strides, device
-        self.gradient = KeptGradient(kept, self.stride(), self.device)
+        self.gradient = DeferredGradient(backing, self.stride(), self.device)
 
     # Results are plain tensors; torch's default would make handles of them.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment] # noqa: SLF001
 
     @property
-    def kept(self) -> Kept:
+    def backing(self) -> Backing:
         """Where the gradient is."""
-        return self.gradient.kept
+        return self.gradient.backing
 
     @property
     def operations(self) -> tuple[Operation, ...]:
-        """What was done to the gradient since it was kept, and is not in the kept bytes."""
+        """What was done to the gradient since it was stored, and is not in the stored bytes."""
         return tuple(self.gradient.operations)
 
     def factors(self) -> tuple[float, ...] | None:
@@ -168,9 +170,9 @@ class GradientHandle(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         del tensor_contents
-        if self.kept.fused:
-            return f"GradientHandle({self.kept.name}, shape={tuple(self.shape)}, dtype={self.dtype}, already used)"
-        return f"GradientHandle({self.kept.name}, {self.gradient.read()!r})"
+        if self.backing.fused:
+            return f"GradientHandle({self.backing.name}, shape={tuple(self.shape)}, dtype={self.dtype}, already used)"
+        return f"GradientHandle({self.backing.name}, {self.gradient.read()!r})"
 
     def __format__(self, format_spec: str) -> str:
         return format(self.item(), format_spec) if self.dim() == 0 else object.__format__(self, format_spec)
@@ -223,7 +225,7 @@ torch.utils._foreach_utils._foreach_supported_types.append(GradientHandle)  # ty
 
 def _alias(handle: GradientHandle) -> GradientHandle:
     """Another tensor that is the same gradient, as what detach() returns is."""
-    alias = GradientHandle(handle.kept, strides=handle.stride(), device=handle.device)
+    alias = GradientHandle(handle.backing, strides=handle.stride(), device=handle.device)
     alias.gradient = handle.gradient
     return alias
 
@@ -260,7 +262,7 @@ def _written(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> list[
 def _through_copies(func: Any, args: tuple[Any, ...], options: dict[str, Any], written: list[GradientHandle]) -> Any:
     """Do anything by copies of the gradients, and put back those that it changed."""
     # Two handles of one gradient are one tensor to the operation.
-    copies: dict[KeptGradient, Tensor] = {}
+    copies: dict[DeferredGradient, Tensor] = {}
     changed = {handle.gradient: handle for handle in written}
 
     def copy(value: object) -> object:

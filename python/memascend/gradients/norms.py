@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, cast
 
 import torch
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+from memascend.residency.row_gradient import RowGradient
 
-__all__ = ["Measure", "measure", "read"]
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from memascend.gradients.gradient import Arrival
+
+    Check = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+__all__ = ["Measure", "Norms", "measure", "read"]
 
 # Whether a gradient has a value that is not finite, and its squared norm: numbers, or tensors without dimensions.
 Measure = tuple[torch.Tensor, torch.Tensor] | tuple[bool, float]
@@ -18,10 +25,45 @@ Measure = tuple[torch.Tensor, torch.Tensor] | tuple[bool, float]
 _FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
-def measure(gradient: torch.Tensor, check: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]) -> Measure:
+class Norms:
+    """The norm of all gradients of a step, from a measure that was taken once of each."""
+
+    def __init__(self, check: Check) -> None:
+        """`check` is `kernels.check_and_unscale`."""
+        self._check = check
+        # Of gradients that were measured in memory for this step, by name.
+        self._measures: dict[str, Measure] = {}
+
+    def begin_step(self) -> None:
+        """Forget what the step before has measured."""
+        self._measures.clear()
+
+    def measure(self, values: torch.Tensor) -> Measure:
+        """The measure of a gradient in memory."""
+        if isinstance(values, RowGradient):
+            return values.measured(self._check)
+        return measure(values, self._check)
+
+    def measure_once(self, gradient: Arrival, values: torch.Tensor) -> None:
+        """Take the measure that this gradient has for this step, of its values in memory."""
+        if gradient.name not in self._measures:
+            self._measures[gradient.name] = self.measure(values)
+
+    def of(self, gradients: Iterable[tuple[Arrival, torch.Tensor]]) -> tuple[bool, float]:
+        """Whether all of these are finite, and the norm of them all, in double precision.
+
+        Nothing is read for it: each was measured as it was handed on, written or used. What was done by scalars to one
+        on storage, as clipping does, counts as a factor.
+        """
+        numbers = read([self._measures.get(gradient.name) or gradient.measure() for gradient, _ in gradients])
+        # In the order of the parameters, whichever gradient came first.
+        return not any(bad for bad, _ in numbers), math.sqrt(sum(squared for _, squared in numbers))
+
+
+def measure(gradient: torch.Tensor, check: Check) -> Measure:
     """Take the measure of a gradient in memory, in whatever order it lies there, by `kernels.check_and_unscale`.
 
-    Numbers where it lies in host memory: two tensors for each parameter would be kept otherwise.
+    Numbers where it lies in host memory: two tensors for each parameter would be held otherwise.
     """
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
     if values.dtype in _FLOATS and torch.ops.aten.is_non_overlapping_and_dense(values):

@@ -12,7 +12,7 @@ from memascend.checkpoint.buffers import move_buffers
 from memascend.checkpoint.meta import embody
 from memascend.device.graphs import refuse_graphs
 from memascend.device.recurrent import Flattening
-from memascend.gradients.gradients import Gradients
+from memascend.gradients.gradients import Gradients, Loop
 from memascend.gradients.loss_scale import LossScale
 from memascend.gradients.row_engine import RowEngine
 from memascend.optimizers.update_rule import Updates
@@ -22,6 +22,7 @@ from memascend.residency.placeholder import Place
 from memascend.residency.residency import Residency
 from memascend.run.autocast import AutocastWatch
 from memascend.run.heap import Heap
+from memascend.run.meter import Meter
 from memascend.run.optimizer import OffloadedOptimizer
 from memascend.run.session import Session
 from memascend.run.state_dicts import Surgery
@@ -81,14 +82,16 @@ class Wiring:
             return residency.values_of(kept.place) if plan.window > 1 and not plan.device else None
 
         rule = Updates(self.arithmetic, engine, store, resident)
-        gradients = Gradients(
-            engine,
-            rule,
-            kernels.check_and_unscale,
-            mode=options.gradients,
-            accumulation_steps=options.accumulation_steps,
-            keeps=options.keeps,
-        )
+        meter = Meter(lambda: residency.lent_bytes, lambda: resources.engine.queued_bytes)
+
+        def arrived(name: str, nbytes: int, began: float) -> None:
+            meter.arrived(name, nbytes, began)
+            # Updates may have let go of units since the last one was used.
+            residency.look_ahead()
+
+        scale = self._scale(store)
+        loop = Loop(mode=options.gradients, accumulation_steps=options.accumulation_steps, keeps=options.keeps)
+        gradients = Gradients(engine, rule, kernels.check_and_unscale, scale, loop, arrived)
         watch = AutocastWatch([owned.parameter for owned in self.owned.values()], self._device.type)
 
         # Elsewhere torch makes none.
@@ -104,8 +107,6 @@ class Wiring:
         residency.on_borrowed = gradients.touched
         gates = self._gates(residency)
         modules = [module for module, _ in gates]
-        scale = self._scale(store)
-
         flattening = Flattening(model)
 
         def leave() -> None:
@@ -124,6 +125,7 @@ class Wiring:
             plan=plan,
             groups=self.original.param_groups,
             surgery=surgery,
+            meter=meter,
             heap=Heap(sum(self.unit_bytes.values())),
             max_grad_norm=options.max_grad_norm,
             leave=leave,

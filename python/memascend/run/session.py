@@ -17,11 +17,10 @@ from memascend.checkpoint.writer import save
 from memascend.errors import ConfigError, MemascendError, UsageError
 from memascend.optimizers.group_options import options_of
 from memascend.residency import leftovers
-from memascend.run.meter import Meter
 from memascend.run.report import Baseline, Report, make_report
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from memascend.activations.activations import Activations
     from memascend.checkpoint.buffers import Buffers
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from memascend.residency.gates import Frames
     from memascend.residency.residency import Residency
     from memascend.run.heap import Heap
+    from memascend.run.meter import Meter
     from memascend.run.state_dicts import Surgery
 
 __all__ = ["Resources", "Session"]
@@ -98,6 +98,7 @@ class Session:
         plan: Plan,
         groups: list[dict[str, Any]],
         surgery: Surgery,
+        meter: Meter,
         heap: Heap,
         max_grad_norm: float | None,
         leave: Callable[[], None],
@@ -132,28 +133,17 @@ class Session:
         self._told_of_loss = False
         self._last_report: Report | None = None
         self.baseline = Baseline(self.engine.counters(), self.store.counters())
-        self.meter = Meter(lambda: residency.lent_bytes, lambda: self.engine.queued_bytes)
+        self.meter = meter
         self.meter.keeps_all = gradients.mode == "ram"
         residency.on_used = self.meter.used
-        gradients.on_arrived = self._arrived
-        self._rescale()
-
-    def _arrived(self, name: str, nbytes: int, began: float) -> None:
-        self.meter.arrived(name, nbytes, began)
-        # Updates may have let go of units since the last one was used.
-        self.residency.look_ahead()
 
     # --- the loop --------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, options: dict[str, Any]) -> None:
         """A backward from the scaled loss."""
         self.require_open()
-        gradients = self.gradients
-        gradients.scaling = True
-        try:
+        with self.gradients.scaled():
             (loss * self.scale.scale if self.scale.enabled else loss).backward(**options)
-        finally:
-            gradients.scaling = False
 
     def step(self) -> None:
         """Commit the step, or skip it where a scaled gradient overflowed."""
@@ -180,7 +170,7 @@ class Session:
         """Whether there was a step, and it did not overflow."""
         gradients = self.gradients
         present = gradients.present()
-        if not present or not (gradients.fresh or any(kept.staged for kept, _ in present)):
+        if not present or not gradients.is_staged():
             return False
         self.residency.require_idle("step()")
         self.residency.find_written()
@@ -197,7 +187,6 @@ class Session:
             if self.overflowed:
                 gradients.skip()
                 self.scale.update(overflowed=True)
-                self._rescale()
                 return False
             if self._max_grad_norm is not None:
                 factor = clip_factor(self._max_grad_norm, self.grad_norm)
@@ -226,14 +215,13 @@ class Session:
         """Whether the step depends on the norm; else nothing waits for it, and it is taken once the step is made."""
         return self.scale.enabled or self._max_grad_norm is not None
 
-    def _committed(self, present: list[tuple[Arrival, torch.Tensor]]) -> None:
+    def _committed(self, present: Sequence[tuple[Arrival, torch.Tensor]]) -> None:
         self.steps += 1
         if not self._norm_comes_first:
             self.grad_norm = self.gradients.norm(present)
         self.resources.unread = True
         self.buffers.committed()
         self.residency.changed(self.gradients.committed(present))
-        self._rescale()
 
     def _tell_of_loss(self) -> None:
         """Warn once where the store's file lost its name: all goes well until the end of the process."""
@@ -254,10 +242,6 @@ class Session:
             self.meter.cleared()
         else:
             self.gradients.zero()
-
-    def _rescale(self) -> None:
-        self.gradients.scaled_only = self.scale.enabled
-        self.gradients.scale = self.scale.inverse if self.scale.enabled else 1.0
 
     def require_open(self) -> None:
         """Refuse what comes after close()."""
@@ -382,7 +366,7 @@ class Session:
         """Nothing staged, nothing in flight: for reading or changing what is committed."""
         self.require_open()
         self.frames.unwind()
-        if self.gradients.fresh or any(kept.staged for kept in self.gradients.kept.values()):
+        if self.gradients.is_staged():
             raise UsageError("a step is staged: call step() or zero_grad() first")
         self.residency.require_idle("this")
         self.engine.finish()

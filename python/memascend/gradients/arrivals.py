@@ -1,0 +1,214 @@
+"""Takes each gradient as autograd accumulates it: updates by it at once, or moves it to storage."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from memascend.errors import UsageError
+from memascend.gradients.backward_tasks import Backwards, in_reentrant_checkpoint
+from memascend.gradients.gradient import Arrival
+from memascend.gradients.hooks import AccumulationHooks
+from memascend.gradients.state import State
+from memascend.residency.row_gradient import RowGradient
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from memascend.engine import Engine
+    from memascend.gradients.loop import Habits
+    from memascend.gradients.loss_scale import LossScale
+    from memascend.gradients.norms import Norms
+    from memascend.residency.placeholder import Place
+
+__all__ = ["Arrivals", "Rule"]
+
+# The gradient's own, and the one that asks.
+_STORAGE_USES = 2
+_INSTEAD = 'pass accumulation_steps= to offload(), or gradients="ssd"'
+
+
+class Rule(Protocol):
+    """The arithmetic of an update, as the room above has it (`optimizers.update_rule`)."""
+
+    def options(self, kept: Arrival) -> Any:
+        """The options that an update of this parameter would use now."""
+
+    def update(self, kept: Arrival, gradient: torch.Tensor, scale: float) -> None:
+        """Begin the update by a gradient in memory, multiplied by `scale`."""
+
+    def update_spilled(self, kept: Arrival, factors: Sequence[float], scale: float) -> None:
+        """Begin the update by the gradient that was spilled."""
+
+    def rewrite(self, name: str, values: torch.Tensor, step: int) -> None:
+        """Stage other values, and a master that equals them."""
+
+    def state(self, kept: Arrival) -> dict[str, torch.Tensor]:
+        """A copy of the state, by torch's names, and the master."""
+
+
+class Arrivals:
+    """All gradients, and what becomes of each when it arrives.
+
+    Attributes:
+        kept: the gradients, by the names of their parameters, in the order of the parameters.
+        engine: where gradients wait, and updates run.
+        rule: the arithmetic of an update.
+        scale: of the loss; every gradient is multiplied by its inverse.
+        loop: what is known of the training loop, and so how gradients wait.
+        backwards: of this step.
+        fresh: something arrived, or was changed, since the last step.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        rule: Rule,
+        scale: LossScale,
+        loop: Habits,
+        norms: Norms,
+        on_arrived: Callable[[str, int, float], None],
+    ) -> None:
+        """See `Gradients`."""
+        self.kept: dict[str, Arrival] = {}
+        self.engine = engine
+        self.rule = rule
+        self.scale = scale
+        self.loop = loop
+        self.backwards = Backwards(loop.accumulation_steps, self._begin_backward)
+        self.fresh = False
+        # A backward was begun by optimizer.backward().
+        self.scaled = False
+        self._norms = norms
+        self._on_arrived = on_arrived
+        self._of: dict[int, Arrival] = {}
+        self._hooks = AccumulationHooks(self._hear)
+
+    def watch(self, place: Place, group: int, step: int) -> None:
+        """Take charge of a parameter's gradients."""
+        self.kept[place.name] = self._of[id(place.parameter)] = Arrival(self, place, group, step)
+        self._hooks.add(place.parameter)
+
+    def unwatch(self) -> None:
+        """Let go of the parameters."""
+        self._hooks.remove()
+        self._of.clear()
+
+    # --- one arrives -----------------------------------------------------------------
+
+    def _hear(self, parameter: torch.Tensor) -> None:
+        """A gradient was accumulated."""
+        began = time.perf_counter()
+        gradient = self._of[id(parameter)]
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            values = parameter.grad
+            if values is not None and not gradient.stands_in(values):
+                self._arrive(gradient, values)
+            elif values is not None:
+                self.backwards.enter()
+        self._on_arrived(gradient.name, gradient.place.nothing.nbytes, began)
+
+    def _arrive(self, gradient: Arrival, values: torch.Tensor) -> None:
+        """A gradient came where there was none."""
+        nested = self.backwards.enter()
+        if gradient.handle is not None:
+            # The handle was taken away: what stood behind it is dropped.
+            gradient.drop()
+        gradient.arrived_in = self.backwards.count
+        self.fresh = True
+        self.backwards.delivered = True
+        self._require_declared(gradient)
+        if self.loop.mode == "ram" and isinstance(values, RowGradient):
+            gradient.place.parameter.grad = values.dense()
+            return
+        if self.loop.mode == "ram" or values.is_sparse:
+            # A sparse one is small: it waits where it is.
+            return
+        if values.requires_grad:
+            raise UsageError(
+                f"backward(create_graph=True) leaves a graph on the gradient of {gradient.name!r}, which cannot be "
+                'kept: take gradients by torch.autograd.grad(..., create_graph=True), or pass gradients="ram"'
+            )
+        if torch._C._storage_Use_Count(values.untyped_storage()._cdata) > _STORAGE_USES:  # noqa: SLF001
+            # A view of memory that somebody gave to backward(gradient=), and may write to.
+            values = values.clone()
+        values = gradient.laid_out(values)
+        if self._is_whole(gradient, nested):
+            gradient.take(values, self._norms.measure(values))
+        else:
+            gradient.in_pieces = gradient.in_pieces or nested
+            gradient.store(values)
+
+    def add(self, gradient: Arrival, values: torch.Tensor) -> None:
+        """A gradient came where there is one."""
+        inside = self.backwards.inside()
+        if inside:
+            self.backwards.enter()
+        again = gradient.arrived_in == self.backwards.count and inside
+        if again:
+            gradient.in_pieces = True
+        self._require_addable(gradient)
+        if not again:
+            self.loop.notice("accumulation")
+            self._require_declared(gradient)
+        gradient.arrived_in = self.backwards.count
+        self.fresh = True
+        self.backwards.delivered = self.backwards.delivered or inside
+        gradient.change(gradient.laid_out(values), add=True)
+        if self._is_whole(gradient, again):
+            gradient.stage_stored((), 1.0)
+
+    def _is_whole(self, gradient: Arrival, nested: bool) -> bool:
+        """Whether nothing more will come of it in this step, so that it can be used at once."""
+        return self.loop.mode == "fused" and not nested and not gradient.in_pieces and self.backwards.is_last()
+
+    def _require_addable(self, gradient: Arrival) -> None:
+        """Refuse an addition to what an update used; what a step() that failed had staged is discarded."""
+        if gradient.state is State.SPENT:
+            raise UsageError(
+                f"a second gradient for {gradient.name!r} after step(): call zero_grad() after each step, or {_INSTEAD}"
+            )
+        if gradient.state is State.TAKEN or (gradient.state.staged and self.loop.mode == "fused"):
+            raise UsageError(f"a second gradient for {gradient.name!r}, whose update ran already: {_INSTEAD}")
+        if gradient.state.staged:
+            gradient.unstage()
+
+    def _require_declared(self, gradient: Arrival) -> None:
+        if self.loop.mode == "fused":
+            self.backwards.require_declared(gradient.name)
+
+    # --- what is around it --------------------------------------------------------------
+
+    def _begin_backward(self) -> None:
+        if self.scale.enabled and not self.scaled:
+            raise UsageError("there is a loss scale: begin the backward by optimizer.backward(loss)")
+        if self.backwards.count and self.loop.mode == "fused" and self._all_dropped():
+            # By p.grad = None, as model.zero_grad() does: the count begins again.
+            self.backwards.count = 0
+
+    def _all_dropped(self) -> bool:
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            return not any(
+                gradient.handle is not None and gradient.stands_in(gradient.place.parameter.grad)
+                for gradient in self.kept.values()
+            )
+
+    def entered(self, module: torch.nn.Module) -> None:
+        """A module of the model is entered."""
+        self.backwards.entered()
+        if in_reentrant_checkpoint():
+            self._expect_pieces({id(parameter) for parameter in module.parameters()})
+
+    def touched(self, places: Iterable[Place]) -> None:
+        """Parameters are used outside of their modules."""
+        if in_reentrant_checkpoint():
+            self._expect_pieces({id(place.parameter) for place in places})
+
+    def _expect_pieces(self, parameters: set[int]) -> None:
+        # The backward of a reentrant checkpoint is one inside another. A gradient from outside of it, which may come
+        # first, is not all of it.
+        for gradient in self.kept.values():
+            if id(gradient.place.parameter) in parameters:
+                gradient.in_pieces = True
