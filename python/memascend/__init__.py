@@ -24,10 +24,10 @@ if TYPE_CHECKING:
         UsageError,
     )
     from memascend.planning.plan import Plan
+    from memascend.run.materialized import materialized
     from memascend.run.offloading import offload
     from memascend.run.optimizer import OffloadedOptimizer
     from memascend.run.report import Report
-    from memascend.run.state_dicts import materialized
 
 __all__ = [
     "BudgetError",
@@ -58,7 +58,7 @@ _OWNERS = {
     "OffloadedOptimizer": "run.optimizer",
     "Plan": "planning.plan",
     "Report": "run.report",
-    "materialized": "run.state_dicts",
+    "materialized": "run.materialized",
     "offload": "run.offloading",
 }
 _ERRORS = tuple(name for name in __all__ if name[0].isupper() and name not in _OWNERS)

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memascend.checkpoint.reader import Checkpoint, identity_of
-from memascend.errors import ConfigError, MemascendError
+from memascend.errors import ConfigError, MemascendError, UsageError
 from memascend.run.optimizer import OffloadedOptimizer
+from memascend.run.position import shown
 
 try:
     from transformers import PreTrainedModel, TrainerCallback
@@ -90,7 +91,7 @@ class Callback(TrainerCallback):
         """Guard the store until the training has begun."""
         del args, state, control
         self._session = _session_of(others.get("optimizer"))
-        self._session.weights_stand = True
+        self._session.state_dicts.refuse_changes(self._refusal)
         self._before = self._counted()
 
     def on_train_begin(
@@ -101,7 +102,7 @@ class Callback(TrainerCallback):
         if self._session is None:
             self._session = _session_of(others.get("optimizer"))
             self._before = self._counted()
-        self._session.weights_stand = False
+        self._session.state_dicts.refuse_changes(None)
         self._state = state
         model = others["model"]
         if _is_streamed(model, self._session) and not args.save_only_model:
@@ -147,6 +148,17 @@ class Callback(TrainerCallback):
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
             state.log_history[-1].update(figures)
 
+    def _refusal(self, name: str) -> UsageError:
+        """Say that weights are being loaded that the store does not hold, before they are written over them."""
+        assert self._session is not None
+        position = self._session.record.position
+        return UsageError(
+            f"a Trainer loads other weights ({name} differs) than those of {shown(position.identity())}, which the "
+            f"storage holds{position.given}, and storage was left as it is: to resume from a checkpoint, begin from it "
+            'with offload(existing="replace", checkpoint=...); to take weights alone, load them before the Trainer is '
+            "made"
+        )
+
     def _counted(self) -> tuple[int, int, float]:
         assert self._session is not None
         report = self._session.report()
@@ -190,7 +202,7 @@ def _is_streamed(model: Any, session: Session) -> bool:
     its_own = isinstance(saves, _Saving) or getattr(saves, "__func__", None) is PreTrainedModel.save_pretrained
     return (
         its_own
-        and session.surgery.model is model
+        and session.attachment.model is model
         and isinstance(model, PreTrainedModel)
         and not getattr(model, "_hf_peft_config_loaded", False)
         and getattr(model, "_auto_class", None) is None
@@ -199,4 +211,4 @@ def _is_streamed(model: Any, session: Session) -> bool:
 
 def _is_of(folder: Path, session: Session) -> bool:
     """Whether a folder has the checkpoint of where the session stands."""
-    return identity_of(folder) == session.identity()
+    return identity_of(folder) == session.record.position.identity()

@@ -200,7 +200,7 @@ def main(given):
     report = optimizer.report().to_dict()
     held = {
         "regions": sum(region["bytes"] for region in memory.regions()),
-        "staging": optimizer._session.engine.staging_bytes,
+        "staging": optimizer._session.resources.engine.staging_bytes,
     }
     answer_peak = status()["VmHWM"]
     if work["phases"]:

@@ -51,13 +51,13 @@ def test_nothing_is_read_that_the_commit_makes_old(tmp_path):
     optimizer = torch.optim.AdamW(model.parameters())
     model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "store", gradients="fused")
     residency = optimizer._session.residency
-    begin, read = residency._begin, []
+    begin, read = residency._memory.begin, []
 
     def noted(name, base):
         read.append(name)
         return begin(name, base)
 
-    residency._begin = noted
+    residency._memory.begin = noted
     for _ in range(3):
         read.clear()
         model(torch.arange(8)).square().mean().backward()

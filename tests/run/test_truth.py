@@ -185,7 +185,7 @@ def test_a_step_without_gradients_is_none(tmp_path, gradients):
 def test_a_step_that_was_interrupted_after_its_commit_is_committed(tmp_path, gradients, monkeypatch):
     plain, theirs, model, optimizer = twins(tmp_path, gradients, kind=torch.optim.AdamW, rate=1e-2)
     session = optimizer._session
-    commit = session.engine.commit
+    commit = session.resources.engine.commit
 
     def interrupted(*args, **options):
         commit(*args, **options)
@@ -199,7 +199,7 @@ def test_a_step_that_was_interrupted_after_its_commit_is_committed(tmp_path, gra
             loss_of(model, index).backward()
             if index == 1:
                 with monkeypatch.context() as patch:
-                    patch.setattr(session, "engine", Commits(session.engine, interrupted))
+                    patch.setattr(session.resources, "engine", Commits(session.resources.engine, interrupted))
                     with pytest.raises(KeyboardInterrupt):
                         optimizer.step()
             else:
@@ -222,7 +222,7 @@ def test_after_a_step_that_failed_the_next_one_is_of_the_next_gradients(tmp_path
     with optimizer:
         loss_of(model, 1).backward()
         with monkeypatch.context() as patch:
-            patch.setattr(session, "engine", Commits(session.engine, fails))
+            patch.setattr(session.resources, "engine", Commits(session.resources.engine, fails))
             with pytest.raises(memascend.StorageError):
                 optimizer.step()
         model.zero_grad()
@@ -312,7 +312,6 @@ def test_parameters_that_are_parts_of_one_vector_are_fine(tmp_path):
 def test_a_unit_whose_read_failed_is_read_again(tmp_path, monkeypatch):
     plain, _, model, optimizer = twins(tmp_path)
     residency = optimizer._session.residency
-    begin = residency._begin
 
     class Interrupted:
         def __init__(self, fetch):
@@ -328,7 +327,7 @@ def test_a_unit_whose_read_failed_is_read_again(tmp_path, monkeypatch):
     with optimizer, torch.no_grad():
         wanted = plain(batch())
         with monkeypatch.context() as patch:
-            patch.setattr(residency, "_begin", blank)
+            patch.setattr(residency._memory, "begin", blank)
             try:
                 model(batch())
             except KeyboardInterrupt:
@@ -337,7 +336,6 @@ def test_a_unit_whose_read_failed_is_read_again(tmp_path, monkeypatch):
                 assert torch.equal(model(batch()), wanted)
             else:
                 pytest.fail("nothing was read")
-        del begin
 
 
 def test_two_threads_may_compute_at_once(tmp_path):

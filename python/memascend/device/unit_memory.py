@@ -39,6 +39,9 @@ class UnitMemory(Protocol):
     def used(self, base: torch.Tensor) -> None:
         """The caller is about to compute with a unit's bytes."""
 
+    def require_usable(self) -> None:
+        """Refuse, before anything is done, where nobody may compute with units."""
+
     def engine(self, engine: Engine) -> Any:
         """The engine, for gradients that lie where units do."""
 
@@ -85,6 +88,9 @@ class HostUnits:
         self.begin = store.fetch
 
     def used(self, base: torch.Tensor) -> None:
+        """See `UnitMemory`."""
+
+    def require_usable(self) -> None:
         """See `UnitMemory`."""
 
     def engine(self, engine: Engine) -> Any:
@@ -144,6 +150,10 @@ class DeviceUnits:
         if self.arena.used(base):
             # Whoever waited for it may have been on another stream.
             self._staging.order(base)
+
+    def require_usable(self) -> None:
+        """See `UnitMemory`."""
+        self.device.require_no_capture()
 
     def engine(self, engine: Engine) -> DeviceEngine:
         """See `UnitMemory`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -15,17 +15,18 @@ from memascend.residency.access import Turns, count_here
 from memascend.residency.eviction import has_useless, holders_beside, is_leaving, is_useless, victim_for
 from memascend.residency.saved_tensors import Hooks
 from memascend.residency.threads import others_alive
+from memascend.residency.transfers import Transfers
 from memascend.residency.unit_slot import Home, alive, view
 from memascend.residency.use_order import Order
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from memascend.memory import Arena
+    from memascend.residency.copies import Copies
     from memascend.residency.debug_checksums import Sums
+    from memascend.residency.environment import Limits, Listener, Memory
     from memascend.residency.placeholder import Place
-    from memascend.residency.rows import Rows
-    from memascend.residency.unit_slot import Fetch
+    from memascend.residency.saved_tensors import Keeper
 
 __all__ = ["Residency"]
 
@@ -38,81 +39,55 @@ _LAST_SECONDS = 1.0
 _FARTHER = 3
 
 
-class Copies(Protocol):
-    """What answers where a state dict is made or loaded; see `placeholder.Source`."""
-
-    def detached(self, place: Place) -> torch.Tensor | None:
-        """A private copy of a parameter's values, or None."""
-
-    def assigned(self, place: Place, values: torch.Tensor) -> bool:
-        """Write values through; False where that is not meant."""
-
-    def mapped(self, place: Place) -> torch.Tensor:
-        """The bytes of a parameter's committed values, in an unlinked file."""
-
-
 class Residency:
     """Which units are in the arena. Everything here runs under one lock; compute does not."""
 
     def __init__(
         self,
-        arena: Arena,
+        memory: Memory,
+        limits: Limits,
         busy: Callable[[], bool],
-        begin: Callable[[str, torch.Tensor], Fetch],
+        listener: Listener,
+        copies: Copies,
         *,
-        lookahead: int,
-        slots: dict[int, int],
-        used: Callable[[torch.Tensor], None] | None = None,
-        require: Callable[[], None] | None = None,
+        keeper: Keeper | None = None,
+        sums: Sums | None = None,
     ) -> None:
         """Begin with nothing resident.
 
         Args:
-            arena: where units are held.
+            memory: where units are held.
+            limits: what the plan lets them have.
             busy: whether updates are under way, which may hold units until they are done.
-            begin: begins to read a unit into memory.
-            lookahead: how many units ahead of the one in use are fetched.
-            slots: the arena's classes, {bytes: count}.
-            used: hears of a unit's bytes each time that somebody is about to compute with them.
-            require: refuses, before anything is done, where nobody may compute with them.
+            listener: hears of what is done with units.
+            copies: where copies of parameters go.
+            keeper: keeps what autograd saves and lies in no unit.
+            sums: finds what was written to past torch's counters, where that was asked for.
         """
-        self._arena = arena
-        self._begin = begin
-        self._used = used
-        self._require = require
+        self._memory = memory
+        self._arena = memory.arena
+        self._limits = limits
         self._busy = busy
-        self._lookahead = lookahead
-        self._classes = sorted(slots)
+        self._listener = listener
+        self._copies = copies
+        self._classes = sorted(limits.slots)
         self.homes: list[Home] = []
         self.lock = threading.RLock()
         self.turns = Turns(self.lock)
-        self.hooks = Hooks(self)
+        self.hooks = Hooks(self, keeper)
         self.order = Order()
         self.closed: str | None = None
-        # What makes copies of whole models.
-        self.surgery: Copies | None = None
-        # Looks up embeddings that have no place in the arena.
-        self.rows: Rows | None = None
+        self.transfers = Transfers(self.copy_of)
         self._at: dict[int, tuple[Home, int]] = {}
         self._clock = 0
         # The unit that is asked for right now: not to be evicted for one that comes later.
         self._current: Home | None = None
         # Parameters that somebody wrote to while they were bound.
         self.written: set[str] = set()
-        # Finds what was written to past torch's counters, where that was asked for.
-        self.sums: Sums | None = None
-        # Hears of parameters that are touched outside of their modules.
-        self.on_borrowed: Callable[[Iterable[Place]], None] | None = None
+        self._sums = sums
         self.counters = {"fetches": 0, "hits": 0, "adopted": 0, "evictions": 0}
-        # A budget that has more room, where a unit of so many bytes finds none.
-        self.budget_option = "host_memory"
-        self.larger_budget: Callable[[int], int] = lambda nbytes: nbytes
-        # The one with which embeddings are whole in memory.
-        self.whole_budget = 0
         # Those that were found to be used whole.
         self._told: set[str] = set()
-        # Hears when the use of a unit has ended.
-        self.on_used: Callable[[], None] | None = None
 
     def add(self, name: str, nbytes: int, *, pinned: bool, by_rows: bool = False) -> Home:
         """A unit of so many bytes; its places follow."""
@@ -125,8 +100,7 @@ class Residency:
 
     def bind(self, home: Home) -> None:
         """Make a unit's parameters real. Every call is ended by `unbind`."""
-        if self._require is not None:
-            self._require()
+        self._memory.require_usable()
         with self.lock:
             self.turns.wait_to_bind()
             if home.bound == 0:
@@ -154,8 +128,7 @@ class Residency:
             for place in home.places:
                 place.unbind()
             self._find_written(home, written)
-        if self.on_used is not None:
-            self.on_used()
+        self._listener.used()
 
     def holds(self, place: Place) -> bool:
         """Whether this thread has bound a parameter that asks; see `placeholder.Source`."""
@@ -166,8 +139,7 @@ class Residency:
         """Bind the units of some parameters for one operation; see `placeholder.Source`."""
         if self.closed:
             raise UsageError(self.closed)
-        if self.on_borrowed is not None:
-            self.on_borrowed(places)
+        self._listener.borrowed(places)
         homes = list({id(home): home for home in (self.home_of[place.name] for place in places)}.values())
         bound: list[Home] = []
         pushed = False
@@ -187,22 +159,46 @@ class Residency:
     def looked_up(self, place: Place, indices: torch.Tensor, padding: int | None) -> torch.Tensor | None:
         """See `placeholder.Source`."""
         home = self.home_of[place.name]
-        if self.rows is None or not home.by_rows:
+        rows = self._memory.rows
+        if rows is None or not home.by_rows:
             return None
         if self.closed:
             raise UsageError(self.closed)
-        if self.on_borrowed is not None:
-            self.on_borrowed([place])
+        self._listener.borrowed([place])
         with self.turns.touching():
-            return self.rows.look_up(home.name, place, indices, padding)
+            return rows.look_up(home.name, place, indices, padding)
 
     def detached(self, place: Place) -> torch.Tensor | None:
         """See `placeholder.Source`."""
-        return self.surgery.detached(place) if self.surgery is not None else None
+        return self.transfers.detached(place)
 
     def assigned(self, place: Place, values: torch.Tensor) -> bool:
         """See `placeholder.Source`."""
-        return self.surgery is not None and self.surgery.assigned(place, values)
+        return self.transfers.assigned(place, values)
+
+    def copy_of(self, place: Place) -> torch.Tensor:
+        """A parameter's committed values in an unlinked file, as a tensor that nothing else sees."""
+        home = self.home_of[place.name]
+        if home.by_rows:
+            return self._mapped(place).view(place.dtype).view(place.shape)
+        self.bind(home)
+        try:
+            return self._copies.of(place)
+        finally:
+            self.unbind(home)
+
+    def each_part(self, place: Place, visit: Callable[[int, torch.Tensor], None]) -> None:
+        """Read all of an embedding that is read by rows: `visit` gets where each part begins, and its bytes."""
+        with self.lock:
+            if self.closed:
+                raise UsageError(self.closed)
+            self.turns.wait_to_bind()
+        assert self._memory.rows is not None
+        self._memory.rows.each_part(self.home_of[place.name].name, visit)
+
+    def _mapped(self, place: Place) -> torch.Tensor:
+        """The bytes of an embedding that is read by rows, in an unlinked file."""
+        return self._copies.gathered(place.nothing.nbytes, lambda visit: self.each_part(place, visit))
 
     def settle(self) -> None:
         """Name the homes of all places, once all were added."""
@@ -227,8 +223,7 @@ class Residency:
             self._look_ahead()
             base = home.base
             assert base is not None
-            if self._used is not None:
-                self._used(base)
+            self._memory.used(base)
             return base
 
     def _bring(self, home: Home) -> None:
@@ -245,12 +240,11 @@ class Residency:
             home.weak = (StorageWeakRef(base.untyped_storage()), home.version)
             home.base = base
             self._at[base.data_ptr()] = (home, home.version)
-            if self.sums is not None:
-                self.sums.note(home)
+            if self._sums is not None:
+                self._sums.note(home)
 
     def _bring_mapped(self, home: Home) -> None:
         """All of a unit that has no place in memory: in a file, whose pages the kernel keeps or not."""
-        assert self.surgery is not None
         (place,) = home.places
         if place.name not in self._told:
             self._told.add(place.name)
@@ -258,13 +252,13 @@ class Residency:
                 "all of %s is used, and not only rows of it: it is brought into a file each time; host_memory=%d keeps "
                 "it in memory",
                 place.name,
-                self.whole_budget,
+                self._limits.whole,
             )
-        home.base = self.surgery.mapped(place)
+        home.base = self._mapped(place)
         home.mapped = StorageWeakRef(home.base.untyped_storage())
         self._at[home.base.data_ptr()] = (home, home.version)
-        if self.sums is not None:
-            self.sums.note(home)
+        if self._sums is not None:
+            self._sums.note(home)
 
     def _start(self, home: Home, *, must: bool) -> bool:
         """Lease memory and begin the read."""
@@ -274,7 +268,7 @@ class Residency:
         with torch.inference_mode(mode=False):
             base = lease.tensor((home.nbytes,), torch.uint8)
         home.weak = None
-        home.fetch = self._begin(home.name, base)
+        home.fetch = self._memory.begin(home.name, base)
         home.pending = base
         self.counters["fetches"] += 1
         return True
@@ -327,8 +321,8 @@ class Residency:
                 home.fetch = None
                 home.pending = None
                 home.weak = None
-            if self.sums is not None:
-                self.written.update(self.sums.changed(home))
+            if self._sums is not None:
+                self.written.update(self._sums.changed(home))
             home.views = None
             home.base = None
             self.counters["evictions"] += 1
@@ -345,7 +339,7 @@ class Residency:
         Farther ones, too, where nothing has to leave for them that this step uses again: embeddings and heads have
         places of their own, and the disk is not to wait until they are next.
         """
-        near = self._lookahead
+        near = self._limits.lookahead
         for count, index in enumerate(self.order.ahead(near + _FARTHER if near else 0)):
             home = self.homes[index]
             if (
@@ -365,11 +359,11 @@ class Residency:
 
     def _crowded(self, home: Home) -> BudgetError:
         holders = holders_beside(home, self.homes)
-        smallest = self.larger_budget(home.slot_bytes)
+        smallest = self._limits.larger(home.slot_bytes)
         return BudgetError(
             f"no room for unit {home.name!r} ({home.nbytes} bytes): all places of its size are held by views of "
             f"{', '.join(holders) or 'units in use'}, which a checkpoint segment of several blocks, or your "
-            f"code, keeps; {self.budget_option}={smallest} works",
+            f"code, keeps; {self._limits.option}={smallest} works",
             smallest=smallest,
         )
 
@@ -380,7 +374,7 @@ class Residency:
                 self._find_written(home)
 
     def _find_written(self, home: Home, seen: Iterable[str] = ()) -> None:
-        written = {*seen, *(self.sums.changed(home) if self.sums is not None else ())}
+        written = {*seen, *(self._sums.changed(home) if self._sums is not None else ())}
         if written:
             self.written.update(written)
             # What it holds now is no step's: it is read again.
@@ -457,8 +451,7 @@ class Residency:
 
     def storage_of(self, home: Home, version: int) -> torch.UntypedStorage:
         """The bytes of a unit as they were at `version`."""
-        if self._require is not None:
-            self._require()
+        self._memory.require_usable()
         with self.lock:
             if home.version != version:
                 raise UsageError(

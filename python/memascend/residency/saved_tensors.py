@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
 
-__all__ = ["Hooks", "Note"]
+__all__ = ["Hooks", "Keeper", "Note"]
 
 _CHECKPOINT = "torch.utils.checkpoint"
 
@@ -51,10 +51,10 @@ class Hooks:
 
     __slots__ = ("_finder", "_pair", "keeper")
 
-    def __init__(self, finder: Finder) -> None:
+    def __init__(self, finder: Finder, keeper: Keeper | None = None) -> None:
+        """Where there is a keeper, the hooks are pushed for all of a model's forward."""
         self._finder = finder
-        # Where there is one, the hooks are pushed for all of a model's forward.
-        self.keeper: Keeper | None = None
+        self.keeper = keeper
         # Bound once, so that they can be told from others'.
         self._pair = (self.pack, self.unpack)
 

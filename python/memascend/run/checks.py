@@ -9,11 +9,11 @@ import torch
 
 from memascend.errors import ConfigError
 from memascend.residency.gates import gated
+from memascend.run.materialized import is_materialized
 from memascend.run.optimizer import OffloadedOptimizer
-from memascend.run.state_dicts import is_materialized
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 __all__ = ["Owned", "find_owned", "sparse_ids"]
 
@@ -35,6 +35,27 @@ def find_owned(
 
     They are on the CPU, on meta, or on the `device` that is going to compute.
     """
+    _refuse_kinds(model, optimizer)
+    named = dict(model.named_parameters())
+    if not named:
+        raise ConfigError("the model has no parameters: there is nothing to offload")
+    groups = {
+        id(parameter): number for number, group in enumerate(optimizer.param_groups) for parameter in group["params"]
+    }
+    _refuse_owners(named, groups)
+    for name, parameter in named.items():
+        if parameter.device.type not in ("cpu", "meta") and parameter.device != device:
+            raise ConfigError(
+                f"{name} is on {parameter.device}; offload() takes models on the CPU, on meta, or on the device= that "
+                "computes"
+            )
+        if torch.nn.parameter.is_lazy(parameter):
+            raise ConfigError(f"{name} is not initialised yet: run the model once before offload()")
+    _refuse_shared(model)
+    return {name: Owned(name, parameter, groups.get(id(parameter))) for name, parameter in named.items()}
+
+
+def _refuse_kinds(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -46,19 +67,12 @@ def find_owned(
         raise ConfigError(
             f"{type(model).__name__} does not work with offload(); give the module inside it, on one process"
         )
-    if (
-        torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-        and torch.distributed.get_world_size() > 1
-    ):
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
         raise ConfigError("a world size above 1 is not supported yet: offload() works in one process")
-    named = dict(model.named_parameters())
-    if not named:
-        raise ConfigError("the model has no parameters: there is nothing to offload")
-    groups = {}
-    for number, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            groups[id(parameter)] = number
+
+
+def _refuse_owners(named: Mapping[str, torch.nn.Parameter], groups: Mapping[int, int]) -> None:
     known = {id(parameter) for parameter in named.values()}
     if not groups.keys() <= known:
         count = len(groups.keys() - known)
@@ -73,16 +87,6 @@ def find_owned(
         )
     if not groups:
         raise ConfigError("the optimizer owns no parameters of this model")
-    for name, parameter in named.items():
-        if parameter.device.type not in ("cpu", "meta") and parameter.device != device:
-            raise ConfigError(
-                f"{name} is on {parameter.device}; offload() takes models on the CPU, on meta, or on the device= that "
-                "computes"
-            )
-        if torch.nn.parameter.is_lazy(parameter):
-            raise ConfigError(f"{name} is not initialised yet: run the model once before offload()")
-    _refuse_shared(model)
-    return {name: Owned(name, parameter, groups.get(id(parameter))) for name, parameter in named.items()}
 
 
 def _refuse_shared(model: torch.nn.Module) -> None:

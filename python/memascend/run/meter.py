@@ -40,26 +40,26 @@ class Meter:
         "_events",
         "_every",
         "_held_peak",
+        "_keeps_all",
         "_queued",
         "_samples",
         "_stale",
         "_units",
         "handing_seconds",
-        "keeps_all",
         "last",
     )
 
-    def __init__(self, units: Callable[[], int], queued: Callable[[], int]) -> None:
+    def __init__(self, units: Callable[[], int], queued: Callable[[], int], *, keeps_all: bool = False) -> None:
         """Begin.
 
         Args:
             units: bytes of the arena that are lent now.
             queued: bytes of gradients that wait for the engine now.
+            keeps_all: gradients stay in memory until step().
         """
         self._units = units
         self._queued = queued
-        # Gradients stay in memory until step().
-        self.keeps_all = False
+        self._keeps_all = keeps_all
         # What backward spent in handing on gradients, waiting for room among them.
         self.handing_seconds = 0.0
         # The samples of the last step that was whole.
@@ -88,7 +88,7 @@ class Meter:
         if name not in self._arrived:
             self._arrived.add(name)
             self._arrived_bytes += nbytes
-            if self.keeps_all:
+            if self._keeps_all:
                 self._held_peak = max(self._held_peak, self._arrived_bytes)
         self.handing_seconds += time.perf_counter() - began
         self.used()
@@ -115,7 +115,7 @@ class Meter:
     def gradients(self) -> int:
         """Bytes of gradients that are held now."""
         # Those that are kept in memory wait for the engine in that same memory.
-        return max(self._queued(), self._arrived_bytes if self.keeps_all else 0)
+        return max(self._queued(), self._arrived_bytes if self._keeps_all else 0)
 
     @property
     def gradients_peak(self) -> int:

@@ -81,36 +81,36 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
     @property
     def grad_norm(self) -> float | None:
         """The norm of all gradients of the last step, unscaled and before clipping; None before the first."""
-        return self._session.grad_norm
+        return self._session.outcome.grad_norm
 
     @property
     def overflowed(self) -> bool:
         """Whether the last step was skipped because a gradient was not finite."""
-        return self._session.overflowed
+        return self._session.outcome.overflowed
 
     @property
     def loss_scale(self) -> float:
         """What `backward()` multiplies the loss by."""
-        return self._session.scale.scale
+        return self._session.record.scale.scale
 
     @property
     def steps(self) -> int:
         """Committed steps of this store, also those before a resume."""
-        return self._session.steps
+        return self._session.record.position.step
 
     @property
     def user_state(self) -> Any:
         """A JSON value of at most 64 KiB that is committed with the step."""
-        return self._session.user_state
+        return self._session.record.user_state
 
     @user_state.setter
     def user_state(self, value: Any) -> None:
-        self._session.set_user_state(value)
+        self._session.record.set_user_state(value)
 
     @property
     def plan(self) -> Plan:
         """What was decided before the run."""
-        return self._session.plan
+        return self._session.measurements.plan
 
     def report(self) -> Report:
         """Host memory by owner, bytes read and written by kind, seconds by stage."""
@@ -147,7 +147,7 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
             options["params"] = list(range(position, position + len(group["params"])))
             position += len(group["params"])
             groups.append(options)
-        return {"state": {}, "param_groups": groups, "memascend": self._session.identity()}
+        return {"state": {}, "param_groups": groups, "memascend": self._session.record.position.identity()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the groups' options; the state stays what the store holds.
@@ -155,7 +155,7 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
         Raises:
             UsageError: the state belongs to a step that this store does not hold.
         """
-        self._session.check_identity(state_dict.get("memascend"))
+        self._session.record.position.require(state_dict.get("memascend"))
         saved = state_dict["param_groups"]
         if [len(group["params"]) for group in saved] != [len(group["params"]) for group in self.param_groups]:
             raise ValueError("loaded state dict has other parameter groups than the optimizer")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,9 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from memascend.run.meter import Sample
-    from memascend.run.session import Session
 
-__all__ = ["Baseline", "Owner", "Report", "make_report"]
+__all__ = ["InMemory", "Owner", "Report"]
 
 _MIB = 1 << 20
 
@@ -42,16 +40,6 @@ class InMemory:
     def total(self) -> int:
         """All of it, at the end of a backward."""
         return self.values + self.state + self.gradients
-
-
-class Baseline:
-    """What had been counted when the training began, so that a report is of the training alone."""
-
-    def __init__(self, engine: dict[str, Any], store: dict[str, Any]) -> None:
-        """Counters of the engine and of the store, once the first values are written."""
-        self.engine = engine
-        self.store = store
-        self.began = time.perf_counter()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,126 +209,3 @@ def _held(owners: Mapping[str, Owner], budget: int) -> dict[str, Any]:
         "budget": budget,
         "owners": {name: {"bytes": owner.bytes, "peak": owner.peak} for name, owner in owners.items()},
     }
-
-
-def make_report(session: Session) -> Report:
-    """What was measured so far."""
-    base = session.baseline
-    engine = _since(session.engine.counters(), base.engine)
-    store = _since(session.store.counters(), base.store)
-    read = {
-        "values": store["fetched_bytes"],
-        "values, update": engine["values_read"],
-        "state": engine["state_read"],
-        "gradients": engine["spill_read"],
-    }
-    written = {
-        "values": engine["values_written"],
-        "state": engine["state_written"],
-        "gradients": engine["spill_written"],
-    }
-    read["other"] = max(0, store["read_bytes"] - sum(read.values()))
-    written["other"] = max(0, store["written_bytes"] - sum(written.values()))
-    written["first values"] = base.store["written_bytes"]
-    activations = session.resources.activations
-    if activations is not None:
-        read["activations"] = activations.counters["read"]
-        written["activations"] = activations.counters["written"]
-    seconds = {
-        "wall": time.perf_counter() - base.began,
-        "waiting for units": store["wait_seconds"] + session.resources.units.wait_seconds,
-        "handing on gradients": session.meter.handing_seconds,
-        "step()": session.seconds["step"],
-        **{f"update, {stage}": taken for stage, taken in engine["seconds"].items()},
-    }
-    return Report(
-        owners=_owners(session),
-        budget=session.plan.budget,
-        read=read,
-        written=written,
-        seconds=seconds,
-        steps=session.steps - session.began_at,
-        units=dict(session.residency.counters),
-        in_memory=_in_memory(session),
-        samples=tuple(session.meter.samples),
-        **_there(session),
-    )
-
-
-def _owners(session: Session) -> dict[str, Owner]:
-    info = session.store.info()
-    resources = session.resources
-    # The engine's memory has the room for whole parameters in it, too.
-    staging, whole = session.engine.staging_bytes, session.plan.whole_bytes
-    held = {
-        **resources.units.host,
-        "update staging": max(0, staging - whole),
-        "catalog": info["buffer_bytes"],
-        "index": info["index_bytes"],
-        "unaligned I/O": info["copy_bytes"],
-        "whole parameters": min(staging, whole),
-        "activations": 0 if resources.activations is None else resources.activations.host_bytes,
-    }
-    always = (*resources.units.host, "update staging", "catalog", "index")
-    owners = {name: Owner(nbytes, nbytes) for name, nbytes in held.items() if nbytes or name in always}
-    if not session.plan.device:
-        owners["gradients"] = _gradients(session)
-    return owners
-
-
-def _gradients(session: Session) -> Owner:
-    """Those that wait for their update, where they were made."""
-    meter = session.meter
-    now = meter.gradients
-    return Owner(now, max(now, int(session.engine.counters()["queued_peak"]), meter.gradients_peak))
-
-
-def _there(session: Session) -> dict[str, Any]:
-    """Memory of the device, where that is not the host."""
-    units = session.resources.units
-    if units.device is None:
-        return {}
-    reserved = int(units.arena.stats()["reserved"])
-    return {
-        "device": {"units": Owner(reserved, reserved), "gradients": _gradients(session)},
-        "device_budget": session.plan.device_budget,
-        "device_torch": Owner(*units.device.allocated()),
-        "device_copies": units.unregistered,
-    }
-
-
-def _in_memory(session: Session) -> InMemory:
-    """Values, gradients and state as torch holds them: a compact master counts whole."""
-    values = state = gradients = 0
-    for entry in session.store.entries():
-        if entry["buffer"]:
-            continue
-        count = 1
-        for size in entry["shape"]:
-            count *= size
-        nbytes = count * _itemsize(entry["dtype"])
-        values += nbytes
-        if entry["name"] in session.gradients.kept:
-            gradients += nbytes
-        for name, dtype, shape in entry["state"]:
-            elements = 1
-            for size in shape:
-                elements *= size
-            state += elements * (4 if name == "rest" else _itemsize(dtype))
-    return InMemory(values, state, gradients)
-
-
-def _itemsize(dtype: str) -> int:
-    import torch
-
-    found: torch.dtype = getattr(torch, dtype)
-    return found.itemsize
-
-
-def _since(now: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:
-    """What was counted since then."""
-    found: dict[str, Any] = {}
-    for name, value in now.items():
-        before = then.get(name, 0)
-        found[name] = _since(value, before or {}) if isinstance(value, dict) else value - before
-    return found

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from memascend.cli.plan.sources import Source
-    from memascend.run.offloading import Planned
+    from memascend.run.decision import Planned
 
 _TYPES = {"float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16",
           "float16": "float16", "fp16": "float16"}  # fmt: skip
@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
 
     from memascend.cli.plan.sources import describe
     from memascend.planning.options import Options
-    from memascend.run.offloading import planned
+    from memascend.run.decision import planned
 
     source = describe(options.model, None if options.dtype is None else getattr(torch, _TYPES[options.dtype]))
     asked = Options(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from memascend.planning.plan import Plan
-    from memascend.run.offloading import Planned
+    from memascend.run.decision import Planned
 
 __all__ = ["Costs", "cost", "disk_seconds"]
 

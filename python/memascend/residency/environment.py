@@ -1,0 +1,67 @@
+"""What residency is made with: the memory of units, what the plan lets them have, and who hears of their use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    import torch
+
+    from memascend.memory import Arena
+    from memascend.residency.placeholder import Place
+    from memascend.residency.rows import Rows
+    from memascend.residency.unit_slot import Fetch
+
+__all__ = ["Limits", "Listener", "Memory"]
+
+
+class Memory(Protocol):
+    """The memory of units, and the way there; see `device.unit_memory`."""
+
+    arena: Arena
+    # Looks up embeddings that have no place in the arena.
+    rows: Rows | None
+
+    def begin(self, name: str, base: torch.Tensor) -> Fetch:
+        """Begin to bring a unit into a lease of the arena."""
+
+    def used(self, base: torch.Tensor) -> None:
+        """The caller is about to compute with a unit's bytes."""
+
+    def require_usable(self) -> None:
+        """Refuse, before anything is done, where nobody may compute with them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listener:
+    """Who hears of what is done with units.
+
+    Attributes:
+        borrowed: parameters are touched outside of their modules.
+        used: the use of a unit has ended.
+    """
+
+    borrowed: Callable[[Iterable[Place]], None]
+    used: Callable[[], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What the plan lets units have.
+
+    Attributes:
+        lookahead: how many units ahead of the one in use are fetched.
+        slots: the arena's classes, {bytes: count}.
+        option: what the user sets the budget by.
+        larger: a budget that has more room, where a unit of so many bytes finds none.
+        whole: the one with which embeddings are whole in memory.
+    """
+
+    lookahead: int
+    slots: dict[int, int]
+    option: str
+    larger: Callable[[int], int]
+    whole: int

@@ -1,0 +1,124 @@
+"""Opens the store of a run, and writes what a new one begins with."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import TYPE_CHECKING, Any
+
+from memascend import engine as engines
+from memascend.checkpoint.first_values import Beginning, InHand
+from memascend.checkpoint.meta import MetaBuffers
+from memascend.checkpoint.reader import Checkpoint, Continued
+from memascend.checkpoint.weights import open_weights
+from memascend.optimizers.group_options import options_of
+from memascend.paths import expanded
+from memascend.progress import Progress
+from memascend.run.locations import temporary
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from memascend.engine import Engine, Store
+    from memascend.run.decision import Decision, Subject
+
+__all__ = ["FirstValues", "continued", "open_store"]
+
+_log = logging.getLogger("memascend")
+
+
+def open_store(subject: Subject, entries: list[engines.Entry]) -> tuple[Store, Path | None]:
+    """Open or make the store; and the folder that it is in, where it is a temporary one."""
+    options = subject.options
+    kind = type(subject.original).__name__
+    paths = list(options.paths or ())
+
+    def create(where: str | list[str]) -> Store:
+        # A temporary store is gone with the machine's power anyway.
+        durability = options.durability if paths else "close"
+        return engines.Store.create(
+            where, entries, optimizer=kind, existing=options.existing, durability=durability, fill=False
+        )
+
+    return (create(paths), None) if paths else temporary(create)
+
+
+def continued(subject: Subject, folder: str) -> Continued:
+    """What a checkpoint holds for this model and optimizer."""
+    buffers = {name: subject.buffers.tensor(name) for name in subject.buffers.names}
+    return Continued(Checkpoint(folder), subject.model, subject.named, buffers, subject.arithmetic, subject.trained)
+
+
+class FirstValues:
+    """What a store begins with: looked at before anything is written, then written."""
+
+    def __init__(self, subject: Subject, undo: contextlib.ExitStack) -> None:
+        """`undo` takes back what is changed, where the call fails."""
+        self._subject = subject
+        self._undo = undo
+        self._meta_buffers = MetaBuffers(subject.model)
+        weights = subject.options.weights
+        self._weights = None if weights is None else open_weights(weights)
+        self._beginning: Beginning | None = None
+        self._meta_buffers.install()
+        undo.callback(self._meta_buffers.uninstall)
+
+    def prepare(self, *, created: bool) -> None:
+        """Find everything that can be wrong before something is written; `created`: the store is a new one."""
+        subject = self._subject
+        if created:
+            self._beginning = self._found()
+            self._beginning.check()
+        initialised = created and self._weights is None and subject.options.checkpoint is None
+        self._meta_buffers.rebuild(self._weights, saved=initialised)
+        count = sum(parameter.is_meta for parameter in subject.named.values())
+        if count and initialised:
+            _log.info(
+                "%d parameters on meta are initialised by the model's own code, from torch's default generator", count
+            )
+
+    def _found(self) -> Beginning:
+        subject = self._subject
+        if subject.options.checkpoint is not None:
+            return continued(subject, expanded(subject.options.checkpoint))
+        saved = self._meta_buffers.saved
+        return InHand(subject.model, subject.named, subject.trained, subject.arithmetic, self._weights, saved)
+
+    def write(self, engine: Engine, decision: Decision) -> dict[str, Any]:
+        """Write and commit them; the hyperparameters that were committed."""
+        subject, beginning = self._subject, self._beginning
+        assert beginning is not None
+        with Progress("writing the model to storage", decision.sizes.slot_bytes) as progress:
+            self._write_parameters(engine, decision, beginning, progress)
+            for name in subject.buffers.names:
+                target = subject.buffers.target(name)
+                if not isinstance(beginning, InHand):
+                    self._undo.callback(target.copy_, target.clone())
+                beginning.buffer(name, target)
+                engine.fill(name, subject.buffers.tensor(name), {})
+            hyperparameters = beginning.hyperparameters([options_of(group) for group in subject.original.param_groups])
+            engine.commit(beginning.step, user_state=beginning.user_state, hyperparameters=hyperparameters)
+        return hyperparameters
+
+    def _write_parameters(self, engine: Engine, decision: Decision, beginning: Beginning, progress: Progress) -> None:
+        subject = self._subject
+        waiting = 0
+        with contextlib.closing(beginning.parameters(decision.units)) as firsts:
+            for name, values, state, step in firsts:
+                engine.fill(name, values, state, step=step)
+                waiting += values.nbytes + sum(tensor.nbytes for tensor in state.values())
+                if waiting >= decision.plan.queue_bytes:
+                    # What was just handed over goes before the next is made.
+                    engine.finish()
+                    waiting = 0
+                described = subject.arithmetic.describe(subject.named[name]) if name in subject.trained else {}
+                progress.add(values.nbytes + sum(tensor.nbytes for tensor in described.values()))
+
+    def read(self, store: Store) -> dict[str, Any]:
+        """Take the buffers that a store holds already; its hyperparameters."""
+        self._subject.buffers.restore(store)
+        return store.hyperparameters or {}
+
+    def let_go(self) -> None:
+        """Files stay mapped no longer."""
+        self._beginning = self._weights = None

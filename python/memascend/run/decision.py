@@ -1,0 +1,222 @@
+"""Decides units, store entries and the plan of a run, from shapes alone; nothing is changed."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from memascend import engine as engines
+from memascend.activations import activations
+from memascend.checkpoint.buffers import Buffers
+from memascend.checkpoint.meta import require_plain
+from memascend.device.download import WINDOWS
+from memascend.device.recurrent import copied_bytes
+from memascend.device.upload import CHUNKS
+from memascend.errors import ConfigError
+from memascend.optimizers.update_rule import Arithmetic
+from memascend.planning.embeddings import by_rows
+from memascend.planning.plan import make_plan
+from memascend.planning.requirements import Requirements
+from memascend.planning.slot_classes import reserved
+from memascend.planning.units import find_units
+from memascend.residency.placeholder import dense_strides
+from memascend.residency.rows import CHUNKS as ROW_CHUNKS
+from memascend.residency.rows import window_bytes
+from memascend.run.checks import find_owned, sparse_ids
+from memascend.run.locations import folders_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from memascend.device.device import Device
+    from memascend.engine import Entry
+    from memascend.planning.options import Options
+    from memascend.planning.plan import Plan
+    from memascend.planning.units import Unit
+
+__all__ = ["Decision", "Planned", "Subject", "decide", "planned"]
+
+
+class Subject:
+    """The model and the optimizer of one call of `offload()`, checked."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        options: Options,
+        device: Device | None,
+        *,
+        staged: bool,
+    ) -> None:
+        """`device` computes, where that is not the host; `staged`: units reach it through chunks."""
+        self.model = model
+        self.original = optimizer
+        self.options = options
+        self.device = device
+        self.staged = staged
+        self.owned = find_owned(model, optimizer, None if device is None else device.torch_device)
+        self.named = {name: owned.parameter for name, owned in self.owned.items()}
+        self.trained = {name for name, owned in self.owned.items() if owned.group is not None}
+        require_plain(self.named)
+        if options.weights is not None and not any(parameter.is_meta for parameter in self.named.values()):
+            raise ConfigError("weights= is for parameters on meta, and the model has none there: leave it out")
+        self.arithmetic = Arithmetic(optimizer, options.master_dtype, frozenset(sparse_ids(model)))
+        self.buffers = Buffers(model)
+
+    @property
+    def moves_activations(self) -> bool:
+        """Whether what checkpoints save goes elsewhere; on the host, "host" is where it is."""
+        return self.options.activations == "ssd" or (self.options.activations == "host" and self.staged)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What a run is going to be.
+
+    Attributes:
+        units: the parameters that travel together.
+        entries: what the store holds.
+        sizes: what that takes there.
+        plan: of memory.
+        row_bytes: the longest row of embeddings that may be read by rows.
+        whole_budget: the budget from which on they are not.
+    """
+
+    units: tuple[Unit, ...]
+    entries: list[Entry]
+    sizes: engines.Sizes
+    plan: Plan
+    row_bytes: int = 0
+    whole_budget: int = 0
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What `offload()` would do.
+
+    Attributes:
+        plan: the plan.
+        state_bytes: what the same optimizer keeps in memory without offloading.
+    """
+
+    plan: Plan
+    state_bytes: int
+
+
+def planned(model: torch.nn.Module, optimizer: torch.optim.Optimizer, options: Options) -> Planned:
+    """Decide as `offload()` with these options would, from shapes alone: the model may be on "meta"; nothing changes.
+
+    Raises:
+        ConfigError: it would refuse; the message says why.
+        BudgetError: the budget is too small; `smallest` is what works.
+    """
+    with torch.no_grad():
+        # The device need not be there.
+        decision = decide(Subject(model, optimizer, options, None, staged=options.where.type != "cpu"))
+    # The rest of a compact master stands for all of it.
+    state = (
+        tensor.numel() * (4 if name == "rest" else tensor.element_size())
+        for entry in decision.entries
+        for name, tensor in entry.state.items()
+    )
+    return Planned(decision.plan, sum(state))
+
+
+def decide(subject: Subject) -> Decision:
+    """Find the units, describe what the store holds, and plan.
+
+    Raises:
+        ConfigError: an option does not fit.
+        BudgetError: the budget is too small.
+    """
+    options = subject.options
+    units = find_units(subject.model, units=options.unit_names)
+    entries = _entries(subject, units)
+    _require_folder(subject)
+    devices = max(1, len(options.paths or ()))
+    sizes = engines.sizes(entries, optimizer=type(subject.original).__name__, devices=devices)
+    gradients = {name: subject.named[name].nbytes for name in subject.trained}
+    wanted = _requirements(subject, units, sizes, gradients)
+    make = functools.partial(make_plan, device_budget=options.device_bytes)
+    row_bytes = whole_budget = 0
+    rows = _by_rows(subject, units)
+    if rows:
+        apart = {name for unit in units if unit.name in rows for name in unit.parameters}
+        others = [nbytes for name, nbytes in gradients.items() if name not in apart]
+        row_bytes = max(subject.named[name].shape[1] * subject.named[name].element_size() for name in apart)
+        row_memory = reserved(ROW_CHUNKS) + window_bytes(row_bytes)
+        lean = replace(wanted, largest_gradient=max(others, default=0), by_rows=rows, rows_bytes=row_memory)
+        whole_budget = make(wanted).comfortable
+        enough = options.host_bytes is not None and options.host_bytes >= whole_budget
+        if not enough and make(lean).comfortable < whole_budget:
+            wanted = lean
+    plan = make(wanted, budget=options.host_bytes)
+    if subject.staged:
+        plan = replace(plan, recurrent_bytes=copied_bytes(subject.model))
+    return Decision(
+        units=units, entries=entries, sizes=sizes, plan=plan, row_bytes=row_bytes, whole_budget=whole_budget
+    )
+
+
+def _requirements(
+    subject: Subject, units: tuple[Unit, ...], sizes: engines.Sizes, gradients: Mapping[str, int]
+) -> Requirements:
+    """What a plan has to provide, where no embedding is read by rows; `gradients` are bytes by parameter."""
+    options, moves = subject.options, subject.moves_activations
+    stays = moves and options.activations == "host"
+    return Requirements(
+        units=units,
+        sizes=sizes,
+        gradients="ssd" if options.gradients == "auto" and options.keeps else options.gradients,
+        largest_gradient=max(gradients.values()),
+        all_gradients=sum(gradients.values()),
+        whole_bytes=subject.arithmetic.whole_bytes + sizes.other_bytes,
+        staging={"unit staging": CHUNKS, "gradient windows": WINDOWS} if subject.staged else None,
+        activation_chunks=activations.CHUNKS if moves else {},
+        activation_group=activations.MORE if stays else 0,
+        activation_groups=activations.MORE_USUAL if stays else 0,
+        update_values=subject.arithmetic.update_values,
+    )
+
+
+def _require_folder(subject: Subject) -> None:
+    options = subject.options
+    if subject.moves_activations and options.paths and not folders_of(options):
+        raise ConfigError(
+            f"the storage is a raw device: give offload(scratch=) a folder for activations={options.activations!r}"
+        )
+
+
+def _by_rows(subject: Subject, units: Sequence[Unit]) -> tuple[str, ...]:
+    """The embeddings that may be read by rows, where the host computes; from a device that takes a wait for it."""
+    if subject.staged or (subject.options.paths and not folders_of(subject.options)):
+        # What uses all of one needs a folder.
+        return ()
+    kept = subject.arithmetic.kept.items()
+    wanted_whole = [identity for identity, found in kept if found is not None and found.whole]
+    return by_rows(subject.model, units, wanted_whole)
+
+
+def _entries(subject: Subject, units: Sequence[Unit]) -> list[Entry]:
+    entries = []
+    for unit in units:
+        for name in unit.parameters:
+            parameter = subject.named[name]
+            trained = name in subject.trained
+            meta = torch.empty_strided(parameter.shape, dense_strides(parameter), dtype=parameter.dtype, device="meta")
+            entries.append(
+                engines.Entry(
+                    name=name,
+                    values=meta,
+                    state=subject.arithmetic.describe(parameter) if trained else {},
+                    unit=unit.name,
+                    order=engines.order_of(meta),
+                    # Also where gradients stay in memory: a store may be resumed in another mode.
+                    spill=parameter.dtype if trained else None,
+                )
+            )
+    return entries + subject.buffers.entries(engines.Entry)

@@ -1,0 +1,133 @@
+"""Gives an offloaded model real parameters for a while; they lie in unlinked files."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from typing import TYPE_CHECKING
+
+from memascend.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+
+    from memascend.residency.residency import Residency
+    from memascend.residency.unit_slot import Home
+    from memascend.run.attachment import Attachment
+    from memascend.run.readiness import Readiness
+    from memascend.run.resources import Resources
+    from memascend.run.rewrites import Rewrites
+
+__all__ = ["Materializer", "is_materialized", "materialized"]
+
+# Models whose parameters are real now.
+_OPEN: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+
+class Materializer:
+    """Makes an offloaded model a plain one, and takes it back."""
+
+    def __init__(
+        self,
+        resources: Resources,
+        residency: Residency,
+        readiness: Readiness,
+        rewrites: Rewrites,
+        attachment: Attachment,
+    ) -> None:
+        self._resources = resources
+        self._residency = residency
+        self._readiness = readiness
+        self._rewrites = rewrites
+        self._attachment = attachment
+
+    @contextlib.contextmanager
+    def materialized(self, *, modify: bool) -> Iterator[None]:
+        """Real parameters inside."""
+        model = self._attachment.model
+        if model in _OPEN:
+            raise UsageError("materialized() within materialized(): the parameters are real already")
+        if modify:
+            self._readiness.require_quiet()
+        self._readiness.require_open()
+        optimizer = model.__dict__["_memascend"]
+        homes: list[Home] = []
+        try:
+            with self._residency.turns.alone():
+                self._residency.require_idle("materialized()")
+                self._make_real(homes)
+            _OPEN.add(model)
+            # What is copied or pickled in there is a plain model.
+            self._attachment.leave()
+            self._resources.unread = False
+            yield
+            if modify:
+                self._readiness.require_open()
+                self._write_back(homes)
+        except BaseException:
+            self._rewrites.drop()
+            raise
+        finally:
+            if model in _OPEN:
+                _OPEN.discard(model)
+                if not self._resources.closed:
+                    self._attachment.enter(optimizer)
+            self._release(homes)
+
+    def _make_real(self, homes: list[Home]) -> None:
+        """Let every parameter be a plain one; `homes` are those that are."""
+        residency = self._residency
+        for home in residency.homes:
+            copies = [residency.copy_of(place) for place in home.places]
+            with residency.lock:
+                # Its place in the arena is needed for the next one.
+                residency.evict(home)
+                home.bound += 1
+                homes.append(home)
+                for place, copy in zip(home.places, copies, strict=True):
+                    place.release(copy)
+
+    def _write_back(self, homes: list[Home]) -> None:
+        values = {place.name: place.parameter.detach() for home in homes for place in home.places}
+        self._release(homes)
+        for home in self._residency.homes:
+            for place in home.places:
+                self._rewrites.stage(place, values.pop(place.name))
+        self._rewrites.commit()
+
+    def _release(self, homes: list[Home]) -> None:
+        with self._residency.turns.alone(), self._residency.lock:
+            while homes:
+                home = homes.pop()
+                home.bound = max(0, home.bound - 1)
+                for place in home.places:
+                    place.unbind()
+
+
+def is_materialized(model: torch.nn.Module) -> bool:
+    """Whether a module, or one in it, is offloaded and within `materialized()` now."""
+    return any(module in _OPEN for module in model.modules())
+
+
+def materialized(model: torch.nn.Module, modify: bool = False) -> contextlib.AbstractContextManager[None]:
+    """Real parameters inside a `with` block: those of the last committed step.
+
+    They lie in unlinked files, so that a model larger than memory can be looked at and saved.
+
+    Args:
+        model: an offloaded model.
+        modify: write back what was changed, and commit it at once. A value whose bits did not change leaves its master
+            and its state untouched.
+
+    Raises:
+        UsageError: the model is not offloaded, or a step is staged (with `modify`).
+    """
+    offloaded = model.__dict__.get("_memascend")
+    if model in _OPEN:
+        raise UsageError("materialized() within materialized(): the parameters are real already")
+    if offloaded is None:
+        raise UsageError("this model is not offloaded, or its optimizer was closed")
+    materializer: Materializer = offloaded._session.materializer  # noqa: SLF001
+    return materializer.materialized(modify=modify)

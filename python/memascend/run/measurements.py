@@ -1,0 +1,190 @@
+"""Measures a run: memory by owner, bytes by kind, seconds by stage, from when `offload()` returned."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memascend.run.report import InMemory, Owner, Report
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from memascend.planning.plan import Plan
+    from memascend.residency.residency import Residency
+    from memascend.run.heap import Heap
+    from memascend.run.meter import Meter
+    from memascend.run.position import Position
+    from memascend.run.resources import Resources
+
+__all__ = ["Measurements"]
+
+
+@dataclass(frozen=True)
+class _Counters:
+    """What engine and store had counted at some moment."""
+
+    engine: dict[str, Any]
+    store: dict[str, Any]
+    moment: float
+
+    @classmethod
+    def of(cls, resources: Resources) -> _Counters:
+        return cls(resources.engine.counters(), resources.store.counters(), time.perf_counter())
+
+    def since(self, then: _Counters) -> _Counters:
+        return _Counters(_since(self.engine, then.engine), _since(self.store, then.store), self.moment - then.moment)
+
+
+class Measurements:
+    """What a report is made of."""
+
+    def __init__(
+        self,
+        resources: Resources,
+        residency: Residency,
+        plan: Plan,
+        position: Position,
+        meter: Meter,
+        heap: Heap,
+    ) -> None:
+        self._resources = resources
+        self._residency = residency
+        self.plan = plan
+        self._position = position
+        self.meter = meter
+        self.heap = heap
+        # What was counted before is not of the training.
+        self._before = _Counters.of(resources)
+        self._step_seconds = 0.0
+        self._last: Report | None = None
+
+    def step_ended(self, began: float) -> None:
+        """A step was committed, whose `step()` began then."""
+        self._step_seconds += time.perf_counter() - began
+        self.meter.step_ended()
+        self.heap.step_ended()
+
+    def report(self, trained: Collection[str]) -> Report:
+        """What was measured so far; `trained` are the names that the optimizer owns."""
+        return self._last or self._taken(trained)
+
+    def close(self, trained: Collection[str]) -> None:
+        """Take a report that can be asked for afterwards, too."""
+        self._last = self._taken(trained)
+
+    def _taken(self, trained: Collection[str]) -> Report:
+        counted = _Counters.of(self._resources).since(self._before)
+        read, written = self._traffic(counted)
+        return Report(
+            owners=self._owners(),
+            budget=self.plan.budget,
+            read=read,
+            written=written,
+            seconds={
+                "wall": counted.moment,
+                "waiting for units": counted.store["wait_seconds"] + self._resources.units.wait_seconds,
+                "handing on gradients": self.meter.handing_seconds,
+                "step()": self._step_seconds,
+                **{f"update, {stage}": taken for stage, taken in counted.engine["seconds"].items()},
+            },
+            steps=self._position.made,
+            units=dict(self._residency.counters),
+            in_memory=self._in_memory(trained),
+            samples=tuple(self.meter.samples),
+            **self._on_device(),
+        )
+
+    def _traffic(self, counted: _Counters) -> tuple[dict[str, int], dict[str, int]]:
+        """Bytes read and written, by kind."""
+        engine, store = counted.engine, counted.store
+        read = {
+            "values": store["fetched_bytes"],
+            "values, update": engine["values_read"],
+            "state": engine["state_read"],
+            "gradients": engine["spill_read"],
+        }
+        written = {
+            "values": engine["values_written"],
+            "state": engine["state_written"],
+            "gradients": engine["spill_written"],
+        }
+        read["other"] = max(0, store["read_bytes"] - sum(read.values()))
+        written["other"] = max(0, store["written_bytes"] - sum(written.values()))
+        written["first values"] = self._before.store["written_bytes"]
+        activations = self._resources.activations
+        if activations is not None:
+            read["activations"] = activations.counters["read"]
+            written["activations"] = activations.counters["written"]
+        return read, written
+
+    def _owners(self) -> dict[str, Owner]:
+        resources = self._resources
+        info = resources.store.info()
+        # The engine's memory has the room for whole parameters in it, too.
+        staging, whole = resources.engine.staging_bytes, self.plan.whole_bytes
+        held = {
+            **resources.units.host,
+            "update staging": max(0, staging - whole),
+            "catalog": info["buffer_bytes"],
+            "index": info["index_bytes"],
+            "unaligned I/O": info["copy_bytes"],
+            "whole parameters": min(staging, whole),
+            "activations": 0 if resources.activations is None else resources.activations.host_bytes,
+        }
+        always = (*resources.units.host, "update staging", "catalog", "index")
+        owners = {name: Owner(nbytes, nbytes) for name, nbytes in held.items() if nbytes or name in always}
+        if not self.plan.device:
+            owners["gradients"] = self._gradients()
+        return owners
+
+    def _gradients(self) -> Owner:
+        """Those that wait for their update, where they were made."""
+        now = self.meter.gradients
+        queued = int(self._resources.engine.counters()["queued_peak"])
+        return Owner(now, max(now, queued, self.meter.gradients_peak))
+
+    def _on_device(self) -> dict[str, Any]:
+        """Memory of the device, where that is not the host."""
+        units = self._resources.units
+        if units.device is None:
+            return {}
+        reserved = int(units.arena.stats()["reserved"])
+        return {
+            "device": {"units": Owner(reserved, reserved), "gradients": self._gradients()},
+            "device_budget": self.plan.device_budget,
+            "device_torch": Owner(*units.device.allocated()),
+            "device_copies": units.unregistered,
+        }
+
+    def _in_memory(self, trained: Collection[str]) -> InMemory:
+        """Values, gradients and state as torch holds them: a compact master counts whole."""
+        values = state = gradients = 0
+        for entry in self._resources.store.entries():
+            if entry["buffer"]:
+                continue
+            nbytes = math.prod(entry["shape"]) * _itemsize(entry["dtype"])
+            values += nbytes
+            if entry["name"] in trained:
+                gradients += nbytes
+            for name, dtype, shape in entry["state"]:
+                state += math.prod(shape) * (4 if name == "rest" else _itemsize(dtype))
+        return InMemory(values, state, gradients)
+
+
+def _itemsize(dtype: str) -> int:
+    found: torch.dtype = getattr(torch, dtype)
+    return found.itemsize
+
+
+def _since(now: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:
+    """What was counted since then."""
+    found: dict[str, Any] = {}
+    for name, value in now.items():
+        before = then.get(name, 0)
+        found[name] = _since(value, before or {}) if isinstance(value, dict) else value - before
+    return found

@@ -1,0 +1,58 @@
+"""What a commit records besides parameters: buffers, group options, loss scale and user_state."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from memascend.errors import ConfigError
+from memascend.optimizers.group_options import options_of
+
+if TYPE_CHECKING:
+    from memascend.checkpoint.buffers import Buffers
+    from memascend.engine import Store
+    from memascend.gradients.loss_scale import LossScale
+    from memascend.run.position import Position
+
+__all__ = ["Record"]
+
+_USER_BYTES_MAX = 64 << 10
+
+
+class Record:
+    """What is committed with a step, and where the run stands."""
+
+    def __init__(
+        self, store: Store, position: Position, buffers: Buffers, groups: list[dict[str, Any]], scale: LossScale
+    ) -> None:
+        """`groups` are the optimizer's own, which a scheduler changes."""
+        self._store = store
+        self.position = position
+        self.buffers = buffers
+        self.groups = groups
+        self.scale = scale
+        self.user_state: Any = store.user_state
+
+    def hyperparameters(self) -> dict[str, Any]:
+        """The groups' options and the loss scale, as JSON."""
+        return {"groups": [options_of(group) for group in self.groups], "loss_scale": self.scale.state()}
+
+    def set_user_state(self, value: Any) -> None:
+        """Keep a JSON value for the next commit."""
+        try:
+            size = len(json.dumps(value).encode())
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"user_state must be a JSON value: {error}") from error
+        if size > _USER_BYTES_MAX:
+            raise ConfigError(f"user_state has {size} bytes as JSON, at most {_USER_BYTES_MAX} are kept")
+        self.user_state = value
+
+    def facts(self) -> dict[str, Any]:
+        """What a checkpoint says of the run."""
+        optimizer = self._store.info()["optimizer"]
+        return {
+            **self.position.identity(),
+            **self.hyperparameters(),
+            "user_state": self.user_state,
+            "optimizer": optimizer,
+        }

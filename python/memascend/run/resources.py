@@ -1,0 +1,79 @@
+"""Store, engine and memory of a run: closed once, by close(), by the garbage collector or at exit."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from typing import TYPE_CHECKING
+
+from memascend.errors import UsageError
+
+if TYPE_CHECKING:
+    from memascend.activations.activations import Activations
+    from memascend.device.unit_memory import UnitMemory
+    from memascend.engine import Engine, Store
+
+__all__ = ["CLOSED", "Resources"]
+
+CLOSED = "this model was offloaded, and its optimizer has been closed; open its storage again to go on"
+
+
+class Resources:
+    """What has to be let go: it knows neither model nor optimizer, so that both can be collected."""
+
+    def __init__(
+        self,
+        store: Store,
+        engine: Engine,
+        units: UnitMemory,
+        activations: Activations | None = None,
+        *,
+        temporary: bool = False,
+    ) -> None:
+        """`activations` keeps what checkpoints save; `temporary`: the store is gone with the process."""
+        self.store = store
+        self.engine = engine
+        self.units = units
+        self.activations = activations
+        self.temporary = temporary
+        # Steps were committed that nobody has read out.
+        self.unread = False
+        self.closed = False
+        self._told_of_loss = False
+        self._process = os.getpid()
+
+    def require_open(self) -> None:
+        """Refuse what comes after close()."""
+        if self.closed:
+            raise UsageError(CLOSED)
+
+    def warn_if_lost(self) -> None:
+        """Warn once where the store's file lost its name: all goes well until the end of the process."""
+        lost = None if self._told_of_loss else self.store.lost()
+        if lost is not None:
+            self._told_of_loss = True
+            warnings.warn(str(lost), stacklevel=5)
+
+    def close(self) -> None:
+        """Drain, drop what is not committed, free. Twice is fine."""
+        if self.closed:
+            return
+        self.closed = True
+        if os.getpid() != self._process:
+            # A forked child has none of the threads, and what it would write is its parent's.
+            return
+        with contextlib.ExitStack() as last_first:
+            # Each of them also where another fails.
+            if self.activations is not None:
+                last_first.callback(self.activations.close, CLOSED)
+            last_first.callback(self.units.close)
+            last_first.callback(self.store.close)
+            last_first.callback(self.units.stop)
+            last_first.callback(self.engine.close)
+        if self.temporary and self.unread:
+            warnings.warn(
+                "the trained weights were in a temporary store and are gone, for nobody read them out: give storage=, "
+                "or save model.state_dict() before close()",
+                stacklevel=4,
+            )
