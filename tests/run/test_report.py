@@ -126,6 +126,22 @@ def test_the_picture(tmp_path):
     assert (tmp_path / "new" / "picture.png").read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.parametrize("gradients", ["ssd", "ram"])
+def test_a_gradient_that_is_added_to_counts_once(tmp_path, gradients):
+    model, optimizer = trained(tmp_path, steps=1, gradients=gradients)
+    with optimizer:
+        of_model = sum(parameter.nbytes for parameter in model.parameters())
+        for _ in range(3):
+            model(torch.ones(2, 16)).sum().backward()
+        held = optimizer.report().owners["gradients"]
+        optimizer.step()
+        assert max(sample.arrived for sample in optimizer.report().samples) == of_model
+        if gradients == "ram":
+            assert (held.bytes, held.peak) == (of_model, of_model)
+        else:
+            assert held.peak < of_model
+
+
 def test_no_picture_without_matplotlib(tmp_path, monkeypatch):
     _, optimizer = trained(tmp_path, steps=1)
     monkeypatch.setitem(sys.modules, "matplotlib", None)

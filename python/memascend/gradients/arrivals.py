@@ -11,7 +11,6 @@ from memascend.errors import UsageError
 from memascend.gradients.backward_tasks import Backwards, in_reentrant_checkpoint
 from memascend.gradients.gradient import Arrival
 from memascend.gradients.hooks import AccumulationHooks
-from memascend.gradients.state import State
 from memascend.residency.row_gradient import RowGradient
 
 if TYPE_CHECKING:
@@ -27,7 +26,6 @@ __all__ = ["Arrivals", "Rule"]
 
 # The gradient's own, and the one that asks.
 _STORAGE_USES = 2
-_INSTEAD = 'pass accumulation_steps= to offload(), or gradients="ssd"'
 
 
 class Rule(Protocol):
@@ -142,14 +140,13 @@ class Arrivals:
             gradient.store(values)
 
     def add(self, gradient: Arrival, values: torch.Tensor) -> None:
-        """A gradient came where there is one."""
+        """A gradient came where there is one, which no update used: its handle refuses another."""
         inside = self.backwards.inside()
         if inside:
             self.backwards.enter()
         again = gradient.arrived_in == self.backwards.count and inside
         if again:
             gradient.in_pieces = True
-        self._require_addable(gradient)
         if not again:
             self.loop.notice("accumulation")
             self._require_declared(gradient)
@@ -163,17 +160,6 @@ class Arrivals:
     def _is_whole(self, gradient: Arrival, nested: bool) -> bool:
         """Whether nothing more will come of it in this step, so that it can be used at once."""
         return self.loop.mode == "fused" and not nested and not gradient.in_pieces and self.backwards.is_last()
-
-    def _require_addable(self, gradient: Arrival) -> None:
-        """Refuse an addition to what an update used; what a step() that failed had staged is discarded."""
-        if gradient.state is State.SPENT:
-            raise UsageError(
-                f"a second gradient for {gradient.name!r} after step(): call zero_grad() after each step, or {_INSTEAD}"
-            )
-        if gradient.state is State.TAKEN or (gradient.state.staged and self.loop.mode == "fused"):
-            raise UsageError(f"a second gradient for {gradient.name!r}, whose update ran already: {_INSTEAD}")
-        if gradient.state.staged:
-            gradient.unstage()
 
     def _require_declared(self, gradient: Arrival) -> None:
         if self.loop.mode == "fused":

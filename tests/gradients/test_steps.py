@@ -1,0 +1,192 @@
+"""Tests what a step does with gradients: which it uses, how often, and what it refuses."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import memascend
+from memascend.errors import UsageError
+from memascend.gradients.state import State, moved
+
+WIDTH = 16
+
+
+def chain():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+
+def batch(seed):
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def backward(model, seed):
+    model(batch(seed)).square().mean().backward()
+
+
+def offloaded(tmp_path, gradients="ssd", kind=torch.optim.SGD, lr=0.1, **options):
+    model = chain()
+    return memascend.offload(
+        model,
+        kind(model.parameters(), lr=lr),
+        storage=tmp_path / "s",
+        gradients=gradients,
+        host_memory="64MiB",
+        **options,
+    )
+
+
+def require_same(plain, model):
+    with memascend.materialized(model):
+        for wanted, got in zip(plain.parameters(), model.parameters(), strict=True):
+            assert torch.equal(wanted, got)
+
+
+@pytest.mark.parametrize("gradients", ["ssd", "ram", "auto"])
+@pytest.mark.parametrize("edit", ["clamp", "mask", "scale", "assign", "nothing"])
+def test_clipping_in_step_holds_for_gradients_that_were_edited(tmp_path, gradients, edit):
+    """A gradient that was changed by more than a factor takes a way of its own through step()."""
+
+    def edited(model):
+        first = next(model.parameters())
+        if edit == "clamp":
+            first.grad.clamp_(-1e-2, 1e-2)
+        elif edit == "mask":
+            first.grad[torch.arange(0, WIDTH, 2)] = 0
+        elif edit == "scale":
+            first.grad.mul_(3)
+        elif edit == "assign":
+            first.grad = first.grad * 2
+
+    plain = chain()
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    model, optimizer = offloaded(tmp_path, gradients, max_grad_norm=0.01)
+    with optimizer:
+        for seed in range(3):
+            for of in (plain, model):
+                backward(of, seed)
+                edited(of)
+            squares = [memascend.kernels.check_and_unscale(p.grad.clone())[1].item() for p in plain.parameters()]
+            norm = math.sqrt(sum(squares))
+            factor = torch.tensor(min(1.0, 0.01 / (norm + 1e-6)), dtype=torch.float32)
+            assert factor < 0.5, "this test could not fail"
+            for parameter in plain.parameters():
+                parameter.grad.mul_(factor)
+            theirs.step()
+            theirs.zero_grad()
+            optimizer.step()
+            assert optimizer.grad_norm == pytest.approx(norm, rel=1e-9)
+            optimizer.zero_grad()
+        require_same(plain, model)
+
+
+def test_a_step_that_failed_is_made_again_and_takes_no_further_gradient(tmp_path, monkeypatch):
+    plain = chain()
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    model, optimizer = offloaded(tmp_path)
+    with optimizer:
+        for of in (plain, model):
+            backward(of, 1)
+
+        def fail(*_, **__):
+            raise RuntimeError("not this time")
+
+        with monkeypatch.context() as patched:
+            # Every update is staged by then.
+            patched.setattr(memascend.engine.Engine, "commit", fail)
+            with pytest.raises(RuntimeError, match="not this time"):
+                optimizer.step()
+        optimizer.step()
+        theirs.step()
+        require_same(plain, model)
+        for of in (plain, model):
+            of.zero_grad()
+            backward(of, 2)
+        with monkeypatch.context() as patched:
+            patched.setattr(memascend.engine.Engine, "commit", fail)
+            with pytest.raises(RuntimeError, match="not this time"):
+                optimizer.step()
+        with pytest.raises(UsageError, match="already used the first"):
+            backward(model, 3)
+        optimizer.zero_grad()
+        require_same(plain, model)
+
+
+class Nested(torch.autograd.Function):
+    """Computes a part of the model again in its backward, by a backward of its own."""
+
+    @staticmethod
+    def forward(ctx, x, layer):
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return layer(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            ctx.layer(x).backward(gradient)
+        return x.grad, None
+
+
+def test_a_second_piece_that_a_declared_step_cannot_know_of_is_refused_and_never_lost(tmp_path):
+    """The last backward of a declared step updates as gradients arrive; what comes after one is no part of it."""
+    model, optimizer = offloaded(tmp_path, "fused", accumulation_steps=2)
+    with optimizer:
+        layer = model[0]
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        layer(batch(1)).sum().backward()
+        # The gradient of the outer call arrives first, for it is nearer to the loss.
+        inner = Nested.apply(batch(2).requires_grad_(), layer)
+        with pytest.raises(UsageError, match=r"already used the first.*ssd"):
+            layer(inner).sum().backward()
+        optimizer.zero_grad()
+        assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_zeroing_is_refused_before_anything_is_zeroed(tmp_path):
+    model, optimizer = offloaded(tmp_path, "fused")
+    with optimizer:
+        backward(model, 1)
+        first = next(model.parameters())
+        first.grad = torch.ones(WIDTH, WIDTH)
+        with pytest.raises(UsageError, match="set_to_none=False"):
+            optimizer.zero_grad(set_to_none=False)
+        assert bool((first.grad == 1).all())
+
+
+def test_a_replaced_gradient_can_be_zeroed_in_every_mode(tmp_path):
+    """What stood in its place was used already, and is dropped with its update."""
+    model, optimizer = offloaded(tmp_path, "fused")
+    with optimizer:
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        backward(model, 1)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.zero_grad(set_to_none=False)
+        optimizer.step()
+        assert optimizer.steps == 1
+        assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_moves_that_make_no_sense_are_assertions():
+    legal = {
+        "store": {State.NONE},
+        "change": {State.STORED},
+        "take": {State.NONE},
+        "stage": {State.NONE, State.STORED},
+        "unstage": {State.MEMORY_STAGED, State.STORED_STAGED},
+        "end": {State.MEMORY_STAGED, State.STORED_STAGED, State.TAKEN},
+        "drop": set(State),
+    }
+    for move, states in legal.items():
+        for state in State:
+            if state in states:
+                assert moved("w", state, move) in State
+            else:
+                with pytest.raises(AssertionError, match=f"'{move}'.*'w'.*{state.name}"):
+                    moved("w", state, move)

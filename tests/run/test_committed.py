@@ -1,0 +1,93 @@
+"""Tests that a commit holds what belongs to its step: user_state, buffers, the loss scale, group options."""
+
+import pytest
+import torch
+from torch import nn
+
+import memascend
+
+WIDTH = 16
+# One that is written only where it was seen to change, and one that always is.
+LARGE, SMALL = 600_000, 8
+
+
+class Counting(nn.Module):
+    """Writes to a buffer in place in every forward."""
+
+    def __init__(self, elements=SMALL):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("seen", torch.zeros(elements))
+
+    def forward(self, x):
+        self.seen += 1
+        return self.layer(x)
+
+
+def opened(path, model, existing="refuse", **options):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return memascend.offload(model, optimizer, storage=path, existing=existing, host_memory="64MiB", **options)
+
+
+def step(model, optimizer, factor=1.0):
+    batch = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1)).to(next(model.parameters()).dtype)
+    optimizer.backward(model(batch).float().square().mean() * factor)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("gradients", ["fused", "ssd"])
+def test_user_state_is_committed_with_the_step_before_which_it_was_set(tmp_path, gradients):
+    model, optimizer = opened(tmp_path / "s", Counting(), gradients=gradients)
+    for index in range(3):
+        optimizer.user_state = {"next": index + 1}
+        step(model, optimizer)
+        # Set after the step, and so of the next one, which is never made.
+        optimizer.user_state = {"next": "too late"}
+        optimizer.close()
+        model, optimizer = opened(tmp_path / "s", Counting(), "resume", gradients=gradients)
+        assert optimizer.steps == index + 1
+        assert optimizer.user_state == {"next": index + 1}
+    optimizer.close()
+
+
+@pytest.mark.parametrize("elements", [SMALL, LARGE])
+@pytest.mark.parametrize("how", ["in place", "replaced", "through .data"])
+def test_a_buffer_is_committed_as_it_is_at_each_step(tmp_path, elements, how):
+    model, optimizer = opened(tmp_path / "s", Counting(elements))
+    for index in range(3):
+        step(model, optimizer)
+        if how == "replaced":
+            model.seen = model.seen + 10 * index
+        elif how == "through .data":
+            model.seen.data.add_(10 * index)
+    step(model, optimizer)
+    wanted = model.seen.clone()
+    assert wanted[0] == 4 + (0 if how == "in place" else 30)
+    optimizer.close()
+    model, optimizer = opened(tmp_path / "s", Counting(elements), "resume")
+    with optimizer:
+        assert torch.equal(model.seen, wanted)
+
+
+def test_a_loss_scale_goes_on_where_it_was(tmp_path):
+    model, optimizer = opened(tmp_path / "s", Counting().half())
+    scales = [optimizer.loss_scale]
+    step(model, optimizer)
+    for _ in range(2):
+        step(model, optimizer, factor=3e4)
+        assert optimizer.overflowed
+        scales.append(optimizer.loss_scale)
+    # The commit that holds the scale.
+    step(model, optimizer)
+    assert not optimizer.overflowed
+    assert scales == [65536.0, 32768.0, 16384.0]
+    optimizer.close()
+    model, optimizer = opened(tmp_path / "s", Counting().half(), "resume")
+    with optimizer:
+        assert optimizer.loss_scale == 16384.0
+        optimizer.save(tmp_path / "saved")
+    model, optimizer = opened(tmp_path / "other", Counting().half(), checkpoint=tmp_path / "saved")
+    with optimizer:
+        assert optimizer.loss_scale == 16384.0
