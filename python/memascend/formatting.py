@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["bytes_shown", "seconds_shown", "table"]
+__all__ = ["bytes_shown", "listed", "seconds_shown", "table"]
 
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
+# Names of a kind that a message lists.
+_LISTED = 10
 
 
 def bytes_shown(nbytes: int) -> str:
@@ -32,6 +34,12 @@ def seconds_shown(seconds: float) -> str:
         if seconds * factor >= 1:
             return f"{seconds * factor:.3g} {unit}"
     return f"{seconds * 1e9:.3g} ns"
+
+
+def listed(names: Sequence[str], separator: str = ", ") -> str:
+    """The first ten of the names, and how many more there are."""
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return separator.join(names[:_LISTED]) + more
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -19,6 +19,7 @@ from safetensors.torch import load_model
 from support.bits import same_states
 
 import memascend
+from memascend.checkpoint import folder_swap
 from memascend.checkpoint import reader as checkpoints
 from memascend.checkpoint import safetensors_writer as tensorfile
 from memascend.checkpoint import writer as saving
@@ -345,7 +346,7 @@ def test_what_is_partial_or_of_another_kind_is_refused(saved, tmp_path):
         ({"files": {"../model.safetensors": manifest["files"]["model.safetensors"]}}, "malformed: what it says of"),
         ({"files": {"model.safetensors": {"bytes": 1}}}, "malformed: what it says of"),
     ):
-        path.write_bytes(checkpoints.rendered({**manifest, **change}))
+        path.write_bytes(checkpoints.render_manifest({**manifest, **change}))
         refused(folder, tmp_path, CorruptionError, match)
 
 
@@ -422,7 +423,7 @@ def test_what_fails_leaves_the_old_one(running, tmp_path, monkeypatch):
         assert error.value.errno == errno.ENOSPC
     assert step() == 0
     with monkeypatch.context() as patch:
-        patch.setattr(saving, "_exchange", lambda *_: 1 / 0)
+        patch.setattr(folder_swap, "_exchange", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             optimizer.save(folder)
     assert step() == 0
@@ -431,7 +432,7 @@ def test_what_fails_leaves_the_old_one(running, tmp_path, monkeypatch):
         with pytest.raises(StorageError, match="has room for 100"):
             optimizer.save(folder)
     with monkeypatch.context() as patch:
-        patch.setattr(saving, "_exchange", lambda *_: False)
+        patch.setattr(folder_swap, "_exchange", lambda *_: False)
         optimizer.save(folder)
     assert step() == 1
     trained(model, optimizer, torch.bfloat16, 1, 2)

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from memascend.checkpoint import writer as saving
+from memascend.checkpoint.folder_swap import new_folder, put_in_place
 from memascend.errors import UsageError
 
 
@@ -16,18 +16,14 @@ def target(tmp_path):
     return tmp_path / "saved"
 
 
-def beside(target):
-    return saving._beside(target)
-
-
 @pytest.mark.parametrize("is_there", [False, True])
 def test_who_comes_second_is_told_and_takes_nothing_away(target, is_there):
     if is_there:
         target.mkdir()
-    with beside(target) as new:
+    with new_folder(target) as new:
         (new / "part").write_text("mine")
         for _ in range(2):
-            with pytest.raises(UsageError, match="another process is saving"), beside(target):
+            with pytest.raises(UsageError, match="another process is saving"), new_folder(target):
                 pass
             assert (new / "part").read_text() == "mine"
     assert not new.exists()
@@ -38,12 +34,12 @@ def test_what_another_began_after_the_folder_went_into_its_place_stays(target, i
     if is_there:
         (target / "memascend").mkdir(parents=True)
         (target / "memascend" / "manifest.json").write_text("{}")
-    with beside(target) as new:
+    with new_folder(target) as new:
         (new / "part").write_text("mine")
-        saving._replace(target, new)
+        put_in_place(target, new)
         if is_there:
             assert not (new / "part").exists(), "the earlier one, until the end"
-            with pytest.raises(UsageError, match="another process is saving"), beside(target):
+            with pytest.raises(UsageError, match="another process is saving"), new_folder(target):
                 pass
             os.rename(new, new.with_name("earlier"))
         # Another, from here on.
@@ -54,9 +50,9 @@ def test_what_another_began_after_the_folder_went_into_its_place_stays(target, i
 
 
 def test_what_a_killed_saver_left_is_gone(target):
-    with contextlib.suppress(KeyError), beside(target) as new:
+    with contextlib.suppress(KeyError), new_folder(target) as new:
         raise KeyError
     new.mkdir()
     (new / "part").write_text("left")
-    with beside(target) as new:
+    with new_folder(target) as new:
         assert not any(new.iterdir())

@@ -169,7 +169,7 @@ def test_names_that_from_pretrained_would_take_for_others_are_told(tmp_path, mon
     model, optimizer = memascend.offload(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with optimizer:
         optimizer.save(tmp_path / "saved")
-        monkeypatch.setattr(saving, "misread", lambda _: ["model.odd"])
+        monkeypatch.setattr(saving, "misread_names", lambda _: ["model.odd"])
         with pytest.warns(UserWarning, match=r"takes model.odd for another"):
             optimizer.save(tmp_path / "saved")
 

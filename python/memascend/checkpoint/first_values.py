@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from memascend.optimizers.update_rule import Arithmetic
     from memascend.planning.units import Unit
 
-__all__ = ["Beginning", "First", "InHand", "as_laid"]
+__all__ = ["FirstValue", "ModelValues", "ValueSource", "as_laid"]
 
 
-class First(NamedTuple):
+class FirstValue(NamedTuple):
     """The first values of a parameter.
 
     Attributes:
@@ -36,7 +36,7 @@ class First(NamedTuple):
     step: int
 
 
-class Beginning(Protocol):
+class ValueSource(Protocol):
     """Where the first values come from."""
 
     # What is committed with them.
@@ -49,14 +49,14 @@ class Beginning(Protocol):
     def hyperparameters(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
         """What is committed of options, where those of the optimizer's groups are `groups`."""
 
-    def parameters(self, units: Sequence[Unit]) -> Generator[First, None, None]:
+    def parameters(self, units: Sequence[Unit]) -> Generator[FirstValue, None, None]:
         """Each parameter of the units once; what was yielded may go before the next is asked for."""
 
     def buffer(self, name: str, tensor: torch.Tensor) -> None:
         """Write the first values of a persistent buffer into it."""
 
 
-class InHand:
+class ModelValues:
     """The values that model and optimizer have, and for parameters on meta `weights`, or their initialisation."""
 
     step = 0
@@ -89,19 +89,19 @@ class InHand:
         """The optimizer's own."""
         return {"groups": groups, "loss_scale": None}
 
-    def parameters(self, units: Sequence[Unit]) -> Generator[First, None, None]:
+    def parameters(self, units: Sequence[Unit]) -> Generator[FirstValue, None, None]:
         """Those on meta first where they are initialised; then all in the order of the units."""
         if self._weights is None and any(p.is_meta for p in self._named.values()):
             for name, values in Initialiser(self._model).parameters(units, self._named):
-                yield First(name, as_laid(values, self._named[name]), {}, 0)
+                yield FirstValue(name, as_laid(values, self._named[name]), {}, 0)
         for unit in units:
             for name in unit.parameters:
                 parameter = self._named[name]
                 if not parameter.is_meta:
                     state, step = self._arithmetic.initial(parameter) if name in self._trained else ({}, 0)
-                    yield First(name, laid_out(parameter.detach().cpu()), state, step)
+                    yield FirstValue(name, laid_out(parameter.detach().cpu()), state, step)
                 elif self._weights is not None:
-                    yield First(name, as_laid(self._weights.tensor(name, parameter), parameter), {}, 0)
+                    yield FirstValue(name, as_laid(self._weights.tensor(name, parameter), parameter), {}, 0)
 
     def buffer(self, name: str, tensor: torch.Tensor) -> None:
         """From the weights, where it was on meta and was not initialised."""

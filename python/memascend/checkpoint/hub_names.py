@@ -16,14 +16,14 @@ from memascend.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["Source", "converted", "misread"]
+__all__ = ["WeightTensor", "convert_names", "misread_names"]
 
 # What transformers does to experts that a model has as one parameter, and to several such that it has as one.
 _STACKED = [("MergeModulelist", 0)]
 _JOINED = [("Concatenate", 1)]
 
 
-class Source(Protocol):
+class WeightTensor(Protocol):
     """One tensor of weights."""
 
     def described(self) -> tuple[torch.dtype | None, tuple[int, ...]]:
@@ -34,13 +34,13 @@ class Source(Protocol):
 
 
 # Its name in the files, the pattern that it fits, and itself.
-_Part = tuple[str, str, Source]
+_Named = tuple[str, str, WeightTensor]
 
 
-class _Merged:
+class _MergedTensor:
     """A parameter that is made from several tensors, or one of several that are made from one."""
 
-    def __init__(self, name: str, layer: str, converter: Any, config: Any, parts: Sequence[_Part]) -> None:
+    def __init__(self, name: str, layer: str, converter: Any, config: Any, parts: Sequence[_Named]) -> None:
         """`converter` is transformers', which collects tensors and is copied for that; `parts` are what it is given."""
         self._name = name
         self._layer = layer
@@ -72,10 +72,10 @@ class _Merged:
             at += sources[0].described()[1][0]
         return whole
 
-    def _stacked(self) -> list[list[Source]] | None:
+    def _stacked(self) -> list[list[WeightTensor]] | None:
         """Matrices by pattern, where they are stacked along a new first dimension, and these joined along the next."""
         operations = [(type(each).__name__, getattr(each, "dim", None)) for each in self._converter.operations]
-        of_pattern: dict[str, list[Source]] = {pattern: [] for pattern in self._converter.source_patterns}
+        of_pattern: dict[str, list[WeightTensor]] = {pattern: [] for pattern in self._converter.source_patterns}
         for _, pattern, source in self._parts:
             of_pattern[pattern].append(source)
         pieces = list(of_pattern.values())
@@ -83,11 +83,11 @@ class _Merged:
         flat = all(len(source.described()[1]) == 2 for _, _, source in self._parts)
         return pieces if known and flat and len({len(sources) for sources in pieces}) == 1 else None
 
-    def _made(self, value_of: Callable[[Source], torch.Tensor]) -> torch.Tensor:
+    def _made(self, value_of: Callable[[WeightTensor], torch.Tensor]) -> torch.Tensor:
         made: torch.Tensor | list[torch.Tensor] = self._all(value_of)[self._name]
         return made[0] if isinstance(made, list) else made
 
-    def _all(self, value_of: Callable[[Source], torch.Tensor]) -> dict[str, Any]:
+    def _all(self, value_of: Callable[[WeightTensor], torch.Tensor]) -> dict[str, Any]:
         converter = copy.deepcopy(self._converter)
         for key, pattern, source in self._parts:
             converter.add_tensor(self._layer, key, pattern, value_of(source))
@@ -95,7 +95,7 @@ class _Merged:
         return made
 
 
-def converted(model: torch.nn.Module, sources: Mapping[str, Source]) -> dict[str, Source] | None:
+def convert_names(model: torch.nn.Module, sources: Mapping[str, WeightTensor]) -> dict[str, WeightTensor] | None:
     """The same tensors as the model has them; None where transformers knows nothing of it.
 
     Raises:
@@ -110,8 +110,8 @@ def converted(model: torch.nn.Module, sources: Mapping[str, Source]) -> dict[str
     own = _names(model)
     prefix = getattr(model, "base_model_prefix", None)
     config = getattr(model, "config", None)
-    found: dict[str, Source] = {}
-    layers: dict[str, list[_Part]] = {}
+    found: dict[str, WeightTensor] = {}
+    layers: dict[str, list[_Named]] = {}
     # Experts by their numbers.
     for key in sorted(sources, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, prefix, own)
@@ -122,17 +122,17 @@ def converted(model: torch.nn.Module, sources: Mapping[str, Source]) -> dict[str
     for layer, parts in layers.items():
         converter = of_pattern[parts[0][1]]
         try:
-            names = _Merged(layer, layer, converter, config, parts).names()
+            names = _MergedTensor(layer, layer, converter, config, parts).names()
         except Exception as error:
             raise ConfigError(
                 f"transformers cannot make {layer} from {parts[0][0]} and {len(parts) - 1} more: {error}; give a "
                 "function as weights= that returns it"
             ) from error
-        found.update({name: _Merged(name, layer, converter, config, parts) for name in names})
+        found.update({name: _MergedTensor(name, layer, converter, config, parts) for name in names})
     return found
 
 
-def misread(model: torch.nn.Module) -> list[str]:
+def misread_names(model: torch.nn.Module) -> list[str]:
     """Names of the model that transformers takes for others, where it finds them in a file."""
     renamings, converters = _conversions(model)
     if not renamings and not converters:
@@ -166,6 +166,6 @@ def _names(model: torch.nn.Module) -> dict[str, bool]:
     return {name: True for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
 
 
-def _on_meta(source: Source) -> torch.Tensor:
+def _on_meta(source: WeightTensor) -> torch.Tensor:
     dtype, shape = source.described()
     return torch.empty(shape, dtype=dtype, device="meta")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memascend.errors import ConfigError
+from memascend.formatting import listed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +24,6 @@ __all__ = ["Initialiser", "is_written", "unwritten"]
 
 # Parents initialise what these hold.
 _LISTS = (torch.nn.ParameterList, torch.nn.ParameterDict)
-_LISTED = 10
 
 
 def unwritten(like: torch.Tensor) -> torch.Tensor:
@@ -179,9 +179,8 @@ class _Walk:
             unknown = [self._name[id(parameter)] for parameter, real in pairs if not is_written(real)]
             if unknown:
                 self._open[unit] = pairs
-                more = f" and {len(unknown) - _LISTED} more" if len(unknown) > _LISTED else ""
                 raise ConfigError(
-                    f"nothing initialises {', '.join(unknown[:_LISTED])}{more}: they are on meta, and their modules "
+                    f"nothing initialises {listed(unknown)}: they are on meta, and their modules "
                     "have no reset_parameters() and the model no _init_weights(module) that writes them; give weights="
                 )
             while pairs:

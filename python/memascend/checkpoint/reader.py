@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memascend.checkpoint.first_values import First, as_laid
+from memascend.checkpoint.file_errors import file_errors
+from memascend.checkpoint.first_values import FirstValue, as_laid
 from memascend.checkpoint.names import Names
-from memascend.checkpoint.weights import Files
+from memascend.checkpoint.weights import WeightFiles
 from memascend.engine import Checksum
-from memascend.errors import ConfigError, CorruptionError, MemascendError, StorageError
+from memascend.errors import ConfigError, CorruptionError, MemascendError
+from memascend.formatting import listed
 from memascend.progress import Progress
 
 if TYPE_CHECKING:
@@ -25,7 +27,16 @@ if TYPE_CHECKING:
     from memascend.optimizers.update_rule import Arithmetic
     from memascend.planning.units import Unit
 
-__all__ = ["FOLDER", "MANIFEST", "Checkpoint", "Continued", "identity_of", "plain_state", "rendered", "state_key"]
+__all__ = [
+    "FOLDER",
+    "MANIFEST",
+    "Checkpoint",
+    "CheckpointValues",
+    "identity_of",
+    "plain_state",
+    "render_manifest",
+    "state_key",
+]
 
 # In the checkpoint's folder: what is ours, out of the way of tools that take every safetensors file for weights.
 FOLDER = "memascend"
@@ -57,7 +68,7 @@ def plain_state(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {"master" if of == "rest" else of: master[of] if of == "rest" else state[of] for of in state}
 
 
-def rendered(manifest: Mapping[str, Any]) -> bytes:
+def render_manifest(manifest: Mapping[str, Any]) -> bytes:
     """The manifest as it stands on disk: one way to write it, so that a change of any byte is seen."""
     content = {name: value for name, value in manifest.items() if name != "checksum"}
     checksum = Checksum()
@@ -101,17 +112,17 @@ class Checkpoint:
             for name, said in self.manifest["files"].items():
                 _verify(self.folder / name, said, progress)
 
-    def weights(self) -> Files:
+    def weights(self) -> WeightFiles:
         """Its weights."""
-        return Files(self.folder)
+        return WeightFiles(self.folder)
 
-    def state(self) -> Files | None:
+    def state(self) -> WeightFiles | None:
         """Its optimizer's state; None where there is none."""
         names = [name for name in self.manifest["files"] if Path(name).parent.name == FOLDER]
-        return Files.of([self.folder / name for name in names]) if names else None
+        return WeightFiles.of([self.folder / name for name in names]) if names else None
 
 
-class Continued:
+class CheckpointValues:
     """The first values of a store, from a checkpoint."""
 
     def __init__(
@@ -160,10 +171,9 @@ class Continued:
             if dtype != wanted[key].dtype or shape != tuple(wanted[key].shape):
                 problems.append(f"{key} is {dtype} of shape {list(shape)}, not {wanted[key].dtype}")
         if problems:
-            more = f" and {len(problems) - 10} more" if len(problems) > 10 else ""
             raise ConfigError(
                 f"the state in the checkpoint {where} is not that of this optimizer and master_dtype: "
-                f"{'; '.join(problems[:10])}{more}"
+                f"{listed(problems, '; ')}"
             )
         self._checkpoint.verify()
 
@@ -178,7 +188,7 @@ class Continued:
         origin = {name: manifest[name] for name in ("store", "step")}
         return {"groups": manifest["groups"], "loss_scale": manifest["loss_scale"], "origin": origin}
 
-    def parameters(self, units: Sequence[Unit]) -> Generator[First, None, None]:
+    def parameters(self, units: Sequence[Unit]) -> Generator[FirstValue, None, None]:
         """In the order of the units, on the mapped files."""
         trained = set(self._trained)
         for unit in units:
@@ -193,7 +203,7 @@ class Continued:
                         same = tensor.shape == parameter.shape
                         state[of] = as_laid(tensor, parameter) if same else tensor
                 step = int(state.pop("updates").item()) if state else 0
-                yield First(name, values, state, step)
+                yield FirstValue(name, values, state, step)
 
     def buffer(self, name: str, tensor: torch.Tensor) -> None:
         """Its values there."""
@@ -202,21 +212,15 @@ class Continued:
 
 def _manifest(folder: Path) -> dict[str, Any]:
     path = folder / FOLDER / MANIFEST
-    try:
+    if not path.exists():
+        raise ConfigError(f"{folder} is no checkpoint: it has no {FOLDER}/{MANIFEST}, which optimizer.save() writes")
+    with file_errors(path, "cannot be read"):
         if path.stat().st_size > _MANIFEST_BYTES_MAX:
             raise CorruptionError(f"{path} is larger than {_MANIFEST_BYTES_MAX} bytes", path=str(path))
         text = path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise ConfigError(
-            f"{folder} is no checkpoint: it has no {FOLDER}/{MANIFEST}, which optimizer.save() writes"
-        ) from error
-    except OSError as error:
-        if isinstance(error, StorageError):
-            raise
-        raise StorageError(f"{path} cannot be read: {error.strerror}", errno=error.errno, path=str(path)) from error
     try:
         manifest: dict[str, Any] = json.loads(text)
-        whole = isinstance(manifest, dict) and rendered(manifest) == text
+        whole = isinstance(manifest, dict) and render_manifest(manifest) == text
     except (ValueError, RecursionError) as error:
         raise CorruptionError(f"{path} is damaged: {error}", path=str(path)) from error
     if not whole:

@@ -5,20 +5,20 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memascend.checkpoint.file_errors import file_errors
 from memascend.engine import Checksum
-from memascend.errors import ConfigError, StorageError
+from memascend.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
-__all__ = ["DTYPES", "Layout", "TensorFile", "laid_out_in_files"]
+__all__ = ["DTYPES", "Layout", "TensorFile", "divide_into_files"]
 
 # Torch's types by the names that the format has for them.
 DTYPES = {
@@ -72,7 +72,7 @@ class Layout:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
 
-def laid_out_in_files(
+def divide_into_files(
     stem: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], *, bytes_max: int | None = None
 ) -> list[Layout]:
     """Divide tensors, in their order, over files of a bounded size, named as transformers names them."""
@@ -107,7 +107,7 @@ class TensorFile:
         self._sums = {name: Checksum() for name in layout.tensors}
         self._header_sum = Checksum()
         self._header_sum.update(torch.frombuffer(bytearray(header), dtype=torch.uint8))
-        with _named(self.path):
+        with file_errors(self.path, "cannot be written"):
             self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self._write(header, 0)
 
@@ -121,7 +121,7 @@ class TensorFile:
 
     def _write(self, part: bytes | memoryview, offset: int) -> None:
         at = 0
-        with _named(self.path):
+        with file_errors(self.path, "cannot be written"):
             while at < len(part):
                 at += os.pwrite(self._descriptor, part[at:], offset + at)
             self._written += at
@@ -137,7 +137,7 @@ class TensorFile:
     def finish(self) -> dict[str, Any]:
         """Flush it; what a manifest says of it."""
         assert self._written == self.nbytes, f"{self.path}: {self._written} bytes of {self.nbytes}"
-        with _named(self.path):
+        with file_errors(self.path, "cannot be written"):
             self._flush()
         self.close()
         return {
@@ -151,14 +151,3 @@ class TensorFile:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-
-
-@contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """Errors of the system as ours, with the path."""
-    try:
-        yield
-    except StorageError:
-        raise
-    except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error.strerror}", errno=error.errno, path=str(path)) from error

@@ -10,25 +10,25 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 import torch
 from safetensors import SafetensorError, safe_open
 
-from memascend.checkpoint.hub_names import converted
+from memascend.checkpoint.file_errors import file_errors
+from memascend.checkpoint.hub_names import convert_names
 from memascend.checkpoint.safetensors_writer import DTYPES
-from memascend.errors import ConfigError, CorruptionError, StorageError
+from memascend.errors import ConfigError, CorruptionError
+from memascend.formatting import listed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
-    from memascend.checkpoint.hub_names import Source
+    from memascend.checkpoint.hub_names import WeightTensor
     from memascend.checkpoint.names import Matched, Names
 from memascend.paths import expanded
 
-__all__ = ["Files", "Function", "Weights", "open_weights"]
+__all__ = ["WeightFiles", "WeightFunction", "Weights", "open_weights"]
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 # An index of a million tensors is smaller.
 _INDEX_BYTES_MAX = 256 << 20
-# Problems of a kind that a message lists.
-_LISTED = 10
 
 
 class Weights(Protocol):
@@ -51,13 +51,13 @@ def open_weights(weights: Any) -> Weights:
         ConfigError: it is neither a file, a folder nor a function.
     """
     if isinstance(weights, (str, os.PathLike)):
-        return Files(Path(expanded(weights)))
+        return WeightFiles(Path(expanded(weights)))
     if callable(weights):
-        return Function(weights)
+        return WeightFunction(weights)
     raise ConfigError(f"weights is a safetensors file, a folder of them, or a function, not {weights!r}")
 
 
-class Function:
+class WeightFunction:
     """A function that is given a name and a parameter on meta, and returns its values; called one at a time."""
 
     def __init__(self, function: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
@@ -81,7 +81,7 @@ class Function:
         return values.detach().cpu()
 
 
-class Files:
+class WeightFiles:
     """One safetensors file, or a folder of them; tensors stand on the mapped files, and nothing is copied."""
 
     def __init__(self, path: Path) -> None:
@@ -103,7 +103,7 @@ class Files:
     def _open(self, path: Path, files: Mapping[Path, list[str] | None]) -> None:
         self.path = path
         # By the name in the files, or the one that transformers gives it.
-        self._where: dict[str, Source] = {}
+        self._where: dict[str, WeightTensor] = {}
         # The name in the files, by ours.
         self._of: dict[str, str] = {}
         for file, keys in files.items():
@@ -112,7 +112,7 @@ class Files:
             lost = [key for key in keys or () if key not in held]
             if lost:
                 raise ConfigError(f"{path} says that {lost[0]!r} is in {file.name}, and it is not")
-            self._where.update({key: _Stored(opened, key) for key in (held if keys is None else keys)})
+            self._where.update({key: _FileTensor(opened, key) for key in (held if keys is None else keys)})
 
     @property
     def keys(self) -> list[str]:
@@ -123,7 +123,7 @@ class Files:
         """Match the files' names with the model's, both ways."""
         found = self._matched(names)
         missing = [name for name in wanted if name not in found.of]
-        problems = [_listed("missing in the files", missing), _listed("not in the model", found.unexpected)]
+        problems = [_problem("missing in the files", missing), _problem("not in the model", found.unexpected)]
         unfit = []
         for name, like in wanted.items():
             for key in found.of.get(name, ()):
@@ -133,7 +133,7 @@ class Files:
                     unfit.append(f"{key} is {named} of shape {list(shape)}, not {_described(like)}")
             if name in found.of:
                 self._of[name] = found.of[name][0]
-        problems.append(_listed("of another shape or dtype (a function as weights= may convert)", unfit))
+        problems.append(_problem("of another shape or dtype (a function as weights= may convert)", unfit))
         if not unfit:
             problems.append(_untying(found, self._untied(found, wanted)))
         problems = [problem for problem in problems if problem]
@@ -147,7 +147,7 @@ class Files:
         found = names.matched(self._where)
         if not names.left(found):
             return found
-        others = converted(names.model, self._where)
+        others = convert_names(names.model, self._where)
         if others is not None and names.left(converted_too := names.matched(others)) < names.left(found):
             self._where = others
             return converted_too
@@ -187,7 +187,7 @@ class Files:
         return torch.equal(one, two)
 
 
-class _Stored:
+class _FileTensor:
     """A tensor as a file has it."""
 
     def __init__(self, file: Any, key: str) -> None:
@@ -202,7 +202,7 @@ class _Stored:
     def values(self) -> torch.Tensor:
         """It, on the mapped file."""
         values: torch.Tensor = self._file.get_tensor(self._key)
-        # Files of others may begin a tensor anywhere.
+        # WeightFiles of others may begin a tensor anywhere.
         return values.clone() if values.data_ptr() % values.element_size() else values
 
 
@@ -231,13 +231,13 @@ def _files(path: Path) -> dict[Path, list[str] | None]:
 
 
 def _indexed(index: Path) -> dict[Path, list[str] | None]:
-    try:
+    with file_errors(index, "cannot be read"):
         if index.stat().st_size > _INDEX_BYTES_MAX:
             raise CorruptionError(f"{index} is larger than {_INDEX_BYTES_MAX} bytes", path=str(index))
-        places = json.loads(index.read_bytes())["weight_map"]
+        text = index.read_bytes()
+    try:
+        places = json.loads(text)["weight_map"]
         well = isinstance(places, dict) and all(isinstance(file, str) for file in places.values())
-    except OSError as error:
-        raise StorageError(f"{index} cannot be read: {error}", errno=error.errno, path=str(index)) from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CorruptionError(f"{index} is not an index of safetensors: {error}", path=str(index)) from error
     if not well or any(Path(file).name != file for file in places.values()):
@@ -248,33 +248,29 @@ def _indexed(index: Path) -> dict[Path, list[str] | None]:
     files: dict[Path, list[str] | None] = {**keys}
     missing = [file.name for file in files if not file.is_file()]
     if missing:
-        raise ConfigError(_listed(f"{index.parent} misses files that its index names", missing))
+        raise ConfigError(_problem(f"{index.parent} misses files that its index names", missing))
     return files
 
 
 def _opened(file: Path) -> Any:
     try:
-        return safe_open(file, framework="pt").__enter__()  # type: ignore[no-untyped-call]
+        with file_errors(file, "cannot be read"):
+            return safe_open(file, framework="pt").__enter__()  # type: ignore[no-untyped-call]
     except SafetensorError as error:
         raise CorruptionError(
             f"{file} is no whole safetensors file: {error}", path=str(file), nbytes=file.stat().st_size
         ) from error
-    except OSError as error:
-        raise StorageError(f"{file} cannot be read: {error}", errno=error.errno, path=str(file)) from error
 
 
-def _listed(what: str, names: list[str]) -> str:
-    if not names:
-        return ""
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return f"{what}: {', '.join(names[:_LISTED])}{more}"
+def _problem(what: str, names: list[str]) -> str:
+    return f"{what}: {listed(names)}" if names else ""
 
 
 def _untying(found: Matched, untied: list[tuple[str, str]]) -> str:
     """What is wrong where files untie what the model ties (Flan-T5's head, say), and what to do about it."""
     if not untied:
         return ""
-    problem = _listed(
+    problem = _problem(
         "one parameter of the model, and different values in the files", [" and ".join(pair) for pair in untied]
     )
     remedies = []

@@ -2,43 +2,38 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import ctypes
 import errno
-import fcntl
 import json
 import os
 import re
 import shutil
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memascend.checkpoint.hub_names import misread
+from memascend.checkpoint.file_errors import file_errors
+from memascend.checkpoint.folder_swap import is_empty, new_folder, put_in_place, sync
+from memascend.checkpoint.hub_names import misread_names
 from memascend.checkpoint.names import Names
-from memascend.checkpoint.reader import FOLDER, FORMAT, MANIFEST, VERSION, rendered, state_key
-from memascend.checkpoint.safetensors_writer import TensorFile, laid_out_in_files
+from memascend.checkpoint.reader import FOLDER, FORMAT, MANIFEST, VERSION, render_manifest, state_key
+from memascend.checkpoint.safetensors_writer import TensorFile, divide_into_files
 from memascend.engine import master_of
-from memascend.errors import ConfigError, StorageError, UsageError
+from memascend.errors import ConfigError, StorageError
 from memascend.paths import expanded
 from memascend.progress import Progress
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
 
     from memascend.checkpoint.safetensors_writer import Layout
     from memascend.engine import Part, Store
 
 __all__ = ["save"]
 
-_AT_FDCWD = -100
-_RENAME_EXCHANGE = 2
-_MARK = ".memascend-saving"
-# Others may put what is at the temporary name into its place, or remove it, between two looks.
-_ATTEMPTS = 16
 # Weights as transformers names them, whole or in parts.
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json")
 
@@ -65,26 +60,28 @@ def save(
         among_others: the folder may hold files of others and no earlier checkpoint; weights in it are replaced.
     """
     target = Path(os.path.abspath(expanded(folder)))  # noqa: PTH100
-    writing = _Writing(store, Names(model).tied, trained, file_bytes_max)
-    _require_place(target, writing.nbytes, among_others=among_others)
-    with _beside(target) as new:
+    files = _CheckpointFiles(store, Names(model).tied, trained, file_bytes_max)
+    _require_place(target, files.nbytes, among_others=among_others)
+    with new_folder(target) as new:
         (new / FOLDER).mkdir()
-        files = writing.run(new)
+        described = files.run(new)
         configured = _configure(model, new)
         manifest = {
             **facts,
             "format": FORMAT,
             "version": VERSION,
-            "files": files,
-            "beside": [*configured, *writing.index(new)],
+            "files": described,
+            "beside": [*configured, *files.index(new)],
         }
-        _write(new / FOLDER / MANIFEST, rendered(manifest))
+        _write(new / FOLDER / MANIFEST, render_manifest(manifest))
         for name in manifest["beside"]:
-            _sync(new / name)
-        _replace(target, new)
+            sync(new / name)
+        with file_errors(target, "cannot be written"):
+            _keep_others(target, new)
+        put_in_place(target, new)
 
 
-class _Writing:
+class _CheckpointFiles:
     """The files of one checkpoint, in the order of the store's entries."""
 
     def __init__(
@@ -109,11 +106,11 @@ class _Writing:
                     raise ConfigError(f"the optimizer keeps state called 'updates' for {name!r}, which cannot be saved")
                 state[key] = _meta("int64", [])
         # Texts as safetensors' own save_model() has them: which name stands for another.
-        self._weights = laid_out_in_files("model", values, {"format": "pt", **tied}, bytes_max=file_bytes_max)
-        self._state = laid_out_in_files(f"{FOLDER}/state", state, {}, bytes_max=file_bytes_max) if state else []
+        self._weights = divide_into_files("model", values, {"format": "pt", **tied}, bytes_max=file_bytes_max)
+        self._state = divide_into_files(f"{FOLDER}/state", state, {}, bytes_max=file_bytes_max) if state else []
         self._layout_of = {
-            (kind, name): layout
-            for kind, layouts in (("", self._weights), ("state", self._state))
+            (is_state, name): layout
+            for is_state, layouts in ((False, self._weights), (True, self._state))
             for layout in layouts
             for name in layout.tensors
         }
@@ -127,8 +124,9 @@ class _Writing:
         """Write all files; what the manifest says of them."""
         try:
             with Progress("saving the checkpoint", self.nbytes) as progress:
+                put = partial(self._put, folder, progress)
                 for names in self._runs():
-                    self._some(folder, names, progress)
+                    self._write_entries(names, put)
             for layout in (*self._weights, *self._state):
                 if layout.name not in self._said:
                     self._file(folder, layout)
@@ -152,38 +150,40 @@ class _Writing:
         if run:
             yield run
 
-    def _some(self, folder: Path, names: list[str], progress: Progress) -> None:
-        def put(kind: str, name: str, start: int, values: torch.Tensor) -> None:
-            layout = self._layout_of[kind, name]
-            self._file(folder, layout).write(name, start, values)
-            self._left[layout.name] -= values.nbytes
-            progress.add(values.nbytes)
-            if not self._left[layout.name]:
-                self._finish(layout)
-
+    def _write_entries(self, names: list[str], put: Callable[[str, str, int, torch.Tensor], None]) -> None:
         def visit(name: str, parts: list[Part]) -> None:
             found = {part.of: part for part in parts}
             if self._by_name[name]["compact"]:
                 values = found.pop("")
                 whole = master_of(values.values, {of: part.values for of, part in found.items()})
-                put("", name, values.start, values.values)
+                put(name, "", values.start, values.values)
                 for of, tensor in whole.items():
-                    put("state", state_key(name, of), values.start, tensor)
+                    put(name, of, values.start, tensor)
                 return
             for of, part in found.items():
-                put("state" if of else "", state_key(name, of) if of else name, part.start, part.values)
+                put(name, of, part.start, part.values)
 
         first = self._by_name[names[0]]
         if first["order"] is None:
             self._store.scan(names, visit)
         else:
-            values, state = self._store.read(first["name"])
-            put("", first["name"], 0, values.contiguous())
+            values, state = self._store.read(names[0])
+            put(names[0], "", 0, values.contiguous())
             for of, tensor in (master_of(values, state) if first["compact"] else state).items():
-                put("state", state_key(first["name"], of), 0, tensor.contiguous())
+                put(names[0], of, 0, tensor.contiguous())
         for name in names:
             if name in self._trained:
-                put("state", state_key(name, "updates"), 0, torch.tensor(self._by_name[name]["step"]))
+                put(name, "updates", 0, torch.tensor(self._by_name[name]["step"]))
+
+    def _put(self, folder: Path, progress: Progress, name: str, of: str, start: int, values: torch.Tensor) -> None:
+        """Write elements of an entry's values, or where `of` names it, of its state."""
+        key = state_key(name, of) if of else name
+        layout = self._layout_of[bool(of), key]
+        self._file(folder, layout).write(key, start, values)
+        self._left[layout.name] -= values.nbytes
+        progress.add(values.nbytes)
+        if not self._left[layout.name]:
+            self._finish(layout)
 
     def _file(self, folder: Path, layout: Layout) -> TensorFile:
         if layout.name not in self._open:
@@ -219,7 +219,7 @@ def _configure(model: torch.nn.Module, folder: Path) -> list[str]:
         dtype = next((p.dtype for p in model.parameters() if p.dtype.is_floating_point), None)
         config.dtype = None if dtype is None else str(dtype).removeprefix("torch.")
         config.save_pretrained(folder)
-        lost = misread(model)
+        lost = misread_names(model)
         if lost:
             warnings.warn(
                 f"from_pretrained() of this version of transformers takes {lost[0]} for another parameter: weights= "
@@ -232,14 +232,11 @@ def _configure(model: torch.nn.Module, folder: Path) -> list[str]:
     return sorted(set(os.listdir(folder)) - before)  # noqa: PTH208
 
 
-# --- the place -----------------------------------------------------------------------------------
-
-
 def _require_place(target: Path, nbytes: int, *, among_others: bool) -> None:
     parent = target.parent
     if not parent.is_dir():
         raise ConfigError(f"{parent} is not there: make it before save({target.name!r})")
-    ours = _is_empty(target) or (target / FOLDER / MANIFEST).is_file() or (among_others and target.is_dir())
+    ours = is_empty(target) or (target / FOLDER / MANIFEST).is_file() or (among_others and target.is_dir())
     if target.exists() and not ours:
         raise ConfigError(f"{target} holds something else than a checkpoint, and is left alone: name another folder")
     free = shutil.disk_usage(parent).free
@@ -249,82 +246,10 @@ def _require_place(target: Path, nbytes: int, *, among_others: bool) -> None:
         )
 
 
-def _is_empty(path: Path) -> bool:
-    return path.is_dir() and not any(path.iterdir())
-
-
-@contextlib.contextmanager
-def _beside(target: Path) -> Iterator[Path]:
-    """A new folder beside the target, gone at the end; what a killed process left there before is, too.
-
-    It and the target are locked meanwhile, whichever of the two paths each is at; nothing is removed that is not.
-    """
-    new = target.parent / f".{target.name}{_MARK}"
-    with _as_storage_error(new), contextlib.ExitStack() as held:
-        ours: list[int] = []
-        for _ in range(_ATTEMPTS):
-            with contextlib.suppress(FileExistsError):
-                new.mkdir(mode=0o700)
-            try:
-                ours = [_lock(new, target, held)]
-            except FileNotFoundError:
-                continue
-            if not _is_one_of(new, ours):
-                # Whoever had it has just put it in place.
-                continue
-            if _is_empty(new):
-                break
-            shutil.rmtree(new)
-        else:
-            raise UsageError(f"other processes keep saving to {target}")
-        try:
-            if target.is_dir():
-                ours.append(_lock(target, target, held))
-            yield new
-        finally:
-            if _is_one_of(new, ours):
-                shutil.rmtree(new, ignore_errors=True)
-
-
-def _lock(folder: Path, target: Path, held: contextlib.ExitStack) -> int:
-    """A descriptor of a folder that no other saver has."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    held.callback(os.close, descriptor)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UsageError(f"another process is saving to {target} now") from None
-    return descriptor
-
-
-def _is_one_of(path: Path, descriptors: list[int]) -> bool:
-    """Whether a path names what one of the descriptors has open."""
-    try:
-        there = path.stat()
-    except FileNotFoundError:
-        return False
-    return any(os.path.samestat(there, os.fstat(descriptor)) for descriptor in descriptors)
-
-
-def _replace(target: Path, new: Path) -> None:
-    """Put the new folder in the place of the target; at no moment is there less than one of them whole."""
-    with _as_storage_error(target):
-        if target.exists() and not _is_empty(target):
-            _keep_others(target, new)
-        _sync_folders(new)
-        if not target.exists() or _is_empty(target):
-            new.rename(target)
-        elif not _exchange(new, target):
-            old = target.parent / f".{target.name}.memascend-old"
-            shutil.rmtree(old, ignore_errors=True)
-            target.rename(old)
-            new.rename(target)
-            shutil.rmtree(old)
-        _sync(target.parent)
-
-
 def _keep_others(target: Path, new: Path) -> None:
     """What others put into an earlier checkpoint (a tokenizer, say) is in the new one, too."""
+    if not target.is_dir():
+        return
     manifest = target / FOLDER / MANIFEST
     said = json.loads(manifest.read_bytes()) if manifest.is_file() else {}
     ours = {str(name) for name in (*said.get("files", ()), *said.get("beside", ()))}
@@ -345,42 +270,7 @@ def _linked(source: str, to: str) -> None:
         shutil.copy2(source, to, follow_symlinks=False)
 
 
-def _exchange(one: Path, other: Path) -> bool:
-    """Swap two folders at once; False where the system or the file system cannot."""
-    try:
-        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
-    except AttributeError:
-        return False
-    done: int = renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
-    return done == 0
-
-
 def _write(path: Path, content: bytes) -> None:
-    with _as_storage_error(path):
+    with file_errors(path, "cannot be written"):
         path.write_bytes(content)
-        _sync(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _sync_folders(folder: Path) -> None:
-    for path, _, _ in os.walk(folder):
-        _sync(Path(path))
-
-
-@contextlib.contextmanager
-def _as_storage_error(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except StorageError:
-        raise
-    except OSError as error:
-        raise StorageError(
-            f"the checkpoint cannot be written to {path}: {error.strerror}", errno=error.errno, path=str(path)
-        ) from error
+        sync(path)

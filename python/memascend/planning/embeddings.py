@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
     from memascend.planning.units import Unit
 
-__all__ = ["by_rows"]
+__all__ = ["find_row_embeddings"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def by_rows(model: nn.Module, units: Sequence[Unit], whole: Collection[int] = ()) -> tuple[str, ...]:
+def find_row_embeddings(model: nn.Module, units: Sequence[Unit], whole: Collection[int] = ()) -> tuple[str, ...]:
     """The units that are one embedding each, which is used for look-ups alone as far as its modules tell.
 
     What else a program does with such a weight is exact, too, and slower: all of it is then brought into a file.

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from memascend.planning.units import Unit
 
-__all__ = ["forward_order", "reads", "windows"]
+__all__ = ["count_reads", "forward_order", "list_windows"]
 
 
 def forward_order(units: Sequence[Unit]) -> list[Unit]:
@@ -27,7 +27,7 @@ def forward_order(units: Sequence[Unit]) -> list[Unit]:
     return order
 
 
-def windows(units: Sequence[Unit], length: int) -> list[dict[str, Unit]]:
+def list_windows(units: Sequence[Unit], length: int) -> list[dict[str, Unit]]:
     """What must be in memory at once where `length` units that follow each other are, by name; pinned ones always.
 
     A backward holds the same sets as the forward, and a step begins where the last one ended.
@@ -49,7 +49,7 @@ def windows(units: Sequence[Unit], length: int) -> list[dict[str, Unit]]:
     return sets
 
 
-def reads(order: Sequence[Unit], slots: int) -> tuple[dict[str, int], dict[str, int]]:
+def count_reads(order: Sequence[Unit], slots: int) -> tuple[dict[str, int], dict[str, int]]:
     """How often one step reads each unit, in its forward and in its backward, with `slots` for all of them.
 
     What is used farthest from now makes room, and a commit makes what was trained useless. `order` is the forward's.

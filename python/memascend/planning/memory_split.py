@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from memascend.pages import whole_pages
-from memascend.planning.forward_order import forward_order, reads, windows
-from memascend.planning.slot_classes import SLOT_BYTES, arena_classes, reserved
+from memascend.planning.forward_order import count_reads, forward_order, list_windows
+from memascend.planning.slot_classes import SLOT_BYTES, arena_bytes, arena_classes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -94,7 +94,7 @@ class MemoryPlanner:
 
     def smallest(self, window: int, chunks: int, queue_bytes: int) -> MemorySplit:
         """The smallest memory that does with this window, these chunks, this queue."""
-        held = windows(self.run.units, window + self.run.segment - 1)
+        held = list_windows(self.run.units, window + self.run.segment - 1)
         contents = [[nbytes for unit in each.values() if (nbytes := self.run.bytes_of(unit))] for each in held]
         return self._split(window, chunks, queue_bytes, arena_classes([content for content in contents if content]))
 
@@ -102,21 +102,21 @@ class MemoryPlanner:
         run, sizes = self.run, self.run.sizes
         # Where all gradients are held, their updates wait in the memory that they have anyway.
         queue_bytes = self._all_gradients or queue_bytes
-        staging = reserved({sizes.chunk_bytes: chunks} if sizes.chunk_bytes else {})
+        staging = arena_bytes({sizes.chunk_bytes: chunks} if sizes.chunk_bytes else {})
         if run.staging is None:
             device = {}
-            host = {"units": reserved(classes), "update staging": staging, "gradients": queue_bytes}
+            host = {"units": arena_bytes(classes), "update staging": staging, "gradients": queue_bytes}
         else:
             # Slots there begin on pages, and its arena keeps nothing beside them.
             units = sum(whole_pages(nbytes) * count for nbytes, count in classes.items())
             device = {"units": units, "gradients": queue_bytes}
-            host = {owner: reserved(passed) for owner, passed in run.staging.items()}
+            host = {owner: arena_bytes(passed) for owner, passed in run.staging.items()}
             host["update staging"] = staging
         host |= {
             "catalog": sizes.buffer_bytes,
             "index": sizes.index_bytes,
             "whole parameters": run.whole_bytes,
-            "activations": reserved(run.activation_chunks),
+            "activations": arena_bytes(run.activation_chunks),
         }
         if run.rows_bytes:
             host["embedding rows"] = run.rows_bytes
@@ -138,7 +138,7 @@ class MemoryPlanner:
             members[class_of(unit)].append(unit)
         return {bound: (members[bound], left[bound]) for bound in bounds}
 
-    def reads(self, classes: Mapping[int, int]) -> Reads:
+    def count_reads(self, classes: Mapping[int, int]) -> Reads:
         """What a step reads with these slots."""
         # A pinned unit is read anew after a commit that changed it.
         pinned = [unit for unit in self.run.units if unit.pinned]
@@ -146,7 +146,7 @@ class MemoryPlanner:
         backward = 0
         resident = {unit.name for unit in pinned}
         for members, slots in self._by_class(classes).values():
-            ahead, back = reads(members, slots)
+            ahead, back = count_reads(members, slots)
             for unit in {unit.name: unit for unit in members}.values():
                 forward += ahead[unit.name] * self.run.bytes_of(unit)
                 backward += back[unit.name] * self.run.bytes_of(unit)
@@ -184,7 +184,7 @@ class MemoryPlanner:
 
     def _saved(self, members: Sequence[Unit], slots: int, more: int) -> int:
         def total(count: int) -> int:
-            ahead, back = reads(members, count)
+            ahead, back = count_reads(members, count)
             kinds = {unit.name: unit for unit in members}.values()
             return sum((ahead[unit.name] + back[unit.name]) * self.run.bytes_of(unit) for unit in kinds)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from memascend.errors import BudgetError, ConfigError
+from memascend.formatting import bytes_shown
 from memascend.planning.ladder import choose, rungs
 from memascend.planning.memory_split import MemoryPlanner
-from memascend.planning.table import Plan, readable
+from memascend.planning.table import Plan
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -43,7 +44,7 @@ def make_plan(run: Requirements, *, budget: int | None = None, device_budget: in
         # What is left, from here on.
         more = (budget - chosen.peak) // run.group_bytes
         chosen = chosen.with_activations(chosen.activation_groups + more, run.group_bytes)
-    now = planner.reads(chosen.classes)
+    now = planner.count_reads(chosen.classes)
     read, written = _moved(run, chosen, now)
     return Plan(
         units=tuple(run.units),
@@ -73,8 +74,8 @@ def make_plan(run: Requirements, *, budget: int | None = None, device_budget: in
         disk_bytes=run.sizes.total_bytes,
         read_bytes=read,
         written_bytes=written,
-        saved_bytes=max(0, planner.reads(comfortable.classes).total - now.total),
-        savable_bytes=max(0, now.total - planner.reads(ample.classes).total),
+        saved_bytes=max(0, planner.count_reads(comfortable.classes).total - now.total),
+        savable_bytes=max(0, now.total - planner.count_reads(ample.classes).total),
     )
 
 
@@ -85,7 +86,7 @@ def _require_room(
     smallest = min(step.peak for step in steps)
     if budget is not None and budget < smallest:
         largest = max(run.units, key=run.bytes_of)
-        note = f"; the largest unit, {largest.name!r}, has {readable(run.bytes_of(largest))}"
+        note = f"; the largest unit, {largest.name!r}, has {bytes_shown(run.bytes_of(largest))}"
         raise _too_small("host_memory", budget, smallest, f"{_owners(steps[0].host)}{note}")
     device_smallest = min(step.device_peak for step in steps)
     if device_budget is not None and device_budget < device_smallest:
@@ -95,15 +96,15 @@ def _require_room(
 
 def _too_small(option: str, budget: int, smallest: int, owners: str) -> BudgetError:
     return BudgetError(
-        f"{option} {readable(budget)} is too small: the smallest budget that works is {smallest} bytes "
-        f"({readable(smallest)}), of which {owners}",
+        f"{option} {bytes_shown(budget)} is too small: the smallest budget that works is {smallest} bytes "
+        f"({bytes_shown(smallest)}), of which {owners}",
         smallest=smallest,
     )
 
 
 def _owners(split: Mapping[str, int]) -> str:
     ranked = sorted(split.items(), key=lambda item: -item[1])
-    return ", ".join(f"{owner} {readable(nbytes)}" for owner, nbytes in ranked if nbytes)
+    return ", ".join(f"{owner} {bytes_shown(nbytes)}" for owner, nbytes in ranked if nbytes)
 
 
 def _moved(run: Requirements, chosen: MemorySplit, reads: Reads) -> tuple[dict[str, int], dict[str, int]]:

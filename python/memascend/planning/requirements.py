@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from memascend.planning.slot_classes import reserved
+from memascend.planning.slot_classes import arena_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -57,7 +57,9 @@ class Requirements:
     @property
     def group_bytes(self) -> int:
         """One further group of chunks for activations."""
-        return reserved({nbytes: self.activation_group for nbytes in self.activation_chunks if self.activation_group})
+        return arena_bytes(
+            {nbytes: self.activation_group for nbytes in self.activation_chunks if self.activation_group}
+        )
 
     def stored_bytes(self, unit: Unit) -> int:
         """The values of a unit on storage, and in a lease."""

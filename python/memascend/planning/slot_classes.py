@@ -11,7 +11,7 @@ from memascend.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["SLOT_BYTES", "arena_classes", "reserved"]
+__all__ = ["SLOT_BYTES", "arena_bytes", "arena_classes"]
 
 # What an arena keeps on the heap beside its slots: for itself, for each class, for each slot.
 _ARENA_BYTES, _CLASS_BYTES, SLOT_BYTES = 16_416, 112, 5
@@ -49,7 +49,7 @@ def arena_classes(windows: Sequence[Sequence[int]]) -> dict[int, int]:
     return classes
 
 
-def reserved(classes: Mapping[int, int]) -> int:
+def arena_bytes(classes: Mapping[int, int]) -> int:
     """What an arena of these classes takes, with its own tables."""
     if not classes:
         return 0

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from memascend.formatting import bytes_shown
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from memascend.planning.units import Unit
 
-__all__ = ["Plan", "readable"]
+__all__ = ["Plan"]
 
 
 @dataclass(frozen=True)
@@ -100,35 +102,29 @@ class Plan:
         return _table(self)
 
 
-def readable(nbytes: float) -> str:
-    """Bytes as people read them."""
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if abs(nbytes) < 1024:
-            return f"{nbytes:.0f} {unit}" if unit == "bytes" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.1f} TiB"
-
-
 def _table(plan: Plan) -> str:
     """What the plan decided, and what that costs."""
     elements = sum(unit.elements for unit in plan.units)
     lines = [f"Units: {len(plan.units)}, with {elements:,} parameters, in the order of the forward"]
     lines += _rows(_unit_rows(plan))
-    lines += ["", f"Host memory: {readable(plan.host_peak)} of a budget of {readable(plan.budget)}"]
-    lines += _rows([(owner, readable(nbytes), _note(plan, owner)) for owner, nbytes in plan.host.items() if nbytes])
+    lines += ["", f"Host memory: {bytes_shown(plan.host_peak)} of a budget of {bytes_shown(plan.budget)}"]
+    lines += _rows([(owner, bytes_shown(nbytes), _note(plan, owner)) for owner, nbytes in plan.host.items() if nbytes])
     if plan.device:
-        lines += ["", f"Device memory: {readable(plan.device_peak)} of a budget of {readable(plan.device_budget)}"]
-        lines += _rows([(owner, readable(nbytes), _note(plan, owner)) for owner, nbytes in plan.device.items()])
+        lines += [
+            "",
+            f"Device memory: {bytes_shown(plan.device_peak)} of a budget of {bytes_shown(plan.device_budget)}",
+        ]
+        lines += _rows([(owner, bytes_shown(nbytes), _note(plan, owner)) for owner, nbytes in plan.device.items()])
     if plan.recurrent_bytes:
         lines.append(
-            f"  beside it cuDNN copies recurrent weights, each until its backward: {readable(plan.recurrent_bytes)}"
+            f"  beside it cuDNN copies recurrent weights, each until its backward: {bytes_shown(plan.recurrent_bytes)}"
         )
-    lines += ["", f"Storage: {readable(plan.disk_bytes)}"]
+    lines += ["", f"Storage: {bytes_shown(plan.disk_bytes)}"]
     lines += ["", "Each step moves" + (", in bytes for each parameter" if elements else "")]
     rows = []
     for verb, kinds in (("read", plan.read_bytes), ("written", plan.written_bytes)):
         for kind, nbytes in (*kinds.items(), ("in all", sum(kinds.values()))):
-            rows.append((f"{verb}: {kind}", readable(nbytes), f"{nbytes / elements:.2f}" if elements else ""))
+            rows.append((f"{verb}: {kind}", bytes_shown(nbytes), f"{nbytes / elements:.2f}" if elements else ""))
     lines += [*_rows(rows), "", _advice(plan)]
     return "\n".join(lines)
 
@@ -144,7 +140,7 @@ def _unit_rows(plan: Plan) -> list[tuple[str, ...]]:
             stays = sum(member.name in plan.resident for member in group)
             what = "pinned" if first.pinned else f"{stays} resident" if stays else ""
             what = "read by rows" if first.name in plan.by_rows else what
-            rows.append((name, readable(first.nbytes), what))
+            rows.append((name, bytes_shown(first.nbytes), what))
             group = []
         if unit is not None:
             group.append(unit)
@@ -157,7 +153,7 @@ def _likeness(plan: Plan, unit: Unit) -> tuple[int, bool, int, bool]:
 
 def _note(plan: Plan, owner: str) -> str:
     if owner == "units":
-        slots = ", ".join(f"{count} x {readable(nbytes)}" for nbytes, count in sorted(plan.classes.items()))
+        slots = ", ".join(f"{count} x {bytes_shown(nbytes)}" for nbytes, count in sorted(plan.classes.items()))
         return f"window {plan.window}: {slots}"
     stay = "pinned, taken as they are needed; what finds no room goes to storage"
     through = "chunks through which they go to storage and come back"
@@ -178,15 +174,15 @@ def _advice(plan: Plan) -> str:
     for option, budget, smallest, comfortable, _ in [host, device]:
         if budget < comfortable:
             return (
-                f"{option}={comfortable} ({readable(comfortable)}) would keep disk and compute busy; "
+                f"{option}={comfortable} ({bytes_shown(comfortable)}) would keep disk and compute busy; "
                 f"{smallest} is the smallest that works"
             )
-    saved = f"the budget saves {readable(plan.saved_bytes)} of reads a step; " if plan.saved_bytes else ""
+    saved = f"the budget saves {bytes_shown(plan.saved_bytes)} of reads a step; " if plan.saved_bytes else ""
     if not plan.savable_bytes:
         return f"{saved}a larger budget would save nothing"
     option, *_, ample = device if plan.device else host
     return (
-        f"{saved}{option}={ample} ({readable(ample)}) would save {readable(plan.savable_bytes)} "
+        f"{saved}{option}={ample} ({bytes_shown(ample)}) would save {bytes_shown(plan.savable_bytes)} "
         f"{'more' if plan.saved_bytes else 'of reads a step'}"
     )
 

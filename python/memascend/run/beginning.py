@@ -7,9 +7,9 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from memascend import engine as engines
-from memascend.checkpoint.first_values import Beginning, InHand
+from memascend.checkpoint.first_values import ModelValues, ValueSource
 from memascend.checkpoint.meta import MetaBuffers
-from memascend.checkpoint.reader import Checkpoint, Continued
+from memascend.checkpoint.reader import Checkpoint, CheckpointValues
 from memascend.checkpoint.weights import open_weights
 from memascend.optimizers.group_options import options_of
 from memascend.paths import expanded
@@ -43,10 +43,12 @@ def open_store(subject: Subject, entries: list[engines.Entry]) -> tuple[Store, P
     return (create(paths), None) if paths else temporary(create)
 
 
-def continued(subject: Subject, folder: str) -> Continued:
+def continued(subject: Subject, folder: str) -> CheckpointValues:
     """What a checkpoint holds for this model and optimizer."""
     buffers = {name: subject.buffers.tensor(name) for name in subject.buffers.names}
-    return Continued(Checkpoint(folder), subject.model, subject.named, buffers, subject.arithmetic, subject.trained)
+    return CheckpointValues(
+        Checkpoint(folder), subject.model, subject.named, buffers, subject.arithmetic, subject.trained
+    )
 
 
 class FirstValues:
@@ -59,7 +61,7 @@ class FirstValues:
         self._meta_buffers = MetaBuffers(subject.model)
         weights = subject.options.weights
         self._weights = None if weights is None else open_weights(weights)
-        self._beginning: Beginning | None = None
+        self._source: ValueSource | None = None
         self._meta_buffers.install()
         undo.callback(self._meta_buffers.uninstall)
 
@@ -67,8 +69,8 @@ class FirstValues:
         """Find everything that can be wrong before something is written; `created`: the store is a new one."""
         subject = self._subject
         if created:
-            self._beginning = self._found()
-            self._beginning.check()
+            self._source = self._found()
+            self._source.check()
         initialised = created and self._weights is None and subject.options.checkpoint is None
         self._meta_buffers.rebuild(self._weights, saved=initialised)
         count = sum(parameter.is_meta for parameter in subject.named.values())
@@ -77,33 +79,33 @@ class FirstValues:
                 "%d parameters on meta are initialised by the model's own code, from torch's default generator", count
             )
 
-    def _found(self) -> Beginning:
+    def _found(self) -> ValueSource:
         subject = self._subject
         if subject.options.checkpoint is not None:
             return continued(subject, expanded(subject.options.checkpoint))
         saved = self._meta_buffers.saved
-        return InHand(subject.model, subject.named, subject.trained, subject.arithmetic, self._weights, saved)
+        return ModelValues(subject.model, subject.named, subject.trained, subject.arithmetic, self._weights, saved)
 
     def write(self, engine: Engine, decision: Decision) -> dict[str, Any]:
         """Write and commit them; the hyperparameters that were committed."""
-        subject, beginning = self._subject, self._beginning
-        assert beginning is not None
+        subject, source = self._subject, self._source
+        assert source is not None
         with Progress("writing the model to storage", decision.sizes.slot_bytes) as progress:
-            self._write_parameters(engine, decision, beginning, progress)
+            self._write_parameters(engine, decision, source, progress)
             for name in subject.buffers.names:
                 target = subject.buffers.target(name)
-                if not isinstance(beginning, InHand):
+                if not isinstance(source, ModelValues):
                     self._undo.callback(target.copy_, target.clone())
-                beginning.buffer(name, target)
+                source.buffer(name, target)
                 engine.fill(name, subject.buffers.tensor(name), {})
-            hyperparameters = beginning.hyperparameters([options_of(group) for group in subject.original.param_groups])
-            engine.commit(beginning.step, user_state=beginning.user_state, hyperparameters=hyperparameters)
+            hyperparameters = source.hyperparameters([options_of(group) for group in subject.original.param_groups])
+            engine.commit(source.step, user_state=source.user_state, hyperparameters=hyperparameters)
         return hyperparameters
 
-    def _write_parameters(self, engine: Engine, decision: Decision, beginning: Beginning, progress: Progress) -> None:
+    def _write_parameters(self, engine: Engine, decision: Decision, source: ValueSource, progress: Progress) -> None:
         subject = self._subject
         waiting = 0
-        with contextlib.closing(beginning.parameters(decision.units)) as firsts:
+        with contextlib.closing(source.parameters(decision.units)) as firsts:
             for name, values, state, step in firsts:
                 engine.fill(name, values, state, step=step)
                 waiting += values.nbytes + sum(tensor.nbytes for tensor in state.values())
@@ -121,4 +123,4 @@ class FirstValues:
 
     def let_go(self) -> None:
         """Files stay mapped no longer."""
-        self._beginning = self._weights = None
+        self._source = self._weights = None

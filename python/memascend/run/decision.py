@@ -17,10 +17,10 @@ from memascend.device.recurrent import copied_bytes
 from memascend.device.upload import CHUNKS
 from memascend.errors import ConfigError
 from memascend.optimizers.update_rule import Arithmetic
-from memascend.planning.embeddings import by_rows
+from memascend.planning.embeddings import find_row_embeddings
 from memascend.planning.plan import make_plan
 from memascend.planning.requirements import Requirements
-from memascend.planning.slot_classes import reserved
+from memascend.planning.slot_classes import arena_bytes
 from memascend.planning.units import find_units
 from memascend.residency.placeholder import dense_strides
 from memascend.residency.rows import CHUNKS as ROW_CHUNKS
@@ -148,7 +148,7 @@ def decide(subject: Subject) -> Decision:
         apart = {name for unit in units if unit.name in rows for name in unit.parameters}
         others = [nbytes for name, nbytes in gradients.items() if name not in apart]
         row_bytes = max(subject.named[name].shape[1] * subject.named[name].element_size() for name in apart)
-        row_memory = reserved(ROW_CHUNKS) + window_bytes(row_bytes)
+        row_memory = arena_bytes(ROW_CHUNKS) + window_bytes(row_bytes)
         lean = replace(wanted, largest_gradient=max(others, default=0), by_rows=rows, rows_bytes=row_memory)
         whole_budget = make(wanted).comfortable
         enough = options.host_bytes is not None and options.host_bytes >= whole_budget
@@ -198,7 +198,7 @@ def _by_rows(subject: Subject, units: Sequence[Unit]) -> tuple[str, ...]:
         return ()
     kept = subject.arithmetic.kept.items()
     wanted_whole = [identity for identity, found in kept if found is not None and found.whole]
-    return by_rows(subject.model, units, wanted_whole)
+    return find_row_embeddings(subject.model, units, wanted_whole)
 
 
 def _entries(subject: Subject, units: Sequence[Unit]) -> list[Entry]:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from memascend.cli.plan.sources import Source
+    from memascend.cli.plan.sources import DescribedModel
     from memascend.run.decision import Planned
 
 _TYPES = {"float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16",
@@ -96,7 +96,7 @@ def _optimizer(name: str, model: torch.nn.Module) -> torch.optim.Optimizer:
     return made
 
 
-def _values(options: argparse.Namespace, source: Source, found: Planned, costs: Costs) -> dict[str, Any]:
+def _values(options: argparse.Namespace, source: DescribedModel, found: Planned, costs: Costs) -> dict[str, Any]:
     return {
         "model": {"path": str(options.model), "described_by": source.by, "parameters": costs.parameters},
         "optimizer": options.optimizer,
@@ -111,7 +111,7 @@ def _values(options: argparse.Namespace, source: Source, found: Planned, costs: 
     }
 
 
-def _text(options: argparse.Namespace, source: Source, found: Planned, costs: Costs) -> str:
+def _text(options: argparse.Namespace, source: DescribedModel, found: Planned, costs: Costs) -> str:
     rows = [("host memory", bytes_shown(found.plan.host_peak), _fewer(costs.in_memory, found.plan.host_peak))]
     free = ""
     if costs.free_bytes is not None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-__all__ = ["Source", "describe", "described_by_names"]
+__all__ = ["DescribedModel", "describe", "described_by_names"]
 
 _CONFIG = "config.json"
 _CONFIG_BYTES_MAX = 16 << 20
@@ -28,14 +28,14 @@ _BUFFERS = re.compile(r"(^|\.)(running_mean|running_var|num_batches_tracked|inv_
 
 
 @dataclass(frozen=True)
-class Source:
+class DescribedModel:
     """A model on "meta", and what described it."""
 
     model: nn.Module
     by: str
 
 
-def describe(path: Path, dtype: torch.dtype | None) -> Source:
+def describe(path: Path, dtype: torch.dtype | None) -> DescribedModel:
     """The model of a config, or of a file or folder of safetensors.
 
     Args:
@@ -51,10 +51,10 @@ def describe(path: Path, dtype: torch.dtype | None) -> Source:
     is_config = path.is_file() and path.suffix == ".json" and not path.name.endswith(".index.json")
     config = path if is_config else folder / _CONFIG
     if not config.is_file():
-        return Source(described_by_names(path, dtype), "the names and shapes in its safetensors")
+        return DescribedModel(described_by_names(path, dtype), "the names and shapes in its safetensors")
     values = _read(config)
     if not is_config and not values.get("model_type"):
-        return Source(described_by_names(path, dtype), "the names and shapes in its safetensors")
+        return DescribedModel(described_by_names(path, dtype), "the names and shapes in its safetensors")
     try:
         import transformers
     except ImportError as error:
@@ -67,7 +67,7 @@ def describe(path: Path, dtype: torch.dtype | None) -> Source:
     for name in _untied(model, None if is_config else path, tied=tied):
         module, _, last = name.rpartition(".")
         setattr(model.get_submodule(module), last, nn.Parameter(torch.empty_like(model.get_parameter(name))))
-    return Source(model, str(config))
+    return DescribedModel(model, str(config))
 
 
 def _untied(model: nn.Module, path: Path | None, *, tied: bool) -> list[str]:
@@ -79,13 +79,13 @@ def _untied(model: nn.Module, path: Path | None, *, tied: bool) -> list[str]:
         tied: whether the config ties the head, for where there are none.
     """
     from memascend.checkpoint.names import Names
-    from memascend.checkpoint.weights import Files
+    from memascend.checkpoint.weights import WeightFiles
 
     names = Names(model)
     if path is not None and names.tied:
         # Without files, or without all of them, only the config is left.
         with contextlib.suppress(ConfigError):
-            return Files(path).untied(names)
+            return WeightFiles(path).untied(names)
     head = None
     with contextlib.suppress(AttributeError, NotImplementedError):
         head = None if tied else model.get_output_embeddings()  # type: ignore[operator]
@@ -155,9 +155,9 @@ def described_by_names(path: Path, dtype: torch.dtype | None) -> nn.Module:
         ConfigError: there are no safetensors there.
         CorruptionError: a file is damaged or cut short.
     """
-    from memascend.checkpoint.weights import Files
+    from memascend.checkpoint.weights import WeightFiles
 
-    files = Files(path)
+    files = WeightFiles(path)
     root = _Part()
     for name in sorted(files.keys, key=_place):
         kind, shape = files.described(name)
