@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import threading
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from memascend.device.device import failures_named
 from memascend.engine.ffi import Lent
+from memascend.engine.lending import LendingEngine
 from memascend.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from memascend.device.device import Copy, Device
     from memascend.engine import Engine
-    from memascend.engine.chunk import Chunk
 
 __all__ = ["WINDOWS", "DeviceEngine"]
 
@@ -54,41 +54,17 @@ class _Window:
             copy.wait()
 
 
-class DeviceEngine:
-    """An engine, for gradients that lie on a device: what is asked of it here is what gradients and updates ask."""
+class DeviceEngine(LendingEngine):
+    """An engine that is lent gradients on a device."""
 
     def __init__(self, engine: Engine, device: Device, windows: Sequence[torch.Tensor]) -> None:
         """`windows` are two pinned uint8 tensors of equal size, a multiple of what a chunk of an update takes."""
-        self._engine = engine
+        super().__init__(engine)
         self._device = device
         self._windows = [_Window(memory) for memory in windows]
         self._bytes = windows[0].nbytes
         # The engine asks on one thread; a step that failed may be asked about on another.
         self._lock = threading.Lock()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    def update(self, name: str, gradient: torch.Tensor, **options: Any) -> None:
-        """See `Engine.update`."""
-        self._engine.update(name, self._lent(gradient), **options)
-
-    def spill(self, name: str, gradient: torch.Tensor, *, add: bool = False) -> None:
-        """See `Engine.spill`."""
-        self._engine.spill(name, self._lent(gradient), add=add)
-
-    def apply(
-        self,
-        name: str,
-        function: Callable[[Chunk], object],
-        *,
-        step: int,
-        gradient: torch.Tensor | None = None,
-        whole: bool = False,
-    ) -> None:
-        """See `Engine.apply`."""
-        lent = None if gradient is None else self._lent(gradient)
-        self._engine.apply(name, function, step=step, gradient=lent, whole=whole)
 
     def read_spilled(self, name: str, into: torch.Tensor) -> None:
         """See `Engine.read_spilled`; by way of host memory of its size, as whoever reads a gradient asks for."""
@@ -99,7 +75,9 @@ class DeviceEngine:
         self._engine.read_spilled(name, host)
         into.copy_(host)
 
-    def _lent(self, gradient: torch.Tensor) -> torch.Tensor | Lent:
+    def lend(self, name: str, gradient: torch.Tensor) -> torch.Tensor | Lent:
+        """See `LendingEngine`."""
+        del name
         if gradient.device != self._device.torch_device:
             # Values that are written back: the engine reaches them.
             return gradient

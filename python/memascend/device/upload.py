@@ -11,7 +11,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 from memascend.device.device import failures_named
 from memascend.errors import DeviceError, UsageError
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from memascend.device.device import Copy, Device
+    from memascend.engine import UnitParts
 
 __all__ = ["CHECKERS", "CHUNKS", "Staged", "Staging"]
 
@@ -31,30 +32,13 @@ CHUNKS = {4 << 20: 4}
 CHECKERS = 2
 
 
-class Part(Protocol):
-    """A part of a unit that is being read."""
-
-    def wait(self) -> None:
-        """Wait for it, and check it."""
-
-
-class Parts(Protocol):
-    """A unit as the last commit left it, in parts that fit a chunk."""
-
-    def places(self) -> list[tuple[int, int]]:
-        """Where each begins in the unit, and its bytes."""
-
-    def begin(self, index: int, into: torch.Tensor) -> Part:
-        """Begin to read one."""
-
-
 class _Unit:
     """A unit on its way. Guarded by the staging's lock."""
 
     __slots__ = ("address", "base", "cancelled", "copied", "error", "held", "last", "next", "parts", "places")
 
-    def __init__(self, parts: Parts, base: torch.Tensor) -> None:
-        self.parts: Parts | None = parts
+    def __init__(self, parts: UnitParts, base: torch.Tensor) -> None:
+        self.parts: UnitParts | None = parts
         self.places = parts.places()
         self.base: torch.Tensor | None = base
         self.address = base.data_ptr()
@@ -116,7 +100,7 @@ class Staging:
         self,
         device: Device,
         chunks: Sequence[torch.Tensor],
-        parts_of: Callable[[str, int], Parts],
+        parts_of: Callable[[str, int], UnitParts],
         after: Callable[[torch.Tensor], Sequence[Copy]],
     ) -> None:
         """Start its thread.
@@ -131,7 +115,7 @@ class Staging:
         self._chunk_bytes = chunks[0].nbytes
         self._free = deque(_Chunk(memory) for memory in chunks)
         self._copying: deque[_Chunk] = deque()
-        self._reading: deque[tuple[_Unit, int, _Chunk, Part]] = deque()
+        self._reading: deque[tuple[_Unit, int, _Chunk, Any]] = deque()
         self._parts_of = parts_of
         self._after = after
         self._changed = threading.Condition(threading.RLock())

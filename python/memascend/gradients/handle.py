@@ -110,7 +110,7 @@ class GradientHandle(torch.Tensor):
     # --- what torch does to it ----------------------------------------------------
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override] # noqa: PLR0911
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
         types: Sequence[type],
@@ -131,20 +131,8 @@ class GradientHandle(torch.Tensor):
         # Under inference_mode also those arrive that are made of others.
         if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):  # noqa: SLF001
             return func.decompose(*args, **options)
-        if name == UNSCALE:
-            return _unscale(func, *args, **options)
-        if name in {"linalg_vector_norm", "_foreach_norm"}:
-            return _each(func, args, options, _norm)
-        written = _written(func, args, options)
-        if not written:
-            if _is_view(func):
-                next(_handles((args, options))).gradient.refuse_memory(f"{name}()")
-            return _through_copies(func, args, options, [])
-        if torch.Tag.inplace_view in func.tags:
-            written[0].gradient.refuse_memory(f"{name}()")
-        if _handles_first(args):
-            return _each(func, args, options, _change)
-        return _through_copies(func, args, options, written)
+        special = _SPECIAL.get(name)
+        return special(func, args, options) if special is not None else _through_memory(func, args, options)
 
     # --- what does not come through the dispatcher --------------------------------
 
@@ -283,6 +271,17 @@ def _through_copies(func: Any, args: tuple[Any, ...], options: dict[str, Any], w
     return tree_map(lambda value: back.get(id(value), value), result) if back else result
 
 
+def _through_memory(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Do what looks at values, or changes them."""
+    written = _written(func, args, options)
+    name = func._schema.name.removeprefix("aten::")  # noqa: SLF001
+    if torch.Tag.inplace_view in func.tags if written else _is_view(func):
+        next(_handles((args, options))).gradient.refuse_memory(f"{name}()")
+    if written and _handles_first(args):
+        return _each(func, args, options, _change)
+    return _through_copies(func, args, options, written)
+
+
 def _each(
     func: Any,
     args: tuple[Any, ...],
@@ -322,7 +321,13 @@ def _norm(handle: GradientHandle, operation: Operation) -> Tensor:
     return handle.gradient.norm(operation)
 
 
-def _unscale(func: Any, tensors: list[Tensor], found: Tensor, inverse: Tensor) -> None:
+def _norms(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    return _each(func, args, options, _norm)
+
+
+def _unscale(func: Any, args: tuple[list[Tensor], Tensor, Tensor], options: dict[str, Any]) -> None:
+    del options
+    tensors, found, inverse = args
     plain = [tensor for tensor in tensors if not isinstance(tensor, GradientHandle)]
     if plain:
         func(plain, found, inverse)
@@ -360,3 +365,11 @@ def _is_gradient_of(handle: GradientHandle, value: object) -> bool:
         and value.shape == handle.shape
         and value.dtype == handle.dtype
     )
+
+
+# Operations that need less than the values.
+_SPECIAL: dict[str, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
+    UNSCALE: _unscale,
+    "linalg_vector_norm": _norms,
+    "_foreach_norm": _norms,
+}

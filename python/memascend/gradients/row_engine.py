@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from memascend.engine.ffi import Lent
+from memascend.engine.lending import LendingEngine
 from memascend.residency.row_gradient import RowGradient
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Collection
 
     import torch
 
     from memascend.engine import Engine
-    from memascend.engine.chunk import Chunk
 
 __all__ = ["RowEngine"]
 
 
-class RowEngine:
-    """An engine: what is asked of it here is what gradients and updates ask.
+class RowEngine(LendingEngine):
+    """An engine that is lent gradients by rows.
 
     A gradient by rows stands on the gradients of look-ups' results, which are torch's; so a call that hands one over
     returns when it was used, while they are there anyway. An embedding's gradient comes last in a backward.
@@ -27,40 +27,12 @@ class RowEngine:
 
     def __init__(self, engine: Engine, names: Collection[str], queue_bytes: int) -> None:
         """`names` are the parameters by rows; `queue_bytes` is what gradients have that wait, and not for these."""
-        self._engine = engine
+        super().__init__(engine)
         self._names = frozenset(names)
         self._queue_bytes = queue_bytes
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    def update(self, name: str, gradient: torch.Tensor, **options: Any) -> None:
-        """See `Engine.update`."""
-        lent = self._lent(name, gradient)
-        self._engine.update(name, lent, **options)
-        self._let_use(lent)
-
-    def spill(self, name: str, gradient: torch.Tensor, *, add: bool = False) -> None:
-        """See `Engine.spill`."""
-        lent = self._lent(name, gradient)
-        self._engine.spill(name, lent, add=add)
-        self._let_use(lent)
-
-    def apply(
-        self,
-        name: str,
-        function: Callable[[Chunk], object],
-        *,
-        step: int,
-        gradient: torch.Tensor | None = None,
-        whole: bool = False,
-    ) -> None:
-        """See `Engine.apply`."""
-        lent = None if gradient is None else self._lent(name, gradient)
-        self._engine.apply(name, function, step=step, gradient=lent, whole=whole)
-        self._let_use(lent)
-
-    def _lent(self, name: str, gradient: torch.Tensor) -> torch.Tensor | Lent:
+    def lend(self, name: str, gradient: torch.Tensor) -> torch.Tensor | Lent:
+        """See `LendingEngine`."""
         if isinstance(gradient, RowGradient):
             return Lent(gradient, _Windows(gradient), _nothing, 0)
         if name in self._names and gradient.nbytes > self._queue_bytes and gradient.data_ptr() % 8 == 0:
@@ -68,9 +40,10 @@ class RowEngine:
             return Lent(gradient, _InMemory(gradient), _nothing, 0)
         return gradient
 
-    def _let_use(self, lent: torch.Tensor | Lent | None) -> None:
-        if isinstance(lent, Lent):
-            self._engine.finish()
+    def settle(self, given: torch.Tensor | Lent | None) -> None:
+        """See `LendingEngine`."""
+        if isinstance(given, Lent):
+            self.finish()
 
 
 class _Windows:
