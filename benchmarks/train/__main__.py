@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.train.ablation import ablation, ablation_table
 from benchmarks.train.cell.systems import SYSTEMS
 from benchmarks.train.cell.workload import WORKLOADS
-from benchmarks.train.code import code_hash, commit
+from benchmarks.train.code import commit
 from benchmarks.train.curves import CURVES, draw, points
 from benchmarks.train.judge import LOSS_TOLERANCE, judged
 from benchmarks.train.launch import Launcher
@@ -86,35 +86,21 @@ def _run(options: argparse.Namespace) -> int:
     if options.trace:
         return _trace(launcher, next(iter(options.workloads or HEADLINE)), Path(options.trace))
     bench = Bench(launcher, Results(Path(options.results), again=options.again), options.steps, _say)
-    parts = options.parts or (_PARTS if options.full else _PARTS[:1])
-    code = {"code": code_hash(), "commit": commit()}
-    values: dict[str, Any] = {"machine": described() | code, "loss_tolerance": LOSS_TOLERANCE}
+    kept = Bench(launcher, Results(Path(options.results), measures=False), options.steps, _ignored)
     printed = _ignored if options.json else _print
-    if "cells" in parts:
-        values["workloads"] = _cells(bench, options, printed)
-    if "ablation" in parts:
-        work = WORKLOADS[next(iter(options.workloads or HEADLINE))]
-        costs = ablation(work, Path(options.storage))
-        values["ablation"] = [asdict(cost) for cost in costs]
-        printed(ablation_table(work, costs))
-    if "curves" in parts:
-        values["curves"] = _curves(bench, options, printed)
-    if _KEPT in parts:
-        kept = Bench(launcher, Results(Path(options.results), measures=False), options.steps, _ignored)
-        values["curves"] = _curves(kept, options, printed)
-    if "limits" in parts:
-        values["limits"] = {}
-        for name in options.workloads or LIMITS:
-            found = smallest_cgroup(bench, WORKLOADS[name], tuple(options.systems or LIMITS.get(name, SYSTEMS)))
-            values["limits"][name] = found
-            printed(limits_table(WORKLOADS[name], found))
-    if "reach" in parts:
-        values["reach"] = {}
-        for name in options.workloads or ["125M-1x128"]:
-            systems = tuple(options.systems or ("memascend", "zero-infinity"))
-            found = reach(bench, WORKLOADS[name], systems, options.limit * _MIB)
-            values["reach"][name] = found
-            printed(reach_table(WORKLOADS[name], options.limit * _MIB, found))
+    code = {"code": bench.code, "commit": commit()}
+    values: dict[str, Any] = {"machine": described() | code, "loss_tolerance": LOSS_TOLERANCE}
+    for part in options.parts or (_PARTS if options.full else _PARTS[:1]):
+        if part == "cells":
+            values["workloads"] = _cells(bench, options, printed)
+        elif part == "ablation":
+            values["ablation"] = _ablation(options, printed)
+        elif part == "limits":
+            values["limits"] = _limits(bench, options, printed)
+        elif part == "reach":
+            values["reach"] = _reach(bench, options, printed)
+        else:
+            values["curves"] = _curves(kept if part == _KEPT else bench, options, printed)
     if options.json:
         print(json.dumps(values, indent=1))
     return 0
@@ -131,17 +117,42 @@ def _cells(bench: Bench, options: argparse.Namespace, printed: Any) -> dict[str,
         measured[name] = judged({system: bench.cell(WORKLOADS[name], system) for system in systems})
         printed(workload_table(WORKLOADS[name], measured[name]))
     printed(f"losses are at most {LOSS_TOLERANCE:.0%} from in-memory torch's, at every step\n{notes()}")
-    printed(_measured_on(measured))
+    printed(_measured_on(bench.code, measured))
     if options.picture:
         pictures(Path(options.picture), measured)
     return measured
 
 
-def _measured_on(measured: dict[str, dict[str, dict[str, Any]]]) -> str:
+def _measured_on(code: str, measured: dict[str, dict[str, dict[str, Any]]]) -> str:
     """The one code that all cells are of, and the days and commits on which they were measured."""
     machines = [cell["machine"] for cells in measured.values() for cell in cells.values() if "machine" in cell]
     days = sorted({f"{machine['date']} at {machine.get('commit', 'none')}" for machine in machines})
-    return f"code {code_hash()}; measured on {', '.join(days) or 'no day'}"
+    return f"code {code}; measured on {', '.join(days) or 'no day'}"
+
+
+def _ablation(options: argparse.Namespace, printed: Any) -> list[dict[str, Any]]:
+    work = WORKLOADS[next(iter(options.workloads or HEADLINE))]
+    costs = ablation(work, Path(options.storage))
+    printed(ablation_table(work, costs))
+    return [asdict(cost) for cost in costs]
+
+
+def _limits(bench: Bench, options: argparse.Namespace, printed: Any) -> dict[str, Any]:
+    found = {}
+    for name in options.workloads or LIMITS:
+        systems = tuple(options.systems or LIMITS.get(name, SYSTEMS))
+        found[name] = smallest_cgroup(bench, WORKLOADS[name], systems)
+        printed(limits_table(WORKLOADS[name], found[name]))
+    return found
+
+
+def _reach(bench: Bench, options: argparse.Namespace, printed: Any) -> dict[str, Any]:
+    found = {}
+    systems = tuple(options.systems or ("memascend", "zero-infinity"))
+    for name in options.workloads or ["125M-1x128"]:
+        found[name] = reach(bench, WORKLOADS[name], systems, options.limit * _MIB)
+        printed(reach_table(WORKLOADS[name], options.limit * _MIB, found[name]))
+    return found
 
 
 def _curves(bench: Bench, options: argparse.Namespace, printed: Any) -> dict[str, Any]:

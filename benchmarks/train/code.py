@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import subprocess
 from pathlib import Path
@@ -10,13 +9,20 @@ from pathlib import Path
 __all__ = ["code_hash", "commit"]
 
 _ROOT = Path(__file__).parents[2]
-# What decides a figure: the product, and what measures it. Results are none of it.
-_SOURCES = ("python", "rust", "triton_kernels", "Cargo.toml", "Cargo.lock", "benchmarks/train")
+# What decides a figure: the product, what measures it, and its peer. Results are none of it.
+_SOURCES = (
+    "python",
+    "rust",
+    "triton_kernels",
+    "Cargo.toml",
+    "Cargo.lock",
+    "benchmarks/train",
+    "requirements/deepspeed.lock",
+)
 _SUFFIXES = {".py", ".rs", ".toml", ".lock", ".json"}
 _SKIPPED = {"target", "__pycache__", "fuzz"}
 
 
-@functools.cache
 def code_hash(root: Path = _ROOT) -> str:
     """Sixteen hexadecimal digits, over the names and contents of all sources."""
     digest = hashlib.sha256()
@@ -31,7 +37,6 @@ def code_hash(root: Path = _ROOT) -> str:
     return digest.hexdigest()[:16]
 
 
-@functools.cache
 def commit() -> str:
     """The commit that is checked out, with a plus where files differ from it; "none" outside of a repository."""
     words = ["git", "-C", str(_ROOT), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]

@@ -9,6 +9,7 @@ from benchmarks.train.code import code_hash, commit
 from benchmarks.train.speeds import disk_speeds
 from benchmarks.train.tuning import tuned
 from memascend.cli.bench.machine import described
+from memascend.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,6 +38,7 @@ class Bench:
 
     def __init__(self, launcher: Launcher, results: Results, steps: int, say: Callable[[str], None]) -> None:
         self.launcher, self.results, self.steps, self.say = launcher, results, steps, say
+        self.code = code_hash()
         self._machine = described()
 
     def cell(self, work: Workload, system: str, settings: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -65,10 +67,13 @@ class Bench:
     def get(self, name: str, asked: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The kept answer, if it was measured on this code and a machine like this one, or a new one."""
         on: dict[str, str | int] = {name: self._machine[name] for name in _PLACE}
-        on["code"] = code_hash()
+        on["code"] = self.code
 
         def measured() -> dict[str, Any]:
             self.say(f"{name} ...")
-            return measure()
+            answer = measure()
+            if code_hash() != self.code:
+                raise ConfigError(f"the sources changed while {name} was measured: begin again, and leave them alone")
+            return answer
 
         return self.results.get(name, {**asked, "on": on}, measured)

@@ -214,15 +214,26 @@ def test_figures_of_other_code_are_measured_again(tmp_path, monkeypatch):
     assert measured() == 2
 
 
+def test_figures_are_of_no_code_if_it_changes_meanwhile(tmp_path, monkeypatch):
+    launcher = Launcher(tmp_path, None)
+    code = ["before"]
+    launcher.run = lambda *_, **__: code.append("after") or cell()
+    monkeypatch.setattr("benchmarks.train.measure.disk_speeds", lambda _: {})
+    monkeypatch.setattr("benchmarks.train.measure.code_hash", lambda: code[-1])
+    with pytest.raises(ConfigError, match="sources changed while"):
+        Bench(launcher, Results(tmp_path / "cells"), 8, print).cell(WORK, "memascend")
+    assert not list((tmp_path / "cells").iterdir())
+
+
 def test_the_code_is_known_by_what_its_sources_hold(tmp_path):
     def hashed():
-        code_hash.cache_clear()
         return code_hash(tmp_path)
 
     for name in ("python/memascend/one.py", "rust/mem/src/lib.rs", "triton_kernels/one.py", "benchmarks/train/one.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("first")
-    for name in ("Cargo.toml", "Cargo.lock"):
+    for name in ("Cargo.toml", "Cargo.lock", "requirements/deepspeed.lock"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("first")
     before = hashed()
     (tmp_path / "benchmarks/results").mkdir()
@@ -234,8 +245,7 @@ def test_the_code_is_known_by_what_its_sources_hold(tmp_path):
         if path.suffix in {".py", ".rs", ".lock", ".toml"}:
             path.write_text("other")
             seen.add(hashed())
-    assert len(seen) == 7
-    code_hash.cache_clear()
+    assert len(seen) == 8
 
 
 def test_curves_are_drawn_and_written(tmp_path):
