@@ -88,10 +88,11 @@ class Callback(TrainerCallback):
         self._before = (0, 0, 0.0)
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
-        """Guard the store until the training has begun."""
+        """Find the offloaded optimizer."""
         del args, state, control
         self._session = _session_of(others.get("optimizer"))
-        self._session.state_dicts.refuse_changes(self._refusal)
+        # Weights that were loaded before are meant; those that come now are of a resume.
+        self._session.loads.settle()
         self._before = self._counted()
 
     def on_train_begin(
@@ -102,7 +103,13 @@ class Callback(TrainerCallback):
         if self._session is None:
             self._session = _session_of(others.get("optimizer"))
             self._before = self._counted()
-        self._session.state_dicts.refuse_changes(None)
+            # Whatever was loaded before it was known here is the user's.
+            self._session.loads.settle()
+        changed = self._session.loads.changed
+        if changed:
+            # The Trainer found no state of an optimizer beside them.
+            self._session.loads.drop()
+            raise self._refusal(changed[0])
         self._state = state
         model = others["model"]
         if _is_streamed(model, self._session) and not args.save_only_model:
@@ -149,7 +156,7 @@ class Callback(TrainerCallback):
             state.log_history[-1].update(figures)
 
     def _refusal(self, name: str) -> UsageError:
-        """Say that weights are being loaded that the store does not hold, before they are written over them."""
+        """Say that weights were loaded that the store does not hold; it never had them."""
         assert self._session is not None
         position = self._session.record.position
         return UsageError(

@@ -256,3 +256,9 @@ def test_families_of_transformers(family):
         assert {block.format(index) for index in range(3)} <= set(units)
     blocks = max(unit.nbytes for unit in units.values())
     assert sum(unit.nbytes for unit in units.values() if unit.pinned) <= blocks
+
+
+def test_a_list_of_parameters_alone_is_one_unit():
+    # It looked for ever for a module around it.
+    model = nn.ParameterList([nn.Parameter(torch.zeros(4)) for _ in range(2)])
+    assert [unit.parameters for unit in find_units(model)] == [("0", "1")]

@@ -71,6 +71,12 @@ class Buffers:
                 store.stage(name, self.tensor(name), step=step)
                 self._staged[name] = (weakref.ref(tensor), tensor._version)  # noqa: SLF001
 
+    def unstage(self, store: Store) -> None:
+        """Forget what was staged."""
+        for name in self._staged:
+            store.discard(name)
+        self._staged = {}
+
     def committed(self) -> None:
         """What was staged is on storage."""
         self._seen.update(self._staged)

@@ -68,6 +68,7 @@ class Arrivals:
         loop: Habits,
         norms: Norms,
         on_arrived: Callable[[str, int, float], None],
+        on_begins: Callable[[], None],
     ) -> None:
         """See `Gradients`."""
         self.kept: dict[str, Arrival] = {}
@@ -81,6 +82,7 @@ class Arrivals:
         self.scaled = False
         self._norms = norms
         self._on_arrived = on_arrived
+        self._on_begins = on_begins
         self._of: dict[int, Arrival] = {}
         self._hooks = AccumulationHooks(self._hear)
 
@@ -168,6 +170,7 @@ class Arrivals:
     # --- what is around it --------------------------------------------------------------
 
     def _begin_backward(self) -> None:
+        self._on_begins()
         if self.scale.enabled and not self.scaled:
             raise UsageError("there is a loss scale: begin the backward by optimizer.backward(loss)")
         if self.backwards.count and self.loop.mode == "fused" and self._all_dropped():

@@ -49,6 +49,7 @@ class Gradients:
         loss_scale: LossScale,
         loop: Loop,
         on_arrived: Callable[[str, int, float], None],
+        on_begins: Callable[[], None],
     ) -> None:
         """Nothing has arrived.
 
@@ -59,13 +60,14 @@ class Gradients:
             loss_scale: what losses are multiplied by; where it is on, every backward is begun within `scaled()`.
             loop: what is known of the training loop.
             on_arrived: hears of each gradient that was handed on: its name, its bytes, and when that began.
+            on_begins: hears of each backward, before anything of it is taken.
         """
         self.rule = rule
         self._engine = engine
         self._scale = loss_scale
         self._loop = Habits(loop)
         self._norms = Norms(check)
-        self._arrivals = Arrivals(engine, rule, loss_scale, self._loop, self._norms, on_arrived)
+        self._arrivals = Arrivals(engine, rule, loss_scale, self._loop, self._norms, on_arrived, on_begins)
         self.kept = self._arrivals.kept
         self.learn = self._loop.learn
         self.entered = self._arrivals.entered

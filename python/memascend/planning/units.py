@@ -377,7 +377,7 @@ class _Around:
         for name, parameter in tree.model.named_parameters(remove_duplicate=False):
             owner = tree.owner(name)
             # A list of parameters is never called: who holds it binds them.
-            while isinstance(self._modules[owner], (nn.ParameterList, nn.ParameterDict)):
+            while owner and isinstance(self._modules[owner], (nn.ParameterList, nn.ParameterDict)):
                 owner = tree.owner(owner)
             self._bound.setdefault(id(self._modules[owner]), []).append(unit_of[id(parameter)])
         # Of each module, with those around it.

@@ -96,6 +96,7 @@ class Frames:
         """Bind what a module needs: all of it or, with an exception, nothing."""
         if self._residency.closed:
             raise UsageError(self._residency.closed)
+        self._residency.transfers.settle()
         self._residency.turns.note_thread()
         _refuse_wrappers()
         for table, name, parameter in gate.owned:

@@ -139,6 +139,7 @@ class Residency:
         """Bind the units of some parameters for one operation; see `placeholder.Source`."""
         if self.closed:
             raise UsageError(self.closed)
+        self.transfers.settle()
         self._listener.borrowed(places)
         homes = list({id(home): home for home in (self.home_of[place.name] for place in places)}.values())
         bound: list[Home] = []
@@ -164,6 +165,7 @@ class Residency:
             return None
         if self.closed:
             raise UsageError(self.closed)
+        self.transfers.settle()
         self._listener.borrowed([place])
         with self.turns.touching():
             return rows.look_up(home.name, place, indices, padding)
@@ -178,6 +180,7 @@ class Residency:
 
     def copy_of(self, place: Place) -> torch.Tensor:
         """A parameter's committed values in an unlinked file, as a tensor that nothing else sees."""
+        self.transfers.settle()
         home = self.home_of[place.name]
         if home.by_rows:
             return self._mapped(place).view(place.dtype).view(place.shape)
@@ -452,6 +455,7 @@ class Residency:
     def storage_of(self, home: Home, version: int) -> torch.UntypedStorage:
         """The bytes of a unit as they were at `version`."""
         self._memory.require_usable()
+        self.transfers.settle()
         with self.lock:
             if home.version != version:
                 raise UsageError(

@@ -23,6 +23,13 @@ class Transfers:
         # Of the state dict that is being made, by name: parameters that are tied are one tensor in it.
         self._copies: dict[str, torch.Tensor] | None = None
         self._write: Callable[[Place, torch.Tensor], None] | None = None
+        # Commits what was loaded and is held back.
+        self._settle: Callable[[], None] | None = None
+
+    def settle(self) -> None:
+        """Somebody is about to use values: those that were loaded and are held back are committed now."""
+        if self._settle is not None:
+            self._settle()
 
     def detached(self, place: Place) -> torch.Tensor | None:
         """A private copy of a parameter where a state dict is being made; see `placeholder.Source`."""
@@ -50,7 +57,9 @@ class Transfers:
     def begin_loading(self, write: Callable[[Place, torch.Tensor], None]) -> None:
         """From here on `write` gets what is copied to a parameter."""
         self._write = write
+        self._settle = None
 
-    def end_loading(self) -> None:
-        """The state dict is loaded, or was given up."""
+    def end_loading(self, settle: Callable[[], None] | None) -> None:
+        """The state dict is loaded, or was given up; `settle` commits what is held back of it, where there is any."""
         self._write = None
+        self._settle = settle

@@ -24,6 +24,7 @@ from memascend.residency.residency import Residency
 from memascend.run.attachment import Attachment
 from memascend.run.autocast import AutocastWatch
 from memascend.run.heap import Heap
+from memascend.run.loads import Loads
 from memascend.run.materialized import Materializer
 from memascend.run.measurements import Measurements
 from memascend.run.meter import Meter
@@ -36,7 +37,7 @@ from memascend.run.session import Session
 from memascend.run.state_dicts import StateDicts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
     from typing import Any
 
@@ -96,13 +97,14 @@ class Assembly:
 
         residency = self._residency(Listener(borrowed=borrowed, used=meter.used))
         scale = self._scale()
-        gradients = self._gradients(residency, meter, scale)
+        gradients = self._gradients(residency, meter, scale, residency.transfers.settle)
         frames = self._frames(residency, gradients)
         position = Position(resources.store, subject.options.checkpoint)
         record = Record(resources.store, position, subject.buffers, subject.original.param_groups, scale)
         readiness = Readiness(resources, residency, frames, gradients)
         rewrites = Rewrites(resources, residency, gradients, record)
-        state_dicts = StateDicts(subject.model, resources, residency, readiness, rewrites)
+        loads = Loads(resources, residency, record, rewrites)
+        state_dicts = StateDicts(subject.model, resources, residency, readiness, loads)
         attachment = Attachment(
             subject.model, self._gates(residency), residency, frames, state_dicts, on_device=self._on_device
         )
@@ -114,6 +116,7 @@ class Assembly:
             gradients=gradients,
             readiness=readiness,
             record=record,
+            loads=loads,
             state_dicts=state_dicts,
             materializer=Materializer(resources, residency, readiness, rewrites, attachment),
             attachment=attachment,
@@ -165,7 +168,9 @@ class Assembly:
         residency.order.expect(forward + forward[::-1])
         return residency
 
-    def _gradients(self, residency: Residency, meter: Meter, scale: LossScale) -> Gradients:
+    def _gradients(
+        self, residency: Residency, meter: Meter, scale: LossScale, backward_begins: Callable[[], None]
+    ) -> Gradients:
         subject, plan, resources = self.subject, self.decision.plan, self.resources
         engine: Any = resources.units.engine(resources.engine)
         if resources.units.rows is not None:
@@ -184,7 +189,7 @@ class Assembly:
         options = subject.options
         loop = Loop(mode=options.gradients, accumulation_steps=options.accumulation_steps, keeps=options.keeps)
         rule = Updates(subject.arithmetic, engine, resources.store, resident)
-        return Gradients(engine, rule, kernels.check_and_unscale, scale, loop, arrived)
+        return Gradients(engine, rule, kernels.check_and_unscale, scale, loop, arrived, backward_begins)
 
     def _frames(self, residency: Residency, gradients: Gradients) -> Frames:
         model, on_device = self.subject.model, self._on_device

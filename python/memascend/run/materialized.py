@@ -66,9 +66,6 @@ class Materializer:
             if modify:
                 self._readiness.require_open()
                 self._write_back(homes)
-        except BaseException:
-            self._rewrites.drop()
-            raise
         finally:
             if model in _OPEN:
                 _OPEN.discard(model)
@@ -92,10 +89,14 @@ class Materializer:
     def _write_back(self, homes: list[Home]) -> None:
         values = {place.name: place.parameter.detach() for home in homes for place in home.places}
         self._release(homes)
-        for home in self._residency.homes:
-            for place in home.places:
-                self._rewrites.stage(place, values.pop(place.name))
-        self._rewrites.commit()
+        places = [place for home in self._residency.homes for place in home.places]
+        try:
+            changed = [place.name for place in places if self._rewrites.stage(place, values.pop(place.name))]
+            if changed:
+                self._rewrites.commit(changed)
+        except BaseException:
+            self._rewrites.discard(place.name for place in places)
+            raise
 
     def _release(self, homes: list[Home]) -> None:
         with self._residency.turns.alone(), self._residency.lock:

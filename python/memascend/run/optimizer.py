@@ -152,15 +152,15 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the groups' options; the state stays what the store holds.
 
+        What was loaded into the model just before is committed by this, and dropped where this is refused.
+
         Raises:
-            UsageError: the state belongs to a step that this store does not hold.
+            UsageError: the state belongs to a step that this store does not hold; model and store are as they were.
         """
-        self._session.record.position.require(state_dict.get("memascend"))
-        saved = state_dict["param_groups"]
-        if [len(group["params"]) for group in saved] != [len(group["params"]) for group in self.param_groups]:
-            raise ValueError("loaded state dict has other parameter groups than the optimizer")
-        for group, options in zip(self.param_groups, saved, strict=True):
+        self._session.judge(state_dict)
+        for group, options in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({name: value for name, value in options.items() if name != "params"})
+        self._session.loads.settle()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only before offload()."""

@@ -9,6 +9,8 @@ from memascend.errors import ConfigError
 from memascend.optimizers.group_options import options_of
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from memascend.checkpoint.buffers import Buffers
     from memascend.engine import Store
     from memascend.gradients.loss_scale import LossScale
@@ -46,6 +48,13 @@ class Record:
         if size > _USER_BYTES_MAX:
             raise ConfigError(f"user_state has {size} bytes as JSON, at most {_USER_BYTES_MAX} are kept")
         self.user_state = value
+
+    def require(self, state_dict: Mapping[str, Any]) -> None:
+        """Refuse an optimizer's state dict that is of another step, or of other groups."""
+        self.position.require(state_dict.get("memascend"))
+        lengths = [len(group["params"]) for group in self.groups]
+        if [len(group["params"]) for group in state_dict["param_groups"]] != lengths:
+            raise ValueError("loaded state dict has other parameter groups than the optimizer")
 
     def facts(self) -> dict[str, Any]:
         """What a checkpoint says of the run."""

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from memascend.errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from memascend.activations.activations import Activations
     from memascend.device.unit_memory import UnitMemory
     from memascend.engine import Engine, Store
@@ -41,6 +43,7 @@ class Resources:
         self.unread = False
         self.closed = False
         self._told_of_loss = False
+        self._first: Callable[[], None] | None = None
         self._process = os.getpid()
 
     def require_open(self) -> None:
@@ -54,6 +57,10 @@ class Resources:
         if lost is not None:
             self._told_of_loss = True
             warnings.warn(str(lost), stacklevel=5)
+
+    def finish_first(self, finish: Callable[[], None] | None) -> None:
+        """Have something done at the beginning of close(); it must know neither model nor optimizer."""
+        self._first = finish
 
     def close(self) -> None:
         """Drain, drop what is not committed, free. Twice is fine."""
@@ -71,6 +78,8 @@ class Resources:
             last_first.callback(self.store.close)
             last_first.callback(self.units.stop)
             last_first.callback(self.engine.close)
+            if self._first is not None:
+                last_first.callback(self._first)
         if self.temporary and self.unread:
             warnings.warn(
                 "the trained weights were in a temporary store and are gone, for nobody read them out: give storage=, "

@@ -1,4 +1,4 @@
-"""Stages other values of parameters outside of a step; commits or drops all of them together."""
+"""Stages and commits other values of parameters outside of a step."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from memascend.errors import UsageError
 from memascend.residency.copies import bytes_of
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
     from memascend.gradients.gradients import Gradients
     from memascend.residency.placeholder import Place
     from memascend.residency.residency import Residency
@@ -22,27 +24,41 @@ _PIECE_BYTES = 8 << 20
 
 
 class Rewrites:
-    """Values that are staged and belong to no step."""
+    """Other values of parameters, which belong to no step."""
 
     def __init__(self, resources: Resources, residency: Residency, gradients: Gradients, record: Record) -> None:
         self._resources = resources
         self._residency = residency
         self._gradients = gradients
         self._record = record
-        self._names: list[str] = []
 
-    def stage(self, place: Place, values: torch.Tensor) -> None:
-        """Stage other values of a parameter and its master; where no bit differs, both stay, as moments always do."""
+    def stage(self, place: Place, values: torch.Tensor) -> bool:
+        """Stage other values of a parameter and its master; moments stay. False where no bit differs: nothing is."""
         given = _as_stored(place, values)
         if self._is_there(place, given):
-            return
+            return False
         kept = self._gradients.kept.get(place.name)
         self._gradients.rule.rewrite(place.name, given, kept.step if kept else 0)
-        self._names.append(place.name)
+        return True
 
-    def differs(self, place: Place, values: torch.Tensor) -> bool:
-        """Whether a parameter has other values than these, in any bit."""
-        return not self._is_there(place, _as_stored(place, values))
+    def discard(self, names: Iterable[str]) -> None:
+        """Forget what was staged of these, and nothing else."""
+        for name in names:
+            self._resources.engine.discard(name)
+
+    def commit(self, names: Collection[str]) -> None:
+        """Make what was staged of these live, as a part of the step that is committed."""
+        record, store = self._record, self._resources.store
+        with self._residency.turns.alone():
+            self._residency.require_idle("this")
+            try:
+                # Both are of one moment: new weights never stand beside old statistics.
+                record.buffers.stage(store, record.position.step)
+                self._resources.engine.commit(record.position.step)
+                record.buffers.committed()
+            finally:
+                # Also where Ctrl-C is heard once the commit has returned; to read a unit again is never wrong.
+                self._residency.changed(names)
 
     def _is_there(self, place: Place, given: torch.Tensor) -> bool:
         home = self._residency.home_of[place.name]
@@ -64,29 +80,6 @@ class Rewrites:
 
         self._residency.each_part(place, compare)
         return not differ
-
-    def drop(self) -> None:
-        """Forget what is staged here, and nothing else."""
-        names, self._names = self._names, []
-        for name in names:
-            self._resources.engine.discard(name)
-
-    def commit(self) -> None:
-        """Make what is staged live, as a part of the step that is committed."""
-        if not self._names:
-            return
-        record, store = self._record, self._resources.store
-        with self._residency.turns.alone():
-            self._residency.require_idle("this")
-            try:
-                # Both are of one moment: new weights never stand beside old statistics.
-                record.buffers.stage(store, record.position.step)
-                self._resources.engine.commit(record.position.step)
-                record.buffers.committed()
-            finally:
-                # Also where Ctrl-C is heard once the commit has returned; to read a unit again is never wrong.
-                names, self._names = self._names, []
-                self._residency.changed(names)
 
 
 def _as_stored(place: Place, values: torch.Tensor) -> torch.Tensor:

@@ -17,13 +17,14 @@ from memascend.run.resources import CLOSED
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from memascend.gradients.gradient import Arrival
     from memascend.gradients.gradients import Gradients
     from memascend.residency.gates import Frames
     from memascend.residency.residency import Residency
     from memascend.run.attachment import Attachment
+    from memascend.run.loads import Loads
     from memascend.run.materialized import Materializer
     from memascend.run.measurements import Measurements
     from memascend.run.readiness import Readiness
@@ -55,6 +56,7 @@ class Session:
     gradients: Gradients
     readiness: Readiness
     record: Record
+    loads: Loads
     state_dicts: StateDicts
     materializer: Materializer
     attachment: Attachment
@@ -67,6 +69,7 @@ class Session:
     def backward(self, loss: torch.Tensor, options: dict[str, Any]) -> None:
         """A backward from the scaled loss."""
         self.resources.require_open()
+        self.loads.settle()
         scale = self.record.scale
         with self.gradients.scaled():
             (loss * scale.scale if scale.enabled else loss).backward(**options)
@@ -81,6 +84,7 @@ class Session:
             )
         self.frames.unwind()
         self.state_dicts.forget()
+        self.loads.settle()
         began = time.perf_counter()
         with self.residency.turns.alone():
             committed = self._step()
@@ -93,8 +97,13 @@ class Session:
         """Whether there was a step, and it did not overflow."""
         gradients, record, engine, store = self.gradients, self.record, self.resources.engine, self.resources.store
         present = gradients.present()
-        if not present or not gradients.is_staged():
+        if not present:
             return False
+        if not gradients.is_staged():
+            raise UsageError(
+                "step() again, and the gradients in p.grad were used by the last one: call zero_grad() after each "
+                "step, and backward() before the next"
+            )
         self.residency.require_idle("step()")
         self._refuse_written()
         factor = 1.0
@@ -156,6 +165,7 @@ class Session:
             return
         self.frames.unwind()
         self.state_dicts.forget()
+        self.loads.settle()
         self.residency.written.clear()
         if set_to_none:
             self.gradients.clear()
@@ -163,11 +173,20 @@ class Session:
         else:
             self.gradients.zero()
 
+    def judge(self, state_dict: Mapping[str, Any]) -> None:
+        """Refuse an optimizer's state dict that is not of here and now, and with it what was loaded into the model."""
+        try:
+            self.record.require(state_dict)
+        except BaseException:
+            self.loads.drop()
+            raise
+
     # --- looking -----------------------------------------------------------------------
 
     def save(self, folder: str | os.PathLike[str], *, among_others: bool = False) -> None:
         """Write a whole checkpoint of what is committed, with the options that the groups have now."""
         self.readiness.require_quiet()
+        self.loads.settle()
         trained = self.gradients.kept.keys()
         model = self.attachment.model
         save(folder, self.resources.store, model, trained, self.record.facts(), among_others=among_others)
@@ -176,6 +195,7 @@ class Session:
     def state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """A copy of the state of a parameter."""
         self.resources.require_open()
+        self.loads.settle()
         for kept in self.gradients.kept.values():
             if kept.place.parameter is parameter:
                 return self.gradients.rule.state(kept)
@@ -193,6 +213,8 @@ class Session:
             return
         self.frames.unwind(all_of_it=True)
         leftovers.let_go()
+        self.state_dicts.forget()
+        self.loads.settle()
         with contextlib.suppress(MemascendError):
             self.measurements.close(self.gradients.kept)
         self.attachment.leave()

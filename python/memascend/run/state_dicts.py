@@ -9,15 +9,12 @@ from memascend.errors import UsageError
 from memascend.residency.gates import COPIED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import torch
 
-    from memascend.residency.placeholder import Place
     from memascend.residency.residency import Residency
+    from memascend.run.loads import Loads
     from memascend.run.readiness import Readiness
     from memascend.run.resources import Resources
-    from memascend.run.rewrites import Rewrites
 
 __all__ = ["StateDicts"]
 
@@ -35,20 +32,17 @@ class StateDicts:
         resources: Resources,
         residency: Residency,
         readiness: Readiness,
-        rewrites: Rewrites,
+        loads: Loads,
     ) -> None:
         """Nothing of the model changes before `install`."""
         self._model = model
         self._resources = resources
         self._residency = residency
         self._readiness = readiness
-        self._rewrites = rewrites
+        self._loads = loads
         # The module whose state dict is being made.
         self._making: torch.nn.Module | None = None
         self._loading: list[torch.nn.Module] = []
-        # What is raised where a load would change the parameter of this name.
-        self._refusal: Callable[[str], UsageError] | None = None
-        self._refused: str | None = None
 
     def install(self) -> None:
         """Give every module the hooks."""
@@ -71,16 +65,11 @@ class StateDicts:
         raise UsageError(COPIED)
 
     def forget(self) -> None:
-        """Give up a state dict whose making or loading was interrupted; staged values of it belong to no step."""
+        """Give up a state dict whose making or loading was interrupted."""
         self._making = None
         self._residency.transfers.end_making()
         self._loading.clear()
-        self._residency.transfers.end_loading()
-        self._rewrites.drop()
-
-    def refuse_changes(self, refusal: Callable[[str], UsageError] | None) -> None:
-        """Let a load that would change a parameter raise what `refusal` makes of its name; None: change it."""
-        self._refusal = refusal
+        self._loads.give_up()
 
     # --- making ---------------------------------------------------------------------------
 
@@ -99,15 +88,23 @@ class StateDicts:
 
     # --- loading ------------------------------------------------------------------------------
 
-    def _before_loading(
-        self, module: torch.nn.Module, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any
+    def _before_loading(  # noqa: PLR0913, PLR0917 - as torch calls it
+        self,
+        module: torch.nn.Module,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
     ) -> None:
-        del state_dict, prefix, rest
+        del strict, missing, unexpected
         if local_metadata.get("assign_to_params_buffers"):
             raise UsageError("load_state_dict(assign=True) would replace offloaded parameters; leave assign out")
         if not self._loading:
             self._readiness.require_quiet()
-            self._residency.transfers.begin_loading(self._load)
+            self._loads.begin(module, {name.removeprefix(prefix) for name in state_dict}, errors)
         self._loading.append(module)
 
     def _after_loading(self, module: torch.nn.Module, incompatible: Any) -> None:
@@ -116,19 +113,7 @@ class StateDicts:
             return
         del self._loading[self._loading.index(module) :]
         if not self._loading:
-            self._residency.transfers.end_loading()
-            refused, self._refused = self._refused, None
-            if refused is not None and self._refusal is not None:
-                self._rewrites.drop()
-                raise self._refusal(refused)
-            self._rewrites.commit()
-
-    def _load(self, place: Place, values: torch.Tensor) -> None:
-        if self._refusal is None:
-            self._rewrites.stage(place, values)
-        elif self._rewrites.differs(place, values):
-            # Told at the end: torch would gather an error for each parameter.
-            self._refused = self._refused or place.name
+            self._loads.end()
 
 
 class _AfterMaking:

@@ -1,0 +1,236 @@
+"""Loads of a model and its optimizer: whole or nothing, in any order of the two halves."""
+
+import gc
+
+import pytest
+import torch
+from support.bits import same_bits
+from torch import nn
+
+import memascend
+from memascend import UsageError
+
+WIDTH = 16
+OPTIMIZERS = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3),
+}
+
+
+class Stack(nn.Module):
+    """So many equal blocks, and statistics that are a buffer."""
+
+    def __init__(self, units):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(units)])
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.norm(x.float())
+
+
+def batch(seed=3):
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def offloaded(folder, units=2, optimizer="adamw", dtype=torch.float32, **options):
+    model = Stack(units)
+    model.blocks.to(dtype)
+    made = OPTIMIZERS[optimizer](model.parameters())
+    if dtype == torch.float16:
+        options["loss_scale"] = 8.0
+    return memascend.offload(model, made, storage=folder / "run.store", host_memory="64MiB", **options)
+
+
+def step(model, optimizer, seed=3):
+    dtype = model.blocks[0].weight.dtype
+    optimizer.backward(model(batch(seed).to(dtype)).square().mean() + model.norm.weight.sum())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def copied(model):
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(same_bits(one[name], other[name]) for name in one)
+
+
+@pytest.fixture(params=["", "1"])
+def debug(request, monkeypatch):
+    monkeypatch.setenv("MEMASCEND_DEBUG", request.param)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("units", [2, 16])
+@pytest.mark.usefixtures("debug")
+def test_a_load_that_the_optimizer_refuses_changes_nothing(tmp_path, units, optimizer, dtype):
+    model, optimizer_ = offloaded(tmp_path, units, optimizer, dtype)
+    with optimizer_:
+        step(model, optimizer_, 1)
+        older = copied(model), optimizer_.state_dict()
+        step(model, optimizer_, 2)
+        before = copied(model)
+        master = optimizer_.state_of(model.blocks[0].weight)["master"]
+        model.load_state_dict(older[0])
+        with pytest.raises(UsageError, match="this state dict is of step 1"):
+            optimizer_.load_state_dict(older[1])
+        assert same(copied(model), before)
+        assert same_bits(optimizer_.state_of(model.blocks[0].weight)["master"], master)
+        with pytest.raises(UsageError, match="this state dict is of step 1"):
+            optimizer_.load_state_dict(older[1])
+        assert same(copied(model), before)
+    model, optimizer_ = offloaded(tmp_path, units, optimizer, dtype, existing="resume")
+    with optimizer_:
+        assert optimizer_.steps == 2
+        assert same(copied(model), before)
+
+
+@pytest.mark.parametrize(
+    "way", ["forward", "parameter", "state dict", "step", "save", "close", "state", "gone", "zero"]
+)
+@pytest.mark.parametrize("units", [2, 16])
+def test_a_load_is_there_as_soon_as_anybody_looks(tmp_path, way, units):
+    model, optimizer = offloaded(tmp_path, units)
+    step(model, optimizer, 1)
+    loaded = {name: tensor + 1 for name, tensor in copied(model).items()}
+    plain = Stack(units)
+    plain.load_state_dict(loaded)
+    model.load_state_dict(loaded)
+    weight = model.blocks[0].weight
+    if way == "forward":
+        torch.testing.assert_close(model.eval()(batch()), plain.eval()(batch()), rtol=0, atol=0)
+    elif way == "parameter":
+        assert torch.equal(weight + 0, loaded["blocks.0.weight"])
+    elif way == "state dict":
+        assert same(copied(model), loaded)
+    elif way == "step":
+        optimizer.step()
+    elif way == "save":
+        optimizer.save(tmp_path / "saved")
+        other = Stack(units)
+        found = memascend.offload(other, OPTIMIZERS["adamw"](other.parameters()), checkpoint=tmp_path / "saved")
+        assert same(copied(found[0]), loaded)
+        found[1].close()
+    elif way == "state":
+        assert torch.equal(optimizer.state_of(weight)["master"], loaded["blocks.0.weight"])
+    elif way == "zero":
+        optimizer.zero_grad()
+    if way == "gone":
+        del weight, model, optimizer
+        gc.collect()
+    else:
+        optimizer.close()
+    model, optimizer = offloaded(tmp_path, units, existing="resume")
+    with optimizer:
+        assert optimizer.steps == 1
+        assert same(copied(model), loaded)
+
+
+@pytest.mark.parametrize("wrong", ["shape", "missing", "unexpected"])
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_load_that_torch_refuses_changes_nothing(tmp_path, wrong, gone):
+    model, optimizer = offloaded(tmp_path)
+    step(model, optimizer)
+    before = copied(model)
+    loaded = {name: tensor + 1 for name, tensor in before.items()}
+    if wrong == "shape":
+        loaded["blocks.1.weight"] = torch.zeros(3, 3)
+    elif wrong == "missing":
+        del loaded["blocks.1.weight"]
+    else:
+        loaded["more"] = torch.zeros(3)
+    with pytest.raises(RuntimeError, match="Error"):
+        model.load_state_dict(loaded)
+    if not gone:
+        assert same(copied(model), before)
+    optimizer.close()
+    model, optimizer = offloaded(tmp_path, existing="resume")
+    with optimizer:
+        assert same(copied(model), before)
+
+
+def test_a_load_in_parts_is_one(tmp_path):
+    model, optimizer = offloaded(tmp_path)
+    with optimizer:
+        step(model, optimizer, 1)
+        older = optimizer.state_dict()
+        step(model, optimizer, 2)
+        before = copied(model)
+        loaded = {name: tensor + 1 for name, tensor in before.items()}
+        names = list(loaded)
+        for part in (names[:3], names[3:]):
+            model.load_state_dict({name: loaded[name] for name in part}, strict=False)
+        with pytest.raises(UsageError):
+            optimizer.load_state_dict(older)
+        assert same(copied(model), before)
+        for part in (names[:3], names[3:]):
+            model.load_state_dict({name: loaded[name] for name in part}, strict=False)
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert same(copied(model), loaded)
+
+
+def test_a_load_after_a_load_is_on_top_of_it(tmp_path):
+    model, optimizer = offloaded(tmp_path)
+    with optimizer:
+        before = copied(model)
+        loaded = {name: tensor + 1 for name, tensor in before.items()}
+        model.load_state_dict(loaded)
+        model.load_state_dict({"blocks.0.weight": before["blocks.0.weight"]}, strict=False)
+        wanted = {**loaded, "blocks.0.weight": before["blocks.0.weight"]}
+        assert same(copied(model), wanted)
+        model.load_state_dict(loaded)
+        with pytest.raises(RuntimeError, match="Missing"):
+            model.load_state_dict({"blocks.0.weight": before["blocks.0.weight"]})
+        assert same(copied(model), loaded)
+
+
+class Shift(nn.Module):
+    """What no graph saves a weight of."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return (x + self.one + self.other).sum()
+
+
+def test_a_backward_of_an_older_graph_meets_what_was_loaded(tmp_path):
+    plain, model = Shift(), Shift()
+    theirs = OPTIMIZERS["adamw"](plain.parameters())
+    model, optimizer = memascend.offload(
+        model, OPTIMIZERS["adamw"](model.parameters()), storage=tmp_path / "s", gradients="fused"
+    )
+    with optimizer:
+        for of, opt in ((plain, theirs), (model, optimizer)):
+            loss = of(torch.zeros(4))
+            of.load_state_dict({"one": torch.full((4,), 2.0), "other": torch.full((4,), 3.0)})
+            loss.backward()
+            opt.step()
+        assert same(copied(model), copied(plain))
+
+
+@pytest.mark.parametrize("gradients", ["fused", "ssd", "ram", "auto"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("units", [2, 16])
+def test_a_second_step_after_one_backward_is_refused(tmp_path, gradients, optimizer, units):
+    model, optimizer_ = offloaded(tmp_path, units, optimizer, gradients=gradients)
+    with optimizer_:
+        for index in range(2):
+            model(batch()).square().mean().backward()
+            optimizer_.step()
+            before = copied(model)
+            with pytest.raises(UsageError, match=r"step\(\) again"):
+                optimizer_.step()
+            assert optimizer_.steps == index + 1
+            assert same(copied(model), before)
+            model.zero_grad()
+            optimizer_.step()
+            optimizer_.step()
+            assert optimizer_.steps == index + 1
