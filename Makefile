@@ -91,17 +91,12 @@ fmt: $(VENV)/synced ## Format everything
 PYTEST_OPTIONS := -n 2 --dist worksteal
 
 .PHONY: test
-test: setup test-rust test-loom ## The tests of every push
+test: setup test-rust ## The tests of every push
 	$(BIN)/pytest $(PYTEST_OPTIONS) -m "not slow and not soak"
 
 .PHONY: test-rust
 test-rust: $(VENV)/synced ## The Rust tests alone
 	timeout 900 cargo test --quiet --locked --workspace
-
-# The model checker replaces the atomics and locks, so this is a build of its own.
-.PHONY: test-loom
-test-loom: ## The model checker alone
-	RUSTFLAGS="--cfg loom" timeout 600 cargo test --locked --release -p memascend-mem --test loom --target-dir target/loom
 
 .PHONY: test-all
 test-all: test test-posing test-valgrind test-oldest ## Everything: slow tests, Valgrind, the oldest supported torch

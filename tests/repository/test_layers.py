@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # What each crate of ours may use: crates of ours, then crates of others. Tests and benches may use more.
 CRATES = {
-    "memascend-mem": ({}, {"libc", "thiserror", "loom"}),
+    "memascend-mem": ({}, {"libc", "thiserror"}),
     "memascend-math": ({}, {"thiserror"}),
     "memascend-nvme": ({"memascend-mem"}, {"io-uring", "libc", "thiserror"}),
     "memascend-store": ({"memascend-mem", "memascend-nvme"}, {"libc", "thiserror", "twox-hash"}),

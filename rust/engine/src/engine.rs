@@ -3,12 +3,12 @@
 use std::{
     any::Any,
     panic::{AssertUnwindSafe, catch_unwind},
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex},
     thread::JoinHandle,
 };
 
 use memascend_math::Hyperparameters;
-use memascend_mem::{ChunkRing, OnFork, OwnerId, Pin, Region, Wait};
+use memascend_mem::{ChunkRing, OnFork, OwnerId, Pin, Region, Wait, locked};
 use memascend_store::{Buffer, Commit, Spilled, Store};
 
 use crate::{
@@ -17,11 +17,10 @@ use crate::{
     bench::{Bench, Parts},
     fill::Fill,
     job::{Job, Leaves},
-    live::Live,
     pipeline::{CHUNKS_DEFAULT, Pipeline, lose_spilled},
     queue::{Queue, State},
     spill::{Forget, Spill, Unspill, nothing, spill_dtype},
-    update::{By, Update, has_adam},
+    update::{By, Update},
 };
 
 /// The fewest staging chunks: one is read while another is written.
@@ -101,82 +100,31 @@ impl Engine {
 
     /// Begins the update of an entry by its gradient, as its update number `hyperparameters.step`.
     ///
+    /// Where the update starts from the entry's `values` and these are given, as the last commit left them, they are not
+    /// read. They are held as long as the gradient, and not counted in the queue.
+    ///
     /// Returns at once, or when so many bytes of gradients no longer wait. The gradient is held until it has been used.
     pub fn update(
         &self,
         entry: usize,
-        gradient: Gradient,
-        hyperparameters: &Hyperparameters,
-        wait: Wait<'_>,
-    ) -> Result<()> {
-        self.update_from(None, entry, gradient, hyperparameters, wait)
-    }
-
-    /// As [`Engine::update`]; where the update starts from the entry's values and these are given, as the last commit left
-    /// them, they are not read. They are held as long as the gradient, and not counted in the queue.
-    pub fn update_from(
-        &self,
+        by: By,
         values: Option<Box<dyn Buffer>>,
-        entry: usize,
-        gradient: Gradient,
         hyperparameters: &Hyperparameters,
         mut wait: Wait<'_>,
     ) -> Result<()> {
         let described = self.known(entry)?;
-        if gradient.elements() != described.elements() {
+        let spilled = matches!(by, By::Spilled(_));
+        if let By::Given(gradient) = &by
+            && gradient.elements() != described.elements()
+        {
             let (name, got, wanted) = (&described.name, gradient.elements(), described.elements());
             return Err(Error::Invalid(format!("the gradient of {name:?} has {got} elements, not {wanted}")));
         }
-        let update = self.adam(values, entry, By::Given(gradient), hyperparameters)?;
-        self.shared.queue.push(Job::new(entry, update), &mut wait)
-    }
-
-    /// As [`Engine::update`] by the gradient that is spilled, multiplied by each of `factors` in turn, in fp32 and rounded
-    /// to its dtype each time. It stays there.
-    pub fn update_spilled(
-        &self,
-        entry: usize,
-        factors: Vec<f32>,
-        hyperparameters: &Hyperparameters,
-        wait: Wait<'_>,
-    ) -> Result<()> {
-        self.update_spilled_from(None, entry, factors, hyperparameters, wait)
-    }
-
-    /// As [`Engine::update_spilled`], from values that the caller has: as [`Engine::update_from`].
-    pub fn update_spilled_from(
-        &self,
-        values: Option<Box<dyn Buffer>>,
-        entry: usize,
-        factors: Vec<f32>,
-        hyperparameters: &Hyperparameters,
-        mut wait: Wait<'_>,
-    ) -> Result<()> {
-        self.known(entry)?;
-        let dtype = spill_dtype(&self.shared.store, entry)?;
-        let update = self.adam(values, entry, By::Spilled { dtype, factors }, hyperparameters)?;
-        self.will_be_spilled(entry)?;
-        self.shared.queue.push(Job::new(entry, update), &mut wait)
-    }
-
-    fn adam(
-        &self,
-        values: Option<Box<dyn Buffer>>,
-        entry: usize,
-        by: By,
-        hyperparameters: &Hyperparameters,
-    ) -> Result<Update> {
-        let description = self.shared.store.description();
-        if !has_adam(description, entry) {
-            let name = &description.entries[entry].name;
-            return Err(Error::Invalid(format!(
-                "{name:?} does not have Adam's state: float32 tensors of its shape, two moments, and before them a master where \
-                 its values are of 16 bits; or a compact state"
-            )));
+        let update = Update::new(&self.shared.store, entry, by, values, hyperparameters)?;
+        if spilled {
+            self.will_be_spilled(entry)?;
         }
-        let live = values.map(|values| Live::new(&self.shared.store, entry, values)).transpose()?.flatten();
-        let (scalars, step) = (hyperparameters.scalars()?, hyperparameters.step);
-        Ok(Update { by, live, scalars, step })
+        self.shared.queue.push(Job::new(entry, update), &mut wait)
     }
 
     /// Begins to write a gradient to the room that its entry has for it; or to add it to what lies there, in its dtype,
@@ -334,7 +282,7 @@ impl Engine {
     pub fn close(&self) {
         self.shared.queue.lock().closing = true;
         self.cancel(None);
-        let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let thread = locked(&self.thread).take();
         // A function on the engine's own thread cannot wait for it; the thread ends after it.
         if let Some(thread) = thread.filter(|_| !self.shared.queue.is_worker()) {
             drop(thread.join());

@@ -30,3 +30,4 @@ pub use gradient::{Gradient, Source, Window};
 pub use memascend_math::Hyperparameters;
 pub use memascend_store::Spilled;
 pub use pipeline::CHUNKS_DEFAULT;
+pub use update::By;

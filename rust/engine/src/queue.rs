@@ -2,20 +2,17 @@
 
 use std::{
     collections::VecDeque,
-    sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError},
+    sync::{Arc, MutexGuard, OnceLock},
     thread::{self, ThreadId},
-    time::{Duration, Instant},
+    time::Instant,
 };
 
-use memascend_mem::Wait;
+use memascend_mem::{Guarded, Wait};
 
 use crate::{
     Counters, Error, Result,
     job::{Job, Leaves, Mark},
 };
-
-/// How often a waiting caller is asked whether it still wants to wait.
-const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 #[derive(Default)]
 pub(crate) struct State {
@@ -117,8 +114,7 @@ impl State {
 
 /// The queue, shared by callers and the pipeline.
 pub(crate) struct Queue {
-    state: Mutex<State>,
-    changed: Condvar,
+    state: Guarded<State>,
     bytes_max: usize,
     /// The pipeline's thread, which must not wait for itself.
     worker: OnceLock<ThreadId>,
@@ -126,7 +122,7 @@ pub(crate) struct Queue {
 
 impl Queue {
     pub(crate) fn new(bytes_max: usize) -> Self {
-        Self { state: Mutex::default(), changed: Condvar::new(), bytes_max, worker: OnceLock::new() }
+        Self { state: Guarded::default(), bytes_max, worker: OnceLock::new() }
     }
 
     /// Says that this thread is the pipeline's.
@@ -139,11 +135,11 @@ impl Queue {
     }
 
     pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     pub(crate) fn notify(&self) {
-        self.changed.notify_all();
+        self.state.notify_all();
     }
 
     /// Adds a job when there is room. One that holds more than the bound is let in alone.
@@ -190,7 +186,7 @@ impl Queue {
                 return None;
             }
             let began = Instant::now();
-            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state = self.state.sleep(state);
             state.counters.idle += began.elapsed();
         }
     }
@@ -205,28 +201,7 @@ impl Queue {
         if self.is_worker() {
             return Err(Error::Usage("a function on the engine's thread cannot wait for the engine".into()));
         }
-        let deadline = wait.timeout.and_then(|timeout| Instant::now().checked_add(timeout));
-        loop {
-            let until = Instant::now() + POLL_INTERVAL;
-            let until = deadline.map_or(until, |deadline| deadline.min(until));
-            let mut state = self.lock();
-            loop {
-                if ready(&state) {
-                    return Ok(state);
-                }
-                let left = until.saturating_duration_since(Instant::now());
-                if left.is_zero() {
-                    break;
-                }
-                state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
-            }
-            drop(state);
-            if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
-                return Err(memascend_store::Error::TimedOut(what).into());
-            }
-            if wait.keep_waiting.as_mut().is_some_and(|keep_waiting| !keep_waiting()) {
-                return Err(memascend_store::Error::Interrupted(what).into());
-            }
-        }
+        let waited = self.state.wait_until(wait, ready);
+        waited.map_err(|ended| memascend_store::Error::of_wait(ended, what).into())
     }
 }

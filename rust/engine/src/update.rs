@@ -1,7 +1,7 @@
 //! Updates an entry with Adam, chunk by chunk: read, compute, write.
 
-use memascend_math::{Floats, FloatsMut, Scalars, State, adam, scale};
-use memascend_store::{Description, Dtype};
+use memascend_math::{Floats, FloatsMut, Hyperparameters, Scalars, State, adam, scale};
+use memascend_store::{Buffer, Description, Dtype, Store};
 
 use crate::{
     Counters, Error, Gradient, Result,
@@ -9,38 +9,62 @@ use crate::{
     compact,
     job::{Turn, Work},
     live::{self, Live},
-    spill::required,
+    spill::{required, spill_dtype},
 };
 
-/// What an entry is updated by.
-pub(crate) enum By {
+/// The gradient that an entry is updated by.
+pub enum By {
+    /// The caller's.
     Given(Gradient),
-    /// What is spilled, multiplied by each factor in turn as torch's `mul_` does it.
-    Spilled {
-        dtype: Dtype,
-        factors: Vec<f32>,
-    },
+    /// The one that is spilled, multiplied by each of these factors in turn, in fp32 and rounded to its dtype each time,
+    /// as torch's `mul_` does it. It stays there.
+    Spilled(Vec<f32>),
 }
 
 pub(crate) struct Update {
-    pub(crate) by: By,
+    by: By,
     /// The values that it starts from, where the caller has them.
-    pub(crate) live: Option<Live>,
-    pub(crate) scalars: Scalars,
+    live: Option<Live>,
+    scalars: Scalars,
     /// The entry's count of updates, this one included.
-    pub(crate) step: u64,
+    step: u64,
+}
+
+impl Update {
+    pub(crate) fn new(
+        store: &Store,
+        entry: usize,
+        by: By,
+        values: Option<Box<dyn Buffer>>,
+        hyperparameters: &Hyperparameters,
+    ) -> Result<Self> {
+        if matches!(by, By::Spilled(_)) {
+            spill_dtype(store, entry)?;
+        }
+        let description = store.description();
+        if !has_adam(description, entry) {
+            let name = &description.entries[entry].name;
+            return Err(Error::Invalid(format!(
+                "{name:?} does not have Adam's state: float32 tensors of its shape, two moments, and before them a master where \
+                 its values are of 16 bits; or a compact state"
+            )));
+        }
+        let live = values.map(|values| Live::new(store, entry, values)).transpose()?.flatten();
+        let (scalars, step) = (hyperparameters.scalars()?, hyperparameters.step);
+        Ok(Self { by, live, scalars, step })
+    }
 }
 
 impl Work for Update {
     fn nbytes(&self) -> usize {
         match &self.by {
             By::Given(gradient) => gradient.held(),
-            By::Spilled { .. } => 0,
+            By::Spilled(_) => 0,
         }
     }
 
     fn begin(&self, bench: &Bench<'_>, entry: usize) -> Result<()> {
-        if matches!(self.by, By::Spilled { .. }) {
+        if matches!(self.by, By::Spilled(_)) {
             required(bench.store, entry)?;
         }
         bench.begin(entry, self.step)
@@ -53,7 +77,7 @@ impl Work for Update {
             reads.push(bench.read(entry, chunk, memory)?);
         }
         reads.push(bench.read(entry, bench.chunks_of(entry) + chunk, memory)?);
-        if matches!(self.by, By::Spilled { .. }) {
+        if matches!(self.by, By::Spilled(_)) {
             reads.push(bench.read_spill(entry, chunk, memory)?);
         }
         Ok(reads)
@@ -69,13 +93,14 @@ impl Work for Update {
                 let gradient = gradient.part(bench, turn.entry, elements.start, elements.len())?;
                 stepped(bench, turn, gradient, &self.scalars)
             }
-            By::Spilled { dtype, factors } => {
+            By::Spilled(factors) => {
+                let dtype = spill_dtype(bench.store, turn.entry)?;
                 let (part, _) = bench.spill_part(turn.entry, turn.index, &turn.memory)?;
                 for factor in factors {
                     // SAFETY: nothing is in flight of this chunk, which is this turn's.
-                    scale(unsafe { floats_mut(&part, *dtype, elements.len()) }, *factor, bench.exec);
+                    scale(unsafe { floats_mut(&part, dtype, elements.len()) }, *factor, bench.exec);
                 }
-                stepped(bench, turn, floats(&part, *dtype, 0, elements.len()), &self.scalars)
+                stepped(bench, turn, floats(&part, dtype, 0, elements.len()), &self.scalars)
             }
         }
     }
@@ -124,7 +149,7 @@ fn stepped(bench: &Bench<'_>, turn: &Turn, gradient: Floats<'_>, scalars: &Scala
 
 /// Whether an entry has what Adam needs: two moments, and a master unless its own values are one, all of them float32
 /// and of its shape; or a compact state.
-pub(crate) fn has_adam(description: &Description, entry: usize) -> bool {
+fn has_adam(description: &Description, entry: usize) -> bool {
     let described = &description.entries[entry];
     if described.is_compact() {
         return true;

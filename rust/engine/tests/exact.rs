@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use memascend_engine::{Engine, Gradient, Hyperparameters, Options};
+use memascend_engine::{By, Engine, Gradient, Hyperparameters, Options};
 use memascend_math::{Bf16, Element, Exec, F16, Floats, FloatsMut, State, adam, split_master};
 use memascend_mem::Wait;
 use memascend_nvme::{
@@ -255,7 +255,7 @@ impl Training {
                 let halves: Vec<u8> = self.held[entry].half.iter().flat_map(|half| half.to_le_bytes()).collect();
                 Box::new(halves) as Box<dyn Buffer>
             });
-            self.engine.update_from(live, entry, gradient, &hyperparameters(update), Wait::forever())?;
+            self.engine.update(entry, By::Given(gradient), live, &hyperparameters(update), Wait::forever())?;
         }
         self.engine.finish(Wait::forever())
     }
@@ -347,7 +347,7 @@ fn what_cannot_be_updated_is_refused_by_name() {
     let training = training(&disks(), 2);
     let update = |entry: usize, bytes: usize, dtype| {
         let gradient = Gradient::new(Box::new(vec![0_u8; bytes]), dtype)?;
-        training.engine.update(entry, gradient, &hyperparameters(1), Wait::forever())
+        training.engine.update(entry, By::Given(gradient), None, &hyperparameters(1), Wait::forever())
     };
     let text = |result: memascend_engine::Result<()>| result.err().map(|error| error.to_string()).unwrap_or_default();
     assert!(text(update(99, 2, Dtype::Bf16)).contains("entry 99"));

@@ -2,7 +2,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use memascend_engine::{Engine, First, Gradient, Hyperparameters, Options};
+use memascend_engine::{By, Engine, First, Gradient, Hyperparameters, Options};
 use memascend_mem::Wait;
 use memascend_nvme::{
     Action, Options as VolumeOptions, Volume,
@@ -96,7 +96,7 @@ fn step(engine: &Engine) -> memascend_engine::Result<()> {
         }
     }
     for entry in 0..NAMES.len() {
-        engine.update_spilled(entry, vec![0.5], &numbers(1), Wait::forever())?;
+        engine.update(entry, By::Spilled(vec![0.5]), None, &numbers(1), Wait::forever())?;
     }
     engine.commit(Commit { step: 1, ..Commit::default() }, Wait::forever())?;
     Ok(())
@@ -155,7 +155,7 @@ fn the_first_to_ask_after_an_error_hears_of_it() {
     let asks: [(&str, Ask); 6] = [
         ("spilled", |engine| engine.spilled(0, Wait::forever()).map(drop)),
         ("read_spilled", |engine| engine.read_spilled(0, Box::new(bytes(0.0)), Wait::forever())),
-        ("update_spilled", |engine| engine.update_spilled(0, vec![], &numbers(1), Wait::forever())),
+        ("update_spilled", |engine| engine.update(0, By::Spilled(vec![]), None, &numbers(1), Wait::forever())),
         ("spill", |engine| spill(engine, 0, 1.0, true)),
         ("finish", |engine| engine.finish(Wait::forever())),
         ("commit", |engine| engine.commit(Commit::default(), Wait::forever()).map(drop)),

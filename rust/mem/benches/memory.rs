@@ -4,7 +4,7 @@
 
 use std::{
     hint::black_box,
-    sync::{Mutex, mpsc},
+    sync::mpsc,
     time::{Duration, Instant},
 };
 
@@ -102,52 +102,19 @@ fn hand_over<T: Send>(take: impl Fn() -> T + Sync) -> f64 {
     })
 }
 
-/// A pool as one would write it first: slots in a vector behind a lock.
-struct Locked {
-    free: Mutex<Vec<usize>>,
-    given: std::sync::Condvar,
-}
-
-struct LockedChunk<'a> {
-    pool: &'a Locked,
-    slot: usize,
-}
-
-impl Locked {
-    fn take(&self) -> LockedChunk<'_> {
-        let mut free = self.free.lock().unwrap_or_else(|error| panic!("{error}"));
-        loop {
-            if let Some(slot) = free.pop() {
-                return LockedChunk { pool: self, slot };
-            }
-            free = self.given.wait(free).unwrap_or_else(|error| panic!("{error}"));
-        }
-    }
-}
-
-impl Drop for LockedChunk<'_> {
-    fn drop(&mut self) {
-        self.pool.free.lock().unwrap_or_else(|error| panic!("{error}")).push(self.slot);
-        self.pool.given.notify_one();
-    }
-}
-
 fn ring() -> Result<(), Error> {
     let region = Region::new(CHUNK_BYTES * CHUNKS, Pin::Auto, OnFork::Copy, "bench")?;
     let ring = ChunkRing::new(&region, CHUNK_BYTES, CHUNKS)?;
     let owner = ring.owner("bench")?;
     let take = || -> Lease { ring.lease(owner, Wait::forever()).unwrap_or_else(|error| panic!("{error}")) };
-    let locked = Locked { free: Mutex::new((0..CHUNKS).collect()), given: std::sync::Condvar::new() };
-    let [ours, theirs, channel] = medians(&mut [
+    let [ours, channel] = medians(&mut [
         &mut || hand_over(take),
-        &mut || hand_over(|| locked.take()),
         // What the channel between the threads costs by itself.
         &mut || hand_over(|| 0_usize),
     ]);
     println!("\nring of {CHUNKS} chunks: taken in one thread, given back in another, handed over by a channel\n");
     println!("the channel alone      {:>6.0} ns", channel * 1e9);
     println!("with the ring          {:>6.0} ns", ours * 1e9);
-    println!("with a locked vector   {:>6.0} ns   {:.2}x the ring", theirs * 1e9, theirs / ours);
     Ok(())
 }
 

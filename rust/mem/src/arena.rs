@@ -1,7 +1,7 @@
 //! Leases exact-size slots that are planned once, then frozen.
 //!
 //! A lease takes a slot of the smallest class that holds it, never of a larger one: a plan that admits a set of leases
-//! then admits them in every order. Taking and returning is a few atomic operations and never allocates.
+//! then admits them in every order. Taking and returning is a short lock and a few atomic operations, and never allocates.
 
 use std::{
     collections::BTreeMap,
@@ -15,42 +15,13 @@ use std::{
 
 use crate::{
     Error, Holder, Layout, Lease, OwnerId, OwnerStats, Region, Result,
-    free_list::{FreeList, Taken},
+    free_list::FreeList,
+    guarded::{Ended, Wait},
     owners::{Counters, Owners},
 };
 
-/// How often a waiting caller is asked whether it still wants to wait: often enough for Ctrl-C to feel immediate.
-const POLL_INTERVAL: Duration = Duration::from_millis(50);
 /// The owner mark of a slot that is free.
 const NOBODY: u8 = u8::MAX;
-
-/// How long to wait for a lease, and who may end the wait early.
-pub struct Wait<'a> {
-    /// `None` waits for ever, zero not at all.
-    pub timeout: Option<Duration>,
-    /// Called every 50 ms of waiting; `false` gives up. `None` never does.
-    pub keep_waiting: Option<&'a mut dyn FnMut() -> bool>,
-}
-
-impl Wait<'static> {
-    /// Takes what is free now, or fails.
-    #[must_use]
-    pub fn never() -> Self {
-        Self::at_most(Duration::ZERO)
-    }
-
-    /// Waits until `timeout` has passed.
-    #[must_use]
-    pub fn at_most(timeout: Duration) -> Self {
-        Self { timeout: Some(timeout), keep_waiting: None }
-    }
-
-    /// Waits until there is one.
-    #[must_use]
-    pub fn forever() -> Self {
-        Self { timeout: None, keep_waiting: None }
-    }
-}
 
 /// What one class holds.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -204,7 +175,7 @@ impl Arena {
     }
 }
 
-/// Heap bytes per slot: its link in the free list and its holder.
+/// Heap bytes per slot: its place in the free list and its holder.
 const SLOT_TABLE_BYTES: usize = size_of::<u32>() + size_of::<AtomicU8>();
 /// Heap bytes per class.
 const CLASS_TABLE_BYTES: usize = size_of::<Class>() + size_of::<crate::ClassLayout>();
@@ -274,24 +245,10 @@ impl Shared {
     #[cold]
     fn wait_for(&self, class: usize, asked_bytes: usize, owner: OwnerId, wait: &mut Wait<'_>) -> Result<u32> {
         let began = Instant::now();
-        // A timeout past the clock's range is for ever.
-        let deadline = wait.timeout.and_then(|timeout| began.checked_add(timeout));
-        let ended = loop {
-            let now = Instant::now();
-            let next_poll = now + POLL_INTERVAL;
-            let until = deadline.map_or(next_poll, |deadline| deadline.min(next_poll));
-            match self.classes[class].free.take(Some(until)) {
-                Taken::Slot(slot) => break Ok(slot),
-                Taken::Closed => break Err(Error::Closed),
-                Taken::Late if deadline.is_some_and(|deadline| Instant::now() >= deadline) => {
-                    break Err(self.timed_out(class, asked_bytes, began.elapsed()));
-                }
-                Taken::Late => {
-                    if wait.keep_waiting.as_mut().is_some_and(|keep_waiting| !keep_waiting()) {
-                        break Err(Error::Interrupted { asked_bytes });
-                    }
-                }
-            }
+        let ended = match self.classes[class].free.take(wait) {
+            Ok(slot) => slot.ok_or(Error::Closed),
+            Err(Ended::TimedOut(waited)) => Err(self.timed_out(class, asked_bytes, waited)),
+            Err(Ended::Interrupted) => Err(Error::Interrupted { asked_bytes }),
         };
         let waited = began.elapsed();
         self.owners.counters(owner).waited(waited);

@@ -9,6 +9,7 @@ mod cuda;
 mod error;
 mod fork;
 mod free_list;
+mod guarded;
 mod layout;
 mod lease;
 mod limits;
@@ -17,15 +18,13 @@ mod mapping;
 mod owners;
 mod region;
 mod ring;
-mod sync;
 mod users;
 
-pub use arena::{Arena, ArenaStats, ClassStats, Wait};
+pub use arena::{Arena, ArenaStats, ClassStats};
 pub use cuda::ignore_captures;
 pub use error::{Error, Holder, Result};
 pub use fork::fork_generation;
-#[doc(hidden)]
-pub use free_list::{FreeList, Taken};
+pub use guarded::{Ended, Guarded, Wait, locked};
 pub use layout::{ClassLayout, Layout};
 pub use lease::Lease;
 pub use limits::{Headroom, MemoryLimits, memory_limits};
@@ -33,5 +32,3 @@ pub use mapping::{HugePages, KeepGoing, huge_pages, page_bytes};
 pub use owners::{OWNERS_MAX, OwnerId, OwnerStats};
 pub use region::{OnFork, Pin, Pinned, Region, RegionStats, regions};
 pub use ring::ChunkRing;
-#[doc(hidden)]
-pub use users::Users;

@@ -2,8 +2,10 @@
 
 use std::{
     cell::RefCell,
-    sync::{Mutex, MutexGuard, Once, PoisonError},
+    sync::{Mutex, MutexGuard, Once},
 };
+
+use crate::guarded::locked;
 
 /// Weak handles of regions, dead ones included until the next is entered.
 type Living = Vec<std::sync::Weak<crate::region::Inner>>;
@@ -24,11 +26,11 @@ pub(crate) fn living() -> MutexGuard<'static, Living> {
         let failed = unsafe { libc::pthread_atfork(Some(before), Some(after), Some(after)) };
         assert_eq!(failed, 0, "pthread_atfork has no memory left");
     });
-    LIVING.lock().unwrap_or_else(PoisonError::into_inner)
+    locked(&LIVING)
 }
 
 extern "C" fn before() {
-    let guard = LIVING.lock().unwrap_or_else(PoisonError::into_inner);
+    let guard = locked(&LIVING);
     // A thread that is past its thread-locals forks without the lock, as it would without this.
     let _ = AROUND_FORK.try_with(|around| *around.borrow_mut() = Some(guard));
 }

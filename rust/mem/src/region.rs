@@ -3,7 +3,7 @@
 use std::{
     fmt,
     ptr::NonNull,
-    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
+    sync::{Arc, Mutex, PoisonError, Weak},
 };
 
 use crate::{
@@ -11,6 +11,7 @@ use crate::{
     arena::Shared,
     cuda::{Registration, Search},
     fork,
+    guarded::locked,
     limits::memory_limits,
     living::living,
     mapping::{HugePages, KeepGoing, Mapping, huge_pages, page_bytes},
@@ -360,8 +361,4 @@ fn lock(mapping: &Mapping, keep_going: KeepGoing<'_>) -> Result<std::result::Res
         ),
         _ => format!("mlock of {bytes} bytes failed: {error}"),
     }))
-}
-
-fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

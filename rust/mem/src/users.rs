@@ -1,46 +1,80 @@
 //! Counts a region's leases and decides who unmaps it, exactly once.
 
-use crate::sync::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// The bit that says "closed"; the rest counts.
 const CLOSED: usize = 1 << (usize::BITS - 1);
 
 /// A count that can be closed. Exactly one call of `leave` or `close` answers that nobody is left and none will come.
 #[derive(Debug)]
-pub struct Users {
+pub(crate) struct Users {
     state: AtomicUsize,
 }
 
 impl Users {
     /// Nobody yet, and open.
-    #[must_use]
-    #[expect(clippy::new_without_default, reason = "loom's atomics have no constant start either")]
-    pub fn new() -> Self {
+    pub(crate) const fn new() -> Self {
         Self { state: AtomicUsize::new(0) }
     }
 
     /// Counts one more, unless closed.
     #[must_use]
-    pub fn enter(&self) -> bool {
+    pub(crate) fn enter(&self) -> bool {
         let one_more = |state| (state & CLOSED == 0).then_some(state + 1);
         self.state.fetch_update(Ordering::AcqRel, Ordering::Acquire, one_more).is_ok()
     }
 
     /// Counts one less. `true`: it was the last of a closed count.
     #[must_use]
-    pub fn leave(&self) -> bool {
+    pub(crate) fn leave(&self) -> bool {
         self.state.fetch_sub(1, Ordering::AcqRel) == CLOSED + 1
     }
 
     /// Closes. `true`: it was open and nobody was in.
     #[must_use]
-    pub fn close(&self) -> bool {
+    pub(crate) fn close(&self) -> bool {
         self.state.fetch_or(CLOSED, Ordering::AcqRel) == 0
     }
 
     /// Whether it was closed.
     #[must_use]
-    pub fn is_closed(&self) -> bool {
+    pub(crate) fn is_closed(&self) -> bool {
         self.state.load(Ordering::Acquire) & CLOSED != 0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// However leases and the closing interleave: the memory is unmapped exactly once, and never under a lease.
+    #[test]
+    fn a_closed_region_is_unmapped_once_and_by_the_last() {
+        for _ in 0..500 {
+            let (users, inside, unmapped) = (Users::new(), AtomicUsize::new(0), AtomicUsize::new(0));
+            let unmap = || {
+                assert_eq!(inside.load(Ordering::SeqCst), 0, "unmapped under a lease");
+                unmapped.fetch_add(1, Ordering::SeqCst);
+            };
+            std::thread::scope(|scope| {
+                for _ in 0..2 {
+                    scope.spawn(|| {
+                        if users.enter() {
+                            inside.fetch_add(1, Ordering::SeqCst);
+                            assert_eq!(unmapped.load(Ordering::SeqCst), 0, "leased after it was unmapped");
+                            inside.fetch_sub(1, Ordering::SeqCst);
+                            if users.leave() {
+                                unmap();
+                            }
+                        }
+                    });
+                }
+                if users.close() {
+                    unmap();
+                }
+            });
+            assert!(users.is_closed() && !users.enter());
+            assert_eq!(unmapped.load(Ordering::SeqCst), 1);
+        }
     }
 }

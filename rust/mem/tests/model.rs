@@ -1,5 +1,4 @@
 //! Tests arena and ring against a simple model: random plans, random orders, many threads.
-#![cfg(not(loom))]
 
 use std::{
     collections::{BTreeMap, HashMap},

@@ -1,5 +1,4 @@
 //! Tests that leasing and returning never allocate.
-#![cfg(not(loom))]
 
 use std::{
     alloc::{GlobalAlloc, Layout, System},

@@ -1,5 +1,4 @@
 //! Tests regions as the kernel sees them: exact sizes, guard pages, pinning, closing, forks.
-#![cfg(not(loom))]
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! Begins an operation: checks first, then sends it to the devices or through a copy.
+//! Begins an operation: everything that can fail first, then straight to the devices or by way of a copy.
 
 use std::{any::Any, ops::Range, sync::Arc};
 
@@ -26,24 +26,28 @@ impl Volume {
             return Err(Error::PastTheEnd { offset, nbytes, size_bytes: self.size_bytes });
         };
         let whole = offset..end;
-        let body = whole_blocks(context, &whole);
-        let skipped = usize::try_from(body.start - whole.start).unwrap_or(usize::MAX);
-        let straight = address.plus(skipped).is_aligned(context.memory_align);
-        if !straight || body != whole {
-            running.bounce.ready()?;
+        let mut straight = whole_blocks(context, &whole);
+        let skipped = usize::try_from(straight.start - whole.start).unwrap_or(usize::MAX);
+        if !address.plus(skipped).is_aligned(context.memory_align) {
+            straight = whole.end..whole.end;
+        }
+        if straight != whole {
+            running.unaligned.ready()?;
         }
         let begun = context.traffic.begin(kind.writes())?;
         let mut hold = None;
-        let mut blocked = false;
-        if kind.writes() && straight && context.block_bytes > 1 && !body.is_empty() {
-            hold = context.traffic.try_hold_shared(&body);
-            blocked = hold.is_none();
-            if let Err(error) = if blocked { running.bounce.ready() } else { Ok(()) } {
-                context.traffic.end(begun);
-                return Err(error);
+        if kind.writes() && context.block_bytes > 1 && !straight.is_empty() {
+            hold = context.traffic.try_hold_shared(&straight);
+            if hold.is_none() {
+                // One of its blocks is being changed: those that copy wait their turn.
+                straight = whole.end..whole.end;
+                if let Err(error) = running.unaligned.ready() {
+                    context.traffic.end(begun);
+                    return Err(error);
+                }
             }
         }
-        Ok(Prepared { running, kind, lane, address, whole, body, straight, begun, hold, blocked })
+        Ok(Prepared { running, kind, lane, address, whole, straight, begun, hold })
     }
 }
 
@@ -55,54 +59,36 @@ pub(crate) struct Prepared<'a> {
     address: Address,
     /// The volume's bytes that it moves.
     whole: Range<u64>,
-    /// Those of them that make up whole blocks.
-    body: Range<u64>,
-    /// The body is aligned in memory too, and goes straight between there and the disk.
-    straight: bool,
+    /// Those of them that go straight between memory and disk: whole blocks. Empty, at the end of `whole`, for none.
+    straight: Range<u64>,
     begun: Begun,
-    /// On the blocks of the body, for a write that goes straight.
+    /// On the blocks that a write goes straight to.
     hold: Option<Hold>,
-    /// One of those blocks is being changed, so the body waits its turn.
-    blocked: bool,
 }
 
 impl Prepared<'_> {
     pub(crate) fn start(self, context: &Arc<Context>, buffer: Box<dyn Any + Send>) -> Arc<Operation> {
-        let Self { running, kind, lane, address, whole, body, straight, begun, hold, blocked } = self;
-        let Running { bounce, backend, .. } = running;
+        let Self { running, kind, lane, address, whole, straight, begun, hold } = self;
+        let Running { unaligned, backend, .. } = running;
         let units = whole.end - whole.start;
-        let all_straight = straight && body == whole && !blocked;
-        let own_hold = if all_straight { hold } else { None };
+        let all = straight == whole;
+        let own_hold = if all { hold } else { None };
         let operation =
             Operation::new(context, (kind, lane), (whole.start, units), address, (begun, own_hold), Some(buffer));
         if units == 0 {
             operation.finish_empty();
             return operation;
         }
-        if all_straight {
+        if all {
             backend.submit(Job::new(Arc::clone(&operation)));
             return operation;
         }
-        if kind == Kind::Read && !straight {
-            bounce.copy(&operation, whole);
-            return operation;
+        let edges = [whole.start..straight.start, straight.end..whole.end];
+        if !straight.is_empty() {
+            backend.submit(Job::new(operation.part(straight, hold)));
         }
-        // The edges are transfers of their own, of a block each: neighbours that share one wait for no more than that.
-        let edges = [whole.start..body.start, body.end..whole.end];
-        if !body.is_empty() {
-            match (straight, blocked) {
-                (true, false) => backend.submit(Job::new(operation.part(body, hold))),
-                (true, true) => bounce.wait_and_write(&operation, body),
-                (false, _) => bounce.copy(&operation, body),
-            }
-        }
-        for edge in edges {
-            if !edge.is_empty() {
-                match kind {
-                    Kind::Read => bounce.copy(&operation, edge),
-                    _ => bounce.change(&operation, &edge),
-                }
-            }
+        for edge in edges.into_iter().filter(|edge| !edge.is_empty()) {
+            unaligned.copy(&operation, edge);
         }
         operation
     }

@@ -14,6 +14,8 @@ use std::{
     },
 };
 
+use memascend_mem::locked;
+
 use crate::{
     Error, Options, Result,
     align::{Alignment, direct_alignment},
@@ -21,7 +23,6 @@ use crate::{
     fork::NotInChildren,
     lock, private, raw,
     stripe::Striping,
-    wait::locked,
 };
 
 /// What kind of thing a device is.

@@ -2,6 +2,8 @@
 
 use std::{fmt, io, path::Path, sync::Arc, time::Duration};
 
+use memascend_mem::Ended;
+
 /// The result of everything in this crate that can fail.
 pub type Result<T> = std::result::Result<T, Error>;
 
@@ -159,6 +161,14 @@ impl Error {
             None => format!("{call} failed: {error}"),
         };
         Self::Refused { path: Arc::clone(path), why, errno }
+    }
+
+    /// What ended a wait for `what`.
+    pub(crate) fn of_wait(ended: Ended, what: impl FnOnce() -> String) -> Self {
+        match ended {
+            Ended::TimedOut(waited) => Self::TimedOut { what: what(), waited },
+            Ended::Interrupted => Self::Interrupted { what: what() },
+        }
     }
 
     pub(crate) fn refused(path: &Arc<Path>, errno: i32, why: impl Into<String>) -> Self {

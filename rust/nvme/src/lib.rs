@@ -26,11 +26,9 @@
 mod align;
 mod backend;
 mod begin;
-mod bounce;
 mod buffer;
 mod claim;
 mod device;
-mod edges;
 mod error;
 mod file;
 mod fork;
@@ -47,9 +45,9 @@ mod threads;
 mod ticket;
 mod trace;
 mod traffic;
+mod unaligned;
 mod uring;
 mod volume;
-mod wait;
 
 #[cfg(feature = "sim")]
 pub mod sim;

@@ -5,13 +5,13 @@ use std::{
     ops::Range,
     path::Path,
     sync::{
-        Arc, Condvar, Mutex,
+        Arc, Mutex,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
     time::Instant,
 };
 
-use memascend_mem::Wait;
+use memascend_mem::{Guarded, Wait, locked};
 
 use crate::{
     Error, Lane, Result, Trace,
@@ -23,7 +23,6 @@ use crate::{
     stats::{Counters, add},
     stripe::Striping,
     traffic::{Begun, Hold, Traffic},
-    wait::{locked, wait_until},
 };
 
 /// What an operation does.
@@ -141,8 +140,7 @@ pub(crate) struct Operation {
     open: AtomicU64,
     failed: AtomicBool,
     marks: Marks,
-    state: Mutex<State>,
-    done: Condvar,
+    state: Guarded<State>,
     /// What must live until the end. The kernel may write to it, so nothing else drops it before.
     buffer: Mutex<Option<Box<dyn Any + Send>>>,
 }
@@ -201,8 +199,7 @@ impl Operation {
             open: AtomicU64::new(units),
             failed: AtomicBool::new(false),
             marks,
-            state: Mutex::default(),
-            done: Condvar::new(),
+            state: Guarded::default(),
             buffer: Mutex::new(buffer),
         })
     }
@@ -222,7 +219,7 @@ impl Operation {
     pub(crate) fn landed(&self, units: u64, result: Result<()>) {
         if let Err(error) = result {
             self.failed.store(true, Ordering::Relaxed);
-            locked(&self.state).error.get_or_insert(error);
+            self.state.lock().error.get_or_insert(error);
         }
         if self.open.fetch_sub(units, Ordering::AcqRel) == units {
             self.finish();
@@ -237,7 +234,7 @@ impl Operation {
 
     fn finish(&self) {
         let context = &*self.context;
-        let mut state = locked(&self.state);
+        let mut state = self.state.lock();
         let error = state.error.clone();
         // Before anybody can know that it has ended: whoever then asks finds everything of it settled.
         if state.dropped {
@@ -253,7 +250,7 @@ impl Operation {
         }
         state.done = true;
         drop(state);
-        self.done.notify_all();
+        self.state.notify_all();
         if let Some(whole) = &self.marks.whole {
             whole.landed(self.units, error.map_or(Ok(()), Err));
         }
@@ -288,7 +285,7 @@ impl Operation {
     }
 
     pub(crate) fn is_done(&self) -> bool {
-        locked(&self.state).done
+        self.state.lock().done
     }
 
     /// Waits for the end, however it is.
@@ -298,19 +295,20 @@ impl Operation {
             Kind::Flush => "a flush".into(),
             kind => format!("the {} of {} bytes at offset {}", kind.action(), self.units, self.offset),
         };
-        wait_until(&self.state, &self.done, wait, &what, |state| state.done).map(drop)
+        let waited = self.state.wait_until(wait, |state| state.done).map(drop);
+        waited.map_err(|ended| Error::of_wait(ended, what))
     }
 
     /// How it ended, once it has.
     pub(crate) fn outcome(&self) -> Option<Result<()>> {
-        let mut state = locked(&self.state);
+        let mut state = self.state.lock();
         state.told |= state.done;
         state.done.then(|| state.error.clone().map_or(Ok(()), Err))
     }
 
     /// The ticket is gone; the operation goes on.
     pub(crate) fn ticket_dropped(&self) {
-        let mut state = locked(&self.state);
+        let mut state = self.state.lock();
         state.dropped = true;
         if state.done {
             self.leave_word(&mut state);

@@ -6,10 +6,12 @@
 
 use std::{
     path::{Path, PathBuf},
-    sync::{Arc, Condvar, Mutex, PoisonError},
+    sync::{Arc, Mutex},
     thread::JoinHandle,
     time::Duration,
 };
+
+use memascend_mem::{Guarded, locked};
 
 use crate::{
     Action, BackendKind, DeviceInfo, DeviceKind, Error, Options, Result, Volume,
@@ -19,7 +21,6 @@ use crate::{
     request::{Fate, Job, Jobs, PAUSE, Request},
     stripe::Striping,
     volume::Parts,
-    wait::locked,
 };
 
 /// What a simulated device takes at once without tearing.
@@ -174,14 +175,8 @@ pub fn open(disks: &[SimDisk], faults: &Faults, options: &Options) -> Result<Vol
 }
 
 struct Sim {
-    inbox: Arc<Inbox>,
+    inbox: Arc<Guarded<(Jobs, bool)>>,
     thread: Option<JoinHandle<()>>,
-}
-
-#[derive(Default)]
-struct Inbox {
-    state: Mutex<(Jobs, bool)>,
-    changed: Condvar,
 }
 
 struct Driver {
@@ -194,7 +189,7 @@ struct Driver {
 
 impl Sim {
     fn start(disks: &[SimDisk], faults: &Faults, depth: usize) -> Result<Self> {
-        let inbox = Arc::new(Inbox::default());
+        let inbox = Arc::new(Guarded::default());
         let mut driver =
             Driver { disks: disks.to_vec(), faults: faults.clone(), rng: Rng::new(faults.seed), depth, answered: 0 };
         let theirs = Arc::clone(&inbox);
@@ -208,15 +203,15 @@ impl Sim {
 
 impl Backend for Sim {
     fn submit(&self, job: Job) {
-        locked(&self.inbox.state).0.push(job);
-        self.inbox.changed.notify_one();
+        self.inbox.lock().0.push(job);
+        self.inbox.notify_one();
     }
 }
 
 impl Drop for Sim {
     fn drop(&mut self) {
-        locked(&self.inbox.state).1 = true;
-        self.inbox.changed.notify_one();
+        self.inbox.lock().1 = true;
+        self.inbox.notify_one();
         if let Some(thread) = self.thread.take() {
             drop(thread.join());
         }
@@ -224,16 +219,16 @@ impl Drop for Sim {
 }
 
 impl Driver {
-    fn serve(&mut self, inbox: &Inbox) {
+    fn serve(&mut self, inbox: &Guarded<(Jobs, bool)>) {
         let mut requests: Vec<Request> = Vec::new();
         loop {
-            let mut state = locked(&inbox.state);
+            let mut state = inbox.lock();
             while requests.len() < self.depth {
                 match state.0.next_request() {
                     Some(request) => requests.push(request),
                     None if !requests.is_empty() => break,
                     None if state.1 => return,
-                    None => state = inbox.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+                    None => state = inbox.sleep(state),
                 }
             }
             drop(state);

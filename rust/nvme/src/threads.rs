@@ -3,16 +3,17 @@
 use std::{
     io,
     panic::{AssertUnwindSafe, catch_unwind},
-    sync::{Arc, Condvar, Mutex, PoisonError},
+    sync::Arc,
     thread::JoinHandle,
 };
+
+use memascend_mem::Guarded;
 
 use crate::{
     backend::{Backend, block_signals},
     device::Device,
     operation::Kind,
     request::{Fate, Job, Jobs, PAUSE, Request},
-    wait::locked,
 };
 
 /// Threads for one device. Four with requests of 1 MiB reach the ring's bandwidth; each waits in the kernel for most of
@@ -22,14 +23,8 @@ const THREADS_ONE_DEVICE: usize = 4;
 const THREADS_SEVERAL_DEVICES: usize = 8;
 
 pub(crate) struct Threads {
-    inbox: Arc<Inbox>,
+    inbox: Arc<Guarded<State>>,
     threads: Vec<JoinHandle<()>>,
-}
-
-#[derive(Default)]
-struct Inbox {
-    state: Mutex<State>,
-    changed: Condvar,
 }
 
 #[derive(Default)]
@@ -55,33 +50,31 @@ impl Threads {
 
 impl Backend for Threads {
     fn submit(&self, job: Job) {
-        let mut state = locked(&self.inbox.state);
-        state.jobs.push(job);
-        drop(state);
+        self.inbox.lock().jobs.push(job);
         // A job may have requests for several threads; each that takes one wakes the next.
-        self.inbox.changed.notify_one();
+        self.inbox.notify_one();
     }
 }
 
 impl Drop for Threads {
     fn drop(&mut self) {
-        locked(&self.inbox.state).stop = true;
-        self.inbox.changed.notify_all();
+        self.inbox.lock().stop = true;
+        self.inbox.notify_all();
         for thread in self.threads.drain(..) {
             drop(thread.join());
         }
     }
 }
 
-fn serve(inbox: &Inbox, devices: &[Device]) {
+fn serve(inbox: &Guarded<State>, devices: &[Device]) {
     block_signals();
-    let mut state = locked(&inbox.state);
+    let mut state = inbox.lock();
     loop {
         if let Some(mut request) = state.jobs.next_request() {
             let more = !state.jobs.is_empty();
             drop(state);
             if more {
-                inbox.changed.notify_one();
+                inbox.notify_one();
             }
             while let Fate::Again { pause } = request.answered(carry_out(&request, &devices[request.device])) {
                 if pause {
@@ -89,11 +82,11 @@ fn serve(inbox: &Inbox, devices: &[Device]) {
                 }
             }
             drop(request);
-            state = locked(&inbox.state);
+            state = inbox.lock();
         } else if state.stop {
             return;
         } else {
-            state = inbox.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state = inbox.sleep(state);
         }
     }
 }

@@ -17,10 +17,11 @@ use std::{
     time::Instant,
 };
 
+use memascend_mem::locked;
+
 use crate::{
     Error, Result,
     fork::{NotInChildren, Owned},
-    wait::locked,
 };
 
 /// What waits to be written to the file.

@@ -8,24 +8,17 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     ops::Range,
-    sync::{Condvar, Mutex, PoisonError},
 };
 
-use memascend_mem::Wait;
+use memascend_mem::{Guarded, Wait};
 
-use crate::{
-    Error, Result,
-    wait::{locked, wait_until},
-};
+use crate::{Error, Result};
 
 /// Operations that one volume keeps track of; each costs a few hundred bytes. Far more than any device can use.
 pub const OPERATIONS_MAX: usize = 1 << 16;
 
 #[derive(Debug, Default)]
-pub(crate) struct Traffic {
-    table: Mutex<Table>,
-    changed: Condvar,
-}
+pub(crate) struct Traffic(Guarded<Table>);
 
 #[derive(Debug, Default)]
 struct Table {
@@ -35,7 +28,6 @@ struct Table {
     writes: BTreeSet<u64>,
     shared: BTreeMap<u64, Range<u64>>,
     alone: Vec<(u64, Range<u64>)>,
-    waiting: usize,
 }
 
 /// The mark of an operation that has begun.
@@ -68,7 +60,7 @@ fn overlap(left: &Range<u64>, right: &Range<u64>) -> bool {
 impl Traffic {
     /// Enters an operation, unless the volume is closed or full.
     pub(crate) fn begin(&self, writes: bool) -> Result<Begun> {
-        let mut table = locked(&self.table);
+        let mut table = self.0.lock();
         if table.closed {
             return Err(Error::Closed);
         }
@@ -92,7 +84,7 @@ impl Traffic {
 
     /// A hold on blocks that will be written whole, unless one of them is being changed.
     pub(crate) fn try_hold_shared(&self, range: &Range<u64>) -> Option<Hold> {
-        let mut table = locked(&self.table);
+        let mut table = self.0.lock();
         if table.alone_overlaps(range) {
             return None;
         }
@@ -103,7 +95,7 @@ impl Traffic {
 
     /// As above, waiting. Whoever holds waits for the device alone, so this ends.
     pub(crate) fn hold_shared(&self, range: &Range<u64>) -> Hold {
-        let mut table = self.when(|table| !table.alone_overlaps(range));
+        let mut table = self.0.when(|table| !table.alone_overlaps(range));
         let number = table.number();
         table.shared.insert(number, range.clone());
         Hold(number)
@@ -111,7 +103,7 @@ impl Traffic {
 
     /// A hold on blocks that will be read, changed and written back. Waits.
     pub(crate) fn hold_alone(&self, range: &Range<u64>) -> Hold {
-        let mut table = self.when(|table| table.free_of_all(range));
+        let mut table = self.0.when(|table| table.free_of_all(range));
         let number = table.number();
         table.alone.push((number, range.clone()));
         Hold(number)
@@ -131,7 +123,7 @@ impl Traffic {
     }
 
     pub(crate) fn in_flight(&self) -> usize {
-        locked(&self.table).operations
+        self.0.lock().operations
     }
 
     /// Waits for every operation.
@@ -141,34 +133,16 @@ impl Traffic {
 
     /// Waits for every write that has begun before the call.
     pub(crate) fn wait_for_writes(&self, wait: &mut Wait<'_>) -> Result<()> {
-        let now = locked(&self.table).next;
+        let now = self.0.lock().next;
         self.wait(wait, "the writes before a flush", |table| table.writes.first().is_none_or(|first| *first > now))
     }
 
     fn wait(&self, wait: &mut Wait<'_>, what: &str, ready: impl Fn(&Table) -> bool) -> Result<()> {
-        locked(&self.table).waiting += 1;
-        let result = wait_until(&self.table, &self.changed, wait, &|| what.into(), ready).map(drop);
-        locked(&self.table).waiting -= 1;
-        result
-    }
-
-    fn when(&self, ready: impl Fn(&Table) -> bool) -> std::sync::MutexGuard<'_, Table> {
-        let mut table = locked(&self.table);
-        table.waiting += 1;
-        while !ready(&table) {
-            table = self.changed.wait(table).unwrap_or_else(PoisonError::into_inner);
-        }
-        table.waiting -= 1;
-        table
+        self.0.wait_until(wait, ready).map(drop).map_err(|ended| Error::of_wait(ended, || what.into()))
     }
 
     fn change(&self, change: impl FnOnce(&mut Table)) {
-        let mut table = locked(&self.table);
-        change(&mut table);
-        let waiting = table.waiting > 0;
-        drop(table);
-        if waiting {
-            self.changed.notify_all();
-        }
+        change(&mut self.0.lock());
+        self.0.notify_all();
     }
 }

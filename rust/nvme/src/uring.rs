@@ -11,6 +11,7 @@ use std::{
 };
 
 use io_uring::{IoUring, Probe, opcode, squeue, types};
+use memascend_mem::locked;
 
 use crate::{
     backend::{Backend, block_signals},
@@ -18,7 +19,6 @@ use crate::{
     fork::NotInChildren,
     operation::Kind,
     request::{Fate, Job, Jobs, PAUSE, Request},
-    wait::locked,
 };
 
 /// Why there is no ring.

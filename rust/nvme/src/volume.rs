@@ -2,21 +2,20 @@
 
 use std::{
     path::{Path, PathBuf},
-    sync::{Arc, PoisonError, RwLock},
+    sync::{Arc, PoisonError, RwLock, RwLockReadGuard},
 };
 
-use memascend_mem::Wait;
+use memascend_mem::{Wait, locked};
 
 use crate::{
     BackendChoice, BackendKind, Buffer, Claim, DeviceKind, Error, Lane, Lost, Missing, NotBegun, Privacy, Result,
     Ticket, Trace, VolumeStats,
     backend::Backend,
-    bounce::Bounce,
     device::Device,
     operation::{Address, Context, Kind, Operation},
     request::Job,
     stripe::{STRIPE_BYTES_DEFAULT, STRIPE_BYTES_MAX, STRIPE_BYTES_MIN},
-    wait::locked,
+    unaligned::Unaligned,
 };
 
 /// Requests that the kernel has at once, per device, unless the caller says otherwise. Four to eight of 1 MiB are the
@@ -75,7 +74,7 @@ pub struct Volume {
 
 /// What works for an open volume. Dropped in this order: no copies without a backend, no backend without devices.
 pub(crate) struct Running {
-    pub(crate) bounce: Bounce,
+    pub(crate) unaligned: Unaligned,
     pub(crate) backend: Arc<dyn Backend>,
     opened: Option<Arc<[Device]>>,
 }
@@ -107,8 +106,8 @@ impl Volume {
         parts: Parts,
     ) -> Self {
         let Parts { devices: described, size_bytes, queue_depth, kind, why_not } = parts;
-        let bounce = Bounce::new(&context, &backend);
-        let running = RwLock::new(Some(Running { bounce, backend, opened: devices }));
+        let unaligned = Unaligned::new(&context, &backend);
+        let running = RwLock::new(Some(Running { unaligned, backend, opened: devices }));
         Self { context, running, devices: described, size_bytes, queue_depth, kind, why_not }
     }
 
@@ -129,8 +128,12 @@ impl Volume {
         self.opened().iter().find_map(|device| Some((Arc::clone(&device.path), device.lost()?)))
     }
 
+    fn running(&self) -> RwLockReadGuard<'_, Option<Running>> {
+        self.running.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn opened(&self) -> Arc<[Device]> {
-        let running = self.running.read().unwrap_or_else(PoisonError::into_inner);
+        let running = self.running();
         running.as_ref().and_then(|running| running.opened.clone()).unwrap_or_default()
     }
 
@@ -177,7 +180,7 @@ impl Volume {
             return Err(error);
         }
         let operation = {
-            let running = self.running.read().unwrap_or_else(PoisonError::into_inner);
+            let running = self.running();
             let running = running.as_ref().ok_or(Error::Closed)?;
             let begun = context.traffic.begin(false)?;
             let units = context.paths.len() as u64;
@@ -204,7 +207,7 @@ impl Volume {
     /// Whether it was closed.
     #[must_use]
     pub fn is_closed(&self) -> bool {
-        self.context.owned.elsewhere() || self.running.read().unwrap_or_else(PoisonError::into_inner).is_none()
+        self.context.owned.elsewhere() || self.running().is_none()
     }
 
     /// What it holds.
@@ -258,8 +261,8 @@ impl Volume {
     /// Bytes of the memory that transfers go through which are not aligned: none before the first such transfer.
     #[must_use]
     pub fn copy_bytes(&self) -> usize {
-        let running = self.running.read().unwrap_or_else(PoisonError::into_inner);
-        running.as_ref().map_or(0, |running| running.bounce.bytes())
+        let running = self.running();
+        running.as_ref().map_or(0, |running| running.unaligned.bytes())
     }
 
     /// What it has done.
@@ -279,7 +282,7 @@ impl Volume {
         if let Err(error) = self.context.owned.check() {
             return Err(NotBegun { buffer, error });
         }
-        let running = self.running.read().unwrap_or_else(PoisonError::into_inner);
+        let running = self.running();
         let address = Address(buffer.as_ptr().as_ptr());
         match self.prepare(running.as_ref(), what, address, offset, buffer.len()) {
             Err(error) => Err(NotBegun { buffer, error }),

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use memascend_engine::{Application, First, Gradient, Hyperparameters, Options};
+use memascend_engine::{Application, By, First, Gradient, Hyperparameters, Options};
 use memascend_store::{Buffer, Commit};
 use pyo3::{prelude::*, types::PyDict};
 
@@ -67,8 +67,10 @@ impl Engine {
         numbers: Numbers,
     ) -> PyResult<()> {
         let (gradient, values) = (typed(py, gradient, of_gradient)?, values.map(held));
-        waiting(py, None, |wait| self.inner.update_from(values, entry, gradient, &hyperparameters(numbers), wait))?
-            .map_err(|error| engine_error(py, &error))
+        waiting(py, None, |wait| {
+            self.inner.update(entry, By::Given(gradient), values, &hyperparameters(numbers), wait)
+        })?
+        .map_err(|error| engine_error(py, &error))
     }
 
     /// Begins an update by the gradient that is spilled.
@@ -83,7 +85,7 @@ impl Engine {
         #[expect(clippy::cast_possible_truncation, reason = "as torch multiplies by a scalar")]
         let factors = factors.into_iter().map(|factor| factor as f32).collect();
         let (values, numbers) = (values.map(held), hyperparameters(numbers));
-        waiting(py, None, |wait| self.inner.update_spilled_from(values, entry, factors, &numbers, wait))?
+        waiting(py, None, |wait| self.inner.update(entry, By::Spilled(factors), values, &numbers, wait))?
             .map_err(|error| engine_error(py, &error))
     }
 

@@ -2,7 +2,7 @@
 
 use std::{
     ffi::c_int,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard},
 };
 
 use memascend_mem::{self as mem, ArenaStats, Layout, OnFork, OwnerStats, Pin, Pinned, Wait};
@@ -211,7 +211,7 @@ impl Lease {
 
 impl Lease {
     fn held(&self) -> MutexGuard<'_, Option<Arc<mem::Lease>>> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+        mem::locked(&self.inner)
     }
 }
 

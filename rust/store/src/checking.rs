@@ -2,17 +2,13 @@
 
 use std::{
     collections::VecDeque,
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    sync::Arc,
     thread::{self, JoinHandle},
-    time::{Duration, Instant},
 };
 
-use memascend_mem::Wait;
+use memascend_mem::{Guarded, Wait};
 
 use crate::{Buffer, Error, PartFetch, Result};
-
-/// How often whoever waits is asked whether to go on.
-const SLICE: Duration = Duration::from_millis(50);
 
 /// Threads that wait for parts and check them, in the order in which they were handed over.
 ///
@@ -23,8 +19,7 @@ pub struct Checkers<B: Buffer + Sync> {
 }
 
 struct Line<B: Buffer + Sync> {
-    state: Mutex<State<B>>,
-    changed: Condvar,
+    state: Guarded<State<B>>,
 }
 
 struct State<B: Buffer + Sync> {
@@ -34,10 +29,7 @@ struct State<B: Buffer + Sync> {
 
 /// Whether a part was checked, well or not.
 #[derive(Default)]
-struct Checked {
-    is: Mutex<bool>,
-    changed: Condvar,
-}
+struct Checked(Guarded<bool>);
 
 /// A part that is being read and checked. Dropping it waits for both.
 pub struct Checking<B: Buffer + Sync> {
@@ -51,7 +43,7 @@ impl<B: Buffer + Sync + 'static> Checkers<B> {
     #[must_use]
     pub fn new(threads: usize) -> Self {
         let state = State { waiting: VecDeque::new(), closing: false };
-        let line = Arc::new(Line { state: Mutex::new(state), changed: Condvar::new() });
+        let line = Arc::new(Line { state: Guarded::new(state) });
         let begun = (0..threads).map_while(|_| {
             let line = Arc::clone(&line);
             thread::Builder::new().name("memascend-check".into()).spawn(move || line.serve()).ok()
@@ -73,8 +65,8 @@ impl<B: Buffer + Sync + 'static> Checkers<B> {
         }
         let part = Arc::new(part);
         let checked = Arc::new(Checked::default());
-        locked(&self.line.state).waiting.push_back((Arc::clone(&part), Arc::clone(&checked)));
-        self.line.changed.notify_one();
+        self.line.state.lock().waiting.push_back((Arc::clone(&part), Arc::clone(&checked)));
+        self.line.state.notify_one();
         Checking { part, checked: Some(checked) }
     }
 }
@@ -91,23 +83,14 @@ impl<B: Buffer + Sync> Line<B> {
     }
 
     fn next(&self) -> Option<(Arc<PartFetch<B>>, Arc<Checked>)> {
-        let mut state = locked(&self.state);
-        loop {
-            if let Some(next) = state.waiting.pop_front() {
-                return Some(next);
-            }
-            if state.closing {
-                return None;
-            }
-            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
-        }
+        self.state.when(|state| state.closing || !state.waiting.is_empty()).waiting.pop_front()
     }
 }
 
 impl<B: Buffer + Sync> Drop for Checkers<B> {
     fn drop(&mut self) {
-        locked(&self.line.state).closing = true;
-        self.line.changed.notify_all();
+        self.line.state.lock().closing = true;
+        self.line.state.notify_all();
         for thread in self.threads.drain(..) {
             // One that panicked has said so.
             drop(thread.join());
@@ -119,8 +102,8 @@ struct Ended<'a>(&'a Checked);
 
 impl Drop for Ended<'_> {
     fn drop(&mut self) {
-        *locked(&self.0.is) = true;
-        self.0.changed.notify_all();
+        *self.0.0.lock() = true;
+        self.0.0.notify_all();
     }
 }
 
@@ -135,31 +118,15 @@ impl<B: Buffer + Sync> Checking<B> {
     /// Whether it was read, and checked where threads do that. Never waits.
     #[must_use]
     pub fn is_done(&self) -> bool {
-        self.checked.as_ref().map_or_else(|| self.part.is_done(), |checked| *locked(&checked.is))
+        self.checked.as_ref().map_or_else(|| self.part.is_done(), |checked| *checked.0.lock())
     }
 
     /// Waits until it was read and checked; says what came of it, and waiting again says the same. Once that succeeded,
     /// the memory is the caller's again.
     pub fn wait(&self, mut wait: Wait<'_>) -> Result<()> {
         if let Some(checked) = &self.checked {
-            let deadline = wait.timeout.and_then(|timeout| Instant::now().checked_add(timeout));
-            let mut is = locked(&checked.is);
-            while !*is {
-                let left =
-                    deadline.map_or(SLICE, |deadline| deadline.saturating_duration_since(Instant::now()).min(SLICE));
-                if left.is_zero() {
-                    return Err(Error::TimedOut("a part"));
-                }
-                let (still, timeout) = checked.changed.wait_timeout(is, left).unwrap_or_else(PoisonError::into_inner);
-                is = still;
-                if timeout.timed_out() && !*is {
-                    drop(is);
-                    if wait.keep_waiting.as_mut().is_some_and(|keep| !keep()) {
-                        return Err(Error::Interrupted("a part"));
-                    }
-                    is = locked(&checked.is);
-                }
-            }
+            let waited = checked.0.wait_until(&mut wait, |is| *is).map(drop);
+            waited.map_err(|ended| Error::of_wait(ended, "a part"))?;
         }
         self.part.wait(wait)
     }
@@ -169,14 +136,7 @@ impl<B: Buffer + Sync> Drop for Checking<B> {
     fn drop(&mut self) {
         if let Some(checked) = &self.checked {
             // Else its thread would look at memory that may be another's by then.
-            let mut is = locked(&checked.is);
-            while !*is {
-                is = checked.changed.wait(is).unwrap_or_else(PoisonError::into_inner);
-            }
+            drop(checked.0.when(|is| *is));
         }
     }
-}
-
-fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -53,7 +53,7 @@ impl Store {
             }
         }
         let reach = {
-            let mut index = self.index.wait(&mut wait, "writes of the step", |index| index.writing == 0)?;
+            let mut index = self.when(&mut wait, "writes of the step", |index| index.writing == 0)?;
             index.writable()?;
             if let Some(error) = &index.failed {
                 return Err(Error::Usage(format!("a write of this step failed, so it can only be discarded: {error}")));
@@ -85,7 +85,7 @@ impl Store {
             }
         }
         drop(index);
-        self.index.notify();
+        self.index.notify_all();
         result
     }
 
@@ -93,7 +93,7 @@ impl Store {
     /// still be read, and nothing can be staged any more.
     pub fn close(&self, mut wait: Wait<'_>) -> Result<()> {
         let reach = {
-            let mut index = self.index.wait(&mut wait, "writes of the step", |index| index.writing == 0)?;
+            let mut index = self.when(&mut wait, "writes of the step", |index| index.writing == 0)?;
             if index.broken.is_some() || index.closed {
                 return Ok(());
             }

@@ -1,10 +1,8 @@
 //! Reads and repairs the two copies of each label and of the description.
 
-use std::{
-    path::Path,
-    sync::{Arc, PoisonError},
-};
+use std::{path::Path, sync::Arc};
 
+use memascend_mem::locked;
 use memascend_nvme::{Action, Volume};
 
 use crate::{
@@ -145,7 +143,7 @@ impl Store {
     /// The same, as it was when the store was opened; nothing after a commit.
     #[must_use]
     pub fn noted_damage(&self) -> Vec<String> {
-        let noted = self.to_repair.lock().unwrap_or_else(PoisonError::into_inner);
+        let noted = locked(&self.to_repair);
         noted.iter().map(|damage| damage.what.clone()).collect()
     }
 
@@ -210,14 +208,14 @@ impl Store {
 
     /// Notes what is damaged, for the next commit to repair.
     pub(crate) fn note_damaged_copies(&self) -> Result<()> {
-        *self.to_repair.lock().unwrap_or_else(PoisonError::into_inner) = self.damaged_copies()?;
+        *locked(&self.to_repair) = self.damaged_copies()?;
         Ok(())
     }
 
     /// Writes what damaged copies should hold. The whole copy of each stays as it is, so nothing can be lost; what
     /// cannot be written stays damaged, and is not tried again before the store is opened again.
     pub(crate) fn repair_copies(&self) {
-        let damaged = std::mem::take(&mut *self.to_repair.lock().unwrap_or_else(PoisonError::into_inner));
+        let damaged = std::mem::take(&mut *locked(&self.to_repair));
         for Damage { offset, bytes, .. } in damaged {
             drop(self.put(offset, &bytes));
         }

@@ -2,6 +2,8 @@
 
 use std::{path::Path, sync::Arc};
 
+use memascend_mem::Ended;
+
 /// The result of everything in this crate that can fail.
 pub type Result<T> = std::result::Result<T, Error>;
 
@@ -62,6 +64,17 @@ pub enum Error {
     /// The caller's poll function asked to stop waiting. Nothing was lost.
     #[error("waiting for {0} was interrupted; it goes on")]
     Interrupted(&'static str),
+}
+
+impl Error {
+    /// What ended a wait for `what`.
+    #[must_use]
+    pub fn of_wait(ended: Ended, what: &'static str) -> Self {
+        match ended {
+            Ended::TimedOut(_) => Self::TimedOut(what),
+            Ended::Interrupted => Self::Interrupted(what),
+        }
+    }
 }
 
 impl From<memascend_mem::Error> for Error {

@@ -3,10 +3,12 @@
 use std::{
     ops::{Deref, Range},
     sync::{
-        Arc, Mutex, PoisonError, Weak,
+        Arc, Mutex, Weak,
         atomic::{AtomicBool, Ordering::Relaxed},
     },
 };
+
+use memascend_mem::locked;
 
 use crate::{Error, Result, Store, index::Index};
 
@@ -39,9 +41,6 @@ impl<S: Deref<Target = Store>> Hold<S> {
     /// Compares a piece that was read with its checksum.
     pub(crate) fn check(&self, piece: u32, bytes: &[u8], place: (u64, u64)) -> Result<()> {
         let (store, entry) = (&*self.store, self.entry);
-        if store.is_unchecked() {
-            return Ok(());
-        }
         let wanted = self.sums[(piece - self.first) as usize];
         let got = store.sum_of_bytes(entry, piece, self.version, bytes);
         if got == wanted {
@@ -60,7 +59,7 @@ impl<S: Deref<Target = Store>> Hold<S> {
         if self.open.swap(false, Relaxed) {
             index.entries[self.entry].reads[self.slot] -= 1;
             drop(index);
-            self.store.index.notify();
+            self.store.index.notify_all();
         }
     }
 
@@ -101,7 +100,7 @@ pub(crate) struct OpenReads(Mutex<Vec<Weak<dyn Ending>>>);
 
 impl OpenReads {
     pub(crate) fn add(&self, read: Weak<dyn Ending>) {
-        let mut reads = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut reads = locked(&self.0);
         reads.retain(|read| read.strong_count() > 0);
         reads.push(read);
     }
@@ -109,7 +108,7 @@ impl OpenReads {
     /// Lets those that have ended go. Not under the index's lock, which they take.
     pub(crate) fn settle(&self) {
         let reads: Vec<Arc<dyn Ending>> = {
-            let reads = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            let reads = locked(&self.0);
             reads.iter().filter_map(Weak::upgrade).collect()
         };
         for read in reads {

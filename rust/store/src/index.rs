@@ -2,18 +2,9 @@
 //!
 //! It takes at most 64 bytes per MiB of state, and 72 bytes and a name for each entry.
 
-use std::{
-    ops::Range,
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
-    time::{Duration, Instant},
-};
-
-use memascend_mem::Wait;
+use std::{ops::Range, sync::Arc};
 
 use crate::{Description, Error, Layout, Result, table::Sections};
-
-/// How often a waiting caller is asked whether it still wants to wait: often enough for Ctrl-C to feel immediate.
-const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// What is known of an entry.
 #[derive(Debug, Clone, Default)]
@@ -193,58 +184,5 @@ impl Index {
     pub(crate) fn forget(&mut self, entry: usize) {
         self.entries[entry].staged = false;
         self.entries[entry].missing = 0;
-    }
-}
-
-/// The index and whoever waits for it to change.
-#[derive(Debug)]
-pub(crate) struct Guarded {
-    index: Mutex<Index>,
-    changed: Condvar,
-}
-
-impl Guarded {
-    pub(crate) fn new(index: Index) -> Self {
-        Self { index: Mutex::new(index), changed: Condvar::new() }
-    }
-
-    pub(crate) fn lock(&self) -> MutexGuard<'_, Index> {
-        self.index.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    pub(crate) fn notify(&self) {
-        self.changed.notify_all();
-    }
-
-    /// Waits until `ready`; the lock is free while `keep_waiting` runs.
-    pub(crate) fn wait(
-        &self,
-        wait: &mut Wait<'_>,
-        what: &'static str,
-        ready: impl Fn(&Index) -> bool,
-    ) -> Result<MutexGuard<'_, Index>> {
-        let deadline = wait.timeout.and_then(|timeout| Instant::now().checked_add(timeout));
-        loop {
-            let until = Instant::now() + POLL_INTERVAL;
-            let until = deadline.map_or(until, |deadline| deadline.min(until));
-            let mut index = self.lock();
-            loop {
-                if ready(&index) {
-                    return Ok(index);
-                }
-                let left = until.saturating_duration_since(Instant::now());
-                if left.is_zero() {
-                    break;
-                }
-                index = self.changed.wait_timeout(index, left).unwrap_or_else(PoisonError::into_inner).0;
-            }
-            drop(index);
-            if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
-                return Err(Error::TimedOut(what));
-            }
-            if wait.keep_waiting.as_mut().is_some_and(|keep_waiting| !keep_waiting()) {
-                return Err(Error::Interrupted(what));
-            }
-        }
     }
 }

@@ -1,8 +1,11 @@
 //! Reads a unit part by part through memory smaller than the unit, on the way to a device.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::{
+    sync::{Arc, Mutex, MutexGuard, Weak},
+    time::Instant,
+};
 
-use memascend_mem::Wait;
+use memascend_mem::{Wait, locked};
 use memascend_nvme::{Lane, Ticket};
 
 use crate::{
@@ -58,7 +61,13 @@ struct Piece {
 
 /// A part on its way into memory. Dropping it waits for the devices.
 pub struct PartFetch<B: Buffer + Sync> {
-    state: Arc<Mutex<Option<Flying<B>>>>,
+    state: Arc<Mutex<State<B>>>,
+}
+
+enum State<B: Buffer + Sync> {
+    Flying(Flying<B>),
+    /// It was waited for, and this is what came of it.
+    Ended(Result<()>),
 }
 
 struct Flying<B: Buffer + Sync> {
@@ -113,6 +122,12 @@ impl Store {
 }
 
 impl Parts {
+    /// The newest version among the entries: 0 where none has values.
+    #[must_use]
+    pub fn version(&self) -> u64 {
+        self.reading.holds.iter().map(|hold| hold.version).max().unwrap_or(0)
+    }
+
     /// Where each part begins in the unit, and its bytes.
     pub fn places(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
         self.cuts.iter().map(|part| (part.start, part.bytes))
@@ -149,8 +164,8 @@ impl Parts {
         }
         // Not all of a unit's need be read.
         self.store.counters.began_part(part.bytes);
-        let state = Arc::new(Mutex::new(Some(flying)));
-        let flight: Weak<Mutex<Option<Flying<B>>>> = Arc::downgrade(&state);
+        let state = Arc::new(Mutex::new(State::Flying(flying)));
+        let flight: Weak<Mutex<State<B>>> = Arc::downgrade(&state);
         flights.flying.retain(|flight| flight.strong_count() > 0);
         flights.flying.push(flight);
         flights.begun[index] = true;
@@ -160,7 +175,7 @@ impl Parts {
 
 impl Reading {
     fn lock(&self) -> MutexGuard<'_, Flights> {
-        self.flights.lock().unwrap_or_else(PoisonError::into_inner)
+        locked(&self.flights)
     }
 }
 
@@ -174,10 +189,10 @@ impl Ending for Reading {
     }
 }
 
-impl<B: Buffer + Sync> Flight for Mutex<Option<Flying<B>>> {
+impl<B: Buffer + Sync> Flight for Mutex<State<B>> {
     fn has_ended(&self) -> bool {
         // Whoever has it locked waits for it.
-        self.try_lock().is_ok_and(|state| state.as_ref().is_none_or(Flying::is_done))
+        self.try_lock().is_ok_and(|state| state.is_done())
     }
 }
 
@@ -185,37 +200,39 @@ impl<B: Buffer + Sync> PartFetch<B> {
     /// Whether the devices are done with it. Never waits.
     #[must_use]
     pub fn is_done(&self) -> bool {
-        match self.state.try_lock() {
-            Ok(state) => state.as_ref().is_none_or(Flying::is_done),
-            // Somebody waits for it at this moment.
-            Err(_) => false,
-        }
+        self.state.has_ended()
     }
 
-    /// Waits, and checks every piece. Once that succeeded, the memory is the caller's again.
+    /// Waits, and checks every piece; waiting again says the same again. Once that succeeded, the memory is the caller's
+    /// again.
     pub fn wait(&self, mut wait: Wait<'_>) -> Result<()> {
-        let mut state = self.lock();
-        if let Some(flying) = &*state {
+        let deadline = wait.timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        let mut state = locked(&self.state);
+        if let State::Flying(flying) = &*state {
             for ticket in &flying.tickets {
+                let timeout = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
                 let keep_waiting = wait.keep_waiting.as_mut().map(|keep| &mut **keep as &mut dyn FnMut() -> bool);
-                ticket.wait_until(Wait { timeout: wait.timeout, keep_waiting })?;
+                ticket.wait_until(Wait { timeout, keep_waiting })?;
             }
-            flying.ended()?;
-            *state = None;
+            *state = State::Ended(flying.ended());
         }
-        Ok(())
+        match &*state {
+            State::Flying(_) => Ok(()),
+            State::Ended(result) => result.clone(),
+        }
     }
+}
 
-    fn lock(&self) -> MutexGuard<'_, Option<Flying<B>>> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+impl<B: Buffer + Sync> State<B> {
+    fn is_done(&self) -> bool {
+        match self {
+            Self::Flying(flying) => flying.tickets.iter().all(Ticket::is_done),
+            Self::Ended(_) => true,
+        }
     }
 }
 
 impl<B: Buffer + Sync> Flying<B> {
-    fn is_done(&self) -> bool {
-        self.tickets.iter().all(Ticket::is_done)
-    }
-
     /// What came of it, once every ticket is done.
     fn ended(&self) -> Result<()> {
         for ticket in &self.tickets {

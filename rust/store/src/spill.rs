@@ -2,8 +2,9 @@
 //!
 //! What is spilled belongs to no step and no version. Nothing of it is known after the store was opened again.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 
+use memascend_mem::locked;
 use memascend_nvme::Ticket;
 
 use crate::{
@@ -65,7 +66,7 @@ impl Spill {
     }
 
     fn lock(&self) -> MutexGuard<'_, Known> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        locked(&self.0)
     }
 }
 

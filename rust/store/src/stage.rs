@@ -30,7 +30,7 @@ impl Store {
         };
         self.reads.settle();
         let mut wait = Wait { timeout: *timeout, keep_waiting: Some(&mut settled) };
-        let mut index = self.index.wait(&mut wait, "the end of reads of the slot to be written", free)?;
+        let mut index = self.when(&mut wait, "the end of reads of the slot to be written", free)?;
         index.writable()?;
         if index.entries[entry].staged {
             let name = &self.description.entries[entry].name;
@@ -64,7 +64,7 @@ impl Store {
             return Err(Error::Invalid(format!("piece {piece} of {name:?} has {wanted} bytes, not {got}")));
         }
         let version = self.index.lock().generation + 1;
-        let sum = if self.is_unchecked() { 0 } else { self.sum_of(entry, piece, version, &buffer) };
+        let sum = self.sum_of(entry, piece, version, &buffer);
         let number = (self.layout.entry(entry).first_piece + piece) as usize;
         let slot = {
             let mut index = self.index.lock();
@@ -95,7 +95,7 @@ impl Store {
 
     /// Forgets everything that is staged, after what is in flight of it. The live slots are as they were.
     pub fn discard(&self, mut wait: Wait<'_>) -> Result<()> {
-        let mut index = self.index.wait(&mut wait, "writes of the step", |index| index.writing == 0)?;
+        let mut index = self.when(&mut wait, "writes of the step", |index| index.writing == 0)?;
         index.writable()?;
         (0..index.entries.len()).for_each(|entry| index.forget(entry));
         index.failed = None;
@@ -106,7 +106,7 @@ impl Store {
     pub fn discard_entry(&self, entry: usize, mut wait: Wait<'_>) -> Result<()> {
         self.known(entry)?;
         let ended = |index: &crate::index::Index| index.entries[entry].writing == 0;
-        let mut index = self.index.wait(&mut wait, "writes of the entry", ended)?;
+        let mut index = self.when(&mut wait, "writes of the entry", ended)?;
         index.writable()?;
         index.forget(entry);
         Ok(())
@@ -126,7 +126,7 @@ impl Store {
             }
         }
         drop(index);
-        self.index.notify();
+        self.index.notify_all();
     }
 }
 

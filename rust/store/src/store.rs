@@ -2,10 +2,10 @@
 
 use std::{
     path::Path,
-    sync::{Arc, Mutex},
+    sync::{Arc, Mutex, MutexGuard},
 };
 
-use memascend_mem::{ChunkRing, OnFork, OwnerId, Pin, Region};
+use memascend_mem::{ChunkRing, Guarded, OnFork, OwnerId, Pin, Region, Wait};
 use memascend_nvme::Volume;
 
 use crate::{
@@ -16,7 +16,7 @@ use crate::{
     copies::Damage,
     counters::Counting,
     holds::OpenReads,
-    index::{Guarded, Index},
+    index::Index,
     layout::PAGE_BYTES,
     spill::Spill,
     table::Sections,
@@ -46,7 +46,7 @@ pub struct Store {
     pub(crate) description_checksum: u64,
     pub(crate) layout: Layout,
     pub(crate) sections: Sections,
-    pub(crate) index: Guarded,
+    pub(crate) index: Guarded<Index>,
     pub(crate) spill: Spill,
     pub(crate) reads: OpenReads,
     pub(crate) durability: Durability,
@@ -56,8 +56,6 @@ pub struct Store {
     pub(crate) counters: Counting,
     /// Copies of labels and description that are damaged, until a commit repairs them.
     pub(crate) to_repair: Mutex<Vec<Damage>>,
-    #[cfg(feature = "unchecked")]
-    unchecked: std::sync::atomic::AtomicBool,
 }
 
 /// Memory of the buffers that the catalog is written from, and of the texts.
@@ -144,8 +142,6 @@ impl Store {
             owner,
             counters: Counting::default(),
             to_repair: Mutex::default(),
-            #[cfg(feature = "unchecked")]
-            unchecked: std::sync::atomic::AtomicBool::new(false),
         })
     }
 
@@ -218,6 +214,16 @@ impl Store {
         if entry < count { Ok(()) } else { Err(Error::Invalid(format!("entry {entry} of {count}"))) }
     }
 
+    /// The index, once it is `ready`.
+    pub(crate) fn when(
+        &self,
+        wait: &mut Wait<'_>,
+        what: &'static str,
+        ready: impl Fn(&Index) -> bool,
+    ) -> Result<MutexGuard<'_, Index>> {
+        self.index.wait_until(wait, ready).map_err(|ended| Error::of_wait(ended, what))
+    }
+
     /// The checksum of a piece.
     pub(crate) fn sum_of(&self, entry: usize, piece: u32, version: u64, buffer: &impl Buffer) -> u64 {
         self.sum_of_bytes(entry, piece, version, bytes_of(buffer))
@@ -225,25 +231,6 @@ impl Store {
 
     pub(crate) fn sum_of_bytes(&self, entry: usize, piece: u32, version: u64, bytes: &[u8]) -> u64 {
         checksum(&self.uuid, Subject::Piece, (entry as u64, u64::from(piece)), version, bytes)
-    }
-
-    /// From now on pieces are neither sealed nor checked, or they are again. What is staged without checksums must be
-    /// discarded: it cannot be read once it is live.
-    #[cfg(feature = "unchecked")]
-    pub fn set_unchecked(&self, unchecked: bool) {
-        self.unchecked.store(unchecked, std::sync::atomic::Ordering::Relaxed);
-    }
-
-    /// Whether pieces are neither sealed nor checked.
-    #[cfg(feature = "unchecked")]
-    pub(crate) fn is_unchecked(&self) -> bool {
-        self.unchecked.load(std::sync::atomic::Ordering::Relaxed)
-    }
-
-    #[cfg(not(feature = "unchecked"))]
-    #[expect(clippy::unused_self, reason = "the feature's is a method")]
-    pub(crate) const fn is_unchecked(&self) -> bool {
-        false
     }
 
     pub(crate) fn corrupt(&self, what: String, (offset, nbytes): (u64, u64), why: impl Into<String>) -> Error {

@@ -1,7 +1,7 @@
 //! Benchmarks a step of `AdamW` on SSD, entry after entry, with medians.
 //!
-//! Beside it: the same bytes moved through the same kind of volume without arithmetic or checksums, fio where it is
-//! installed, and the update itself without checksums.
+//! Beside it: the same bytes moved through the same kind of volume without arithmetic or checksums, and fio where it is
+//! installed.
 //!
 //! `MEMASCEND_BENCH_DIR` says where (default: here), `MEMASCEND_BENCH_MPARAMS` how many millions of parameters,
 //! `MEMASCEND_BENCH_ROUNDS` how many rounds; `MEMASCEND_BENCH_LAYOUT` which layouts, separated by commas: whole (the
@@ -19,7 +19,7 @@ use std::{
     time::Instant,
 };
 
-use memascend_engine::{CHUNKS_DEFAULT, Engine, Gradient, Options};
+use memascend_engine::{By, CHUNKS_DEFAULT, Engine, Gradient, Options};
 use memascend_mem::Wait;
 use memascend_store::{Buffer, Commit, Dtype, Store};
 
@@ -39,7 +39,6 @@ fn asked(name: &str, default: &str) -> String {
 #[derive(Default)]
 struct Seconds {
     update: Vec<f64>,
-    unchecked: Vec<f64>,
     pure: Vec<f64>,
     commit: Vec<f64>,
     fio: Vec<f64>,
@@ -85,18 +84,9 @@ impl Case {
         let began = Instant::now();
         let gradient = Gradient::new(Box::new(Borrowed(Arc::clone(&self.gradient))), Dtype::Bf16)?;
         let values = self.layout.is_resident.then(|| Box::new(Borrowed(Arc::clone(live))) as Box<dyn Buffer>);
-        self.engine.update_from(values, entry, gradient, &hyperparameters(step), Wait::forever())?;
+        self.engine.update(entry, By::Given(gradient), values, &hyperparameters(step), Wait::forever())?;
         self.engine.finish(Wait::forever())?;
         Ok(began.elapsed().as_secs_f64())
-    }
-
-    /// The same without checksums. It is discarded, so that it reads and writes where the other one does.
-    fn update_unchecked(&self, entry: usize, step: u64, live: &Arc<Vec<u8>>) -> Outcome<f64> {
-        self.store.set_unchecked(true);
-        let seconds = self.update(entry, step, live);
-        self.store.set_unchecked(false);
-        self.engine.discard_entry(entry, Wait::forever())?;
-        seconds
     }
 
     /// A step, in which each entry is updated in every way before the next: what a disk does drifts within seconds. The
@@ -105,18 +95,7 @@ impl Case {
         // All entries began alike and have the same gradients, so the values of one are those of all.
         let live = if self.layout.is_resident { values(&self.store)? } else { Arc::default() };
         for entry in 0..ENTRIES {
-            // Each comes first in turn: what comes after a pause is a little faster.
-            let (unchecked, update);
-            if (entry as u64 + step).is_multiple_of(2) {
-                unchecked = self.update_unchecked(entry, step, &live)?;
-                update = self.update(entry, step, &live)?;
-            } else {
-                update = self.update(entry, step, &live)?;
-                self.engine.discard_entry(entry, Wait::forever())?;
-                unchecked = self.update_unchecked(entry, step, &live)?;
-                self.update(entry, step, &live)?;
-            }
-            self.seconds.unchecked.push(unchecked);
+            let update = self.update(entry, step, &live)?;
             self.seconds.update.push(update);
             let began = Instant::now();
             self.pure.entry(entry, usize::from(step % 2 == 1))?;
@@ -146,7 +125,7 @@ impl Case {
     #[expect(clippy::print_stdout, reason = "a benchmark prints")]
     #[expect(clippy::cast_precision_loss, reason = "figures for people")]
     fn print(&self) {
-        let Seconds { update, unchecked, pure, commit, fio, fio_default } = &self.seconds;
+        let Seconds { update, pure, commit, fio, fio_default } = &self.seconds;
         let (parameters, bytes) = (self.parameters as f64 / 1e6, (self.bytes_each() * ENTRIES) as f64 / 1e9);
         let (name, elements) = (self.layout.name(), self.elements);
         let line = |what: &str, seconds: &[f64]| {
@@ -161,12 +140,9 @@ impl Case {
         );
         let whole = median(update) * ENTRIES as f64;
         println!("  {:24} {whole:7.3} s  {:5.2} GB/s", "update", bytes / whole);
-        line("without checksums", unchecked);
         line("pure I/O", pure);
         line("fio, huge pages", fio);
         line("fio, as people run it", fio_default);
-        let (checksums, pairs) = ((1.0 - ratio(unchecked, update)) * 100.0, update.len());
-        println!("  checksums {checksums:.1} % of the step, the median of {pairs} pairs");
         println!("  commit    {:.3} ms, {:.3} % of the step", median(commit) * 1e3, median(commit) / whole * 100.0);
         println!("  staging   {:.2} MiB", self.engine.staging_bytes() as f64 / f64::from(1 << 20));
         let info = self.store.info();

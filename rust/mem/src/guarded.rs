@@ -1,0 +1,183 @@
+//! State behind a lock, and waiting for it to change: the one wait loop of all crates.
+
+use std::{
+    sync::{
+        Condvar, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicUsize, Ordering::Relaxed},
+    },
+    time::{Duration, Instant},
+};
+
+/// How often a waiting caller is asked whether it still wants to wait: often enough for Ctrl-C to feel immediate.
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
+
+/// How long to wait, and who may end the wait early.
+pub struct Wait<'a> {
+    /// `None` waits for ever, zero not at all.
+    pub timeout: Option<Duration>,
+    /// Called every 50 ms of waiting; `false` gives up. `None` never does.
+    pub keep_waiting: Option<&'a mut dyn FnMut() -> bool>,
+}
+
+impl Wait<'static> {
+    /// Takes what is there now, or fails.
+    #[must_use]
+    pub fn never() -> Self {
+        Self::at_most(Duration::ZERO)
+    }
+
+    /// Waits until `timeout` has passed.
+    #[must_use]
+    pub fn at_most(timeout: Duration) -> Self {
+        Self { timeout: Some(timeout), keep_waiting: None }
+    }
+
+    /// Waits for ever.
+    #[must_use]
+    pub fn forever() -> Self {
+        Self { timeout: None, keep_waiting: None }
+    }
+}
+
+/// Why a wait ended without what it waited for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Ended {
+    /// Its time was over; how long it lasted.
+    TimedOut(Duration),
+    /// `keep_waiting` gave up.
+    Interrupted,
+}
+
+/// State that threads share, and those that wait for it to change.
+#[derive(Debug, Default)]
+pub struct Guarded<T> {
+    state: Mutex<T>,
+    changed: Condvar,
+    /// Threads that sleep. Changed under the lock, so whoever has changed the state since knows of each.
+    sleeping: AtomicUsize,
+}
+
+impl<T> Guarded<T> {
+    /// Nobody waits yet.
+    #[must_use]
+    pub const fn new(state: T) -> Self {
+        Self { state: Mutex::new(state), changed: Condvar::new(), sleeping: AtomicUsize::new(0) }
+    }
+
+    /// The state, locked.
+    pub fn lock(&self) -> MutexGuard<'_, T> {
+        locked(&self.state)
+    }
+
+    /// Wakes whoever waits; after a change, and without the lock.
+    pub fn notify_all(&self) {
+        // A wake-up is a system call, also where nobody sleeps.
+        if self.sleeping.load(Relaxed) > 0 {
+            self.changed.notify_all();
+        }
+    }
+
+    /// As [`Guarded::notify_all`], for a change that only one of those who wait can use.
+    pub fn notify_one(&self) {
+        if self.sleeping.load(Relaxed) > 0 {
+            self.changed.notify_one();
+        }
+    }
+
+    /// Lets go of the lock until the state may have changed.
+    pub fn sleep<'a>(&self, state: MutexGuard<'a, T>) -> MutexGuard<'a, T> {
+        self.sleeping.fetch_add(1, Relaxed);
+        let state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        self.sleeping.fetch_sub(1, Relaxed);
+        state
+    }
+
+    /// Waits until `ready`, however long that takes.
+    pub fn when(&self, ready: impl Fn(&T) -> bool) -> MutexGuard<'_, T> {
+        let mut state = self.lock();
+        while !ready(&state) {
+            state = self.sleep(state);
+        }
+        state
+    }
+
+    /// Waits until `ready`. The lock is free while `keep_waiting` runs: that may take locks of its own, Python's above all.
+    pub fn wait_until(&self, wait: &mut Wait<'_>, ready: impl Fn(&T) -> bool) -> Result<MutexGuard<'_, T>, Ended> {
+        let began = Instant::now();
+        // A timeout past the clock's range is for ever.
+        let deadline = wait.timeout.and_then(|timeout| began.checked_add(timeout));
+        loop {
+            let next_poll = Instant::now() + POLL_INTERVAL;
+            let until = deadline.map_or(next_poll, |deadline| deadline.min(next_poll));
+            let mut state = self.lock();
+            loop {
+                if ready(&state) {
+                    return Ok(state);
+                }
+                let left = until.saturating_duration_since(Instant::now());
+                if left.is_zero() {
+                    break;
+                }
+                self.sleeping.fetch_add(1, Relaxed);
+                state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+                self.sleeping.fetch_sub(1, Relaxed);
+            }
+            drop(state);
+            if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+                return Err(Ended::TimedOut(began.elapsed()));
+            }
+            if wait.keep_waiting.as_mut().is_some_and(|keep_waiting| !keep_waiting()) {
+                return Err(Ended::Interrupted);
+            }
+        }
+    }
+}
+
+/// The data of a mutex that no panic can leave half-written: whoever catches the panic tells those who wait.
+pub fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_wait_ends_by_a_change_a_deadline_or_its_caller() {
+        let guarded = Guarded::new(0);
+        let waited = guarded.wait_until(&mut Wait::at_most(Duration::from_millis(5)), |state| *state == 1).map(|_| ());
+        assert!(matches!(waited, Err(Ended::TimedOut(waited)) if waited >= Duration::from_millis(5)));
+        let mut asked = 0;
+        let mut keep_waiting = || {
+            // The lock is free.
+            *guarded.lock() += 10;
+            asked += 1;
+            asked < 2
+        };
+        let mut wait = Wait { timeout: None, keep_waiting: Some(&mut keep_waiting) };
+        assert_eq!(guarded.wait_until(&mut wait, |state| *state == 1).map(|_| ()), Err(Ended::Interrupted));
+        assert_eq!(*guarded.lock(), 20);
+        std::thread::scope(|scope| {
+            let waiter =
+                scope.spawn(|| guarded.wait_until(&mut Wait::forever(), |state| *state == 1).map(|state| *state));
+            *guarded.lock() = 1;
+            guarded.notify_all();
+            assert_eq!(waiter.join().ok(), Some(Ok(1)));
+        });
+    }
+
+    /// Who waits is woken also where the change falls between the look and the sleep: a lost wake-up would hang.
+    #[test]
+    fn no_wake_up_is_lost() {
+        for _ in 0..500 {
+            let guarded = Guarded::new(false);
+            std::thread::scope(|scope| {
+                for _ in 0..2 {
+                    scope.spawn(|| drop(guarded.when(|state| *state)));
+                }
+                *guarded.lock() = true;
+                guarded.notify_all();
+            });
+        }
+    }
+}

@@ -1,0 +1,171 @@
+//! Transfers that are not aligned: threads copy them through aligned chunks, block by block where parts of blocks change.
+//!
+//! Each thread has one chunk on huge pages and moves one piece at a time. A piece that is written and does not fill its
+//! first or last block reads that block, changes its part and writes it back, while nobody else touches the block. As
+//! many threads as it takes to keep the device busy meanwhile.
+
+use std::{
+    collections::VecDeque,
+    ops::Range,
+    sync::{Arc, Mutex},
+    thread::JoinHandle,
+};
+
+use memascend_mem::{ChunkRing, Guarded, Lease, OnFork, Pin, Region, Wait, locked};
+
+use crate::{
+    Error, Result,
+    backend::{Backend, block_signals},
+    error::contained,
+    operation::{Address, Context, Kind, Operation, transfer},
+    stats::add,
+};
+
+/// What one thread moves at once: one request of the size that is fastest.
+const CHUNK_BYTES: usize = 1 << 20;
+/// Threads, each with a chunk. Copying takes about as long as the device's work, so twice the four chunks that keep a
+/// device busy.
+const THREADS: usize = 8;
+
+/// The threads, which are started by the first transfer that needs them.
+pub(crate) struct Unaligned {
+    shared: Arc<Shared>,
+    threads: Mutex<Vec<JoinHandle<()>>>,
+}
+
+struct Shared {
+    context: Arc<Context>,
+    backend: Arc<dyn Backend>,
+    state: Guarded<State>,
+}
+
+#[derive(Default)]
+struct State {
+    /// Parts of operations, as the volume's bytes of them.
+    parts: VecDeque<(Arc<Operation>, Range<u64>)>,
+    stop: bool,
+}
+
+impl Unaligned {
+    pub(crate) fn new(context: &Arc<Context>, backend: &Arc<dyn Backend>) -> Self {
+        let (context, backend) = (Arc::clone(context), Arc::clone(backend));
+        Self { shared: Arc::new(Shared { context, backend, state: Guarded::default() }), threads: Mutex::default() }
+    }
+
+    /// Makes the chunks and starts the threads, the first time.
+    pub(crate) fn ready(&self) -> Result<()> {
+        let mut threads = locked(&self.threads);
+        if !threads.is_empty() {
+            return Ok(());
+        }
+        for (index, chunk) in chunks()?.into_iter().enumerate() {
+            let shared = Arc::clone(&self.shared);
+            let thread = std::thread::Builder::new().name(format!("memascend-copy-{index}"));
+            match thread.spawn(move || shared.serve(&chunk)) {
+                Ok(thread) => threads.push(thread),
+                // Fewer do, as long as there is one.
+                Err(_) if !threads.is_empty() => break,
+                Err(error) => return Err(Error::Invalid(format!("no thread could be started: {error}"))),
+            }
+        }
+        Ok(())
+    }
+
+    /// Bytes of memory that it holds: none before the first unaligned transfer.
+    pub(crate) fn bytes(&self) -> usize {
+        if locked(&self.threads).is_empty() { 0 } else { CHUNK_BYTES * THREADS }
+    }
+
+    /// Moves `range` of an operation; after [`Unaligned::ready`].
+    pub(crate) fn copy(&self, operation: &Arc<Operation>, range: Range<u64>) {
+        self.shared.state.lock().parts.push_back((Arc::clone(operation), range));
+        self.shared.state.notify_one();
+    }
+}
+
+impl Drop for Unaligned {
+    fn drop(&mut self) {
+        self.shared.state.lock().stop = true;
+        self.shared.state.notify_all();
+        for thread in std::mem::take(&mut *locked(&self.threads)) {
+            drop(thread.join());
+        }
+    }
+}
+
+/// A chunk for each thread, aligned for the device.
+fn chunks() -> Result<Vec<Lease>> {
+    let memory = |error| Error::Memory(Arc::new(error));
+    let region = Region::new(CHUNK_BYTES * THREADS, Pin::Off, OnFork::Wipe, "unaligned I/O").map_err(memory)?;
+    let chunks = ChunkRing::new(&region, CHUNK_BYTES, THREADS).map_err(memory)?;
+    let owner = chunks.owner("unaligned I/O").map_err(memory)?;
+    (0..THREADS).map(|_| chunks.lease(owner, Wait::never()).map_err(memory)).collect()
+}
+
+impl Shared {
+    fn serve(&self, chunk: &Lease) {
+        block_signals();
+        while let Some((operation, piece)) = self.next() {
+            let carried = || if operation.is_failed() { Ok(()) } else { self.carry(&operation, &piece, chunk) };
+            let result = contained(carried);
+            operation.landed(piece.end - piece.start, result);
+        }
+    }
+
+    /// The next piece to move, `None` at the end.
+    fn next(&self) -> Option<(Arc<Operation>, Range<u64>)> {
+        let mut state = self.state.when(|state| state.stop || !state.parts.is_empty());
+        let (operation, range) = state.parts.pop_front()?;
+        // Pieces end at the end of a block, so that no two of one operation share one.
+        let end = range.end.min(self.blocks_of(&range).start + CHUNK_BYTES as u64);
+        if end < range.end {
+            state.parts.push_front((Arc::clone(&operation), end..range.end));
+            drop(state);
+            self.state.notify_one();
+        }
+        Some((operation, range.start..end))
+    }
+
+    /// The blocks that a range lies in.
+    fn blocks_of(&self, range: &Range<u64>) -> Range<u64> {
+        let block = self.context.block_bytes as u64;
+        range.start / block * block..range.end.next_multiple_of(block)
+    }
+
+    /// Moves one piece through the chunk.
+    #[expect(clippy::cast_possible_truncation, reason = "a piece is at most a chunk")]
+    fn carry(&self, operation: &Operation, piece: &Range<u64>, chunk: &Lease) -> Result<()> {
+        let blocks = self.blocks_of(piece);
+        let at = |offset: u64| Address(chunk.as_ptr().as_ptr()).plus((offset - blocks.start) as usize);
+        let (ours, theirs) = (at(piece.start), operation.address_of(piece.start));
+        let bytes = (piece.end - piece.start) as usize;
+        add(&self.context.counters.bounced_bytes, bytes as u64);
+        if operation.kind == Kind::Read {
+            self.transfer(Kind::Read, operation, blocks.clone(), at(blocks.start))?;
+            // SAFETY: the operation owns its buffer until this piece has landed; the chunk is this thread's alone.
+            unsafe { std::ptr::copy_nonoverlapping(ours.0, theirs.0, bytes) };
+            return Ok(());
+        }
+        let traffic = &self.context.traffic;
+        let hold = if *piece == blocks { traffic.hold_shared(piece) } else { traffic.hold_alone(&blocks) };
+        let result = contained(|| {
+            let block = self.context.block_bytes as u64;
+            let (first, last) = (blocks.start..blocks.start + block, blocks.end - block..blocks.end);
+            if first.start < piece.start || first.end > piece.end {
+                self.transfer(Kind::Read, operation, first.clone(), at(first.start))?;
+            }
+            if last != first && last.end > piece.end {
+                self.transfer(Kind::Read, operation, last.clone(), at(last.start))?;
+            }
+            // SAFETY: as above.
+            unsafe { std::ptr::copy_nonoverlapping(theirs.0, ours.0, bytes) };
+            self.transfer(operation.kind, operation, blocks.clone(), at(blocks.start))
+        });
+        traffic.release(hold);
+        result
+    }
+
+    fn transfer(&self, kind: Kind, operation: &Operation, range: Range<u64>, at: Address) -> Result<()> {
+        transfer(&self.context, &*self.backend, (kind, operation.lane), range, at)
+    }
+}
