@@ -115,7 +115,7 @@ def test_all_parts_are_of_one_commit(store):
     with engine.Engine(store) as updates:
         for step in (1, 2):
             for name in ("first.0", "first.1"):
-                updates.update(name, torch.ones(ELEMENTS // 2), step=step)
+                updates.update(name, torch.ones(ELEMENTS // 2), engine.Adam(step=step))
             if step == 2:
                 # It would write to the slots that are being read.
                 finished = threading.Thread(target=updates.finish)
@@ -364,9 +364,9 @@ def test_gradients_are_lent_in_windows(store, device, tmp_path):
     ):
         lent = DeviceEngine(updates, device, [pages(24 << 10) for _ in range(2)])
         for step in (1, 2):
-            plain.update("first.0", gradient, step=step)
+            plain.update("first.0", gradient, engine.Adam(step=step))
             plain.commit(step)
-            lent.update("first.0", gradient.to(device.torch_device), step=step)
+            lent.update("first.0", gradient.to(device.torch_device), engine.Adam(step=step))
             lent.commit(step)
         if isinstance(device, Fake):
             assert device.taken == 2 * gradient.nbytes
@@ -386,7 +386,7 @@ def test_python_is_asked_for_few_windows(device, tmp_path):
         lent = DeviceEngine(updates, device, [pages(window_bytes) for _ in range(count)])
         window = lent._window
         lent._window = lambda *where: asked.append(where) or window(*where)
-        lent.update("large", torch.ones_like(values), step=1)
+        lent.update("large", torch.ones_like(values), engine.Adam(step=1))
         lent.commit(1)
         updates.finish()
     assert len(asked) == math.ceil(2 * elements / (window_bytes // (2 * CHUNK_ELEMENTS) * 2 * CHUNK_ELEMENTS))
@@ -398,7 +398,7 @@ def test_a_gradient_is_let_go_when_it_was_used(store, device):
     gradient = torch.randn(ELEMENTS // 2)
     with engine.Engine(store) as updates:
         lent = DeviceEngine(updates, device, [pages(24 << 10) for _ in range(2)])
-        lent.update("first.0", gradient, step=1)
+        lent.update("first.0", gradient, engine.Adam(step=1))
         updates.finish()
         uses = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)
         gc.collect()
@@ -410,7 +410,7 @@ def test_a_copy_that_fails_fails_the_step(store, device):
     with engine.Engine(store) as updates:
         lent = DeviceEngine(updates, device, [pages(24 << 10) for _ in range(2)])
         device.fails = RuntimeError("an error of the device")
-        lent.update("first.0", torch.ones(ELEMENTS // 2), step=1)
+        lent.update("first.0", torch.ones(ELEMENTS // 2), engine.Adam(step=1))
         with pytest.raises(DeviceError, match="an error of the device"):
             updates.commit(1)
         device.fails = None

@@ -49,11 +49,11 @@ def test_a_hundred_steps_are_those_of_the_kernel_in_memory(tmp_path, backend):
                     continue  # an expert that got no token
                 gradient = torch.randn(values.shape).to(values.dtype)
                 if step % 10 == 5:
-                    updates.update(name, torch.full_like(gradient, 9), step=counts[name] + 1, **NUMBERS)
+                    updates.update(name, torch.full_like(gradient, 9), engine.Adam(step=counts[name] + 1, **NUMBERS))
                     updates.finish()
                     updates.discard()
                 counts[name] += 1
-                updates.update(name, gradient, step=counts[name], **NUMBERS)
+                updates.update(name, gradient, engine.Adam(step=counts[name], **NUMBERS))
                 state = states[name]
                 if values.dtype == torch.float32:
                     master, out = values, None
@@ -227,7 +227,7 @@ def test_a_flipped_bit_is_an_error_with_a_name(tmp_path, capsys):
     path = tmp_path / "store"
     with made(path) as store, engine.Engine(store) as updates:
         name = "bfloat16.3x1741"
-        updates.update(name, torch.ones(3, 1741).bfloat16(), step=1)
+        updates.update(name, torch.ones(3, 1741).bfloat16(), engine.Adam(step=1))
         updates.commit(1)
         values = store.read(name)[0]
     assert main(["store", "verify", str(path)]) == 0
@@ -259,27 +259,27 @@ def test_info(tmp_path, capsys):
 def test_what_does_not_fit_is_refused_and_loses_nothing(tmp_path):
     with made(tmp_path / "store") as store, engine.Engine(store) as updates:
         with pytest.raises(ConfigError, match="no entry"):
-            updates.update("nobody", torch.zeros(1), step=1)
+            updates.update("nobody", torch.zeros(1), engine.Adam(step=1))
         with pytest.raises(ConfigError, match="has shape"):
-            updates.update("bfloat16.13", torch.zeros(14), step=1)
+            updates.update("bfloat16.13", torch.zeros(14), engine.Adam(step=1))
         with pytest.raises(ConfigError, match="lr"):
-            updates.update("bfloat16.13", torch.zeros(13), step=1, lr=-1)
+            updates.update("bfloat16.13", torch.zeros(13), engine.Adam(step=1, lr=-1))
         with pytest.raises(ConfigError, match="Adam's state"):
-            updates.update("frozen", torch.zeros(5000), step=1)
+            updates.update("frozen", torch.zeros(5000), engine.Adam(step=1))
         with pytest.raises(ConfigError, match="JSON"):
             updates.commit(1, user_state={1, 2})
         with pytest.raises(ConfigError, match="at most 65536"):
             updates.commit(1, user_state="x" * 70_000)
-        updates.update("bfloat16.13", torch.zeros(13), step=1)
+        updates.update("bfloat16.13", torch.zeros(13), engine.Adam(step=1))
         updates.finish()
-        updates.update("bfloat16.13", torch.zeros(13), step=1)
+        updates.update("bfloat16.13", torch.zeros(13), engine.Adam(step=1))
         with pytest.raises(UsageError, match="staged already"):
             updates.finish()
         with pytest.raises(UsageError, match="only be discarded"):
             updates.commit(1)
         updates.discard()
         assert store.step == 0
-        updates.update("bfloat16.13", torch.zeros(13), step=1)
+        updates.update("bfloat16.13", torch.zeros(13), engine.Adam(step=1))
         updates.commit(1)
         assert store.step == 1
     with pytest.raises(UsageError, match="closed"):

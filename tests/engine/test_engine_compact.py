@@ -81,10 +81,12 @@ def test_a_hundred_steps_are_those_of_whole_masters(tmp_path, resident):
                     counts[name] += 1
                     if step % 10 == 5:
                         # A step that is skipped costs nothing.
-                        updates.update(name, torch.full_like(gradient, 9), step=counts[name], values=live, **NUMBERS)
+                        updates.update(
+                            name, torch.full_like(gradient, 9), engine.Adam(step=counts[name], **NUMBERS), values=live
+                        )
                         updates.finish()
                         updates.discard()
-                    updates.update(name, gradient, step=counts[name], values=live, **NUMBERS)
+                    updates.update(name, gradient, engine.Adam(step=counts[name], **NUMBERS), values=live)
                     if step % 10 == 5:
                         updates.commit(step)
                     memory.step(name, gradient, counts[name], NUMBERS)
@@ -115,7 +117,7 @@ def test_updates_by_spilled_gradients_from_fetched_values(tmp_path):
                 place = places[name]
                 live = unit[place : place + values.nbytes].view(torch.bfloat16).view(values.shape)
                 live = live if (step + index) % 2 else None
-                updates.update_spilled(name, step=step, factors=[0.5], values=live, **NUMBERS)
+                updates.update_spilled(name, engine.Adam(step=step, **NUMBERS), factors=[0.5], values=live)
                 memory.step(name, (one + other) * 0.5, step, NUMBERS)
             updates.commit(step)
         memory.check(store)
@@ -128,7 +130,7 @@ def test_values_that_are_resident_are_not_read(tmp_path):
         before = updates.counters()
 
         def moved(live):
-            updates.update("w", torch.ones(numel).bfloat16(), step=1, values=live)
+            updates.update("w", torch.ones(numel).bfloat16(), engine.Adam(step=1), values=live)
             updates.finish()
             updates.discard()
             counters = updates.counters()
@@ -151,18 +153,18 @@ def test_values_that_are_not_the_committed_ones_are_refused(tmp_path):
     with made(tmp_path, {"w": values}) as store, engine.Engine(store) as updates:
         changed = values.clone()
         changed[4999] += 1
-        updates.update("w", torch.ones(5000).bfloat16(), step=1, values=changed)
+        updates.update("w", torch.ones(5000).bfloat16(), engine.Adam(step=1), values=changed)
         with pytest.raises(UsageError, match="not those of its last commit"):
             updates.finish()
         updates.discard()
         with pytest.raises(ConfigError, match="float16"):
-            updates.update("w", torch.ones(5000).bfloat16(), step=1, values=values.half())
+            updates.update("w", torch.ones(5000).bfloat16(), engine.Adam(step=1), values=values.half())
         with pytest.raises(ConfigError, match="shape"):
-            updates.update("w", torch.ones(5000).bfloat16(), step=1, values=values[:-1])
-        updates.update("w", torch.ones(5000).bfloat16(), step=1, values=values)
+            updates.update("w", torch.ones(5000).bfloat16(), engine.Adam(step=1), values=values[:-1])
+        updates.update("w", torch.ones(5000).bfloat16(), engine.Adam(step=1), values=values)
         updates.commit(1)
         # Now these are of the step before.
-        updates.update("w", torch.ones(5000).bfloat16(), step=2, values=values)
+        updates.update("w", torch.ones(5000).bfloat16(), engine.Adam(step=2), values=values)
         with pytest.raises(UsageError, match="not those of its last commit"):
             updates.commit(2)
 
@@ -257,7 +259,7 @@ def trains_until_killed(path, told):
             step += 1
             for index, (name, values) in enumerate(held.items()):
                 live = values if (step + index) % 2 else None
-                updates.update(name, gradient_of(values, step), step=step, values=live)
+                updates.update(name, gradient_of(values, step), engine.Adam(step=step), values=live)
             updates.commit(step)
             held = {name: store.read(name)[0] for name in held}
 

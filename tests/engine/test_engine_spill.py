@@ -56,7 +56,7 @@ def test_sums_norms_and_updates_have_the_bits_of_torch(tmp_path, dtype, chunks):
                 back = torch.empty_like(tensor)
                 updates.read_spilled(name, back)
                 assert same_bits(back, tensor), name
-                updates.update_spilled(name, step=step, factors=factors, **NUMBERS)
+                updates.update_spilled(name, engine.Adam(step=step, **NUMBERS), factors=factors)
             updates.commit(step)
             for name, values in held.items():
                 for factor in factors:
@@ -86,7 +86,7 @@ def test_jobs_of_one_entry_run_in_their_order(tmp_path):
         back = torch.empty(shape)
         updates.read_spilled(name, back)
         assert torch.equal(back, total)
-        updates.update_spilled(name, step=1)
+        updates.update_spilled(name, engine.Adam(step=1))
         updates.drop_spilled(name)
         with pytest.raises(UsageError, match="no gradient of"):
             updates.spill(name, total, add=True)
@@ -94,7 +94,7 @@ def test_jobs_of_one_entry_run_in_their_order(tmp_path):
         for use in (
             lambda: updates.spilled(name),
             lambda: updates.read_spilled(name, back),
-            lambda: updates.update_spilled(name, step=2),
+            lambda: updates.update_spilled(name, engine.Adam(step=2)),
         ):
             with pytest.raises(UsageError, match="no gradient of"):
                 use()
@@ -134,7 +134,7 @@ def test_a_flipped_bit_is_an_error_with_a_name(tmp_path):
             file.write(bytes([byte ^ 16]))
         for use in (
             lambda: updates.read_spilled(name, torch.empty(3, 1741)),
-            lambda: (updates.update_spilled(name, step=1), updates.finish()),
+            lambda: (updates.update_spilled(name, engine.Adam(step=1)), updates.finish()),
             lambda: (updates.spill(name, values, add=True), updates.finish()),
         ):
             with pytest.raises(CorruptionError, match=f"chunk 1 of the spilled gradient of .{name[:7]}.*is damaged"):
@@ -147,7 +147,7 @@ def test_a_flipped_bit_is_an_error_with_a_name(tmp_path):
             updates.spilled(name)
         assert updates.spilled(other) == (False, 2049.0)
         updates.spill(name, values)
-        updates.update_spilled(name, step=1)
+        updates.update_spilled(name, engine.Adam(step=1))
         updates.commit(1)
 
 
@@ -157,7 +157,7 @@ def test_a_discard_leaves_whole_gradients_and_no_half_ones(tmp_path):
         for name in names:
             updates.spill(name, torch.ones(parameters()[name].shape))
         updates.finish()
-        updates.update_spilled(names[0], step=1)
+        updates.update_spilled(names[0], engine.Adam(step=1))
         updates.discard()
         assert updates.spilled(names[0]) == (False, 5223.0)
         for _ in range(30):

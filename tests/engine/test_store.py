@@ -110,7 +110,7 @@ def test_tensors_come_back_with_the_strides_of_their_order(tmp_path):
         with pytest.raises(ConfigError, match="contiguous"):
             store.stage("embed", torch.zeros(90, 70).bfloat16().t(), entries()[0].state, step=1)
         with engine.Engine(store) as updates, pytest.raises(ConfigError, match="order"):
-            updates.update("conv", conv.values.contiguous(), step=1)
+            updates.update("conv", conv.values.contiguous(), engine.Adam(step=1))
 
 
 def test_order_of_a_tensor():

@@ -22,7 +22,7 @@ def made(path):
 
 def work(store, updates, values, step):
     for name, tensor in values.items():
-        updates.update(name, torch.randn(tensor.shape).to(tensor.dtype), step=step)
+        updates.update(name, torch.randn(tensor.shape).to(tensor.dtype), engine.Adam(step=step))
     updates.finish()
     updates.commit(step)
     nbytes = engine.sizes(

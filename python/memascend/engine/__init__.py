@@ -4,7 +4,7 @@ Without a model around it::
 
     store = engine.Store.create(path, [engine.Entry(name="weight", values=weight, state=engine.adam_state(weight))])
     with engine.Engine(store) as updates:
-        updates.update("weight", gradient, lr=1e-3, step=1)
+        updates.update("weight", gradient, engine.Adam(lr=1e-3, step=1))
         updates.commit(1)
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 from memascend.engine.checksum import Checksum
 from memascend.engine.chunk import Chunk
 from memascend.engine.compact import compact_of, master_of
-from memascend.engine.engine import Engine
+from memascend.engine.engine import Adam, Engine
 from memascend.engine.entries import CHUNK_ELEMENTS, Entry, Sizes, adam_state, chunk_elements_of, order_of, sizes
 from memascend.engine.examination import Commit, examine, look
 from memascend.engine.fetch import Checkers, Fetch, UnitParts
@@ -23,6 +23,7 @@ from memascend.pages import PAGE_BYTES
 __all__ = [
     "CHUNK_ELEMENTS",
     "PAGE_BYTES",
+    "Adam",
     "Checkers",
     "Checksum",
     "Chunk",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from memascend import _core
@@ -18,13 +20,33 @@ if TYPE_CHECKING:
 
     from memascend.engine.store import Store
 
-__all__ = ["Engine"]
+__all__ = ["Adam", "Engine"]
 
 # Gradients that may wait in the queue, in bytes, unless the caller says otherwise.
 _QUEUE_BYTES = 256 << 20
 _CHUNKS = 12
 
 _Path = str | os.PathLike[str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adam:
+    """The numbers of an update, those of `memascend.kernels.adamw`, whose bits come out."""
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 1e-2
+    decoupled: bool = True
+    """False is Adam without the W."""
+    step: int
+    """Which update of the entry it is, from 1 on."""
+    grad_scale: float = 1.0
+    maximize: bool = False
+
+
+# In the order in which Rust takes them.
+_listed = attrgetter("lr", "betas", "eps", "weight_decay", "decoupled", "step", "grad_scale", "maximize")
 
 
 class Engine(Closing):
@@ -84,24 +106,11 @@ class Engine(Closing):
         self._core.fill(index, place_of(values), places, None if master is None else place_of(master), step)
 
     def update(
-        self,
-        name: str,
-        gradient: torch.Tensor | Lent,
-        *,
-        step: int,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        decoupled: bool = True,
-        grad_scale: float = 1.0,
-        maximize: bool = False,
-        values: torch.Tensor | None = None,
+        self, name: str, gradient: torch.Tensor | Lent, numbers: Adam, *, values: torch.Tensor | None = None
     ) -> None:
         """Begin the update of a parameter, and return when its gradient has room in the queue.
 
-        The gradient is held until it was used, and must not change meanwhile. The numbers are those of
-        `memascend.kernels.adamw`, whose bits come out; `decoupled=False` is Adam.
+        The gradient is held until it was used, and must not change meanwhile.
 
         `values` may be given where the parameter is resident, as the last commit left it: where the update starts from
         them (float32 or compact), they are then not read. They are held like the gradient and checked like what is
@@ -114,9 +123,8 @@ class Engine(Closing):
             StorageError: an update of this step failed; the step can only be discarded.
         """
         index = self.store._gradient(name, gradient)  # noqa: SLF001
-        numbers = (lr, betas, eps, weight_decay, decoupled, step, grad_scale, maximize)
         live = self.store._live(name, values)  # noqa: SLF001
-        self._core.update(index, place_of(gradient), dtype_of(gradient), live, numbers)
+        self._core.update(index, place_of(gradient), dtype_of(gradient), live, _listed(numbers))
 
     def spill(self, name: str, gradient: torch.Tensor | Lent, *, add: bool = False) -> None:
         """Queue a gradient to wait on storage; with `add`, add it to the one that is there, with the bits of `add_`.
@@ -157,41 +165,22 @@ class Engine(Closing):
         self._core.read_spilled(index, place_of(into))
 
     def update_spilled(
-        self,
-        name: str,
-        *,
-        step: int,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        decoupled: bool = True,
-        grad_scale: float = 1.0,
-        maximize: bool = False,
-        factors: Sequence[float] = (),
-        values: torch.Tensor | None = None,
+        self, name: str, numbers: Adam, *, factors: Sequence[float] = (), values: torch.Tensor | None = None
     ) -> None:
         """As `update`, by the gradient that is spilled, which stays there.
 
         Args:
             name: of which parameter.
-            step: as in `update`, and so are the numbers after it.
-            lr: see above.
-            betas: see above.
-            eps: see above.
-            weight_decay: see above.
-            decoupled: see above.
-            grad_scale: see above.
-            maximize: see above.
+            numbers: as in `update`.
             factors: the gradient is multiplied by each in turn first, with the bits of torch's `mul_`.
             values: as in `update`.
 
         Raises:
             UsageError: nothing is spilled of it.
         """
-        numbers = (lr, betas, eps, weight_decay, decoupled, step, grad_scale, maximize)
         live = self.store._live(name, values)  # noqa: SLF001
-        self._core.update_spilled(self.store.index(name), [float(factor) for factor in factors], live, numbers)
+        index = self.store.index(name)
+        self._core.update_spilled(index, [float(factor) for factor in factors], live, _listed(numbers))
 
     def drop_spilled(self, name: str) -> None:
         """Forget the spilled gradient, after what is queued of the entry. Fine where there is none."""

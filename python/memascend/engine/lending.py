@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
 
     from memascend.engine.chunk import Chunk
-    from memascend.engine.engine import Engine
+    from memascend.engine.engine import Adam, Engine
     from memascend.engine.ffi import Lent
 
 __all__ = ["LendingEngine"]
@@ -34,10 +34,10 @@ class LendingEngine(ABC):
         """The engine was given this, and the call that handed it over is about to return."""
         del given
 
-    def update(self, name: str, gradient: torch.Tensor, **options: Any) -> None:
+    def update(self, name: str, gradient: torch.Tensor, numbers: Adam, *, values: torch.Tensor | None = None) -> None:
         """See `Engine.update`."""
         given = self.lend(name, gradient)
-        self._engine.update(name, given, **options)
+        self._engine.update(name, given, numbers, values=values)
         self.settle(given)
 
     def spill(self, name: str, gradient: torch.Tensor, *, add: bool = False) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from memascend.engine import master_of
+from memascend.engine import Adam, master_of
 from memascend.errors import UsageError
 from memascend.optimizers import generic
 from memascend.optimizers.clone import group_options
@@ -156,7 +156,8 @@ class Updates:
                     "has one; use SparseAdam or SGD, or an embedding without sparse=True"
                 )
             values = self._values(kept)
-            self._engine.update(kept.name, gradient, step=step, grad_scale=scale, values=values, **kept.options)
+            numbers = Adam(step=step, grad_scale=scale, **kept.options)
+            self._engine.update(kept.name, gradient, numbers, values=values)
             return
         # Its rows are few, and looked up by the engine's thread.
         sparse = gradient.cpu() if gradient.is_sparse else None
@@ -176,7 +177,8 @@ class Updates:
         described = self._kept(kept)
         step = kept.step + 1
         if described is None:
-            self._engine.update_spilled(kept.name, step=step, grad_scale=scale, factors=factors, **kept.options)
+            numbers = Adam(step=step, grad_scale=scale, **kept.options)
+            self._engine.update_spilled(kept.name, numbers, factors=factors)
             return
         function = generic.update(
             self._arithmetic.optimizer,

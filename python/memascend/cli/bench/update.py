@@ -122,7 +122,7 @@ def _measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         for step in range(1, options.rounds + 3):
             began = time.perf_counter()
             for name in names:
-                updates.update(name, gradient, step=step)
+                updates.update(name, gradient, engine.Adam(step=step))
             updates.finish()
             updated = time.perf_counter()
             updates.commit(step)
