@@ -89,7 +89,7 @@ class Engine(Closing):
             StorageError: a job of this step failed; the step can only be discarded.
         """
         index = self.store.index(name)
-        entry = self.store._entries[index]  # noqa: SLF001
+        entry = self.store.described[index]
         given = dict(state or {})
         require(name, values, entry["dtype"], entry["shape"], entry["order"])
         master = given.pop("master", None) if entry["compact"] and "rest" not in given else None
@@ -122,8 +122,8 @@ class Engine(Closing):
                 discarded.
             StorageError: an update of this step failed; the step can only be discarded.
         """
-        index = self.store._gradient(name, gradient)  # noqa: SLF001
-        live = self.store._live(name, values)  # noqa: SLF001
+        index = self.store.described.gradient(name, gradient)
+        live = self.store.described.live(name, values)
         self._core.update(index, place_of(gradient), dtype_of(gradient), live, _listed(numbers))
 
     def spill(self, name: str, gradient: torch.Tensor | Lent, *, add: bool = False) -> None:
@@ -138,7 +138,7 @@ class Engine(Closing):
             UsageError: nothing is there to add to.
             StorageError: a job of this step failed; the step can only be discarded.
         """
-        index = self.store._gradient(name, gradient)  # noqa: SLF001
+        index = self.store.described.gradient(name, gradient)
         self._core.spill(index, place_of(gradient), dtype_of(gradient), add)
 
     def spilled(self, name: str) -> tuple[bool, float]:
@@ -158,8 +158,8 @@ class Engine(Closing):
             UsageError: nothing is spilled of it.
             CorruptionError: what is on storage is not what was written; the step can only be discarded.
         """
-        index = self.store._gradient(name, into)  # noqa: SLF001
-        wanted = self.store._entries[index]["spill"]  # noqa: SLF001
+        index = self.store.described.gradient(name, into)
+        wanted = self.store.described[index]["spill"]
         if wanted is not None and dtype_of(into) != wanted:
             raise ConfigError(f"the gradient of {name!r} spills as {wanted}, not {dtype_of(into)}")
         self._core.read_spilled(index, place_of(into))
@@ -178,7 +178,7 @@ class Engine(Closing):
         Raises:
             UsageError: nothing is spilled of it.
         """
-        live = self.store._live(name, values)  # noqa: SLF001
+        live = self.store.described.live(name, values)
         index = self.store.index(name)
         self._core.update_spilled(index, [float(factor) for factor in factors], live, _listed(numbers))
 
@@ -214,8 +214,8 @@ class Engine(Closing):
             UsageError: no gradient was given and none is spilled. Also, from a later call: the function raised; what it
                 raised is the cause, and the step can only be discarded.
         """
-        index = self.store.index(name) if gradient is None else self.store._gradient(name, gradient)  # noqa: SLF001
-        entry = self.store._entries[index]  # noqa: SLF001
+        index = self.store.index(name) if gradient is None else self.store.described.gradient(name, gradient)
+        entry = self.store.described[index]
         given = gradient.tensor if isinstance(gradient, Lent) else gradient
         nbytes = 0 if given is None else given.nbytes
         if isinstance(gradient, Lent) and gradient.held is not None:

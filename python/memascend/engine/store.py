@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 from memascend import _core
 from memascend.closing import Closing
-from memascend.engine.compact import compact_of
+from memascend.engine.described import Described
 from memascend.engine.entries import CHUNK_ELEMENTS, Entry, chunk_elements_of, description
 from memascend.engine.fetch import Checkers, Fetch, UnitParts
-from memascend.engine.ffi import Lent, json_of, place_of, require, require_laid_out, require_order, stored_order
+from memascend.engine.ffi import json_of, require_laid_out
 from memascend.errors import ConfigError, StorageError
 from memascend.pages import PAGE_BYTES
 from memascend.paths import listed
@@ -52,16 +52,14 @@ class Part(NamedTuple):
 class Store(Closing):
     """State on SSD: every commit is all of a step or none of it, and every byte that is read was checked."""
 
-    __slots__ = ("_core", "_entries", "_names", "_units", "is_temporary")
+    __slots__ = ("_core", "_units", "described", "is_temporary")
 
     def __init__(self, core: _core.Store) -> None:
         self._core = core
         # Its file has no name on purpose.
         self.is_temporary = False
         self._units: list[str] = core.info()["units"]
-        entries = core.entries()
-        self._names = {entry["name"]: index for index, entry in enumerate(entries)}
-        self._entries = _shared(entries)
+        self.described = Described(core.entries())
 
     @classmethod
     def create(
@@ -209,15 +207,7 @@ class Store(Closing):
 
         Of a compact entry, `state` is the compact one, or what `compact_of` makes it from.
         """
-        entry = self._entries[self.index(name)]
-        state = self._compact(entry, values, state or {})
-        wanted = [tensor[0] for tensor in entry["state"]]
-        if sorted(state) != sorted(wanted):
-            raise ConfigError(f"the state of {name!r} is {wanted}, not {list(state)}")
-        tensors = [values, *(state[of] for of in wanted)]
-        described = [(entry["dtype"], entry["shape"]), *((dtype, shape) for _, dtype, shape in entry["state"])]
-        for tensor, (dtype, shape) in zip(tensors, described, strict=True):
-            require(name, tensor, dtype, shape, stored_order(entry, shape))
+        tensors = self.described.tensors(name, values, state or {})
         self._core.stage(self.index(name), step, [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors])
 
     def read(self, name: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -226,19 +216,9 @@ class Store(Closing):
         Raises:
             CorruptionError: what is on storage is not what was written.
         """
-        import torch
-
-        index = self.index(name)
-        entry = self._entries[index]
-
-        def room(dtype: str, shape: list[int]) -> torch.Tensor:
-            order = stored_order(entry, shape) or tuple(range(len(shape)))
-            laid_out = torch.empty([shape[dim] for dim in order], dtype=getattr(torch, dtype), device="cpu")
-            return laid_out.permute([order.index(dim) for dim in range(len(shape))])
-
-        values = room(entry["dtype"], entry["shape"])
-        state = {of: room(dtype, shape) for of, dtype, shape in entry["state"]}
-        self._core.read(index, [(tensor.data_ptr(), tensor.nbytes) for tensor in (values, *state.values())])
+        values, state = self.described.room(name)
+        tensors = (values, *state.values())
+        self._core.read(self.index(name), [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors])
         return values, state
 
     def scan(self, names: Sequence[str], visit: Callable[[str, list[Part]], object]) -> None:
@@ -255,14 +235,10 @@ class Store(Closing):
         """
         import torch
 
-        entries = self._entries
         names_of = {self.index(name): name for name in names}
         described = {
-            self.index(name): [
-                ("", entry["dtype"]),
-                *((of, dtype) for of, dtype, _ in entry["state"]),
-            ]
-            for name, entry in ((name, entries[self.index(name)]) for name in names)
+            index: [("", entry["dtype"]), *((of, dtype) for of, dtype, _ in entry["state"])]
+            for index, entry in ((index, self.described[index]) for index in names_of)
         }
 
         def shown(index: int, lent: list[tuple[int, int, Any]]) -> None:
@@ -367,45 +343,4 @@ class Store(Closing):
 
     def index(self, name: str) -> int:
         """The number of an entry."""
-        if name not in self._names:
-            raise ConfigError(f"the store has no entry {name!r}")
-        return self._names[name]
-
-    @staticmethod
-    def _compact(
-        entry: dict[str, Any], values: torch.Tensor, state: Mapping[str, torch.Tensor]
-    ) -> Mapping[str, torch.Tensor]:
-        return compact_of(values, state) if entry["compact"] and "rest" not in state else state
-
-    def _live(self, name: str, values: torch.Tensor | None) -> tuple[int, int, object] | None:
-        if values is None:
-            return None
-        entry = self._entries[self.index(name)]
-        require(name, values, entry["dtype"], entry["shape"], entry["order"])
-        return place_of(values)
-
-    def _gradient(self, name: str, gradient: torch.Tensor | Lent) -> int:
-        index = self.index(name)
-        if isinstance(gradient, Lent):
-            require_order(name, gradient.tensor, self._entries[index]["order"])
-            return self._shaped(name, gradient.tensor)
-        require_laid_out(name, gradient, self._entries[index]["order"])
-        return self._shaped(name, gradient)
-
-    def _shaped(self, name: str, gradient: torch.Tensor) -> int:
-        index = self.index(name)
-        if list(gradient.shape) != self._entries[index]["shape"]:
-            raise ConfigError(
-                f"the gradient of {name!r} has shape {list(gradient.shape)}, not {self._entries[index]['shape']}"
-            )
-        return index
-
-
-def _shared(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What entries are by type and shape, one for all that are alike: a model has thousands of some tens of kinds."""
-    kinds: dict[str, dict[str, Any]] = {}
-    found = []
-    for entry in entries:
-        kind = {name: entry[name] for name in ("dtype", "shape", "order", "spill", "compact", "state")}
-        found.append(kinds.setdefault(repr(kind), kind))
-    return found
+        return self.described.index(name)
