@@ -104,7 +104,7 @@ KILLED = """
             while True:
                 step += 1
                 for name in names:
-                    updates.update(name, gradient(name, step), step=step)
+                    updates.update(name, gradient(name, step), engine.Adam(step=step))
                 updates.commit(step, user_state=step)
 
     entries = [engine.Entry(name=n, values=v, state=engine.adam_state(v)) for n, v in begun.items()]
