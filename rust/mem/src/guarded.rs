@@ -145,8 +145,8 @@ mod tests {
     #[test]
     fn a_wait_ends_by_a_change_a_deadline_or_its_caller() {
         let guarded = Guarded::new(0);
-        let waited = guarded.wait_until(&mut Wait::at_most(Duration::from_millis(5)), |state| *state == 1).map(|_| ());
-        assert!(matches!(waited, Err(Ended::TimedOut(waited)) if waited >= Duration::from_millis(5)));
+        let late = guarded.wait_until(&mut Wait::at_most(Duration::from_millis(5)), |state| *state == 1).map(|_| ());
+        assert!(matches!(late, Err(Ended::TimedOut(after)) if after >= Duration::from_millis(5)));
         let mut asked = 0;
         let mut keep_waiting = || {
             // The lock is free.
