@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from memascend.errors import ConfigError
-from memascend.pages import whole_pages
+from memascend.planning.module_tree import ModuleTree, Piece
+from memascend.planning.ties import note_ties
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
 __all__ = ["Unit", "find_units"]
 
-# What values are padded to on storage and in a lease.
 # Blocks above this are divided, unless what a single module owns is larger anyway: that much an arena needs.
 _BOUND_BYTES = 1 << 30
 # What is left over and smaller than this part of the largest block is kept resident, up to a few of them together.
 _SMALL_PART = 16
 _REST_PART = 4
-# Modules that hold others and are never called themselves.
-_UNCALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 @dataclass(frozen=True)
 class Unit:
-    """The parameters that travel together.
+    """The parameters that are read and evicted together.
 
     Attributes:
         name: its name, which no other unit has; a module's where it is one.
@@ -67,16 +64,16 @@ def find_units(
 
     Args:
         model: its parameters may be on "meta".
-        units: names of modules that travel as one, whatever their size; what they leave is divided as ever.
+        units: names of modules that are one unit each, whatever their size; what they leave is divided as ever.
         bytes_max: the bound; None: 1 GiB, or where that is larger what a single module owns directly. That is never
             divided, as one call binds it all.
 
     Raises:
         ConfigError: the model has no parameters, or uninitialized ones; `units` names what cannot be a unit.
     """
-    tree = _Tree(model)
+    tree = ModuleTree(model)
     bound = max(_BOUND_BYTES, tree.largest_owner) if bytes_max is None else bytes_max
-    pieces = [_Piece(name, tree.below(name), tree.called(name)) for name in _checked(tree, units or ())]
+    pieces = [Piece(name, tree.below(name), tree.called(name)) for name in _checked(tree, units or ())]
     tree.claim(pieces)
     blocks = list(_blocks(tree, ""))
     tree.claim(blocks)
@@ -88,95 +85,11 @@ def find_units(
     for piece in (*blocks, *leftovers):
         pieces += _divided(tree, piece, bound)
     if rest:
-        pieces.append(_Piece("rest", [name for piece in rest for name in piece.parameters], None, pinned=True))
+        pieces.append(Piece("rest", [name for piece in rest for name in piece.parameters], None, pinned=True))
     return _ordered(tree, pieces)
 
 
-@dataclass(eq=False)
-class _Piece:
-    """A unit in the making."""
-
-    name: str
-    parameters: list[str]
-    module: str | None
-    pinned: bool = False
-    again: list[str] = field(default_factory=list)
-    # As sets that keep their order.
-    around: dict[str, None] = field(default_factory=dict)
-    around_again: dict[str, None] = field(default_factory=dict)
-
-
-class _Tree:
-    """The modules and parameters of a model by name, shared ones by the first of their names."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.modules = dict(model.named_modules())
-        self.parameters = dict(model.named_parameters())
-        if not self.parameters:
-            raise ConfigError("the model has no parameters, so there is nothing to offload")
-        lazy = [name for name, parameter in self.parameters.items() if is_lazy(parameter)]
-        if lazy:
-            raise ConfigError(f"the shape of {lazy[0]!r} is not known yet: run one forward before offload()")
-        self.raw = {name: parameter.numel() * parameter.dtype.itemsize for name, parameter in self.parameters.items()}
-        self.index = {name: index for index, name in enumerate(self.parameters)}
-        owners = dict.fromkeys(map(self.owner, self.parameters), 0)
-        for name, nbytes in self.raw.items():
-            owners[self.owner(name)] += nbytes
-        # The least that must be in memory at once: a module's call binds all that it owns.
-        self.largest_owner = max(owners.values())
-        self.claimed: set[str] = set()
-        # Every module's parameters, without a walk over all names for each module.
-        self._below: dict[str, list[str]] = {name: [] for name in self.modules}
-        for name in self.parameters:
-            owner = self.owner(name)
-            self._below[""].append(name)
-            while owner:
-                if owner in self._below:
-                    self._below[owner].append(name)
-                owner = owner.rpartition(".")[0]
-
-    @staticmethod
-    def owner(parameter: str) -> str:
-        return parameter.rpartition(".")[0]
-
-    def below(self, module: str) -> list[str]:
-        """The parameters in a module that no piece has claimed."""
-        return [name for name in self._below[module] if name not in self.claimed]
-
-    def under(self, module: str) -> list[str]:
-        """The parameters in a module."""
-        return self._below[module]
-
-    def direct(self, module: str) -> list[str]:
-        return [name for name in self.below(module) if self.owner(name) == module]
-
-    def children(self, module: str) -> Iterator[str]:
-        prefix = f"{module}." if module else ""
-        for name, _ in self.modules[module].named_children():
-            # A child that was met before, elsewhere in the tree, has its place there.
-            if prefix + name in self.modules:
-                yield prefix + name
-
-    def claim(self, pieces: Iterable[_Piece]) -> None:
-        for piece in pieces:
-            self.claimed.update(piece.parameters)
-
-    def bytes_of(self, parameters: Iterable[str]) -> int:
-        return sum(self.raw[name] for name in parameters)
-
-    def paged(self, parameter: str) -> int:
-        return whole_pages(self.raw[parameter])
-
-    def is_whole(self, module: str) -> bool:
-        """Whether no piece has claimed anything in it."""
-        return self.claimed.isdisjoint(self._below[module])
-
-    def called(self, module: str) -> str | None:
-        return None if isinstance(self.modules[module], _UNCALLED) else module
-
-
-def _checked(tree: _Tree, names: Sequence[str]) -> Sequence[str]:
+def _checked(tree: ModuleTree, names: Sequence[str]) -> Sequence[str]:
     """The names that a user gave, if they are modules with parameters of their own and none lies in another."""
     unknown = [name for name in names if name not in tree.modules]
     if unknown:
@@ -202,7 +115,7 @@ def _checked(tree: _Tree, names: Sequence[str]) -> Sequence[str]:
     return names
 
 
-def _blocks(tree: _Tree, module: str) -> Iterator[_Piece]:
+def _blocks(tree: ModuleTree, module: str) -> Iterator[Piece]:
     """Children that look alike, of the outermost lists that have such."""
     children = [child for child in tree.children(module) if tree.below(child)]
     alike: set[str] = set()
@@ -214,12 +127,12 @@ def _blocks(tree: _Tree, module: str) -> Iterator[_Piece]:
         alike = _alike(tree, children)
     for child in children:
         if child in alike and tree.is_whole(child):
-            yield _Piece(child, tree.below(child), tree.called(child))
+            yield Piece(child, tree.below(child), tree.called(child))
         else:
             yield from _blocks(tree, child)
 
 
-def _alike(tree: _Tree, children: Sequence[str]) -> set[str]:
+def _alike(tree: ModuleTree, children: Sequence[str]) -> set[str]:
     """Those of a class of which two have parameters of the same shapes, or one all of the other's (T5's blocks)."""
     found: set[type] = set()
     seen: dict[type, set[frozenset[tuple[str, tuple[int, ...]]]]] = {}
@@ -233,23 +146,23 @@ def _alike(tree: _Tree, children: Sequence[str]) -> set[str]:
     return {child for child in children if type(tree.modules[child]) in found}
 
 
-def _leftovers(tree: _Tree, module: str, limit: int) -> Iterator[_Piece]:
+def _leftovers(tree: ModuleTree, module: str, limit: int) -> Iterator[Piece]:
     """What no block has: whole modules up to `limit`, else what each module owns directly."""
     left = tree.below(module)
     if not left:
         return
     called = tree.called(module)
     if module and called is not None and tree.is_whole(module) and tree.bytes_of(left) <= limit:
-        yield _Piece(module, left, called)
+        yield Piece(module, left, called)
         return
     direct = tree.direct(module)
     if direct:
-        yield _Piece(module, direct, called)
+        yield Piece(module, direct, called)
     for child in tree.children(module):
         yield from _leftovers(tree, child, limit)
 
 
-def _small(tree: _Tree, leftovers: Sequence[_Piece], limit: int) -> list[_Piece]:
+def _small(tree: ModuleTree, leftovers: Sequence[Piece], limit: int) -> list[Piece]:
     """The leftovers that are kept resident: the smallest, as many as are little together."""
     rest, total = [], 0
     for piece in sorted(leftovers, key=lambda piece: tree.bytes_of(piece.parameters)):
@@ -261,12 +174,12 @@ def _small(tree: _Tree, leftovers: Sequence[_Piece], limit: int) -> list[_Piece]
     return rest
 
 
-def _divided(tree: _Tree, piece: _Piece, bound: int) -> list[_Piece]:
+def _divided(tree: ModuleTree, piece: Piece, bound: int) -> list[Piece]:
     """The piece, or where it is larger than `bound` its parts, the small ones together."""
     if tree.bytes_of(piece.parameters) <= bound:
         return [piece]
-    parts: list[_Piece] = []
-    packed: _Piece | None = None
+    parts: list[Piece] = []
+    packed: Piece | None = None
     packed_bytes = 0
     for part in _parts(tree, piece, bound):
         nbytes = tree.bytes_of(part.parameters)
@@ -283,7 +196,7 @@ def _divided(tree: _Tree, piece: _Piece, bound: int) -> list[_Piece]:
     return parts
 
 
-def _parts(tree: _Tree, piece: _Piece, bound: int) -> Iterator[_Piece]:
+def _parts(tree: ModuleTree, piece: Piece, bound: int) -> Iterator[Piece]:
     """Modules no larger than `bound`; what a module owns directly stays together, as its call binds all of it."""
     # A piece larger than the bound is a whole module, whose name it has, or what one owns directly.
     inside = set(piece.parameters)
@@ -292,18 +205,18 @@ def _parts(tree: _Tree, piece: _Piece, bound: int) -> Iterator[_Piece]:
         yield piece
         return
     if direct:
-        yield _Piece(piece.name, direct, piece.module)
+        yield Piece(piece.name, direct, piece.module)
     for child in tree.children(piece.name):
         below = [name for name in tree.under(child) if name in inside]
         if below:
-            yield from _parts(tree, _Piece(child, below, tree.called(child)), bound)
+            yield from _parts(tree, Piece(child, below, tree.called(child)), bound)
 
 
-def _ordered(tree: _Tree, pieces: list[_Piece]) -> tuple[Unit, ...]:
+def _ordered(tree: ModuleTree, pieces: list[Piece]) -> tuple[Unit, ...]:
     """Units in the order in which their parameters are registered, the head last."""
     head = _head(tree)
 
-    def place(piece: _Piece) -> tuple[bool, int]:
+    def place(piece: Piece) -> tuple[bool, int]:
         first = min(tree.index[name] for name in piece.parameters)
         return piece.parameters == head, first
 
@@ -315,7 +228,7 @@ def _ordered(tree: _Tree, pieces: list[_Piece]) -> tuple[Unit, ...]:
         while piece.name in taken:
             piece.name += "'"
         taken.add(piece.name)
-    _note_ties(tree, pieces)
+    note_ties(tree, pieces)
     return tuple(
         Unit(
             name=piece.name,
@@ -333,7 +246,7 @@ def _ordered(tree: _Tree, pieces: list[_Piece]) -> tuple[Unit, ...]:
     )
 
 
-def _head(tree: _Tree) -> list[str] | None:
+def _head(tree: ModuleTree) -> list[str] | None:
     """The parameters of the head, where the model says what it is (as transformers' do)."""
     ask = getattr(tree.model, "get_output_embeddings", None)
     try:
@@ -341,57 +254,3 @@ def _head(tree: _Tree) -> list[str] | None:
     except NotImplementedError:
         return None
     return next((tree.under(name) for name, found in tree.modules.items() if found is module), None)
-
-
-def _note_ties(tree: _Tree, pieces: Sequence[_Piece]) -> None:
-    """Where tied parameters are used again, and what is bound around each use.
-
-    A tied parameter is used after the unit whose parameters are registered before that place.
-    """
-    first = {id(parameter): name for name, parameter in tree.parameters.items()}
-    unit_of = {name: piece for piece in pieces for name in piece.parameters}
-    around = _Around(tree, pieces, {id(tree.parameters[name]): piece for name, piece in unit_of.items()})
-    before: _Piece | None = None
-    for name, parameter in tree.model.named_parameters(remove_duplicate=False):
-        here = unit_of[first[id(parameter)]]
-        again = here.around
-        if name in unit_of:
-            before = here if not here.pinned else before
-        elif before is not None and before is not here and not here.pinned:
-            again = here.around_again
-            if before.name not in here.again:
-                here.again.append(before.name)
-        again.update((other.name, None) for other in around.of(name) if other is not here and not other.pinned)
-
-
-class _Around:
-    """Which units modules bind for as long as their call takes; see `wiring`, which makes the gates that do."""
-
-    def __init__(self, tree: _Tree, pieces: Sequence[_Piece], unit_of: dict[int, _Piece]) -> None:
-        # A module that has several names is one, by whichever it is called.
-        self._modules = dict(tree.model.named_modules(remove_duplicate=False))
-        self._bound: dict[int, list[_Piece]] = {}
-        for piece in pieces:
-            if piece.module is not None:
-                self._bound.setdefault(id(tree.modules[piece.module]), []).append(piece)
-        for name, parameter in tree.model.named_parameters(remove_duplicate=False):
-            owner = tree.owner(name)
-            # A list of parameters is never called: who holds it binds them.
-            while owner and isinstance(self._modules[owner], (nn.ParameterList, nn.ParameterDict)):
-                owner = tree.owner(owner)
-            self._bound.setdefault(id(self._modules[owner]), []).append(unit_of[id(parameter)])
-        # Of each module, with those around it.
-        self._found: dict[str, tuple[_Piece, ...]] = {}
-
-    def of(self, parameter: str) -> tuple[_Piece, ...]:
-        """The units that are bound while the module that owns a parameter computes."""
-        return self._within(_Tree.owner(parameter))
-
-    def _within(self, module: str) -> tuple[_Piece, ...]:
-        found = self._found.get(module)
-        if found is None:
-            outer = self._within(_Tree.owner(module)) if module else ()
-            found = self._found[module] = tuple(
-                dict.fromkeys((*outer, *self._bound.get(id(self._modules[module]), ())))
-            )
-        return found
