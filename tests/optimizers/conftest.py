@@ -23,30 +23,30 @@ class Streamed:
     """A parameter of which only parts are ever seen: what the engine does, in memory."""
 
     def __init__(self, optimizer, parameter, master_dtype, chunk=CHUNK):
-        self.kept = generic.describe(optimizer, parameter, master_dtype)
+        self.layout = generic.describe(optimizer, parameter, master_dtype)
         self.chunk = chunk
         self.values = self.flat(parameter.detach())
-        given, self.updates = generic.import_state(optimizer, parameter, self.kept)
+        given, self.updates = generic.import_state(optimizer, parameter, self.layout)
         # Nothing may read what no one wrote.
         self.state = {
             name: self.flat(given[name]) if name in given else torch.full(tensor.shape, 77).to(tensor.dtype)
-            for name, tensor in self.kept.tensors.items()
+            for name, tensor in self.layout.tensors.items()
         }
         self.state = {name: tensor if tensor.dim() == 0 else self.flat(tensor) for name, tensor in self.state.items()}
-        if self.kept.master:
-            self.state["master"] = self.values.to(self.kept.dtype)
+        if self.layout.master:
+            self.state["master"] = self.values.to(self.layout.dtype)
 
     def flat(self, tensor):
-        if tensor.shape == self.kept.shape:
-            laid = torch.empty_strided(self.kept.shape, self.kept.stride, dtype=tensor.dtype).copy_(tensor)
+        if tensor.shape == self.layout.shape:
+            laid = torch.empty_strided(self.layout.shape, self.layout.stride, dtype=tensor.dtype).copy_(tensor)
             return laid.as_strided((tensor.numel(),), (1,))
         return tensor.detach().clone()
 
     def shaped(self, tensor):
-        return tensor.as_strided(self.kept.shape, self.kept.stride)
+        return tensor.as_strided(self.layout.shape, self.layout.stride)
 
     def apply(self, function, gradient, whole):
-        parted = {name for name, tensor in self.kept.tensors.items() if tensor.shape == self.kept.shape}
+        parted = {name for name, tensor in self.layout.tensors.items() if tensor.shape == self.layout.shape}
         numel = self.values.numel()
         size = numel if whole else self.chunk
         for start in range(0, max(1, numel), max(1, size)):
@@ -69,10 +69,11 @@ class Streamed:
             )
 
     def step(self, optimizer, group, gradient, *, whole=None, **options):
-        whole = self.kept.whole if whole is None else whole
+        whole = self.layout.whole if whole is None else whole
         if gradient.is_sparse:
             options["gradient"], whole = gradient, True
-        function = generic.update(optimizer, group, self.kept, first=self.updates == 0, **options)
+        given = generic.Given(**options)
+        function = generic.update(optimizer, group, self.layout, given, first=self.updates == 0)
         self.apply(function, gradient, whole)
         self.updates += 1
 

@@ -135,11 +135,11 @@ def run_and_compare(streamed_part):
             reference.step()
         assert not original.state
         for part, (_, twin) in zip(streamed, members(reference), strict=True):
-            assert same_bits(part.shaped(part.values), twin.detach().to(dtype)), part.kept.shape
+            assert same_bits(part.shaped(part.values), twin.detach().to(dtype)), part.layout.shape
             if wide:
                 assert same_bits(part.shaped(part.state["master"]), twin.detach())
             wanted = reference.state.get(twin, {})
-            exported = generic.export_state(part.kept, part.state)
+            exported = generic.export_state(part.layout, part.state)
             assert list(exported) == list(wanted)
             for of, value in wanted.items():
                 if isinstance(value, torch.Tensor):
@@ -165,7 +165,7 @@ def run_and_compare(streamed_part):
 def test_streamed_parts_get_the_bits_of_torch_in_memory(run_and_compare, name, options, dtype):
     dtype, master_dtype = DTYPES[dtype]
     streamed = run_and_compare(name, parameters(name, dtype), options, master_dtype)
-    assert {part.kept.whole for part in streamed if part.kept.shape} == {name in WHOLE}
+    assert {part.layout.whole for part in streamed if part.layout.shape} == {name in WHOLE}
 
 
 @pytest.mark.parametrize(("name", "options"), [(name, CASES[name][-1]) for name in CASES])
@@ -180,8 +180,8 @@ def test_memory_formats_other_than_row_by_row(run_and_compare, name):
     values = torch.randn(8, 6, 13, 11).to(memory_format=torch.channels_last)
     groups = [[torch.nn.Parameter(values)], [torch.nn.Parameter(torch.randn(9, 5).t())]]
     streamed = run_and_compare(name, groups, CASES[name][-1], torch.float32)
-    assert streamed[0].kept.stride == values.stride()
-    assert streamed[1].kept.stride == (1, 5)
+    assert streamed[0].layout.stride == values.stride()
+    assert streamed[1].layout.stride == (1, 5)
 
 
 class Scaled(torch.optim.Optimizer):
@@ -229,7 +229,7 @@ def test_classes_of_users_get_whole_parameters_and_the_same_bits(run_and_compare
     groups = parameters("SGD", dtype)
     groups[0][1].factor = 3.0
     streamed = run_and_compare(kind, groups, options, master_dtype)
-    assert all(part.kept.whole for part in streamed)
+    assert all(part.layout.whole for part in streamed)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16+master", "bf16"])
@@ -245,11 +245,11 @@ def test_state_that_an_optimizer_has_moves_in_and_goes_on(streamed_part, name, d
         begun.step()
     streamed = streamed_part(begun, parameter, master_dtype)
     assert streamed.updates == int(begun.state[parameter].get("step", 1))
-    twin = torch.nn.Parameter(parameter.detach().to(streamed.kept.dtype))
+    twin = torch.nn.Parameter(parameter.detach().to(streamed.layout.dtype))
     reference = classes()[name]([twin], **copy.deepcopy(options))
     for of, value in begun.state[parameter].items():
         widened = isinstance(value, torch.Tensor) and value.dtype == dtype
-        reference.state[twin][of] = value.to(streamed.kept.dtype).clone() if widened else copy.deepcopy(value)
+        reference.state[twin][of] = value.to(streamed.layout.dtype).clone() if widened else copy.deepcopy(value)
     gradient = torch.randn(shape).to(dtype)
     twin.grad = gradient.to(twin.dtype)
     reference.step()

@@ -1,6 +1,7 @@
 """Tests which optimizers can stream, how others are refused, and that a trial changes nothing."""
 
 import copy
+import random
 import re
 
 import pytest
@@ -54,7 +55,44 @@ class Remembering(Plain):
         self.seen = []
 
     def after(self):
-        self.seen.append(1)
+        self.seen.append(object())
+
+
+class CountingUpdates(Counting):
+    """Its count is that of parameters with a gradient; alone each of them counts one."""
+
+    def one(self, group, parameter, state):
+        self.count += 1
+        super().one({"lr": group["lr"] / self.count}, parameter, state)
+
+    def after(self):
+        pass
+
+
+class CountingAll(CountingUpdates):
+    """As the one above, and no update depends on it."""
+
+    def one(self, group, parameter, state):
+        self.count += 1
+
+
+class Measuring(Plain):
+    def one(self, group, parameter, state):
+        group["seen"] = parameter.grad.norm().item()
+
+
+class OwnDraw(Plain):
+    """Draws at one size alone, and there on no device's numbers in particular."""
+
+    def one(self, group, parameter, state):
+        state["mask"] = torch.zeros_like(parameter)
+        if parameter.shape[0] == 20:
+            state["mask"] = torch.rand_like(parameter)
+
+
+class PythonDraw(Plain):
+    def after(self):
+        random.random()
 
 
 class GroupCounting(Plain):
@@ -123,9 +161,11 @@ def made(kind):
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
-        (Counting, "its attribute 'count'"),
         (Remembering, "its attribute 'seen'"),
-        (GroupCounting, "the option 'k' of a group"),
+        (CountingUpdates, "its attribute 'count' by how many parameters have a gradient"),
+        (CountingAll, "its attribute 'count' by how many parameters have a gradient"),
+        (Measuring, "the option 'seen' of a group by values of single parameters"),
+        (PythonDraw, "random numbers"),
         (Shared, "state that belongs to no parameter"),
         (Clipping, "depends on the others"),
         (Noisy, "random numbers"),
@@ -137,7 +177,8 @@ def test_a_step_that_needs_more_than_one_parameter_is_refused_and_nothing_change
     optimizer = made(kind)
     attributes = copy.deepcopy({name: value for name, value in vars(optimizer).items() if name != "param_groups"})
     before = copy.deepcopy(optimizer.param_groups)
-    random = torch.random.get_rng_state()
+    drawn = torch.random.get_rng_state()
+    python_drawn = random.getstate()
     with pytest.raises(ConfigError, match=f"{kind.__name__} cannot run on streamed state.*{re.escape(says)}"):
         generic.require_streamable(optimizer)
     assert {name: value for name, value in vars(optimizer).items() if name != "param_groups"} == attributes
@@ -145,7 +186,8 @@ def test_a_step_that_needs_more_than_one_parameter_is_refused_and_nothing_change
         assert group.keys() == old.keys()
         assert all(map(torch.equal, group["params"], old["params"]))
         assert all(parameter.grad is None for parameter in group["params"])
-    assert torch.equal(torch.random.get_rng_state(), random)
+    assert torch.equal(torch.random.get_rng_state(), drawn)
+    assert random.getstate() == python_drawn
 
 
 @pytest.mark.parametrize(
@@ -153,7 +195,8 @@ def test_a_step_that_needs_more_than_one_parameter_is_refused_and_nothing_change
     [
         (Listing, "keeps a list as 'last'"),
         (Sparse, "keeps a sparse tensor as 'last'"),
-        (Late, "other state after its second step"),
+        (Late, "other state after step 2 than after its first"),
+        (OwnDraw, "draws random numbers"),
         (Odd, "under 'master'"),
         (Closing, "could not be found out"),
     ],
@@ -161,7 +204,7 @@ def test_a_step_that_needs_more_than_one_parameter_is_refused_and_nothing_change
 def test_state_that_cannot_be_stored_is_refused(kind, says):
     optimizer = made(kind)
     with pytest.raises(ConfigError, match=says):
-        generic.describe(optimizer, optimizer.param_groups[0]["params"][0])
+        generic.describe(optimizer, optimizer.param_groups[1]["params"][0])
     assert not optimizer.state
 
 

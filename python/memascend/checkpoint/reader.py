@@ -186,7 +186,10 @@ class CheckpointValues:
         del groups
         manifest = self._checkpoint.manifest
         origin = {name: manifest[name] for name in ("store", "step")}
-        return {"groups": manifest["groups"], "loss_scale": manifest["loss_scale"], "origin": origin}
+        said: dict[str, Any] = {
+            name: manifest[name] for name in ("groups", "loss_scale", "attributes") if name in manifest
+        }
+        return {**said, "origin": origin}
 
     def parameters(self, units: Sequence[Unit]) -> Generator[FirstValue, None, None]:
         """In the order of the units, on the mapped files."""

@@ -46,6 +46,9 @@ class Rule(Protocol):
     def state(self, kept: Arrival) -> dict[str, torch.Tensor]:
         """A copy of the state, by torch's names, and the master."""
 
+    def switch(self, mode: str, parameters: Iterable[Arrival]) -> list[str]:
+        """Stage what `train()` or `eval()` of the optimizer does to its parameters; the names of those."""
+
 
 class Arrivals:
     """All gradients, and what becomes of each when it arrives.

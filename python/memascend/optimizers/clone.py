@@ -1,11 +1,14 @@
-"""Copies an optimizer so that the copy steps other parameters, one at a time."""
+"""Copies of an optimizer that step other parameters than the original's."""
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict, deque
+import types
+from collections import OrderedDict, defaultdict
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from memascend.optimizers.option_values import copied
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -13,33 +16,17 @@ if TYPE_CHECKING:
 __all__ = [
     "arithmetic_dtype",
     "attributes_of",
-    "copied",
+    "cloned",
     "group_options",
     "named",
-    "same",
+    "run",
     "stand_in",
     "stepped",
     "user_attributes",
 ]
 
-# What a copy does not take: the state, the groups, the hooks of users, and what schedulers and scalers left on it.
-_OWN = frozenset(
-    {
-        "state",
-        "param_groups",
-        "step",
-        "grad_scale",
-        "found_inf",
-        "_optimizer_step_pre_hooks",
-        "_optimizer_step_post_hooks",
-        "_optimizer_state_dict_pre_hooks",
-        "_optimizer_state_dict_post_hooks",
-        "_optimizer_load_state_dict_pre_hooks",
-        "_optimizer_load_state_dict_post_hooks",
-    }
-)
-# Tensors in options and attributes that are copied and compared; a larger one is a table that steps only read.
-_COMPARED_NUMEL = 4096
+# What a copy does not take: the state, the groups, and what scalers left on it.
+_OWN = frozenset({"state", "param_groups", "grad_scale", "found_inf"})
 
 
 def named(optimizer: torch.optim.Optimizer) -> str:
@@ -49,8 +36,20 @@ def named(optimizer: torch.optim.Optimizer) -> str:
 
 
 def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What its `__init__` left on it, beside groups, state and hooks."""
-    return {name: value for name, value in vars(optimizer).items() if name not in _OWN}
+    """What its `__init__` left on it, beside groups, state, hooks and methods that others replaced (schedulers do)."""
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if name not in _OWN
+        and not name.startswith("_optimizer_")
+        and not callable(getattr(torch.optim.Optimizer, name, None))
+        and not _is_own_method(optimizer, value)
+    }
+
+
+def _is_own_method(optimizer: torch.optim.Optimizer, value: Any) -> bool:
+    """Whether it is a method of the optimizer's that it keeps under another name: a copy has to have its own."""
+    return isinstance(value, types.MethodType) and value.__self__ is optimizer
 
 
 def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -80,29 +79,49 @@ def stepped(
     attributes: Mapping[str, Any],
     groups: Sequence[dict[str, Any]],
     state: Mapping[torch.Tensor, Mapping[str, Any]],
+    method: str = "step",
 ) -> torch.optim.Optimizer:
-    """Run one step of a copy that has these attributes, groups and state, and return the copy.
+    """Run one step (or another method) of a copy that has these attributes, groups and state, and return the copy.
 
     It is of the very type of the original. Its `__init__` does not run: what that takes is the class's own business.
     Hooks do not run either: they are for steps, and this is one parameter's part of a step.
     """
+    copy = cloned(optimizer, attributes, groups, state)
+    run(copy, method)
+    return copy
+
+
+def cloned(
+    optimizer: torch.optim.Optimizer,
+    attributes: Mapping[str, Any],
+    groups: Sequence[dict[str, Any]],
+    state: Mapping[torch.Tensor, Mapping[str, Any]],
+) -> torch.optim.Optimizer:
+    """A copy that has these attributes, groups and state; see `stepped`."""
     copy: Any = object.__new__(type(optimizer))
     copy.__dict__.update(attributes)
-    for name in _OWN:
-        if name.startswith("_optimizer"):
-            copy.__dict__[name] = OrderedDict()
+    for name, value in vars(optimizer).items():
+        if _is_own_method(optimizer, value):
+            copy.__dict__[name] = types.MethodType(value.__func__, copy)
+    for moment in ("step", "state_dict", "load_state_dict"):
+        for when in ("pre", "post"):
+            copy.__dict__[f"_optimizer_{moment}_{when}_hooks"] = OrderedDict()
     copy.param_groups = list(groups)
     copy.state = defaultdict(dict)
-    for parameter, kept in state.items():
-        copy.state[parameter] = dict(kept)
+    for parameter, known in state.items():
+        copy.state[parameter] = dict(known)
     if isinstance(copy, torch.optim.Adagrad):
         _begin_adagrad(copy)
-    step = type(copy).step
-    # torch wraps the step of every class, so that hooks run, also those of all optimizers.
-    if getattr(step, "hooked", False):
-        step = step.__wrapped__
-    step(copy)
     return copy  # type: ignore[no-any-return]
+
+
+def run(copy: torch.optim.Optimizer, method: str = "step") -> None:
+    """Run a method of a copy, as its class has it."""
+    function = getattr(type(copy), method)
+    # torch wraps the step of every class, so that hooks run, also those of all optimizers.
+    if getattr(function, "hooked", False):
+        function = function.__wrapped__
+    function(copy)
 
 
 def _begin_adagrad(copy: torch.optim.Adagrad) -> None:
@@ -113,33 +132,3 @@ def _begin_adagrad(copy: torch.optim.Adagrad) -> None:
             if not copy.state[parameter]:
                 made = torch.optim.Adagrad([parameter], initial_accumulator_value=begin)
                 copy.state[parameter] = made.state[parameter]
-
-
-def copied(value: Any) -> Any:
-    """A copy of containers and small tensors, through and through; anything else as it is."""
-    if isinstance(value, torch.Tensor):
-        small = value.numel() <= _COMPARED_NUMEL and type(value) is torch.Tensor
-        return value.detach().clone() if small else value
-    if type(value) in {dict, OrderedDict}:
-        return type(value)((name, copied(part)) for name, part in value.items())
-    if type(value) is defaultdict:
-        return defaultdict(value.default_factory, {name: copied(part) for name, part in value.items()})
-    if type(value) in {list, tuple, deque}:
-        return type(value)(copied(part) for part in value)
-    return set(value) if type(value) is set else value
-
-
-def same(one: Any, other: Any) -> bool:
-    """Whether two such copies are equal to the bit."""
-    if one is other or type(one) is not type(other):
-        return one is other
-    if isinstance(one, torch.Tensor):
-        fits = one.dtype == other.dtype and one.shape == other.shape
-        return fits and torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[name], other[name]) for name in one)
-    if isinstance(one, list | tuple | deque):
-        return len(one) == len(other) and all(map(same, one, other))
-    comparable = isinstance(one, int | float | str | bytes | complex | set | frozenset)
-    # NaN is what differs from itself.
-    return comparable and bool(one == other or (one != one and other != other))  # noqa: PLR0124

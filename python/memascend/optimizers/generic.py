@@ -2,30 +2,37 @@
 
 For each parameter::
 
-    kept = generic.describe(optimizer, parameter, master_dtype)          # the state tensors of its entry
-    state, updates = generic.import_state(optimizer, parameter, kept)    # what the optimizer has already
-    function = generic.update(optimizer, group, kept, first=updates == 0)
-    engine.apply(name, function, step=updates + 1, gradient=gradient, whole=kept.whole)
+    layout = generic.describe(optimizer, parameter, master_dtype)          # the state tensors of its entry
+    state, updates = generic.import_state(optimizer, parameter, layout)    # what the optimizer has already
+    function = generic.update(optimizer, group, layout, first=updates == 0)
+    engine.apply(name, function, step=updates + 1, gradient=gradient, whole=layout.whole)
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from memascend.engine.chunk import Chunk
 from memascend.errors import ConfigError, UsageError
-from memascend.optimizers.clone import attributes_of, group_options, named, stand_in, stepped
-from memascend.optimizers.state_layout import Kept, describe, in_order
-from memascend.optimizers.support import elementwise, require_streamable
+from memascend.optimizers.clone import named, stand_in, stepped
+from memascend.optimizers.option_values import copied
+from memascend.optimizers.shared_values import SharedName, SharedValues
+from memascend.optimizers.state_layout import StateLayout, describe, in_order
+from memascend.optimizers.support import elementwise, known, require_streamable
+from memascend.optimizers.tensor_parts import parts_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
+
+    # Hears what a run changed beside its parameter and the state of that.
+    Ended = Callable[[dict[SharedName, Any]], None]
 
 __all__ = [
     "Chunk",
-    "Kept",
+    "Given",
+    "StateLayout",
     "describe",
     "elementwise",
     "export_state",
@@ -63,30 +70,47 @@ def rust_options(
     }
 
 
+class Given(NamedTuple):
+    """What an update is told of its gradient.
+
+    Attributes:
+        gradient: in place of the chunks': all of the parameter's. A sparse one needs `whole=True`.
+        factors: each multiplies the gradient in the gradient's own type, in this order.
+        grad_scale: multiplies the gradient after that, in the type that the update computes in.
+    """
+
+    gradient: torch.Tensor | None = None
+    factors: tuple[float, ...] = ()
+    grad_scale: float = 1.0
+
+
+_AS_IT_COMES = Given()
+
+
 def update(
     optimizer: torch.optim.Optimizer,
     group: Mapping[str, Any],
-    kept: Kept,
+    layout: StateLayout,
+    given: Given = _AS_IT_COMES,
     *,
     first: bool,
-    gradient: torch.Tensor | None = None,
-    factors: Sequence[float] = (),
-    grad_scale: float = 1.0,
+    method: str = "step",
+    ended: Ended | None = None,
 ) -> Callable[[Chunk], None]:
-    """One update of one parameter, as the options stand now, for `Engine.apply` with `whole=kept.whole`.
+    """One update of one parameter, as the options stand now, for `Engine.apply` with `whole=layout.whole`.
 
     It runs the optimizer's own step on the memory of the chunks, and writes state that the step makes anew into theirs.
 
     Args:
         optimizer: the original; nothing is done to it.
         group: the group of the parameter, one of the optimizer's own.
-        kept: what `describe` said of the parameter.
+        layout: what `describe` said of the parameter.
+        given: of the gradient.
         first: whether the parameter has no state yet; what its chunks hold of it is then not read.
-        gradient: in place of the chunks': all of the parameter's. A sparse one needs `whole=True`.
-        factors: each multiplies the gradient in the gradient's own type, in this order.
-        grad_scale: multiplies the gradient after that, in the type that the update computes in.
+        method: another method than the optimizer's step, which is run without a gradient.
+        ended: is told the options and attributes that the run changed, on the engine's thread; None: it changes none.
     """
-    return _Update(optimizer, group, kept, first, gradient, tuple(factors), grad_scale)
+    return _Update(optimizer, group, layout, given, first=first, method=method, ended=ended)
 
 
 class _Update:
@@ -94,80 +118,103 @@ class _Update:
         self,
         optimizer: torch.optim.Optimizer,
         group: Mapping[str, Any],
-        kept: Kept,
+        layout: StateLayout,
+        given: Given,
+        *,
         first: bool,
-        gradient: torch.Tensor | None,
-        factors: tuple[float, ...],
-        grad_scale: float,
+        method: str,
+        ended: Ended | None,
     ) -> None:
         self._optimizer = optimizer
-        self._kept = kept
+        self._layout = layout
         self._first = first
-        self._gradient = gradient
-        self._factors = factors
-        self._grad_scale = grad_scale
+        self._given = given
+        self._whole_gradient = given.gradient
+        self._method = method
+        self._ended = ended
         # Taken now: the chunks come on the engine's thread, while a scheduler may already be at the next step's.
-        self._attributes = attributes_of(optimizer)
         self._place = next(index for index, other in enumerate(optimizer.param_groups) if other is group)
-        # A class that we do not know may read its first group, whichever the parameter is in.
-        self._groups = [group_options(other) for other in optimizer.param_groups]
-        if elementwise(optimizer):
-            self._groups, self._place = [self._groups[self._place]], 0
+        shared = SharedValues.of(optimizer)
+        if known(optimizer):
+            # A class that we do not know may read its first group, whichever the parameter is in, and write to any.
+            shared, self._place = SharedValues(shared.attributes, [shared.groups[self._place]]), 0
+            self._begin = SharedValues(shared.attributes, copied(shared.groups))
+        else:
+            self._begin = shared.copy()
         # The scalars as they were before the update: each chunk advances a copy.
         self._scalars: dict[str, torch.Tensor] = {}
 
     def __call__(self, chunk: Chunk) -> None:
-        kept = self._kept
+        layout = self._layout
         whole = chunk.start == 0 and chunk.last
-        if not whole and (kept.whole or (self._gradient is not None and self._gradient.layout != torch.strided)):
+        if not whole and (
+            layout.whole or (self._whole_gradient is not None and self._whole_gradient.layout != torch.strided)
+        ):
             raise UsageError(
                 f"an update by {named(self._optimizer)} needs the whole parameter at once: apply whole=True"
             )
         values = self._laid(chunk.values, whole)
-        target = self._laid(chunk.state["master"], whole) if kept.master else values
-        parameter = stand_in(target, kept.attributes)
-        parameter.grad = self._gradient_of(chunk, target, whole)
+        target = self._laid(chunk.state["master"], whole) if layout.master else values
+        parameter = stand_in(target, layout.attributes)
+        if self._method == "step":
+            parameter.grad = self._gradient_of(chunk, target, whole)
         state = {} if self._first else self._state_of(chunk, whole)
-        groups: list[dict[str, Any]] = [{**group, "params": []} for group in self._groups]
+        begin = self._begin if known(self._optimizer) else self._begin.copy()
+        groups: list[dict[str, Any]] = [{**group, "params": []} for group in begin.groups]
         groups[self._place]["params"] = [parameter]
-        copy = stepped(self._optimizer, self._attributes, groups, {parameter: state} if state else {})
+        states: dict[torch.Tensor, dict[str, Any]] = {parameter: state} if state else {}
+        copy = stepped(self._optimizer, begin.attributes, groups, states, self._method)
         with torch.no_grad():
             if parameter.data_ptr() != target.data_ptr():
                 target.copy_(parameter)
-            if kept.master:
+            if layout.master:
                 values.copy_(target)
             self._keep(chunk, copy.state.get(parameter, {}), whole)
+        if not known(self._optimizer):
+            self._tell(copy)
+
+    def _tell(self, copy: torch.optim.Optimizer) -> None:
+        """Say what the run changed beside the parameter and its state."""
+        changes = self._begin.changes(SharedValues.of(copy))
+        if self._ended is not None:
+            self._ended(changes)
+        elif changes:
+            raise UsageError(f"{named(copy)} changed {next(iter(changes))}, which is not followed here")
 
     def _laid(self, tensor: torch.Tensor, whole: bool) -> torch.Tensor:
         """A tensor of the parameter's shape, laid out as the parameter is; a part of it has no shape."""
         if not whole:
             return tensor.reshape(-1)
-        return tensor if tensor.shape == self._kept.shape else tensor.as_strided(self._kept.shape, self._kept.stride)
+        return (
+            tensor if tensor.shape == self._layout.shape else tensor.as_strided(self._layout.shape, self._layout.stride)
+        )
 
     def _gradient_of(self, chunk: Chunk, target: torch.Tensor, whole: bool) -> torch.Tensor:
-        gradient = chunk.gradient if self._gradient is None else self._gradient
+        gradient = chunk.gradient if self._whole_gradient is None else self._whole_gradient
         if gradient is None:
             raise UsageError(f"an update by {named(self._optimizer)} was begun without a gradient")
         if gradient.layout == torch.strided:
-            if self._gradient is not None and not whole:
-                self._gradient = in_order(gradient, self._kept)
-                flat = self._gradient.as_strided((gradient.numel(),), (1,))
+            if self._whole_gradient is not None and not whole:
+                self._whole_gradient = in_order(gradient, self._layout)
+                flat = self._whole_gradient.as_strided((gradient.numel(),), (1,))
                 gradient = flat[chunk.start : chunk.start + chunk.count]
             gradient = self._laid(gradient, whole)
-        for factor in self._factors:
+        for factor in self._given.factors:
             gradient = gradient * factor
         gradient = gradient.to(target.dtype)
-        return gradient if self._grad_scale == 1.0 else gradient * self._grad_scale
+        scale = self._given.grad_scale
+        return gradient if scale == 1.0 else gradient * scale
 
     def _shared(self, name: str) -> bool:
         """Whether every chunk has the same tensor under that name."""
-        return self._kept.tensors[name].shape != self._kept.shape
+        return self._layout.tensors[name].shape != self._layout.shape
 
     def _state_of(self, chunk: Chunk, whole: bool) -> dict[str, Any]:
+        layout = self._layout
         if chunk.start == 0:
             self._scalars = {}
         state: dict[str, Any] = {}
-        for name, described in self._kept.tensors.items():
+        for name, described in layout.tensors.items():
             if name == "master":
                 continue
             tensor = chunk.state[name]
@@ -176,48 +223,56 @@ class _Update:
                 continue
             if not whole:
                 tensor = self._scalars.setdefault(name, tensor.clone()).clone()
-            tensor = tensor.reshape(described.shape)
-            state[name] = self._kept.numbers[name](tensor.item()) if name in self._kept.numbers else tensor
-        return state
+            state[name] = tensor.reshape(described.shape)
+        return layout.state_from(state)
 
     def _keep(self, chunk: Chunk, state: Mapping[str, Any], whole: bool) -> None:
         """Write what the step made anew, and scalars with the last chunk, into the chunk's tensors."""
+        layout = self._layout
+        if self._first and not state and self._method != "step":
+            # It has no state before its first step.
+            return
         made = {name: value for name, value in state.items() if value is not None}
-        wanted = [name for name in self._kept.tensors if name != "master"]
+        wanted = layout.names
         if made.keys() != set(wanted):
             raise UsageError(
                 f"{named(self._optimizer)} now keeps {sorted(made)} for a parameter and kept {sorted(wanted)} when "
                 "offload() looked: options that decide what it keeps (momentum, amsgrad, ...) must not change"
             )
         for name, value in made.items():
-            shared = self._shared(name)
-            if shared and not chunk.last:
-                continue
-            into = chunk.state[name]
-            if name in self._kept.numbers:
-                into.fill_(value)
-                continue
-            if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.dtype != into.dtype:
+            parts = layout.parted.get(name)
+            if (parts is None) != (parts_of(value) is None) or (parts is not None and not parts.fits(value)):
                 raise self._unfit(name, value)
-            into = into.reshape(self._kept.tensors[name].shape) if shared else self._laid(into, whole)
-            if value.shape != into.shape:
-                raise self._unfit(name, value)
-            if value.data_ptr() != into.data_ptr():
-                into.copy_(value)
+            tensors = {name: value} if parts is None else parts.apart(name, value)
+            for part, tensor in tensors.items():
+                if not self._shared(part) or chunk.last:
+                    self._keep_tensor(chunk.state[part], part, tensor, whole)
+
+    def _keep_tensor(self, into: torch.Tensor, name: str, value: Any, whole: bool) -> None:
+        if name in self._layout.numbers:
+            into.fill_(value)
+            return
+        if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.dtype != into.dtype:
+            raise self._unfit(name, value)
+        into = into.reshape(self._layout.tensors[name].shape) if self._shared(name) else self._laid(into, whole)
+        if value.shape != into.shape:
+            raise self._unfit(name, value)
+        if value.data_ptr() != into.data_ptr():
+            into.copy_(value)
 
     def _unfit(self, name: str, value: Any) -> UsageError:
-        described = self._kept.tensors[name]
+        described = self._layout.tensors.get(name)
+        stored = (
+            "is of a class of its own" if described is None else f"{described.dtype} of shape {list(described.shape)}"
+        )
         got = type(value).__qualname__
         if isinstance(value, torch.Tensor):
-            got = f"a tensor of {value.dtype}, {value.layout} and shape {list(value.shape)}"
-        return UsageError(
-            f"{named(self._optimizer)} made {got} of its state {name!r}; the store has {described.dtype} of "
-            f"shape {list(described.shape)}"
-        )
+            got += f" of {value.dtype}, {value.layout} and shape {list(value.shape)}"
+        return UsageError(f"{named(self._optimizer)} made a {got} of its state {name!r}; the store has {stored}")
 
 
 def import_state(
-    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, kept: Kept
+    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, layout: StateLayout
 ) -> tuple[dict[str, torch.Tensor], int]:
     """The state that the optimizer already has for `parameter`, as tensors for the store, and how many updates made it.
 
@@ -225,31 +280,42 @@ def import_state(
     0 means none.
 
     Raises:
-        ConfigError: some of it is missing.
+        ConfigError: some of it is missing, or of another kind.
     """
     existing = optimizer.state.get(parameter, {})
     existing = {name: value for name, value in existing.items() if value is not None}
     # State on "meta" was made with the parameter and holds nothing yet.
     if not existing or any(isinstance(value, torch.Tensor) and value.is_meta for value in existing.values()):
         return {}, 0
-    missing = [name for name in kept.tensors if name not in existing and name != "master"]
+    missing = [name for name in layout.names if name not in existing]
     if missing:
         raise ConfigError(
             f"{named(optimizer)} has state for a parameter, but no {missing[0]!r}, which it keeps with the options it "
             "has now; set them back, or start without its state"
         )
     state = {}
-    for name, described in kept.tensors.items():
-        if name != "master":
-            value = torch.as_tensor(existing[name]).detach()
-            state[name] = in_order(value.to("cpu", described.dtype), kept)
+    for name in layout.names:
+        parts, value = layout.parted.get(name), existing[name]
+        own = parts_of(value)
+        if (parts is None) != (own is None) or (
+            own is not None and list(own.parts) != list(parts.parts if parts else ())
+        ):
+            raise ConfigError(
+                f"{named(optimizer)} has a {type(value).__qualname__} as {name!r}, and now keeps another kind; "
+                "start without its state"
+            )
+        for part, tensor in ({name: value} if parts is None else parts.apart(name, value)).items():
+            described = layout.tensors[part]
+            plain = torch.as_tensor(tensor).detach().to("cpu", described.dtype)
+            if plain.shape != described.shape:
+                raise ConfigError(
+                    f"{named(optimizer)} has {part!r} of shape {list(plain.shape)}, and now keeps it in "
+                    f"{list(described.shape)}; start without its state"
+                )
+            state[part] = in_order(plain, layout)
     return state, max(1, int(existing.get("step", 1)))
 
 
-def export_state(kept: Kept, state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def export_state(layout: StateLayout, state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """What torch's optimizer would have in `optimizer.state[parameter]`: the store's tensors under torch's names."""
-    return {
-        name: kept.numbers[name](state[name].item()) if name in kept.numbers else state[name]
-        for name in kept.tensors
-        if name != "master"
-    }
+    return layout.state_from({name: state[name] for name in layout.tensors if name != "master"})

@@ -5,13 +5,13 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from memascend.errors import ConfigError
+from memascend.optimizers.option_values import copied
+from memascend.optimizers.shared_values import SharedName, plain, put, restored, storable
 
 if TYPE_CHECKING:
     import contextlib
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 __all__ = ["options_of", "take_options"]
 
@@ -25,18 +25,22 @@ def options_of(group: dict[str, Any]) -> dict[str, Any]:
     for name, value in group.items():
         if name in ("params", "param_names"):
             continue
-        plain = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-        if isinstance(plain, tuple):
-            plain = [item.item() if isinstance(item, torch.Tensor) else item for item in plain]
-        if isinstance(plain, (bool, int, float, str, list, type(None))):
-            found[name] = plain
+        if storable(value):
+            found[name] = plain(value)
     return found
 
 
 def take_options(
-    groups: Sequence[dict[str, Any]], stored: list[dict[str, Any]] | None, undo: contextlib.ExitStack
+    groups: Sequence[dict[str, Any]],
+    stored: list[dict[str, Any]] | None,
+    undo: contextlib.ExitStack,
+    changed_by_steps: Mapping[SharedName, Any] | None = None,
 ) -> None:
-    """Let the groups have the options that are stored; `undo` gives them back their own."""
+    """Let the groups have the options that are stored; `undo` gives them back their own.
+
+    Options that the optimizer's own steps change are no surprise: of those nothing is said.
+    """
+    examples = changed_by_steps or {}
     if stored is None or len(stored) != len(groups):
         raise ConfigError(f"what is stored has {len(stored or [])} parameter groups, the optimizer {len(groups)}")
     changed = []
@@ -44,10 +48,11 @@ def take_options(
         now = options_of(group)
         for name, value in options.items():
             if now.get(name) != value:
-                if not _is_scheduled(name, now, options):
+                place = SharedName(number, name)
+                if place not in examples and not _is_scheduled(name, now, options):
                     changed.append((number, name, now.get(name), value))
-                undo.callback(_give_back, group, name, group.get(name, _NONE))
-                group[name] = _as(group.get(name), value)
+                undo.callback(_give_back, group, name, copied(group.get(name, _NONE)))
+                put(group, name, restored(value, examples.get(place, group.get(name))))
     if changed:
         number, name, own, _ = changed[0]
         words = (
@@ -73,13 +78,4 @@ def _give_back(group: dict[str, Any], name: str, value: Any) -> None:
     if value is _NONE:
         group.pop(name, None)
     else:
-        group[name] = value
-
-
-def _as(like: Any, value: Any) -> Any:
-    """A stored option as the group holds it."""
-    if isinstance(like, torch.Tensor):
-        return torch.full_like(like, value)
-    if isinstance(like, tuple):
-        return tuple(value)
-    return value
+        put(group, name, value)

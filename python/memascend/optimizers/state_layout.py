@@ -1,37 +1,37 @@
-"""Finds which state an optimizer holds for a parameter by stepping a copy of it on a small or a meta tensor."""
+"""Describes the state that an optimizer keeps for one parameter, as the store has it and as torch has it."""
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from memascend.errors import ConfigError
-from memascend.optimizers.clone import arithmetic_dtype, named, stand_in, user_attributes
-from memascend.optimizers.support import TRIAL_STEPS, elementwise, known, trial
+from memascend.optimizers.clone import arithmetic_dtype, named, user_attributes
+from memascend.optimizers.state_trials import StateTrials
+from memascend.optimizers.support import elementwise, known
+from memascend.optimizers.tensor_parts import TensorParts, parts_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping
 
-__all__ = ["Kept", "describe", "in_order"]
+__all__ = ["StateLayout", "describe", "in_order"]
 
 # Python's numbers in a state, and how the store holds each.
 _NUMBERS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
-# Dimensions of the small tensors that stand for large ones: unlike, so that each can be told in a state's shape.
-_SMALL_DIMS = (3, 5, 7, 11, 13, 17, 19, 23)
 _MASTER = "master"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kept:
+class StateLayout:
     """What an optimizer keeps for one parameter.
 
     Attributes:
         tensors: its state by torch's names, on "meta", what has the parameter's shape laid out as that is; scalars are
             0-dim, and "master" is ours.
         numbers: the names among them that are Python's numbers in torch's state, and of which type.
+        parted: names in torch's state that are tensors of a subclass: `tensors` has the parts that they are made of.
         shape: the parameter's.
         stride: the parameter's, in elements, as its bytes are laid out.
         dtype: what the update computes in: the master's where there is one.
@@ -42,12 +42,31 @@ class Kept:
 
     tensors: dict[str, torch.Tensor]
     numbers: dict[str, type]
+    parted: dict[str, TensorParts]
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
     master: bool
     whole: bool
     attributes: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def names(self) -> list[str]:
+        """The names in torch's state."""
+        parts = {part for name, parted in self.parted.items() for part in parted.names(name)}
+        return [*(name for name in self.tensors if name != _MASTER and name not in parts), *self.parted]
+
+    def state_from(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """The state as torch has it, on the memory of these tensors: numbers, and subclasses put together."""
+        state: dict[str, Any] = {}
+        for name in self.names:
+            if name in self.parted:
+                # What is quantised in blocks counts row by row, whatever the parameter's strides.
+                plain = {part: tensors[part].contiguous() for part in self.parted[name].names(name)}
+                state[name] = self.parted[name].together(name, plain)
+            else:
+                state[name] = self.numbers[name](tensors[name].item()) if name in self.numbers else tensors[name]
+        return state
 
     @property
     def whole_bytes(self) -> int:
@@ -60,8 +79,11 @@ class Kept:
 
 
 def describe(
-    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, master_dtype: torch.dtype | None = torch.float32
-) -> Kept:
+    optimizer: torch.optim.Optimizer,
+    parameter: torch.Tensor,
+    master_dtype: torch.dtype | None = torch.float32,
+    trials: StateTrials | None = None,
+) -> StateLayout:
     """What `optimizer` keeps for `parameter`, which may be on "meta"; nothing is done to either.
 
     State that it has already and would not make now (Adam's maximum after amsgrad was switched off) is kept too, as
@@ -71,54 +93,38 @@ def describe(
         optimizer: any whose state is per parameter.
         parameter: one of its parameters.
         master_dtype: of the master of 16-bit parameters, in which their update computes; None: they have none.
+        trials: of this optimizer, where several of its parameters are described.
 
     Raises:
         ConfigError: it keeps what cannot be streamed, or could not be tried.
     """
-    index = next(
+    group = next(
         (
-            index
-            for index, group in enumerate(optimizer.param_groups)
+            number
+            for number, group in enumerate(optimizer.param_groups)
             if any(parameter is member for member in group["params"])
         ),
         None,
     )
-    if index is None:
+    if group is None:
         raise ConfigError("the optimizer does not own this parameter")
     dtype = arithmetic_dtype(parameter.dtype, master_dtype)
     master = dtype != parameter.dtype
     # Where elements are repeated or left out there is no such layout, and this is the next best.
     stride = torch.empty_like(parameter, device="meta", memory_format=torch.preserve_format).stride()
-    tensors: dict[str, torch.Tensor] = {}
-    numbers: dict[str, type] = {}
+    found = _Found(optimizer, parameter, dtype, stride)
     if master:
-        tensors[_MASTER] = torch.empty_strided(parameter.shape, stride, dtype=dtype, device="meta")
+        found.tensors[_MASTER] = torch.empty_strided(parameter.shape, stride, dtype=dtype, device="meta")
     attributes = user_attributes(parameter)
-    found = _tried(optimizer, index, parameter.shape, dtype, attributes)
+    tried = (trials or StateTrials(optimizer)).state(group, parameter.shape, dtype, attributes)
     existing = optimizer.state.get(parameter, {})
-    for name, value in {**found, **existing}.items():
-        if value is None:
-            continue
-        if not isinstance(name, str) or name == _MASTER:
-            raise ConfigError(f"{named(optimizer)} keeps state under {name!r}, a name that cannot be stored")
-        if type(value) in _NUMBERS:
-            numbers[name] = type(value)
-            tensors[name] = torch.empty((), dtype=_NUMBERS[type(value)], device="meta")
-        elif isinstance(value, torch.Tensor) and value.layout == torch.strided:
-            kind = value.dtype
-            if master and value.dtype == parameter.dtype:
-                kind = dtype
-            made = torch.empty(value.shape, dtype=kind, device="meta")
-            # State of the parameter's shape lies as the parameter does.
-            tensors[name] = made.as_strided(made.shape, stride) if made.shape == parameter.shape else made
-        else:
-            kind_name = "a sparse tensor" if isinstance(value, torch.Tensor) else f"a {type(value).__qualname__}"
-            raise ConfigError(
-                f"{named(optimizer)} keeps {kind_name} as {name!r}; only dense tensors and numbers are streamed"
-            )
-    return Kept(
-        tensors=tensors,
-        numbers=numbers,
+    for name, value in {**tried, **existing}.items():
+        # Of a subclass, what a step makes of it: its own may be of the parameter's type.
+        found.add(name, tried[name] if parts_of(value) is not None and name in tried else value)
+    return StateLayout(
+        tensors=found.tensors,
+        numbers=found.numbers,
+        parted=found.parted,
         shape=parameter.shape,
         stride=stride,
         dtype=dtype,
@@ -129,87 +135,55 @@ def describe(
     )
 
 
-def in_order(tensor: torch.Tensor, kept: Kept) -> torch.Tensor:
-    """The tensor, laid out as the parameter is where it has the parameter's shape, else row by row."""
-    if tensor.shape != kept.shape:
-        return tensor.contiguous()
-    if tensor.stride() == kept.stride:
-        return tensor
-    return torch.empty_strided(kept.shape, kept.stride, dtype=tensor.dtype).copy_(tensor)
+class _Found:
+    """The state of one parameter, as it is found."""
 
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, dtype: torch.dtype, stride: tuple[int, ...]
+    ) -> None:
+        self._optimizer = optimizer
+        self._parameter = parameter
+        self._dtype = dtype
+        self._stride = stride
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.numbers: dict[str, type] = {}
+        self.parted: dict[str, TensorParts] = {}
 
-def _tried(
-    optimizer: torch.optim.Optimizer,
-    index: int,
-    shape: torch.Size,
-    dtype: torch.dtype,
-    attributes: Mapping[str, Any],
-) -> dict[str, Any]:
-    """The state after a trial; its tensors have the shapes that they have for a parameter of `shape`."""
-    small = torch.Size(1 if dim == 1 else unlike for dim, unlike in zip(shape, _SMALL_DIMS, strict=False))
-    failed: Exception | None = None
-    ways = [(small, "cpu", False), (small, "cpu", True)]
-    if not known(optimizer):
-        # What it keeps may depend on the size: no size is like the true one, where its step reads no value.
-        ways.insert(0, (shape, "meta", False))
-    for size, device, sparse in ways:
-        if len(size) != len(shape) or (sparse and not size):
-            continue
-        values = torch.ones(size, dtype=dtype, device=device)
-        gradients = ([_sparse(values) if sparse else torch.ones_like(values)] for _ in range(TRIAL_STEPS))
-        try:
-            with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                # Neither has kernels for tensors without bytes; what they keep is the same.
-                off = {"foreach": False, "fused": False}
-                members = [(index, stand_in(values, attributes))]
-                states = _steady(optimizer, (state for (state,) in trial(optimizer, members, gradients, off)))
-        except ConfigError:
-            raise
-        except Exception as error:  # noqa: BLE001 - the next kind of tensor may do
-            failed = failed or error
-            continue
-        return {name: _scaled(optimizer, name, value, size, shape) for name, value in states.items()}
-    raise ConfigError(
-        f"what {named(optimizer)} keeps for a parameter of shape {list(shape)} could not be found out: its step failed "
-        f"({type(failed).__name__}: {failed})"
-    ) from failed
+    def add(self, name: Any, value: Any) -> None:
+        """Take a value of the state, under its name there."""
+        if value is None:
+            return
+        if not isinstance(name, str) or name == _MASTER or name in self.tensors:
+            raise ConfigError(f"{named(self._optimizer)} keeps state under {name!r}, a name that cannot be stored")
+        parts = parts_of(value)
+        if type(value) in _NUMBERS:
+            self.numbers[name] = type(value)
+            self.tensors[name] = torch.empty((), dtype=_NUMBERS[type(value)], device="meta")
+        elif parts is not None:
+            self.parted[name] = parts
+            for part, tensor in parts.apart(name, value).items():
+                self._add_tensor(part, tensor, tensor.dtype)
+        else:
+            dtype = getattr(value, "dtype", None)
+            self._add_tensor(name, value, self._dtype if dtype == self._parameter.dtype else dtype)
 
-
-def _sparse(values: torch.Tensor) -> torch.Tensor:
-    # No check of its invariants: the check warns that it was not asked for.
-    indices = torch.zeros((1, 1), dtype=torch.int64)
-    return torch.sparse_coo_tensor(indices, torch.ones_like(values[:1]), values.shape, check_invariants=False)
-
-
-def _steady(optimizer: torch.optim.Optimizer, states: Iterator[dict[str, Any]]) -> dict[str, Any]:
-    """The state, which has the same names and shapes after each step."""
-    first = next(states)
-    if known(optimizer):
-        return first
-    for later in states:
-        if _shapes(first) != _shapes(later):
+    def _add_tensor(self, name: str, value: Any, dtype: Any) -> None:
+        plain = type(value) in {torch.Tensor, torch.nn.Parameter}
+        if not plain or value.layout != torch.strided or name in self.tensors:
+            kind = f"a {type(value).__qualname__}" if not plain else "a sparse tensor"
             raise ConfigError(
-                f"{named(optimizer)} keeps other state after its second step than after its first; only state that is "
-                "there from the first step on can be streamed"
+                f"{named(self._optimizer)} keeps {kind} as {name!r}; only dense tensors and numbers are streamed"
             )
-    return first
+        made = torch.empty(value.shape, dtype=dtype, device="meta")
+        # State of the parameter's shape lies as the parameter does.
+        own = made.shape == self._parameter.shape
+        self.tensors[name] = made.as_strided(made.shape, self._stride) if own else made
 
 
-def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: (value.shape, value.dtype) if isinstance(value, torch.Tensor) else type(value)
-        for name, value in state.items()
-    }
-
-
-def _scaled(optimizer: torch.optim.Optimizer, name: str, value: Any, size: Sequence[int], shape: torch.Size) -> Any:
-    """What stands for a tensor of a small parameter's state in that of a parameter of `shape`."""
-    if not isinstance(value, torch.Tensor) or value.layout != torch.strided or tuple(size) == tuple(shape):
-        return value
-    dims = {1: 1, torch.Size(size).numel(): shape.numel(), **dict(zip(size, shape, strict=True))}
-    if any(dim not in dims for dim in value.shape):
-        raise ConfigError(
-            f"the shape of {name!r}, which {named(optimizer)} keeps, does not follow from that of the parameter"
-        )
-    return torch.empty([dims[dim] for dim in value.shape], dtype=value.dtype, device="meta")
+def in_order(tensor: torch.Tensor, layout: StateLayout) -> torch.Tensor:
+    """The tensor, laid out as the parameter is where it has the parameter's shape, else row by row."""
+    if tensor.shape != layout.shape:
+        return tensor.contiguous()
+    if tensor.stride() == layout.stride:
+        return tensor
+    return torch.empty_strided(layout.shape, layout.stride, dtype=tensor.dtype).copy_(tensor)

@@ -9,17 +9,23 @@ import torch
 from memascend.engine import Adam, master_of
 from memascend.errors import UsageError
 from memascend.optimizers import generic
+from memascend.optimizers.adoption import Adoption
 from memascend.optimizers.clone import group_options
+from memascend.optimizers.state_layout import describe
+from memascend.optimizers.state_trials import StateTrials
 from memascend.pages import whole_pages
 from memascend.residency.placeholder import dense_strides
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from memascend.engine import Chunk, Engine, Store
     from memascend.gradients.gradient import Arrival
+    from memascend.optimizers.state_layout import StateLayout
 
 __all__ = ["Arithmetic", "Updates"]
+
+_AS_IT_COMES = generic.Given()
 
 
 class Arithmetic:
@@ -37,17 +43,19 @@ class Arithmetic:
     def __init__(
         self, optimizer: torch.optim.Optimizer, master_dtype: torch.dtype | None, sparse: frozenset[int] = frozenset()
     ) -> None:
-        generic.require_streamable(optimizer, master_dtype)
+        # What its steps change for all parameters alike.
+        self.shared = Adoption(optimizer, generic.require_streamable(optimizer, master_dtype))
         self.optimizer = optimizer
         self.master_dtype = master_dtype
         self._sparse = sparse
         # By parameter: what torch's own code keeps of it; None where Adam runs on the engine.
-        self.kept: dict[int, generic.Kept | None] = {}
+        self.layouts: dict[int, StateLayout | None] = {}
+        trials = StateTrials(optimizer)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 rust = self.rust_options(group, parameter.dtype)
-                kept = None if rust is not None else generic.describe(optimizer, parameter, master_dtype)
-                self.kept[id(parameter)] = kept
+                layout = None if rust is not None else describe(optimizer, parameter, master_dtype, trials)
+                self.layouts[id(parameter)] = layout
 
     def rust_options(self, group: dict[str, Any], dtype: torch.dtype) -> dict[str, Any] | None:
         """The numbers of an update on the engine; None where torch's own code has to run."""
@@ -55,9 +63,9 @@ class Arithmetic:
 
     def describe(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """The state tensors of a parameter, on meta."""
-        kept = self.kept[id(parameter)]
-        if kept is not None:
-            return dict(kept.tensors)
+        layout = self.layouts[id(parameter)]
+        if layout is not None:
+            return dict(layout.tensors)
         moments = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
         masters = {torch.float32: {}, torch.bfloat16: {"rest": torch.int16}, torch.float16: {"master": torch.float32}}
         strides = dense_strides(parameter)
@@ -68,9 +76,9 @@ class Arithmetic:
 
     def initial(self, parameter: torch.Tensor) -> tuple[dict[str, torch.Tensor], int]:
         """The state that the optimizer has already, and how many updates made it."""
-        kept = self.kept[id(parameter)]
-        if kept is not None:
-            return generic.import_state(self.optimizer, parameter, kept)
+        layout = self.layouts[id(parameter)]
+        if layout is not None:
+            return generic.import_state(self.optimizer, parameter, layout)
         state = self.optimizer.state.get(parameter) or {}
         strides = dense_strides(parameter)
         found = {}
@@ -85,9 +93,9 @@ class Arithmetic:
     def whole_bytes(self) -> int:
         """Memory for the largest parameter that is updated whole."""
         whole = [
-            kept.whole_bytes
-            for parameter, kept in self.kept.items()
-            if kept is not None and (kept.whole or parameter in self._sparse)
+            layout.whole_bytes
+            for parameter, layout in self.layouts.items()
+            if layout is not None and (layout.whole or parameter in self._sparse)
         ]
         # Its tensors begin on lines of the cache.
         return whole_pages(max(whole) + 64 * 16) if whole else 0
@@ -99,9 +107,9 @@ class Arithmetic:
             parameter.dtype
             for group in self.optimizer.param_groups
             for parameter in group["params"]
-            if self.kept[id(parameter)] is None
+            if self.layouts[id(parameter)] is None
         }
-        if any(kept is not None for kept in self.kept.values()):
+        if any(layout is not None for layout in self.layouts.values()):
             return "read"
         if torch.bfloat16 in rust or torch.float32 in rust:
             return "resident"
@@ -127,13 +135,27 @@ class Updates:
         # The last ones of each group: parameters whose options are equal share them.
         self._options: dict[int, dict[str, Any]] = {}
 
-    def _kept(self, kept: Arrival) -> generic.Kept | None:
-        return self._arithmetic.kept[id(kept.place.parameter)]
+    def _layout(self, kept: Arrival) -> StateLayout | None:
+        return self._arithmetic.layouts[id(kept.place.parameter)]
+
+    def _run(
+        self, kept: Arrival, layout: StateLayout, given: generic.Given = _AS_IT_COMES, method: str = "step"
+    ) -> Callable[[Chunk], None]:
+        """A run of the optimizer's own code on one parameter."""
+        return generic.update(
+            self._arithmetic.optimizer,
+            self._groups[kept.group],
+            layout,
+            given,
+            first=kept.step == 0,
+            method=method,
+            ended=self._arithmetic.shared.ended(kept.name, kept.group),
+        )
 
     def options(self, kept: Arrival) -> dict[str, Any]:
         """The options that an update of this parameter would use now."""
         group = self._groups[kept.group]
-        if self._kept(kept) is not None:
+        if self._layout(kept) is not None:
             return group_options(group)
         options = self._arithmetic.rust_options(group, kept.place.dtype)
         if options is None:
@@ -147,9 +169,9 @@ class Updates:
 
     def update(self, kept: Arrival, gradient: torch.Tensor, scale: float) -> None:
         """Begin the update by a gradient in memory, multiplied by `scale`."""
-        described = self._kept(kept)
+        layout = self._layout(kept)
         step = kept.step + 1
-        if described is None:
+        if layout is None:
             if gradient.is_sparse:
                 raise UsageError(
                     f"{type(self._arithmetic.optimizer).__name__} does not support sparse gradients, and {kept.name!r} "
@@ -161,34 +183,35 @@ class Updates:
             return
         # Its rows are few, and looked up by the engine's thread.
         sparse = gradient.cpu() if gradient.is_sparse else None
-        function = generic.update(
-            self._arithmetic.optimizer,
-            self._groups[kept.group],
-            described,
-            first=kept.step == 0,
-            gradient=sparse,
-            grad_scale=scale,
-        )
+        function = self._run(kept, layout, generic.Given(gradient=sparse, grad_scale=scale))
         dense = gradient.to_dense() if gradient.is_sparse else gradient
-        self._engine.apply(kept.name, function, step=step, gradient=dense, whole=described.whole or sparse is not None)
+        self._engine.apply(kept.name, function, step=step, gradient=dense, whole=layout.whole or sparse is not None)
 
     def update_spilled(self, kept: Arrival, factors: Sequence[float], scale: float) -> None:
         """Begin the update by the gradient that was spilled."""
-        described = self._kept(kept)
+        layout = self._layout(kept)
         step = kept.step + 1
-        if described is None:
+        if layout is None:
             numbers = Adam(step=step, grad_scale=scale, **kept.options)
             self._engine.update_spilled(kept.name, numbers, factors=factors)
             return
-        function = generic.update(
-            self._arithmetic.optimizer,
-            self._groups[kept.group],
-            described,
-            first=kept.step == 0,
-            factors=factors,
-            grad_scale=scale,
-        )
-        self._engine.apply(kept.name, function, step=step, whole=described.whole)
+        function = self._run(kept, layout, generic.Given(factors=tuple(factors), grad_scale=scale))
+        self._engine.apply(kept.name, function, step=step, whole=layout.whole)
+
+    def switch(self, mode: str, parameters: Iterable[Arrival]) -> list[str]:
+        """Stage what `train()` or `eval()` of the optimizer does to its parameters; the names of those."""
+        begun = []
+        for kept in parameters:
+            layout = self._layout(kept)
+            if kept.step == 0 or layout is None:
+                # Before its first step there is nothing to do, which offload() has tried.
+                continue
+            # The engine wants a gradient; nothing reads it, and what is not written takes no memory.
+            unread = torch.empty_strided(kept.place.shape, kept.place.stride, dtype=kept.dtype, device="cpu")
+            function = self._run(kept, layout, method=mode)
+            self._engine.apply(kept.name, function, step=kept.step, gradient=unread, whole=layout.whole)
+            begun.append(kept.name)
+        return begun
 
     def rewrite(self, name: str, values: torch.Tensor, step: int) -> None:
         """Stage other values, and a master that equals them; the moments stay."""
@@ -211,12 +234,12 @@ class Updates:
     def state(self, kept: Arrival) -> dict[str, torch.Tensor]:
         """A copy of the state, by torch's names, and the master."""
         values, state = self._store.read(kept.name)
-        described = self._kept(kept)
-        if described is not None:
+        layout = self._layout(kept)
+        if layout is not None:
             master = {"master": state.pop("master", values)}
             if kept.step == 0:
                 return master
-            return {**generic.export_state(described, state), **master}
+            return {**generic.export_state(layout, state), **master}
         whole = master_of(values, state)
         master = {"master": whole.pop("master")}
         if kept.step == 0:

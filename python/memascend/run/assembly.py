@@ -28,6 +28,7 @@ from memascend.run.loads import Loads
 from memascend.run.materialized import Materializer
 from memascend.run.measurements import Measurements
 from memascend.run.meter import Meter
+from memascend.run.modes import Modes
 from memascend.run.optimizer import OffloadedOptimizer
 from memascend.run.position import Position
 from memascend.run.readiness import Readiness
@@ -100,7 +101,7 @@ class Assembly:
         gradients = self._gradients(residency, meter, scale, residency.transfers.settle)
         frames = self._frames(residency, gradients)
         position = Position(resources.store, subject.options.checkpoint)
-        record = Record(resources.store, position, subject.buffers, subject.original.param_groups, scale)
+        record = Record(resources.store, position, subject.buffers, subject.arithmetic, scale)
         readiness = Readiness(resources, residency, frames, gradients)
         rewrites = Rewrites(resources, residency, gradients, record)
         loads = Loads(resources, residency, record, rewrites)
@@ -114,6 +115,7 @@ class Assembly:
             residency=residency,
             frames=frames,
             gradients=gradients,
+            modes=Modes(resources, residency, gradients, readiness, record),
             readiness=readiness,
             record=record,
             loads=loads,

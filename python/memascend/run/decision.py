@@ -17,6 +17,7 @@ from memascend.device.recurrent import copied_bytes
 from memascend.device.upload import CHUNKS
 from memascend.errors import ConfigError
 from memascend.optimizers.update_rule import Arithmetic
+from memascend.optimizers.wrappers import unwrapped
 from memascend.planning.embeddings import find_row_embeddings
 from memascend.planning.plan import make_plan
 from memascend.planning.requirements import Requirements
@@ -54,17 +55,18 @@ class Subject:
     ) -> None:
         """`device` computes, where that is not the host; `staged`: units reach it through chunks."""
         self.model = model
-        self.original = optimizer
+        self.given = optimizer
+        self.original = unwrapped(optimizer)
         self.options = options
         self.device = device
         self.staged = staged
-        self.owned = find_owned(model, optimizer, None if device is None else device.torch_device)
+        self.owned = find_owned(model, self.original, None if device is None else device.torch_device)
         self.named = {name: owned.parameter for name, owned in self.owned.items()}
         self.trained = {name for name, owned in self.owned.items() if owned.group is not None}
         require_plain(self.named)
         if options.weights is not None and not any(parameter.is_meta for parameter in self.named.values()):
             raise ConfigError("weights= is for parameters on meta, and the model has none there: leave it out")
-        self.arithmetic = Arithmetic(optimizer, options.master_dtype, frozenset(sparse_ids(model)))
+        self.arithmetic = Arithmetic(self.original, options.master_dtype, frozenset(sparse_ids(model)))
         self.buffers = Buffers(model)
 
     @property
@@ -196,8 +198,8 @@ def _by_rows(subject: Subject, units: Sequence[Unit]) -> tuple[str, ...]:
     if subject.staged or (subject.options.paths and not folders_of(subject.options)):
         # What uses all of one needs a folder.
         return ()
-    kept = subject.arithmetic.kept.items()
-    wanted_whole = [identity for identity, found in kept if found is not None and found.whole]
+    layouts = subject.arithmetic.layouts.items()
+    wanted_whole = [identity for identity, layout in layouts if layout is not None and layout.whole]
     return find_row_embeddings(subject.model, units, wanted_whole)
 
 

@@ -14,6 +14,7 @@ from memascend.activations import activations as activation_files
 from memascend.device import device as devices
 from memascend.device.unit_memory import DeviceUnits, HostUnits
 from memascend.optimizers.group_options import take_options
+from memascend.optimizers.wrappers import wrap_again
 from memascend.planning.options import Options
 from memascend.run.assembly import Assembly
 from memascend.run.beginning import FirstValues, open_store
@@ -158,7 +159,9 @@ def _offloaded(subject: Subject) -> OffloadedOptimizer:
         if options.resumes:
             first.prepare(created=store.created)
         stored = first.write(engine, decision) if store.created else first.read(store)
-        take_options(subject.original.param_groups, stored.get("groups"), undo)
+        shared = subject.arithmetic.shared
+        take_options(subject.original.param_groups, stored.get("groups"), undo, shared.examples)
+        shared.restore(stored.get("attributes") or {}, undo)
         first.let_go()
         resources = _resources(subject, decision, store, engine, folder, undo)
         scratch = scratch_of(options) or folder
@@ -166,6 +169,7 @@ def _offloaded(subject: Subject) -> OffloadedOptimizer:
         # What is refused is refused by now, and the newest commit still there.
         store.go_back()
         undo.pop_all()
+    wrap_again(subject.given, offloaded)
     session.measurements.heap.model_left()
     return offloaded
 

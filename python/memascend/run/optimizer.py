@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ import torch
 
 from memascend.closing import Closing
 from memascend.errors import UsageError
+from memascend.optimizers.trial import MODES
 
 if TYPE_CHECKING:
     import os
@@ -75,6 +77,12 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
         """Torch's clipping of all gradients that are kept; bit for bit torch's."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def __getattr__(self, name: str) -> Any:
+        """`train()` and `eval()`, where the original has them, as schedule-free optimizers do."""
+        if name in MODES and callable(getattr(type(vars(self).get("_original")), name, None)):
+            return functools.partial(self._session.modes.switch, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     # --- what is known -----------------------------------------------------------------
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from memascend.checkpoint.buffers import Buffers
     from memascend.engine import Store
     from memascend.gradients.loss_scale import LossScale
+    from memascend.optimizers.update_rule import Arithmetic
     from memascend.run.position import Position
 
 __all__ = ["Record"]
@@ -25,19 +26,22 @@ class Record:
     """What is committed with a step, and where the run stands."""
 
     def __init__(
-        self, store: Store, position: Position, buffers: Buffers, groups: list[dict[str, Any]], scale: LossScale
+        self, store: Store, position: Position, buffers: Buffers, arithmetic: Arithmetic, scale: LossScale
     ) -> None:
-        """`groups` are the optimizer's own, which a scheduler changes."""
         self._store = store
         self.position = position
         self.buffers = buffers
-        self.groups = groups
+        # The optimizer's own, which a scheduler changes.
+        self.groups = arithmetic.optimizer.param_groups
+        self.shared = arithmetic.shared
         self.scale = scale
         self.user_state: Any = store.user_state
 
     def hyperparameters(self) -> dict[str, Any]:
-        """The groups' options and the loss scale, as JSON."""
-        return {"groups": [options_of(group) for group in self.groups], "loss_scale": self.scale.state()}
+        """The groups' options, attributes of the optimizer that its steps change, and the loss scale, as JSON."""
+        found = {"groups": [options_of(group) for group in self.groups], "loss_scale": self.scale.state()}
+        attributes = self.shared.attributes()
+        return {**found, "attributes": attributes} if attributes else found
 
     def set_user_state(self, value: Any) -> None:
         """Keep a JSON value for the next commit."""

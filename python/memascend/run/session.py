@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from memascend.run.loads import Loads
     from memascend.run.materialized import Materializer
     from memascend.run.measurements import Measurements
+    from memascend.run.modes import Modes
     from memascend.run.readiness import Readiness
     from memascend.run.record import Record
     from memascend.run.report import Report
@@ -57,6 +58,7 @@ class Session:
     readiness: Readiness
     record: Record
     loads: Loads
+    modes: Modes
     state_dicts: StateDicts
     materializer: Materializer
     attachment: Attachment
@@ -119,6 +121,8 @@ class Session:
         gradients.update_all(present, factor)
         step = record.position.step + 1
         record.buffers.stage(store, step)
+        updated = [name for name, kept in gradients.kept.items() if kept.state.staged]
+        give_back = record.shared.adopt(updated, engine.finish)
         before = record.scale.state()
         record.scale.update(overflowed=False)
         generation = store.info()["generation"]
@@ -127,6 +131,7 @@ class Session:
         except BaseException:
             if store.info()["generation"] == generation:
                 record.scale.load(before)
+                give_back()
             else:
                 # Ctrl-C is heard once the commit has returned: it stands.
                 self._committed(present)

@@ -1,0 +1,279 @@
+"""Compares an optimizer that steps small tensors together, as in torch, with one that steps them one at a time."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memascend.errors import ConfigError
+from memascend.optimizers.clone import arithmetic_dtype, cloned, named, run, stand_in, user_attributes
+from memascend.optimizers.option_values import copied, same
+from memascend.optimizers.randomness import uncompiled, undrawn
+from memascend.optimizers.shared_values import Disagreement, SharedName, SharedValues, common_end, storable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+__all__ = ["MODES", "require_independent", "stepping"]
+
+_STEPS = 4
+# Tried parameters have at most so many elements in each dimension.
+_TRIAL_DIM_MAX = 6
+# At most so many of each group are tried.
+_TRIED_MAX = 4
+# What an optimizer may have beside step(), to change its parameters between training and evaluation.
+MODES = ("train", "eval")
+
+
+class _Member:
+    """A parameter of the trial, and where the one that it stands for is in its group."""
+
+    def __init__(self, group: int, position: int, parameter: torch.Tensor, dtype: torch.dtype) -> None:
+        self.group = group
+        self.position = position
+        self.shape = [min(dim, _TRIAL_DIM_MAX) for dim in parameter.shape]
+        self.dtype = dtype
+        self.attributes = user_attributes(parameter)
+        self.begin = torch.empty(0)
+
+    def drawn(self, generator: torch.Generator) -> torch.Tensor:
+        return torch.randn(self.shape, generator=generator).to(self.dtype)
+
+
+class _Joint:
+    """All members in one copy, as torch steps them."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, begin: SharedValues, members: Sequence[_Member], *, spread: bool
+    ) -> None:
+        """With `spread`, each is at the place that it has in its group, among others that never have a gradient."""
+        shared = begin.copy(deep=True)
+        self.parameters = [stand_in(member.begin.clone(), member.attributes) for member in members]
+        groups = [{**options, "params": []} for options in shared.groups]
+        for number, group in enumerate(groups):
+            mine = {m.position: p for m, p in zip(members, self.parameters, strict=True) if m.group == number}
+            count = len(optimizer.param_groups[number]["params"])
+            other = torch.nn.Parameter(torch.zeros(2, 3))
+            group["params"] = [mine.get(place, other) for place in range(count)] if spread else list(mine.values())
+        self.copy = cloned(optimizer, shared.attributes, groups, {})
+        self.known = {id(parameter) for group in groups for parameter in group["params"]}
+
+    def do(self, method: str, gradients: Sequence[torch.Tensor | None]) -> None:
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = None if gradient is None else gradient.clone()
+        run(self.copy, method)
+        if any(id(key) not in self.known for key in self.copy.state):
+            raise _refused(self.copy, "its step changes state that belongs to no parameter")
+
+    def now(self) -> tuple[list[torch.Tensor], list[dict[str, Any]], SharedValues]:
+        states = [dict(self.copy.state.get(parameter, {})) for parameter in self.parameters]
+        return [parameter.data for parameter in self.parameters], states, SharedValues.of(self.copy)
+
+
+class _OneByOne:
+    """Each member in a copy of its own, which begins with the shared values of the step before."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, begin: SharedValues, members: Sequence[_Member]) -> None:
+        self._optimizer = optimizer
+        self._members = members
+        self._shared = begin.copy(deep=True)
+        self._parameters = [stand_in(member.begin.clone(), member.attributes) for member in members]
+        self._states: list[dict[str, Any]] = [{} for _ in members]
+
+    def do(self, method: str, gradients: Sequence[torch.Tensor | None]) -> None:
+        ends = []
+        for number, (member, gradient) in enumerate(zip(self._members, gradients, strict=True)):
+            if method == "step" and gradient is None:
+                continue
+            parameter = self._parameters[number]
+            parameter.grad = None if gradient is None else gradient.clone()
+            begin = self._shared.copy(deep=True)
+            groups = [{**options, "params": []} for options in begin.groups]
+            groups[member.group]["params"] = [parameter]
+            state = self._states[number]
+            copy = cloned(self._optimizer, begin.attributes, groups, {parameter: state} if state else {})
+            run(copy, method)
+            self._states[number] = dict(copy.state.get(parameter, {}))
+            ends.append((member.group, self._shared.changes(SharedValues.of(copy))))
+        changes = common_end(ends)
+        lost = next((name for name, value in changes.items() if not storable(value)), None)
+        if lost is not None:
+            raise _refused(self._optimizer, f"its step changes {lost} to what is neither number nor text")
+        self._shared = self._shared.with_changes(changes)
+
+    def now(self) -> tuple[list[torch.Tensor], list[dict[str, Any]], SharedValues]:
+        return [parameter.data for parameter in self._parameters], self._states, self._shared
+
+
+def require_independent(optimizer: torch.optim.Optimizer, master_dtype: torch.dtype | None) -> dict[SharedName, Any]:
+    """Refuse an optimizer whose parameters do not get the same bits together and one at a time.
+
+    They are stepped several times, all with a gradient, then some without; where it can be told to `train()` and to
+    `eval()`, that is tried too.
+
+    Returns:
+        The values that its step changes for all parameters alike, as they are at the end of the trial.
+
+    Raises:
+        ConfigError: it says what differs.
+    """
+    members = _chosen(optimizer, master_dtype)
+    begin = SharedValues.of(optimizer)
+    with undrawn(optimizer), warnings.catch_warnings(), uncompiled():
+        warnings.simplefilter("ignore")
+        generator = torch.Generator().manual_seed(1)
+        for member in members:
+            member.begin = member.drawn(generator)
+        after = _Comparison(optimizer, begin, members, spread=False).follow(_all_present(optimizer, members), generator)
+        _Comparison(optimizer, begin, members, spread=True).follow(_some_missing(optimizer, members), generator)
+    return begin.changes(after)
+
+
+def _chosen(optimizer: torch.optim.Optimizer, master_dtype: torch.dtype | None) -> list[_Member]:
+    """The first and the last of each group, and some that differ from these in dimensions or type."""
+    members = []
+    for number, group in enumerate(optimizer.param_groups):
+        every = list(enumerate(group["params"]))
+        kinds = {(parameter.dim(), parameter.dtype): (place, parameter) for place, parameter in reversed(every)}
+        chosen = dict([*every[:1], *every[-1:], *list(kinds.values())[:_TRIED_MAX]])
+        for place in sorted(chosen):
+            dtype = arithmetic_dtype(chosen[place].dtype, master_dtype)
+            members.append(_Member(number, place, chosen[place], dtype))
+    return members
+
+
+_Plan = list[tuple[str, list[bool]]]
+
+
+def _all_present(optimizer: torch.optim.Optimizer, members: Sequence[_Member]) -> _Plan:
+    """Steps with all gradients; then an evaluation in between."""
+    every, none = [True] * len(members), [False] * len(members)
+    plan: _Plan = [("step", every)] * _STEPS
+    if callable(getattr(type(optimizer), "train", None)):
+        # Twice: the second time there is nothing to do.
+        plan = [("train", none), ("train", none), *plan]
+        if callable(getattr(type(optimizer), "eval", None)):
+            plan += [("eval", none), ("eval", none), ("train", none), ("step", every)]
+    return plan
+
+
+def _some_missing(optimizer: torch.optim.Optimizer, members: Sequence[_Member]) -> _Plan:
+    """Steps in each of which another member has no gradient."""
+    plan: _Plan = [("step", [number != step for number in range(len(members))]) for step in range(len(members))]
+    plan = [(method, present) for method, present in plan if any(present)]
+    plan.append(("step", [True] * len(members)))
+    if callable(getattr(type(optimizer), "train", None)):
+        plan.insert(0, ("train", [False] * len(members)))
+    return plan
+
+
+class _Comparison:
+    """Both ways, step by step."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, begin: SharedValues, members: Sequence[_Member], *, spread: bool
+    ) -> None:
+        self._optimizer = optimizer
+        self._members = members
+        self._spread = spread
+        try:
+            self._one_by_one = _OneByOne(optimizer, begin, members)
+            self._joint = _Joint(optimizer, begin, members, spread=spread)
+        except Exception as error:
+            raise _refused(optimizer, f"what it holds cannot be copied ({_words(error)})") from error
+        self._last = ""
+
+    def follow(self, plan: _Plan, generator: torch.Generator) -> SharedValues:
+        """Do what is planned; the shared values at the end."""
+        for method, present in plan:
+            gradients = [
+                member.drawn(generator) if there else None for member, there in zip(self._members, present, strict=True)
+            ]
+            if not self._do(method, gradients):
+                break
+        return SharedValues.of(self._joint.copy)
+
+    def _do(self, method: str, gradients: Sequence[torch.Tensor | None]) -> bool:
+        optimizer = self._optimizer
+        before = copied(self._joint.now()[:2], deep=True)
+        try:
+            self._joint.do(method, gradients)
+        except ConfigError:
+            raise
+        except Exception as error:
+            if self._spread:
+                # In torch such a step is an error, too: there is nothing to compare with.
+                return False
+            raise _refused(optimizer, f"its {method} failed on small parameters ({_words(error)})") from error
+        idle = method in MODES and self._last in ("", method)
+        if idle and not same(before, self._joint.now()[:2]):
+            raise _refused(optimizer, f"its {method} changes parameters also where there is nothing to change")
+        self._last = method
+        try:
+            self._one_by_one.do(method, gradients)
+        except ConfigError:
+            raise
+        except Disagreement as other:
+            raise _refused(optimizer, f"its {method} changes {other} by values of single parameters") from None
+        except Exception as error:
+            raise _refused(
+                optimizer, f"its {method} failed on one small parameter at a time ({_words(error)})"
+            ) from error
+        _require_same(optimizer, self._joint, self._one_by_one, method)
+        return True
+
+
+def _require_same(optimizer: torch.optim.Optimizer, joint: _Joint, one_by_one: _OneByOne, method: str) -> None:
+    values, states, shared = joint.now()
+    others, other_states, other_shared = one_by_one.now()
+    differs = next(iter(shared.changes(other_shared)), None)
+    if differs is not None:
+        raise _refused(
+            optimizer,
+            f"its {method} changes {differs} by how many parameters have a gradient: one at a time it would be another",
+        )
+    if not same([*values, *states], [*others, *other_states]):
+        raise _refused(
+            optimizer,
+            "its update of one parameter depends on the others, so that one at a time it would be another; use an "
+            "optimizer whose update needs one parameter at a time",
+        )
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _refused(optimizer: torch.optim.Optimizer, why: str) -> ConfigError:
+    return ConfigError(f"{named(optimizer)} cannot run on streamed state: {why}")
+
+
+def stepping(
+    optimizer: torch.optim.Optimizer,
+    group: int,
+    parameter: torch.nn.Parameter,
+    gradients: Iterator[torch.Tensor],
+    options: Mapping[str, Any],
+) -> Iterator[dict[str, Any]]:
+    """Step one parameter in place of the original's; its state after each step.
+
+    Args:
+        optimizer: the original; nothing is done to it.
+        group: the number of its group.
+        parameter: changes in place.
+        gradients: one for each step.
+        options: what stands in every group that has such an option.
+    """
+    shared = SharedValues.of(optimizer).copy(deep=True)
+    for number, made in enumerate(shared.groups):
+        made.update({name: value for name, value in options.items() if name in made})
+        made["params"] = [parameter] if number == group else []
+    copy = cloned(optimizer, shared.attributes, shared.groups, {})
+    if callable(getattr(type(optimizer), "train", None)):
+        run(copy, "train")
+    for gradient in gradients:
+        parameter.grad = gradient
+        run(copy)
+        yield dict(copy.state.get(parameter, {}))

@@ -1,0 +1,232 @@
+"""Tests that a trial touches nothing of the user's: wrappers are refused by name, or taken apart."""
+
+import copy
+import functools
+import weakref
+
+import pytest
+import torch
+from support.bits import same_bits
+
+import memascend
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Steps another optimizer, as those of timm and pytorch_optimizer do."""
+
+    def __init__(self, inner):
+        self._optimizer_step_pre_hooks = {}
+        self._optimizer_step_post_hooks = {}
+        self.inner = inner
+        self.param_groups = inner.param_groups
+        self.defaults = inner.defaults
+        self.state = {}
+
+    def step(self, closure=None):
+        self.inner.step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.add_(100.0)
+
+
+class Delegating(torch.optim.Optimizer):
+    """Has no groups of its own."""
+
+    def __init__(self, inner):
+        self.inner = [inner]
+        self.defaults = inner.defaults
+
+    param_groups = property(lambda self: self.inner[0].param_groups, lambda self, groups: None)
+    state = property(lambda self: self.inner[0].state, lambda self, state: None)
+
+    def step(self, closure=None):
+        self.inner[0].step()
+
+
+class Holding(torch.optim.SGD):
+    """Its step writes to what it holds."""
+
+    def __init__(self, parameters, held):
+        super().__init__(parameters, lr=0.1)
+        self.held = held
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        raise AssertionError("a step ran on what is the user's")
+
+
+class Helper:
+    def __init__(self, held):
+        self.held = held
+
+
+def holders():
+    def closure(held):
+        return lambda: held
+
+    return {
+        "directly": lambda held: held,
+        "list": lambda held: [{"deep": (held,)}],
+        "object": Helper,
+        "closure": closure,
+        "partial": lambda held: functools.partial(print, held),
+        "method": lambda held: Helper(held).__init__,
+        "weakly": weakref.ref,
+        "key": lambda held: {held: 1},
+    }
+
+
+@pytest.mark.parametrize("how", holders())
+@pytest.mark.parametrize("what", ["parameter", "view", "model", "optimizer"])
+def test_what_the_step_could_reach_is_named_before_anything_runs(tmp_path, how, what):
+    model = torch.nn.Linear(4, 4)
+    held = {
+        "parameter": model.weight,
+        "view": model.weight.detach()[1:],
+        "model": model,
+        "optimizer": torch.optim.AdamW(model.parameters()),
+    }[what]
+    optimizer = Holding(model.parameters(), holders()[how](held))
+    words = {"parameter": "a parameter", "view": "a parameter", "model": "a model", "optimizer": "another optimizer"}
+    with pytest.raises(memascend.ConfigError, match=f"Holding cannot run.*its attribute 'held' holds {words[what]}"):
+        memascend.offload(model, optimizer, storage=tmp_path / "store")
+
+
+@pytest.mark.parametrize("kind", [Lookahead, Delegating])
+@pytest.mark.parametrize("inner", [torch.optim.SGD, torch.optim.AdamW])
+def test_wrappers_are_refused_and_everything_is_as_it_was(tmp_path, kind, inner):
+    model = torch.nn.Linear(4, 4)
+    base = inner(model.parameters(), lr=0.1)
+    model(torch.ones(2, 4)).sum().backward()
+    base.step()
+    values = copy.deepcopy([parameter.data for parameter in model.parameters()])
+    state = copy.deepcopy(base.state_dict())
+    parameters = [id(parameter) for parameter in base.param_groups[0]["params"]]
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    with pytest.raises(
+        memascend.ConfigError, match=f"{kind.__name__} cannot run.*optimizer.*give offload\\(\\) that one"
+    ):
+        memascend.offload(model, kind(base), storage=tmp_path / "store")
+    assert all(map(same_bits, values, [parameter.data for parameter in model.parameters()]))
+    assert all(map(same_bits, gradients, [parameter.grad for parameter in model.parameters()]))
+    assert [id(parameter) for parameter in base.param_groups[0]["params"]] == parameters
+    after = base.state_dict()
+    assert after["param_groups"] == state["param_groups"]
+    for name in state["state"]:
+        for of, value in state["state"][name].items():
+            assert torch.equal(after["state"][name][of], value)
+    assert not (tmp_path / "store").exists()
+
+
+class Table(torch.optim.SGD):
+    """Its step writes to a large tensor and to an object of its own."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.1)
+        self.table = torch.zeros(9000)
+        self.helper = Helper(0)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.table.add_(1)
+        self.helper.held += 1
+
+
+def test_a_trial_changes_no_tensor_and_no_object_that_the_optimizer_has(tmp_path):
+    model = torch.nn.Linear(4, 4)
+    optimizer = Table(model.parameters())
+    with pytest.raises(memascend.ConfigError, match=r"changes its attribute '(table|helper)'"):
+        memascend.offload(model, optimizer, storage=tmp_path / "store")
+    assert not optimizer.table.any()
+    assert optimizer.helper.held == 0
+
+
+class OwnMethod(torch.optim.Optimizer):
+    """Keeps a method of its own under another name."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+        self.one = self._one
+
+    def _one(self, parameter):
+        state = self.state[parameter]
+        state["sum"] = state.get("sum", torch.zeros_like(parameter)) + parameter.grad
+        parameter.sub_(state["sum"], alpha=self.param_groups[0]["lr"])
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.one(parameter)
+
+
+def test_a_method_that_the_optimizer_keeps_is_the_copys_own(tmp_path):
+    def train(model, optimizer):
+        for step in range(3):
+            model(torch.full((2, 4), step + 1.0)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    twin = copy.deepcopy(model)
+    train(twin, OwnMethod(twin.parameters()))
+    original = OwnMethod(model.parameters())
+    model, optimizer = memascend.offload(model, original, storage=tmp_path / "store")
+    train(model, optimizer)
+    assert not original.state
+    with memascend.materialized(model):
+        assert all(map(same_bits, list(model.parameters()), list(twin.parameters())))
+    optimizer.close()
+
+
+def accelerated(inner, *, scaler=None, steps=1):
+    """An object of the class of that name, as accelerate has it."""
+
+    def step(self, closure=None):
+        self.optimizer.step(closure)
+
+    names = {
+        "__module__": "accelerate.optimizer",
+        "__init__": lambda self: None,
+        "param_groups": property(lambda self: self.optimizer.param_groups, lambda self, groups: None),
+        "state": property(lambda self: self.optimizer.state, lambda self, state: None),
+        "step": step,
+    }
+    made = type("AcceleratedOptimizer", (torch.optim.Optimizer,), names)()
+    made.optimizer, made.scaler = inner, scaler
+    made.gradient_state = type("GradientState", (), {"num_steps": steps})()
+    return made
+
+
+def test_accelerates_wrapper_is_taken_off_and_put_around_what_comes_back(tmp_path):
+    torch.manual_seed(1)
+    model = torch.nn.Linear(4, 4)
+    twin = copy.deepcopy(model)
+    reference = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
+    wrapper = accelerated(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    model, optimizer = memascend.offload(model, wrapper, storage=tmp_path / "store")
+    assert isinstance(optimizer, memascend.OffloadedOptimizer)
+    assert wrapper.optimizer is optimizer
+    for step, by in ((reference, twin), (wrapper, model)):
+        for _ in range(2):
+            by(torch.ones(2, 4)).square().sum().backward()
+            step.step()
+            by.zero_grad()
+    with memascend.materialized(model):
+        assert all(map(same_bits, list(model.parameters()), list(twin.parameters())))
+    assert optimizer.steps == 2
+    optimizer.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"), [({"scaler": object()}, "scales gradients"), ({"steps": 4}, "steps after 4 backwards")]
+)
+def test_accelerates_wrapper_that_does_more_is_refused(tmp_path, options, says):
+    model = torch.nn.Linear(4, 4)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapper = accelerated(inner, **options)
+    with pytest.raises(memascend.ConfigError, match=f"{says}.*before accelerator.prepare"):
+        memascend.offload(model, wrapper, storage=tmp_path / "store")
+    assert wrapper.optimizer is inner
