@@ -90,6 +90,11 @@ fmt: $(VENV)/synced ## Format everything
 # A process for each of two cores; tests of one file go to one process as long as both have work.
 PYTEST_OPTIONS := -n 2 --dist worksteal
 
+# In the order of how often they fail; a name that no test has is an error.
+.PHONY: quick
+quick: lint ## Lint, and the tests that fail most often first: two minutes
+	$(BIN)/pytest $(PYTEST_OPTIONS) -m "not slow and not soak" @tests/quick.txt
+
 .PHONY: test
 test: setup test-rust ## The tests of every push
 	$(BIN)/pytest $(PYTEST_OPTIONS) -m "not slow and not soak"
