@@ -114,6 +114,67 @@ def test_a_step_that_failed_is_made_again_and_takes_no_further_gradient(tmp_path
         require_same(plain, model)
 
 
+def fail_in_backward(model, seed):
+    """The last layer's gradients have arrived by then, and no other."""
+
+    def fail(_):
+        raise KeyError("in the middle")
+
+    middle = model[1](model[0](batch(seed)))
+    middle.register_hook(fail)
+    with pytest.raises(KeyError, match="in the middle"):
+        model[2](middle).square().mean().backward()
+
+
+def let_go(model, optimizer, way):
+    if way == "optimizer":
+        optimizer.zero_grad()
+    elif way == "model":
+        model.zero_grad()
+    else:
+        for parameter in model.parameters():
+            parameter.grad = None
+
+
+@pytest.mark.parametrize("gradients", ["fused", "ssd", "ram"])
+@pytest.mark.parametrize("way", ["optimizer", "model", "None"])
+@pytest.mark.parametrize("then", ["backward", "step"])
+def test_every_way_to_drop_gradients_leads_back_after_a_failed_backward(tmp_path, gradients, way, then):
+    plain = chain()
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    model, optimizer = offloaded(tmp_path, gradients)
+    with optimizer:
+        for seed in range(3):
+            fail_in_backward(model, seed + 10)
+            let_go(model, optimizer, way)
+            if then == "step":
+                optimizer.step()
+                assert optimizer.steps == seed
+            for of in (plain, model):
+                backward(of, seed)
+            theirs.step()
+            theirs.zero_grad()
+            optimizer.step()
+            let_go(model, optimizer, way)
+        require_same(plain, model)
+
+
+@pytest.mark.parametrize("gradients", ["fused", "ssd", "ram"])
+def test_a_part_of_a_backward_is_never_used(tmp_path, gradients):
+    model, optimizer = offloaded(tmp_path, gradients)
+    with optimizer:
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        fail_in_backward(model, 1)
+        # What is left of it stands in the last layer's bias.
+        model[2].weight.grad = None
+        with pytest.raises(UsageError, match=r"last backward failed.*'2\.bias'.*zero_grad"):
+            optimizer.step()
+        with pytest.raises(UsageError, match=r"last backward failed|already used"):
+            backward(model, 2)
+        optimizer.zero_grad()
+        assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
 class Nested(torch.autograd.Function):
     """Computes a part of the model again in its backward, by a backward of its own."""
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+import weakref
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from memascend.errors import UsageError
-from memascend.gradients.backward_tasks import Backwards, in_reentrant_checkpoint
+from memascend.gradients.backward_tasks import BackwardTasks, in_reentrant_checkpoint
 from memascend.gradients.gradient import Arrival
 from memascend.gradients.hooks import AccumulationHooks
 from memascend.residency.row_gradient import RowGradient
@@ -79,7 +80,7 @@ class Arrivals:
         self.rule = rule
         self.scale = scale
         self.loop = loop
-        self.backwards = Backwards(loop.accumulation_steps, self._begin_backward)
+        self.backwards = BackwardTasks(loop.accumulation_steps, self._begin_backward, self._note_failure)
         self.fresh = False
         # A backward was begun by optimizer.backward().
         self.scaled = False
@@ -88,6 +89,8 @@ class Arrivals:
         self._on_begins = on_begins
         self._of: dict[int, Arrival] = {}
         self._hooks = AccumulationHooks(self._hear)
+        # What stood in `p.grad` when a failed backward was seen.
+        self._left: list[tuple[Arrival, weakref.ref[torch.Tensor]]] = []
 
     def watch(self, place: Place, group: int, step: int) -> None:
         """Take charge of a parameter's gradients."""
@@ -172,13 +175,47 @@ class Arrivals:
 
     # --- what is around it --------------------------------------------------------------
 
+    def _note_failure(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            left = ((gradient, gradient.place.parameter.grad) for gradient in self.kept.values())
+            self._left = [(gradient, weakref.ref(values)) for gradient, values in left if values is not None]
+
+    def require_no_failure(self) -> None:
+        """After a failed backward, go on where all that it left in `p.grad` was dropped, by whatever means.
+
+        Raises:
+            UsageError: some of it stands there still.
+        """
+        if not self.backwards.failed:
+            return
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            for gradient, left in self._left:
+                values = gradient.place.parameter.grad
+                if values is not None and (values is left() or gradient.stands_in(values)):
+                    raise UsageError(
+                        f"the last backward failed, and {gradient.name!r} still has the gradient of a part of it: call "
+                        "zero_grad()"
+                    )
+        self.drop_all()
+
+    def drop_all(self) -> None:
+        """Forget all that arrived, and the updates that are staged. What stands in `p.grad` is left alone."""
+        if self.fresh or self.backwards.failed or any(gradient.state.staged for gradient in self.kept.values()):
+            self.engine.discard()
+        for gradient in self.kept.values():
+            gradient.drop(discarded=True)
+        self.fresh = False
+        self._left.clear()
+        self.backwards.forget_failure()
+
     def _begin_backward(self) -> None:
+        self.require_no_failure()
         self._on_begins()
         if self.scale.enabled and not self.scaled:
             raise UsageError("there is a loss scale: begin the backward by optimizer.backward(loss)")
         if self.backwards.count and self.loop.mode == "fused" and self._all_dropped():
             # By p.grad = None, as model.zero_grad() does: the count begins again.
-            self.backwards.count = 0
+            self.backwards.restart()
 
     def _all_dropped(self) -> bool:
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001

@@ -17,17 +17,23 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
 
-__all__ = ["Backwards", "in_reentrant_checkpoint"]
+__all__ = ["BackwardTasks", "in_reentrant_checkpoint"]
 
 # What runs a reentrant checkpoint's part of the model, without gradients, for the first time.
 _CHECKPOINTED = CheckpointFunction.forward.__code__
 
 
-class Backwards:
+class BackwardTasks:
     """The backwards since the last step, and the one that is open."""
 
-    def __init__(self, declared: int, begins: Callable[[], None]) -> None:
-        """None yet; `declared` of them make a step, and `begins` hears of each new one, which it may refuse."""
+    def __init__(self, declared: int, begins: Callable[[], None], fails: Callable[[], None]) -> None:
+        """None yet.
+
+        Args:
+            declared: how many make a step.
+            begins: hears of each new one, which it may refuse.
+            fails: hears of each that failed, once that is seen.
+        """
         self.declared = declared
         # Those that ended and brought a gradient.
         self.count = 0
@@ -35,6 +41,7 @@ class Backwards:
         self.delivered = False
         self.failed = False
         self._begins = begins
+        self._fails = fails
         self._task: int | None = None
         # The thread that began it, and the one that computed the model last, which begins it where autograd's runs it.
         self._thread = self._last = 0
@@ -50,8 +57,6 @@ class Backwards:
         if task == -1:
             return False
         if self._task is None:
-            if self.failed:
-                raise UsageError("the last backward failed; call zero_grad() before the next one")
             self._begins()
             leftovers.note_thread()
             self._task = task
@@ -80,7 +85,17 @@ class Backwards:
         elif self._task is not None:
             self._task = None
             self.failed = True
+            self._fails()
             leftovers.let_go()
+
+    def restart(self) -> None:
+        """Count anew: a step was made, or all gradients were dropped."""
+        self.count = 0
+
+    def forget_failure(self) -> None:
+        """What a failed one brought was dropped."""
+        self.failed = False
+        self.restart()
 
     def is_last(self) -> bool:
         """Whether the one that is open makes a step."""

@@ -102,8 +102,7 @@ class Gradients:
         """The parameters that have a gradient now, and those gradients; what was taken away is dropped."""
         backwards = self._arrivals.backwards
         backwards.seen_outside()
-        if backwards.failed:
-            raise UsageError("the last backward failed, so this step would be a part of one; call zero_grad()")
+        self._arrivals.require_no_failure()
         self._norms.begin_step()
         found = []
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
@@ -119,7 +118,7 @@ class Gradients:
                     if values is not gradient.handle and not gradient.is_used(values):
                         self._arrivals.fresh = True
         if not found:
-            backwards.count = 0
+            backwards.restart()
         return found
 
     def update_all(self, present: Present, factor: float) -> None:
@@ -193,22 +192,17 @@ class Gradients:
 
     def _end_step(self) -> None:
         self._arrivals.fresh = False
-        self._arrivals.backwards.count = 0
+        self._arrivals.backwards.restart()
 
     # --- the end ----------------------------------------------------------------------
 
     def clear(self) -> None:
         """Drop everything: staged updates, gradients on storage, handles."""
-        backwards = self._arrivals.backwards
-        backwards.seen_outside()
-        if self.is_staged() or backwards.failed:
-            self._engine.discard()
+        self._arrivals.backwards.seen_outside()
+        self._arrivals.drop_all()
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             for gradient in self.kept.values():
-                gradient.drop(discarded=True)
                 gradient.place.parameter.grad = None
-        backwards.failed = False
-        self._end_step()
 
     def zero(self) -> None:
         """Leave zeros, as `zero_grad(set_to_none=False)` does."""
@@ -233,5 +227,4 @@ class Gradients:
             values.zero_()
             # A step would apply the zeros: moments decay, weights too.
             self._arrivals.fresh = True
-        backwards.count = 0
-        backwards.failed = False
+        backwards.forget_failure()
