@@ -151,10 +151,8 @@ def offloaded(model, folder, work, **options):
     return memascend.offload(model, optimizer, storage=folder / "run", **work["options"], **options)
 
 
-def main(given):
-    work = {**WORK, **given}
-    unknown = set(given) - set(WORK)
-    assert not unknown, unknown
+def prepared(work):
+    """The model, the folder of the run, and what was held before there was a model."""
     dtype = getattr(torch, work["dtype"])
     folder = Path(work["storage"])
     torch.manual_seed(0)
@@ -169,11 +167,22 @@ def main(given):
         assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD_MAX)
     with torch.device("meta") if work["meta"] else contextlib.nullcontext():
         model = Model(work["blocks"], work["width"], work["checkpoint"], work["vocabulary"]).to(dtype)
-    of_model = sum(parameter.nbytes for parameter in model.parameters())
-    count = len(list(model.parameters()))
-    elements = sum(parameter.numel() for parameter in model.parameters())
     if work["buffer_bytes"]:
         model.register_buffer("seen", torch.ones(work["buffer_bytes"] // 4))
+    return model, folder, before
+
+
+def main(given):
+    work = {**WORK, **given}
+    unknown = set(given) - set(WORK)
+    assert not unknown, unknown
+    model, folder, before = prepared(work)
+    counts = {
+        "model_bytes": sum(parameter.nbytes for parameter in model.parameters()),
+        "parameters": len(list(model.parameters())),
+        "elements": sum(parameter.numel() for parameter in model.parameters()),
+        "activation_bytes": activation_bytes(work, getattr(torch, work["dtype"]).itemsize),
+    }
     batch = torch.randint(0, work["vocabulary"], (work["tokens"],))
     (folder / "run").mkdir()
     if work["resume"]:
@@ -218,10 +227,7 @@ def main(given):
                 "trained": trained,
                 "whole_peak": answer_peak,
                 "peaks": peaks,
-                "model_bytes": of_model,
-                "parameters": count,
-                "elements": elements,
-                "activation_bytes": activation_bytes(work, dtype.itemsize),
+                **counts,
                 "plan": {"host": plan.host, "host_peak": plan.host_peak, "budget": plan.budget},
                 "report": report,
                 "held": held,

@@ -82,6 +82,26 @@ def held():
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), resident
 
 
+def one_round(workers, volume):
+    """Every worker checks what it wrote before and writes anew."""
+    failures = []
+
+    def work(worker):
+        try:
+            worker.check(volume)
+            for _ in range(30):
+                worker.batch(volume)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(worker,)) for worker in workers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures
+
+
 @pytest.mark.soak
 def test_random_operations_for_minutes(tmp_path):
     # Large objects in mappings of their own and one heap for all threads: what is freed shows at once.
@@ -99,28 +119,13 @@ def test_random_operations_for_minutes(tmp_path):
     while time.monotonic() < deadline:
         backend, depth = choose.choice(["io_uring", "threads"]), choose.choice([1, 2, 8, 32])
         volume = nvme.open(paths, backend=backend, queue_depth=depth)
-        failures = []
-
-        def work(worker, volume=volume, failures=failures):
-            try:
-                worker.check(volume)
-                for _ in range(30):
-                    worker.batch(volume)
-            except BaseException as error:
-                failures.append(error)
-
-        threads = [threading.Thread(target=work, args=(worker,)) for worker in workers]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not failures, failures
+        one_round(workers, volume)
         # In turn: closed, dropped, and closed twice, with writes in flight.
         if rounds % 3:
             volume.close()
         if rounds % 3 == 1:
             volume.close()
-        del volume, work
+        del volume
         rounds += 1
         if rounds == 10:
             after_first = held()

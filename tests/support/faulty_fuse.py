@@ -26,6 +26,15 @@ WRITE_BYTES_MAX = 128 << 10
 DIRECT_IO = 1
 
 
+# Answers that depend on nothing.
+FIXED = {
+    OPEN: struct.pack("<QII", 0, DIRECT_IO, 0),
+    OPENDIR: struct.pack("<QII", 0, 0, 0),
+    STATFS: struct.pack("<QQQQQIIII24x", 1 << 20, 1 << 19, 1 << 19, 10, 10, 4096, 255, 4096, 0),
+    **dict.fromkeys((RELEASE, RELEASEDIR, FLUSH, ACCESS, FALLOCATE), b""),
+}
+
+
 class Faulty:
     def __init__(self, mountpoint: str, nbytes: int, control: str) -> None:
         self.disk = bytearray(nbytes)
@@ -77,12 +86,11 @@ class Faulty:
             return struct.pack("<QQQQII", DISK, 0, 0, 0, 0, 0) + self.attributes(DISK)
         if opcode in {GETATTR, SETATTR}:
             return struct.pack("<QII", 0, 0, 0) + self.attributes(node)
-        if opcode in {OPEN, OPENDIR}:
-            return struct.pack("<QII", 0, DIRECT_IO if opcode == OPEN else 0, 0)
-        if opcode == STATFS:
-            return struct.pack("<QQQQQIIII24x", 1 << 20, 1 << 19, 1 << 19, 10, 10, 4096, 255, 4096, 0)
-        if opcode in {RELEASE, RELEASEDIR, FLUSH, ACCESS, FALLOCATE}:
-            return b""
+        fixed = FIXED.get(opcode)
+        return self.data(opcode, body) if fixed is None else fixed
+
+    def data(self, opcode: int, body: bytes) -> bytes:
+        """Reads, writes and flushes, which fail as told."""
         faults = json.loads(self.control.read_text())
         time.sleep(faults.get("delay", 0))
         if opcode == READ:

@@ -50,43 +50,19 @@ def adapter(
     """
     import torch
 
-    order = None if entry["order"] is None else tuple(entry["order"])
-    flat = gradient
-    # A gradient that is made part by part.
-    by_rows = None if whole else getattr(gradient, "elements", None)
-    if by_rows is not None:
-        flat = None
-    elif gradient is not None and not whole:
-        flat = (gradient if order is None else gradient.permute(order)).reshape(-1)
-
-    def tensor(lent: Any, dtype: str, shape: Sequence[int]) -> torch.Tensor:
-        of = getattr(torch, dtype)
-        with memoryview(lent) as view:
-            empty = view.nbytes == 0
-        made = torch.empty(0, dtype=of, device="cpu") if empty else torch.frombuffer(lent, dtype=of)
-        if list(shape) != list(entry["shape"]):
-            return made.view(shape)
-        if not whole:
-            return made
-        if order is None:
-            return made.view(shape)
-        return made.view([shape[dim] for dim in order]).permute([order.index(dim) for dim in range(len(order))])
+    part_of = _parts(gradient, entry["order"], whole=whole)
 
     def call(values: Any, spilled: Any, state: Sequence[Any], start: int, count: int, last: bool) -> None:
-        part: torch.Tensor | None
         if before is not None:
             before()
-        if spilled is not None:
-            part = tensor(spilled, entry["spill"], entry["shape"])
-        elif by_rows is not None:
-            part = by_rows(start, count)
-        elif flat is not None and not whole:
-            part = flat[start : start + count].cpu()
-        else:
-            part = None if gradient is None else gradient.cpu()
+
+        def tensor(lent: Any, dtype: str, shape: Sequence[int]) -> torch.Tensor:
+            flat, is_own = _tensor_on(lent, dtype), list(shape) == list(entry["shape"])
+            return flat if is_own and not whole else _laid(flat, shape, entry["order"] if is_own else None)
+
         chunk = Chunk(
             values=tensor(values, entry["dtype"], entry["shape"]),
-            gradient=part,
+            gradient=part_of(start, count) if spilled is None else tensor(spilled, entry["spill"], entry["shape"]),
             state={
                 name: tensor(lent, dtype, shape)
                 for (name, dtype, shape), lent in zip(entry["state"], state, strict=True)
@@ -99,3 +75,31 @@ def adapter(
             function(chunk)
 
     return call
+
+
+def _tensor_on(lent: Any, dtype: str) -> torch.Tensor:
+    """Elements on lent memory."""
+    import torch
+
+    with memoryview(lent) as view:
+        empty = view.nbytes == 0
+    of = getattr(torch, dtype)
+    return torch.empty(0, dtype=of, device="cpu") if empty else torch.frombuffer(lent, dtype=of)
+
+
+def _laid(flat: torch.Tensor, shape: Sequence[int], order: Sequence[int] | None) -> torch.Tensor:
+    """Elements in a shape, whose dimensions follow each other in memory in this order."""
+    if order is None:
+        return flat.view(shape)
+    return flat.view([shape[dim] for dim in order]).permute([order.index(dim) for dim in range(len(order))])
+
+
+def _parts(gradient: Any, order: Sequence[int] | None, *, whole: bool) -> Callable[[int, int], torch.Tensor | None]:
+    """Gives so many elements of a gradient from one on, in the order of memory; or all of it."""
+    if whole or gradient is None:
+        return lambda _start, _count: None if gradient is None else gradient.cpu()
+    made_in_parts: Callable[[int, int], torch.Tensor] | None = getattr(gradient, "elements", None)
+    if made_in_parts is not None:
+        return made_in_parts
+    flat = (gradient if order is None else gradient.permute(tuple(order))).reshape(-1)
+    return lambda start, count: flat[start : start + count].cpu()

@@ -62,7 +62,7 @@ class Store(Closing):
         self.described = Described(core.entries())
 
     @classmethod
-    def create(
+    def create(  # noqa: PLR0913 - options are keywords
         cls,
         paths: _Path | Sequence[_Path],
         entries: Sequence[Entry],

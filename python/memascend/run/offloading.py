@@ -38,7 +38,7 @@ _Path = str | os.PathLike[str]
 _log = logging.getLogger("memascend")
 
 
-def offload(
+def offload(  # noqa: PLR0913 - options are keywords
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     *,

@@ -13,6 +13,7 @@ import time
 from collections import defaultdict, deque
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from memascend.cli.transfer import blocks
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Callable, Mapping
 
     import torch
 
@@ -83,7 +85,29 @@ class _Bytes:
         return self.read + self.written
 
 
-def _measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _Subject:
+    """What is updated: equal parameters, in chunks of so many elements."""
+
+    names: list[str]
+    numel: int
+    chunk: int
+    each: _Bytes
+
+    @property
+    def parameters(self) -> int:
+        return len(self.names) * self.numel
+
+    @property
+    def chunks(self) -> int:
+        return self.parameters // self.chunk
+
+    @property
+    def nbytes(self) -> int:
+        return self.parameters * self.each.moved
+
+
+def _subject(options: argparse.Namespace) -> _Subject:
     import torch
 
     few = torch.zeros(1, dtype=torch.bfloat16)
@@ -92,63 +116,84 @@ def _measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     each = _Bytes(state=10, read_values=_VALUE_BYTES) if options.compact else _Bytes(state=12, read_values=0)
     # The size of one gradient is what the queue must take.
     names = [f"weight.{index}" for index in range(bag.PARAMETERS)]
-    numel = max(1, options.parameters * _MEGA // chunk // len(names)) * chunk
-    values = bag.values(numel)
-    state = engine.adam_state(values, compact=options.compact)
-    entries = [engine.Entry(name=name, values=values, state=state) for name in names]
-    gradient = bag.gradient(numel)
-    store = engine.Store.create(folder / "store", entries, chunk_elements=chunk)
-    del entries, values, state
-    chunks = len(names) * numel // chunk
-    nbytes: int = chunks * chunk * each.moved
+    return _Subject(names, max(1, options.parameters * _MEGA // chunk // len(names)) * chunk, chunk, each)
+
+
+def _create(folder: Path, subject: _Subject, *, compact: bool) -> engine.Store:
+    values = bag.values(subject.numel)
+    state = engine.adam_state(values, compact=compact)
+    entries = [engine.Entry(name=name, values=values, state=state) for name in subject.names]
+    return engine.Store.create(folder / "store", entries, chunk_elements=subject.chunk)
+
+
+def _measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    subject = _subject(options)
+    store = _create(folder, subject, compact=options.compact)
+    gradient = bag.gradient(subject.numel)
     seconds: dict[str, list[float]] = defaultdict(list)
+    block_bytes = subject.chunk * (subject.each.state + _VALUE_BYTES)
     with ExitStack() as stack:
-        volume = stack.enter_context(nvme.open(folder / "pure", size=2 * chunks * chunk * (each.state + _VALUE_BYTES)))
+        volume = stack.enter_context(nvme.open(folder / "pure", size=2 * subject.chunks * block_bytes))
         updates = stack.enter_context(engine.Engine(store, chunks=options.chunks))
-        memory = stack.enter_context(blocks(chunk * (each.state + _VALUE_BYTES), options.chunks))
-        has_fio = not options.no_fio and shutil.which("fio") is not None
-        huge = stack.enter_context(huge_pages(options.chunks * _MIB)) if has_fio else None
+        memory = stack.enter_context(blocks(block_bytes, options.chunks))
+        peers = _fio_peers(folder, subject, options, stack)
         python = deepspeed.found(options.deepspeed)
-        swapper = Swapper(python, folder / "deepspeed", numel) if python is not None else None
+        swapper = Swapper(python, folder / "deepspeed", subject.numel) if python is not None else None
         if swapper is not None:
             stack.enter_context(swapper)
-
-        def moved_by_fio(memory: Path | None) -> float:
-            reads = 100 * each.read // each.moved
-            speed = fio(folder / "pure", "mixed", _MIB, options.chunks, nbytes // PASSES, memory, reads_percent=reads)
-            return speed.seconds * nbytes / speed.nbytes
-
+            peers["deepspeed"] = swapper.step
         # Both slots of both are written once before anything counts: fresh extents are slower.
         for step in range(1, options.rounds + 3):
             began = time.perf_counter()
-            for name in names:
+            for name in subject.names:
                 updates.update(name, gradient, engine.Adam(step=step))
             updates.finish()
             updated = time.perf_counter()
             updates.commit(step)
             committed = time.perf_counter()
-            _pure(volume, memory, (chunks, chunk), each, slot=step % 2)
-            round_seconds = {
+            _pure(volume, memory, subject, slot=step % 2)
+            took = {
                 "update": updated - began,
                 "commit": committed - updated,
                 "pure": time.perf_counter() - committed,
+                **{name: peer() for name, peer in peers.items()},
             }
-            if has_fio:
-                round_seconds["fio_default"] = moved_by_fio(None)
-            if huge is not None:
-                round_seconds["fio_huge_pages"] = moved_by_fio(huge)
-            if swapper is not None:
-                round_seconds["deepspeed"] = swapper.step()
-            if step > 2:
-                for what, took in round_seconds.items():
-                    seconds[what].append(took)
+            for what in took if step > 2 else ():
+                seconds[what].append(took[what])
         staging = updates.staging_bytes
         peer: dict[str, Any] = {"error": deepspeed.MISSING}
         if swapper is not None:
-            peer = swapper.compared(store.read(names[0])[0].flatten()[: bag.SAMPLE].float())
+            peer = swapper.compared(store.read(subject.names[0])[0].flatten()[: bag.SAMPLE].float())
     info = store.info()
     store.close()
-    result: dict[str, Any] = {"parameters": len(names) * numel, "bytes": nbytes, "deepspeed": peer}
+    return _result(subject, seconds, peer, staging, info)
+
+
+def _fio_peers(
+    folder: Path, subject: _Subject, options: argparse.Namespace, stack: ExitStack
+) -> dict[str, Callable[[], float]]:
+    """Runs of fio, as people run it and with huge pages, where there is fio: each gives seconds for as many bytes."""
+    if options.no_fio or shutil.which("fio") is None:
+        return {}
+
+    def moved(memory: Path | None) -> float:
+        reads = 100 * subject.each.read // subject.each.moved
+        nbytes = subject.nbytes // PASSES
+        speed = fio(folder / "pure", "mixed", _MIB, options.chunks, nbytes, memory, reads_percent=reads)
+        return speed.seconds * subject.nbytes / speed.nbytes
+
+    huge = stack.enter_context(huge_pages(options.chunks * _MIB))
+    peers: dict[str, Callable[[], float]] = {"fio_default": partial(moved, None)}
+    if huge is not None:
+        peers["fio_huge_pages"] = partial(moved, huge)
+    return peers
+
+
+def _result(
+    subject: _Subject, seconds: dict[str, list[float]], peer: dict[str, Any], staging: int, info: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Medians, and medians of the ratios of each round."""
+    result: dict[str, Any] = {"parameters": subject.parameters, "bytes": subject.nbytes, "deepspeed": peer}
     if "error" in peer:
         # What computes something else is no peer.
         seconds.pop("deepspeed", None)
@@ -158,7 +203,7 @@ def _measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         if what != "update":
             result[f"update_over_{what}"] = statistics.median(ratios)
         if what in ("update", "pure"):
-            result[f"{what}_gb_per_second"] = nbytes / result[f"{what}_seconds"] / 1e9
+            result[f"{what}_gb_per_second"] = subject.nbytes / result[f"{what}_seconds"] / 1e9
     held = staging + info["index_bytes"] + info["buffer_bytes"]
     if "added_bytes" in peer:
         peer["ours_of_added_bytes"] = held / peer["added_bytes"]
@@ -172,10 +217,10 @@ def _measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _pure(volume: Volume, memory: list[torch.Tensor], shape: tuple[int, int], each: _Bytes, slot: int) -> None:
+def _pure(volume: Volume, memory: list[torch.Tensor], subject: _Subject, *, slot: int) -> None:
     """Read each chunk's state, write its state and values to the other slot: as many in flight, nothing computed."""
-    chunks, chunk = shape
-    state, values = chunk * each.state, chunk * _VALUE_BYTES
+    chunks, each = subject.chunks, subject.each
+    state, values = subject.chunk * each.state, subject.chunk * _VALUE_BYTES
     values_at = 2 * chunks * state
     reading: deque[tuple[int, torch.Tensor, list[Ticket]]] = deque()
     writing: deque[tuple[torch.Tensor, Ticket, Ticket]] = deque()
