@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 import weakref
 from typing import TYPE_CHECKING
 
+from memascend.engine import Checksum
 from memascend.errors import UsageError
+from memascend.residency.copies import bytes_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,10 +57,12 @@ class Materializer:
         self._readiness.require_open()
         optimizer = model.__dict__["_memascend"]
         homes: list[Home] = []
+        checksums: dict[str, str] = {}
+        written: str | None = None
         try:
             with self._residency.turns.alone():
                 self._residency.require_idle("materialized()")
-                self._make_real(homes)
+                self._make_real(homes, checksums)
             _OPEN.add(model)
             # What is copied or pickled in there is a plain model.
             self._attachment.leave()
@@ -66,18 +71,27 @@ class Materializer:
             if modify:
                 self._readiness.require_open()
                 self._write_back(homes)
+            else:
+                written = _written(homes, checksums)
         finally:
             if model in _OPEN:
                 _OPEN.discard(model)
                 if not self._resources.closed:
                     self._attachment.enter(optimizer)
             self._release(homes)
+        if written is not None:
+            warnings.warn(
+                f"the values of {written} were changed within materialized(model), and are what they were before: "
+                "materialized(model, modify=True) keeps changes",
+                stacklevel=3,
+            )
 
-    def _make_real(self, homes: list[Home]) -> None:
-        """Let every parameter be a plain one; `homes` are those that are."""
+    def _make_real(self, homes: list[Home], checksums: dict[str, str]) -> None:
+        """Let every parameter be a plain one; `homes` are those that are, `checksums` of all values."""
         residency = self._residency
         for home in residency.homes:
             copies = [residency.copy_of(place) for place in home.places]
+            checksums.update({place.name: _checksum(copy) for place, copy in zip(home.places, copies, strict=True)})
             with residency.lock:
                 # Its place in the arena is needed for the next one.
                 residency.evict(home)
@@ -107,6 +121,23 @@ class Materializer:
                     place.unbind()
 
 
+def _checksum(values: torch.Tensor) -> str:
+    checksum = Checksum()
+    if values.numel():
+        checksum.update(bytes_of(values))
+    return str(checksum)
+
+
+def _written(homes: list[Home], checksums: dict[str, str]) -> str | None:
+    """A parameter whose values are not what they were, by whatever way they were changed; None where there is none."""
+    for place in (place for home in homes for place in home.places):
+        values = place.parameter.detach()
+        is_alike = values.shape == place.shape and values.dtype == place.dtype and values.stride() == place.stride
+        if not is_alike or not values.is_cpu or _checksum(values) != checksums[place.name]:
+            return place.name
+    return None
+
+
 def is_materialized(model: torch.nn.Module) -> bool:
     """Whether a module, or one in it, is offloaded and within `materialized()` now."""
     return any(module in _OPEN for module in model.modules())
@@ -120,7 +151,7 @@ def materialized(model: torch.nn.Module, modify: bool = False) -> contextlib.Abs
     Args:
         model: an offloaded model.
         modify: write back what was changed, and commit it at once. A value whose bits did not change leaves its master
-            and its state untouched.
+            and its state untouched. Without it what is changed inside is dropped at the end, with a warning.
 
     Raises:
         UsageError: the model is not offloaded, or a step is staged (with `modify`).
