@@ -286,6 +286,19 @@ def test_an_optimizer_that_is_not_offloaded(tmp_path):
         trainer(model, optimizer, tmp_path, Callback())
 
 
+def test_a_trainer_that_was_not_given_the_optimizer_says_so(tmp_path):
+    torch.manual_seed(0)
+    model = Plain()
+    model, optimizer = memascend.offload(model, torch.optim.AdamW(model.parameters()), storage=tmp_path / "store")
+    rows = [{"x": torch.randn(8), "labels": torch.randn(4)} for _ in range(16)]
+    arguments = TrainingArguments(str(tmp_path / "out"), max_steps=2, report_to=[], use_cpu=True, disable_tqdm=True)
+    with optimizer:
+        before = weights(model)
+        with pytest.raises(UsageError, match=r"not the optimizer that offload\(\) returned.*optimizers=\(optimizer"):
+            Trainer(model, arguments, train_dataset=rows).train()
+        assert same(weights(model), before)
+
+
 def test_adapters_on_a_frozen_model(tmp_path):
     peft = pytest.importorskip("peft")
 

@@ -12,9 +12,18 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 from memascend.errors import UsageError
 from memascend.gradients.deferred import OPERATIONS_MAX
 from memascend.gradients.handle import GradientHandle, strides_of
+from memascend.run.process_hooks import ProcessHooks
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(3, 5), (7,), (1,), (), (2, 3, 4), (33, 17)]
+
+
+@pytest.fixture(autouse=True)
+def process_hooks():
+    """Torch takes handles in lists while a model is offloaded."""
+    hooks = ProcessHooks()
+    yield
+    hooks.release()
 
 
 class InMemory:

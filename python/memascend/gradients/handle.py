@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
-import torch.utils._foreach_utils
 from torch.utils._pytree import tree_leaves, tree_map
 
 from memascend.gradients.deferred import Backing, DeferredGradient, Notice, strides_of
@@ -205,10 +204,6 @@ class GradientHandle(torch.Tensor):
     def map_(self, *_: Any) -> NoReturn:
         """Refused: torch's own would walk over memory that is not there."""
         self.gradient.refuse_memory("map_()")
-
-
-# torch picks list kernels by exact type, and on a GPU a list's norm has other bits than a tensor's.
-torch.utils._foreach_utils._foreach_supported_types.append(GradientHandle)  # type: ignore[arg-type] # noqa: SLF001
 
 
 def _alias(handle: GradientHandle) -> GradientHandle:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from memascend.residency.residency import Residency
     from memascend.residency.unit_slot import Home
 
-__all__ = ["COPIED", "Frames", "Gate", "close_gates", "gated", "open_gates"]
+__all__ = ["COPIED", "Frames", "Gate", "close_gates", "gated", "open_gates", "refuse_wrapper"]
 
 _KEY = "memascend"
 # What TorchScript calls first.
@@ -292,7 +292,7 @@ def _replaced(name: str) -> UsageError:
     )
 
 
-def _refuse_wrapped(wrapper: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
+def refuse_wrapper(wrapper: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
     """Refuse wrappers for several devices when they are made: they may call what is in them from anywhere."""
     del name
     if module is None or _gate_of(module) is None:
@@ -303,9 +303,6 @@ def _refuse_wrapped(wrapper: torch.nn.Module, name: str, module: torch.nn.Module
             raise UsageError(
                 f"{kind} does not work with an offloaded model: offload() works in one process, on one device"
             )
-
-
-torch.nn.modules.module.register_module_module_registration_hook(_refuse_wrapped)
 
 
 def _caller() -> FrameType | None:

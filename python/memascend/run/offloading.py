@@ -20,6 +20,7 @@ from memascend.run.assembly import Assembly
 from memascend.run.beginning import FirstValues, open_store
 from memascend.run.decision import Subject, decide
 from memascend.run.locations import folders_of, scratch_of
+from memascend.run.process_hooks import ProcessHooks
 from memascend.run.resources import Resources
 
 if TYPE_CHECKING:
@@ -196,4 +197,6 @@ def _resources(
         folders = folders_of(options) or [cast("Path", folder)]
         keeper = activation_files.open_activations(folders, device=subject.device, groups=plan.activation_groups)
         undo.callback(keeper.close, "offload() failed")
-    return Resources(store, engine, memory, keeper, temporary=not options.paths)
+    hooks = ProcessHooks()
+    undo.callback(hooks.release)
+    return Resources(store, engine, memory, keeper, release=hooks.release, temporary=not options.paths)

@@ -31,13 +31,24 @@ class Resources:
         units: UnitMemory,
         activations: Activations | None = None,
         *,
+        release: Callable[[], None],
         temporary: bool = False,
     ) -> None:
-        """`activations` keeps what checkpoints save; `temporary`: the store is gone with the process."""
+        """Hold them.
+
+        Args:
+            store: of the run.
+            engine: of the run.
+            units: the memory of units.
+            activations: keeps what checkpoints save.
+            release: gives up the run's share in what acts on the whole process.
+            temporary: the store is gone with the process.
+        """
         self.store = store
         self.engine = engine
         self.units = units
         self.activations = activations
+        self._release = release
         self.temporary = temporary
         # Steps were committed that nobody has read out.
         self.unread = False
@@ -72,6 +83,7 @@ class Resources:
             return
         with contextlib.ExitStack() as last_first:
             # Each of them also where another fails.
+            last_first.callback(self._release)
             if self.activations is not None:
                 last_first.callback(self.activations.close, CLOSED)
             last_first.callback(self.units.close)

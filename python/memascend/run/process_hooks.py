@@ -1,0 +1,68 @@
+"""Installs hooks into torch that act on the whole process, as long as any model is offloaded."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.utils._foreach_utils
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from memascend.errors import UsageError
+from memascend.gradients.handle import GradientHandle
+from memascend.residency.gates import refuse_wrapper
+from memascend.run.optimizer import OffloadedOptimizer
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+__all__ = ["ProcessHooks"]
+
+# The types that torch's functions of lists take.
+_LISTED: list[Any] = torch.utils._foreach_utils._foreach_supported_types  # noqa: SLF001
+
+
+class ProcessHooks:
+    """One run's share in the hooks: the first installs them, and they leave with the last."""
+
+    _lock = threading.Lock()
+    _runs = 0
+    _handles: tuple[RemovableHandle, ...] = ()
+
+    def __init__(self) -> None:
+        self._held = True
+        with self._lock:
+            ProcessHooks._runs += 1
+            if self._runs == 1:
+                ProcessHooks._handles = (
+                    torch.nn.modules.module.register_module_module_registration_hook(refuse_wrapper),
+                    register_optimizer_step_pre_hook(_refuse_foreign_step),
+                )
+                # torch picks list kernels by exact type, and on a GPU a list's norm has other bits than a tensor's.
+                _LISTED.append(GradientHandle)
+
+    def release(self) -> None:
+        """The run is over. Twice is fine."""
+        with self._lock:
+            if not self._held:
+                return
+            self._held = False
+            ProcessHooks._runs -= 1
+            if self._runs == 0:
+                for handle in self._handles:
+                    handle.remove()
+                ProcessHooks._handles = ()
+                _LISTED.remove(GradientHandle)
+
+
+def _refuse_foreign_step(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
+    """Refuse a step of an optimizer that owns offloaded parameters and is not the one that offload() returned."""
+    del args, options
+    if isinstance(optimizer, OffloadedOptimizer):
+        return
+    if any("_memascend" in parameter.__dict__ for group in optimizer.param_groups for parameter in group["params"]):
+        raise UsageError(
+            f"this {type(optimizer).__name__} is not the optimizer that offload() returned, and its parameters are "
+            "offloaded: step the returned one; a Trainer takes it as Trainer(optimizers=(optimizer, None))"
+        )

@@ -1,0 +1,78 @@
+"""What acts on the whole process comes with the first run and goes with the last; other optimizers are refused."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.utils._foreach_utils import _foreach_supported_types
+
+import memascend
+from memascend import UsageError
+
+
+def hooks():
+    return (
+        len(torch.nn.modules.module._global_module_registration_hooks),
+        len(_global_optimizer_pre_hooks),
+        # Other parts of torch add to it, too.
+        sum(kind.__module__.startswith("memascend") for kind in _foreach_supported_types),
+    )
+
+
+def offloaded(units=2, kind=torch.optim.AdamW, **options):
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(units)])
+    return memascend.offload(model, kind(model.parameters(), lr=1e-2), **options)
+
+
+@pytest.mark.filterwarnings("ignore:the trained weights were in a temporary store")
+def test_they_leave_with_the_last_run():
+    before = hooks()
+    one, first = offloaded()
+    during = hooks()
+    assert during != before
+    other, second = offloaded()
+    assert hooks() == during
+    first.close()
+    first.close()
+    assert hooks() == during
+    del other, second
+    gc.collect()
+    assert hooks() == before
+    del one
+
+
+def test_a_call_that_fails_leaves_none(tmp_path):
+    before = hooks()
+    with pytest.raises(memascend.ConfigError):
+        offloaded(device="meta")
+    offloaded(storage=tmp_path / "s")[1].close()
+    with pytest.raises(memascend.MemascendError):
+        offloaded(units=3, storage=tmp_path / "s", existing="resume")
+    assert hooks() == before
+
+
+@pytest.mark.parametrize("units", [2, 16])
+@pytest.mark.parametrize("gradients", ["fused", "ssd", "ram"])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop])
+def test_an_optimizer_of_offloaded_parameters_that_is_another_does_not_step(tmp_path, units, gradients, kind):
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(units)])
+    original = kind(model.parameters(), lr=1e-2)
+    model, optimizer = memascend.offload(model, original, storage=tmp_path / "s", gradients=gradients)
+    other = kind(model.parameters(), lr=1e-2)
+    with optimizer:
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        model(torch.ones(2, 8)).sum().backward()
+        for wrong in (original, other):
+            with pytest.raises(UsageError, match=r"not the optimizer that offload\(\) returned.*optimizers="):
+                wrong.step()
+        assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+        assert not other.state
+        optimizer.step()
+        optimizer.zero_grad()
+        with memascend.materialized(model, modify=True):
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            other.step()
+            other.zero_grad()
