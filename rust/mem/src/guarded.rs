@@ -3,7 +3,7 @@
 use std::{
     sync::{
         Condvar, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicUsize, Ordering::Relaxed},
+        atomic::{AtomicU32, Ordering::Relaxed},
     },
     time::{Duration, Instant},
 };
@@ -54,14 +54,14 @@ pub struct Guarded<T> {
     state: Mutex<T>,
     changed: Condvar,
     /// Threads that sleep. Changed under the lock, so whoever has changed the state since knows of each.
-    sleeping: AtomicUsize,
+    sleeping: AtomicU32,
 }
 
 impl<T> Guarded<T> {
     /// Nobody waits yet.
     #[must_use]
     pub const fn new(state: T) -> Self {
-        Self { state: Mutex::new(state), changed: Condvar::new(), sleeping: AtomicUsize::new(0) }
+        Self { state: Mutex::new(state), changed: Condvar::new(), sleeping: AtomicU32::new(0) }
     }
 
     /// The state, locked.
