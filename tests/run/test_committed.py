@@ -91,3 +91,24 @@ def test_a_loss_scale_goes_on_where_it_was(tmp_path):
     model, optimizer = opened(tmp_path / "other", Counting().half(), checkpoint=tmp_path / "saved")
     with optimizer:
         assert optimizer.loss_scale == 16384.0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_values_that_are_written_become_the_master_and_leave_the_moments(tmp_path, dtype):
+    """A compact state has a bit of the master in the sign of the second moment."""
+    model, optimizer = opened(tmp_path / "s", Counting().to(dtype))
+    with optimizer:
+        for _ in range(3):
+            step(model, optimizer)
+        parameter = model.layer.weight
+        before = optimizer.state_of(parameter)
+        assert not torch.equal(before["master"], before["master"].to(dtype).float()), "this test could not fail"
+        with memascend.materialized(model, modify=True):
+            # Some elements as they were, but for one unit in the last place.
+            values = torch.nextafter(parameter.detach(), torch.full_like(parameter, 2.0))
+            parameter.data.copy_(values)
+        after = optimizer.state_of(parameter)
+        assert torch.equal(after["master"], values.float())
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(after[name], before[name])
+        assert bool((after["exp_avg_sq"] >= 0).all())
