@@ -10,7 +10,7 @@ from support.bits import same_bits
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from memascend.errors import UsageError
-from memascend.gradients.deferred import OPERATIONS_MAX
+from memascend.gradients.deferred_gradient import OPERATIONS_MAX
 from memascend.gradients.handle import GradientHandle, strides_of
 from memascend.run.process_hooks import ProcessHooks
 

@@ -10,7 +10,7 @@ import torch
 
 from memascend.errors import UsageError
 from memascend.gradients.backward_tasks import BackwardTasks, in_reentrant_checkpoint
-from memascend.gradients.gradient import Arrival
+from memascend.gradients.gradient import Gradient
 from memascend.gradients.hooks import AccumulationHooks
 from memascend.residency.row_gradient import RowGradient
 
@@ -32,22 +32,22 @@ _STORAGE_USES = 2
 class Rule(Protocol):
     """The arithmetic of an update, as the room above has it (`optimizers.update_rule`)."""
 
-    def options(self, kept: Arrival) -> Any:
+    def options(self, kept: Gradient) -> Any:
         """The options that an update of this parameter would use now."""
 
-    def update(self, kept: Arrival, gradient: torch.Tensor, scale: float) -> None:
+    def update(self, kept: Gradient, gradient: torch.Tensor, scale: float) -> None:
         """Begin the update by a gradient in memory, multiplied by `scale`."""
 
-    def update_spilled(self, kept: Arrival, factors: Sequence[float], scale: float) -> None:
+    def update_spilled(self, kept: Gradient, factors: Sequence[float], scale: float) -> None:
         """Begin the update by the gradient that was spilled."""
 
     def rewrite(self, name: str, values: torch.Tensor, step: int) -> None:
         """Stage other values, and a master that equals them."""
 
-    def state(self, kept: Arrival) -> dict[str, torch.Tensor]:
+    def state(self, kept: Gradient) -> dict[str, torch.Tensor]:
         """A copy of the state, by torch's names, and the master."""
 
-    def switch(self, mode: str, parameters: Iterable[Arrival]) -> list[str]:
+    def switch(self, mode: str, parameters: Iterable[Gradient]) -> list[str]:
         """Stage what `train()` or `eval()` of the optimizer does to its parameters; the names of those."""
 
 
@@ -55,7 +55,7 @@ class Arrivals:
     """All gradients, and what becomes of each when it arrives.
 
     Attributes:
-        kept: the gradients, by the names of their parameters, in the order of the parameters.
+        by_name: the gradients, by the names of their parameters, in the order of the parameters.
         engine: where gradients wait, and updates run.
         rule: the arithmetic of an update.
         scale: of the loss; every gradient is multiplied by its inverse.
@@ -75,7 +75,7 @@ class Arrivals:
         on_begins: Callable[[], None],
     ) -> None:
         """See `Gradients`."""
-        self.kept: dict[str, Arrival] = {}
+        self.by_name: dict[str, Gradient] = {}
         self.engine = engine
         self.rule = rule
         self.scale = scale
@@ -87,14 +87,14 @@ class Arrivals:
         self._norms = norms
         self._on_arrived = on_arrived
         self._on_begins = on_begins
-        self._of: dict[int, Arrival] = {}
+        self._of: dict[int, Gradient] = {}
         self._hooks = AccumulationHooks(self._hear)
         # What stood in `p.grad` when a failed backward was seen.
-        self._left: list[tuple[Arrival, weakref.ref[torch.Tensor]]] = []
+        self._left: list[tuple[Gradient, weakref.ref[torch.Tensor]]] = []
 
     def watch(self, place: Place, group: int, step: int) -> None:
         """Take charge of a parameter's gradients."""
-        self.kept[place.name] = self._of[id(place.parameter)] = Arrival(self, place, group, step)
+        self.by_name[place.name] = self._of[id(place.parameter)] = Gradient(self, place, group, step)
         self._hooks.add(place.parameter)
 
     def unwatch(self) -> None:
@@ -116,7 +116,7 @@ class Arrivals:
                 self.backwards.enter()
         self._on_arrived(gradient.name, gradient.place.nothing.nbytes, began)
 
-    def _arrive(self, gradient: Arrival, values: torch.Tensor) -> None:
+    def _arrive(self, gradient: Gradient, values: torch.Tensor) -> None:
         """A gradient came where there was none."""
         nested = self.backwards.enter()
         if gradient.handle is not None:
@@ -147,7 +147,7 @@ class Arrivals:
             gradient.in_pieces = gradient.in_pieces or nested
             gradient.store(values)
 
-    def add(self, gradient: Arrival, values: torch.Tensor) -> None:
+    def add(self, gradient: Gradient, values: torch.Tensor) -> None:
         """A gradient came where there is one, which no update used: its handle refuses another."""
         inside = self.backwards.inside()
         if inside:
@@ -165,11 +165,11 @@ class Arrivals:
         if self._is_whole(gradient, again):
             gradient.stage_stored((), 1.0)
 
-    def _is_whole(self, gradient: Arrival, nested: bool) -> bool:
+    def _is_whole(self, gradient: Gradient, nested: bool) -> bool:
         """Whether nothing more will come of it in this step, so that it can be used at once."""
         return self.loop.mode == "fused" and not nested and not gradient.in_pieces and self.backwards.is_last()
 
-    def _require_declared(self, gradient: Arrival) -> None:
+    def _require_declared(self, gradient: Gradient) -> None:
         if self.loop.mode == "fused":
             self.backwards.require_declared(gradient.name)
 
@@ -177,7 +177,7 @@ class Arrivals:
 
     def _note_failure(self) -> None:
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-            left = ((gradient, gradient.place.parameter.grad) for gradient in self.kept.values())
+            left = ((gradient, gradient.place.parameter.grad) for gradient in self.by_name.values())
             self._left = [(gradient, weakref.ref(values)) for gradient, values in left if values is not None]
 
     def require_no_failure(self) -> None:
@@ -200,9 +200,9 @@ class Arrivals:
 
     def drop_all(self) -> None:
         """Forget all that arrived, and the updates that are staged. What stands in `p.grad` is left alone."""
-        if self.fresh or self.backwards.failed or any(gradient.state.staged for gradient in self.kept.values()):
+        if self.fresh or self.backwards.failed or any(gradient.state.staged for gradient in self.by_name.values()):
             self.engine.discard()
-        for gradient in self.kept.values():
+        for gradient in self.by_name.values():
             gradient.drop(discarded=True)
         self.fresh = False
         self._left.clear()
@@ -221,7 +221,7 @@ class Arrivals:
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             return not any(
                 gradient.handle is not None and gradient.stands_in(gradient.place.parameter.grad)
-                for gradient in self.kept.values()
+                for gradient in self.by_name.values()
             )
 
     def entered(self, module: torch.nn.Module) -> None:
@@ -238,6 +238,6 @@ class Arrivals:
     def _expect_pieces(self, parameters: set[int]) -> None:
         # The backward of a reentrant checkpoint is one inside another. A gradient from outside of it, which may come
         # first, is not all of it.
-        for gradient in self.kept.values():
+        for gradient in self.by_name.values():
             if id(gradient.place.parameter) in parameters:
                 gradient.in_pieces = True

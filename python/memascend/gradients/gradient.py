@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from memascend.gradients.arrivals import Arrivals
-    from memascend.gradients.deferred import Notice
+    from memascend.gradients.deferred_gradient import Notice
     from memascend.gradients.norms import Measure
     from memascend.gradients.state import Move
     from memascend.residency.placeholder import Place
 
-__all__ = ["Arrival"]
+__all__ = ["Gradient"]
 
 _WORDS: dict[Notice, str] = {
     "add": "accumulation",
@@ -32,7 +32,7 @@ _WORDS: dict[Notice, str] = {
 }
 
 
-class Arrival:
+class Gradient:
     """The gradient of one parameter: where it is, the update that it makes, what stands in `p.grad` for it."""
 
     __slots__ = (

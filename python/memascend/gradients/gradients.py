@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
     from memascend.engine import Engine
     from memascend.gradients.arrivals import Rule
-    from memascend.gradients.gradient import Arrival
+    from memascend.gradients.gradient import Gradient
     from memascend.gradients.loss_scale import LossScale
     from memascend.gradients.norms import Check
     from memascend.residency.placeholder import Place
 
     # Gradients, each with what stands in `p.grad`.
-    Present = Sequence[tuple[Arrival, torch.Tensor]]
+    Present = Sequence[tuple[Gradient, torch.Tensor]]
 
 __all__ = ["Gradients", "Loop"]
 
@@ -37,7 +37,7 @@ class Gradients:
     """What step() and zero_grad() do with all gradients.
 
     Attributes:
-        kept: the gradients, by the names of their parameters, in the order of the parameters.
+        by_name: the gradients, by the names of their parameters, in the order of the parameters.
         rule: the arithmetic of an update.
     """
 
@@ -68,7 +68,7 @@ class Gradients:
         self._loop = Habits(loop)
         self._norms = Norms(check)
         self._arrivals = Arrivals(engine, rule, loss_scale, self._loop, self._norms, on_arrived, on_begins)
-        self.kept = self._arrivals.kept
+        self.by_name = self._arrivals.by_name
         self.learn = self._loop.learn
         self.entered = self._arrivals.entered
         self.touched = self._arrivals.touched
@@ -94,7 +94,7 @@ class Gradients:
 
     def is_staged(self) -> bool:
         """Whether something arrived or is staged that no step has used."""
-        return self._arrivals.fresh or any(gradient.state.staged for gradient in self.kept.values())
+        return self._arrivals.fresh or any(gradient.state.staged for gradient in self.by_name.values())
 
     # --- the step --------------------------------------------------------------------
 
@@ -106,7 +106,7 @@ class Gradients:
         self._norms.begin_step()
         found = []
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-            for gradient in self.kept.values():
+            for gradient in self.by_name.values():
                 values = gradient.place.parameter.grad
                 if gradient.handle is not None and not gradient.stands_in(values):
                     gradient.drop()
@@ -141,7 +141,7 @@ class Gradients:
             else:
                 gradient.stage_stored(factors, factor)
 
-    def _require_same_options(self, gradient: Arrival) -> None:
+    def _require_same_options(self, gradient: Gradient) -> None:
         now = self.rule.options(gradient)
         if now != gradient.options:
             raise UsageError(
@@ -149,7 +149,7 @@ class Gradients:
                 'its update ran already; change them after step(), or pass gradients="ssd"'
             )
 
-    def _stage(self, gradient: Arrival, values: torch.Tensor, factor: float) -> None:
+    def _stage(self, gradient: Gradient, values: torch.Tensor, factor: float) -> None:
         gradient.stage(values, factor)
         # While the engine's thread works: nobody writes to what it was given.
         self._norms.measure_once(gradient, values)
@@ -172,7 +172,7 @@ class Gradients:
     def committed(self, present: Present) -> list[str]:
         """The step is committed; the names of the parameters that it updated."""
         updated = []
-        for gradient in self.kept.values():
+        for gradient in self.by_name.values():
             if gradient.state.staged:
                 gradient.commit()
                 updated.append(gradient.name)
@@ -185,7 +185,7 @@ class Gradients:
     def skip(self) -> None:
         """Forget what was staged; gradients stay where they are."""
         self._engine.discard()
-        for gradient in self.kept.values():
+        for gradient in self.by_name.values():
             if gradient.state.staged:
                 gradient.skip()
         self._end_step()
@@ -201,7 +201,7 @@ class Gradients:
         self._arrivals.backwards.seen_outside()
         self._arrivals.drop_all()
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-            for gradient in self.kept.values():
+            for gradient in self.by_name.values():
                 gradient.place.parameter.grad = None
 
     def zero(self) -> None:
@@ -210,7 +210,7 @@ class Gradients:
         backwards.seen_outside()
         self._loop.notice("zero_grad(set_to_none=False)")
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-            grads = [(gradient, gradient.place.parameter.grad) for gradient in self.kept.values()]
+            grads = [(gradient, gradient.place.parameter.grad) for gradient in self.by_name.values()]
         present = [(gradient, values) for gradient, values in grads if values is not None]
         if any(gradient.stands_in(values) and not gradient.state.stored for gradient, values in present):
             raise UsageError(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from memascend.gradients.deferred import Backing, DeferredGradient, Notice, strides_of
+from memascend.gradients.deferred_gradient import Backing, DeferredGradient, Notice, strides_of
 from memascend.gradients.operations import UNSCALE, Operation, is_recordable
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from memascend.residency.row_gradient import RowGradient
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from memascend.gradients.gradient import Arrival
+    from memascend.gradients.gradient import Gradient
 
     Check = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
@@ -44,12 +44,12 @@ class Norms:
             return values.measured(self._check)
         return measure(values, self._check)
 
-    def measure_once(self, gradient: Arrival, values: torch.Tensor) -> None:
+    def measure_once(self, gradient: Gradient, values: torch.Tensor) -> None:
         """Take the measure that this gradient has for this step, of its values in memory."""
         if gradient.name not in self._measures:
             self._measures[gradient.name] = self.measure(values)
 
-    def of(self, gradients: Iterable[tuple[Arrival, torch.Tensor]]) -> tuple[bool, float]:
+    def of(self, gradients: Iterable[tuple[Gradient, torch.Tensor]]) -> tuple[bool, float]:
         """Whether all of these are finite, and the norm of them all, in double precision.
 
         Nothing is read for it: each was measured as it was handed on, written or used. What was done by scalars to one

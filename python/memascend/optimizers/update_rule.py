@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from memascend.engine import Chunk, Engine, Store
-    from memascend.gradients.gradient import Arrival
+    from memascend.gradients.gradient import Gradient
     from memascend.optimizers.state_layout import StateLayout
 
 __all__ = ["Arithmetic", "Updates"]
@@ -124,7 +124,7 @@ class Updates:
         arithmetic: Arithmetic,
         engine: Engine,
         store: Store,
-        values: Callable[[Arrival], torch.Tensor | None],
+        values: Callable[[Gradient], torch.Tensor | None],
     ) -> None:
         """`values` gives the values of a parameter where they are resident."""
         self._arithmetic = arithmetic
@@ -135,11 +135,11 @@ class Updates:
         # The last ones of each group: parameters whose options are equal share them.
         self._options: dict[int, dict[str, Any]] = {}
 
-    def _layout(self, kept: Arrival) -> StateLayout | None:
+    def _layout(self, kept: Gradient) -> StateLayout | None:
         return self._arithmetic.layouts[id(kept.place.parameter)]
 
     def _run(
-        self, kept: Arrival, layout: StateLayout, given: generic.Given = _AS_IT_COMES, method: str = "step"
+        self, kept: Gradient, layout: StateLayout, given: generic.Given = _AS_IT_COMES, method: str = "step"
     ) -> Callable[[Chunk], None]:
         """A run of the optimizer's own code on one parameter."""
         return generic.update(
@@ -152,7 +152,7 @@ class Updates:
             ended=self._arithmetic.shared.ended(kept.name, kept.group),
         )
 
-    def options(self, kept: Arrival) -> dict[str, Any]:
+    def options(self, kept: Gradient) -> dict[str, Any]:
         """The options that an update of this parameter would use now."""
         group = self._groups[kept.group]
         if self._layout(kept) is not None:
@@ -167,7 +167,7 @@ class Updates:
             self._options[kept.group] = options
         return self._options[kept.group]
 
-    def update(self, kept: Arrival, gradient: torch.Tensor, scale: float) -> None:
+    def update(self, kept: Gradient, gradient: torch.Tensor, scale: float) -> None:
         """Begin the update by a gradient in memory, multiplied by `scale`."""
         layout = self._layout(kept)
         step = kept.step + 1
@@ -187,7 +187,7 @@ class Updates:
         dense = gradient.to_dense() if gradient.is_sparse else gradient
         self._engine.apply(kept.name, function, step=step, gradient=dense, whole=layout.whole or sparse is not None)
 
-    def update_spilled(self, kept: Arrival, factors: Sequence[float], scale: float) -> None:
+    def update_spilled(self, kept: Gradient, factors: Sequence[float], scale: float) -> None:
         """Begin the update by the gradient that was spilled."""
         layout = self._layout(kept)
         step = kept.step + 1
@@ -198,7 +198,7 @@ class Updates:
         function = self._run(kept, layout, generic.Given(factors=tuple(factors), grad_scale=scale))
         self._engine.apply(kept.name, function, step=step, whole=layout.whole)
 
-    def switch(self, mode: str, parameters: Iterable[Arrival]) -> list[str]:
+    def switch(self, mode: str, parameters: Iterable[Gradient]) -> list[str]:
         """Stage what `train()` or `eval()` of the optimizer does to its parameters; the names of those."""
         begun = []
         for kept in parameters:
@@ -231,7 +231,7 @@ class Updates:
 
         self._engine.apply(name, function, step=step, gradient=values)
 
-    def state(self, kept: Arrival) -> dict[str, torch.Tensor]:
+    def state(self, kept: Gradient) -> dict[str, torch.Tensor]:
         """A copy of the state, by torch's names, and the master."""
         values, state = self._store.read(kept.name)
         layout = self._layout(kept)

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Any
 
-    from memascend.gradients.gradient import Arrival
+    from memascend.gradients.gradient import Gradient
     from memascend.residency.unit_slot import Home
     from memascend.run.decision import Decision, Subject
     from memascend.run.resources import Resources
@@ -179,7 +179,7 @@ class Assembly:
             names = [name for unit in self.decision.units if unit.name in plan.by_rows for name in unit.parameters]
             engine = RowEngine(engine, names, plan.queue_bytes)
 
-        def resident(kept: Arrival) -> torch.Tensor | None:
+        def resident(kept: Gradient) -> torch.Tensor | None:
             # Where one unit at a time is held, an update must not keep it from making room.
             return residency.values_of(kept.place) if plan.window > 1 and not plan.device else None
 

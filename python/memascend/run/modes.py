@@ -48,7 +48,7 @@ class Modes:
             return
         with self._residency.turns.alone():
             try:
-                names = self._gradients.rule.switch(mode, self._gradients.kept.values())
+                names = self._gradients.rule.switch(mode, self._gradients.by_name.values())
                 give_back = record.shared.adopt(names, engine.finish, changed)
             except BaseException:
                 engine.discard()

@@ -37,7 +37,7 @@ class Rewrites:
         given = _as_stored(place, values)
         if self._is_there(place, given):
             return False
-        kept = self._gradients.kept.get(place.name)
+        kept = self._gradients.by_name.get(place.name)
         self._gradients.rule.rewrite(place.name, given, kept.step if kept else 0)
         return True
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Mapping, Sequence
 
-    from memascend.gradients.gradient import Arrival
+    from memascend.gradients.gradient import Gradient
     from memascend.gradients.gradients import Gradients
     from memascend.residency.gates import Frames
     from memascend.residency.residency import Residency
@@ -121,7 +121,7 @@ class Session:
         gradients.update_all(present, factor)
         step = record.position.step + 1
         record.buffers.stage(store, step)
-        updated = [name for name, kept in gradients.kept.items() if kept.state.staged]
+        updated = [name for name, kept in gradients.by_name.items() if kept.state.staged]
         give_back = record.shared.adopt(updated, engine.finish)
         before = record.scale.state()
         record.scale.update(overflowed=False)
@@ -147,7 +147,7 @@ class Session:
         """Whether the step depends on the norm; else nothing waits for it, and it is taken once the step is made."""
         return self.record.scale.enabled or self.max_grad_norm is not None
 
-    def _committed(self, present: Sequence[tuple[Arrival, torch.Tensor]]) -> None:
+    def _committed(self, present: Sequence[tuple[Gradient, torch.Tensor]]) -> None:
         self.record.position.advance()
         if not self._norm_comes_first:
             self.outcome = Outcome(self.gradients.norm(present))
@@ -192,7 +192,7 @@ class Session:
         """Write a whole checkpoint of what is committed, with the options that the groups have now."""
         self.readiness.require_quiet()
         self.loads.settle()
-        trained = self.gradients.kept.keys()
+        trained = self.gradients.by_name.keys()
         model = self.attachment.model
         save(folder, self.resources.store, model, trained, self.record.facts(), among_others=among_others)
         self.resources.unread = False
@@ -201,14 +201,14 @@ class Session:
         """A copy of the state of a parameter."""
         self.resources.require_open()
         self.loads.settle()
-        for kept in self.gradients.kept.values():
+        for kept in self.gradients.by_name.values():
             if kept.place.parameter is parameter:
                 return self.gradients.rule.state(kept)
         raise ConfigError("this tensor is no parameter that the optimizer updates")
 
     def report(self) -> Report:
         """What was measured so far."""
-        return self.measurements.report(self.gradients.kept)
+        return self.measurements.report(self.gradients.by_name)
 
     # --- the end -------------------------------------------------------------------------
 
@@ -221,7 +221,7 @@ class Session:
         self.state_dicts.forget()
         self.loads.settle()
         with contextlib.suppress(MemascendError):
-            self.measurements.close(self.gradients.kept)
+            self.measurements.close(self.gradients.by_name)
         self.attachment.leave()
         self.gradients.unwatch()
         self.residency.close(CLOSED)
