@@ -2,12 +2,14 @@
 
 import copy
 import inspect
+import itertools
 
 import pytest
 import torch
 from support.bits import same_bits
 
-from memascend.optimizers import generic
+from memascend.errors import ConfigError
+from memascend.optimizers import generic, support
 
 STEPS = 6
 
@@ -164,8 +166,30 @@ def run_and_compare(streamed_part):
 )
 def test_streamed_parts_get_the_bits_of_torch_in_memory(run_and_compare, name, options, dtype):
     dtype, master_dtype = DTYPES[dtype]
+    if name == "SGD" and "fused" in options and master_dtype is None and not support._fused_sgd_updates(dtype):
+        with pytest.raises(ConfigError, match="fused=True is refused for SGD"):
+            run_and_compare(name, parameters(name, dtype), options, master_dtype)
+        return
     streamed = run_and_compare(name, parameters(name, dtype), options, master_dtype)
     assert {part.layout.whole for part in streamed if part.layout.shape} == {name in WHOLE}
+
+
+def test_a_fused_sgd_that_skips_whole_vectors_is_refused(monkeypatch):
+    # What torch 2.11 does on the CPU: all of these 64 elements are in whole vectors.
+    monkeypatch.setattr(torch, "_fused_sgd_", lambda *_, **__: None)
+    support._fused_sgd_updates.cache_clear()
+    try:
+        for dtype, master_dtype, fused in itertools.product(
+            (torch.bfloat16, torch.float16, torch.float32), (None, torch.float32), (False, True)
+        ):
+            optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(100, dtype=dtype))], lr=0.1, fused=fused)
+            if dtype == torch.float32 or master_dtype or not fused:
+                generic.require_streamable(optimizer, master_dtype)
+                continue
+            with pytest.raises(ConfigError, match=r"fused=True is refused for SGD on parameters of .* set fused=False"):
+                generic.require_streamable(optimizer, master_dtype)
+    finally:
+        support._fused_sgd_updates.cache_clear()
 
 
 @pytest.mark.parametrize(("name", "options"), [(name, CASES[name][-1]) for name in CASES])

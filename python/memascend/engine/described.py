@@ -9,7 +9,7 @@ from memascend.engine.ffi import Lent, place_of, require, require_laid_out, requ
 from memascend.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     import torch
 
@@ -21,9 +21,15 @@ class Described:
 
     __slots__ = ("_entries", "_names")
 
-    def __init__(self, entries: list[dict[str, Any]]) -> None:
-        self._names = {entry["name"]: index for index, entry in enumerate(entries)}
-        self._entries = _shared(entries)
+    def __init__(self, entries: Iterable[dict[str, Any]]) -> None:
+        self._names: dict[str, int] = {}
+        # One for all that are alike by type and shape: a model has thousands of some tens of kinds.
+        self._entries: list[dict[str, Any]] = []
+        kinds: dict[str, dict[str, Any]] = {}
+        for index, entry in enumerate(entries):
+            self._names[entry["name"]] = index
+            kind = {name: entry[name] for name in ("dtype", "shape", "order", "spill", "compact", "state")}
+            self._entries.append(kinds.setdefault(repr(kind), kind))
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return self._entries[index]
@@ -81,13 +87,3 @@ class Described:
             return laid_out.permute([order.index(dim) for dim in range(len(shape))])
 
         return empty(entry["dtype"], entry["shape"]), {of: empty(dtype, shape) for of, dtype, shape in entry["state"]}
-
-
-def _shared(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What entries are by type and shape, one for all that are alike: a model has thousands of some tens of kinds."""
-    kinds: dict[str, dict[str, Any]] = {}
-    found = []
-    for entry in entries:
-        kind = {name: entry[name] for name in ("dtype", "shape", "order", "spill", "compact", "state")}
-        found.append(kinds.setdefault(repr(kind), kind))
-    return found

@@ -18,7 +18,7 @@ from memascend.pages import PAGE_BYTES
 from memascend.paths import listed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import torch
 
@@ -59,7 +59,7 @@ class Store(Closing):
         # Its file has no name on purpose.
         self.is_temporary = False
         self._units: list[str] = core.info()["units"]
-        self.described = Described(core.entries())
+        self.described = Described(self.each_entry())
 
     @classmethod
     def create(  # noqa: PLR0913 - options are keywords
@@ -198,7 +198,15 @@ class Store(Closing):
 
         Also "unit_offset", where its values begin in the bytes of its unit, and "order" and "spill" as in `Entry`.
         """
-        return self._core.entries()
+        return list(self.each_entry())
+
+    def entry(self, name: str) -> dict[str, Any]:
+        """One of them."""
+        return self._core.entry(self.index(name))
+
+    def each_entry(self) -> Iterator[dict[str, Any]]:
+        """The same one at a time: what is known of thousands takes megabytes, which Python keeps once it had them."""
+        return map(self._core.entry, range(self._core.count()))
 
     def stage(
         self, name: str, values: torch.Tensor, state: Mapping[str, torch.Tensor] | None = None, *, step: int

@@ -6,6 +6,7 @@ parameters alike (`shared_values`).
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -80,7 +81,36 @@ def require_streamable(
         for parameter in group["params"]:
             if not parameter.dtype.is_floating_point:
                 raise ConfigError(f"a parameter of {parameter.dtype} cannot be streamed: it must be of a real float")
+            if group.get("fused") and master_dtype is None and type(optimizer) is torch.optim.SGD:
+                _require_updated_vectors(parameter.dtype)
     if known(optimizer):
         return {}
     require_self_contained(optimizer)
     return require_independent(optimizer, master_dtype)
+
+
+def _require_updated_vectors(dtype: torch.dtype) -> None:
+    """Refuse torch's fused SGD of 16-bit parameters where its kernel skips whole vectors, as torch 2.11's does."""
+    if dtype.itemsize == 2 and not _fused_sgd_updates(dtype):
+        raise ConfigError(
+            f"fused=True is refused for SGD on parameters of {dtype}: torch {torch.__version__} leaves most elements "
+            "as they are, and reads momentum past its end; set fused=False, leave master_dtype at torch.float32, or "
+            "take a newer torch"
+        )
+
+
+@functools.cache
+def _fused_sgd_updates(dtype: torch.dtype) -> bool:
+    """Whether torch's kernel updates whole vectors on the CPU; asked of the kernel, as no list of versions is sure."""
+    values, gradient = torch.zeros(64, dtype=dtype, device="cpu"), torch.ones(64, dtype=dtype, device="cpu")
+    torch._fused_sgd_(
+        *([values], [gradient], []),
+        weight_decay=0.0,
+        momentum=0.0,
+        lr=1.0,
+        dampening=0.0,
+        nesterov=False,
+        maximize=False,
+        is_first_step=True,
+    )
+    return bool((values == -1.0).all())

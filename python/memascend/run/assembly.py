@@ -73,7 +73,6 @@ class Assembly:
         offloaded = OffloadedOptimizer(subject.original, session)
         # What may not fit there, before anything is let go.
         move_buffers(subject.model, self._device)
-        known = {entry["name"]: entry for entry in resources.store.entries()}
         for home in session.residency.homes:
             for place in home.places:
                 if not torch._has_compatible_shallow_copy_type(place.parameter, place.nothing):  # noqa: SLF001
@@ -82,7 +81,7 @@ class Assembly:
                 place.unbind()
                 group = subject.owned[place.name].group
                 if group is not None:
-                    session.gradients.watch(place, group, known[place.name]["step"])
+                    session.gradients.watch(place, group, resources.store.entry(place.name)["step"])
         subject.original.state.clear()
         session.attachment.enter(offloaded)
         return session, offloaded
@@ -156,12 +155,13 @@ class Assembly:
             keeper=resources.activations,
             sums=Sums() if wanted() else None,
         )
-        known = {entry["name"]: entry for entry in resources.store.entries()}
         for unit in self.decision.units:
             nbytes = self.decision.sizes.unit_bytes[unit.name]
             home = residency.add(unit.name, nbytes, pinned=unit.pinned, by_rows=unit.name in plan.by_rows)
             home.places = [
-                Place(self.subject.named[name], name, known[name]["unit_offset"], residency, self._device)
+                Place(
+                    self.subject.named[name], name, resources.store.entry(name)["unit_offset"], residency, self._device
+                )
                 for name in unit.parameters
             ]
         residency.settle()

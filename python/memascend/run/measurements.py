@@ -164,7 +164,7 @@ class Measurements:
     def _in_memory(self, trained: Collection[str]) -> InMemory:
         """Values, gradients and state as torch holds them: a compact master counts whole."""
         values = state = gradients = 0
-        for entry in self._resources.store.entries():
+        for entry in self._resources.store.each_entry():
             if entry["buffer"]:
                 continue
             nbytes = math.prod(entry["shape"]) * _itemsize(entry["dtype"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -41,12 +42,12 @@ class Meter:
         "_every",
         "_held_peak",
         "_keeps_all",
+        "_last",
         "_queued",
         "_samples",
         "_stale",
         "_units",
         "handing_seconds",
-        "last",
     )
 
     def __init__(self, units: Callable[[], int], queued: Callable[[], int], *, keeps_all: bool = False) -> None:
@@ -62,9 +63,10 @@ class Meter:
         self._keeps_all = keeps_all
         # What backward spent in handing on gradients, waiting for room among them.
         self.handing_seconds = 0.0
-        # The samples of the last step that was whole.
-        self.last: list[Sample] = []
-        self._samples: list[Sample] = []
+        # Of the last step that was whole, and of this one. As numbers one after another: a tuple for each would be
+        # left between what a block computes with.
+        self._last = array("d")
+        self._samples = array("d")
         self._arrived: set[str] = set()
         self._arrived_bytes = 0
         self._stale = False
@@ -102,14 +104,18 @@ class Meter:
     def step_ended(self) -> None:
         """A step was committed."""
         self._take()
-        self.last = self._samples
+        self._last = self._samples
         self._stale = True
         self._restart()
 
     @property
     def samples(self) -> list[Sample]:
         """Of the last whole step; of the one that runs, while there is none."""
-        return self.last or self._samples
+        numbers = iter(self._last or self._samples)
+        return [
+            Sample(seconds, int(units), int(gradients), int(arrived))
+            for seconds, units, gradients, arrived in zip(numbers, numbers, numbers, numbers, strict=True)
+        ]
 
     @property
     def gradients(self) -> int:
@@ -123,14 +129,15 @@ class Meter:
         return self._held_peak
 
     def _restart(self) -> None:
-        self._samples = []
+        self._samples = array("d")
         self._began = time.perf_counter()
         self._events = 0
         self._every = 1
 
     def _take(self) -> None:
-        if len(self._samples) >= _SAMPLES_MAX:
-            self._samples = self._samples[::2]
+        if len(self._samples) >= len(Sample._fields) * _SAMPLES_MAX:
+            kept = [self._samples[field :: 2 * len(Sample._fields)] for field in range(len(Sample._fields))]
+            self._samples = array("d", (number for sample in zip(*kept, strict=True) for number in sample))
             self._every *= 2
         now = time.perf_counter() - self._began
-        self._samples.append(Sample(now, self._units(), self.gradients, self._arrived_bytes))
+        self._samples.extend((now, self._units(), self.gradients, self._arrived_bytes))

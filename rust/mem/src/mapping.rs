@@ -130,7 +130,8 @@ impl Mapping {
     /// cannot be read, or nothing starts there.
     pub(crate) fn huge_bytes_at(start: NonNull<u8>) -> usize {
         let Ok(smaps) = File::open("/proc/self/smaps") else { return 0 };
-        let start = format!("{:x}-", start.as_ptr().addr());
+        // The kernel writes eight digits at least: a low address, as Valgrind gives, begins with a nought.
+        let start = format!("{:08x}-", start.as_ptr().addr());
         BufReader::new(smaps)
             .lines()
             .map_while(io::Result::ok)

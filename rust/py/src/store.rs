@@ -6,8 +6,9 @@
 use std::{path::PathBuf, slice, sync::Arc};
 
 use memascend_nvme::Lost;
-use memascend_store::{Commit, Create, Dtype, Durability, Entry, Existing, Kind, Part, StateTensor};
+use memascend_store::{Commit, Create, Dtype, Durability, Existing, Kind, Part, StateTensor};
 use pyo3::{
+    exceptions::PyIndexError,
     prelude::*,
     types::{PyDict, PyList, PyTuple},
 };
@@ -126,29 +127,35 @@ impl Store {
         Ok(dict)
     }
 
-    /// Each entry: name, whether it is a buffer, unit, dtype, shape, order, spill, step, staged, state as (name, dtype, shape).
-    fn entries<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyDict>>> {
-        let entry = |(index, entry): (usize, &Entry)| {
-            let state = self.inner.entry_state(index).map_err(|error| store_error(py, &error))?;
-            let dict = PyDict::new(py);
-            dict.set_item("name", &entry.name)?;
-            dict.set_item("buffer", entry.kind == Kind::Buffer)?;
-            dict.set_item("unit", entry.unit)?;
-            dict.set_item("dtype", entry.dtype.name())?;
-            dict.set_item("shape", &entry.shape)?;
-            let order = (!entry.order.is_empty()).then(|| PyTuple::new(py, &entry.order)).transpose()?;
-            dict.set_item("order", order)?;
-            dict.set_item("spill", entry.spill.map(Dtype::name))?;
-            dict.set_item("unit_offset", self.inner.layout().in_unit(index, entry.unit as usize))?;
-            dict.set_item("step", state.step)?;
-            dict.set_item("version", state.version)?;
-            dict.set_item("staged", state.staged)?;
-            dict.set_item("compact", entry.is_compact())?;
-            let tensor = |tensor: &StateTensor| (tensor.name.clone(), tensor.dtype.name(), tensor.shape.clone());
-            dict.set_item("state", entry.state.iter().map(tensor).collect::<Vec<_>>())?;
-            Ok(dict)
+    /// How many entries there are.
+    fn count(&self) -> usize {
+        self.inner.description().entries.len()
+    }
+
+    /// One of them, since all at once would take a kilobyte each: name, whether it is a buffer, unit, dtype, shape, order,
+    /// spill, step, staged, state as (name, dtype, shape).
+    fn entry<'py>(&self, py: Python<'py>, index: usize) -> PyResult<Bound<'py, PyDict>> {
+        let Some(entry) = self.inner.description().entries.get(index) else {
+            return Err(PyIndexError::new_err(format!("there is no entry {index}")));
         };
-        self.inner.description().entries.iter().enumerate().map(entry).collect()
+        let state = self.inner.entry_state(index).map_err(|error| store_error(py, &error))?;
+        let dict = PyDict::new(py);
+        dict.set_item("name", &entry.name)?;
+        dict.set_item("buffer", entry.kind == Kind::Buffer)?;
+        dict.set_item("unit", entry.unit)?;
+        dict.set_item("dtype", entry.dtype.name())?;
+        dict.set_item("shape", &entry.shape)?;
+        let order = (!entry.order.is_empty()).then(|| PyTuple::new(py, &entry.order)).transpose()?;
+        dict.set_item("order", order)?;
+        dict.set_item("spill", entry.spill.map(Dtype::name))?;
+        dict.set_item("unit_offset", self.inner.layout().in_unit(index, entry.unit as usize))?;
+        dict.set_item("step", state.step)?;
+        dict.set_item("version", state.version)?;
+        dict.set_item("staged", state.staged)?;
+        dict.set_item("compact", entry.is_compact())?;
+        let tensor = |tensor: &StateTensor| (tensor.name.clone(), tensor.dtype.name(), tensor.shape.clone());
+        dict.set_item("state", entry.state.iter().map(tensor).collect::<Vec<_>>())?;
+        Ok(dict)
     }
 
     /// Stages a whole entry from (address, bytes) of its values and its state tensors.
