@@ -94,7 +94,12 @@ class Gradients:
 
     def is_staged(self) -> bool:
         """Whether something arrived or is staged that no step has used."""
-        return self._arrivals.fresh or any(gradient.state.staged for gradient in self.by_name.values())
+        return self._arrivals.fresh or self.has_updates
+
+    @property
+    def has_updates(self) -> bool:
+        """Whether an update of a step that is not committed has begun."""
+        return any(gradient.state.staged for gradient in self.by_name.values())
 
     # --- the step --------------------------------------------------------------------
 

@@ -32,10 +32,14 @@ class Copies:
 
     def of(self, place: Place) -> torch.Tensor:
         """A copy of a parameter that is bound."""
+        # No name for the values: the traceback of an error would hold them.
+        return self.of_values(place, place.parameter.detach())
+
+    def of_values(self, place: Place, values: torch.Tensor) -> torch.Tensor:
+        """A copy of values of a parameter, which have its strides."""
         nbytes, folder = place.nothing.nbytes, self._folder
         with _unlinked(folder) as descriptor:
-            # No name for the values: the traceback of an error would hold them.
-            _write(descriptor, bytes_of(place.parameter.detach()), folder)
+            _write(descriptor, bytes_of(values), folder)
             if nbytes == 0:
                 return torch.empty(place.shape, dtype=place.dtype, device="cpu")
             return _mapped(descriptor, nbytes).view(place.dtype).as_strided(place.shape, place.stride)

@@ -1,4 +1,4 @@
-"""What residency is made with: the memory of units, what the plan lets them have, and who hears of their use."""
+"""What residency is made with: the memory of units, what the plan lets them have, who hears of their use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from memascend.residency.rows import Rows
     from memascend.residency.unit_slot import Fetch
 
-__all__ = ["Limits", "Listener", "Memory"]
+__all__ = ["Limits", "Listener", "Memory", "Moment"]
 
 
 class Memory(Protocol):
@@ -46,6 +46,21 @@ class Listener:
 
     borrowed: Callable[[Iterable[Place]], None]
     used: Callable[[], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """What the run does now.
+
+    Attributes:
+        busy: updates are under way, which may hold units until they are done.
+        computes: this thread is inside of the model's forward.
+        staged: gradients have arrived that no step has used.
+    """
+
+    busy: Callable[[], bool]
+    computes: Callable[[], bool]
+    staged: Callable[[], bool]
 
 
 @dataclass(frozen=True, kw_only=True)

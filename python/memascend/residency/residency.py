@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from memascend.errors import BudgetError, TimeoutExpired, UsageError
 from memascend.residency.access import Turns, count_here
 from memascend.residency.eviction import has_useless, holders_beside, is_leaving, is_useless, victim_for
+from memascend.residency.reached import ReachedWeights
 from memascend.residency.saved_tensors import Hooks
 from memascend.residency.threads import others_alive
 from memascend.residency.transfers import Transfers
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from memascend.residency.copies import Copies
     from memascend.residency.debug_checksums import Sums
-    from memascend.residency.environment import Limits, Listener, Memory
+    from memascend.residency.environment import Limits, Listener, Memory, Moment
     from memascend.residency.placeholder import Place
     from memascend.residency.saved_tensors import Keeper
 
@@ -46,9 +47,9 @@ class Residency:
         self,
         memory: Memory,
         limits: Limits,
-        busy: Callable[[], bool],
         listener: Listener,
         copies: Copies,
+        moment: Moment,
         *,
         keeper: Keeper | None = None,
         sums: Sums | None = None,
@@ -58,16 +59,16 @@ class Residency:
         Args:
             memory: where units are held.
             limits: what the plan lets them have.
-            busy: whether updates are under way, which may hold units until they are done.
             listener: hears of what is done with units.
             copies: where copies of parameters go.
+            moment: says what the run does now.
             keeper: keeps what autograd saves and lies in no unit.
             sums: finds what was written to past torch's counters, where that was asked for.
         """
         self._memory = memory
         self._arena = memory.arena
         self._limits = limits
-        self._busy = busy
+        self._busy = moment.busy
         self._listener = listener
         self._copies = copies
         self._classes = sorted(limits.slots)
@@ -78,6 +79,9 @@ class Residency:
         self.order = Order()
         self.closed: str | None = None
         self.transfers = Transfers(self.copy_of)
+        self.reached = ReachedWeights(self, copies, moment)
+        # Values that are not on storage, and that the model computes with.
+        self._overrides: dict[str, torch.Tensor] = {}
         self._at: dict[int, tuple[Home, int]] = {}
         self._clock = 0
         # The unit that is asked for right now: not to be evicted for one that comes later.
@@ -131,12 +135,12 @@ class Residency:
         self._listener.used()
 
     def holds(self, place: Place) -> bool:
-        """Whether this thread has bound a parameter that asks; see `placeholder.Source`."""
+        """Whether this thread has bound a parameter that asks."""
         return threading.get_ident() in self.home_of[place.name].holders
 
     @contextmanager
     def borrowed(self, places: Iterable[Place]) -> Iterator[None]:
-        """Bind the units of some parameters for one operation; see `placeholder.Source`."""
+        """Bind the units of some parameters for one operation."""
         if self.closed:
             raise UsageError(self.closed)
         self.transfers.settle()
@@ -157,8 +161,14 @@ class Residency:
                 for home in reversed(bound):
                     self.unbind(home)
 
+    def fits(self, places: Iterable[Place]) -> bool:
+        """Whether the units of some parameters have room in memory together."""
+        homes = {id(home): home for home in (self.home_of[place.name] for place in places)}.values()
+        sizes = [home.slot_bytes for home in homes if not home.by_rows]
+        return all(sizes.count(size) <= self._limits.slots.get(size, 0) for size in set(sizes))
+
     def looked_up(self, place: Place, indices: torch.Tensor, padding: int | None) -> torch.Tensor | None:
-        """See `placeholder.Source`."""
+        """What an embedding gives for some indices, where that takes no more than their rows; None elsewhere."""
         home = self.home_of[place.name]
         rows = self._memory.rows
         if rows is None or not home.by_rows:
@@ -168,20 +178,25 @@ class Residency:
         self.transfers.settle()
         self._listener.borrowed([place])
         with self.turns.touching():
-            return rows.look_up(home.name, place, indices, padding)
+            return rows.look_up(home.name, place, indices, padding, self._overrides.get(place.name))
 
     def detached(self, place: Place) -> torch.Tensor | None:
-        """See `placeholder.Source`."""
+        """A private copy of a parameter's values where a state dict is made inside of a forward; None elsewhere."""
+        if place.device.type == "cpu" and not self.reached.computes:
+            # Memory that is watched, as everybody gets it.
+            return None
         return self.transfers.detached(place)
 
     def assigned(self, place: Place, values: torch.Tensor) -> bool:
-        """See `placeholder.Source`."""
+        """Write values through to storage where a state dict is being loaded; False elsewhere."""
         return self.transfers.assigned(place, values)
 
     def copy_of(self, place: Place) -> torch.Tensor:
-        """A parameter's committed values in an unlinked file, as a tensor that nothing else sees."""
+        """A parameter's values in an unlinked file, as a tensor that nothing else sees."""
         self.transfers.settle()
         home = self.home_of[place.name]
+        if home.by_rows and place.name in self._overrides:
+            return self._copies.of_values(place, self._overrides[place.name])
         if home.by_rows:
             return self._mapped(place).view(place.dtype).view(place.shape)
         self.bind(home)
@@ -243,8 +258,38 @@ class Residency:
             home.weak = (StorageWeakRef(base.untyped_storage()), home.version)
             home.base = base
             self._at[base.data_ptr()] = (home, home.version)
+            self._overlay(home)
             if self._sums is not None:
                 self._sums.note(home)
+
+    def _overlay(self, home: Home) -> None:
+        """Let a unit that was read have the values that are not on storage."""
+        if self._overrides and home.base is not None:
+            with torch.inference_mode(mode=False), torch.no_grad():
+                for place in home.places:
+                    values = self._overrides.get(place.name)
+                    if values is not None:
+                        view(home.base, place).copy_(values)
+
+    def override(self, place: Place, values: torch.Tensor | None) -> None:
+        """Let the model compute with these values from now on; None: with those on storage again."""
+        with self.lock:
+            self._overrides.pop(place.name, None)
+            if values is not None:
+                self._overrides[place.name] = values
+            home = self.home_of[place.name]
+            # A graph of what it was before is not walked any more.
+            home.version += 1
+            self.evict(home)
+            home.weak = None
+
+    def settle_override(self, place: Place) -> None:
+        """The values of an override are on storage now: what is resident is right, what is being read may be old."""
+        with self.lock:
+            self._overrides.pop(place.name, None)
+            home = self.home_of[place.name]
+            if home.base is None:
+                self.evict(home)
 
     def _bring_mapped(self, home: Home) -> None:
         """All of a unit that has no place in memory: in a file, whose pages the kernel keeps or not."""
@@ -260,6 +305,7 @@ class Residency:
         home.base = self._mapped(place)
         home.mapped = StorageWeakRef(home.base.untyped_storage())
         self._at[home.base.data_ptr()] = (home, home.version)
+        self._overlay(home)
         if self._sums is not None:
             self._sums.note(home)
 

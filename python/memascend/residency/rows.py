@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -67,8 +67,17 @@ class Rows:
         with self._lock:
             self._chunks.clear()
 
-    def look_up(self, unit: str, place: Place, indices: torch.Tensor, padding: int | None) -> torch.Tensor | None:
+    def look_up(
+        self,
+        unit: str,
+        place: Place,
+        indices: torch.Tensor,
+        padding: int | None,
+        instead: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
         """What `torch.nn.functional.embedding` gives; None where that takes torch itself, with all of the weight.
+
+        `instead` has the rows where those on storage are not the ones that count.
 
         Raises:
             IndexError: there is no such row, as torch says it.
@@ -85,7 +94,7 @@ class Rows:
             return None
         elif padding < 0:
             padding += count
-        found: torch.Tensor = _LookUp.apply(place.parameter, indices, padding, self, unit, place)
+        found: torch.Tensor = _LookUp.apply(place.parameter, indices, padding, _Table(self, unit, place, instead))
         return found
 
     def each_part(
@@ -164,23 +173,37 @@ class Rows:
         return result
 
 
+class _Table(NamedTuple):
+    """An embedding, and where its rows are."""
+
+    rows: Rows
+    unit: str
+    place: Place
+    instead: torch.Tensor | None
+
+    def gathered(self, indices: torch.Tensor) -> torch.Tensor:
+        """The rows that are named, in their order."""
+        if self.instead is not None:
+            with torch.no_grad():
+                return torch.nn.functional.embedding(indices, self.instead)
+        return self.rows.gathered(self.unit, self.place, indices)
+
+
 class _LookUp(torch.autograd.Function):
     """A look-up whose gradient is of the rows that it named."""
 
     @staticmethod
-    def forward(
-        ctx: Any, weight: torch.Tensor, indices: torch.Tensor, padding: int, rows: Rows, unit: str, place: Place
-    ) -> torch.Tensor:
+    def forward(ctx: Any, weight: torch.Tensor, indices: torch.Tensor, padding: int, table: _Table) -> torch.Tensor:
         del weight
         ctx.save_for_backward(indices)
-        ctx.padding, ctx.place = padding, place
-        return rows.gathered(unit, place, indices)
+        ctx.padding, ctx.place = padding, table.place
+        return table.gathered(indices)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         (indices,) = ctx.saved_tensors
         place: Place = ctx.place
-        nothing = (None,) * 5
+        nothing = (None,) * 3
         if not _goes_to_engine(ctx, place):
             dense = torch.ops.aten.embedding_dense_backward(gradient, indices, place.shape[0], ctx.padding, False)
             return dense, *nothing

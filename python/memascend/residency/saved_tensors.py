@@ -72,6 +72,10 @@ class Hooks:
         tensor: torch.Tensor = saved if isinstance(saved, torch.Tensor) else saved.tensor()
         return tensor
 
+    def lies_in_unit(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor's memory is a unit's."""
+        return self._note(tensor) is not None
+
     def push(self) -> bool:
         """Push the hooks where they are needed; whether they were pushed.
 

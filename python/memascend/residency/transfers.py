@@ -32,7 +32,7 @@ class Transfers:
             self._settle()
 
     def detached(self, place: Place) -> torch.Tensor | None:
-        """A private copy of a parameter where a state dict is being made; see `placeholder.Source`."""
+        """A private copy of a parameter where a state dict is being made; see `Residency`."""
         if self._copies is None:
             return None
         if place.name not in self._copies:
@@ -40,7 +40,7 @@ class Transfers:
         return self._copies[place.name].detach()
 
     def assigned(self, place: Place, values: torch.Tensor) -> bool:
-        """Write values through to storage where a state dict is being loaded; see `placeholder.Source`."""
+        """Write values through to storage where a state dict is being loaded; see `Residency`."""
         if self._write is None:
             return False
         self._write(place, values)

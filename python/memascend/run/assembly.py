@@ -17,7 +17,7 @@ from memascend.gradients.row_engine import RowEngine
 from memascend.optimizers.update_rule import Updates
 from memascend.residency.copies import Copies
 from memascend.residency.debug_checksums import Sums, wanted
-from memascend.residency.environment import Limits, Listener
+from memascend.residency.environment import Limits, Listener, Moment
 from memascend.residency.gates import Frames
 from memascend.residency.placeholder import Place
 from memascend.residency.residency import Residency
@@ -31,6 +31,7 @@ from memascend.run.meter import Meter
 from memascend.run.modes import Modes
 from memascend.run.optimizer import OffloadedOptimizer
 from memascend.run.position import Position
+from memascend.run.reached_values import ReachedValues
 from memascend.run.readiness import Readiness
 from memascend.run.record import Record
 from memascend.run.rewrites import Rewrites
@@ -95,13 +96,22 @@ class Assembly:
         def borrowed(places: Iterable[Place]) -> None:
             gradients.touched(places)
 
-        residency = self._residency(Listener(borrowed=borrowed, used=meter.used))
+        def begins() -> None:
+            residency.transfers.settle()
+            reached_values.write_before_updates()
+
+        def staged() -> bool:
+            return gradients.is_staged()
+
+        moment = Moment(busy=lambda: engine.queued_bytes > 0, computes=lambda: frames.inside, staged=staged)
+        residency = self._residency(Listener(borrowed=borrowed, used=meter.used), moment)
         scale = self._scale()
-        gradients = self._gradients(residency, meter, scale, residency.transfers.settle)
+        gradients = self._gradients(residency, meter, scale, begins)
         frames = self._frames(residency, gradients)
         position = Position(resources.store, subject.options.checkpoint)
         record = Record(resources.store, position, subject.buffers, subject.arithmetic, scale)
         readiness = Readiness(resources, residency, frames, gradients)
+        reached_values = ReachedValues(resources, residency, gradients, record)
         rewrites = Rewrites(resources, residency, gradients, record)
         loads = Loads(resources, residency, record, rewrites)
         state_dicts = StateDicts(subject.model, resources, residency, readiness, loads)
@@ -118,6 +128,7 @@ class Assembly:
             readiness=readiness,
             record=record,
             loads=loads,
+            reached_values=reached_values,
             state_dicts=state_dicts,
             materializer=Materializer(resources, residency, readiness, rewrites, attachment),
             attachment=attachment,
@@ -135,10 +146,9 @@ class Assembly:
         device = self.resources.units.device
         return torch.device("cpu") if device is None else device.torch_device
 
-    def _residency(self, listener: Listener) -> Residency:
+    def _residency(self, listener: Listener, moment: Moment) -> Residency:
         """The units' homes, and the order in which they are expected to be used."""
         plan, resources = self.decision.plan, self.resources
-        engine = resources.engine
         limits = Limits(
             lookahead=max(0, plan.window - 1),
             slots=plan.classes,
@@ -149,9 +159,9 @@ class Assembly:
         residency = Residency(
             resources.units,
             limits,
-            lambda: engine.queued_bytes > 0,
             listener,
             Copies(self.scratch),
+            moment,
             keeper=resources.activations,
             sums=Sums() if wanted() else None,
         )
@@ -201,6 +211,8 @@ class Assembly:
             # Elsewhere torch makes none.
             if on_device and not frames.stack:
                 refuse_graphs(module, whole=module is model)
+            if not frames.stack:
+                residency.reached.look()
             watch.look()
             gradients.entered(module)
 

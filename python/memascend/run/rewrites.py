@@ -35,7 +35,11 @@ class Rewrites:
     def stage(self, place: Place, values: torch.Tensor) -> bool:
         """Stage other values of a parameter and its master; moments stay. False where no bit differs: nothing is."""
         given = _as_stored(place, values)
-        if self._is_there(place, given):
+        reached = self._residency.reached
+        there = reached.is_stored(place, given)
+        if self._is_there(place, given) if there is None else there:
+            # What user code wrote there is overwritten.
+            reached.forget([place.name])
             return False
         kept = self._gradients.by_name.get(place.name)
         self._gradients.rule.rewrite(place.name, given, kept.step if kept else 0)
@@ -59,6 +63,7 @@ class Rewrites:
             finally:
                 # Also where Ctrl-C is heard once the commit has returned; to read a unit again is never wrong.
                 self._residency.changed(names)
+                self._residency.reached.forget(names)
 
     def _is_there(self, place: Place, given: torch.Tensor) -> bool:
         home = self._residency.home_of[place.name]

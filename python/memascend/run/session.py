@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from memascend.run.materialized import Materializer
     from memascend.run.measurements import Measurements
     from memascend.run.modes import Modes
+    from memascend.run.reached_values import ReachedValues
     from memascend.run.readiness import Readiness
     from memascend.run.record import Record
     from memascend.run.report import Report
@@ -59,6 +60,7 @@ class Session:
     record: Record
     loads: Loads
     modes: Modes
+    reached_values: ReachedValues
     state_dicts: StateDicts
     materializer: Materializer
     attachment: Attachment
@@ -108,6 +110,9 @@ class Session:
             )
         self.residency.require_idle("step()")
         self._refuse_written()
+        self.residency.reached.require_seen()
+        # For gradients that no backward brought.
+        self.reached_values.write_before_updates()
         factor = 1.0
         if self._norm_comes_first:
             finite, norm = gradients.measured(present)
@@ -153,7 +158,9 @@ class Session:
             self.outcome = Outcome(self.gradients.norm(present))
         self.resources.unread = True
         self.record.buffers.committed()
-        self.residency.changed(self.gradients.committed(present))
+        updated = self.gradients.committed(present)
+        self.residency.changed(updated)
+        self.residency.reached.forget(updated)
 
     def _refuse_written(self) -> None:
         self.residency.find_written()
@@ -172,6 +179,7 @@ class Session:
         self.state_dicts.forget()
         self.loads.settle()
         self.residency.written.clear()
+        self.residency.reached.forget_late()
         if set_to_none:
             self.gradients.clear()
             self.measurements.meter.cleared()
@@ -192,6 +200,7 @@ class Session:
         """Write a whole checkpoint of what is committed, with the options that the groups have now."""
         self.readiness.require_quiet()
         self.loads.settle()
+        self.reached_values.write_between_steps()
         trained = self.gradients.by_name.keys()
         model = self.attachment.model
         save(folder, self.resources.store, model, trained, self.record.facts(), among_others=among_others)
@@ -220,6 +229,11 @@ class Session:
         leftovers.let_go()
         self.state_dicts.forget()
         self.loads.settle()
+        with contextlib.ExitStack() as afterwards:
+            afterwards.callback(self._close)
+            self.reached_values.write_between_steps()
+
+    def _close(self) -> None:
         with contextlib.suppress(MemascendError):
             self.measurements.close(self.gradients.by_name)
         self.attachment.leave()

@@ -5,7 +5,6 @@ import io
 import pickle
 import re
 
-import numpy as np
 import pytest
 import torch
 from parity.harness import adamw
@@ -26,55 +25,26 @@ def weight(training):
     return training.model.blocks[1].up.weight
 
 
-def in_place(p):
+def of_another_shape(p):
+    p.data = torch.zeros(3)
+
+
+def of_another_dtype(p):
+    p.data = torch.zeros(p.shape, dtype=torch.float64)
+
+
+def reshaped(p):
     with torch.no_grad():
-        p.mul_(0.5)
+        p.t_()
 
 
-def by_index(p):
-    with torch.no_grad():
-        p[0] = 0.0
-
-
-def as_out(p):
-    with torch.no_grad():
-        torch.add(torch.zeros(p.shape), 1.0, out=p)
-
-
-def by_foreach(p):
-    with torch.no_grad():
-        torch._foreach_mul_([p], 0.5)
-
-
-def initialized(p):
-    nn.init.zeros_(p)
-
-
-def assigned(p):
-    p.data = torch.zeros(p.shape)
-
-
-def swapped(p):
-    torch.utils.swap_tensors(p, nn.Parameter(torch.zeros(p.shape)))
-
-
+# What gives memory, or writes to it, works: `residency/test_reached.py`.
 TOUCHES = {
-    "in place": in_place,
-    "by index": by_index,
-    "out=": as_out,
-    "foreach": by_foreach,
-    "nn.init": initialized,
-    "data =": assigned,
-    "data": lambda p: p.data.mul_(0.5),
-    "data read": lambda p: p.data.sum(),
-    "numpy": lambda p: p.detach().numpy() if False else p.numpy(),
-    "array": np.asarray,
-    "dlpack": torch.from_dlpack,
+    "another shape": of_another_shape,
+    "another dtype": of_another_dtype,
+    "t_": reshaped,
     "data_ptr": lambda p: p.data_ptr(),
     "storage": lambda p: p.untyped_storage(),
-    "deepcopy": copy.deepcopy,
-    "pickle": pickle.dumps,
-    "save": lambda p: torch.save(p, io.BytesIO()),
     "half": lambda p: p.half(),
     "to dtype": lambda p: p.to(torch.float64),
     "to device": lambda p: p.to("meta"),
@@ -93,6 +63,17 @@ def test_a_touch_that_cannot_be_right_raises(training, weight, touch):
     assert all(torch.equal(before[name], after[name]) for name in before)
     training.step(1)
     assert training.optimizer.steps == 2
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_tensors_are_not_swapped(training, weight, first):
+    before, other = training.weights(), nn.Parameter(torch.zeros(weight.shape))
+    with pytest.raises(RuntimeError, match="Cannot swap"):
+        torch.utils.swap_tensors(*((weight, other) if first else (other, weight)))
+    assert type(other) is nn.Parameter
+    after = training.weights()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    training.step(1)
 
 
 def test_memory_that_is_asked_for_behind_our_back_is_none(training, weight):
@@ -114,7 +95,6 @@ MODEL_TOUCHES = {
     "half": lambda model: model.half(),
     "double": lambda model: model.to(torch.float64),
     "meta": lambda model: model.to("meta"),
-    "to_empty": lambda model: model.to_empty(device="cpu"),
     "share_memory": lambda model: model.share_memory(),
 }
 

@@ -1,0 +1,349 @@
+"""Stands in for parameters whose values are on storage; loads, hands out or refuses when they are touched.
+
+A parameter that is away has a shape and no memory, and is of a class that brings the values in when they are touched.
+While it is bound it is of its own class again, so that being bound costs nothing; but where other threads may touch it,
+it keeps the class that asks, and only the threads that bound it have it.
+
+While the model computes, a function reads the values in the arena. Outside of that it does too, where nothing of them
+remains afterwards; what hands out their memory or writes to it is given real memory of the parameter (`reached`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from memascend.errors import UsageError
+from memascend.residency.metadata import METADATA
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from memascend.residency.placeholder import Place
+
+__all__ = ["Away", "away_class", "dense_strides", "find_away", "row_major", "said"]
+
+# Raised where a parameter that is away is asked for its memory, or written to, and cannot be.
+_HOW = "use memascend.materialized(model) to read it, and materialized(model, modify=True) to change it"
+
+
+class Away:
+    """Mixed into a parameter's class while it is away."""
+
+    _memascend: Place
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        del types
+        kwargs = kwargs or {}
+        if func in METADATA:
+            with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+                return func(*args, **kwargs)
+        places = find_away(args, kwargs)
+        if all(place.source.holds(place) for place in places):
+            # Of this thread, and real: as a plain parameter does it.
+            with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+                return func(*args, **kwargs)
+        special = _SPECIAL.get(func)
+        if special is not None:
+            return special(func, *args, **kwargs)
+        return _apply(func, places, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        place = self._memascend
+        if id(self) not in memo:
+            _require_outside(place, "copied deeply")
+            memo[id(self)] = place.source.reached.duplicate(place)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        place = self._memascend
+        _require_outside(place, "pickled")
+        return place.source.reached.stand_in(place).__reduce_ex__(protocol)
+
+
+_CLASSES: dict[type, type] = {}
+
+
+def away_class(kind: type) -> type:
+    """The class that parameters of a class have while they are away."""
+    if kind not in _CLASSES:
+        _CLASSES[kind] = type(kind.__name__, (Away, kind), {"__module__": kind.__module__})
+    return _CLASSES[kind]
+
+
+def find_away(*trees: Any) -> list[Place]:
+    """The parameters in `trees` that are away."""
+    return [leaf._memascend for leaf in tree_leaves(trees) if isinstance(leaf, Away)]  # noqa: SLF001
+
+
+def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The strides with which a tensor is stored: its own where it is dense, else row-major ones."""
+    if torch.ops.aten.is_non_overlapping_and_dense(tensor) and tensor.numel() > 1:
+        return tuple(tensor.stride())
+    return row_major(tuple(tensor.shape))
+
+
+def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a tensor whose last dimension is next to itself."""
+    strides, step = [0] * len(shape), 1
+    for dimension in reversed(range(len(shape))):
+        strides[dimension] = step
+        step *= max(1, shape[dimension])
+    return tuple(strides)
+
+
+def said(whose: str, how: str) -> str:
+    """The words for an error about values that are not there."""
+    return f"the values of {whose} are on storage and cannot be {how} here: {_HOW}"
+
+
+def _refused(place: Place, how: str) -> UsageError:
+    return UsageError(said(repr(place.name), how))
+
+
+def _require_outside(place: Place, how: str) -> None:
+    if place.source.reached.computes:
+        raise _refused(place, how)
+
+
+# --- what a function does ------------------------------------------------------------
+
+
+def _apply(func: Callable[..., Any], places: list[Place], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function on parameters that are away."""
+    source = places[0].source
+    written = _written(func, args, kwargs)
+    if source.reached.computes:
+        if func in _MEMORY:
+            raise _refused(places[0], _MEMORY[func])
+        if written:
+            raise _refused(written[0], f"written to by {func.__name__}()")
+        with source.borrowed(places):
+            return func(*args, **kwargs)
+    if written:
+        source.reached.require_writable(written[0])
+    if not (written or func in _MEMORY):
+        tracked = torch.is_grad_enabled() and any(place.parameter.requires_grad for place in places)
+        found = _borrow(func, places, args, kwargs, tracked=tracked)
+        if found is not _NOTHING:
+            return found
+        if tracked:
+            # A view in a graph: its gradient is the parameter's own.
+            with source.reached.bound(places):
+                return func(*args, **kwargs)
+    return _stand_in(func, places, args, kwargs)
+
+
+# What no function returns.
+_NOTHING = object()
+
+
+def _borrow(
+    func: Callable[..., Any], places: list[Place], args: tuple[Any, ...], kwargs: dict[str, Any], *, tracked: bool
+) -> Any:
+    """What a function gives for values in the arena; `_NOTHING` where that would hand out their memory."""
+    source = places[0].source
+    if source.reached.has(places) or not source.fits(places):
+        return _NOTHING
+    with source.borrowed(places):
+        found = func(*args, **kwargs)
+        own = {id(place.parameter) for place in places}
+        given = [leaf for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor) and id(leaf) not in own]
+        if any(source.hooks.lies_in_unit(tensor) for tensor in given):
+            # A device has no room for a second copy of what a graph needs.
+            return found if tracked and places[0].device.type != "cpu" else _NOTHING
+        return found
+
+
+def _stand_in(func: Callable[..., Any], places: list[Place], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function on real memory of the parameters."""
+    reached = places[0].source.reached
+    instead = {id(place.parameter): reached.stand_in(place) for place in places}
+    own = {id(instead[id(place.parameter)]): place.parameter for place in places}
+    given, options = tree_map(
+        lambda leaf: instead[id(leaf._memascend.parameter)] if isinstance(leaf, Away) else leaf,  # noqa: SLF001
+        (args, kwargs),
+    )
+    found = func(*given, **options)
+    return tree_map(lambda leaf: own.get(id(leaf), leaf), found)
+
+
+def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Place]:
+    """The parameters that a function writes to."""
+    written = find_away(kwargs.get("out"))
+    if _is_in_place(func):
+        written += find_away(args[0] if args else kwargs)
+    return written
+
+
+def _is_in_place(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    if name.startswith("__i") and name.endswith("__"):
+        return name not in ("__index__", "__int__", "__invert__", "__iter__")
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+
+
+# --- functions with an answer of their own -----------------------------------------------
+
+
+def _refuse(how: str) -> Callable[..., Any]:
+    def refuse(func: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        del func
+        places = find_away(tensor, args, kwargs)
+        raise _refused(places[0], how)
+
+    return refuse
+
+
+def _data_set(func: Callable[..., Any], tensor: Any, values: Any) -> None:
+    if not isinstance(tensor, Away):
+        # Another tensor's, which gets the memory of a parameter.
+        _stand_in(func, find_away(values), (tensor, values), {})
+        return
+    if values is tensor:
+        return
+    place = tensor._memascend  # noqa: SLF001
+    _require_outside(place, "replaced through .data")
+    reached = place.source.reached
+    reached.require_writable(place)
+    reached.replace(place, reached.stand_in(values._memascend) if isinstance(values, Away) else values)  # noqa: SLF001
+
+
+def _stride(func: Callable[..., Any], tensor: Any, dim: int | None = None) -> Any:
+    del func
+    stride = tensor._memascend.stride  # noqa: SLF001
+    return stride if dim is None else stride[dim]
+
+
+def _is_contiguous(func: Callable[..., Any], tensor: Any, **kwargs: Any) -> bool:
+    place = tensor._memascend  # noqa: SLF001
+    meta = torch.empty_strided(place.shape, place.stride, dtype=place.dtype, device="meta")
+    return bool(func(meta, **kwargs))
+
+
+def _storage_offset(func: Callable[..., Any], tensor: Any) -> int:
+    del func, tensor
+    return 0
+
+
+def _detach(func: Callable[..., Any], tensor: Any) -> Any:
+    place: Place = tensor._memascend  # noqa: SLF001
+    copy = place.source.detached(place)
+    if copy is not None:
+        return copy
+    if place.source.reached.computes:
+        with place.source.borrowed([place]):
+            return func(tensor)
+    return _stand_in(func, [place], (tensor,), {})
+
+
+def _copy(func: Callable[..., Any], tensor: Any, values: Any, *args: Any, **kwargs: Any) -> Any:
+    if isinstance(tensor, Away) and tensor._memascend.source.assigned(tensor._memascend, values):  # noqa: SLF001
+        return tensor
+    return _apply(func, find_away(tensor, values), (tensor, values, *args), kwargs)
+
+
+def _embedding(
+    func: Callable[..., Any],
+    input: Any,  # noqa: A002 - as torch calls it
+    weight: Any,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    # What changes the weight, or its gradient, is torch's.
+    plain = max_norm is None and not (scale_grad_by_freq or sparse)
+    if plain and isinstance(weight, Away) and not isinstance(input, Away):
+        place: Place = weight._memascend  # noqa: SLF001
+        source = place.source
+        if source.reached.computes or not source.reached.has([place]):
+            found = source.looked_up(place, input, padding_idx)
+            if found is not None:
+                return found
+    return _apply(
+        func,
+        find_away(input, weight),
+        (input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse),
+        {},
+    )
+
+
+def _cast(func: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    """What `to()` and its kin give: the parameter itself where nothing changes."""
+    if not isinstance(tensor, Away):
+        # `other.to(parameter)` asks for its dtype and device alone.
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            return func(tensor, *args, **kwargs)
+    place = tensor._memascend  # noqa: SLF001
+    # A tensor of no elements tells what would come out.
+    asked = func(
+        torch.empty(0, dtype=place.dtype, device=place.device),
+        *args,
+        **{key: value for key, value in kwargs.items() if key != "copy"},
+    )
+    if isinstance(asked, str):
+        return asked
+    if asked.dtype == place.dtype and asked.device == place.device:
+        if not kwargs.get("copy"):
+            return tensor
+        return _apply(func, [place], (tensor, *args), kwargs)
+    raise UsageError(
+        f"the values of {place.name!r} are on storage and cannot be moved or cast to {asked.device} {asked.dtype} "
+        "here: cast the model before offload(), or a copy of the parameter, p.clone()"
+    )
+
+
+_T = torch.Tensor
+
+
+def _named(names: dict[str, Any]) -> dict[Any, Any]:
+    """By the methods of these names that this torch has."""
+    return {getattr(_T, name): value for name, value in names.items() if hasattr(_T, name)}
+
+
+# What hands out memory where that is not seen in the result, and what the error says while the model computes.
+_MEMORY: dict[Any, str] = {
+    _T.data.__get__: "reached through .data",  # type: ignore[attr-defined]
+    **_named(
+        {
+            "numpy": "shared with numpy",
+            "__array__": "shared with numpy",
+            "__dlpack__": "exported",
+            "__iter__": "iterated over",
+        }
+    ),
+}
+_SPECIAL: dict[Any, Callable[..., Any]] = {
+    _T.data.__set__: _data_set,  # type: ignore[attr-defined]
+    _T.stride: _stride,
+    _T.is_contiguous: _is_contiguous,
+    _T.storage_offset: _storage_offset,
+    _T.detach: _detach,
+    torch.detach: _detach,
+    _T.copy_: _copy,
+    torch.nn.functional.embedding: _embedding,
+    # Addresses outlive the memory, and another shape would not be the one that is stored.
+    **_named(
+        dict.fromkeys(("data_ptr",), _refuse("reached by data_ptr()"))
+        | dict.fromkeys(("untyped_storage", "storage", "_typed_storage"), _refuse("reached through its storage"))
+        | {
+            name: _refuse(f"changed by {name}()")
+            for name in (
+                *("share_memory_", "set_", "detach_", "resize_", "resize_as_", "t_", "transpose_", "squeeze_"),
+                *("unsqueeze_", "swapaxes_", "swapdims_", "as_strided_"),
+            )
+        }
+    ),
+    **_named(dict.fromkeys(("to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type"), _cast)),
+}

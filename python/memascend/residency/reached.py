@@ -1,0 +1,326 @@
+"""Hands out real memory of weights between forwards; finds what was written there.
+
+Outside of forward and backward a parameter may be reached in every way that torch has. What is handed out is a file of
+its own (on a device: memory there), and it is looked at before each forward: changed values are what the model computes
+with from then on. They are written to storage with the next update, `save()` or `close()`, where they still differ.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from memascend.engine import Checksum
+from memascend.errors import UsageError
+from memascend.residency.copies import bytes_of
+from memascend.residency.unit_slot import alive
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from memascend.residency.copies import Copies
+    from memascend.residency.environment import Moment
+    from memascend.residency.placeholder import Place
+    from memascend.residency.residency import Residency
+
+__all__ = ["ReachedWeights"]
+
+_log = logging.getLogger("memascend")
+
+# The tensors here, and the storage that is asked.
+_STORAGE_USES = 3
+# The name here, and the call's.
+_OBJECT_USES = 2
+_STAGED = "a step is staged, and its updates began from other values: call step() or zero_grad() first"
+
+
+class _Reached:
+    """Real memory of one parameter."""
+
+    __slots__ = ("committed", "place", "seen", "settled", "stand_in", "values")
+
+    def __init__(self, place: Place, values: torch.Tensor) -> None:
+        self.place = place
+        self.hold(values)
+        # Of the values on storage, and of those that the model computes with.
+        self.committed = self.seen = self.checksum()
+        # Nobody else has the memory, so that it stays as it was seen.
+        self.settled = False
+
+    def hold(self, values: torch.Tensor) -> None:
+        """Have this memory from now on."""
+        place = self.place
+        with torch.inference_mode(mode=False), torch.no_grad():
+            self.values = values.detach()
+            # In the place of the parameter where a function is called on it.
+            self.stand_in = torch.Tensor._make_subclass(place.kind, self.values, False)  # noqa: SLF001
+
+    def checksum(self) -> str:
+        return _checksum(self.values, self.place)
+
+    @property
+    def changed(self) -> bool:
+        """Whether it is not what is on storage, as far as was seen."""
+        return self.seen != self.committed
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether anybody else has the memory."""
+        storage = self.values.untyped_storage()
+        uses = torch._C._storage_Use_Count(storage._cdata)  # noqa: SLF001
+        return bool(uses > _STORAGE_USES or sys.getrefcount(storage) > _OBJECT_USES)
+
+
+class _Outlived:
+    """Memory of an earlier commit that somebody kept."""
+
+    __slots__ = ("_shape", "_weak", "place", "seen")
+
+    def __init__(self, one: _Reached, seen: str) -> None:
+        values = one.values
+        self.place = one.place
+        self.seen = seen
+        self._weak = StorageWeakRef(values.untyped_storage())
+        self._shape = (values.dtype, values.storage_offset(), tuple(values.shape), values.stride())
+
+    def checksum(self) -> str | None:
+        """Of what it holds now; None where it is gone."""
+        storage = alive(self._weak)
+        if storage is None:
+            return None
+        dtype, offset, shape, stride = self._shape
+        with torch.inference_mode(mode=False), torch.no_grad():
+            values = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)
+            return _checksum(values, self.place)
+
+
+class ReachedWeights:
+    """The parameters of one model that were reached since the last commit that changed them."""
+
+    def __init__(self, residency: Residency, copies: Copies, moment: Moment) -> None:
+        """`copies` is where memory lies, and `moment` says what the run does when a weight is touched."""
+        self._residency = residency
+        self._copies = copies
+        self._moment = moment
+        self._is_staged = moment.staged
+        self._now: dict[str, _Reached] = {}
+        self._outlived: list[_Outlived] = []
+        # Parameters that were written to too late for the forward that a step is made of.
+        self._late: set[str] = set()
+
+    @property
+    def computes(self) -> bool:
+        """Whether this thread is inside of a forward or a backward."""
+        return bool(torch._C._current_graph_task_id() != -1) or self._moment.computes()  # noqa: SLF001
+
+    # --- handing out memory ---------------------------------------------------------------
+
+    def has(self, places: Iterable[Place]) -> bool:
+        """Whether one of them has real memory now."""
+        return bool(self._now) and any(place.name in self._now for place in places)
+
+    def stand_in(self, place: Place) -> torch.Tensor:
+        """A plain parameter on real memory, which counts as written to until it was looked at."""
+        with self._residency.lock:
+            stand_in = self._reach(place).stand_in
+            with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+                wanted = place.parameter.requires_grad
+            if stand_in.requires_grad != wanted:
+                stand_in.requires_grad_(wanted)
+            return stand_in
+
+    @contextmanager
+    def bound(self, places: list[Place]) -> Iterator[None]:
+        """Let parameters have real memory inside, for a function whose graph leads to them."""
+        residency = self._residency
+        values = [self._reach(place).values for place in places]
+        with residency.turns.alone():
+            if any(residency.home_of[place.name].bound for place in places):
+                raise UsageError("another thread computes the model: take views of its weights there, or afterwards")
+            pushed = residency.hooks.push()
+            try:
+                for place, one in zip(places, values, strict=True):
+                    place.bind(one)
+                yield
+            finally:
+                if pushed:
+                    residency.hooks.pop()
+                for place in places:
+                    place.unbind()
+
+    def replace(self, place: Place, values: torch.Tensor) -> None:
+        """Let a parameter have other memory, as an assignment to `.data` does."""
+        if tuple(values.shape) != place.shape or values.dtype != place.dtype or values.device != place.device:
+            raise UsageError(
+                f"{place.name!r} is {list(place.shape)} {place.dtype} on {place.device}, and .data was given "
+                f"{list(values.shape)} {values.dtype} on {values.device}: close() and offload() anew for another kind"
+            )
+        with self._residency.lock:
+            span = _span(values)
+            for name, other in self._now.items():
+                theirs = _span(other.values)
+                if name != place.name and span[0] < theirs[1] and theirs[0] < span[1]:
+                    raise UsageError(
+                        f"{place.name!r} and {name!r} would share memory, which storage cannot: give clones to .data"
+                    )
+            self._reach(place).hold(values)
+
+    def duplicate(self, place: Place) -> torch.nn.Parameter:
+        """A plain parameter with the same values in a file of its own."""
+        one = self._now.get(place.name)
+        with self._residency.lock, torch.inference_mode(mode=False), torch.no_grad():
+            if one is None:
+                values = self._copy(place)
+            else:
+                values = self._copies.of_values(place, _laid_out(one.values, place)).to(place.device)
+            with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+                wanted = place.parameter.requires_grad
+            made: torch.nn.Parameter = torch.Tensor._make_subclass(place.kind, values, wanted)  # noqa: SLF001
+            return made
+
+    def _reach(self, place: Place) -> _Reached:
+        residency = self._residency
+        with residency.lock:
+            if residency.closed:
+                raise UsageError(residency.closed)
+            one = self._now.get(place.name)
+            if one is None:
+                one = self._now[place.name] = _Reached(place, self._copy(place))
+            one.settled = False
+            return one
+
+    def _copy(self, place: Place) -> torch.Tensor:
+        values = self._residency.copy_of(place)
+        return values if place.device.type == "cpu" else values.to(place.device)
+
+    def require_writable(self, place: Place) -> None:
+        """Refuse a write while a step is staged."""
+        if self._residency.closed:
+            raise UsageError(self._residency.closed)
+        if self._is_staged():
+            raise UsageError(f"{place.name!r} cannot be changed now: {_STAGED}")
+
+    # --- what was written -------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Before a forward: let the model compute with what was written."""
+        if not self._now:
+            return
+        with self._residency.lock:
+            for one in list(self._now.values()):
+                if not one.settled:
+                    self._look_at(one)
+
+    def _look_at(self, one: _Reached) -> None:
+        # Asked first: who has it now may write to it later.
+        shared = one.is_shared
+        now = one.checksum()
+        if now != one.seen:
+            if self._is_staged():
+                self._late.add(one.place.name)
+                return
+            one.seen = now
+            self._residency.override(one.place, one.values if one.changed else None)
+        one.settled = not shared
+        if one.settled and not one.changed:
+            del self._now[one.place.name]
+
+    def require_seen(self) -> None:
+        """Before a step: refuse what was written after the forward that it is made of."""
+        with self._residency.lock:
+            for one in self._now.values():
+                if not one.settled and one.checksum() != one.seen:
+                    self._late.add(one.place.name)
+            outlived, self._outlived = self._outlived, []
+            for other in outlived:
+                now = other.checksum()
+                if now is None:
+                    continue
+                self._outlived.append(other)
+                if now != other.seen:
+                    self._late.add(other.place.name)
+            if self._late:
+                raise UsageError(
+                    f"{', '.join(sorted(self._late))} were written to through a view or .data that was taken before "
+                    "the model computed, too late for this step: call zero_grad(), take the view again before the "
+                    "forward, and write to it there"
+                )
+
+    def forget_late(self) -> None:
+        """Go back to what is on storage where something was written too late."""
+        if not self._late:
+            return
+        with self._residency.lock:
+            late, self._late = self._late, set()
+            self.forget(late)
+            for other in self._outlived:
+                other.seen = other.checksum() or other.seen
+
+    # --- what becomes of it -------------------------------------------------------------------
+
+    def unwritten(self) -> list[tuple[Place, torch.Tensor]]:
+        """The parameters whose values are not on storage yet, and those values."""
+        with self._residency.lock:
+            return [(one.place, _laid_out(one.values, one.place)) for one in self._now.values() if one.changed]
+
+    def is_stored(self, place: Place, values: torch.Tensor) -> bool | None:
+        """Whether storage has these values of a parameter that was reached; None of others."""
+        with self._residency.lock:
+            one = self._now.get(place.name)
+            return None if one is None else _checksum(values, place) == one.committed
+
+    def written(self, names: Iterable[str]) -> None:
+        """What was unwritten is on storage now."""
+        with self._residency.lock:
+            for name in names:
+                one = self._now[name]
+                one.committed = one.seen
+                self._residency.settle_override(one.place)
+                if one.settled:
+                    del self._now[name]
+
+    def forget(self, names: Iterable[str]) -> None:
+        """These parameters have other values on storage, or are to have those again; who kept memory is watched."""
+        with self._residency.lock:
+            for name in names:
+                one = self._now.pop(name, None)
+                if one is None:
+                    continue
+                if one.changed:
+                    self._residency.override(one.place, None)
+                if one.is_shared:
+                    self._outlived.append(_Outlived(one, one.checksum()))
+
+    def close(self) -> None:
+        """Let go of all memory."""
+        with self._residency.lock:
+            self._now.clear()
+            self._outlived.clear()
+
+
+def _laid_out(values: torch.Tensor, place: Place) -> torch.Tensor:
+    """Values with the strides that they have on storage."""
+    if tuple(values.stride()) == place.stride or values.numel() <= 1:
+        return values
+    return torch.empty_strided(place.shape, place.stride, dtype=place.dtype, device=values.device).copy_(values)
+
+
+def _checksum(values: torch.Tensor, place: Place) -> str:
+    checksum = Checksum()
+    if values.numel():
+        with torch.no_grad():
+            checksum.update(bytes_of(_laid_out(values, place)).cpu())
+    return str(checksum)
+
+
+def _span(values: torch.Tensor) -> tuple[int, int]:
+    """The addresses between which a tensor lies."""
+    if not values.numel():
+        return (0, 0)
+    last = sum((size - 1) * stride for size, stride in zip(values.shape, values.stride(), strict=True))
+    return values.data_ptr(), values.data_ptr() + (last + 1) * values.element_size()

@@ -1,0 +1,264 @@
+"""Weights reached between forwards in every way that torch has: the bits are those of the same loop in memory."""
+
+import copy
+import itertools
+import zlib
+
+import pytest
+import torch
+from torch import nn
+
+import memascend
+from memascend import UsageError  # noqa: F401
+
+WIDTH = 64
+
+
+def same_bits(one, other):
+    return one.shape == other.shape and torch.equal(
+        one.detach().reshape(-1).contiguous().view(torch.uint8),
+        other.detach().reshape(-1).contiguous().view(torch.uint8),
+    )
+
+
+def ungraded(write):
+    def without_gradients(p):
+        with torch.no_grad():
+            write(p)
+
+    return without_gradients
+
+
+def by_numpy(p):
+    p.detach().view(torch.uint8).numpy().reshape(-1)[:32] = 0
+
+
+def by_dlpack(p):
+    torch.from_dlpack(p.detach())[..., :3] = 0.25
+
+
+def by_out(p):
+    torch.mul(p.detach().clone(), 0.5, out=p)
+
+
+def by_vector(p):
+    vector = nn.utils.parameters_to_vector([p])
+    nn.utils.vector_to_parameters(vector * 0.5, [p])
+
+
+def by_pointer(p):
+    p.data = torch.full(p.shape, 0.0125, dtype=p.dtype)
+
+
+def by_pointer_and_then(p):
+    mine = torch.full(p.shape, 0.0125, dtype=p.dtype)
+    p.data = mine
+    mine[0] = 0.25
+
+
+def by_iteration(p):
+    for row in p:
+        row.mul_(0.5)
+        break
+
+
+def by_storage(p):
+    p.data.untyped_storage()[0] = 0
+    p.data.untyped_storage()[1] = 0
+
+
+IDIOMS = {
+    "detach": lambda p: p.detach().zero_(),
+    "detach of detach": lambda p: p.detach().detach()[:1].zero_(),
+    "data": lambda p: p.data.mul_(0.5),
+    "data of a view": ungraded(lambda p: p.view(-1).data[:5].fill_(0.5)),
+    "data item": lambda p: p.data.__setitem__(0, 0.25),
+    "copy to data": lambda p: p.data.copy_(p.data.clone().mul_(0.5)),
+    "data =": by_pointer,
+    "data = and a write there": by_pointer_and_then,
+    "index": ungraded(lambda p: p[0].fill_(0.25)),
+    "slice": ungraded(lambda p: p[..., 1:3].zero_()),
+    "setitem": ungraded(lambda p: p.__setitem__(0, 0.5)),
+    "view": ungraded(lambda p: p.view(-1).zero_()),
+    "reshape": ungraded(lambda p: p.reshape(-1)[:7].zero_()),
+    "flatten": ungraded(lambda p: p.flatten().mul_(0.5)),
+    "transpose": ungraded(lambda p: p.t()[0].zero_()),
+    "mT": ungraded(lambda p: p.view(1, -1).mT.mul_(0.5)),
+    "split": ungraded(lambda p: p.split(1)[0].zero_()),
+    "chunk": ungraded(lambda p: p.chunk(2)[1].mul_(0.5)),
+    "unbind": ungraded(lambda p: p.unbind()[0].zero_()),
+    "iteration": ungraded(by_iteration),
+    "select": ungraded(lambda p: p.select(0, 0).zero_()),
+    "narrow": ungraded(lambda p: p.narrow(0, 0, 1).zero_()),
+    "expand_as": ungraded(lambda p: p.expand_as(p)[0].zero_()),
+    "view as another dtype": ungraded(lambda p: p.view(torch.int16 if p.element_size() == 2 else torch.int32).zero_()),
+    "squeeze": ungraded(lambda p: p.unsqueeze(0).squeeze(0)[0].zero_()),
+    "in place": ungraded(lambda p: p.mul_(0.5)),
+    "operator": ungraded(lambda p: p.__imul__(0.5)),
+    "clamp": ungraded(lambda p: p.clamp_(-0.05, 0.05)),
+    "copy_": ungraded(lambda p: p.copy_(torch.full_like(p, 0.0125))),
+    "foreach": ungraded(lambda p: torch._foreach_mul_([p], 0.5)),
+    "out": ungraded(by_out),
+    "init": lambda p: nn.init.constant_(p, 0.0125),
+    "numpy": by_numpy,
+    "dlpack": by_dlpack,
+    "storage": by_storage,
+    "vector": by_vector,
+    "index_fill": ungraded(lambda p: p.index_fill_(0, torch.tensor([0]), 0.5)),
+    "graph's view": lambda p: p.view(-1).data.mul_(0.5),
+}
+OPTIMIZERS = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-3, fused=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, fused=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, eps=1e-3),
+}
+WAYS = list(
+    itertools.product(
+        (2, 16), (torch.float32, torch.bfloat16, torch.float16), OPTIMIZERS, ("fused", "ssd", "ram"), ("", "1")
+    )
+)
+
+
+def stack(units, dtype=torch.float32):
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(units)]).to(dtype)
+
+
+def batch(dtype=torch.float32):
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(3)).to(dtype)
+
+
+def taken(model, optimizer, folder, **options):
+    half = next(model.parameters()).dtype == torch.float16
+    options = {"master_dtype": None, "loss_scale": 1.0 if half else None, **options}
+    if next(model.parameters()).dtype == torch.float32:
+        options.pop("master_dtype")
+    return memascend.offload(model, optimizer, storage=folder / "run.store", host_memory="64MiB", **options)
+
+
+def one_step(model, optimizer, dtype):
+    loss = model(batch(dtype)).float().pow(2).mean()
+    (optimizer.backward if hasattr(optimizer, "backward") else torch.Tensor.backward)(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def weights(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def played(model, optimizer, write, dtype):
+    """Losses and weights of a loop that writes to all weights before each step but the first, and to one at the end."""
+    records = [one_step(model, optimizer, dtype)]
+    for _ in range(2):
+        for parameter in model.parameters():
+            write(parameter)
+        records.append(one_step(model, optimizer, dtype))
+    write(next(model.parameters()))
+    with torch.no_grad():
+        records.append(model(batch(dtype)).float())
+    return [*records, *(copy.deepcopy(p.data) for p in model.parameters())]
+
+
+def compare(tmp_path, monkeypatch, idiom, way):
+    """Plays a loop in memory and offloaded, and opens the store once more."""
+    units, dtype, optimizer, gradients, debug = way
+    monkeypatch.setenv("MEMASCEND_DEBUG", debug)
+    write, make = IDIOMS[idiom], OPTIMIZERS[optimizer]
+    model = stack(units, dtype)
+    expected = played(model, make(model.parameters()), write, dtype)
+
+    model = stack(units, dtype)
+    model, offloaded = taken(model, make(model.parameters()), tmp_path, gradients=gradients)
+    with offloaded:
+        found = played(model, offloaded, write, dtype)
+    assert len(found) == len(expected)
+    assert all(torch.isfinite(values).all() for values in expected)
+    assert all(same_bits(one, other) for one, other in zip(found, expected, strict=True))
+
+    model = stack(units, dtype)
+    model, offloaded = taken(model, make(model.parameters()), tmp_path, existing="resume")
+    with offloaded:
+        stored = list(weights(model).values())
+    assert all(same_bits(one, other) for one, other in zip(stored, expected[-len(stored) :], strict=True))
+
+
+@pytest.mark.parametrize("idiom", IDIOMS)
+def test_a_write_between_forwards_counts_as_in_memory(tmp_path, monkeypatch, idiom):
+    compare(tmp_path, monkeypatch, idiom, WAYS[zlib.crc32(idiom.encode()) % len(WAYS)])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("idiom", IDIOMS)
+def test_a_write_between_forwards_counts_in_every_way(tmp_path, monkeypatch, idiom):
+    for number, way in enumerate(WAYS):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        compare(folder, monkeypatch, idiom, way)
+
+
+@pytest.fixture
+def training(tmp_path):
+    """Makes a stack that was trained for a step, by default of 16 units in fp32."""
+    made = []
+
+    def make(units=16, dtype=torch.float32, optimizer="adamw", steps=1, **options):
+        model = stack(units, dtype)
+        model, offloaded = taken(model, OPTIMIZERS[optimizer](model.parameters()), tmp_path, **options)
+        made.append(offloaded)
+        for _ in range(steps):
+            one_step(model, offloaded, dtype)
+        return model, offloaded
+
+    yield make
+    for offloaded in made:
+        offloaded.close()
+
+
+def stored(offloaded):
+    """Bytes that were written to the store."""
+    return sum(offloaded.report().to_dict()["written"].values())
+
+
+def test_a_swap_and_its_return_leave_masters_and_state(training):
+    """What an evaluation with averaged weights does: nothing of it is written."""
+    model, offloaded = training(dtype=torch.bfloat16, master_dtype=torch.float32)
+    before = {name: offloaded.state_of(p) for name, p in model.named_parameters()}
+    expected, written = model(batch(torch.bfloat16)).detach(), stored(offloaded)
+    kept = [p.detach().clone() for p in model.parameters()]
+    for parameter in model.parameters():
+        parameter.data.copy_(torch.zeros_like(parameter))
+    with torch.no_grad():
+        assert not model(batch(torch.bfloat16)).any()
+    for parameter, values in zip(model.parameters(), kept, strict=True):
+        parameter.data.copy_(values)
+    assert torch.equal(model(batch(torch.bfloat16)), expected)
+    assert stored(offloaded) == written
+    for name, parameter in model.named_parameters():
+        state = offloaded.state_of(parameter)
+        assert all(same_bits(state[key], before[name][key]) for key in state), name
+    one_step(model, offloaded, torch.bfloat16)
+
+
+def test_a_changed_value_is_its_new_master(training, tmp_path):
+    model, offloaded = training(dtype=torch.bfloat16, master_dtype=torch.float32)
+    changed, other = model[3].weight, model[4].weight
+    before, moment = offloaded.state_of(other), offloaded.state_of(changed)["exp_avg"]
+    changed.data.fill_(0.5)
+    offloaded.close()
+    again = stack(16, torch.bfloat16)
+    again, offloaded = taken(
+        again,
+        OPTIMIZERS["adamw"](again.parameters()),
+        tmp_path,
+        existing="resume",
+        master_dtype=torch.float32,
+    )
+    with offloaded:
+        assert torch.equal(again[3].weight, torch.full((WIDTH, WIDTH), 0.5, dtype=torch.bfloat16))
+        state = offloaded.state_of(again[3].weight)
+        assert torch.equal(state["master"], torch.full((WIDTH, WIDTH), 0.5))
+        assert same_bits(state["exp_avg"], moment)
+        assert all(same_bits(offloaded.state_of(again[4].weight)[key], before[key]) for key in before)
