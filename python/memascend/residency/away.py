@@ -252,7 +252,7 @@ def _copy(func: Callable[..., Any], tensor: Any, values: Any, *args: Any, **kwar
     return _apply(func, find_away(tensor, values), (tensor, values, *args), kwargs)
 
 
-def _embedding(
+def _embedding(  # noqa: PLR0913, PLR0917 - as torch calls it
     func: Callable[..., Any],
     input: Any,  # noqa: A002 - as torch calls it
     weight: Any,

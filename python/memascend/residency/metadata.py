@@ -90,6 +90,7 @@ def _metadata() -> frozenset[Any]:
     found |= {getattr(torch.Tensor, name) for name in methods if hasattr(torch.Tensor, name)}
     found |= {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_conj, torch.is_neg, torch.is_signed}
     found |= {torch.is_inference, torch.is_same_size}
+    found.add(torch._has_compatible_shallow_copy_type)  # noqa: SLF001
     return frozenset(found)
 
 

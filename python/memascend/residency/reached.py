@@ -122,6 +122,7 @@ class ReachedWeights:
 
     def has(self, places: Iterable[Place]) -> bool:
         """Whether one of them has real memory now."""
+        self._residency.transfers.settle()
         return bool(self._now) and any(place.name in self._now for place in places)
 
     def stand_in(self, place: Place) -> torch.Tensor:
@@ -172,6 +173,7 @@ class ReachedWeights:
 
     def duplicate(self, place: Place) -> torch.nn.Parameter:
         """A plain parameter with the same values in a file of its own."""
+        self._residency.transfers.settle()
         one = self._now.get(place.name)
         with self._residency.lock, torch.inference_mode(mode=False), torch.no_grad():
             if one is None:
@@ -188,6 +190,7 @@ class ReachedWeights:
         with residency.lock:
             if residency.closed:
                 raise UsageError(residency.closed)
+            residency.transfers.settle()
             one = self._now.get(place.name)
             if one is None:
                 one = self._now[place.name] = _Reached(place, self._copy(place))
