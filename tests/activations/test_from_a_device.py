@@ -141,14 +141,14 @@ def test_what_comes_next_is_on_its_way_before_it_is_asked_for(tmp_path, monkeypa
         model.others = tuple(rows(7).detach() for _ in range(shared))
         loss = model(rows()).square().mean()
         coming = []
-        restored = activations.Activations.restored
+        restored = activations.Activations.restore
 
         def watched(self, kept):
             if kept.number != 1 or not shared:
                 coming.append(kept.coming is not None)
             return restored(self, kept)
 
-        monkeypatch.setattr(activations.Activations, "restored", watched)
+        monkeypatch.setattr(activations.Activations, "restore", watched)
         loss.backward()
         assert coming == [False] + [True] * (BLOCKS - 1)
 
@@ -277,8 +277,8 @@ CASES = {case.name: case for case in TRANSFORMERS if case.name in ("checkpointed
 def test_models_of_others(name, where, budget, tmp_path, monkeypatch, fake):
     monkeypatch.setattr(activations, "BYTES_MIN", 1)
     kept = []
-    restored = activations.Activations.restored
-    monkeypatch.setattr(activations.Activations, "restored", lambda self, one: kept.append(1) or restored(self, one))
+    restored = activations.Activations.restore
+    monkeypatch.setattr(activations.Activations, "restore", lambda self, one: kept.append(1) or restored(self, one))
     mode = Mode("fused", budget, 1)
     reference(CASES[name], mode.threads)
     case = dataclasses.replace(CASES[name], options={"activations": where, "device_memory": "1GiB"})

@@ -23,8 +23,8 @@ def test_models_of_others(name, chunks, mode, tmp_path, monkeypatch):
     monkeypatch.setattr(activations, "BYTES_MIN", 1)
     monkeypatch.setattr(activations, "CHUNKS", chunks)
     kept = []
-    restored = activations.Activations.restored
-    monkeypatch.setattr(activations.Activations, "restored", lambda self, one: kept.append(1) or restored(self, one))
+    restored = activations.Activations.restore
+    monkeypatch.setattr(activations.Activations, "restore", lambda self, one: kept.append(1) or restored(self, one))
     case = dataclasses.replace(CASES[name], options={"activations": "ssd"})
     # The reference has no such option.
     harness.reference(CASES[name], mode.threads)

@@ -2,7 +2,7 @@
 
 What `torch.utils.checkpoint` saves is copied into chunks of host memory: a few, from which it goes on to an unlinked
 file ("ssd"), or as many as the plan has room for, and only what finds none goes on ("host", where a device computes).
-A backward uses what was kept in the order opposite to the forward's, so the last ones are still there, and the others
+A backward uses what was saved in the order opposite to the forward's, so the last ones are still there, and the others
 are read ahead of it.
 """
 
@@ -18,7 +18,7 @@ import torch.utils.checkpoint
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from memascend.activations.chunks import Chunks
-from memascend.activations.pool import Rings
+from memascend.activations.pool import ChunkPool
 from memascend.activations.scratch_files import Scratch
 from memascend.errors import UsageError
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from memascend.activations.pool import Piece
     from memascend.device.device import Copy, Device
 
-__all__ = ["CHUNKS", "MORE", "MORE_USUAL", "Activations", "Kept", "open_activations"]
+__all__ = ["CHUNKS", "MORE", "MORE_USUAL", "Activations", "SavedActivation", "open_activations"]
 
 # {bytes: count}. One request of a storage device each, and as many as keep it busy (docs/measurements.md).
 CHUNKS = {1 << 20: 8}
@@ -40,7 +40,7 @@ MORE, MORE_USUAL = 64, 16
 BYTES_MIN = 16 << 10
 # Pieces that are read ahead at most: more would only look for chunks in vain.
 _AHEAD = 64
-# Tensors whose copies from a device may be under way when the next is kept. As they live until then, each is memory
+# Tensors whose copies from a device may be under way when the next is saved. As they live until then, each is memory
 # there; with fewer, the device would wait for the host between two blocks.
 _COMING = 2
 
@@ -48,8 +48,8 @@ _CHECKPOINT = torch.utils.checkpoint.__file__
 _FUNCTION = torch.autograd.function.__file__
 
 
-class Kept:
-    """What stands for a tensor that was kept; when it is gone, so is the room that it takes."""
+class SavedActivation:
+    """What stands for a tensor that was saved; when it is gone, so is the room that it takes."""
 
     __slots__ = ("__weakref__", "_owner", "_storage", "coming", "described", "number", "pieces", "stream", "used")
 
@@ -69,7 +69,7 @@ class Kept:
 
     def tensor(self) -> torch.Tensor:
         """The tensor again, in memory of its own."""
-        return self._owner.restored(self)
+        return self._owner.restore(self)
 
     @property
     def storage_lives(self) -> bool:
@@ -82,7 +82,7 @@ class Kept:
 
 
 class Activations:
-    """Keeps what checkpoints save. Any thread may use it; everything runs under one lock."""
+    """Holds what checkpoints save. Any thread may use it; everything runs under one lock."""
 
     def __init__(self, chunks: Chunks, chunk_bytes: int, device: Device | None = None) -> None:
         """Begin with nothing.
@@ -98,18 +98,18 @@ class Activations:
         self._type = "cpu" if device is None else device.torch_device.type
         self._lock = threading.RLock()
         self._number = 0
-        # In the order in which they were kept, by number.
-        self._living: dict[int, weakref.ref[Kept]] = {}
-        # The same tensor, saved by several checkpoints, is kept once.
-        self._known: weakref.WeakValueDictionary[tuple[Any, ...], Kept] = weakref.WeakValueDictionary()
-        # The last that were kept on a device, as long as copies of them may be under way.
+        # In the order in which they were saved, by number.
+        self._living: dict[int, weakref.ref[SavedActivation]] = {}
+        # The same tensor, saved by several checkpoints, is saved once.
+        self._known: weakref.WeakValueDictionary[tuple[Any, ...], SavedActivation] = weakref.WeakValueDictionary()
+        # The last that were saved on a device, as long as copies of them may be under way.
         self._arriving: deque[list[Piece]] = deque()
         self.dropped: deque[tuple[list[Piece], tuple[torch.Tensor, Copy] | None]] = deque()
         self._closed: str | None = None
 
     # --- what the saved-tensor hooks ask -------------------------------------------
 
-    def kept(self, tensor: torch.Tensor, caller: FrameType) -> Any:
+    def save(self, tensor: torch.Tensor, caller: FrameType) -> Any:
         """What stands for a tensor that a checkpoint saves; any other tensor as it is.
 
         `caller` is the Python frame in which autograd saves it.
@@ -122,9 +122,9 @@ class Activations:
         ):
             return tensor
         with self._lock:
-            return self._keep(tensor)
+            return self._save(tensor)
 
-    def _keep(self, tensor: torch.Tensor) -> Kept:
+    def _save(self, tensor: torch.Tensor) -> SavedActivation:
         self._require_open()
         self._reap()
         key = (
@@ -141,57 +141,57 @@ class Activations:
         if self._device is not None:
             while len(self._arriving) >= _COMING:
                 for piece in self._arriving[0]:
-                    self._chunks.arrived(piece)
+                    self._chunks.wait_for(piece)
                 self._arriving.popleft()
         number = self._number
         self._number += 1
         pieces: list[Piece] = []
-        kept = Kept(self, tensor, number, pieces, None if self._device is None else self._device.stream())
+        saved = SavedActivation(self, tensor, number, pieces, None if self._device is None else self._device.stream())
         # With its version counter and without its graph.
         source = tensor.detach()
         data = _bytes_of(tensor)
-        after = self._computed()
+        after = self._mark()
         for start in range(0, data.numel(), self._chunk_bytes):
-            pieces.append(self._chunks.filled(data[start : start + self._chunk_bytes], source, number, after))
+            pieces.append(self._chunks.fill(data[start : start + self._chunk_bytes], source, number, after))
             self._chunks.write_ahead()
         if self._device is not None:
             self._arriving.append(pieces)
-        self._living[number] = weakref.ref(kept)
-        self._known[key] = kept
-        return kept
+        self._living[number] = weakref.ref(saved)
+        self._known[key] = saved
+        return saved
 
-    def restored(self, kept: Kept) -> torch.Tensor:
-        """A tensor that was kept, and begin to bring those back that were kept before it."""
+    def restore(self, saved: SavedActivation) -> torch.Tensor:
+        """A tensor that was saved, and begin to bring those back that were saved before it."""
         with self._lock:
             self._require_open()
             self._reap()
-            coming, kept.coming = kept.coming, None
-            tensor, copy = coming or self._brought(kept)
+            coming, saved.coming = saved.coming, None
+            tensor, copy = coming or self._bring(saved)
             if copy is not None:
                 copy.order()
-            before = self._before(kept.number)
+            before = self._before(saved.number)
             # Not behind what all blocks share, which is asked for before its turn.
-            if self._device is not None and self._is_next(kept):
+            if self._device is not None and self._is_next(saved):
                 self._bring_ahead(before, self._device.stream())
-            kept.used = True
-            self._read_ahead(before, kept)
+            saved.used = True
+            self._read_ahead(before, saved)
             return tensor
 
-    def _brought(self, kept: Kept) -> tuple[torch.Tensor, Copy | None]:
-        """A tensor that was kept in memory of its own; on a device, the copy that is the last one to it."""
-        shape, stride, dtype, device = kept.described
+    def _bring(self, saved: SavedActivation) -> tuple[torch.Tensor, Copy | None]:
+        """A tensor that was saved, in memory of its own; on a device, the copy that is the last one to it."""
+        shape, stride, dtype, device = saved.described
         last = None
         with torch.inference_mode(mode=False), torch.no_grad():
             tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)
             data = _bytes_of(tensor)
             # What it lies on may have been somebody else's a moment ago, on the stream that asks.
-            after = self._computed()
+            after = self._mark()
             # Those that are in chunks come first: their chunks are then there for the others.
-            order = sorted(range(len(kept.pieces)), key=lambda index: kept.pieces[index].chunk is None)
-            pieces = [kept.pieces[index] for index in order]
+            order = sorted(range(len(saved.pieces)), key=lambda index: saved.pieces[index].chunk is None)
+            pieces = [saved.pieces[index] for index in order]
             try:
                 for done, (index, piece) in enumerate(zip(order, pieces, strict=True)):
-                    self._chunks.read_ahead(pieces[done : done + _AHEAD], kept.number, copied=pieces[:done])
+                    self._chunks.read_ahead(pieces[done : done + _AHEAD], saved.number, copied=pieces[:done])
                     at = index * self._chunk_bytes
                     last = self._chunks.give(piece, data[at : at + piece.nbytes], after)
             except BaseException:
@@ -201,39 +201,39 @@ class Activations:
                 raise
         return tensor, last
 
-    def _computed(self) -> list[Copy]:
+    def _mark(self) -> list[Copy]:
         """What comes after it comes after all that the caller has begun to compute."""
         return [] if self._device is None else [self._device.mark(self._device.stream())]
 
-    def _bring_ahead(self, before: Sequence[Kept], stream: Any) -> None:
+    def _bring_ahead(self, before: Sequence[SavedActivation], stream: Any) -> None:
         """Begin to copy what is used next to the device, where that needs to wait for nothing."""
-        kept = next((other for other in before if not other.used), None)
-        if kept is None or kept.coming is not None or not self._chunks.at_hand(kept.pieces):
+        saved = next((other for other in before if not other.used), None)
+        if saved is None or saved.coming is not None or not self._chunks.at_hand(saved.pieces):
             return
-        if kept.stream != stream:
+        if saved.stream != stream:
             # Its memory would be of this stream, and used on the other.
             return
         try:
-            tensor, copy = self._brought(kept)
+            tensor, copy = self._bring(saved)
         except torch.OutOfMemoryError:
             # There is no room yet; when it is asked for, there has to be.
             return
         assert copy is not None
-        kept.coming = tensor, copy
+        saved.coming = tensor, copy
 
-    def _is_next(self, kept: Kept) -> bool:
+    def _is_next(self, saved: SavedActivation) -> bool:
         """Whether it is the latest of those that were not asked for yet."""
         living = (self._living[number]() for number in reversed(self._living))
-        return next((other for other in living if other is not None and not other.used), None) is kept
+        return next((other for other in living if other is not None and not other.used), None) is saved
 
-    def _read_ahead(self, before: Sequence[Kept], kept: Kept) -> None:
+    def _read_ahead(self, before: Sequence[SavedActivation], saved: SavedActivation) -> None:
         wanted = [piece for other in before for piece in other.pieces]
         most = min(_AHEAD, self._chunks.count)
-        self._chunks.read_ahead(wanted[:most], kept.number, copied=kept.pieces)
+        self._chunks.read_ahead(wanted[:most], saved.number, copied=saved.pieces)
 
-    def _before(self, number: int) -> list[Kept]:
-        """What was kept before, the latest first, as far as it would be read ahead."""
-        found: list[Kept] = []
+    def _before(self, number: int) -> list[SavedActivation]:
+        """What was saved before, the latest first, as far as it would be read ahead."""
+        found: list[SavedActivation] = []
         pieces = 0
         for other in range(number - 1, -1, -1):
             weak = self._living.get(other)
@@ -272,7 +272,7 @@ class Activations:
         return self._chunks.counters
 
     def close(self, why: str) -> None:
-        """Let everything go; what was kept cannot be had again, and asking for it is `UsageError(why)`."""
+        """Let everything go; what was saved cannot be had again, and asking for it is `UsageError(why)`."""
         with self._lock:
             if self._closed is not None:
                 return
@@ -282,7 +282,7 @@ class Activations:
 
 
 def open_activations(folders: Sequence[Path], *, device: Device | None = None, groups: int = 0) -> Activations:
-    """Activations that are kept in host memory, and in files in some folders.
+    """Activations that wait in host memory, and in files in some folders.
 
     Args:
         folders: for the files.
@@ -291,9 +291,9 @@ def open_activations(folders: Sequence[Path], *, device: Device | None = None, g
     """
     ((chunk_bytes, count),) = CHUNKS.items()
     room = Scratch(folders, chunk_bytes, what="checkpointed activations")
-    rings = Rings(chunk_bytes, count, [MORE] * groups, pinned=device is not None)
+    pool = ChunkPool(chunk_bytes, count, [MORE] * groups, pinned=device is not None)
     # As many as are written at once.
-    chunks = Chunks(room, rings, device=device, spare=count)
+    chunks = Chunks(room, pool, device=device, spare=count)
     return Activations(chunks, chunk_bytes, device)
 
 

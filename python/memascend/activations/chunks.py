@@ -1,17 +1,17 @@
 """Moves activation chunks between device, host memory and storage.
 
 A chunk is filled, by a copy on a device's own stream where there is one. It is written to storage when chunks are
-needed for what comes, the one first that is used farthest from now: a backward uses what was kept in the order opposite
-to the forward's. It is read, checked, and copied back when its turn comes. Nothing here is for several threads.
+needed for what comes, the one first that is used farthest from now: a backward uses what was saved in the order
+opposite to the forward's. It is read, checked, and copied back when its turn comes. This is not for several threads.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from memascend.activations.pool import Chunk, Piece, Rings
+from memascend.activations.pool import ActivationChunk, ChunkPool, Piece
 from memascend.engine.checksum import Checksum
 from memascend.errors import CorruptionError, UsageError
 from memascend.pages import whole_pages
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
     import torch
 
-    from memascend.activations.scratch_files import Place
+    from memascend.activations.scratch_files import Scratch
     from memascend.device.device import Copy, Device
 
-__all__ = ["Chunks", "Room"]
+__all__ = ["Chunks"]
 
 _CHANGED = (
     "a checkpointed activation was changed in place before it was copied off the device, which autograd refuses as "
@@ -32,45 +32,32 @@ _CHANGED = (
 )
 
 
-class Room(Protocol):
-    """Where chunks go; see `scratch.Scratch`."""
-
-    def take(self) -> Place:
-        """A place for one chunk."""
-
-    def give_back(self, place: Place) -> None:
-        """It is not needed any more; nothing is on its way there."""
-
-    def close(self) -> None:
-        """Wait for what is in flight; the room is gone."""
-
-
 class Chunks:
     """All chunks, and what is on its way from and to them."""
 
-    def __init__(self, room: Room, rings: Rings, *, device: Device | None, spare: int) -> None:
+    def __init__(self, room: Scratch, pool: ChunkPool, *, device: Device | None, spare: int) -> None:
         """Begin with nothing in them.
 
         Args:
             room: on storage, in places of a chunk's bytes.
-            rings: the memory. Both are closed by `close()`.
+            pool: the memory. Both are closed by `close()`.
             device: where activations lie; None: in host memory.
             spare: how many chunks are to be had without waiting for storage, by writing others ahead of need.
         """
         self._room = room
-        self._rings = rings
+        self._pool = pool
         self._device = device
         self._spare = spare
-        self._free = list(reversed(rings.first))
-        # With what is not on storage, in the order in which it was kept: what is used last comes first.
-        self._held: dict[Chunk, None] = {}
+        self._free = list(reversed(pool.first))
+        # With what is not on storage, in the order in which it was saved: what is used last comes first.
+        self._held: dict[ActivationChunk, None] = {}
         # With what is on storage or on its way there, or what nobody can ask for any more.
-        self._loose: dict[Chunk, None] = {}
+        self._loose: dict[ActivationChunk, None] = {}
         self.counters = {"written": 0, "read": 0}
 
     # --- in --------------------------------------------------------------------------
 
-    def filled(self, part: torch.Tensor, source: torch.Tensor, number: int, after: Sequence[Copy]) -> Piece:
+    def fill(self, part: torch.Tensor, source: torch.Tensor, number: int, after: Sequence[Copy]) -> Piece:
         """Take a part of a tensor in; `source` is the tensor that it is copied from.
 
         On a device the copy comes after `after`, and the host does not wait for it.
@@ -93,21 +80,21 @@ class Chunks:
         self._held[chunk] = None
         return piece
 
-    def arrived(self, piece: Piece) -> None:
+    def wait_for(self, piece: Piece) -> None:
         """Wait until a piece is there, so that what it was copied from can go."""
         if piece.chunk is not None and piece.chunk.source is not None:
             self._copied(piece.chunk)
 
     def write_ahead(self, least: int = 0) -> None:
         """Begin to write what is used farthest from now, as far as chunks have to be spare; `least` of them anyway."""
-        wanted = self._spare - len(self._free) - len(self._loose) - self._rings.left
+        wanted = self._spare - len(self._free) - len(self._loose) - self._pool.left
         for chunk in list(itertools.islice(self._held, max(wanted, least))):
             if least == 0 and chunk.copy is not None and not chunk.copy.done():
                 # The later ones come after it.
                 return
             self._write(chunk)
 
-    def _write(self, chunk: Chunk) -> None:
+    def _write(self, chunk: ActivationChunk) -> None:
         self._copied(chunk)
         piece = chunk.piece
         assert piece is not None
@@ -123,10 +110,10 @@ class Chunks:
         self._loose[chunk] = None
         self.counters["written"] += piece.nbytes
 
-    def _for_write(self) -> Chunk:
+    def _for_write(self) -> ActivationChunk:
         """A chunk that is free, or that of what is used farthest from now."""
         if not self._free:
-            self._free += reversed(self._rings.more())
+            self._free += reversed(self._pool.more())
         if self._free:
             return self._free.pop()
         self.write_ahead()
@@ -188,7 +175,7 @@ class Chunks:
                 self._empty(chunk)
             self._read(piece, chunk)
 
-    def _read(self, piece: Piece, chunk: Chunk) -> None:
+    def _read(self, piece: Piece, chunk: ActivationChunk) -> None:
         place = piece.place
         assert place is not None
         try:
@@ -203,7 +190,7 @@ class Chunks:
 
     # --- what is on its way ------------------------------------------------------------
 
-    def _copied(self, chunk: Chunk) -> None:
+    def _copied(self, chunk: ActivationChunk) -> None:
         """Wait for the copies of a chunk from and to a device."""
         if chunk.copy is None:
             return
@@ -215,7 +202,7 @@ class Chunks:
         self._failed(chunk)
         raise UsageError(_CHANGED)
 
-    def _transferred(self, chunk: Chunk) -> None:
+    def _transferred(self, chunk: ActivationChunk) -> None:
         """Wait for a chunk's way from or to storage, and check what was read."""
         if chunk.ticket is None:
             return
@@ -242,7 +229,7 @@ class Chunks:
                     nbytes=piece.nbytes,
                 )
 
-    def _failed(self, chunk: Chunk) -> None:
+    def _failed(self, chunk: ActivationChunk) -> None:
         """What a transfer that failed leaves is nothing."""
         piece, chunk.piece, chunk.ticket = chunk.piece, None, None
         if piece is not None:
@@ -251,7 +238,7 @@ class Chunks:
         self._loose.pop(chunk, None)
         self._free.append(chunk)
 
-    def _empty(self, chunk: Chunk) -> None:
+    def _empty(self, chunk: ActivationChunk) -> None:
         """Wait for what is on its way, then have nothing in the chunk; what was in it is on storage or dead."""
         self._copied(chunk)
         self._transferred(chunk)
@@ -291,7 +278,7 @@ class Chunks:
     @property
     def host_bytes(self) -> int:
         """Host memory that is held."""
-        return self._rings.host_bytes
+        return self._pool.host_bytes
 
     def close(self) -> None:
         """Let everything go, once the devices are done with it."""
@@ -309,10 +296,10 @@ class Chunks:
             try:
                 self._room.close()
             finally:
-                self._rings.close()
+                self._pool.close()
 
 
-def _number_of(chunk: Chunk) -> tuple[bool, int]:
+def _number_of(chunk: ActivationChunk) -> tuple[bool, int]:
     piece = chunk.piece
     return (False, -1) if piece is None else (not piece.dead, piece.number)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,22 +13,13 @@ from memascend.errors import MemoryLimitError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from memascend.activations.scratch_files import Place
+    from memascend import nvme
+    from memascend.activations.scratch_files import ScratchPlace
     from memascend.device.device import Copy
 
-__all__ = ["Chunk", "Piece", "Rings"]
+__all__ = ["ActivationChunk", "ChunkPool", "Piece"]
 
 _log = logging.getLogger("memascend")
-
-
-class Ticket(Protocol):
-    """A transfer that was begun."""
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for it; raises what went wrong."""
-
-    def done(self) -> bool:
-        """Whether it has ended."""
 
 
 class Piece:
@@ -40,13 +31,13 @@ class Piece:
         self.nbytes = nbytes
         # Of its tensor: later ones are used earlier.
         self.number = number
-        self.chunk: Chunk | None = None
-        self.place: Place | None = None
+        self.chunk: ActivationChunk | None = None
+        self.place: ScratchPlace | None = None
         self.checksum = ""
         self.dead = False
 
 
-class Chunk:
+class ActivationChunk:
     """A chunk of host memory, and what is in it."""
 
     __slots__ = ("copy", "memory", "piece", "reading", "source", "ticket")
@@ -55,7 +46,7 @@ class Chunk:
         self.memory = memory
         self.piece: Piece | None = None
         # From storage or to it.
-        self.ticket: Ticket | None = None
+        self.ticket: nvme.Ticket | None = None
         self.reading = False
         # From a device or to it, the last that was begun.
         self.copy: Copy | None = None
@@ -68,7 +59,7 @@ class Chunk:
         return (self.copy is None or self.copy.done()) and (self.ticket is None or self.ticket.done())
 
 
-class Rings:
+class ChunkPool:
     """The memory of the chunks: a few at the start, and more of it when it is needed, as far as the plan goes."""
 
     def __init__(self, chunk_bytes: int, count: int, more: Sequence[int], *, pinned: bool) -> None:
@@ -84,7 +75,7 @@ class Rings:
         """Chunks that may be taken yet."""
         return sum(self._more)
 
-    def more(self) -> list[Chunk]:
+    def more(self) -> list[ActivationChunk]:
         """Further ones; none where there are no more."""
         if not self._more:
             return []
@@ -95,10 +86,12 @@ class Rings:
             _log.warning("checkpointed activations go to storage from here on: %s", error)
             return []
 
-    def _taken(self, count: int) -> list[Chunk]:
+    def _taken(self, count: int) -> list[ActivationChunk]:
         ring = memory.ChunkRing(self._chunk_bytes, count, pin=self._pin)  # type: ignore[arg-type]
         self._rings.append(ring)
-        return [Chunk(ring.lease(0, "activations").tensor(self._chunk_bytes, torch.uint8)) for _ in range(count)]
+        return [
+            ActivationChunk(ring.lease(0, "activations").tensor(self._chunk_bytes, torch.uint8)) for _ in range(count)
+        ]
 
     @property
     def host_bytes(self) -> int:

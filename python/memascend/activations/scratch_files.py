@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["Place", "Scratch"]
+__all__ = ["Scratch", "ScratchPlace"]
 
 # The first file; each later one is as large as all before it, so that there are few.
 _FIRST_BYTES = 64 << 20
 
 
-class Place:
+class ScratchPlace:
     """One of the places; it is given back as a whole."""
 
     __slots__ = ("_volume", "offset")
@@ -59,14 +59,14 @@ class Scratch:
         self._place_bytes = place_bytes
         self._what = what
         self._volumes: list[nvme.Volume] = []
-        self._free: list[Place] = []
+        self._free: list[ScratchPlace] = []
 
     @property
     def file_bytes(self) -> int:
         """Room that is taken on storage."""
         return sum(volume.size for volume in self._volumes)
 
-    def take(self) -> Place:
+    def take(self) -> ScratchPlace:
         """A place that nobody has.
 
         Raises:
@@ -76,7 +76,7 @@ class Scratch:
             self._grow()
         return self._free.pop()
 
-    def give_back(self, place: Place) -> None:
+    def give_back(self, place: ScratchPlace) -> None:
         """Somebody else may have it; nothing is on its way there any more."""
         self._free.append(place)
 
@@ -99,7 +99,9 @@ class Scratch:
                     file.unlink()
         self._volumes.append(volume)
         # The first place is taken first.
-        self._free += [Place(volume, offset) for offset in range(size - self._place_bytes, -1, -self._place_bytes)]
+        self._free += [
+            ScratchPlace(volume, offset) for offset in range(size - self._place_bytes, -1, -self._place_bytes)
+        ]
 
     def close(self) -> None:
         """Wait for what is in flight; the files are gone. Twice is fine."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-__all__ = ["DTYPES", "Layout", "TensorFile", "divide_into_files"]
+__all__ = ["DTYPES", "FileLayout", "TensorFile", "divide_into_files"]
 
 # Torch's types by the names that the format has for them.
 DTYPES = {
@@ -36,7 +36,7 @@ _ALIGN = 64
 
 
 @dataclass
-class Layout:
+class FileLayout:
     """One file: its name, its tensors (meta ones will do) and where each begins."""
 
     name: str
@@ -74,7 +74,7 @@ class Layout:
 
 def divide_into_files(
     stem: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], *, bytes_max: int | None = None
-) -> list[Layout]:
+) -> list[FileLayout]:
     """Divide tensors, in their order, over files of a bounded size, named as transformers names them."""
     limit = FILE_BYTES_MAX if bytes_max is None else bytes_max
     parts: list[dict[str, torch.Tensor]] = [{}]
@@ -87,9 +87,9 @@ def divide_into_files(
         parts[-1][name] = tensor
         held += nbytes
     if len(parts) == 1:
-        return [Layout(f"{stem}.safetensors", parts[0], metadata)]
+        return [FileLayout(f"{stem}.safetensors", parts[0], metadata)]
     return [
-        Layout(f"{stem}-{number:05}-of-{len(parts):05}.safetensors", part, metadata)
+        FileLayout(f"{stem}-{number:05}-of-{len(parts):05}.safetensors", part, metadata)
         for number, part in enumerate(parts, 1)
     ]
 
@@ -97,7 +97,7 @@ def divide_into_files(
 class TensorFile:
     """One file being written; the parts of a tensor come in their order."""
 
-    def __init__(self, folder: Path, layout: Layout) -> None:
+    def __init__(self, folder: Path, layout: FileLayout) -> None:
         """Make the file and write its header."""
         self.path = folder / layout.name
         header, self._offsets = layout.header()

@@ -29,7 +29,7 @@ from memascend.progress import Progress
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
 
-    from memascend.checkpoint.safetensors_writer import Layout
+    from memascend.checkpoint.safetensors_writer import FileLayout
     from memascend.engine import Part, Store
 
 __all__ = ["save"]
@@ -185,12 +185,12 @@ class _CheckpointFiles:
         if not self._left[layout.name]:
             self._finish(layout)
 
-    def _file(self, folder: Path, layout: Layout) -> TensorFile:
+    def _file(self, folder: Path, layout: FileLayout) -> TensorFile:
         if layout.name not in self._open:
             self._open[layout.name] = TensorFile(folder, layout)
         return self._open[layout.name]
 
-    def _finish(self, layout: Layout) -> None:
+    def _finish(self, layout: FileLayout) -> None:
         self._said[layout.name] = self._open.pop(layout.name).finish()
 
     def index(self, folder: Path) -> list[str]:

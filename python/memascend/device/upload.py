@@ -32,7 +32,7 @@ CHUNKS = {4 << 20: 4}
 CHECKERS = 2
 
 
-class _Unit:
+class _UnitUpload:
     """A unit on its way. Guarded by the staging's lock."""
 
     __slots__ = ("address", "base", "cancelled", "copied", "error", "held", "last", "next", "parts", "places")
@@ -61,7 +61,7 @@ class Staged:
 
     __slots__ = ("_staging", "_unit")
 
-    def __init__(self, staging: Staging, unit: _Unit) -> None:
+    def __init__(self, staging: Staging, unit: _UnitUpload) -> None:
         self._staging = staging
         self._unit = unit
 
@@ -85,7 +85,7 @@ class Staged:
         self._staging.dropped(self._unit)
 
 
-class _Chunk:
+class _StagingChunk:
     __slots__ = ("copy", "memory")
 
     def __init__(self, memory: torch.Tensor) -> None:
@@ -113,13 +113,13 @@ class Staging:
         """
         self._device = device
         self._chunk_bytes = chunks[0].nbytes
-        self._free = deque(_Chunk(memory) for memory in chunks)
-        self._copying: deque[_Chunk] = deque()
-        self._reading: deque[tuple[_Unit, int, _Chunk, Any]] = deque()
+        self._free = deque(_StagingChunk(memory) for memory in chunks)
+        self._copying: deque[_StagingChunk] = deque()
+        self._reading: deque[tuple[_UnitUpload, int, _StagingChunk, Any]] = deque()
         self._parts_of = parts_of
         self._after = after
         self._changed = threading.Condition(threading.RLock())
-        self._waiting: deque[_Unit] = deque()
+        self._waiting: deque[_UnitUpload] = deque()
         self._closing = False
         self._broken: BaseException | None = None
         # By the address of its lease: the last copy of the unit that is there.
@@ -132,14 +132,14 @@ class Staging:
 
     def begin(self, name: str, base: torch.Tensor) -> Staged:
         """Begin to bring a unit, as the last commit left it, into a lease on the device."""
-        unit = _Unit(self._parts_of(name, self._chunk_bytes), base)
+        unit = _UnitUpload(self._parts_of(name, self._chunk_bytes), base)
         with self._changed:
             self._require_working()
             self._waiting.append(unit)
             self._changed.notify_all()
         return Staged(self, unit)
 
-    def waited(self, unit: _Unit) -> int:
+    def waited(self, unit: _UnitUpload) -> int:
         """See `Staged.wait`."""
         began = time.perf_counter()
         with self._changed:
@@ -172,7 +172,7 @@ class Staging:
         if self._closing:
             raise UsageError("the staging of units was closed")
 
-    def dropped(self, unit: _Unit) -> None:
+    def dropped(self, unit: _UnitUpload) -> None:
         """See `Staged`."""
         with self._changed:
             unit.cancelled = True
@@ -280,7 +280,7 @@ class Staging:
         self._copying.append(chunk)
         self._ended(unit, None, copy)
 
-    def _ended(self, unit: _Unit, error: BaseException | None, copy: Copy | None = None) -> None:
+    def _ended(self, unit: _UnitUpload, error: BaseException | None, copy: Copy | None = None) -> None:
         """A part is no longer at hand."""
         with self._changed:
             unit.held -= 1

@@ -14,14 +14,14 @@ from memascend.pages import whole_pages
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-__all__ = ["ModuleTree", "Piece"]
+__all__ = ["ModuleTree", "UnitDraft"]
 
 # Modules that hold others and are never called themselves.
 _UNCALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 @dataclass(eq=False)
-class Piece:
+class UnitDraft:
     """A unit in the making."""
 
     name: str
@@ -89,7 +89,7 @@ class ModuleTree:
             if prefix + name in self.modules:
                 yield prefix + name
 
-    def claim(self, pieces: Iterable[Piece]) -> None:
+    def claim(self, pieces: Iterable[UnitDraft]) -> None:
         """Note that these pieces have their parameters."""
         for piece in pieces:
             self.claimed.update(piece.parameters)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from memascend.errors import ConfigError
-from memascend.planning.module_tree import ModuleTree, Piece
+from memascend.planning.module_tree import ModuleTree, UnitDraft
 from memascend.planning.ties import note_ties
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def find_units(
     """
     tree = ModuleTree(model)
     bound = max(_BOUND_BYTES, tree.largest_owner) if bytes_max is None else bytes_max
-    pieces = [Piece(name, tree.below(name), tree.called(name)) for name in _checked(tree, units or ())]
+    pieces = [UnitDraft(name, tree.below(name), tree.called(name)) for name in _checked(tree, units or ())]
     tree.claim(pieces)
     blocks = list(_blocks(tree, ""))
     tree.claim(blocks)
@@ -85,7 +85,7 @@ def find_units(
     for piece in (*blocks, *leftovers):
         pieces += _divided(tree, piece, bound)
     if rest:
-        pieces.append(Piece("rest", [name for piece in rest for name in piece.parameters], None, pinned=True))
+        pieces.append(UnitDraft("rest", [name for piece in rest for name in piece.parameters], None, pinned=True))
     return _ordered(tree, pieces)
 
 
@@ -115,7 +115,7 @@ def _checked(tree: ModuleTree, names: Sequence[str]) -> Sequence[str]:
     return names
 
 
-def _blocks(tree: ModuleTree, module: str) -> Iterator[Piece]:
+def _blocks(tree: ModuleTree, module: str) -> Iterator[UnitDraft]:
     """Children that look alike, of the outermost lists that have such."""
     children = [child for child in tree.children(module) if tree.below(child)]
     alike: set[str] = set()
@@ -127,7 +127,7 @@ def _blocks(tree: ModuleTree, module: str) -> Iterator[Piece]:
         alike = _alike(tree, children)
     for child in children:
         if child in alike and tree.is_whole(child):
-            yield Piece(child, tree.below(child), tree.called(child))
+            yield UnitDraft(child, tree.below(child), tree.called(child))
         else:
             yield from _blocks(tree, child)
 
@@ -146,23 +146,23 @@ def _alike(tree: ModuleTree, children: Sequence[str]) -> set[str]:
     return {child for child in children if type(tree.modules[child]) in found}
 
 
-def _leftovers(tree: ModuleTree, module: str, limit: int) -> Iterator[Piece]:
+def _leftovers(tree: ModuleTree, module: str, limit: int) -> Iterator[UnitDraft]:
     """What no block has: whole modules up to `limit`, else what each module owns directly."""
     left = tree.below(module)
     if not left:
         return
     called = tree.called(module)
     if module and called is not None and tree.is_whole(module) and tree.bytes_of(left) <= limit:
-        yield Piece(module, left, called)
+        yield UnitDraft(module, left, called)
         return
     direct = tree.direct(module)
     if direct:
-        yield Piece(module, direct, called)
+        yield UnitDraft(module, direct, called)
     for child in tree.children(module):
         yield from _leftovers(tree, child, limit)
 
 
-def _small(tree: ModuleTree, leftovers: Sequence[Piece], limit: int) -> list[Piece]:
+def _small(tree: ModuleTree, leftovers: Sequence[UnitDraft], limit: int) -> list[UnitDraft]:
     """The leftovers that are kept resident: the smallest, as many as are little together."""
     rest, total = [], 0
     for piece in sorted(leftovers, key=lambda piece: tree.bytes_of(piece.parameters)):
@@ -174,12 +174,12 @@ def _small(tree: ModuleTree, leftovers: Sequence[Piece], limit: int) -> list[Pie
     return rest
 
 
-def _divided(tree: ModuleTree, piece: Piece, bound: int) -> list[Piece]:
+def _divided(tree: ModuleTree, piece: UnitDraft, bound: int) -> list[UnitDraft]:
     """The piece, or where it is larger than `bound` its parts, the small ones together."""
     if tree.bytes_of(piece.parameters) <= bound:
         return [piece]
-    parts: list[Piece] = []
-    packed: Piece | None = None
+    parts: list[UnitDraft] = []
+    packed: UnitDraft | None = None
     packed_bytes = 0
     for part in _parts(tree, piece, bound):
         nbytes = tree.bytes_of(part.parameters)
@@ -196,7 +196,7 @@ def _divided(tree: ModuleTree, piece: Piece, bound: int) -> list[Piece]:
     return parts
 
 
-def _parts(tree: ModuleTree, piece: Piece, bound: int) -> Iterator[Piece]:
+def _parts(tree: ModuleTree, piece: UnitDraft, bound: int) -> Iterator[UnitDraft]:
     """Modules no larger than `bound`; what a module owns directly stays together, as its call binds all of it."""
     # A piece larger than the bound is a whole module, whose name it has, or what one owns directly.
     inside = set(piece.parameters)
@@ -205,18 +205,18 @@ def _parts(tree: ModuleTree, piece: Piece, bound: int) -> Iterator[Piece]:
         yield piece
         return
     if direct:
-        yield Piece(piece.name, direct, piece.module)
+        yield UnitDraft(piece.name, direct, piece.module)
     for child in tree.children(piece.name):
         below = [name for name in tree.under(child) if name in inside]
         if below:
-            yield from _parts(tree, Piece(child, below, tree.called(child)), bound)
+            yield from _parts(tree, UnitDraft(child, below, tree.called(child)), bound)
 
 
-def _ordered(tree: ModuleTree, pieces: list[Piece]) -> tuple[Unit, ...]:
+def _ordered(tree: ModuleTree, pieces: list[UnitDraft]) -> tuple[Unit, ...]:
     """Units in the order in which their parameters are registered, the head last."""
     head = _head(tree)
 
-    def place(piece: Piece) -> tuple[bool, int]:
+    def place(piece: UnitDraft) -> tuple[bool, int]:
         first = min(tree.index[name] for name in piece.parameters)
         return piece.parameters == head, first
 

@@ -42,7 +42,7 @@ class Finder(Protocol):
 class Keeper(Protocol):
     """What keeps tensors that lie in no unit elsewhere; see `activations`."""
 
-    def kept(self, tensor: torch.Tensor, caller: FrameType) -> Any:
+    def save(self, tensor: torch.Tensor, caller: FrameType) -> Any:
         """What stands for a tensor that is saved in this frame, with a method `tensor()`; or the tensor itself."""
 
 
@@ -63,7 +63,7 @@ class Hooks:
         note = self._note(tensor)
         if note is not None:
             return note
-        return tensor if self.keeper is None else self.keeper.kept(tensor, sys._getframe(1))  # noqa: SLF001
+        return tensor if self.keeper is None else self.keeper.save(tensor, sys._getframe(1))  # noqa: SLF001
 
     def unpack(self, saved: Any) -> torch.Tensor:
         """The tensor again."""

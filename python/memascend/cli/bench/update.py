@@ -86,7 +86,7 @@ class _Bytes:
 
 
 @dataclass(frozen=True)
-class _Subject:
+class _Parameters:
     """What is updated: equal parameters, in chunks of so many elements."""
 
     names: list[str]
@@ -107,7 +107,7 @@ class _Subject:
         return self.parameters * self.each.moved
 
 
-def _subject(options: argparse.Namespace) -> _Subject:
+def _choose_parameters(options: argparse.Namespace) -> _Parameters:
     import torch
 
     few = torch.zeros(1, dtype=torch.bfloat16)
@@ -116,10 +116,10 @@ def _subject(options: argparse.Namespace) -> _Subject:
     each = _Bytes(state=10, read_values=_VALUE_BYTES) if options.compact else _Bytes(state=12, read_values=0)
     # The size of one gradient is what the queue must take.
     names = [f"weight.{index}" for index in range(bag.PARAMETERS)]
-    return _Subject(names, max(1, options.parameters * _MEGA // chunk // len(names)) * chunk, chunk, each)
+    return _Parameters(names, max(1, options.parameters * _MEGA // chunk // len(names)) * chunk, chunk, each)
 
 
-def _create(folder: Path, subject: _Subject, *, compact: bool) -> engine.Store:
+def _create(folder: Path, subject: _Parameters, *, compact: bool) -> engine.Store:
     values = bag.values(subject.numel)
     state = engine.adam_state(values, compact=compact)
     entries = [engine.Entry(name=name, values=values, state=state) for name in subject.names]
@@ -127,7 +127,7 @@ def _create(folder: Path, subject: _Subject, *, compact: bool) -> engine.Store:
 
 
 def _measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    subject = _subject(options)
+    subject = _choose_parameters(options)
     store = _create(folder, subject, compact=options.compact)
     gradient = bag.gradient(subject.numel)
     seconds: dict[str, list[float]] = defaultdict(list)
@@ -170,7 +170,7 @@ def _measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _fio_peers(
-    folder: Path, subject: _Subject, options: argparse.Namespace, stack: ExitStack
+    folder: Path, subject: _Parameters, options: argparse.Namespace, stack: ExitStack
 ) -> dict[str, Callable[[], float]]:
     """Runs of fio, as people run it and with huge pages, where there is fio: each gives seconds for as many bytes."""
     if options.no_fio or shutil.which("fio") is None:
@@ -190,7 +190,7 @@ def _fio_peers(
 
 
 def _result(
-    subject: _Subject, seconds: dict[str, list[float]], peer: dict[str, Any], staging: int, info: Mapping[str, Any]
+    subject: _Parameters, seconds: dict[str, list[float]], peer: dict[str, Any], staging: int, info: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Medians, and medians of the ratios of each round."""
     result: dict[str, Any] = {"parameters": subject.parameters, "bytes": subject.nbytes, "deepspeed": peer}
@@ -217,7 +217,7 @@ def _result(
     }
 
 
-def _pure(volume: Volume, memory: list[torch.Tensor], subject: _Subject, *, slot: int) -> None:
+def _pure(volume: Volume, memory: list[torch.Tensor], subject: _Parameters, *, slot: int) -> None:
     """Read each chunk's state, write its state and values to the other slot: as many in flight, nothing computed."""
     chunks, each = subject.chunks, subject.each
     state, values = subject.chunk * each.state, subject.chunk * _VALUE_BYTES

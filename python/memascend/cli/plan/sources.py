@@ -140,7 +140,7 @@ def _of_type(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 # --- by names alone ----------------------------------------------------------------------------
 
 
-class _Part(nn.Module):
+class _Container(nn.Module):
     """A module of which nothing is known but what it holds."""
 
 
@@ -158,7 +158,7 @@ def described_by_names(path: Path, dtype: torch.dtype | None) -> nn.Module:
     from memascend.checkpoint.weights import WeightFiles
 
     files = WeightFiles(path)
-    root = _Part()
+    root = _Container()
     for name in sorted(files.keys, key=_place):
         kind, shape = files.described(name)
         if kind is None:
@@ -169,7 +169,7 @@ def described_by_names(path: Path, dtype: torch.dtype | None) -> nn.Module:
             below = dict(module.named_children())
             if part not in below:
                 following = [*parents, last][at + 1]
-                below[part] = nn.ModuleList() if following.isdigit() and at + 1 < len(parents) else _Part()
+                below[part] = nn.ModuleList() if following.isdigit() and at + 1 < len(parents) else _Container()
                 module.add_module(part, below[part])
             module = below[part]
         if not kind.is_floating_point or _BUFFERS.search(name):
