@@ -1,4 +1,4 @@
-"""Objects with a `close()` that the end of a `with` block calls."""
+"""Gives objects that have a `close()` a `with` block that calls it."""
 
 from __future__ import annotations
 

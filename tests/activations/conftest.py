@@ -1,4 +1,4 @@
-"""Activations that leave a device leave the fake one."""
+"""Provides the fake device for activations that leave a device."""
 
 from support.fake_device import fake
 

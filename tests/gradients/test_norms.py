@@ -1,4 +1,4 @@
-"""The norm of all gradients of a step: there in every mode, whatever was done to the gradients before step()."""
+"""Tests the norm of a step's gradients: there in every mode, whatever was done to them before step()."""
 
 import math
 

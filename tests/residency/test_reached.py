@@ -1,4 +1,4 @@
-"""Weights reached between forwards in every way that torch has: the bits are those of the same loop in memory."""
+"""Tests weights reached between forwards in every way that torch has: the bits of the same loop in memory."""
 
 import copy
 import itertools

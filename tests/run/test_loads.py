@@ -1,4 +1,4 @@
-"""Loads of a model and its optimizer: whole or nothing, in any order of the two halves."""
+"""Tests loads of a model and its optimizer: whole or nothing, in any order of the two halves."""
 
 import gc
 

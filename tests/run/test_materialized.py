@@ -1,4 +1,4 @@
-"""Real parameters for a while: what is changed without `modify` is dropped, and said."""
+"""Tests real parameters for a while: what is changed without `modify` is dropped, with a warning."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""What acts on the whole process comes with the first run and goes with the last; other optimizers are refused."""
+"""Tests that process-wide hooks come with the first run and go with the last, and refuse other optimizers."""
 
 import gc
 

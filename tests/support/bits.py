@@ -1,4 +1,4 @@
-"""The bits of tensors: as bytes, and whether two tensors or two state dicts have the same ones."""
+"""Compares tensors and state dicts bit for bit."""
 
 import torch
 

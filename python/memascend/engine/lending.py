@@ -1,4 +1,4 @@
-"""Stands before an engine, and lends it gradients that lie where it cannot read."""
+"""Lends an engine gradients that lie where it cannot read them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hears of each gradient that autograd accumulates, without the handle that torch makes for each hook."""
+"""Hooks the gradients that autograd accumulates, without the handle that torch makes for each hook."""
 
 from __future__ import annotations
 

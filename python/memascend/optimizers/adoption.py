@@ -1,4 +1,4 @@
-"""Makes the options and attributes that a step changed the optimizer's own, with the commit of the step."""
+"""Gives the user's optimizer the options and attributes that a step changed, once the step is committed."""
 
 from __future__ import annotations
 

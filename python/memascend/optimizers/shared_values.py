@@ -1,4 +1,4 @@
-"""Options and attributes that a step changes for all parameters alike: what runs changed, and whether they agree.
+"""Tracks options and attributes that a step changes for all parameters alike, and whether they agree.
 
 A step that changes `group["step"]`, `self.initialized` and their like runs for one parameter at a time. Each run begins
 with the values that the last committed step left; where all of them end with the same ones, those are the step's.

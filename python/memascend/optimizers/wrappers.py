@@ -1,4 +1,4 @@
-"""Takes an optimizer out of the wrapper of accelerate, which otherwise leaves every step to it."""
+"""Unwraps optimizers that accelerate has wrapped, so that their steps are streamed."""
 
 from __future__ import annotations
 

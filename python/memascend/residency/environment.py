@@ -1,4 +1,4 @@
-"""What residency is made with: the memory of units, what the plan lets them have, who hears of their use."""
+"""Bundles what residency is built from: the memory of units, the plan's limits, listeners."""
 
 from __future__ import annotations
 

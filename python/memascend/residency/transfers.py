@@ -1,4 +1,4 @@
-"""State dicts on their way: copies for one that is being made, values of one that is being loaded."""
+"""Holds state dicts in transfer: copies for one that is being made, values of one that is being loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What makes a model an offloaded one, and takes it back: gates, state dict hooks, and the way to its optimizer."""
+"""Attaches a model to its run, and detaches it: gates, state dict hooks, the way to its optimizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which step of which store a run stands at, and which checkpoint it began from."""
+"""Tracks which step of which store a run stands at, and which checkpoint it began from."""
 
 from __future__ import annotations
 

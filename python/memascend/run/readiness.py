@@ -1,4 +1,4 @@
-"""Whether the committed values may be read or changed now: the run is open, nothing is staged or in use."""
+"""Checks whether committed values may be read or changed: the run is open, nothing is staged or in use."""
 
 from __future__ import annotations
 

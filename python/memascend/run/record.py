@@ -1,4 +1,4 @@
-"""What a commit records besides parameters: buffers, group options, loss scale and user_state."""
+"""Collects what a commit records besides parameters: buffers, group options, loss scale and user_state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Store, engine and memory of a run: closed once, by close(), by the garbage collector or at exit."""
+"""Owns store, engine and memory of a run; closes them once, by close(), by the garbage collector or at exit."""
 
 from __future__ import annotations
 

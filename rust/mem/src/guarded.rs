@@ -1,4 +1,4 @@
-//! State behind a lock, and waiting for it to change: the one wait loop of all crates.
+//! Guards state by a lock, and waits for it to change: the one wait loop of all crates.
 
 use std::{
     sync::{

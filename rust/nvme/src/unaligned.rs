@@ -1,4 +1,4 @@
-//! Transfers that are not aligned: threads copy them through aligned chunks, block by block where parts of blocks change.
+//! Copies unaligned transfers through aligned chunks, on threads, block by block where parts of blocks change.
 //!
 //! Each thread has one chunk on huge pages and moves one piece at a time. A piece that is written and does not fill its
 //! first or last block reads that block, changes its part and writes it back, while nobody else touches the block. As
