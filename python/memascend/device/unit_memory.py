@@ -10,6 +10,7 @@ import torch
 from memascend import memory
 from memascend.device.arena import DeviceArena
 from memascend.device.download import WINDOWS, DeviceEngine
+from memascend.device.host_arena import HostArena
 from memascend.device.upload import CHECKERS, CHUNKS, Staging
 from memascend.engine import Checkers
 from memascend.residency.rows import CHUNKS as ROW_CHUNKS
@@ -69,7 +70,7 @@ class UnitMemory(Protocol):
 
 
 class HostUnits:
-    """Units in a region of host memory, which the store reads into."""
+    """Units in host memory, which the store reads into."""
 
     device = None
     unregistered = None
@@ -83,8 +84,7 @@ class HostUnits:
             ((chunk_bytes, count),) = ROW_CHUNKS.items()
             self._ring = memory.ChunkRing(chunk_bytes, count, False)
             self.rows = Rows(store.parts, _all(self._ring, chunk_bytes, count))
-        self._region = memory.Region(memory.layout(classes).reserved, pin=False, on_fork="wipe", owner="units")
-        self.arena = memory.Arena(self._region, classes)
+        self.arena = HostArena(classes)
         self.begin = store.fetch
 
     def used(self, base: torch.Tensor) -> None:
@@ -100,7 +100,7 @@ class HostUnits:
     @property
     def host(self) -> dict[str, int]:
         """See `UnitMemory`."""
-        held = {"units": 0 if self._region.closed else self._region.mapped_bytes + self.arena.table_bytes}
+        held = {"units": self.arena.held_bytes}
         if self._ring is not None:
             ring = self._ring.region.mapped_bytes + int(self._ring.stats()["tables"])
             held["embedding rows"] = 0 if self._ring.region.closed else ring + self._windows
@@ -116,7 +116,7 @@ class HostUnits:
 
     def close(self) -> None:
         """See `UnitMemory`."""
-        self._region.close()
+        self.arena.close()
         if self._ring is not None and self.rows is not None:
             self.rows.close()
             self._ring.close()

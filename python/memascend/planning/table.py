@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from memascend.formatting import bytes_shown
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from memascend.planning.units import Unit
 
@@ -90,6 +90,18 @@ class Plan:
         there = (self.device_budget, self.device_comfortable, self.device_ample)
         now, *larger = there if self.device else here
         return next((budget for budget in larger if budget > now), now + nbytes)
+
+    def with_added(self, slots: Mapping[int, int], nbytes: int) -> Plan:
+        """The plan with more slots for units, {bytes: count}, which take `nbytes` in all."""
+        if not slots:
+            return self
+        return replace(
+            self,
+            classes={bound: count + slots.get(bound, 0) for bound, count in self.classes.items()},
+            host={**self.host, "units": self.host["units"] + nbytes},
+            host_peak=self.host_peak + nbytes,
+            budget=self.budget + nbytes,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as JSON values."""

@@ -72,6 +72,7 @@ class Limits:
         slots: the arena's classes, {bytes: count}.
         option: what the user sets the budget by.
         larger: a budget that has more room, where a unit of so many bytes finds none.
+        add: takes memory for one more unit of so many bytes, and tells how many; None where a budget was given.
         whole: the one with which embeddings are whole in memory.
     """
 
@@ -79,4 +80,5 @@ class Limits:
     slots: dict[int, int]
     option: str
     larger: Callable[[int], int]
+    add: Callable[[int], int] | None
     whole: int

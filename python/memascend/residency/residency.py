@@ -344,7 +344,10 @@ class Residency:
                     return self._arena.lease(home.nbytes, timeout=patience, owner="units")
                 except TimeoutExpired:
                     if patience == _LAST_SECONDS and not self._busy():
-                        raise self._crowded(home) from None
+                        if self._limits.add is None:
+                            raise self._crowded(home) from None
+                        self._add_room(home, self._limits.add)
+                        continue
             leaving = is_leaving(home, self.homes)
             if not must and (evicted or leaving):
                 # It is asked for again soon; waiting here would keep compute from going on.
@@ -405,6 +408,17 @@ class Residency:
                 continue
             if not self._start(home, must=False):
                 return
+
+    def _add_room(self, home: Home, add: Callable[[int], int]) -> None:
+        """Take memory beside the planned: nobody gave a budget, and a plan cannot know what code keeps."""
+        added = add(home.nbytes)
+        _log.warning(
+            "%d bytes of host memory were added for unit %r: all places of its size are held by views of %s, which a "
+            "checkpoint segment of several blocks, or your code, keeps",
+            added,
+            home.name,
+            ", ".join(holders_beside(home, self.homes)) or "units in use",
+        )
 
     def _crowded(self, home: Home) -> BudgetError:
         holders = holders_beside(home, self.homes)

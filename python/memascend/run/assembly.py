@@ -137,6 +137,11 @@ class Assembly:
         )
 
     @property
+    def _grows(self) -> bool:
+        """Whether there is room beside the plan: nobody gave a budget."""
+        return self.subject.options.host_memory is None and not self._on_device
+
+    @property
     def _on_device(self) -> bool:
         return self.resources.units.device is not None
 
@@ -154,6 +159,7 @@ class Assembly:
             slots=plan.classes,
             option="device_memory" if plan.device else "host_memory",
             larger=plan.larger_budget,
+            add=resources.units.arena.add if self._grows else None,
             whole=self.decision.whole_budget,
         )
         residency = Residency(

@@ -54,7 +54,7 @@ class Measurements:
     ) -> None:
         self._resources = resources
         self._residency = residency
-        self.plan = plan
+        self._plan = plan
         self._position = position
         self.meter = meter
         self.heap = heap
@@ -62,6 +62,14 @@ class Measurements:
         self._before = _Counters.of(resources)
         self._step_seconds = 0.0
         self._last: Report | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force: with what was added beside it where nobody gave a budget."""
+        if self._resources.units.device is not None:
+            return self._plan
+        arena = self._resources.units.arena
+        return self._plan.with_added(arena.added, arena.added_bytes)
 
     def step_ended(self, began: float) -> None:
         """A step was committed, whose `step()` began then."""

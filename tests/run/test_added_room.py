@@ -1,0 +1,174 @@
+"""Tests that a step which needs more room than a plan can know gets it, where nobody gave a budget."""
+
+import pytest
+import torch
+from support.bits import same_bits
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import memascend
+
+WIDTH, BLOCKS, STEPS = 64, 12, 3
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Stack(nn.Module):
+    def __init__(self, block=Block):
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(BLOCKS))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Segments(Stack):
+    """One checkpoint for four blocks: its recomputation holds them together."""
+
+    def run(self, start, x):
+        for block in self.blocks[start : start + 4]:
+            x = block(x)
+        return x
+
+    def forward(self, x):
+        for start in range(0, BLOCKS, 4):
+            x = checkpoint(self.run, start, x, use_reentrant=False)
+        return x
+
+
+class Recurrent(nn.Module):
+    kind = nn.LSTM
+
+    def __init__(self):
+        super().__init__()
+        self.cell = self.kind(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x):
+        return x + self.cell(x)[0]
+
+
+class Gated(Recurrent):
+    kind = nn.GRU
+
+
+class Keeping(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x)
+        # A view as an attribute is nothing that autograd's hooks see.
+        ctx.turned = weight.t()
+        return x @ ctx.turned
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return gradient @ ctx.turned.t(), gradient.flatten(0, -2).t() @ x.flatten(0, -2)
+
+
+class Kept(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
+
+    def forward(self, x):
+        return x + Keeping.apply(x, self.weight)
+
+
+def plain(model, x):
+    return model(x).square().mean()
+
+
+def penalised(model, x):
+    x.requires_grad_(True)
+    out = model(x).square().mean()
+    (slope,) = torch.autograd.grad(out, x, create_graph=True)
+    return out + slope.square().sum()
+
+
+CASES = {
+    "LSTM": (lambda: Stack(Recurrent), plain),
+    "GRU": (lambda: Stack(Gated), plain),
+    "checkpoint segments": (Segments, plain),
+    "view kept by a function": (lambda: Stack(Kept), plain),
+    "gradient penalty": (Stack, penalised),
+}
+
+
+def train(model, optimizer, loss):
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(STEPS):
+        loss(model, torch.randn(2, 3, WIDTH, generator=generator)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def made(make):
+    torch.manual_seed(0)
+    model = make()
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+
+
+@pytest.fixture
+def in_memory():
+    def run(make, loss):
+        torch.set_num_threads(1)
+        model, optimizer = made(make)
+        train(model, optimizer, loss)
+        return model.state_dict()
+
+    return run
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_room_is_made_where_nobody_gave_a_budget(tmp_path, in_memory, case):
+    make, loss = CASES[case]
+    wanted = in_memory(make, loss)
+    model, optimizer = made(make)
+    model, optimizer = memascend.offload(model, optimizer, storage=tmp_path, gradients="ssd")
+    with optimizer:
+        train(model, optimizer, loss)
+        got = model.state_dict()
+        assert all(same_bits(got[name], value) for name, value in wanted.items())
+        host = optimizer.report().to_dict()["host"]
+        assert host["total"] <= host["budget"] == optimizer.plan.budget
+        assert host["owners"]["units"]["bytes"] <= optimizer.plan.host["units"]
+
+
+def test_what_was_added_is_logged_and_in_the_plan(tmp_path, caplog):
+    model, optimizer = made(Segments)
+    model, optimizer = memascend.offload(model, optimizer, storage=tmp_path, gradients="ssd")
+    with optimizer:
+        before = optimizer.plan
+        with caplog.at_level("WARNING", logger="memascend"):
+            train(model, optimizer, plain)
+        after = optimizer.plan
+        added = sum(after.classes.values()) - sum(before.classes.values())
+        assert added == sum("were added for unit" in message for message in caplog.messages) > 0
+        assert after.budget - before.budget == after.host["units"] - before.host["units"] > 0
+        assert f"{sum(after.host.values())}" == f"{after.host_peak}"
+
+
+def test_a_given_budget_is_kept(tmp_path):
+    model, optimizer = made(Segments)
+    model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "one", gradients="ssd")
+    budget = optimizer.plan.budget
+    optimizer.close()
+    model, optimizer = made(Segments)
+    model, optimizer = memascend.offload(
+        model, optimizer, storage=tmp_path / "two", gradients="ssd", host_memory=budget
+    )
+    with optimizer:
+        with pytest.raises(memascend.BudgetError, match="no room for unit"):
+            train(model, optimizer, plain)
+        assert optimizer.steps == 0
+        assert optimizer.plan.budget == budget
