@@ -114,6 +114,42 @@ def test_a_step_that_failed_is_made_again_and_takes_no_further_gradient(tmp_path
         require_same(plain, model)
 
 
+class Flat(nn.Module):
+    """Gives its weight as a flat view, so that what backward() is given becomes its gradient, without a copy."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
+
+    def forward(self):
+        return self.weight.view(-1)
+
+
+@pytest.mark.parametrize("gradients", ["fused", "ssd"])
+def test_memory_that_the_caller_may_write_to_is_never_handed_on(tmp_path, monkeypatch, gradients):
+    """The engine reads a gradient later, on its own thread."""
+    given = []
+
+    def watched(of):
+        def call(self, name, gradient, *arguments, **options):
+            given.append(gradient.untyped_storage().data_ptr())
+            return of(self, name, gradient, *arguments, **options)
+
+        return call
+
+    for name in ("update", "spill"):
+        monkeypatch.setattr(memascend.engine.Engine, name, watched(getattr(memascend.engine.Engine, name)))
+    model = Flat()
+    model, optimizer = memascend.offload(
+        model, torch.optim.AdamW(model.parameters()), storage=tmp_path / "s", gradients=gradients
+    )
+    with optimizer:
+        mine = torch.ones(WIDTH * WIDTH)
+        model().backward(gradient=mine)
+        assert given
+        assert mine.untyped_storage().data_ptr() not in given
+
+
 def fail_in_backward(model, seed):
     """The last layer's gradients have arrived by then, and no other."""
 

@@ -120,6 +120,24 @@ fn whole_or_nothing(engine: &Engine, what: &str) {
 }
 
 #[test]
+fn what_is_not_finite_is_found_in_every_chunk() {
+    let disks = [SimDisk::new(1 << 20)];
+    let store = ok(Store::create_on(volume(&disks, &Faults::default()), 8192, description(), &Create::default()));
+    let engine = engine(store);
+    // The first and the last of a chunk, in each of the three.
+    for index in [0, 2047, 2048, 4095, 4096, 4999] {
+        let mut gradient = bytes(1.0);
+        gradient[index * 4..][..4].copy_from_slice(&f32::INFINITY.to_le_bytes());
+        ok(engine.spill(0, ok(Gradient::new(Box::new(gradient), Dtype::F32)), false, Wait::forever()));
+        assert!(ok(engine.spilled(0, Wait::forever())).nonfinite, "element {index}");
+        ok(spill(&engine, 0, 1.0, true));
+        assert!(ok(engine.spilled(0, Wait::forever())).nonfinite, "element {index}, added to");
+        ok(spill(&engine, 0, 1.0, false));
+        assert!(!ok(engine.spilled(0, Wait::forever())).nonfinite, "replaced");
+    }
+}
+
+#[test]
 fn a_read_or_write_that_fails_leaves_whole_sums_or_nothing() {
     let image = filled();
     let mut failures = 0;
