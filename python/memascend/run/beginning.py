@@ -14,6 +14,7 @@ from memascend.checkpoint.weights import open_weights
 from memascend.optimizers.group_options import options_of
 from memascend.paths import expanded
 from memascend.progress import Progress
+from memascend.run import open_runs
 from memascend.run.locations import temporary
 
 if TYPE_CHECKING:
@@ -40,7 +41,10 @@ def open_store(subject: Subject, entries: list[engines.Entry]) -> tuple[Store, P
             where, entries, optimizer=kind, existing=options.existing, durability=durability, fill=False
         )
 
-    return (create(paths), None) if paths else temporary(create)
+    if not paths:
+        return temporary(create)
+    closes = options.existing in ("resume", "replace")
+    return open_runs.open_again(lambda: create(paths), paths, closes=closes), None
 
 
 def continued(subject: Subject, folder: str) -> CheckpointValues:

@@ -16,6 +16,7 @@ from memascend.device.unit_memory import DeviceUnits, HostUnits
 from memascend.optimizers.group_options import take_options
 from memascend.optimizers.wrappers import wrap_again
 from memascend.planning.options import Options
+from memascend.run import open_runs
 from memascend.run.assembly import Assembly
 from memascend.run.beginning import FirstValues, open_store
 from memascend.run.decision import Subject, decide
@@ -172,6 +173,7 @@ def _offloaded(subject: Subject) -> OffloadedOptimizer:
         undo.pop_all()
     wrap_again(subject.given, offloaded)
     session.measurements.heap.model_left()
+    open_runs.note(offloaded)
     return offloaded
 
 
