@@ -54,7 +54,12 @@ def identity_of(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
         manifest = _manifest(Path(folder))
     except MemascendError:
         return None
-    return {name: manifest[name] for name in ("store", "step")}
+    return _identity(manifest)
+
+
+def _identity(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    # A line only where the store went back to an earlier step before.
+    return {name: manifest[name] for name in ("store", "step", "line") if name in manifest}
 
 
 def state_key(name: str, of: str) -> str:
@@ -185,7 +190,7 @@ class CheckpointValues:
         """The checkpoint's, and which one it was: the first step of the store commits others."""
         del groups
         manifest = self._checkpoint.manifest
-        origin = {name: manifest[name] for name in ("store", "step")}
+        origin = _identity(manifest)
         said: dict[str, Any] = {
             name: manifest[name] for name in ("groups", "loss_scale", "attributes") if name in manifest
         }

@@ -87,6 +87,8 @@ def find_away(*trees: Any) -> list[Place]:
 
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     """The strides with which a tensor is stored: its own where it is dense, else row-major ones."""
+    if isinstance(tensor, Away):
+        return tensor._memascend.stride  # noqa: SLF001
     if torch.ops.aten.is_non_overlapping_and_dense(tensor) and tensor.numel() > 1:
         return tuple(tensor.stride())
     return row_major(tuple(tensor.shape))

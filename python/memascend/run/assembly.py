@@ -35,6 +35,7 @@ from memascend.run.reached_values import ReachedValues
 from memascend.run.readiness import Readiness
 from memascend.run.record import Record
 from memascend.run.rewrites import Rewrites
+from memascend.run.rollback import Rollback
 from memascend.run.session import Session
 from memascend.run.state_dicts import StateDicts
 
@@ -131,6 +132,7 @@ class Assembly:
             reached_values=reached_values,
             state_dicts=state_dicts,
             materializer=Materializer(resources, residency, readiness, rewrites, attachment),
+            rollback=Rollback(subject.model, subject.arithmetic, resources, residency, gradients, readiness, record),
             attachment=attachment,
             measurements=Measurements(resources, residency, plan, position, meter, heap),
             max_grad_norm=subject.options.max_grad_norm,

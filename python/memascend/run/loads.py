@@ -39,7 +39,8 @@ class Loads:
     """What was loaded into the model and is staged, but not committed yet.
 
     A load has two halves, the model's and the optimizer's, and may be refused in the second. So the model's is held
-    back: until the optimizer's is judged, or until somebody is about to use the values.
+    back until somebody is about to use the values. That the optimizer takes a state dict says nothing yet: accelerate
+    hands it its own one in between.
     """
 
     def __init__(self, resources: Resources, residency: Residency, record: Record, rewrites: Rewrites) -> None:

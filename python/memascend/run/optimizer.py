@@ -155,12 +155,15 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
             options["params"] = list(range(position, position + len(group["params"])))
             position += len(group["params"])
             groups.append(options)
-        return {"state": {}, "param_groups": groups, "memascend": self._session.record.position.identity()}
+        return {"state": {}, "param_groups": groups, "memascend": self._session.record.position.state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the groups' options; the state stays what the store holds.
 
-        What was loaded into the model just before is committed by this, and dropped where this is refused.
+        A state dict of an older step goes back to it, where it was taken after `save()` and the checkpoint is still
+        there, or is the one that `offload()` was given: all of it is read, checked and committed at once.
+
+        What was loaded into the model just before, and nobody has used yet, is dropped where this is refused.
 
         Raises:
             UsageError: the state belongs to a step that this store does not hold; model and store are as they were.
@@ -168,7 +171,6 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
         self._session.judge(state_dict)
         for group, options in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({name: value for name, value in options.items() if name != "params"})
-        self._session.loads.settle()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only before offload()."""

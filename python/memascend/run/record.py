@@ -9,6 +9,7 @@ from memascend.errors import ConfigError
 from memascend.optimizers.group_options import options_of
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Mapping
 
     from memascend.checkpoint.buffers import Buffers
@@ -41,7 +42,12 @@ class Record:
         """The groups' options, attributes of the optimizer that its steps change, and the loss scale, as JSON."""
         found = {"groups": [options_of(group) for group in self.groups], "loss_scale": self.scale.state()}
         attributes = self.shared.attributes()
-        return {**found, "attributes": attributes} if attributes else found
+        line = self.position.line
+        return {
+            **found,
+            **({"attributes": attributes} if attributes else {}),
+            **({} if line is None else {"line": line}),
+        }
 
     def set_user_state(self, value: Any) -> None:
         """Keep a JSON value for the next commit."""
@@ -53,12 +59,18 @@ class Record:
             raise ConfigError(f"user_state has {size} bytes as JSON, at most {_USER_BYTES_MAX} are kept")
         self.user_state = value
 
-    def require(self, state_dict: Mapping[str, Any]) -> None:
-        """Refuse an optimizer's state dict that is of another step, or of other groups."""
-        self.position.require(state_dict.get("memascend"))
+    def find(self, state_dict: Mapping[str, Any]) -> str | os.PathLike[str] | None:
+        """The checkpoint to go back to for an optimizer's state dict; None where the store holds its step.
+
+        Raises:
+            UsageError: it is of another step, and no checkpoint of that is at hand.
+            ValueError: it has other groups.
+        """
+        found = self.position.find(state_dict.get("memascend"))
         lengths = [len(group["params"]) for group in self.groups]
         if [len(group["params"]) for group in state_dict["param_groups"]] != lengths:
             raise ValueError("loaded state dict has other parameter groups than the optimizer")
+        return found
 
     def facts(self) -> dict[str, Any]:
         """What a checkpoint says of the run."""

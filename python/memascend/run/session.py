@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from memascend.run.record import Record
     from memascend.run.report import Report
     from memascend.run.resources import Resources
+    from memascend.run.rollback import Rollback
     from memascend.run.state_dicts import StateDicts
 
 __all__ = ["Outcome", "Session"]
@@ -63,6 +64,7 @@ class Session:
     reached_values: ReachedValues
     state_dicts: StateDicts
     materializer: Materializer
+    rollback: Rollback
     attachment: Attachment
     measurements: Measurements
     max_grad_norm: float | None
@@ -187,9 +189,12 @@ class Session:
             self.gradients.zero()
 
     def judge(self, state_dict: Mapping[str, Any]) -> None:
-        """Refuse an optimizer's state dict that is not of here and now, and with it what was loaded into the model."""
+        """Stand where an optimizer's state dict was made; or refuse it, and what was loaded into the model with it."""
         try:
-            self.record.require(state_dict)
+            folder = self.record.find(state_dict)
+            if folder is not None:
+                self.loads.drop()
+                self.rollback.run(folder)
         except BaseException:
             self.loads.drop()
             raise
@@ -204,6 +209,7 @@ class Session:
         trained = self.gradients.by_name.keys()
         model = self.attachment.model
         save(folder, self.resources.store, model, trained, self.record.facts(), among_others=among_others)
+        self.record.position.save_to(folder)
         self.resources.unread = False
 
     def state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
