@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import memascend
-from memascend import UsageError  # noqa: F401
+from memascend import UsageError
 
 WIDTH = 64
 
@@ -262,3 +262,128 @@ def test_a_changed_value_is_its_new_master(training, tmp_path):
         assert torch.equal(state["master"], torch.full((WIDTH, WIDTH), 0.5))
         assert same_bits(state["exp_avg"], moment)
         assert all(same_bits(offloaded.state_of(again[4].weight)[key], before[key]) for key in before)
+
+
+def test_a_deep_copy_is_a_plain_model_with_files_of_its_own(training):
+    model, offloaded = training(units=2)
+    model[0].weight.data.mul_(0.5)
+    copied = copy.deepcopy(model)
+    part = copy.deepcopy(model[1])
+    assert all(type(p) is nn.Parameter and p.requires_grad for p in copied.parameters())
+    assert not any(copied[0]._forward_pre_hooks or module.__dict__.get("_memascend") for module in copied.modules())
+    expected = [p.detach().clone() for p in model.parameters()]
+    assert all(same_bits(one, other) for one, other in zip(copied.parameters(), expected, strict=True))
+    assert same_bits(part.weight, expected[2])
+    assert torch.equal(copied(batch()), model(batch()))
+    copied[0].weight.data.zero_()
+    one_step(model, offloaded, torch.float32)
+    assert model[0].weight.any()
+    one_step(copied, torch.optim.SGD(copied.parameters(), lr=0.1), torch.float32)
+    assert all(same_bits(one, other) for one, other in zip(part.parameters(), expected[2:], strict=True))
+    # Its own hooks are there again.
+    with pytest.raises(UsageError):
+        model.to(torch.float64)
+
+
+@pytest.mark.parametrize("gradients", ["fused", "ssd"])
+def test_a_staged_step_refuses_writes(training, gradients):
+    model, offloaded = training(gradients=gradients)
+    weight = model[1].weight
+    loss = model(batch()).square().mean()
+    loss.backward()
+    expected = weight.detach().clone()
+    with torch.no_grad(), pytest.raises(UsageError, match="staged"):
+        weight.zero_()
+    with pytest.raises(UsageError, match="staged"):
+        weight.data = torch.zeros_like(expected)
+    assert torch.equal(weight.data, expected)
+    weight.data.zero_()
+    with pytest.raises(UsageError, match=r"1\.weight"):
+        offloaded.step()
+    offloaded.zero_grad()
+    assert torch.equal(weight, expected)
+    one_step(model, offloaded, torch.float32)
+
+
+def test_a_view_that_is_kept_and_written_later_is_told_at_the_next_step(training):
+    model, offloaded = training()
+    view = model[3].weight.detach()
+    one_step(model, offloaded, torch.float32)
+    expected = weights(model)
+    view.zero_()
+    model(batch()).square().mean().backward()
+    with pytest.raises(UsageError, match=r"3\.weight.*zero_grad"):
+        offloaded.step()
+    offloaded.zero_grad()
+    assert all(same_bits(p, expected[name]) for name, p in model.named_parameters())
+    one_step(model, offloaded, torch.float32)
+    assert offloaded.steps == 3
+
+
+def test_what_nobody_has_any_more_is_let_go(training):
+    model, offloaded = training()
+    reached = offloaded._session.residency.reached
+    for parameter in model.parameters():
+        parameter.data.norm()
+    assert len(reached._now) == 32
+    kept = model[0].weight.detach()
+    model(batch())
+    assert list(reached._now) == ["0.weight"]
+    one_step(model, offloaded, torch.float32)
+    assert not reached._now
+    assert len(reached._outlived) == 1, "it is watched"
+    del kept
+    one_step(model, offloaded, torch.float32)
+    assert not reached._outlived
+
+
+def averaged(model, optimizer):
+    """Torch's averaged weights, evaluated and taken at the end, as a loop in memory does it."""
+    average = torch.optim.swa_utils.AveragedModel(model)
+    for _ in range(3):
+        one_step(model, optimizer, torch.float32)
+        average.update_parameters(model)
+    with torch.no_grad():
+        for own, other in zip(model.parameters(), average.module.parameters(), strict=True):
+            own.detach().copy_(other)
+    return [average(batch()).detach(), model(batch()).detach(), *weights(model).values()]
+
+
+def swapped(model, optimizer):
+    """What diffusers does with its moving average: store, copy to, evaluate, restore."""
+    shadow, records = [p.detach().clone() for p in model.parameters()], []
+    for _ in range(3):
+        one_step(model, optimizer, torch.float32)
+        with torch.no_grad():
+            for mine, parameter in zip(shadow, model.parameters(), strict=True):
+                mine.sub_(0.25 * (mine - parameter))
+            stored = [p.detach().cpu().clone() for p in model.parameters()]
+            for mine, parameter in zip(shadow, model.parameters(), strict=True):
+                parameter.data.copy_(mine.to(parameter.device).data)
+            records.append(model(batch()))
+            for mine, parameter in zip(stored, model.parameters(), strict=True):
+                parameter.data.copy_(mine.data)
+    return [*records, *weights(model).values()]
+
+
+def referred(model, optimizer):
+    """TRL's reference model, which follows the one that is trained."""
+    reference, records = copy.deepcopy(model), []
+    for _ in range(3):
+        one_step(model, optimizer, torch.float32)
+        for theirs, ours in zip(reference.parameters(), model.parameters(), strict=True):
+            theirs.data.mul_(1.0 - 0.25).add_(ours.data, alpha=0.25)
+        records.append(reference(batch()).detach())
+    return [*records, *weights(model).values()]
+
+
+@pytest.mark.parametrize("loop", [averaged, swapped, referred])
+@pytest.mark.parametrize("units", [2, 16])
+def test_averages_are_those_in_memory(tmp_path, loop, units):
+    model = stack(units)
+    expected = loop(model, OPTIMIZERS["adamw"](model.parameters()))
+    model = stack(units)
+    model, offloaded = taken(model, OPTIMIZERS["adamw"](model.parameters()), tmp_path)
+    with offloaded:
+        found = loop(model, offloaded)
+    assert all(same_bits(one, other) for one, other in zip(found, expected, strict=True))

@@ -185,7 +185,9 @@ def open_gates(
     owned: dict[tuple[Home, ...], tuple[_Owned, ...]] = {}
     for module, homes in modules:
         if homes not in owned:
-            owned[homes] = tuple(one for home in homes for place in home.places for one in owners[id(place.parameter)])
+            owned[homes] = tuple(
+                one for home in homes for place in home.places for one in owners.get(id(place.parameter), ())
+            )
         if module._modules:  # noqa: SLF001
             # In others torch stumbles over the hooks.
             module.__dict__[_SCRIPT] = _refuse_script

@@ -7,7 +7,7 @@ with from then on. They are written to storage with the next update, `save()` or
 
 from __future__ import annotations
 
-import logging
+import functools
 import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -30,12 +30,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ReachedWeights"]
 
-_log = logging.getLogger("memascend")
-
-# The tensors here, and the storage that is asked.
-_STORAGE_USES = 3
-# The name here, and the call's.
-_OBJECT_USES = 2
 _STAGED = "a step is staged, and its updates began from other values: call step() or zero_grad() first"
 
 
@@ -56,7 +50,10 @@ class _Reached:
         """Have this memory from now on."""
         place = self.place
         with torch.inference_mode(mode=False), torch.no_grad():
-            self.values = values.detach()
+            # No view of another tensor, which would count as somebody who has the memory.
+            self.values = torch.empty(0, dtype=place.dtype, device=values.device).set_(
+                values.untyped_storage(), values.storage_offset(), tuple(values.shape), values.stride()
+            )
             # In the place of the parameter where a function is called on it.
             self.stand_in = torch.Tensor._make_subclass(place.kind, self.values, False)  # noqa: SLF001
 
@@ -71,9 +68,24 @@ class _Reached:
     @property
     def is_shared(self) -> bool:
         """Whether anybody else has the memory."""
-        storage = self.values.untyped_storage()
-        uses = torch._C._storage_Use_Count(storage._cdata)  # noqa: SLF001
-        return bool(uses > _STORAGE_USES or sys.getrefcount(storage) > _OBJECT_USES)
+        return _uses(self.values) != _uses_of_two()
+
+
+def _uses(values: torch.Tensor) -> tuple[int, int]:
+    """How often the memory of a tensor is referred to, from torch and from Python."""
+    storage = values.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)  # noqa: SLF001
+
+
+@functools.cache
+def _uses_of_two() -> tuple[int, int]:
+    """As often as two tensors refer to theirs, which nobody else has; it depends on torch's version."""
+    with torch.inference_mode(mode=False), torch.no_grad():
+        memory = torch.zeros(1, device="cpu")
+        other = torch.Tensor._make_subclass(torch.nn.Parameter, memory, False)  # noqa: SLF001
+        uses = _uses(memory)
+        del other
+        return uses
 
 
 class _Outlived:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from memascend.device.recurrent import Flattening
 from memascend.residency.gates import close_gates, open_gates
+from memascend.run.plain_copy import allow_copies, forbid_copies
 
 if TYPE_CHECKING:
     import torch
@@ -47,10 +48,12 @@ class Attachment:
         if self._on_device:
             self._flattening.stop()
         self._state_dicts.install()
+        allow_copies(self.model.modules())
         self.model.__dict__["_memascend"] = optimizer
 
     def leave(self) -> None:
         """Let it be a plain one."""
+        forbid_copies(self.model.modules())
         self._state_dicts.remove()
         close_gates(module for module, _ in self._gates)
         self._flattening.resume()

@@ -89,7 +89,6 @@ def test_memory_that_is_asked_for_behind_our_back_is_none(training, weight):
 
 
 MODEL_TOUCHES = {
-    "deepcopy": copy.deepcopy,
     "pickle": pickle.dumps,
     "save": lambda model: torch.save(model, io.BytesIO()),
     "half": lambda model: model.half(),
