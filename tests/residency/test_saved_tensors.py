@@ -9,18 +9,29 @@ import memascend
 WIDTH = 8
 
 
+class Block(nn.Module):
+    """Multiplies by a view of its weight, which the product saves for the gradient of the other factor."""
+
+    def __init__(self, view):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2 * WIDTH, WIDTH, 2))
+        self.view = view
+
+    def forward(self, x):
+        return torch.tanh(self.view(self.weight, x))
+
+
 class Views(nn.Module):
-    """Each block multiplies by a view of its weight, which the product saves for the gradient of the other factor."""
+    """Blocks that are away again when the backward begins."""
 
     def __init__(self, view):
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.ParameterList([torch.randn(2 * WIDTH, WIDTH, 2)]) for _ in range(3))
-        self.view = view
+        self.blocks = nn.ModuleList(Block(view) for _ in range(3))
 
     def forward(self, x):
         for block in self.blocks:
-            x = torch.tanh(self.view(block[0], x))
+            x = block(x)
         return x.square().sum()
 
 
@@ -45,7 +56,6 @@ def broadcast(weight, x):
 def test_a_saved_view_of_a_weight_has_the_same_gradient(tmp_path, view):
     plain, model = Views(view), Views(view)
     theirs = torch.optim.SGD(plain.parameters(), lr=0.01)
-    # Rows of a weight are used beside their unit's gate; each block is away when the backward begins.
     model, optimizer = memascend.offload(
         model, torch.optim.SGD(model.parameters(), lr=0.01), storage=tmp_path / "s", gradients="fused"
     )
