@@ -9,6 +9,7 @@ from parity.zoo_plain import PLAIN
 from parity.zoo_transformers import TRANSFORMERS
 
 import memascend
+from memascend import engine
 
 CASES = {case.name: case for case in [*LOOPS, *OPTIMIZERS, *PLAIN, *TRANSFORMERS]}
 # One of each kind of difficulty; the others are slow.
@@ -28,6 +29,16 @@ def cases():
             marks = [*case.marks, *([] if CHOSEN.get(name) == mode else [pytest.mark.slow])]
             found.append(pytest.param(case, mode, id=f"{name}-{mode}", marks=marks))
     return found
+
+
+@pytest.mark.parametrize(("name", "gradients"), [("qwen2-tied-bf16", "fused"), ("fp16-clip", "ssd")])
+def test_what_is_held_reaches_the_device_with_the_same_bits(name, gradients, tmp_path, fake, monkeypatch):
+    held = []
+    hold = engine.Store.hold
+    monkeypatch.setattr(engine.Store, "hold", lambda store, names: (held.extend(names), hold(store, names)))
+    # A budget of the host that holds everything, while the device has room for less.
+    test_the_same_bits(CASES[name], Mode(gradients, "large", 1), tmp_path, fake)
+    assert held
 
 
 @pytest.mark.parametrize(("case", "mode"), cases())

@@ -121,11 +121,16 @@ def test_what_is_held_is_what_the_plan_says(disk, gradients, budget):
             "catalog": info["buffer_bytes"],
             "index": info["index_bytes"],
         }
+        if plan.held:
+            held["held entries"] = mapped["held entries"]
+            assert host["owners"]["held entries"]["bytes"] == mapped["held entries"]
+        assert bool(plan.held) == (budget == "64MiB")
         for owner, nbytes in held.items():
             assert nbytes == pytest.approx(plan.host[owner], rel=0.01), owner
             assert nbytes <= plan.host[owner], owner
         # Nothing is mapped that no owner answers for.
-        assert sum(mapped.values()) <= held["units"] + held["update staging"] + held["catalog"]
+        answered = held["units"] + held["update staging"] + held["catalog"] + held.get("held entries", 0)
+        assert sum(mapped.values()) <= answered
         assert host["peak"] <= plan.host_peak <= host["budget"] == plan.budget
     assert mapped_by_owner().get("units", 0) == before.get("units", 0)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from memascend import _core
@@ -75,6 +75,7 @@ class Sizes:
         chunk_bytes: memory of one staging chunk of an `Engine`.
         other_bytes: memory of an `Engine` for state of other shapes than its entries'.
         unit_bytes: the values of each unit, as `Store.fetch` gives them.
+        entry_bytes: values and state of each entry, which it takes to hold it in memory, with `Store.hold`.
     """
 
     total_bytes: int
@@ -84,6 +85,7 @@ class Sizes:
     chunk_bytes: int
     other_bytes: int
     unit_bytes: dict[str, int]
+    entry_bytes: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
 def sizes(
@@ -101,7 +103,7 @@ def sizes(
     """
     units, described = description(entries)
     chunk = chunk_elements_of(entries) if chunk_elements is None else chunk_elements
-    *all_bytes, of_units = _core.store_sizes(described, units, optimizer, chunk, devices, stripe)
+    *all_bytes, of_units, of_entries = _core.store_sizes(described, units, optimizer, chunk, devices, stripe)
     total, slot, index, buffer, chunk, other = all_bytes
     return Sizes(
         total_bytes=total,
@@ -111,6 +113,7 @@ def sizes(
         chunk_bytes=chunk,
         other_bytes=other,
         unit_bytes=dict(zip(units, of_units, strict=True)),
+        entry_bytes={entry.name: nbytes for entry, nbytes in zip(entries, of_entries, strict=True)},
     )
 
 

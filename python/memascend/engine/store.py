@@ -259,6 +259,18 @@ class Store(Closing):
 
         self._core.scan(list(described), shown)
 
+    def hold(self, names: Sequence[str]) -> None:
+        """Hold entries in memory from now on: what is read or written of them once is not read from storage again.
+
+        Writes go to storage as ever. What was held before is not any more. It takes "entry_bytes" of `sizes` for each,
+        until the store is closed.
+
+        Raises:
+            ConfigError: there is no such entry.
+            MemoryLimitError: the machine or its cgroup does not have the memory; nothing is held.
+        """
+        self._core.hold([self.index(name) for name in names])
+
     def fetch(self, unit: str, into: torch.Tensor) -> Fetch:
         """Begin to read the values of a unit, as the last commit left them, before all other I/O that waits.
 
@@ -294,7 +306,9 @@ class Store(Closing):
         return UnitParts(_core.Parts(self._core, self._units.index(unit), bytes_max), checkers)
 
     def counters(self) -> dict[str, Any]:
-        """Since it was opened: "fetches", "fetched_bytes", "wait_seconds" in `Fetch.wait`, and all I/O.
+        """Since it was opened: "fetches", "fetched_bytes", "held_bytes", "wait_seconds" in `Fetch.wait`, and all I/O.
+
+        "held_bytes" were taken from held entries, and not read from storage.
 
         "read_bytes" and "written_bytes" count every transfer of the volume, those of fetches and updates too.
         """

@@ -50,6 +50,10 @@ class MemorySplit:
         host = {**self.host, "activations": self.host["activations"] + more}
         return replace(self, host=host, activation_groups=groups)
 
+    def holding(self, nbytes: int) -> MemorySplit:
+        """The same with so many bytes of entries that are held."""
+        return replace(self, host={**self.host, "held entries": nbytes}) if nbytes else self
+
     @property
     def peak(self) -> int:
         """All of it on the host."""
@@ -138,18 +142,23 @@ class MemoryPlanner:
             members[class_of(unit)].append(unit)
         return {bound: (members[bound], left[bound]) for bound in bounds}
 
-    def count_reads(self, classes: Mapping[int, int]) -> Reads:
-        """What a step reads with these slots."""
+    def count_reads(self, classes: Mapping[int, int], held: Mapping[str, int] | None = None) -> Reads:
+        """What a step reads with these slots, where so many bytes of units' values are held."""
+        held = held or {}
+
+        def bytes_of(unit: Unit) -> int:
+            return max(0, self.run.bytes_of(unit) - held.get(unit.name, 0))
+
         # A pinned unit is read anew after a commit that changed it.
         pinned = [unit for unit in self.run.units if unit.pinned]
-        forward = sum(self.run.bytes_of(unit) for unit in pinned if unit.frozen_bytes < unit.nbytes)
+        forward = sum(bytes_of(unit) for unit in pinned if unit.frozen_bytes < unit.nbytes)
         backward = 0
         resident = {unit.name for unit in pinned}
         for members, slots in self._by_class(classes).values():
             ahead, back = count_reads(members, slots)
             for unit in {unit.name: unit for unit in members}.values():
-                forward += ahead[unit.name] * self.run.bytes_of(unit)
-                backward += back[unit.name] * self.run.bytes_of(unit)
+                forward += ahead[unit.name] * bytes_of(unit)
+                backward += back[unit.name] * bytes_of(unit)
                 if ahead[unit.name] + back[unit.name] <= 1:
                     resident.add(unit.name)
         return Reads(forward, backward, frozenset(resident))

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from memascend.errors import BudgetError, ConfigError
 from memascend.formatting import bytes_shown
+from memascend.planning.held import choose_held
 from memascend.planning.ladder import choose, rungs
 from memascend.planning.memory_split import MemoryPlanner
 from memascend.planning.table import Plan
@@ -13,6 +14,7 @@ from memascend.planning.table import Plan
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from memascend.planning.held import Held
     from memascend.planning.memory_split import MemorySplit, Reads
     from memascend.planning.requirements import Requirements
 
@@ -44,8 +46,11 @@ def make_plan(run: Requirements, *, budget: int | None = None, device_budget: in
         # What is left, from here on.
         more = (budget - chosen.peak) // run.group_bytes
         chosen = chosen.with_activations(chosen.activation_groups + more, run.group_bytes)
-    now = planner.count_reads(chosen.classes)
-    read, written = _moved(run, chosen, now)
+    held, everything = choose_held(run, budget - chosen.peak), choose_held(run, None)
+    chosen = chosen.holding(held.nbytes)
+    now = planner.count_reads(chosen.classes, held.values)
+    read, written = _moved(run, chosen, now, held)
+    all_read, _ = _moved(run, ample, planner.count_reads(ample.classes, everything.values), everything)
     return Plan(
         units=tuple(run.units),
         order=tuple(unit.name for unit in planner.order),
@@ -58,6 +63,7 @@ def make_plan(run: Requirements, *, budget: int | None = None, device_budget: in
         queue_bytes=chosen.queue_bytes,
         resident=now.resident,
         by_rows=tuple(unit.name for unit in run.units if unit.name in run.by_rows),
+        held=held.names,
         whole_bytes=run.whole_bytes,
         host=chosen.host,
         host_peak=chosen.peak,
@@ -71,11 +77,13 @@ def make_plan(run: Requirements, *, budget: int | None = None, device_budget: in
         smallest=smallest,
         comfortable=comfortable.peak,
         ample=ample.peak,
+        all_held=ample.peak + everything.nbytes,
         disk_bytes=run.sizes.total_bytes,
         read_bytes=read,
         written_bytes=written,
-        saved_bytes=max(0, planner.count_reads(comfortable.classes).total - now.total),
+        saved_bytes=max(0, planner.count_reads(comfortable.classes).total - now.total) + held.state,
         savable_bytes=max(0, now.total - planner.count_reads(ample.classes).total),
+        holdable_bytes=max(0, sum(read.values()) - sum(all_read.values())),
     )
 
 
@@ -107,25 +115,26 @@ def _owners(split: Mapping[str, int]) -> str:
     return ", ".join(f"{owner} {bytes_shown(nbytes)}" for owner, nbytes in ranked if nbytes)
 
 
-def _moved(run: Requirements, chosen: MemorySplit, reads: Reads) -> tuple[dict[str, int], dict[str, int]]:
+def _moved(run: Requirements, chosen: MemorySplit, reads: Reads, held: Held) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes that a step reads and writes, by kind."""
     trained = sum(map(run.trained_bytes, run.units))
     by_rows = [unit for unit in run.units if unit.name in run.by_rows]
     # Below the comfortable window, a unit may have made room before its update is done.
     evicted = chosen.window < 2 or run.gradients in ("ssd", "ram")
     updated = {
-        "read": trained,
-        "resident": trained if evicted else sum(map(run.trained_bytes, by_rows)),
+        "read": trained - held.update,
+        "resident": max(0, (trained if evicted else sum(map(run.trained_bytes, by_rows))) - held.update),
         "never": 0,
     }
     state = run.sizes.slot_bytes - sum(run.sizes.unit_bytes.values())
     spilled = run.all_gradients if run.gradients == "ssd" else 0
     read = {
         # Of embeddings by rows, at most all of them.
-        "values, forward": reads.forward + sum(map(run.stored_bytes, by_rows)),
+        "values, forward": reads.forward
+        + sum(run.stored_bytes(unit) - held.values.get(unit.name, 0) for unit in by_rows),
         "values, backward": reads.backward,
         "values, update": updated[run.update_values],
-        "state": state,
+        "state": state - held.state,
         "gradients": spilled,
     }
     written = {"values": trained, "state": state, "gradients": spilled}

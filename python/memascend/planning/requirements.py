@@ -35,6 +35,7 @@ class Requirements:
         segment: units that a checkpoint segment recomputes together.
         update_values: whether an update reads the values: "resident" where their unit was evicted (the compact state),
             "read" always (values of 32 bits), "never" (the state has a master of its own).
+        trained: the names of the parameters that a step changes.
         by_rows: units that are embeddings of which a forward reads the rows that it needs: they have no memory.
         rows_bytes: what those are read through, and their gradients made in.
     """
@@ -51,6 +52,7 @@ class Requirements:
     staging: Mapping[str, Mapping[int, int]] | None = None
     segment: int = 1
     update_values: Literal["resident", "read", "never"] = "resident"
+    trained: Collection[str] = ()
     by_rows: Collection[str] = ()
     rows_bytes: int = 0
 

@@ -33,6 +33,8 @@ class Plan:
         resident: units that are read at most once a step, as they stay from the forward to the backward; frozen ones
             from step to step.
         by_rows: units that are embeddings of which a forward reads the rows that it needs; they have no memory.
+        held: the names of the entries whose values and state stay in host memory: they are written as ever, and not
+            read from storage.
         whole_bytes: for optimizers that update whole parameters.
         host: host memory by owner; everything that is held, and its sum `host_peak`, is in the budget.
         device: memory of the device by owner, where that is not the host; its sum is `device_peak`.
@@ -43,12 +45,14 @@ class Plan:
         budget: the limit in force.
         smallest: the smallest budget that works.
         comfortable: the smallest budget that keeps disk and compute busy.
-        ample: the budget from which on more of it saves nothing.
+        ample: the budget from which on more units in memory save nothing; what is beyond holds entries.
+        all_held: the budget from which on all entries are held, and more of it saves nothing.
         disk_bytes: the store, with both slots.
         read_bytes: per step, by kind.
         written_bytes: per step, by kind.
         saved_bytes: reads of a step that the budget saves beyond the comfortable one.
         savable_bytes: reads of a step that the ample budget would save in addition.
+        holdable_bytes: reads of a step that holding all entries would save in addition.
         recurrent_bytes: what cuDNN copies of the weights of LSTM, GRU and RNN modules, each from its forward to its
             backward; torch's own memory of the device, and in no budget.
     """
@@ -64,6 +68,7 @@ class Plan:
     queue_bytes: int
     resident: frozenset[str]
     by_rows: tuple[str, ...]
+    held: tuple[str, ...]
     whole_bytes: int
     host: dict[str, int]
     host_peak: int
@@ -77,11 +82,13 @@ class Plan:
     smallest: int
     comfortable: int
     ample: int
+    all_held: int
     disk_bytes: int
     read_bytes: dict[str, int]
     written_bytes: dict[str, int]
     saved_bytes: int
     savable_bytes: int
+    holdable_bytes: int
     recurrent_bytes: int = 0
 
     def larger_budget(self, nbytes: int) -> int:
@@ -173,6 +180,7 @@ def _note(plan: Plan, owner: str) -> str:
         "update staging": f"{plan.chunks} chunks",
         "gradients": "all of them" if plan.gradients == "ram" else "that wait for their update",
         "activations": stay if plan.activation_groups else through,
+        "held entries": f"{len(plan.held)} with their state: written, and not read",
         "embedding rows": "through which they are read, and their gradients made",
         "unit staging": "pinned, on the way to the device",
         "gradient windows": "pinned, on the way from the device",
@@ -190,6 +198,10 @@ def _advice(plan: Plan) -> str:
                 f"{smallest} is the smallest that works"
             )
     saved = f"the budget saves {bytes_shown(plan.saved_bytes)} of reads a step; " if plan.saved_bytes else ""
+    if not plan.savable_bytes and plan.holdable_bytes:
+        more = bytes_shown(plan.holdable_bytes)
+        held = f"host_memory={plan.all_held} ({bytes_shown(plan.all_held)})"
+        return f"{saved}{held} would hold all state and save {more} more"
     if not plan.savable_bytes:
         return f"{saved}a larger budget would save nothing"
     option, *_, ample = device if plan.device else host

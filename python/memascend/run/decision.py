@@ -182,6 +182,7 @@ def _requirements(
         activation_group=activations.MORE if stays else 0,
         activation_groups=activations.MORE_USUAL if stays else 0,
         update_values=subject.arithmetic.update_values,
+        trained=subject.trained,
     )
 
 

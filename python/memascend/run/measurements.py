@@ -93,6 +93,7 @@ class Measurements:
             budget=self.plan.budget,
             read=read,
             written=written,
+            held=counted.store["held_bytes"],
             seconds={
                 "wall": counted.moment,
                 "waiting for units": counted.store["wait_seconds"] + self._resources.units.wait_seconds,
@@ -142,6 +143,7 @@ class Measurements:
             "index": info["index_bytes"],
             "unaligned I/O": info["copy_bytes"],
             "whole parameters": min(staging, whole),
+            "held entries": self.plan.host.get("held entries", 0),
             "activations": 0 if resources.activations is None else resources.activations.host_bytes,
         }
         always = (*resources.units.host, "update staging", "catalog", "index")

@@ -76,7 +76,8 @@ def offload(  # noqa: PLR0913 - options are keywords
             "previous" resumes the commit before the last one, after every byte of it was read and checked, and gives
             the last one up: for a store whose newest commit is damaged, as long as the step after it was not begun.
         host_memory: a hard budget for what is held in memory, in bytes or as "8GiB"; None: the smallest that keeps disk
-            and compute busy.
+            and compute busy. What a larger one has left holds parameters with their state, which are then written to
+            storage and not read from it.
         device: where the model computes: "cpu", "cuda", "cuda:1"; None: CUDA if there is one. Batches go there by
             themselves no more than without offloading; buffers are moved by this call. The update runs on the CPU.
         gradients: "fused": updated as they appear; "ssd" or "ram": kept until `step()`; "auto": learnt in the first
@@ -156,6 +157,7 @@ def _offloaded(subject: Subject) -> OffloadedOptimizer:
             # A call that fails leaves nothing behind.
             undo.callback(store.forsake)
         plan = decision.plan
+        store.hold(plan.held)
         engine = engines.Engine(store, chunks=plan.chunks, queue=plan.queue_bytes, whole=subject.arithmetic.whole_bytes)
         undo.callback(engine.close)
         if options.resumes:

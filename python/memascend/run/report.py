@@ -50,6 +50,7 @@ class Report:
         owners: host memory by owner.
         budget: the limit in force, in bytes.
         read: bytes read, by kind; "other" is the catalog and what was read out.
+        held: bytes that were taken from held entries in memory, and not read.
         written: bytes written, by kind; "first values" were written by `offload()` itself.
         seconds: by stage; stages run beside each other, so they do not add up to "wall".
         steps: committed since `offload()` returned.
@@ -66,6 +67,7 @@ class Report:
     budget: int
     read: dict[str, int]
     written: dict[str, int]
+    held: int
     seconds: dict[str, float]
     steps: int
     units: dict[str, int]
@@ -98,6 +100,7 @@ class Report:
             "written": dict(self.written),
             "seconds": dict(self.seconds),
             "steps": self.steps,
+            **({"held": self.held} if self.held else {}),
         }
 
     def __str__(self) -> str:
@@ -112,6 +115,7 @@ class Report:
             f"{budget}\n{in_memory}",
             *self._there(),
             self._traffic(),
+            *self._kept_off(),
             table(("stage", "time"), [(name, seconds_shown(taken)) for name, taken in self.seconds.items()]),
             f"{self.steps} steps. Units were read {self.units['fetches']} times and were there already {here} times.",
         ]
@@ -126,6 +130,13 @@ class Report:
         budget = f"The budget is {bytes_shown(self.device_budget)}, for all but what else torch holds."
         slower = [] if self.device_copies is None else [f"Copies are slower than they could be: {self.device_copies}."]
         return [table(("device memory", "now", "peak"), rows), "\n".join([budget, *slower])]
+
+    def _kept_off(self) -> list[str]:
+        """What held entries saved, where there are any."""
+        if not self.held:
+            return []
+        each = f", {bytes_shown(self.held // self.steps)} for each step" if self.steps else ""
+        return [f"Held entries kept {bytes_shown(self.held)} of reads off storage{each}."]
 
     def _traffic(self) -> str:
         rows = []

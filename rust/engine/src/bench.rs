@@ -146,8 +146,16 @@ impl<'a> Bench<'a> {
     /// Waits for a read, checks it, and counts it.
     pub(crate) fn arrived(&mut self, read: Read<'a>) -> Result<()> {
         match read {
-            Read::Values(read) => self.counters.values_read += read.wait()?.0.len() as u64,
-            Read::State(read) => self.counters.state_read += read.wait()?.0.len() as u64,
+            Read::Values(read) => {
+                let bytes = read.storage_bytes();
+                read.wait()?;
+                self.counters.values_read += bytes;
+            }
+            Read::State(read) => {
+                let bytes = read.storage_bytes();
+                read.wait()?;
+                self.counters.state_read += bytes;
+            }
             Read::Gradient(read) => self.counters.spill_read += read.wait()?.len() as u64,
         }
         Ok(())

@@ -1,6 +1,6 @@
 //! Translates descriptions of stores for Python: entries in, sizes out.
 
-use memascend_store::{Description, Dtype, Entry, Format, Kind, StateTensor};
+use memascend_store::{Description, Dtype, Entry, Format, Kind, Sizes, StateTensor};
 use pyo3::prelude::*;
 
 use crate::errors::{config_error, store_error};
@@ -15,10 +15,10 @@ type Tensor = (String, String, Vec<u64>);
 pub(crate) type Described = (bool, u32, Tensor, Vec<Tensor>, Vec<u8>, Option<String>);
 
 /// Total, slot, index, buffers, a staging chunk, state of other shapes, each unit.
-type SizesOf = (u64, u64, u64, u64, u64, u64, Vec<u64>);
+type SizesOf = (u64, u64, u64, u64, u64, u64, Vec<u64>, Vec<(u64, u64)>);
 
 /// What a store of this description takes, in bytes: total, slot, index, buffers, a staging chunk, state of
-/// other shapes, each unit.
+/// other shapes, each unit, each entry.
 #[pyfunction]
 fn store_sizes(
     py: Python<'_>,
@@ -33,8 +33,8 @@ fn store_sizes(
     let sizes = description.sizes(devices, stripe).map_err(|error| store_error(py, &error))?;
     let chunk_bytes = memascend_engine::chunk_bytes(&description);
     let other_bytes = memascend_engine::other_bytes(&description);
-    let memory = (sizes.index_bytes, sizes.buffer_bytes);
-    Ok((sizes.total_bytes, sizes.slot_bytes, memory.0, memory.1, chunk_bytes, other_bytes, sizes.unit_bytes))
+    let Sizes { total_bytes, slot_bytes, index_bytes, buffer_bytes, unit_bytes, entry_bytes } = sizes;
+    Ok((total_bytes, slot_bytes, index_bytes, buffer_bytes, chunk_bytes, other_bytes, unit_bytes, entry_bytes))
 }
 
 pub(crate) fn described(

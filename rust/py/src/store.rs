@@ -20,7 +20,7 @@ use crate::{
     examined::watched,
     function::Lender,
     nvme::Held,
-    waiting::waiting,
+    waiting::{interruptible, waiting},
 };
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -178,6 +178,12 @@ impl Store {
         .map_err(|error| store_error(py, &error))
     }
 
+    /// Holds entries in memory from now on, as they are read or written.
+    #[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
+    fn hold(&self, py: Python<'_>, entries: Vec<usize>) -> PyResult<()> {
+        interruptible(py, |keep_going| self.inner.hold(&entries, keep_going))?.map_err(|error| store_error(py, &error))
+    }
+
     /// Begins to read a unit into `nbytes` at `address`, which stay valid as long as `keep` lives.
     fn fetch(&self, py: Python<'_>, unit: usize, address: usize, nbytes: usize, keep: Py<PyAny>) -> PyResult<Fetch> {
         let memory = Held::new(address, nbytes, keep);
@@ -191,6 +197,7 @@ impl Store {
         let dict = PyDict::new(py);
         dict.set_item("fetches", counters.fetches)?;
         dict.set_item("fetched_bytes", counters.fetched_bytes)?;
+        dict.set_item("held_bytes", counters.held_bytes)?;
         dict.set_item("wait_seconds", counters.waited.as_secs_f64())?;
         dict.set_item("read_bytes", moved.read.bytes)?;
         dict.set_item("written_bytes", moved.written.bytes)?;

@@ -105,6 +105,7 @@ impl Store {
             index.writable()?;
             (0..index.entries.len()).for_each(|entry| index.forget(entry));
             index.closed = true;
+            index.held = None;
             index.generation > 0 && index.root_flags != 0
         };
         if !reach {

@@ -8,10 +8,12 @@ use std::{
 /// What a store has done since it was opened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Counters {
-    /// Units whose read was begun, and their bytes.
+    /// Units whose read was begun, and the bytes of them that were on storage.
     pub fetches: u64,
     /// As above.
     pub fetched_bytes: u64,
+    /// Bytes that were taken from held entries, and not read from storage.
+    pub held_bytes: u64,
     /// Time in [`Fetch::wait`](crate::Fetch::wait): what computation lost to reads.
     pub waited: Duration,
 }
@@ -20,6 +22,7 @@ pub struct Counters {
 pub(crate) struct Counting {
     fetches: AtomicU64,
     fetched_bytes: AtomicU64,
+    held_bytes: AtomicU64,
     waited_nanoseconds: AtomicU64,
 }
 
@@ -34,6 +37,11 @@ impl Counting {
         self.fetched_bytes.fetch_add(bytes, Relaxed);
     }
 
+    /// Bytes that were held.
+    pub(crate) fn took_held(&self, bytes: u64) {
+        self.held_bytes.fetch_add(bytes, Relaxed);
+    }
+
     pub(crate) fn waited(&self, time: Duration) {
         self.waited_nanoseconds.fetch_add(time.as_nanos() as u64, Relaxed);
     }
@@ -42,6 +50,7 @@ impl Counting {
         Counters {
             fetches: self.fetches.load(Relaxed),
             fetched_bytes: self.fetched_bytes.load(Relaxed),
+            held_bytes: self.held_bytes.load(Relaxed),
             waited: Duration::from_nanos(self.waited_nanoseconds.load(Relaxed)),
         }
     }

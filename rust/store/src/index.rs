@@ -4,7 +4,7 @@
 
 use std::{ops::Range, sync::Arc};
 
-use crate::{Description, Error, Layout, Result, table::Sections};
+use crate::{Description, Error, Layout, Result, held::Held, table::Sections};
 
 /// What is known of an entry.
 #[derive(Debug, Clone, Default)]
@@ -89,6 +89,8 @@ pub(crate) struct Index {
     pub(crate) given_up: Option<u64>,
     /// Its generation, which commits in memory leave behind.
     pub(crate) root_generation: u64,
+    /// Where entries are held in memory, if any are.
+    pub(crate) held: Option<Arc<Held>>,
 }
 
 impl Index {
@@ -120,6 +122,7 @@ impl Index {
             root_flags: 0,
             given_up: None,
             root_generation: 0,
+            held: None,
         }
     }
 

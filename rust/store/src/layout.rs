@@ -26,8 +26,8 @@ pub struct EntryLayout {
     /// Pieces of its values, and of its chunked state where it has any.
     pub(crate) chunks: u32,
     /// From the start of the values area, of the state area, of the spill area.
-    values_at: u64,
-    state_at: u64,
+    pub(crate) values_at: u64,
+    pub(crate) state_at: u64,
     spill_at: u64,
 }
 

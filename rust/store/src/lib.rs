@@ -27,6 +27,7 @@ mod examine;
 mod features;
 mod fetch;
 mod fields;
+mod held;
 mod holds;
 mod index;
 mod label;

@@ -146,8 +146,17 @@ impl Parts {
         let mut flying = Flying { tickets: Vec::new(), memory, parts, index };
         // Pieces that lie side by side in one slot are one read: where in the part, where in the volume, bytes.
         let mut runs: Vec<(u64, u64, u64)> = Vec::new();
+        let (cache, mut from_storage) = (self.store.held(), 0);
         for piece in &part.pieces {
             let (from, bytes) = piece.place;
+            let hold = &self.reading.holds[piece.hold];
+            let into = flying.memory.part(piece.at as usize, bytes as usize);
+            let is_held =
+                |into| self.store.copy_held(cache.as_deref(), (hold.entry, piece.number), hold.version, &into);
+            if into.is_some_and(is_held) {
+                continue;
+            }
+            from_storage += bytes;
             match runs.last_mut() {
                 Some((_, start, length)) if *start + *length == from => *length += bytes,
                 _ => runs.push((piece.at, from, bytes)),
@@ -163,7 +172,7 @@ impl Parts {
             flying.tickets.push(ticket);
         }
         // Not all of a unit's need be read.
-        self.store.counters.began_part(part.bytes);
+        self.store.counters.began_part(from_storage);
         let state = Arc::new(Mutex::new(State::Flying(flying)));
         let flight: Weak<Mutex<State<B>>> = Arc::downgrade(&state);
         flights.flying.retain(|flight| flight.strong_count() > 0);
@@ -238,10 +247,13 @@ impl<B: Buffer + Sync> Flying<B> {
         for ticket in &self.tickets {
             ticket.outcome().unwrap_or(Err(memascend_nvme::Error::Closed))?;
         }
-        let bytes = bytes_of(&self.memory);
+        let (bytes, store) = (bytes_of(&self.memory), &self.parts.store);
+        let cache = store.held();
         for piece in &self.parts.cuts[self.index].pieces {
             let part = &bytes[piece.at as usize..(piece.at + piece.place.1) as usize];
-            self.parts.reading.holds[piece.hold].check(piece.number, part, piece.place)?;
+            let hold = &self.parts.reading.holds[piece.hold];
+            hold.check(piece.number, part, piece.place)?;
+            store.keep_read(cache.as_deref(), (hold.entry, piece.number), hold.version, part);
         }
         Ok(())
     }

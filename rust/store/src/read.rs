@@ -1,23 +1,44 @@
 //! Reads live slots piece by piece, every byte checked before it is handed over.
 
-use std::ops::Range;
+use std::{mem, ops::Range, sync::Arc};
 
 use memascend_nvme::Ticket;
 
-use crate::{Buffer, Error, Result, Store, buffer::bytes_of, holds::Hold};
+use crate::{Buffer, Error, Result, Store, buffer::bytes_of, held::Held, holds::Hold};
+
+/// Where a piece comes from.
+enum Source<B: Buffer> {
+    Storage(Ticket<B>),
+    /// It was held in memory, and is here.
+    Memory(B),
+    /// It was waited for.
+    Taken,
+}
 
 /// A piece that is being read.
 pub struct PieceRead<'a, B: Buffer> {
     // Dropped in this order: the slot is held until the device is done.
-    ticket: Option<Ticket<B>>,
+    source: Source<B>,
+    cache: Option<Arc<Held>>,
     hold: Hold<&'a Store>,
     piece: u32,
     place: (u64, u64),
 }
 
 impl Store {
-    /// Begins to read a live piece into a buffer of whole pages.
+    /// Begins to read a live piece into a buffer of whole pages; from memory, where it is held.
     pub fn read<B: Buffer>(&self, entry: usize, piece: u32, buffer: B) -> Result<PieceRead<'_, B>> {
+        self.read_from(self.held(), entry, piece, buffer)
+    }
+
+    /// As [`Store::read`], from storage alone where nothing is held.
+    pub(crate) fn read_from<B: Buffer>(
+        &self,
+        cache: Option<Arc<Held>>,
+        entry: usize,
+        piece: u32,
+        buffer: B,
+    ) -> Result<PieceRead<'_, B>> {
         self.known(entry)?;
         let name = &self.description.entries[entry].name;
         if piece >= self.layout.pieces_of(entry) {
@@ -30,8 +51,12 @@ impl Store {
         }
         let hold = Hold::live(self, &mut self.index.lock(), entry, piece..piece + 1);
         let place = (self.layout.offset(&layout, hold.slot), layout.bytes());
-        let ticket = self.volume.read(buffer, place.0).map_err(|refused| refused.error)?;
-        Ok(PieceRead { ticket: Some(ticket), hold, piece, place })
+        let source = if self.copy_held(cache.as_deref(), (entry, piece), hold.version, &buffer) {
+            Source::Memory(buffer)
+        } else {
+            Source::Storage(self.volume.read(buffer, place.0).map_err(|refused| refused.error)?)
+        };
+        Ok(PieceRead { source, cache, hold, piece, place })
     }
 
     /// Whether a buffer of whole pages holds a live piece, bit for bit, as if it had been read just now.
@@ -64,22 +89,36 @@ impl<B: Buffer> PieceRead<'_, B> {
     /// Whether the device is done with it.
     #[must_use]
     pub fn is_done(&self) -> bool {
-        self.ticket.as_ref().is_none_or(Ticket::is_done)
+        !matches!(&self.source, Source::Storage(ticket) if !ticket.is_done())
+    }
+
+    /// Bytes that come from storage: all of it, or none where it was held.
+    #[must_use]
+    pub fn storage_bytes(&self) -> u64 {
+        if matches!(self.source, Source::Storage(_)) { self.place.1 } else { 0 }
     }
 
     /// Waits, checks, and gives the buffer and the version that it holds.
     pub fn wait(mut self) -> Result<(B, u64)> {
-        let ticket = self.ticket.take().ok_or_else(|| Error::Usage("this read was waited for already".into()))?;
-        let finished = ticket.wait();
-        finished.result?;
-        self.hold.check(self.piece, bytes_of(&finished.buffer), self.place)?;
-        Ok((finished.buffer, self.hold.version))
+        let buffer = match mem::replace(&mut self.source, Source::Taken) {
+            Source::Storage(ticket) => {
+                let finished = ticket.wait();
+                finished.result?;
+                finished.buffer
+            }
+            Source::Memory(buffer) => buffer,
+            Source::Taken => return Err(Error::Usage("this read was waited for already".into())),
+        };
+        self.hold.check(self.piece, bytes_of(&buffer), self.place)?;
+        let (store, entry, version) = (self.hold.store, self.hold.entry, self.hold.version);
+        store.keep_read(self.cache.as_deref(), (entry, self.piece), version, bytes_of(&buffer));
+        Ok((buffer, version))
     }
 }
 
 impl<B: Buffer> Drop for PieceRead<'_, B> {
     fn drop(&mut self) {
-        if let Some(ticket) = self.ticket.take() {
+        if let Source::Storage(ticket) = mem::replace(&mut self.source, Source::Taken) {
             drop(ticket.wait());
         }
     }

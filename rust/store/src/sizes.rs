@@ -24,6 +24,8 @@ pub struct Sizes {
     pub buffer_bytes: u64,
     /// The values of each unit, as they are fetched.
     pub unit_bytes: Vec<u64>,
+    /// What it takes to hold each entry in memory: its values, and its state.
+    pub entry_bytes: Vec<(u64, u64)>,
 }
 
 impl Description {
@@ -41,6 +43,7 @@ impl Description {
             slot_bytes: layout.slot_bytes(),
             index_bytes: Index::bytes(self, &layout, &sections) + names_bytes(self) + Spill::bytes(self, &layout),
             buffer_bytes: buffer_bytes(self),
+            entry_bytes: (0..self.entries.len()).map(|entry| layout.held_bytes(self, entry)).collect(),
             unit_bytes: (0..self.units.len()).map(|unit| layout.unit_bytes(unit)).collect(),
         })
     }

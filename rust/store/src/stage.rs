@@ -3,7 +3,7 @@
 use memascend_mem::Wait;
 use memascend_nvme::Ticket;
 
-use crate::{Buffer, Error, Result, Store};
+use crate::{Buffer, Error, Result, Store, buffer::bytes_of};
 
 /// A piece that is being written. Waiting for it, or dropping it, settles it.
 pub struct PieceWrite<'a, B: Buffer> {
@@ -66,7 +66,7 @@ impl Store {
         let version = self.index.lock().generation + 1;
         let sum = self.sum_of(entry, piece, version, &buffer);
         let number = (self.layout.entry(entry).first_piece + piece) as usize;
-        let slot = {
+        let (slot, held) = {
             let mut index = self.index.lock();
             index.writable()?;
             let slots = &index.entries[entry];
@@ -81,8 +81,10 @@ impl Store {
             index.set_sum(slot, number, sum);
             index.writing += 1;
             index.entries[entry].writing += 1;
-            slot
+            (slot, index.held.clone())
         };
+        // Under the version that its commit makes live: until then, and after a discard, nothing finds it.
+        self.keep(held.as_deref(), (entry, piece), version, bytes_of(&buffer));
         match self.volume.write(buffer, self.layout.offset(&place, slot)) {
             Ok(ticket) => Ok(PieceWrite { store: self, ticket: Some(ticket), entry }),
             Err(refused) => {
