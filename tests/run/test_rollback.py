@@ -1,4 +1,4 @@
-"""Going back: an older state dict of this store, whose checkpoint is at hand, lets the run stand there again."""
+"""Tests going back: an older state dict whose checkpoint is at hand takes the run back to its step."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Slots of host memory for units: as many as planned, and more where a step shows what no plan could know."""
+"""Allocates slots of host memory for units: as many as planned, and more where a step turns out to need them."""
 
 from __future__ import annotations
 

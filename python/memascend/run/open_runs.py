@@ -1,4 +1,4 @@
-"""Knows the runs of this process, and ends one whose store is opened again, as where a notebook's cell runs twice."""
+"""Tracks the runs of this process; closes one whose store is opened again, as by a notebook cell run twice."""
 
 from __future__ import annotations
 
