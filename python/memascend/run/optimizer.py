@@ -11,6 +11,7 @@ import torch
 from memascend.closing import Closing
 from memascend.errors import UsageError
 from memascend.optimizers.trial import MODES
+from memascend.run.optimizer_state import StoredState
 
 if TYPE_CHECKING:
     import os
@@ -36,6 +37,7 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
         self.param_groups = original.param_groups
         self._original = original
         self._session = session
+        self.state = StoredState(session)  # type: ignore[assignment]
         # It must not know the model, nor this: they would live for as long as the interpreter.
         self._finalizer = weakref.finalize(self, session.resources.close)
 
