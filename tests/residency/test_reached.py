@@ -387,3 +387,20 @@ def test_averages_are_those_in_memory(tmp_path, loop, units):
     with offloaded:
         found = loop(model, offloaded)
     assert all(same_bits(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("units", [2, 16])
+def test_a_view_from_inside_of_a_forward_that_is_written_outside_is_told(training, units):
+    model, offloaded = training(units=units)
+    views = []
+    with model[1].register_forward_pre_hook(lambda module, _: views.append(module.weight.detach())):
+        one_step(model, offloaded, torch.float32)
+    expected = weights(model)
+    views[0].zero_()
+    model(batch()).square().mean().backward()
+    with pytest.raises(UsageError, match=r"1\.weight"):
+        offloaded.step()
+    offloaded.zero_grad()
+    assert all(same_bits(p, expected[name]) for name, p in model.named_parameters())
+    one_step(model, offloaded, torch.float32)
+    assert offloaded.steps == 3

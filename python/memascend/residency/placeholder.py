@@ -72,7 +72,7 @@ class Place:
         parameter._memascend = self  # type: ignore[attr-defined] # noqa: SLF001
         parameter.__class__ = self.away
         _set_data(parameter, self.nothing)
-        self.bound_version = None
+        self.note_version()
 
     def bind(self, values: torch.Tensor, *, guarded: bool = False) -> None:
         """Let the parameter have its values; `values` is of its shape and strides.
@@ -86,7 +86,7 @@ class Place:
         _set_data(parameter, values)
         if not guarded:
             parameter.__class__ = self.kind
-        self.bound_version = parameter._version  # noqa: SLF001
+        self.note_version()
 
     def release(self, values: torch.Tensor) -> None:
         """Make the parameter a plain one, which knows nothing of this, until `unbind`."""
@@ -97,9 +97,13 @@ class Place:
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UsageError(said(repr(self.name), "pickled or copied"))
 
+    def note_version(self) -> None:
+        """What was written to the parameter up to here is known."""
+        self.bound_version = self.parameter._version  # noqa: SLF001
+
     @property
     def written(self) -> bool:
-        """Whether somebody wrote to the parameter in place since it was bound."""
+        """Whether somebody wrote to the parameter in place since it was bound, or unbound: views outlive both."""
         return self.bound_version is not None and self.parameter._version != self.bound_version  # noqa: SLF001
 
 

@@ -240,6 +240,8 @@ class ReachedWeights:
                 self._late.add(one.place.name)
                 return
             one.seen = now
+            # A view in a graph shares the parameter's counter: what was written through it is seen.
+            one.place.note_version()
             self._residency.override(one.place, one.values if one.changed else None)
         one.settled = not shared
         if one.settled and not one.changed:

@@ -108,6 +108,8 @@ class Residency:
         with self.lock:
             self.turns.wait_to_bind()
             if home.bound == 0:
+                # Through views that were taken while the model computed.
+                self._find_written(home, [place.name for place in home.places if place.written])
                 base = self.use(home)
                 if home.views is None:
                     home.views = [view(base, place) for place in home.places]
