@@ -60,3 +60,13 @@ def test_what_is_looked_at_is_not_said(tmp_path):
             model[0].weight.mul_(1)
         with memascend.materialized(model, modify=True), torch.no_grad():
             model[0].weight.mul_(2)
+
+
+@pytest.mark.parametrize("modify", [False, True])
+def test_what_was_written_to_a_weight_just_before_is_there(tmp_path, modify):
+    model, optimizer = offloaded(tmp_path, 2, torch.optim.AdamW, torch.float32)
+    with optimizer:
+        model[0].weight.detach().zero_()
+        with memascend.materialized(model, modify=modify):
+            assert not model[0].weight.any()
+        assert not (model[0].weight + 0).any()

@@ -62,6 +62,8 @@ class Materializer:
         try:
             with self._residency.turns.alone():
                 self._residency.require_idle("materialized()")
+                # What user code wrote to weights is what the model has.
+                self._residency.reached.look()
                 self._make_real(homes, checksums)
             _OPEN.add(model)
             # What is copied or pickled in there is a plain model.
