@@ -103,6 +103,7 @@ def test_a_gradient_is_measured_in_any_order_and_dtype(dtype, order):
     assert read([measure(gradient, kernels.check_and_unscale)])[0][0]
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch, about torch
 def test_a_sparse_gradient_is_measured():
     gradient = torch.sparse_coo_tensor([[1, 3, 1]], torch.tensor([3.0, 4.0, 1.0]), (5,), check_invariants=True)
     assert read([measure(gradient, kernels.check_and_unscale)]) == [(False, 32.0)]

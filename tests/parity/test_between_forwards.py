@@ -1,0 +1,227 @@
+"""Compares programs that reach weights between forwards with the same programs on plain torch, bit for bit."""
+
+import copy
+
+import pytest
+import torch
+from parity.reference import threads_of_torch
+from support.bits import same_bits, same_states
+
+import memascend
+
+WIDTH = 64
+FP32 = torch.float32
+MODES = [
+    pytest.param(2, FP32, "adamw", "fused", id="2-fp32-adamw-fused"),
+    pytest.param(16, FP32, "sgd", "ssd", id="16-fp32-sgd-ssd"),
+    pytest.param(16, torch.bfloat16, "adamw", "fused", id="16-bf16-adamw-fused"),
+    pytest.param(2, torch.float16, "adamw", "auto", id="2-fp16-adamw-auto"),
+]
+OPTIMIZERS = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-1, momentum=0.9),
+}
+
+
+class Net(torch.nn.Module):
+    def __init__(self, blocks):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(blocks))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x
+
+
+class Plain:
+    """Plain torch; 16-bit parameters have float32 masters, which follow a parameter that was written to."""
+
+    def __init__(self, parameters, kind):
+        self.parameters = list(parameters)
+        self.masters = self.parameters
+        if self.parameters[0].dtype != FP32:
+            self.masters = [torch.nn.Parameter(p.detach().float()) for p in self.parameters]
+        self.seen = [p.detach().clone() for p in self.parameters]
+        self.inner = OPTIMIZERS[kind](self.masters)
+
+    def backward(self, loss):
+        loss.backward()
+
+    @torch.no_grad()
+    def step(self):
+        for p, master, seen in zip(self.parameters, self.masters, self.seen, strict=True):
+            if master is not p:
+                master.grad = None if p.grad is None else p.grad.float()
+                if not same_bits(p, seen):
+                    master.copy_(p)
+        self.inner.step()
+        for p, master, seen in zip(self.parameters, self.masters, self.seen, strict=True):
+            seen.copy_(p.copy_(master))
+
+    def zero_grad(self):
+        for p in self.parameters:
+            p.grad = None
+
+    def state_of(self, p):
+        return self.inner.state[self.masters[next(i for i, own in enumerate(self.parameters) if own is p)]]
+
+
+class Run:
+    def __init__(self, model, optimizer):
+        self.model, self.optimizer = model, optimizer
+        self.losses = []
+
+    def loss(self, seed=0):
+        x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(seed))
+        loss = self.model(x.to(next(self.model.parameters()).dtype)).float().square().mean()
+        self.losses.append(loss.detach().clone())
+        return loss
+
+    def step(self, seed=0):
+        self.optimizer.backward(self.loss(seed))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def outcome(self):
+        kept = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+        found = {name: value.clone() for name, value in self.model.state_dict().items()}
+        for name, p in self.model.named_parameters():
+            state = self.optimizer.state_of(p)
+            found |= {f"{name}: {of}": state[of].reshape(-1).clone() for of in kept if of in state}
+        return found | {f"loss {index}": loss for index, loss in enumerate(self.losses)}
+
+
+WRITES = {
+    "detach": lambda p: p.detach().zero_(),
+    "detach a row": lambda p: p.detach()[0].fill_(0.5),
+    "row": lambda p: p[0].fill_(0.5),
+    "item": lambda p: p.__setitem__(slice(1, 3), 0.25),
+    "view": lambda p: p.view(-1).zero_(),
+    "split": lambda p: p.split(32)[1].mul_(2),
+    "iterate": lambda p: [row.mul_(0.5) for row in p],
+    "transpose": lambda p: p.t().mul_(0.5),
+    "strided": lambda p: p.as_strided((4,), (1,)).zero_(),
+    "bytes": lambda p: p.detach().view(torch.uint8).zero_(),
+    "data": lambda p: p.data.mul_(0.5),
+    "data is set": lambda p: setattr(p, "data", p.data * 0.5),
+    "copy": lambda p: p.copy_(torch.full(p.shape, 0.125)),
+    "lerp": lambda p: p.lerp_(torch.zeros_like(p), 0.25),
+    "out": lambda p: torch.mul(p.detach(), 0.5, out=p.detach()),
+    "foreach": lambda p: torch._foreach_mul_([p], 0.5),
+    "initialised": lambda p: torch.nn.init.constant_(p, 0.01),
+    "dlpack": lambda p: torch.from_dlpack(p.detach()).mul_(0.5),
+    "another parameter": lambda p: torch.nn.Parameter(p.detach()).data.mul_(0.5),
+}
+
+
+def compared(program, tmp_path, blocks, dtype, kind, gradients):
+    """Runs a program on plain torch and offloaded, and holds losses, weights and state against each other."""
+    with threads_of_torch(1):
+        model = Net(blocks).to(dtype)
+        run = Run(model, Plain(model.parameters(), kind))
+        program(run)
+        expected = run.outcome()
+        model = Net(blocks).to(dtype)
+        options = {"loss_scale": 1.0} if dtype == torch.float16 else {}
+        original = OPTIMIZERS[kind](model.parameters())
+        run = Run(*memascend.offload(model, original, storage=tmp_path / "run.store", gradients=gradients, **options))
+        with run.optimizer:
+            program(run)
+            got = run.outcome()
+    if not same_states(expected, got):
+        names = [name for name in expected if name not in got or not same_bits(expected[name], got[name])]
+        pytest.fail(f"{len(names)} of {len(expected)} differ: {names[:3]}")
+
+
+@pytest.mark.parametrize(("blocks", "dtype", "kind", "gradients"), MODES)
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_is_computed_with_and_trained_from(tmp_path, write, blocks, dtype, kind, gradients):
+    def program(run):
+        run.step(0)
+        with torch.no_grad():
+            WRITES[write](run.model.layers[1].weight)
+        run.loss(7)
+        run.step(1)
+        with torch.no_grad():
+            WRITES[write](run.model.layers[0].weight)
+        run.step(2)
+
+    compared(program, tmp_path, blocks, dtype, kind, gradients)
+
+
+def ema_swap(run):
+    averages = [p.detach().clone() for p in run.model.parameters()]
+    for seed in range(2):
+        run.step(seed)
+        for average, p in zip(averages, run.model.parameters(), strict=True):
+            average.lerp_(p.detach(), 0.1)
+    kept = [p.detach().clone() for p in run.model.parameters()]
+    for values in (averages, kept):
+        for value, p in zip(values, run.model.parameters(), strict=True):
+            p.data.copy_(value)
+        run.loss(7)
+    run.step(3)
+
+
+def vector(run):
+    run.step(0)
+    values = torch.nn.utils.parameters_to_vector(run.model.parameters())
+    torch.nn.utils.vector_to_parameters(values * 0.5, run.model.parameters())
+    run.loss(5)
+    run.step(1)
+
+
+def state_dict_values(run):
+    run.step(0)
+    for value in run.model.state_dict().values():
+        value.fill_(0.01)
+    run.loss(5)
+    run.step(1)
+
+
+def rewound(run):
+    first = copy.deepcopy(run.model.state_dict())
+    run.step(0)
+    run.step(1)
+    run.model.load_state_dict(first)
+    run.loss(1)
+    run.step(2)
+
+
+def frozen(run):
+    weight = run.model.layers[0].weight
+    weight.requires_grad_(False)
+    run.step(0)
+    weight.detach().mul_(0.5)
+    run.loss(4)
+    run.step(1)
+    # Plain torch has state of what it never updated no more than we do.
+    weight.requires_grad_(True)
+    run.step(2)
+
+
+def discarded(run):
+    run.step(0)
+    run.model.layers[0].weight.detach().mul_(0.5)
+    run.optimizer.backward(run.loss(1))
+    run.optimizer.zero_grad()
+    run.loss(1)
+    run.step(1)
+
+
+def clipped_weights(run):
+    for seed in range(3):
+        run.step(seed)
+        for p in run.model.parameters():
+            p.data.clamp_(-0.1, 0.1)
+
+
+PROGRAMS = [ema_swap, vector, state_dict_values, rewound, frozen, discarded, clipped_weights]
+
+
+@pytest.mark.parametrize(("blocks", "dtype", "kind", "gradients"), MODES)
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_a_program_of_users(tmp_path, program, blocks, dtype, kind, gradients):
+    compared(program, tmp_path, blocks, dtype, kind, gradients)
