@@ -104,7 +104,7 @@ test-rust: $(VENV)/synced ## The Rust tests alone
 	timeout 900 cargo test --quiet --locked --workspace
 
 .PHONY: test-all
-test-all: test test-posing test-valgrind test-oldest ## Everything: slow tests, Valgrind, the oldest supported torch
+test-all: test test-posing test-valgrind test-oldest test-clients ## Everything: slow tests, Valgrind, oldest torch, clients
 	$(BIN)/pytest $(PYTEST_OPTIONS) -m "slow and not soak"
 
 # Leaks are looked for where nothing forks: a forked child ends with its parent's threads gone and their memory left.
@@ -127,6 +127,24 @@ test-oldest: setup ## The Python tests on the oldest supported torch
 	$(BIN)/uv pip install --quiet --python .venv-oldest/bin/python -r requirements/oldest.lock
 	VIRTUAL_ENV=$(abspath .venv-oldest) $(BIN)/maturin develop --uv --quiet --release --locked
 	.venv-oldest/bin/pytest $(PYTEST_OPTIONS) -m "not slow and not soak"
+
+# What is there already stays; the lock says what has to be.
+.venv-clients/synced: $(VENV)/synced requirements/clients.lock
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python .venv-clients
+	$(BIN)/uv pip sync --quiet --python .venv-clients/bin/python --require-hashes requirements/clients.lock
+	@touch $@
+
+.venv-clients/installed: .venv-clients/synced $(VENV)/installed
+	VIRTUAL_ENV=$(abspath .venv-clients) $(BIN)/maturin develop --uv --quiet --release --locked
+	@touch $@
+
+.PHONY: test-clients
+test-clients: .venv-clients/installed ## Optimizers, averages and loops of other libraries, in an environment of their own
+	.venv-clients/bin/pytest $(PYTEST_OPTIONS) tests/clients
+
+.PHONY: clients-table
+clients-table: .venv-clients/installed ## Renew docs/optimizers.md: what of these libraries streams
+	PYTHONPATH=tests .venv-clients/bin/python -m clients.optimizers
 
 .PHONY: test-posing
 test-posing: setup ## Training on a device that poses as a GPU, which is compiled first
@@ -231,6 +249,8 @@ lock: $(VENV)/synced ## Renew the locks of the development environment
 		requirements/dev.in -o requirements/dev.lock
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --upgrade \
 		requirements/oldest.in -o requirements/oldest.lock
+	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --upgrade \
+		requirements/clients.in -o requirements/clients.lock
 	cargo update
 
 .PHONY: clean

@@ -101,8 +101,9 @@ class _Trial:
         """The state after some steps."""
         values = torch.ones(way.size, dtype=self.dtype, device=way.device)
         gradients = (_sparse(values) if way.sparse else torch.ones_like(values) for _ in range(way.steps))
-        # Neither has kernels for tensors without bytes; what they keep is the same.
-        off = {"foreach": False, "fused": False}
+        # Neither has kernels for tensors without bytes. Of torch's own classes what they keep is the same.
+        plain = known(self.optimizer) or way.device == "meta"
+        off = {"foreach": False, "fused": False} if plain else {}
         states = stepping(self.optimizer, self.group, stand_in(values, self.attributes), gradients, off)
         with undrawn(self.optimizer), warnings.catch_warnings(), uncompiled():
             warnings.simplefilter("ignore")

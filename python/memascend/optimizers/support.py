@@ -79,7 +79,7 @@ def require_streamable(
                     f"{option}=True is refused: updates run outside of autograd and CUDA graphs; set {option}=False"
                 )
         for parameter in group["params"]:
-            if not parameter.dtype.is_floating_point:
+            if parameter.is_complex():
                 raise ConfigError(f"a parameter of {parameter.dtype} cannot be streamed: it must be of a real float")
             if group.get("fused") and master_dtype is None and type(optimizer) is torch.optim.SGD:
                 _require_updated_vectors(parameter.dtype)

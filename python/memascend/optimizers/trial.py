@@ -135,7 +135,8 @@ def _chosen(optimizer: torch.optim.Optimizer, master_dtype: torch.dtype | None) 
     """The first and the last of each group, and some that differ from these in dimensions or type."""
     members = []
     for number, group in enumerate(optimizer.param_groups):
-        every = list(enumerate(group["params"]))
+        # Whole numbers have no gradient.
+        every = [(place, given) for place, given in enumerate(group["params"]) if given.is_floating_point()]
         kinds = {(parameter.dim(), parameter.dtype): (place, parameter) for place, parameter in reversed(every)}
         chosen = dict([*every[:1], *every[-1:], *list(kinds.values())[:_TRIED_MAX]])
         for place in sorted(chosen):

@@ -52,7 +52,7 @@ class Arithmetic:
         self.layouts: dict[int, StateLayout | None] = {}
         trials = StateTrials(optimizer)
         for group in optimizer.param_groups:
-            for parameter in group["params"]:
+            for parameter in filter(torch.is_floating_point, group["params"]):
                 rust = self.rust_options(group, parameter.dtype)
                 layout = None if rust is not None else describe(optimizer, parameter, master_dtype, trials)
                 self.layouts[id(parameter)] = layout
@@ -107,7 +107,7 @@ class Arithmetic:
             parameter.dtype
             for group in self.optimizer.param_groups
             for parameter in group["params"]
-            if self.layouts[id(parameter)] is None
+            if self.layouts.get(id(parameter), parameter) is None
         }
         if any(layout is not None for layout in self.layouts.values()):
             return "read"

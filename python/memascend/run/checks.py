@@ -13,9 +13,14 @@ from memascend.run.materialized import is_materialized
 from memascend.run.optimizer import OffloadedOptimizer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
-__all__ = ["Owned", "find_owned", "sparse_ids"]
+    from memascend.planning.units import Unit
+
+__all__ = ["Owned", "find_owned", "refuse_sizes", "refuse_spilled_doubles", "sparse_ids"]
+
+
+_TRAINED = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,17 @@ def find_owned(
         if torch.nn.parameter.is_lazy(parameter):
             raise ConfigError(f"{name} is not initialised yet: run the model once before offload()")
     _refuse_shared(model)
-    return {name: Owned(name, parameter, groups.get(id(parameter))) for name, parameter in named.items()}
+    owned = {}
+    for name, parameter in named.items():
+        # Of whole numbers there is no gradient: torch's optimizers leave them alone.
+        number = groups.get(id(parameter)) if parameter.is_floating_point() or parameter.is_complex() else None
+        if number is not None and parameter.dtype not in _TRAINED:
+            raise ConfigError(
+                f"{name} is {parameter.dtype}, and parameters of float32, float64, bfloat16 and float16 are trained: "
+                "give the optimizer the others alone, and freeze this one with requires_grad_(False)"
+            )
+        owned[name] = Owned(name, parameter, number)
+    return owned
 
 
 def _refuse_kinds(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -113,6 +128,28 @@ def _refuse_shared(model: torch.nn.Module) -> None:
             parameter = max(parameter, (end, name))
         else:
             other = max(other, (end, name))
+
+
+def refuse_spilled_doubles(owned: Mapping[str, Owned], gradients: str) -> None:
+    """Gradients of float64 do not wait on storage: refuse where they would have to."""
+    if gradients not in ("auto", "ssd"):
+        return
+    for name, each in owned.items():
+        if each.group is not None and each.parameter.dtype == torch.float64:
+            raise ConfigError(
+                f"{name} is float64, and gradients of float64 do not wait on storage: pass gradients='fused', or 'ram' "
+                "where they are clipped or accumulated"
+            )
+
+
+def refuse_sizes(unit_bytes: Mapping[str, int], units: Iterable[Unit]) -> None:
+    """What is brought into memory together must have bytes."""
+    for unit in units:
+        if unit_bytes[unit.name] == 0:
+            raise ConfigError(
+                f"{', '.join(unit.parameters)} has no elements, and stands alone: leave it out of the model, or put it "
+                "into a module that has other parameters"
+            )
 
 
 def sparse_ids(model: torch.nn.Module) -> Iterator[int]:

@@ -26,7 +26,7 @@ from memascend.planning.units import find_units
 from memascend.residency.placeholder import dense_strides
 from memascend.residency.rows import CHUNKS as ROW_CHUNKS
 from memascend.residency.rows import window_bytes
-from memascend.run.checks import find_owned, sparse_ids
+from memascend.run.checks import find_owned, refuse_sizes, refuse_spilled_doubles, sparse_ids
 from memascend.run.locations import folders_of
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ class Subject:
         self.staged = staged
         self.owned = find_owned(model, self.original, None if device is None else device.torch_device)
         self.named = {name: owned.parameter for name, owned in self.owned.items()}
+        refuse_spilled_doubles(self.owned, options.gradients)
         self.trained = {name for name, owned in self.owned.items() if owned.group is not None}
         require_plain(self.named)
         if options.weights is not None and not any(parameter.is_meta for parameter in self.named.values()):
@@ -141,6 +142,7 @@ def decide(subject: Subject) -> Decision:
     _require_folder(subject)
     devices = max(1, len(options.paths or ()))
     sizes = engines.sizes(entries, optimizer=type(subject.original).__name__, devices=devices)
+    refuse_sizes(sizes.unit_bytes, units)
     gradients = {name: subject.named[name].nbytes for name in subject.trained}
     wanted = _requirements(subject, units, sizes, gradients)
     make = functools.partial(make_plan, device_budget=options.device_bytes)
