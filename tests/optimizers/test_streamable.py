@@ -143,6 +143,23 @@ class Late(Plain):
             state["late"] = torch.zeros_like(parameter)
 
 
+class ByValue(Plain):
+    def one(self, group, parameter, state):
+        state["scale"] = parameter.norm()
+        if state["scale"] == 0:
+            state["scale"] = 0.01
+
+
+class ByPath(Plain):
+    """Keeps a number where it may use foreach, a tensor where it may not."""
+
+    def __init__(self, rate, groups):
+        super().__init__(rate, groups, foreach=None)
+
+    def one(self, group, parameter, state):
+        state["norm"] = 0.5 if group["foreach"] is None else parameter.norm()
+
+
 class Sparse(Plain):
     def one(self, group, parameter, state):
         state["last"] = parameter.grad.to_sparse()
@@ -197,6 +214,7 @@ def test_a_step_that_needs_more_than_one_parameter_is_refused_and_nothing_change
         (Sparse, "keeps a sparse tensor as 'last'"),
         (Late, "other state after step 2 than after its first"),
         (OwnDraw, "draws random numbers"),
+        (ByValue, "keeps 'scale' as another kind of value where the parameter is zero"),
         (Odd, "under 'master'"),
         (Closing, "could not be found out"),
     ],
@@ -243,6 +261,12 @@ def test_others_are_taken_whole_also_under_a_scheduler(kind):
     assert kept.whole
     assert not generic.elementwise(optimizer)
     assert not optimizer.state
+
+
+def test_what_is_kept_is_what_the_options_in_force_make():
+    optimizer = made(ByPath)
+    layout = generic.describe(optimizer, optimizer.param_groups[0]["params"][0])
+    assert layout.numbers == {"norm": float}
 
 
 def test_a_subclass_is_not_taken_for_the_class():

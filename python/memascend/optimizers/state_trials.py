@@ -59,6 +59,7 @@ class _Way(NamedTuple):
     device: str = "cpu"
     sparse: bool = False
     steps: int = _STEPS
+    fill: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ class _Trial:
         if not known(self.optimizer):
             # What it keeps may depend on the size: first of a parameter that takes no memory, then of one that does.
             ways = [_Way(shape, "meta"), _Way(shape, steps=_TRUE_STEPS), ways[1]]
+            self._refuse_kinds_by_value(small)
         failed: Exception | None = None
         for way in ways:
             if len(way.size) != len(shape) or (way.sparse and not shape):
@@ -97,10 +99,26 @@ class _Trial:
             f"step failed ({type(failed).__name__}: {failed})"
         ) from failed
 
+    def _refuse_kinds_by_value(self, small: torch.Size) -> None:
+        """Refuse state whose kinds depend on what the parameter holds: the store is made before that is known."""
+        try:
+            one, other = self._after(_Way(small)), self._after(_Way(small, fill=0.0))
+        except ConfigError:
+            raise
+        except Exception:  # noqa: BLE001 - it may need another kind of tensor, which is tried next
+            return
+        differs = next((name for name in one if _kind(one[name]) != _kind(other.get(name))), None)
+        if differs is not None:
+            raise ConfigError(
+                f"{named(self.optimizer)} keeps {differs!r} as another kind of value where the parameter is zero; "
+                "only one kind of state can be streamed"
+            )
+
     def _after(self, way: _Way) -> dict[str, Any]:
         """The state after some steps."""
-        values = torch.ones(way.size, dtype=self.dtype, device=way.device)
-        gradients = (_sparse(values) if way.sparse else torch.ones_like(values) for _ in range(way.steps))
+        values = torch.full(way.size, way.fill, dtype=self.dtype, device=way.device)
+        ones = torch.ones_like(values)
+        gradients = (_sparse(ones) if way.sparse else ones.clone() for _ in range(way.steps))
         # Neither has kernels for tensors without bytes. Of torch's own classes what they keep is the same.
         plain = known(self.optimizer) or way.device == "meta"
         off = {"foreach": False, "fused": False} if plain else {}
@@ -115,14 +133,12 @@ def _alike(state: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     if any(parts_of(value) is not None for value in state.values()):
         # What they know of themselves may be the device.
         return False
-    kinds = [
-        {
-            name: (value.dtype, value.dim()) if isinstance(value, torch.Tensor) else type(value)
-            for name, value in of.items()
-        }
-        for of in (state, other)
-    ]
-    return kinds[0] == kinds[1]
+    return {name: _kind(value) for name, value in state.items()} == {name: _kind(of) for name, of in other.items()}
+
+
+def _kind(value: Any) -> Any:
+    """What a value is, whatever its size."""
+    return (type(value), value.dtype, value.dim()) if isinstance(value, torch.Tensor) else type(value)
 
 
 def _sparse(values: torch.Tensor) -> torch.Tensor:
