@@ -140,7 +140,7 @@ test-oldest: setup ## The Python tests on the oldest supported torch
 
 .PHONY: test-clients
 test-clients: .venv-clients/installed ## Optimizers, averages and loops of other libraries, in an environment of their own
-	.venv-clients/bin/pytest $(PYTEST_OPTIONS) tests/clients
+	.venv-clients/bin/pytest $(PYTEST_OPTIONS) -W default tests/clients
 
 .PHONY: clients-table
 clients-table: .venv-clients/installed ## Renew docs/optimizers.md: what of these libraries streams

@@ -3,7 +3,7 @@
 import pytest
 from clients.optimizers import LIBRARIES, cases, heading, row, written
 
-pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 
 def name(case):
