@@ -3,13 +3,11 @@
 import pytest
 
 MIB = 1 << 20
-# What has no owner: what torch keeps of the first step of a size, and Python's objects for each parameter (4.5 MiB were
-# seen for 459 parameters, and at most 0.8 MiB elsewhere).
+# What has no owner: what torch keeps of the first step of a size.
 BESIDE_BYTES = MIB
-OBJECT_BYTES = 10 << 10
 
 CASES = {
-    "deep and narrow": {"blocks": 24, "width": 128, "vocabulary": 64},
+    "deep and narrow": {"blocks": 48, "width": 128, "vocabulary": 64},
     "large buffers": {"buffer_bytes": 24 * MIB},
     "resumed": {"resume": True},
     "ssd": {"options": {"gradients": "ssd"}},
@@ -22,8 +20,11 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_the_report_is_what_the_process_grew_by(measure, case):
     run = measure(**{"vocabulary": 1024, **CASES[case]})
-    total = run["report"]["host"]["total"]
+    owners, total = run["report"]["host"]["owners"], run["report"]["host"]["total"]
+    objects = run["report"]["beside"]["Python objects"]
     # The model's own values left the process.
     grown = run["trained"]["RssAnon"] - run["made"]["RssAnon"] + run["model_bytes"]
-    bound = BESIDE_BYTES + run["parameters"] * OBJECT_BYTES
-    assert abs(grown - total) <= bound, (grown, total, run["report"]["host"]["owners"])
+    # A run that is opened again has its objects where those of the first one were.
+    assert total - BESIDE_BYTES <= grown <= total + objects + BESIDE_BYTES, (grown, total, objects, owners)
+    if case == "deep and narrow":
+        assert grown >= total + objects / 2, (grown, total, objects, owners)

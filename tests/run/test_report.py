@@ -72,7 +72,8 @@ def test_bytes_are_those_of_the_updates(tmp_path):
     with optimizer:
         of_model = sum(parameter.nbytes for parameter in model.parameters())
         report = optimizer.report().to_dict()
-        assert set(report) == {"host", "read", "written", "seconds", "steps"}
+        assert set(report) == {"host", "beside", "read", "written", "seconds", "steps"}
+        assert report["beside"] == {"Python objects": optimizer.plan.object_bytes}
         assert report["steps"] == 3
         # Values, and two moments; each parameter is rounded to blocks of the device.
         for direction in ("read", "written"):

@@ -12,7 +12,11 @@ if TYPE_CHECKING:
 
     from memascend.planning.units import Unit
 
-__all__ = ["Plan"]
+__all__ = ["OBJECT_BYTES", "Plan"]
+
+# Measured at rest after three steps of Qwen2 models of 4 to 48 blocks: 5.5 to 8.3 KiB for each parameter. They are the
+# module's hooks, the placeholder, the entry of the store and its index, the gradient's record and autograd's nodes.
+OBJECT_BYTES = 8 << 10
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,11 @@ class Plan:
     holdable_bytes: int
     recurrent_bytes: int = 0
 
+    @property
+    def object_bytes(self) -> int:
+        """About so many bytes of objects are beside the budget: what Python and torch keep for each parameter."""
+        return OBJECT_BYTES * sum(len(unit.parameters) for unit in self.units)
+
     def larger_budget(self, nbytes: int) -> int:
         """The next budget to try where the model holds more units together than a plan can know, `nbytes` at least."""
         here = (self.budget, self.comfortable, self.ample)
@@ -128,6 +137,7 @@ def _table(plan: Plan) -> str:
     lines += _rows(_unit_rows(plan))
     lines += ["", f"Host memory: {bytes_shown(plan.host_peak)} of a budget of {bytes_shown(plan.budget)}"]
     lines += _rows([(owner, bytes_shown(nbytes), _note(plan, owner)) for owner, nbytes in plan.host.items() if nbytes])
+    lines.append(f"  beside it Python's objects: about {bytes_shown(plan.object_bytes)}")
     if plan.device:
         lines += [
             "",

@@ -91,6 +91,7 @@ class Measurements:
         return Report(
             owners=self._owners(),
             budget=self.plan.budget,
+            object_bytes=self.plan.object_bytes,
             read=read,
             written=written,
             held=counted.store["held_bytes"],

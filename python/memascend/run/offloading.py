@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
 
@@ -36,12 +36,14 @@ if TYPE_CHECKING:
 __all__ = ["offload"]
 
 _Path = str | os.PathLike[str]
+# Type checkers see the model that they gave.
+_Model = TypeVar("_Model", bound=torch.nn.Module)
 
 _log = logging.getLogger("memascend")
 
 
 def offload(  # noqa: PLR0913 - options are keywords
-    model: torch.nn.Module,
+    model: _Model,
     optimizer: torch.optim.Optimizer,
     *,
     storage: _Path | Sequence[_Path] | None = None,
@@ -60,7 +62,7 @@ def offload(  # noqa: PLR0913 - options are keywords
     device_memory: float | str | None = None,
     activations: Literal["device", "host", "ssd"] = "device",
     durability: Literal["step", "close", "none"] = "step",
-) -> tuple[torch.nn.Module, OffloadedOptimizer]:
+) -> tuple[_Model, OffloadedOptimizer]:
     """Move a model's parameters and an optimizer's state to storage, and train on as before.
 
     The loop stays what it is. Nothing changes numerically, and host memory stays within the budget.

@@ -49,6 +49,7 @@ class Report:
     Attributes:
         owners: host memory by owner.
         budget: the limit in force, in bytes.
+        object_bytes: of Python's and torch's objects for each parameter, about, which no budget can hold down.
         read: bytes read, by kind; "other" is the catalog and what was read out.
         held: bytes that were taken from held entries in memory, and not read.
         written: bytes written, by kind; "first values" were written by `offload()` itself.
@@ -65,6 +66,7 @@ class Report:
 
     owners: dict[str, Owner]
     budget: int
+    object_bytes: int
     read: dict[str, int]
     written: dict[str, int]
     held: int
@@ -89,7 +91,7 @@ class Report:
         return sum(owner.peak for owner in self.owners.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as JSON values; with "device" where that is not the host."""
+        """All of it as JSON values; with "device" where that is not the host, "held" where entries are held."""
         there = {} if self.device_torch is None else {"device": _held(self.device, self.device_budget)}
         if self.device_torch is not None:
             there["device"]["torch"] = {"bytes": self.device_torch.bytes, "peak": self.device_torch.peak}
@@ -100,6 +102,7 @@ class Report:
             "written": dict(self.written),
             "seconds": dict(self.seconds),
             "steps": self.steps,
+            "beside": {"Python objects": self.object_bytes},
             **({"held": self.held} if self.held else {}),
         }
 
@@ -108,7 +111,8 @@ class Report:
         rows.append(("all", bytes_shown(self.total), bytes_shown(self.peak)))
         saved = f", {self.in_memory.total / self.peak:.1f} times as much" if self.peak else ""
         here = self.units["hits"] + self.units["adopted"]
-        budget = f"The budget is {bytes_shown(self.budget)}."
+        beside = f"beside it Python's objects take about {bytes_shown(self.object_bytes)}"
+        budget = f"The budget is {bytes_shown(self.budget)}; {beside}."
         in_memory = f"In memory the same training would hold {bytes_shown(self.in_memory.total)}{saved}."
         parts = [
             table(("host memory", "now", "peak"), rows),
