@@ -64,6 +64,12 @@ class Turns:
                 count_here(self._touching, -1)
                 self._turn.notify_all()
 
+    def release(self) -> None:
+        """End what an interrupt left of this thread's operations."""
+        with self._lock:
+            if self._touching.pop(threading.get_ident(), None) is not None:
+                self._turn.notify_all()
+
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Let the operations of other threads on parameters end, and no other thread bind anything inside."""

@@ -112,18 +112,20 @@ class Frames:
         frame = _Frame(module)
         if not stack:
             frame.caller = _caller()
+        # First, so that `unwind` finds it after an interrupt between any two lines.
+        stack.append(frame)
         try:
             for home in (*gate.homes, *gate.rows) if compiled else gate.homes:
                 self._residency.bind(home)
                 frame.bound.append(home)
             hooks = self._residency.hooks
             frame.pushed = (bool(frame.bound) or (gate.root and hooks.keeper is not None)) and hooks.push()
+            self._count(gate, module)
         except BaseException:
             self._leave(frame)
+            stack.remove(frame)
+            self._count(gate, module)
             raise
-        with self._residency.lock:
-            gate.open += 1
-        stack.append(frame)
 
     def leave(self, module: torch.nn.Module, gate: Gate) -> None:
         """End what `enter` began, if it began anything."""
@@ -133,9 +135,9 @@ class Frames:
         if stack[-1].again:
             stack[-1].again -= 1
             return
-        with self._residency.lock:
-            gate.open -= 1
-        self._leave(stack.pop())
+        self._leave(stack[-1])
+        stack.pop()
+        self._count(gate, module)
 
     @property
     def inside(self) -> bool:
@@ -147,22 +149,31 @@ class Frames:
         """End what an interrupt left open; `all_of_it`: also what is being computed."""
         if all_of_it or not self.inside:
             self._end(self.stack)
+            # And what no frame knows of: an interrupt came while it was bound or pushed.
+            self._residency.release(threading.get_ident())
+            self._residency.turns.release()
+            self._residency.hooks.pop_left()
         for thread, stack in self._stacks:
             if stack and not thread.is_alive():
                 for frame in stack:
                     # Its hooks ended with it.
                     frame.pushed = False
-                self._end(stack)
+                self._end(stack, thread.ident)
 
-    def _end(self, stack: list[_Frame]) -> None:
+    def _end(self, stack: list[_Frame], holder: int | None = None) -> None:
         while stack:
-            frame = stack.pop()
-            gate = _gate_of(frame.module)
+            self._leave(stack[-1], holder)
+            module = stack.pop().module
+            gate = _gate_of(module)
             if gate is not None:
-                gate.open -= 1
-            self._leave(frame)
+                self._count(gate, module)
 
-    def _leave(self, frame: _Frame) -> None:
+    def _count(self, gate: Gate, module: torch.nn.Module) -> None:
+        """Anew from the stacks, since an interrupt may have left it behind them."""
+        with self._residency.lock:
+            gate.open = sum(frame.module is module for _, stack in self._stacks for frame in stack)
+
+    def _leave(self, frame: _Frame, holder: int | None = None) -> None:
         if frame.pushed:
             frame.pushed = False
             # Autograd takes back by itself what is pushed within a backward, with each node that it computes: outside
@@ -170,7 +181,7 @@ class Frames:
             if frame.task == torch._C._current_graph_task_id():  # noqa: SLF001
                 self._residency.hooks.pop()
         while frame.bound:
-            self._residency.unbind(frame.bound.pop())
+            self._residency.unbind(frame.bound.pop(), holder)
 
 
 def open_gates(

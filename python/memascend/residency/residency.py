@@ -11,7 +11,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from memascend.errors import BudgetError, TimeoutExpired, UsageError
-from memascend.residency.access import Turns, count_here
+from memascend.residency.access import Turns
 from memascend.residency.eviction import has_useless, holders_beside, is_leaving, is_useless, victim_for
 from memascend.residency.reached import ReachedWeights
 from memascend.residency.saved_tensors import Hooks
@@ -105,6 +105,7 @@ class Residency:
     def bind(self, home: Home) -> None:
         """Make a unit's parameters real. Every call is ended by `unbind`."""
         self._memory.require_usable()
+        here = threading.get_ident()
         with self.lock:
             self.turns.wait_to_bind()
             if home.bound == 0:
@@ -114,27 +115,46 @@ class Residency:
                 if home.views is None:
                     home.views = [view(base, place) for place in home.places]
                 home.guarded = self.turns.several or others_alive(self.turns.first)
-                for place, values in zip(home.places, home.views, strict=True):
-                    place.bind(values, guarded=home.guarded)
-            home.bound += 1
-            if home.guarded:
-                count_here(home.holders, 1)
+                # Counted before: what an interrupt leaves half bound is found by `release`.
+                home.count(here, 1)
+                try:
+                    for place, values in zip(home.places, home.views, strict=True):
+                        place.bind(values, guarded=home.guarded)
+                except BaseException:
+                    self.unbind(home)
+                    raise
+            else:
+                home.count(here, 1)
 
-    def unbind(self, home: Home) -> None:
-        """End what `bind` began."""
+    def unbind(self, home: Home, holder: int | None = None) -> None:
+        """End what `bind` began; `holder`: the thread that it began in, where that is another."""
+        here = threading.get_ident() if holder is None else holder
         with self.lock:
-            # close() may have ended it already.
-            home.bound = max(0, home.bound - 1)
-            if home.bound > 0:
-                if home.guarded:
-                    count_here(home.holders, -1)
+            if here not in home.holders:
+                # close() or `release` have ended it already.
                 return
-            home.holders.clear()
-            written = [place.name for place in home.places if place.written]
-            for place in home.places:
-                place.unbind()
-            self._find_written(home, written)
+            if home.bound > 1:
+                home.count(here, -1)
+                return
+            self._take_away(home)
+            home.count(here, -1)
         self._listener.used()
+
+    def release(self, holder: int) -> None:
+        """End what a thread has bound: it computes nothing, and interrupts may come between any two lines."""
+        with self.lock:
+            for home in self.homes:
+                if not (home.bound or home.holders):
+                    continue
+                if home.holders.keys() <= {holder}:
+                    self._take_away(home)
+                home.count(holder, -home.bound)
+
+    def _take_away(self, home: Home) -> None:
+        """Let the parameters of a unit be away; done again after an interrupt it does the rest."""
+        self._find_written(home, [place.name for place in home.places if place.written])
+        for place in home.places:
+            place.unbind()
 
     def holds(self, place: Place) -> bool:
         """Whether this thread has bound a parameter that asks."""
@@ -477,9 +497,10 @@ class Residency:
         with self.lock:
             self.closed = why
             for home in self.homes:
-                if home.bound:
-                    home.bound = 1
-                    self.unbind(home)
+                if home.bound or home.holders:
+                    self._take_away(home)
+                    home.holders.clear()
+                    home.bound = 0
                 self.evict(home)
             self._at.clear()
 

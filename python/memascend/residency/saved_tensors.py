@@ -101,6 +101,15 @@ class Hooks:
             return
         torch._C._autograd._pop_saved_tensors_default_hooks()  # noqa: SLF001
 
+    def pop_left(self) -> None:
+        """Pop what an interrupt left on top, where this thread computes nothing."""
+        while torch._C._current_graph_task_id() == -1:  # noqa: SLF001
+            top = torch._C._autograd._top_saved_tensors_default_hooks(False)  # noqa: SLF001
+            owner = None if top is None else getattr(top[0], "__self__", None)
+            if owner is not self and not (isinstance(owner, _Delegating) and owner.hooks is self):
+                return
+            self.pop()
+
     def _note(self, tensor: torch.Tensor) -> Note | None:
         try:
             address = tensor.untyped_storage().data_ptr()
@@ -135,20 +144,20 @@ class Hooks:
 class _Delegating:
     """Ours over another user's hooks (`save_on_cpu`, say): what is no unit's is handed on."""
 
-    __slots__ = ("_hooks", "_pack", "_unpack")
+    __slots__ = ("_pack", "_unpack", "hooks")
 
     def __init__(self, hooks: Hooks, pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
-        self._hooks = hooks
+        self.hooks = hooks
         self._pack = pack
         self._unpack = unpack
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        note = self._hooks._note(tensor)  # noqa: SLF001
+        note = self.hooks._note(tensor)  # noqa: SLF001
         return (False, self._pack(tensor)) if note is None else (True, note)
 
     def unpack(self, saved: Any) -> torch.Tensor:
         ours, what = saved
         if ours:
-            return self._hooks._tensor(what)  # noqa: SLF001
+            return self.hooks._tensor(what)  # noqa: SLF001
         tensor: torch.Tensor = self._unpack(what)
         return tensor

@@ -11,7 +11,10 @@ if TYPE_CHECKING:
 
     from memascend.residency.placeholder import Place
 
-__all__ = ["Fetch", "Home", "alive", "view"]
+__all__ = ["NOBODY", "Fetch", "Home", "alive", "view"]
+
+# Holds what is bound for all threads; no thread has this number.
+NOBODY = 0
 
 
 class Fetch(Protocol):
@@ -63,8 +66,9 @@ class Home:
         self.mapped: StorageWeakRef | None = None
         self.places: list[Place] = []
         self.bound = 0
-        # Its parameters ask each thread whether it has bound them; and the threads that have, with how often.
+        # Its parameters ask each thread whether it has bound them.
         self.guarded = False
+        # The threads that have bound it, with how often; `bound` is the sum.
         self.holders: dict[int, int] = {}
         self.version = 0
         # A step has changed its values, so the next one will.
@@ -77,6 +81,15 @@ class Home:
         self.views: list[torch.Tensor] | None = None
         # Of the storage that was leased last: views that others hold may keep it alive.
         self.weak: tuple[StorageWeakRef, int] | None = None
+
+    def count(self, holder: int, more: int) -> None:
+        """Count how often a thread has bound it. An interrupt in here leaves a holder that is found."""
+        counted = self.holders.get(holder, 0) + more
+        if counted > 0:
+            self.holders[holder] = counted
+        else:
+            self.holders.pop(holder, None)
+        self.bound = sum(self.holders.values())
 
 
 def view(base: torch.Tensor, place: Place) -> torch.Tensor:

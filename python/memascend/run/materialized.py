@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from memascend.engine import Checksum
 from memascend.errors import UsageError
 from memascend.residency.copies import bytes_of
+from memascend.residency.unit_slot import NOBODY
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -97,8 +98,8 @@ class Materializer:
             with residency.lock:
                 # Its place in the arena is needed for the next one.
                 residency.evict(home)
-                home.bound += 1
                 homes.append(home)
+                home.count(NOBODY, 1)
                 for place, copy in zip(home.places, copies, strict=True):
                     place.release(copy)
 
@@ -117,10 +118,11 @@ class Materializer:
     def _release(self, homes: list[Home]) -> None:
         with self._residency.turns.alone(), self._residency.lock:
             while homes:
-                home = homes.pop()
-                home.bound = max(0, home.bound - 1)
+                home = homes[-1]
                 for place in home.places:
                     place.unbind()
+                home.count(NOBODY, -1)
+                homes.pop()
 
 
 def _checksum(values: torch.Tensor) -> str:

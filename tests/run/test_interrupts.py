@@ -1,0 +1,81 @@
+"""Tests for Ctrl-C at any line of a forward and a backward: what cleans up leads back to the committed step."""
+
+import itertools
+import os
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import memascend
+
+PACKAGE = os.path.dirname(memascend.__file__)
+# Lines between two interrupts. Odd, and each way has its own first one, so that together they come to most lines.
+STRIDE = 97
+
+
+def chain():
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(16, 16) for _ in range(2)))
+
+
+def loss_of(model, seed):
+    return model(torch.randn(4, 16, generator=torch.Generator().manual_seed(seed))).square().mean()
+
+
+def interrupted(run, line):
+    """Whether `run` was interrupted at this line of the package, counted as they come."""
+    lines = itertools.count(1)
+
+    def trace(frame, event, arg):
+        del arg
+        if not frame.f_code.co_filename.startswith(PACKAGE):
+            return None
+        if event in ("call", "line") and next(lines) == line:
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        run()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    # One in a callback that torch or Python calls is told and goes on.
+    return next(lines) > line
+
+
+def drop_each(model):
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(
+    ("first", "way", "gradients"), [(1, "optimizer", "ram"), (33, "model", "ssd"), (65, "each", "fused")]
+)
+def test_after_an_interrupt_at_any_line_the_next_step_is_as_in_memory(tmp_path, first, way, gradients):
+    plain, model = chain(), chain()
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    ours = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, ours = memascend.offload(
+        model, ours, storage=tmp_path / "run.store", gradients=gradients, host_memory="64MiB"
+    )
+    ways = {"optimizer": ours.zero_grad, "model": model.zero_grad, "each": lambda: drop_each(model)}
+    with ours:
+        for line in itertools.count(first, STRIDE):
+            more = interrupted(lambda line=line: loss_of(model, line).backward(), line)
+            ways[way]()
+            for one, optimizer in ((plain, theirs), (model, ours)):
+                loss_of(one, line + 1).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            with memascend.materialized(model):
+                for wanted, got in zip(plain.parameters(), model.parameters(), strict=True):
+                    assert torch.equal(wanted, got), f"interrupted at line {line}"
+            if not more:
+                break
+        assert line > STRIDE
