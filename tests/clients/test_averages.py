@@ -1,0 +1,130 @@
+"""Tests that averages of weights by diffusers, timm and torch are those of the same loop in memory, bit for bit."""
+
+import pytest
+import torch
+from diffusers.training_utils import EMAModel
+from support.bits import same_bits
+from timm.utils import ModelEmaV2, ModelEmaV3
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
+
+import memascend
+
+WIDTH, STEPS = 64, 6
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+GRADIENTS = pytest.mark.parametrize("gradients", ["fused", "ssd"])
+# Whether the average begins before the model is offloaded.
+ORDER = pytest.mark.parametrize("before", [True, False], ids=["made before", "made after"])
+
+
+def stack(dtype=torch.float32):
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU()) for _ in range(5)]
+    return nn.Sequential(*blocks, nn.Linear(WIDTH, WIDTH)).to(dtype)
+
+
+def batch(step, dtype):
+    return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step)).to(dtype)
+
+
+def train_step(model, optimizer, step):
+    dtype = next(model.parameters()).dtype
+    model(batch(step, dtype)).float().pow(2).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def compare(folder, loop, make, dtype, gradients, before):
+    """Runs the loop, which gives back tensors to compare, on a model in memory and on one that is offloaded."""
+    found = []
+    for offloaded in (False, True):
+        model = stack(dtype)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        average = make(model) if before or not offloaded else None
+        if offloaded:
+            options = {"master_dtype": None} if dtype != torch.float32 else {}
+            model, optimizer = memascend.offload(
+                model, optimizer, storage=folder / "run.store", gradients=gradients, **options
+            )
+            average = make(model) if average is None else average
+        found.append([value.detach().clone() for value in loop(model, optimizer, average)])
+        model.eval()
+        with torch.no_grad():
+            found[-1].append(model(batch(99, dtype)))
+        found[-1] += [value.detach().clone() for value in model.state_dict().values()]
+        if offloaded:
+            optimizer.close()
+    assert len(found[0]) > STEPS
+    assert all(map(same_bits, *found))
+
+
+def by_diffusers(model, optimizer, average):
+    seen = []
+    for step in range(STEPS):
+        train_step(model, optimizer, step)
+        average.step(model.parameters())
+        if step % 2:
+            # An evaluation with the averaged weights, and training goes on with those of before.
+            average.store(model.parameters())
+            average.copy_to(model.parameters())
+            model.eval()
+            with torch.no_grad():
+                seen.append(model(batch(50, next(model.parameters()).dtype)))
+            average.restore(model.parameters())
+            model.train()
+    seen += average.state_dict()["shadow_params"]
+    average.copy_to(model.parameters())
+    return seen
+
+
+@DTYPES
+@GRADIENTS
+@ORDER
+@pytest.mark.parametrize("foreach", [False, True], ids=["one by one", "foreach"])
+def test_diffusers_averages_and_swaps(tmp_path, dtype, gradients, before, foreach):
+    def make(model):
+        return EMAModel(model.parameters(), decay=0.9, use_ema_warmup=True, foreach=foreach)
+
+    compare(tmp_path, by_diffusers, make, dtype, gradients, before)
+
+
+def by_timm(model, optimizer, average):
+    seen = []
+    for step in range(STEPS):
+        train_step(model, optimizer, step)
+        average.update(model)
+        with torch.no_grad():
+            seen.append(average(batch(50, next(model.parameters()).dtype)))
+    return [*seen, *average.module.state_dict().values()]
+
+
+@DTYPES
+@GRADIENTS
+@ORDER
+@pytest.mark.parametrize("kind", [ModelEmaV2, ModelEmaV3])
+def test_timm_averages(tmp_path, dtype, gradients, before, kind):
+    compare(tmp_path, by_timm, lambda model: kind(model, decay=0.9), dtype, gradients, before)
+
+
+def by_torch(model, optimizer, average):
+    seen = []
+    for step in range(STEPS):
+        train_step(model, optimizer, step)
+        average.update_parameters(model)
+        with torch.no_grad():
+            seen.append(average(batch(50, next(model.parameters()).dtype)))
+    update_bn([batch(step, next(model.parameters()).dtype) for step in range(3)], average)
+    update_bn([batch(step, next(model.parameters()).dtype) for step in range(2)], model)
+    return [*seen, *average.state_dict().values()]
+
+
+@DTYPES
+@GRADIENTS
+@ORDER
+@pytest.mark.parametrize("mean", ["equal", "exponential"])
+def test_torch_averages_and_renews_the_statistics(tmp_path, dtype, gradients, before, mean):
+    def make(model):
+        options = {} if mean == "equal" else {"multi_avg_fn": get_ema_multi_avg_fn(0.9), "use_buffers": True}
+        return AveragedModel(model, **options)
+
+    compare(tmp_path, by_torch, make, dtype, gradients, before)
