@@ -76,3 +76,58 @@ def test_an_optimizer_of_offloaded_parameters_that_is_another_does_not_step(tmp_
                 parameter.grad = torch.ones_like(parameter)
             other.step()
             other.zero_grad()
+
+
+def parametrized(model):
+    nn.utils.parametrizations.weight_norm(model[0])
+
+
+def module_set(model):
+    model.new = nn.Linear(8, 8)
+
+
+def parameter_registered(model):
+    model[1].register_parameter("extra", nn.Parameter(torch.zeros(8)))
+
+
+def appended(model):
+    model.append(nn.Linear(8, 8))
+
+
+def wrapped(model):
+    model[0] = nn.Sequential(model[0], nn.Linear(8, 8))
+
+
+@pytest.mark.parametrize("units", [2, 16])
+@pytest.mark.parametrize("adds", [parametrized, module_set, parameter_registered, wrapped, appended])
+def test_new_trainable_parameters_are_refused_and_nothing_changes(tmp_path, units, adds):
+    model, optimizer = offloaded(units, storage=tmp_path / "s")
+    x = torch.ones(2, 8)
+    with optimizer, torch.no_grad():
+        wanted, names = model(x), [name for name, _ in model.named_modules()]
+        with torch.enable_grad(), pytest.raises(memascend.ConfigError, match=r"new trainable .* offload\(\) anew"):
+            adds(model)
+        assert [name for name, _ in model.named_modules()] == names
+        assert len(list(model.parameters())) == 2 * units
+        assert torch.equal(model(x), wanted)
+
+
+def test_frozen_and_tied_parameters_may_be_added(tmp_path):
+    model, optimizer = offloaded(storage=tmp_path / "s")
+    with optimizer:
+        model.frozen = nn.Linear(8, 8).requires_grad_(False)
+        model.again = model[0]
+        model[1].register_parameter("tied", model[0].weight)
+        model[1].register_parameter("none", None)
+        assert sum(parameter.requires_grad for parameter in model.parameters()) == 4
+
+
+def test_a_plain_module_around_an_offloaded_one_may_have_what_it_wants(tmp_path):
+    model, optimizer = offloaded(storage=tmp_path / "s")
+    with optimizer:
+        wrapper = nn.Sequential(model)
+        wrapper.append(nn.Linear(8, 8))
+        assert wrapper(torch.ones(2, 8)).shape == (2, 8)
+        with memascend.materialized(model):
+            model.while_plain = nn.Linear(8, 8)
+        del model.while_plain

@@ -10,12 +10,13 @@ remains afterwards; what hands out their memory or writes to it is given real me
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from memascend.errors import UsageError
+from memascend.errors import ConfigError, UsageError
 from memascend.residency.metadata import METADATA
 
 if TYPE_CHECKING:
@@ -194,6 +195,10 @@ def _is_in_place(func: Callable[..., Any]) -> bool:
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
 
+# What calls detach() where a parameter is made of another.
+_MAKES_PARAMETER = torch.nn.Parameter.__new__.__code__
+
+
 # --- functions with an answer of their own -----------------------------------------------
 
 
@@ -239,6 +244,13 @@ def _storage_offset(func: Callable[..., Any], tensor: Any) -> int:
 
 def _detach(func: Callable[..., Any], tensor: Any) -> Any:
     place: Place = tensor._memascend  # noqa: SLF001
+    if sys._getframe(2).f_code is _MAKES_PARAMETER:  # noqa: SLF001
+        # A parametrization does this, too; torch's own error speaks of detach().
+        raise ConfigError(
+            f"nn.Parameter({place.name}) would be a new trainable parameter on the values of one that is offloaded: "
+            "save(), make it (or parametrize) in a plain model with those weights, and offload() anew; "
+            "nn.Parameter(p.detach().clone()) is a plain copy"
+        )
     copy = place.source.detached(place)
     if copy is not None:
         return copy

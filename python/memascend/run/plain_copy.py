@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["allow_copies", "forbid_copies"]
+__all__ = ["allow_copies", "forbid_copies", "is_offloaded"]
 
 # What copy.deepcopy() asks a module for, and what makes it an offloaded one.
 _COPIER = "__deepcopy__"
@@ -33,6 +33,12 @@ def forbid_copies(modules: Iterable[torch.nn.Module]) -> None:
     """Take that back; what is plain needs no help."""
     for module in modules:
         module.__dict__.pop(_COPIER, None)
+
+
+def is_offloaded(module: torch.nn.Module) -> bool:
+    """Whether a module is a part of an offloaded model, and not of one that is materialized."""
+    own = module.__dict__
+    return isinstance(own.get(_COPIER), functools.partial) or _KEY in own.get("_forward_hooks_always_called", ())
 
 
 def _copied(module: torch.nn.Module, memo: dict[int, Any]) -> Any:

@@ -9,10 +9,11 @@ import torch
 import torch.utils._foreach_utils
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from memascend.errors import UsageError
+from memascend.errors import ConfigError, UsageError
 from memascend.gradients.handle import GradientHandle
 from memascend.residency.gates import refuse_wrapper
 from memascend.run.optimizer import OffloadedOptimizer
+from memascend.run.plain_copy import is_offloaded
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -37,6 +38,8 @@ class ProcessHooks:
             if self._runs == 1:
                 ProcessHooks._handles = (
                     torch.nn.modules.module.register_module_module_registration_hook(refuse_wrapper),
+                    torch.nn.modules.module.register_module_module_registration_hook(_refuse_trainable),
+                    torch.nn.modules.module.register_module_parameter_registration_hook(_refuse_trainable),
                     register_optimizer_step_pre_hook(_refuse_foreign_step),
                 )
                 # torch picks list kernels by exact type, and on a GPU a list's norm has other bits than a tensor's.
@@ -54,6 +57,21 @@ class ProcessHooks:
                     handle.remove()
                 ProcessHooks._handles = ()
                 _LISTED.remove(GradientHandle)
+
+
+def _refuse_trainable(module: torch.nn.Module, name: str, given: torch.nn.Module | torch.nn.Parameter | None) -> None:
+    """Refuse trainable parameters that come to an offloaded model: no unit and no update has them."""
+    # One that takes another's place is refused by the next forward.
+    if given is None or not is_offloaded(module) or name in module._parameters:  # noqa: SLF001
+        return
+    inner = given.named_parameters(name) if isinstance(given, torch.nn.Module) else [(name, given)]
+    for full, parameter in inner:
+        if parameter.requires_grad and "_memascend" not in parameter.__dict__:
+            raise ConfigError(
+                f"{full!r} would be a new trainable parameter of a {type(module).__name__} that is offloaded: save(), "
+                "add it to a plain model with those weights, and offload() anew; one with requires_grad=False may be "
+                "added at any time"
+            )
 
 
 def _refuse_foreign_step(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
