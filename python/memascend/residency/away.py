@@ -244,7 +244,8 @@ def _storage_offset(func: Callable[..., Any], tensor: Any) -> int:
 
 def _detach(func: Callable[..., Any], tensor: Any) -> Any:
     place: Place = tensor._memascend  # noqa: SLF001
-    if sys._getframe(2).f_code is _MAKES_PARAMETER:  # noqa: SLF001
+    caller = sys._getframe(1).f_back  # noqa: SLF001
+    if caller is not None and caller.f_code is _MAKES_PARAMETER:
         # A parametrization does this, too; torch's own error speaks of detach().
         raise ConfigError(
             f"nn.Parameter({place.name}) would be a new trainable parameter on the values of one that is offloaded: "
