@@ -1,0 +1,107 @@
+"""Tests training by Lightning, with its averages of weights, beside the same Trainer in memory, bit for bit."""
+
+import copy
+
+import lightning.pytorch as lightning
+import pytest
+import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from support.bits import same_bits
+from torch import nn
+from torch.optim.swa_utils import get_ema_avg_fn
+
+import memascend
+
+WIDTH = 64
+
+
+class Exponential(WeightAveraging):
+    """Averages after each step from the second on, as Lightning's own example does."""
+
+    def __init__(self):
+        super().__init__(avg_fn=get_ema_avg_fn(0.9))
+
+    def should_update(self, step_idx=None, epoch_idx=None):
+        return step_idx is not None and step_idx >= 2
+
+
+class Module(lightning.LightningModule):
+    """Layers with batch norm; offloaded where a folder is given, whole or its layers alone."""
+
+    def __init__(self, folder=None, whole=False, **options):
+        super().__init__()
+        self.folder, self.whole, self.options = folder, whole, options
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU()) for _ in range(4)]
+        self.layers = nn.Sequential(*blocks, nn.Linear(WIDTH, WIDTH))
+        self.seen = []
+
+    def training_step(self, batch, index):
+        return self.layers(batch).pow(2).mean()
+
+    def validation_step(self, batch, index):
+        self.seen.append(self.layers(batch).detach().clone())
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.layers.parameters(), lr=1e-2, fused=True)
+        if self.folder is not None:
+            _, optimizer = memascend.offload(
+                self if self.whole else self.layers, optimizer, storage=self.folder / "run.store", **self.options
+            )
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2)}
+
+
+def batches(count, seed):
+    values = torch.randn(count * 4, WIDTH, generator=torch.Generator().manual_seed(seed))
+    return torch.utils.data.DataLoader(values, batch_size=4)
+
+
+def fit(folder, module, callback, epochs=4, **options):
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        max_epochs=epochs,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        default_root_dir=folder,
+        callbacks=[] if callback is None else [callback],
+        **options,
+    )
+    trainer.fit(module, batches(3, 1), batches(1, 2))
+    return trainer
+
+
+def values(module):
+    return [value.detach().clone() for value in copy.copy(module).state_dict().values()]
+
+
+CALLBACKS = {
+    "none": lambda: None,
+    "equal": WeightAveraging,
+    "exponential": Exponential,
+    "stochastic": lambda: StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=2, annealing_epochs=2),
+}
+
+
+@pytest.mark.parametrize("gradients", ["auto", "ssd"])
+@pytest.mark.parametrize("whole", [False, True], ids=["layers", "module"])
+@pytest.mark.parametrize("callback", CALLBACKS)
+def test_a_trainer_ends_with_the_weights_and_validations_of_memory(tmp_path, callback, whole, gradients):
+    plain, trained = Module(), Module(tmp_path, whole, gradients=gradients)
+    fit(tmp_path, plain, CALLBACKS[callback]())
+    trainer = fit(tmp_path, trained, CALLBACKS[callback]())
+    assert len(plain.seen) >= 4
+    assert all(map(same_bits, plain.seen, trained.seen))
+    assert all(map(same_bits, values(plain), values(trained)))
+    trainer.optimizers[0].close()
+
+
+def test_accumulation_and_clipping_are_those_of_memory(tmp_path):
+    options = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1}
+    plain, trained = Module(), Module(tmp_path, gradients="ssd")
+    fit(tmp_path, plain, WeightAveraging(), **options)
+    trainer = fit(tmp_path, trained, WeightAveraging(), **options)
+    assert all(map(same_bits, values(plain), values(trained)))
+    trainer.optimizers[0].close()
