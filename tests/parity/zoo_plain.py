@@ -155,7 +155,7 @@ class Turned(nn.Module):
         wide = torch.tanh(x @ self.transposed)
         x = x + torch.einsum("bk,kjd->bd", wide, self.permuted) / 8
         scale = self.heads.transpose(0, 2).sum(dim=(0, 1, 4)).reshape(-1)
-        return x * scale.repeat(WIDTH // scale.numel())
+        return x * scale.expand(WIDTH // scale.numel(), -1).reshape(-1)
 
 
 class KeepsTransposed(torch.autograd.Function):

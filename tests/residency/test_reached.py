@@ -285,6 +285,37 @@ def test_a_deep_copy_is_a_plain_model_with_files_of_its_own(training):
         model.to(torch.float64)
 
 
+class CopiesItself(nn.Linear):
+    def __deepcopy__(self, memo):
+        copied = type(self)(self.in_features, self.out_features)
+        copied.load_state_dict(copy.deepcopy(self.state_dict(), memo))
+        copied.copies = getattr(self, "copies", 0) + 1
+        return copied
+
+
+def test_a_module_that_copies_itself_does_so(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), CopiesItself(WIDTH, WIDTH))
+    model, optimizer = memascend.offload(model, torch.optim.AdamW(model.parameters()), storage=tmp_path)
+    with optimizer:
+        copied = copy.deepcopy(model)
+        assert copied[1].copies == 1
+        assert not copied[1]._forward_pre_hooks
+        assert torch.equal(copied(batch()), model(batch()))
+
+
+def test_a_state_dict_that_was_loaded_stays_the_models_memory(training):
+    """As in memory, where loading what is there already changes nothing, and its tensors are still the parameters'."""
+    model, offloaded = training(units=2)
+    state = model.state_dict()
+    model.load_state_dict(state)
+    with torch.no_grad():
+        for tensor in state.values():
+            tensor.mul_(0.5)
+    assert all(same_bits(p.detach(), tensor) for p, tensor in zip(model.parameters(), state.values(), strict=True))
+    one_step(model, offloaded, torch.float32)
+
+
 @pytest.mark.parametrize("gradients", ["fused", "ssd"])
 def test_a_staged_step_refuses_writes(training, gradients):
     model, offloaded = training(gradients=gradients)

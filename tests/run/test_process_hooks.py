@@ -18,6 +18,7 @@ def hooks():
         len(_global_optimizer_pre_hooks),
         # Other parts of torch add to it, too.
         sum(kind.__module__.startswith("memascend") for kind in _foreach_supported_types),
+        hasattr(nn.Module, "__deepcopy__"),
     )
 
 

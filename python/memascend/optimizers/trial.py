@@ -235,7 +235,7 @@ def _require_same(optimizer: torch.optim.Optimizer, joint: _Joint, one_by_one: _
             optimizer,
             f"its {method} changes {differs} by how many parameters have a gradient: one at a time it would be another",
         )
-    # Where nothing was stepped yet, there may be what was made beforehand (Adagrad): it counts from the first gradient on.
+    # Where nothing was stepped yet, there may be what was made beforehand (Adagrad): it counts from the first gradient.
     begun = [state if other else {} for state, other in zip(states, other_states, strict=True)]
     if not same([*values, *begun], [*others, *other_states]):
         raise _refused(

@@ -32,14 +32,18 @@ class Copies:
 
     def of(self, place: Place) -> torch.Tensor:
         """A copy of a parameter that is bound."""
-        # No name for the values: the traceback of an error would hold them.
+        # No name for the values, see there.
         return self.of_values(place, place.parameter.detach())
 
     def of_values(self, place: Place, values: torch.Tensor) -> torch.Tensor:
         """A copy of values of a parameter, which have its strides."""
         nbytes, folder = place.nothing.nbytes, self._folder
         with _unlinked(folder) as descriptor:
-            _write(descriptor, bytes_of(values), folder)
+            try:
+                _write(descriptor, bytes_of(values), folder)
+            finally:
+                # The traceback of an error would hold them, and with them their unit's place in memory.
+                del values
             if nbytes == 0:
                 return torch.empty(place.shape, dtype=place.dtype, device="cpu")
             return _mapped(descriptor, nbytes).view(place.dtype).as_strided(place.shape, place.stride)

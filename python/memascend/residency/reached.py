@@ -291,6 +291,12 @@ class ReachedWeights:
             one = self._now.get(place.name)
             return None if one is None else _checksum(values, place) == one.committed
 
+    def has_values(self, place: Place, values: torch.Tensor) -> bool:
+        """Whether a parameter was reached and its memory has these values now."""
+        with self._residency.lock:
+            one = self._now.get(place.name)
+            return one is not None and _checksum(values, place) == one.checksum()
+
     def written(self, names: Iterable[str]) -> None:
         """What was unwritten is on storage now."""
         with self._residency.lock:

@@ -13,7 +13,7 @@ from memascend.errors import ConfigError, UsageError
 from memascend.gradients.handle import GradientHandle
 from memascend.residency.gates import refuse_wrapper
 from memascend.run.optimizer import OffloadedOptimizer
-from memascend.run.plain_copy import is_offloaded
+from memascend.run.plain_copy import copy_module, is_offloaded
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -44,6 +44,7 @@ class ProcessHooks:
                 )
                 # torch picks list kernels by exact type, and on a GPU a list's norm has other bits than a tensor's.
                 _LISTED.append(GradientHandle)
+                torch.nn.Module.__deepcopy__ = copy_module  # type: ignore[attr-defined]
 
     def release(self) -> None:
         """The run is over. Twice is fine."""
@@ -57,6 +58,7 @@ class ProcessHooks:
                     handle.remove()
                 ProcessHooks._handles = ()
                 _LISTED.remove(GradientHandle)
+                del torch.nn.Module.__deepcopy__  # type: ignore[attr-defined]
 
 
 def _refuse_trainable(module: torch.nn.Module, name: str, given: torch.nn.Module | torch.nn.Parameter | None) -> None:

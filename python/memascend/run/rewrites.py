@@ -38,8 +38,9 @@ class Rewrites:
         reached = self._residency.reached
         there = reached.is_stored(place, given)
         if self._is_there(place, given) if there is None else there:
-            # What user code wrote there is overwritten.
-            reached.forget([place.name])
+            # What user code wrote there is overwritten; memory that has the same values stays the parameter's.
+            if not reached.has_values(place, given):
+                reached.forget([place.name])
             return False
         kept = self._gradients.by_name.get(place.name)
         self._gradients.rule.rewrite(place.name, given, kept.step if kept else 0)
