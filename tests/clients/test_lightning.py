@@ -21,7 +21,7 @@ class Exponential(WeightAveraging):
     def __init__(self):
         super().__init__(avg_fn=get_ema_avg_fn(0.9))
 
-    def should_update(self, step_idx=None, epoch_idx=None):
+    def should_update(self, step_idx=None, epoch_idx=None):  # noqa: ARG002
         return step_idx is not None and step_idx >= 2
 
 
@@ -36,10 +36,10 @@ class Module(lightning.LightningModule):
         self.layers = nn.Sequential(*blocks, nn.Linear(WIDTH, WIDTH))
         self.seen = []
 
-    def training_step(self, batch, index):
+    def training_step(self, batch, index):  # noqa: ARG002
         return self.layers(batch).pow(2).mean()
 
-    def validation_step(self, batch, index):
+    def validation_step(self, batch, index):  # noqa: ARG002
         self.seen.append(self.layers(batch).detach().clone())
 
     def configure_optimizers(self):

@@ -1,0 +1,87 @@
+"""Tests loops of accelerate beside memory, and that a state of an older step is loaded whole or not at all."""
+
+import accelerate
+import pytest
+import torch
+from clients.optimizers import model, train
+from support.bits import same_bits
+
+import memascend
+
+
+@pytest.fixture
+def accelerator(tmp_path):
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerate.state.GradientState._reset_state()
+    yield accelerate.Accelerator(cpu=True, project_dir=tmp_path)
+    accelerate.state.GradientState._reset_state()
+
+
+def values(trained):
+    return [parameter.detach().clone() for parameter in trained.parameters()]
+
+
+def test_a_loop_of_accelerate_has_the_bits_of_memory(tmp_path, accelerator):
+    found = []
+    for offloaded in (False, True):
+        trained = model()
+        optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-2, fused=True)
+        if offloaded:
+            trained, optimizer = memascend.offload(trained, optimizer, storage=tmp_path / "run.store", gradients="ssd")
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        data = torch.utils.data.DataLoader(torch.randn(24, 64, generator=torch.Generator().manual_seed(2)), 4)
+        prepared, stepped, data, scheduler = accelerator.prepare(trained, optimizer, data, scheduler)
+        for inputs in data:
+            accelerator.backward(prepared(inputs).square().mean())
+            accelerator.clip_grad_norm_(prepared.parameters(), 0.1)
+            stepped.step()
+            scheduler.step()
+            stepped.zero_grad()
+        found.append(values(accelerator.unwrap_model(prepared)))
+        accelerator.free_memory()
+        if offloaded:
+            optimizer.close()
+    assert all(map(same_bits, *found))
+
+
+def test_a_state_of_the_last_step_is_loaded(tmp_path, accelerator):
+    trained = model()
+    trained, optimizer = memascend.offload(
+        trained, torch.optim.AdamW(trained.parameters(), fused=True), storage=tmp_path / "run.store"
+    )
+    prepared, stepped = accelerator.prepare(trained, optimizer)
+    train(prepared, stepped, range(2))
+    accelerator.save_state(str(tmp_path / "two"))
+    saved = values(trained)
+    accelerator.load_state(str(tmp_path / "two"))
+    assert optimizer.steps == 2
+    assert all(map(same_bits, saved, values(trained)))
+    train(prepared, stepped, range(2, 4))
+    optimizer.close()
+
+
+@pytest.mark.parametrize("moment", ["at once", "reopened"])
+def test_a_state_of_an_older_step_is_refused_whole(tmp_path, accelerator, moment):
+    trained = model()
+    trained, optimizer = memascend.offload(
+        trained, torch.optim.AdamW(trained.parameters(), fused=True), storage=tmp_path / "run.store"
+    )
+    prepared, stepped = accelerator.prepare(trained, optimizer)
+    train(prepared, stepped, range(2))
+    accelerator.save_state(str(tmp_path / "two"))
+    train(prepared, stepped, range(2, 4))
+    newest = values(trained)
+    with pytest.raises(memascend.MemascendError, match=r"checkpoint=.*save\(\)"):
+        accelerator.load_state(str(tmp_path / "two"))
+    if moment == "reopened":
+        optimizer.close()
+        trained = model()
+        trained, optimizer = memascend.offload(
+            trained,
+            torch.optim.AdamW(trained.parameters(), fused=True),
+            storage=tmp_path / "run.store",
+            existing="resume",
+        )
+    assert optimizer.steps == 2 + 2
+    assert all(map(same_bits, newest, values(trained)))
+    optimizer.close()
