@@ -1,0 +1,112 @@
+"""Tests TRL's preference training with a reference model beside the same Trainer in memory, bit for bit."""
+
+import datasets
+import peft
+import pytest
+import tokenizers
+import torch
+import transformers
+import trl
+from clients.test_adapters import adamw, language_model
+from support.bits import same_bits
+
+import memascend
+
+
+def tokenizer():
+    words = {"<pad>": 0, "<eos>": 1, **{f"w{word}": 2 + word for word in range(60)}}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>"))  # noqa: S106
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>")  # noqa: S106
+
+
+def pairs():
+    rows = range(8)
+    return datasets.Dataset.from_dict(
+        {
+            "prompt": [f"w{row} w{row + 1}" for row in rows],
+            "chosen": [f" w{row + 2} w{row + 3}" for row in rows],
+            "rejected": [f" w{row + 20} w{row + 31}" for row in rows],
+        }
+    )
+
+
+def trained(folder, offloaded, adapters=None, **options):
+    """The losses of the log, and the weights after training."""
+    model = language_model()
+    if adapters is not None:
+        torch.manual_seed(1)
+        model = peft.get_peft_model(model, adapters)
+    reference = language_model() if adapters is None else None
+    optimizer = adamw(model)
+
+    def offload():
+        return memascend.offload(model, optimizer, storage=folder / "run.store", gradients="ssd")
+
+    if offloaded and adapters is None:
+        model, optimizer = offload()
+    settings = trl.DPOConfig(
+        output_dir=str(folder / "output"),
+        use_cpu=True,
+        bf16=False,
+        per_device_train_batch_size=2,
+        max_steps=4,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        gradient_checkpointing=False,
+        **options,
+    )
+    trainer = trl.DPOTrainer(
+        model,
+        reference,
+        args=settings,
+        train_dataset=pairs(),
+        processing_class=tokenizer(),
+        optimizers=(optimizer, None),
+    )
+    if offloaded and adapters is not None:
+        # The Trainer has given the model a second adapter, the reference, for which it had to be a plain one.
+        model, optimizer = offload()
+        trainer.optimizer = optimizer
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    weights = [value.detach().clone() for value in model.state_dict().values()]
+    if reference is not None:
+        weights += [value.detach().clone() for value in reference.state_dict().values()]
+    if offloaded:
+        optimizer.close()
+    return losses, weights
+
+
+CONFIG = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+MODES = {
+    "reference": {},
+    "synced": {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.6},
+    "adapters": {"adapters": CONFIG},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_preferences_are_learned_as_in_memory(tmp_path, mode):
+    losses, weights = trained(tmp_path, False, **MODES[mode])
+    their_losses, their_weights = trained(tmp_path, True, **MODES[mode])
+    assert len(losses) == 4
+    assert losses == their_losses
+    assert all(map(same_bits, weights, their_weights))
+
+
+def test_a_reference_adapter_that_comes_to_an_offloaded_model_is_refused_by_name(tmp_path):
+    model = peft.get_peft_model(language_model(), CONFIG)
+    model, optimizer = memascend.offload(model, adamw(model), storage=tmp_path / "run.store")
+    settings = trl.DPOConfig(output_dir=str(tmp_path / "output"), use_cpu=True, bf16=False, report_to="none")
+    with pytest.raises(memascend.ConfigError, match=r"'ref.weight' would be a new trainable .* offload\(\) anew"):
+        trl.DPOTrainer(
+            model,
+            args=settings,
+            train_dataset=pairs(),
+            processing_class=tokenizer(),
+            optimizers=(optimizer, None),
+        )
+    optimizer.close()
