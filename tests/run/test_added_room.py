@@ -158,17 +158,31 @@ def test_what_was_added_is_logged_and_in_the_plan(tmp_path, caplog):
         assert f"{sum(after.host.values())}" == f"{after.host_peak}"
 
 
-def test_a_given_budget_is_kept(tmp_path):
-    model, optimizer = made(Segments)
-    model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "one", gradients="ssd")
-    budget = optimizer.plan.budget
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("gradients", ["ssd", "fused"])
+def test_a_given_budget_is_kept_and_the_one_that_the_error_names_works(tmp_path, in_memory, case, gradients):
+    make, loss = CASES[case]
+    model, optimizer = made(make)
+    model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "one", gradients=gradients)
+    budget = optimizer.plan.smallest
     optimizer.close()
-    model, optimizer = made(Segments)
+    model, optimizer = made(make)
     model, optimizer = memascend.offload(
-        model, optimizer, storage=tmp_path / "two", gradients="ssd", host_memory=budget
+        model, optimizer, storage=tmp_path / "two", gradients=gradients, host_memory=budget
     )
     with optimizer:
-        with pytest.raises(memascend.BudgetError, match="no room for unit"):
-            train(model, optimizer, plain)
+        if case in ("LSTM", "GRU"):
+            train(model, optimizer, loss)
+            return
+        with pytest.raises(memascend.BudgetError, match="no room for unit") as error:
+            train(model, optimizer, loss)
         assert optimizer.steps == 0
         assert optimizer.plan.budget == budget
+    model, optimizer = made(make)
+    model, optimizer = memascend.offload(
+        model, optimizer, storage=tmp_path / "three", gradients=gradients, host_memory=error.value.smallest
+    )
+    with optimizer:
+        train(model, optimizer, loss)
+        wanted = in_memory(make, loss)
+        assert all(same_bits(value, wanted[name]) for name, value in model.state_dict().items())

@@ -101,11 +101,12 @@ class Plan:
         return OBJECT_BYTES * sum(len(unit.parameters) for unit in self.units)
 
     def larger_budget(self, nbytes: int) -> int:
-        """The next budget to try where the model holds more units together than a plan can know, `nbytes` at least."""
-        here = (self.budget, self.comfortable, self.ample)
-        there = (self.device_budget, self.device_comfortable, self.device_ample)
-        now, *larger = there if self.device else here
-        return next((budget for budget in larger if budget > now), now + nbytes)
+        """A budget that works where the model holds more units together than a plan can know: all of them, if need be.
+
+        Where that is there already, it is `nbytes` more, for what code keeps beyond the units.
+        """
+        now, most = (self.device_budget, self.device_ample) if self.device else (self.budget, self.ample)
+        return most if most > now else now + nbytes
 
     def with_added(self, slots: Mapping[int, int], nbytes: int) -> Plan:
         """The plan with more slots for units, {bytes: count}, which take `nbytes` in all."""

@@ -448,7 +448,7 @@ class Residency:
         return BudgetError(
             f"no room for unit {home.name!r} ({home.nbytes} bytes): all places of its size are held by views of "
             f"{', '.join(holders) or 'units in use'}, which a checkpoint segment of several blocks, or your "
-            f"code, keeps; {self._limits.option}={smallest} works",
+            f"code, keeps; {self._limits.option}={smallest} has a place for every unit",
             smallest=smallest,
         )
 
