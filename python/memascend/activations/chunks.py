@@ -12,7 +12,7 @@ import itertools
 from typing import TYPE_CHECKING
 
 from memascend.activations.pool import ActivationChunk, ChunkPool, Piece
-from memascend.engine.checksum import Checksum
+from memascend.engine.checksum import checksum_of
 from memascend.errors import CorruptionError, UsageError
 from memascend.pages import whole_pages
 
@@ -100,7 +100,7 @@ class Chunks:
         assert piece is not None
         place = self._room.take()
         try:
-            piece.checksum = _checksum(chunk.memory[: piece.nbytes])
+            piece.checksum = checksum_of(chunk.memory[: piece.nbytes])
             chunk.ticket = place.write(chunk.memory[: whole_pages(piece.nbytes)])
         except BaseException:
             self._room.give_back(place)
@@ -216,7 +216,7 @@ class Chunks:
         chunk.ticket = None
         piece = chunk.piece
         if chunk.reading and piece is not None and not piece.dead:
-            found = _checksum(chunk.memory[: piece.nbytes])
+            found = checksum_of(chunk.memory[: piece.nbytes])
             if found != piece.checksum:
                 self._failed(chunk)
                 place = piece.place
@@ -302,9 +302,3 @@ class Chunks:
 def _number_of(chunk: ActivationChunk) -> tuple[bool, int]:
     piece = chunk.piece
     return (False, -1) if piece is None else (not piece.dead, piece.number)
-
-
-def _checksum(memory: torch.Tensor) -> str:
-    checksum = Checksum()
-    checksum.update(memory)
-    return str(checksum)

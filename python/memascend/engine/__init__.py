@@ -10,7 +10,7 @@ Without a model around it::
 
 from __future__ import annotations
 
-from memascend.engine.checksum import Checksum
+from memascend.engine.checksum import Checksum, checksum_of
 from memascend.engine.chunk import Chunk
 from memascend.engine.compact import compact_of, master_of
 from memascend.engine.engine import Adam, Engine
@@ -36,6 +36,7 @@ __all__ = [
     "Store",
     "UnitParts",
     "adam_state",
+    "checksum_of",
     "chunk_elements_of",
     "compact_of",
     "examine",

@@ -9,7 +9,7 @@ from memascend import _core
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Checksum"]
+__all__ = ["Checksum", "checksum_of"]
 
 
 class Checksum:
@@ -26,3 +26,11 @@ class Checksum:
 
     def __str__(self) -> str:
         return f"{self._core.value():016x}"
+
+
+def checksum_of(tensor: torch.Tensor) -> str:
+    """The checksum of the bytes of one contiguous CPU tensor, which may have none."""
+    checksum = Checksum()
+    if tensor.numel():
+        checksum.update(tensor)
+    return str(checksum)

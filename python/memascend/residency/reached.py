@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from memascend.engine import Checksum
+from memascend.engine import checksum_of
 from memascend.errors import UsageError
 from memascend.residency.copies import bytes_of
 from memascend.residency.unit_slot import alive
@@ -334,11 +334,8 @@ def _laid_out(values: torch.Tensor, place: Place) -> torch.Tensor:
 
 
 def _checksum(values: torch.Tensor, place: Place) -> str:
-    checksum = Checksum()
-    if values.numel():
-        with torch.no_grad():
-            checksum.update(bytes_of(_laid_out(values, place)).cpu())
-    return str(checksum)
+    with torch.no_grad():
+        return checksum_of(bytes_of(_laid_out(values, place)).cpu())
 
 
 def _span(values: torch.Tensor) -> tuple[int, int]:

@@ -7,7 +7,7 @@ import warnings
 import weakref
 from typing import TYPE_CHECKING
 
-from memascend.engine import Checksum
+from memascend.engine import checksum_of
 from memascend.errors import UsageError
 from memascend.residency.copies import bytes_of
 from memascend.residency.unit_slot import NOBODY
@@ -58,7 +58,8 @@ class Materializer:
         self._readiness.require_open()
         optimizer = model.__dict__["_memascend"]
         homes: list[Home] = []
-        checksums: dict[str, str] = {}
+        # What is written back is compared with storage: only what is dropped needs them.
+        checksums: dict[str, str] | None = None if modify else {}
         written: str | None = None
         try:
             with self._residency.turns.alone():
@@ -71,7 +72,7 @@ class Materializer:
             self._attachment.leave()
             self._resources.unread = False
             yield
-            if modify:
+            if checksums is None:
                 self._readiness.require_open()
                 self._write_back(homes)
             else:
@@ -89,12 +90,14 @@ class Materializer:
                 stacklevel=3,
             )
 
-    def _make_real(self, homes: list[Home], checksums: dict[str, str]) -> None:
-        """Let every parameter be a plain one; `homes` are those that are, `checksums` of all values."""
+    def _make_real(self, homes: list[Home], checksums: dict[str, str] | None) -> None:
+        """Let every parameter be a plain one; `homes` are those that are, `checksums` of all values where asked for."""
         residency = self._residency
         for home in residency.homes:
             copies = [residency.copy_of(place) for place in home.places]
-            checksums.update({place.name: _checksum(copy) for place, copy in zip(home.places, copies, strict=True)})
+            if checksums is not None:
+                named = zip(home.places, copies, strict=True)
+                checksums.update({place.name: checksum_of(bytes_of(copy)) for place, copy in named})
             with residency.lock:
                 # Its place in the arena is needed for the next one.
                 residency.evict(home)
@@ -125,19 +128,12 @@ class Materializer:
                 homes.pop()
 
 
-def _checksum(values: torch.Tensor) -> str:
-    checksum = Checksum()
-    if values.numel():
-        checksum.update(bytes_of(values))
-    return str(checksum)
-
-
 def _written(homes: list[Home], checksums: dict[str, str]) -> str | None:
     """A parameter whose values are not what they were, by whatever way they were changed; None where there is none."""
     for place in (place for home in homes for place in home.places):
         values = place.parameter.detach()
         is_alike = values.shape == place.shape and values.dtype == place.dtype and values.stride() == place.stride
-        if not is_alike or not values.is_cpu or _checksum(values) != checksums[place.name]:
+        if not is_alike or not values.is_cpu or checksum_of(bytes_of(values)) != checksums[place.name]:
             return place.name
     return None
 
