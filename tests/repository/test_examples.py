@@ -1,5 +1,6 @@
 """Tests that the examples run, and that what they say of themselves is so."""
 
+import json
 import re
 import runpy
 import shutil
@@ -105,3 +106,23 @@ def test_mixture_of_experts(run, tmp_path):
     assert [step for step, _ in losses(out)] == list("123")
     assert all(float(norm) > 0 for norm in re.findall(r"norm (\S+)", out))
     assert (tmp_path / "memascend.store").exists()
+
+
+def test_small_model(run, tmp_path):
+    """What README's commands run on: a folder that loads as any from the hub does, and rows of each kind."""
+    transformers = pytest.importorskip("transformers")
+    run("small_model.py", tmp_path, "--vocabulary", 300, "--rows", 20)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert model.dtype == torch.bfloat16
+    assert len(tokenizer) == model.config.vocab_size == 300
+    data = tmp_path / "data"
+    rows = [json.loads(line) for line in (data / "messages.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert len(rows) == 18
+    text = tokenizer.apply_chat_template(rows[0]["messages"], tokenize=False)
+    assert rows[0]["messages"][1]["content"] in tokenizer.decode(tokenizer(text)["input_ids"])
+    assert set(json.loads((data / "prompts_eval.jsonl").read_text(encoding="utf-8").splitlines()[0])) == {
+        "prompt",
+        "completion",
+    }
+    assert (data / "text.txt").stat().st_size > 1000

@@ -1,0 +1,144 @@
+"""Makes a small model folder and data for it, from text that every machine has: Python's own library.
+
+    python examples/small_model.py small
+
+Afterwards `small/model` is what a model from the hub is: config.json, safetensors, a tokenizer with a chat template
+(made on the spot, the values random). `small/data` has rows of each kind that `memascend train` reads. Every command
+of README and docs runs on them, and nothing is downloaded. `--layers 24 --width 1024` makes a model that is worth
+offloading; `--kind mixtral` one with experts.
+"""
+
+import argparse
+import ast
+import json
+import sysconfig
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PreTrainedTokenizerFast, Qwen2Config
+
+KINDS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "mixtral": MixtralConfig}
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+# ChatML, as many models have it.
+TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+FILES = 100
+# More of them make the vocabulary no better, and take longer.
+LEARNT_FROM = 25
+
+
+def read_library() -> tuple[list[str], list[tuple[str, str]]]:
+    """Sources, and what functions are asked for: (name, the first paragraph of its description)."""
+    sources, described = [], []
+    for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:FILES]:
+        source = file.read_text(encoding="utf-8", errors="replace")
+        sources.append(source)
+        if file.stem.startswith("_"):
+            continue
+        for node in ast.walk(ast.parse(source)):
+            text = ast.get_docstring(node) if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else None
+            if text and text.strip():
+                described.append((f"{file.stem}.{node.name}", " ".join(text.split("\n\n")[0].split())))
+    return sources, described
+
+
+def make_tokenizer(sources: list[str], vocabulary: int) -> PreTrainedTokenizerFast:
+    """Byte pairs, learnt from the sources."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator(sources[:LEARNT_FROM], trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        eos_token=SPECIAL[2],
+        pad_token=SPECIAL[0],
+        additional_special_tokens=[SPECIAL[1]],
+        chat_template=TEMPLATE,
+    )
+
+
+def make_model(options: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> torch.nn.Module:
+    """A model with random values, always the same ones."""
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2} if options.kind == "mixtral" else {}
+    config = KINDS[options.kind](
+        vocab_size=len(tokenizer),
+        hidden_size=options.width,
+        intermediate_size=3 * options.width,
+        num_hidden_layers=options.layers,
+        num_attention_heads=options.width // 64,
+        num_key_value_heads=options.width // 64,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        **experts,
+    )
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, options.dtype))
+
+
+def write_data(folder: Path, sources: list[str], described: list[tuple[str, str]], rows: int) -> None:
+    """Files of each kind of row; every tenth row is held out, for --eval."""
+    kinds = {
+        "messages": [
+            {
+                "messages": [
+                    {"role": "user", "content": f"What is {name} in Python?"},
+                    {"role": "assistant", "content": text},
+                ]
+            }
+            for name, text in described
+        ],
+        "prompts": [{"prompt": f"# {name}: ", "completion": text} for name, text in described],
+        "texts": [{"text": source} for source in sources],
+    }
+    for kind, all_rows in kinds.items():
+        chosen = all_rows[:rows]
+        parts = {kind: [row for at, row in enumerate(chosen) if at % 10], f"{kind}_eval": chosen[::10]}
+        for name, part in parts.items():
+            lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in part)
+            (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+    (folder / "text.txt").write_text("\n".join(sources[:rows]), encoding="utf-8")
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        print("no parquet file is written: that needs pyarrow")
+        return
+    table = pyarrow.Table.from_pylist(kinds["messages"][:rows])
+    pyarrow.parquet.write_table(table, folder / "messages.parquet")
+
+
+def main() -> None:
+    """Make the folders."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="where model/ and data/ are made; what is there is replaced")
+    parser.add_argument("--kind", choices=KINDS, default="llama")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=256, help="a multiple of 64")
+    parser.add_argument("--vocabulary", type=int, default=4096)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--rows", type=int, default=1000, help="of each file, at most")
+    options = parser.parse_args()
+
+    sources, described = read_library()
+    tokenizer = make_tokenizer(sources, options.vocabulary)
+    model = make_model(options, tokenizer)
+    model.save_pretrained(options.folder / "model")
+    tokenizer.save_pretrained(options.folder / "model")
+    data = options.folder / "data"
+    data.mkdir(exist_ok=True)
+    write_data(data, sources, described, options.rows)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    print(f"{options.folder}/model has {count / 1e6:.1f} M parameters and {len(tokenizer)} tokens")
+    for file in sorted(data.iterdir()):
+        print(f"{file} has {file.stat().st_size:,} bytes")
+
+
+if __name__ == "__main__":
+    main()
