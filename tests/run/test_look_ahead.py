@@ -28,7 +28,7 @@ def test_a_place_is_free_for_what_comes_when_its_values_will_not_be_used_again(t
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters())
     model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "store", gradients="fused")
-    homes = {home.name: home for home in optimizer._session.residency.homes}
+    homes = {home.name: home for home in optimizer._session.residency.units.homes}
     assert homes["first"].slot_bytes == homes["last"].slot_bytes
     under_way = []
 

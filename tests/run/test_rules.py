@@ -47,7 +47,7 @@ def x(seed=1):
 
 
 def counters(optimizer):
-    return dict(optimizer._session.residency.counters)
+    return dict(optimizer._session.residency.units.counters)
 
 
 # --- leases ------------------------------------------------------------------------------------
@@ -78,8 +78,8 @@ def test_bytes_that_a_view_kept_alive_are_taken_again(tmp_path):
         handle = model[1][0].register_forward_hook(lambda module, *_: kept.append(module.weight.detach()))
         model(x())
         handle.remove()
-        home = residency.home_of["1.0.weight"]
-        residency.evict(home)
+        home = residency.units.home_of["1.0.weight"]
+        residency.units.evict(home)
         before = counters(optimizer)
         model[1](x())
         after = counters(optimizer)
@@ -178,7 +178,7 @@ def test_an_exception_leaves_nothing_bound(tmp_path):
     stopped = []
 
     def nothing_is_bound():
-        return not any(home.bound for home in residency.homes) and (
+        return not any(home.bound for home in residency.units.homes) and (
             torch._C._autograd._top_saved_tensors_default_hooks(False) is None
         )
 
@@ -219,7 +219,7 @@ def test_a_module_that_cannot_have_all_of_its_units_binds_none(tmp_path, monkeyp
             with pytest.raises(memascend.StorageError, match="no second"):
                 model[1](x())
         assert bound
-        assert not any(home.bound for home in residency.homes)
+        assert not any(home.bound for home in residency.units.homes)
         assert torch.equal(model[1](x()), expected)
 
 

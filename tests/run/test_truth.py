@@ -445,7 +445,7 @@ def test_a_forward_that_was_interrupted_leaves_nothing_bound(tmp_path):
             model(batch())
         hook.remove()
         assert torch.equal(model(batch()), plain(batch()))
-        assert not any(home.bound for home in residency.homes)
+        assert not any(home.bound for home in residency.units.homes)
 
 
 # --- accumulation --------------------------------------------------------------------------------

@@ -18,10 +18,10 @@ _TOUCH_SECONDS = 60.0
 
 
 class Turns:
-    """Which threads use parameters now, and which one waits to change them. All under the residency's lock."""
+    """Which threads use parameters now, and which one waits to change them; all under the residency's lock."""
 
     def __init__(self, lock: threading.RLock) -> None:
-        self._lock = lock
+        self.lock = lock
         # Tells of every change of what follows.
         self._turn = threading.Condition(lock)
         # The thread that changes values or waits to, how deep, and whether the others have stopped; see `alone`.
@@ -53,20 +53,20 @@ class Turns:
     def touching(self) -> Iterator[None]:
         """Carry out one operation on parameters inside, not while another thread changes them or waits to."""
         here = threading.get_ident()
-        with self._lock:
+        with self.lock:
             if here not in self._touching:
                 self._turn.wait_for(lambda: self._changer in (None, here))
             count_here(self._touching, 1)
         try:
             yield
         finally:
-            with self._lock:
+            with self.lock:
                 count_here(self._touching, -1)
                 self._turn.notify_all()
 
     def release(self) -> None:
         """End what an interrupt left of this thread's operations."""
-        with self._lock:
+        with self.lock:
             if self._touching.pop(threading.get_ident(), None) is not None:
                 self._turn.notify_all()
 
@@ -74,18 +74,18 @@ class Turns:
     def alone(self) -> Iterator[None]:
         """Let the operations of other threads on parameters end, and no other thread bind anything inside."""
         here = threading.get_ident()
-        with self._lock:
+        with self.lock:
             self._turn.wait_for(lambda: self._changer in (None, here))
             self._changer = here
             self._changes += 1
         try:
-            with self._lock:
+            with self.lock:
                 # An operation that has begun goes on, also where it binds more; no other begins.
                 self._turn.wait_for(lambda: not self._touching.keys() - {here}, timeout=_TOUCH_SECONDS)
                 self._changing = True
             yield
         finally:
-            with self._lock:
+            with self.lock:
                 self._changes -= 1
                 if self._changes == 0:
                     self._changer, self._changing = None, False

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from memascend.memory import Arena
     from memascend.residency.placeholder import Place
     from memascend.residency.rows import Rows
-    from memascend.residency.unit_slot import Fetch
+    from memascend.residency.unit_slot import UnitRead
 
 __all__ = ["Limits", "Listener", "Memory", "Moment"]
 
@@ -25,7 +25,7 @@ class Memory(Protocol):
     # Looks up embeddings that have no place in the arena.
     rows: Rows | None
 
-    def begin(self, name: str, base: torch.Tensor) -> Fetch:
+    def begin(self, name: str, base: torch.Tensor) -> UnitRead:
         """Begin to bring a unit into a lease of the arena."""
 
     def used(self, base: torch.Tensor) -> None:

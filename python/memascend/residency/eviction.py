@@ -1,18 +1,20 @@
-"""Chooses which unit leaves memory to make room for another."""
+"""Chooses which unit leaves memory to make room for another; says who holds what where none can."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from memascend.errors import BudgetError
 from memascend.residency.unit_slot import alive
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from memascend.residency.environment import Limits
     from memascend.residency.unit_slot import Home
     from memascend.residency.use_order import Order
 
-__all__ = ["has_useless", "holders_beside", "is_leaving", "is_useless", "victim_for"]
+__all__ = ["crowded", "has_useless", "holders_beside", "is_leaving", "is_useless", "victim_for"]
 
 
 def victim_for(home: Home, homes: Iterable[Home], order: Order, current: Home | None, *, must: bool) -> Home | None:
@@ -70,4 +72,16 @@ def has_useless(home: Home, homes: Iterable[Home], order: Order) -> bool:
         and not (other.bound or other.pinned)
         and is_useless(other, order)
         for other in homes
+    )
+
+
+def crowded(home: Home, homes: Iterable[Home], limits: Limits) -> BudgetError:
+    """The error where nothing can leave for a unit, with a budget that has room."""
+    holders = holders_beside(home, homes)
+    smallest = limits.larger(home.slot_bytes)
+    return BudgetError(
+        f"no room for unit {home.name!r} ({home.nbytes} bytes): all places of its size are held by views of "
+        f"{', '.join(holders) or 'units in use'}, which a checkpoint segment of several blocks, or your "
+        f"code, keeps; {limits.option}={smallest} has a place for every unit",
+        smallest=smallest,
     )

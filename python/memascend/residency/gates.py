@@ -94,8 +94,7 @@ class Frames:
 
     def enter(self, module: torch.nn.Module, gate: Gate, *, compiled: bool = False) -> None:
         """Bind what a module needs: all of it or, with an exception, nothing."""
-        if self._residency.closed:
-            raise UsageError(self._residency.closed)
+        self._residency.units.require_open()
         self._residency.transfers.settle()
         self._residency.turns.note_thread()
         _refuse_wrappers()

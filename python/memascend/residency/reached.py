@@ -153,7 +153,7 @@ class ReachedWeights:
         residency = self._residency
         values = [self._reach(place).values for place in places]
         with residency.turns.alone():
-            if any(residency.home_of[place.name].bound for place in places):
+            if any(residency.units.home_of[place.name].bound for place in places):
                 raise UsageError("another thread computes the model: take views of its weights there, or afterwards")
             pushed = residency.hooks.push()
             try:
@@ -200,8 +200,7 @@ class ReachedWeights:
     def _reach(self, place: Place) -> _Reached:
         residency = self._residency
         with residency.lock:
-            if residency.closed:
-                raise UsageError(residency.closed)
+            residency.units.require_open()
             residency.transfers.settle()
             one = self._now.get(place.name)
             if one is None:
@@ -215,8 +214,7 @@ class ReachedWeights:
 
     def require_writable(self, place: Place) -> None:
         """Refuse a write while a step is staged."""
-        if self._residency.closed:
-            raise UsageError(self._residency.closed)
+        self._residency.units.require_open()
         if self._is_staged():
             raise UsageError(f"{place.name!r} cannot be changed now: {_STAGED}")
 
@@ -242,7 +240,7 @@ class ReachedWeights:
             one.seen = now
             # A view in a graph shares the parameter's counter: what was written through it is seen.
             one.place.note_version()
-            self._residency.override(one.place, one.values if one.changed else None)
+            self._residency.units.override(one.place, one.values if one.changed else None)
         one.settled = not shared
         if one.settled and not one.changed:
             del self._now[one.place.name]
@@ -303,7 +301,7 @@ class ReachedWeights:
             for name in names:
                 one = self._now[name]
                 one.committed = one.seen
-                self._residency.settle_override(one.place)
+                self._residency.units.settle_override(one.place)
                 if one.settled:
                     del self._now[name]
 
@@ -315,7 +313,7 @@ class ReachedWeights:
                 if one is None:
                     continue
                 if one.changed:
-                    self._residency.override(one.place, None)
+                    self._residency.units.override(one.place, None)
                 if one.is_shared:
                     self._outlived.append(_Outlived(one, one.checksum()))
 

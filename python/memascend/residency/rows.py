@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -14,6 +14,7 @@ from memascend.residency.row_gradient import RowGradient, Term
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from memascend.engine import UnitParts
     from memascend.residency.placeholder import Place
 
 __all__ = ["CHUNKS", "Rows", "window_bytes"]
@@ -35,27 +36,10 @@ def window_bytes(row_bytes: int) -> int:
     return _WINDOWS * (CHUNK_ELEMENTS * 4 + 2 * row_bytes)
 
 
-class Part(Protocol):
-    """A part of a unit that is being read."""
-
-    def wait(self) -> None:
-        """Wait for it, and check it."""
-
-
-class Parts(Protocol):
-    """A unit as the last commit left it, in parts that fit a chunk."""
-
-    def places(self) -> list[tuple[int, int]]:
-        """Where each begins in the unit, and its bytes."""
-
-    def begin(self, index: int, into: torch.Tensor) -> Any:
-        """Begin to read one."""
-
-
 class Rows:
     """Reads embeddings through a few chunks of host memory, whatever their size."""
 
-    def __init__(self, parts_of: Callable[[str, int], Parts], chunks: Sequence[torch.Tensor]) -> None:
+    def __init__(self, parts_of: Callable[[str, int], UnitParts], chunks: Sequence[torch.Tensor]) -> None:
         """`parts_of` gives the parts of a unit by its name, of at most so many bytes; `chunks` are of equal size."""
         self._parts_of = parts_of
         self._chunks = list(chunks)

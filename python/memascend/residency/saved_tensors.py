@@ -11,7 +11,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
 
-__all__ = ["Hooks", "Keeper", "Note"]
+    from memascend.residency.residency import Residency
+    from memascend.residency.unit_slot import Home
+
+__all__ = ["Keeper", "Note", "SavedTensorHooks"]
 
 _CHECKPOINT = "torch.utils.checkpoint"
 
@@ -19,7 +22,7 @@ _CHECKPOINT = "torch.utils.checkpoint"
 class Note(NamedTuple):
     """Where a tensor that autograd saved lies: enough to build the same view again."""
 
-    home: Any
+    home: Home
     version: int
     offset: int
     dtype: torch.dtype
@@ -29,16 +32,6 @@ class Note(NamedTuple):
     negative: bool
 
 
-class Finder(Protocol):
-    """What knows which memory belongs to which unit."""
-
-    def home_at(self, address: int) -> tuple[Any, int] | None:
-        """The unit whose bytes begin at an address, and their version."""
-
-    def storage_of(self, home: Any, version: int) -> torch.UntypedStorage:
-        """The bytes of a unit, brought in where they are away."""
-
-
 class Keeper(Protocol):
     """What keeps tensors that lie in no unit elsewhere; see `activations`."""
 
@@ -46,14 +39,14 @@ class Keeper(Protocol):
         """What stands for a tensor that is saved in this frame, with a method `tensor()`; or the tensor itself."""
 
 
-class Hooks:
+class SavedTensorHooks:
     """One pair of hooks, which are pushed while a unit computes."""
 
-    __slots__ = ("_finder", "_pair", "keeper")
+    __slots__ = ("_pair", "_residency", "keeper")
 
-    def __init__(self, finder: Finder, keeper: Keeper | None = None) -> None:
+    def __init__(self, residency: Residency, keeper: Keeper | None = None) -> None:
         """Where there is a keeper, the hooks are pushed for all of a model's forward."""
-        self._finder = finder
+        self._residency = residency
         self.keeper = keeper
         # Bound once, so that they can be told from others'.
         self._pair = (self.pack, self.unpack)
@@ -116,7 +109,7 @@ class Hooks:
         except (NotImplementedError, RuntimeError):
             # Sparse, or a subclass without memory of its own: no bytes of ours.
             return None
-        found = self._finder.home_at(address)
+        found = self._residency.units.home_at(address)
         if found is None:
             return None
         home, version = found
@@ -132,7 +125,7 @@ class Hooks:
         )
 
     def _tensor(self, note: Note) -> torch.Tensor:
-        storage = self._finder.storage_of(note.home, note.version)
+        storage = self._residency.storage_of(note.home, note.version)
         with torch.inference_mode(mode=False), torch.no_grad():
             tensor = torch.empty(0, dtype=note.dtype, device=storage.device)
             tensor.set_(storage, note.offset // tensor.element_size(), note.size, note.stride)
@@ -146,7 +139,7 @@ class _Delegating:
 
     __slots__ = ("_pack", "_unpack", "hooks")
 
-    def __init__(self, hooks: Hooks, pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
+    def __init__(self, hooks: SavedTensorHooks, pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
         self.hooks = hooks
         self._pack = pack
         self._unpack = unpack

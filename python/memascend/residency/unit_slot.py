@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 
     from memascend.residency.placeholder import Place
 
-__all__ = ["NOBODY", "Fetch", "Home", "alive", "view"]
+__all__ = ["NOBODY", "Home", "UnitRead", "alive", "view"]
 
 # Holds what is bound for all threads; no thread has this number.
 NOBODY = 0
 
 
-class Fetch(Protocol):
+class UnitRead(Protocol):
     """A read of a unit that was begun."""
 
     def wait(self) -> int:
@@ -75,7 +75,7 @@ class Home:
         self.trained = False
         self.used = 0
         self.base: torch.Tensor | None = None
-        self.fetch: Fetch | None = None
+        self.fetch: UnitRead | None = None
         # The bytes that `fetch` fills.
         self.pending: torch.Tensor | None = None
         self.views: list[torch.Tensor] | None = None

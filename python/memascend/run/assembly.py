@@ -75,7 +75,7 @@ class Assembly:
         offloaded = OffloadedOptimizer(subject.original, session)
         # What may not fit there, before anything is let go.
         move_buffers(subject.model, self._device)
-        for home in session.residency.homes:
+        for home in session.residency.units.homes:
             for place in home.places:
                 if not torch._has_compatible_shallow_copy_type(place.parameter, place.nothing):  # noqa: SLF001
                     # On meta, and on devices whose tensors are of another kind.
@@ -174,18 +174,17 @@ class Assembly:
             sums=Sums() if wanted() else None,
         )
         for unit in self.decision.units:
-            nbytes = self.decision.sizes.unit_bytes[unit.name]
-            home = residency.add(unit.name, nbytes, pinned=unit.pinned, by_rows=unit.name in plan.by_rows)
-            home.places = [
+            places = [
                 Place(
                     self.subject.named[name], name, resources.store.entry(name)["unit_offset"], residency, self._device
                 )
                 for name in unit.parameters
             ]
-        residency.settle()
-        index = {home.name: home.index for home in residency.homes}
+            nbytes = self.decision.sizes.unit_bytes[unit.name]
+            residency.units.add(unit.name, places, nbytes, pinned=unit.pinned, by_rows=unit.name in plan.by_rows)
+        index = {home.name: home.index for home in residency.units.homes}
         forward = [index[name] for name in plan.order]
-        residency.order.expect(forward + forward[::-1])
+        residency.units.order.expect(forward + forward[::-1])
         return residency
 
     def _gradients(
@@ -199,12 +198,12 @@ class Assembly:
 
         def resident(kept: Gradient) -> torch.Tensor | None:
             # Where one unit at a time is held, an update must not keep it from making room.
-            return residency.values_of(kept.place) if plan.window > 1 and not plan.device else None
+            return residency.units.values_of(kept.place) if plan.window > 1 and not plan.device else None
 
         def arrived(name: str, nbytes: int, began: float) -> None:
             meter.arrived(name, nbytes, began)
             # Updates may have let go of units since the last one was used.
-            residency.look_ahead()
+            residency.units.look_ahead()
 
         options = subject.options
         loop = Loop(mode=options.gradients, accumulation_steps=options.accumulation_steps, keeps=options.keeps)
@@ -229,7 +228,7 @@ class Assembly:
 
     def _gates(self, residency: Residency) -> list[tuple[torch.nn.Module, tuple[Home, ...]]]:
         """Every module that owns a parameter, and every unit that is one module, with the units that it binds."""
-        homes = {home.name: home for home in residency.homes}
+        homes = {home.name: home for home in residency.units.homes}
         home_of = {id(place.parameter): home for home in homes.values() for place in home.places}
         whole = {unit.module: homes[unit.name] for unit in self.decision.units if unit.module is not None}
         gates = []

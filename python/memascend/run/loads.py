@@ -63,7 +63,10 @@ class Loads:
         held = set(self.changed)
         if held:
             changed = {
-                id(place.parameter) for home in self._residency.homes for place in home.places if place.name in held
+                id(place.parameter)
+                for home in self._residency.units.homes
+                for place in home.places
+                if place.name in held
             }
             if any(name in given and id(p) in changed for name, p in module.named_parameters(remove_duplicate=False)):
                 self.settle()

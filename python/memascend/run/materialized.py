@@ -93,14 +93,14 @@ class Materializer:
     def _make_real(self, homes: list[Home], checksums: dict[str, str] | None) -> None:
         """Let every parameter be a plain one; `homes` are those that are, `checksums` of all values where asked for."""
         residency = self._residency
-        for home in residency.homes:
+        for home in residency.units.homes:
             copies = [residency.copy_of(place) for place in home.places]
             if checksums is not None:
                 named = zip(home.places, copies, strict=True)
                 checksums.update({place.name: checksum_of(bytes_of(copy)) for place, copy in named})
             with residency.lock:
                 # Its place in the arena is needed for the next one.
-                residency.evict(home)
+                residency.units.evict(home)
                 homes.append(home)
                 home.count(NOBODY, 1)
                 for place, copy in zip(home.places, copies, strict=True):
@@ -109,7 +109,7 @@ class Materializer:
     def _write_back(self, homes: list[Home]) -> None:
         values = {place.name: place.parameter.detach() for home in homes for place in home.places}
         self._release(homes)
-        places = [place for home in self._residency.homes for place in home.places]
+        places = [place for home in self._residency.units.homes for place in home.places]
         try:
             changed = [place.name for place in places if self._rewrites.stage(place, values.pop(place.name))]
             if changed:

@@ -103,7 +103,7 @@ class Measurements:
                 **{f"update, {stage}": taken for stage, taken in counted.engine["seconds"].items()},
             },
             steps=self._position.made,
-            units=dict(self._residency.counters),
+            units=dict(self._residency.units.counters),
             in_memory=self._in_memory(trained),
             samples=tuple(self.meter.samples),
             **self._on_device(),

@@ -70,4 +70,4 @@ class Modes:
             raise
         finally:
             # Also where Ctrl-C is heard once the commit has returned; to read a unit again is never wrong.
-            self._residency.changed(names)
+            self._residency.units.changed(names)

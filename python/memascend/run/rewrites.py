@@ -63,11 +63,11 @@ class Rewrites:
                 record.buffers.committed()
             finally:
                 # Also where Ctrl-C is heard once the commit has returned; to read a unit again is never wrong.
-                self._residency.changed(names)
+                self._residency.units.changed(names)
                 self._residency.reached.forget(names)
 
     def _is_there(self, place: Place, given: torch.Tensor) -> bool:
-        home = self._residency.home_of[place.name]
+        home = self._residency.units.home_of[place.name]
         if home.by_rows:
             return self._same_parts(place, bytes_of(given))
         self._residency.bind(home)
@@ -84,7 +84,7 @@ class Rewrites:
             there = part[: given.nbytes - start]
             differ = differ or not torch.equal(there, given[start : start + there.nbytes])
 
-        self._residency.each_part(place, compare)
+        self._residency.units.each_part(place, compare)
         return not differ
 
 

@@ -72,8 +72,8 @@ class Rollback:
             hyperparameters["line"] = line
             engine.commit(source.step, user_state=source.user_state, hyperparameters=hyperparameters)
             undo.pop_all()
-            names = [place.name for home in self._residency.homes for place in home.places]
-            self._residency.changed(names)
+            names = [place.name for home in self._residency.units.homes for place in home.places]
+            self._residency.units.changed(names)
             self._residency.reached.forget(names)
             for name, count in counts.items():
                 self._gradients.by_name[name].step = count
@@ -85,7 +85,7 @@ class Rollback:
             record.position.go_back(source.step, hyperparameters["origin"], line)
 
     def _source(self, checkpoint: Checkpoint) -> CheckpointValues:
-        places = {place.name: place.parameter for home in self._residency.homes for place in home.places}
+        places = {place.name: place.parameter for home in self._residency.units.homes for place in home.places}
         buffers = {name: self._record.buffers.tensor(name) for name in self._record.buffers.names}
         trained = self._gradients.by_name.keys()
         return CheckpointValues(checkpoint, self._model, places, buffers, self._arithmetic, trained)
@@ -94,7 +94,7 @@ class Rollback:
         """Stage all of it; how many updates made each parameter that is trained."""
         engine, record = self._resources.engine, self._record
         counts, waiting = {}, 0
-        units: Any = [_Unit(tuple(place.name for place in home.places)) for home in self._residency.homes]
+        units: Any = [_Unit(tuple(place.name for place in home.places)) for home in self._residency.units.homes]
         with contextlib.closing(source.parameters(units)) as found:
             for name, values, state, step in found:
                 engine.fill(name, values, state, step=step)

@@ -95,7 +95,7 @@ class Session:
         with self.residency.turns.alone():
             committed = self._step()
         if committed:
-            self.residency.end_step()
+            self.residency.units.end_step()
             self.measurements.step_ended(began)
             self.resources.warn_if_lost()
 
@@ -161,13 +161,13 @@ class Session:
         self.resources.unread = True
         self.record.buffers.committed()
         updated = self.gradients.committed(present)
-        self.residency.changed(updated)
+        self.residency.units.changed(updated)
         self.residency.reached.forget(updated)
 
     def _refuse_written(self) -> None:
-        self.residency.find_written()
-        if self.residency.written:
-            names = ", ".join(sorted(self.residency.written))
+        self.residency.units.find_written()
+        if self.residency.units.written:
+            names = ", ".join(sorted(self.residency.units.written))
             raise UsageError(
                 f"the values of {names} were written to in place while the model computed, and storage does not know: "
                 "call zero_grad(), and change them within memascend.materialized(model, modify=True)"
@@ -180,7 +180,7 @@ class Session:
         self.frames.unwind()
         self.state_dicts.forget()
         self.loads.settle()
-        self.residency.written.clear()
+        self.residency.units.written.clear()
         self.residency.reached.forget_late()
         if set_to_none:
             self.gradients.clear()
