@@ -158,7 +158,7 @@ class Callback(TrainerCallback):
     def _refusal(self, name: str) -> UsageError:
         """Say that weights were loaded that the store does not hold; it never had them."""
         assert self._session is not None
-        position = self._session.record.position
+        position = self._session.run.record.position
         return UsageError(
             f"a Trainer loads other weights ({name} differs) than those of {shown(position.identity())}, which the "
             f"storage holds{position.given}, and storage was left as it is: to resume from a checkpoint, begin from it "
@@ -186,7 +186,7 @@ class _Saving:
     def __call__(self, save_directory: str | os.PathLike[str], *rest: Any, **options: Any) -> Any:
         plain = not rest and all(value in (None, True) for value in options.values())
         theirs = Path(save_directory).name == f"checkpoint-{self._state.global_step}"
-        if plain and theirs and not self._session.resources.closed:
+        if plain and theirs and not self._session.run.resources.closed:
             return self._session.save(save_directory, among_others=True)
         return self._own(save_directory, *rest, **options)
 
@@ -218,4 +218,4 @@ def _is_streamed(model: Any, session: Session) -> bool:
 
 def _is_of(folder: Path, session: Session) -> bool:
     """Whether a folder has the checkpoint of where the session stands."""
-    return identity_of(folder) == session.record.position.identity()
+    return identity_of(folder) == session.run.record.position.identity()

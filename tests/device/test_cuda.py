@@ -45,7 +45,7 @@ def test_without_a_name_it_is_taken(tmp_path, data, expected):
 def test_the_chunks_are_registered(tmp_path, device):
     _, optimizer = begun(tmp_path, device)
     with optimizer:
-        units = optimizer._session.resources.units
+        units = optimizer._session.run.resources.units
         assert units._ring.region.pinned == units._windows.region.pinned == "cuda", units._ring.region.why_not
         assert units.unregistered is None
 
@@ -110,7 +110,7 @@ def test_the_first_copies_come_after_what_the_memory_was_used_for(tmp_path, devi
     """The arena gets a block that was let go while the stream has yet to write to it."""
     _, optimizer = begun(tmp_path, device)
     with optimizer:
-        nbytes = optimizer._session.resources.units.arena.reserved_bytes
+        nbytes = optimizer._session.run.resources.units.arena.reserved_bytes
     torch.cuda.synchronize()
     gc.collect()
     torch.cuda.empty_cache()
@@ -121,7 +121,7 @@ def test_the_first_copies_come_after_what_the_memory_was_used_for(tmp_path, devi
     del block
     model, optimizer = begun(tmp_path, device, existing="replace")
     with optimizer:
-        arena = optimizer._session.resources.units.arena
+        arena = optimizer._session.run.resources.units.arena
         assert arena._memory.data_ptr() == address, "it got other memory, which shows nothing"
         assert not torch.cuda.current_stream(device).query(), "offload() waited for the stream, which shows nothing"
         assert losses(model, optimizer, data) == expected
@@ -130,7 +130,7 @@ def test_the_first_copies_come_after_what_the_memory_was_used_for(tmp_path, devi
 def test_memory_is_kept_for_the_streams_that_use_it(tmp_path, device, data, expected):
     """What a stream of the user has yet to compute, after the run was closed, nobody writes under."""
     model, optimizer = begun(tmp_path, device, device_memory="1GiB")
-    nbytes = optimizer._session.resources.units.arena.reserved_bytes
+    nbytes = optimizer._session.run.resources.units.arena.reserved_bytes
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
     with optimizer, torch.cuda.stream(side), torch.no_grad():

@@ -233,7 +233,7 @@ def full(device):
 def test_a_device_that_fails(tmp_path, device, data, way, monkeypatch):
     """Whatever it fails with has a name, and the last commit opens again."""
     model, optimizer = begun(tmp_path, device)
-    there = optimizer._session.resources.units.device
+    there = optimizer._session.run.resources.units.device
     losses(model, optimizer, data)
     expected = {name: value.clone() for name, value in model.state_dict().items()}
 

@@ -209,7 +209,7 @@ def main(given):
     report = optimizer.report().to_dict()
     held = {
         "regions": sum(region["bytes"] for region in memory.regions()),
-        "staging": optimizer._session.resources.engine.staging_bytes,
+        "staging": optimizer._session.run.resources.engine.staging_bytes,
     }
     answer_peak = status()["VmHWM"]
     if work["phases"]:

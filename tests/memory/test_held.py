@@ -107,7 +107,7 @@ def test_what_is_held_is_what_the_plan_says(disk, gradients, budget):
         train(model, optimizer)
         plan, host = optimizer.plan, optimizer.report().to_dict()["host"]
         # Sums of what each part says of itself: its mappings, the engine's staging, the most that was queued.
-        engine, store = optimizer._session.resources.engine, optimizer._session.resources.store
+        engine, store = optimizer._session.run.resources.engine, optimizer._session.run.resources.store
         mapped = {owner: nbytes - before.get(owner, 0) for owner, nbytes in mapped_by_owner().items()}
         tables = host["owners"]["units"]["bytes"] - mapped["units"]
         assert 0 <= tables < 64 << 10
@@ -149,9 +149,9 @@ def test_a_larger_budget_reads_less_as_the_plan_says(disk, gradients):
         model, optimizer = offloaded(folder, blocks(width=192, count=6), host_memory=budget, gradients=gradients)
         with optimizer:
             train(model, optimizer, 2)
-            before = optimizer._session.resources.store.counters()["fetched_bytes"]
+            before = optimizer._session.run.resources.store.counters()["fetched_bytes"]
             train(model, optimizer, STEPS)
-            now = optimizer._session.resources.store.counters()["fetched_bytes"]
+            now = optimizer._session.run.resources.store.counters()["fetched_bytes"]
             found = optimizer.plan.read_bytes
             planned = found.get("values, forward", 0) + found.get("values, backward", 0)
             read = (now - before) / STEPS
@@ -172,7 +172,7 @@ PER_PARAMETER = [("fused", "default", 26.5), ("fused", "smallest", 28.5), ("ssd"
 
 def let_fetches_end(optimizer):
     """What is read ahead for the next step is not counted by us before it is used: by the kernel, once it was read."""
-    for home in optimizer._session.residency.units.homes:
+    for home in optimizer._session.run.residency.units.homes:
         while home.fetch is not None and not home.fetch.done():
             time.sleep(0.001)
 
@@ -186,7 +186,7 @@ def test_bytes_for_each_parameter_by_the_kernels_count(disk, gradients, budget, 
     model, optimizer = offloaded(disk, model, gradients=gradients, **options)
     with contextlib.closing(optimizer):
         train(model, optimizer, 1)
-        store = optimizer._session.resources.store
+        store = optimizer._session.run.resources.store
         let_fetches_end(optimizer)
         ours, kernels = store.counters(), kernel_counts()
         train(model, optimizer, STEPS)

@@ -358,7 +358,7 @@ def test_a_view_that_is_kept_and_written_later_is_told_at_the_next_step(training
 
 def test_what_nobody_has_any_more_is_let_go(training):
     model, offloaded = training()
-    reached = offloaded._session.residency.reached
+    reached = offloaded._session.run.residency.reached
     for parameter in model.parameters():
         parameter.data.norm()
     assert len(reached._now) == 32

@@ -175,7 +175,7 @@ def test_an_error_that_is_kept_holds_no_slot(tmp_path):
 
     with training(Classifier(), tmp_path) as (model, optimizer):
         with pytest.raises(ValueError, match="0") as kept:
-            optimizer._session.resources.units.rows.each_part("embed", fail)
+            optimizer._session.run.resources.units.rows.each_part("embed", fail)
         trained(model, optimizer, 4)
         assert kept.tb is not None
 
@@ -219,11 +219,11 @@ def test_an_arithmetic_that_flushes_denormals_is_the_callers(tmp_path):
 
 def test_closing_lets_the_memory_go(tmp_path):
     with training(Classifier(), tmp_path) as (model, optimizer):
-        region = optimizer._session.resources.units._ring.region
+        region = optimizer._session.run.resources.units._ring.region
         trained(model, optimizer, 1)
     assert optimizer.report().to_dict()["host"]["owners"].get("embedding rows") is not None
     assert region.closed
-    assert not optimizer._session.resources.units.rows._chunks
+    assert not optimizer._session.run.resources.units.rows._chunks
 
 
 # --- the plan and the memory --------------------------------------------------

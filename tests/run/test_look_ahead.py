@@ -28,7 +28,7 @@ def test_a_place_is_free_for_what_comes_when_its_values_will_not_be_used_again(t
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters())
     model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "store", gradients="fused")
-    homes = {home.name: home for home in optimizer._session.residency.units.homes}
+    homes = {home.name: home for home in optimizer._session.run.residency.units.homes}
     assert homes["first"].slot_bytes == homes["last"].slot_bytes
     under_way = []
 
@@ -50,7 +50,7 @@ def test_nothing_is_read_that_the_commit_makes_old(tmp_path):
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters())
     model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "store", gradients="fused")
-    residency = optimizer._session.residency
+    residency = optimizer._session.run.residency
     begin, read = residency._memory.begin, []
 
     def noted(name, base):

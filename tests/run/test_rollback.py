@@ -162,7 +162,7 @@ def test_a_failure_within_leaves_everything_as_it_was(tmp_path, monkeypatch):
             raise memascend.StorageError("no room")
 
         with monkeypatch.context() as patch:
-            patch.setattr(type(optimizer._session.resources.engine), "commit", fails)
+            patch.setattr(type(optimizer._session.run.resources.engine), "commit", fails)
             with pytest.raises(memascend.StorageError):
                 optimizer.load_state_dict(older)
         assert_same(everything(model, optimizer), before)

@@ -47,7 +47,7 @@ def x(seed=1):
 
 
 def counters(optimizer):
-    return dict(optimizer._session.residency.units.counters)
+    return dict(optimizer._session.run.residency.units.counters)
 
 
 # --- leases ------------------------------------------------------------------------------------
@@ -73,7 +73,7 @@ def test_bytes_that_a_view_kept_alive_are_taken_again(tmp_path):
     """In a budget for few units, the one that somebody holds is not read a second time, and never after a step."""
     kept = []
     model, optimizer = offloaded(tmp_path, more=1 << 16)
-    residency = optimizer._session.residency
+    residency = optimizer._session.run.residency
     with optimizer, torch.no_grad():
         handle = model[1][0].register_forward_hook(lambda module, *_: kept.append(module.weight.detach()))
         model(x())
@@ -174,7 +174,7 @@ def test_an_exception_leaves_nothing_bound(tmp_path):
     from torch.utils.checkpoint import checkpoint
 
     model, optimizer = offloaded(tmp_path, host_memory="64MiB")
-    residency = optimizer._session.residency
+    residency = optimizer._session.run.residency
     stopped = []
 
     def nothing_is_bound():
@@ -203,7 +203,7 @@ def test_a_module_that_cannot_have_all_of_its_units_binds_none(tmp_path, monkeyp
     model[1].weight = model[0].weight  # so that the second needs both units
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "run.store", units=["0", "1"])
-    residency = optimizer._session.residency
+    residency = optimizer._session.run.residency
     bind, bound = residency.bind, []
 
     def fails_second(home):

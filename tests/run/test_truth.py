@@ -185,7 +185,7 @@ def test_a_step_without_gradients_is_none(tmp_path, gradients):
 def test_a_step_that_was_interrupted_after_its_commit_is_committed(tmp_path, gradients, monkeypatch):
     plain, theirs, model, optimizer = twins(tmp_path, gradients, kind=torch.optim.AdamW, rate=1e-2)
     session = optimizer._session
-    commit = session.resources.engine.commit
+    commit = session.run.resources.engine.commit
 
     def interrupted(*args, **options):
         commit(*args, **options)
@@ -199,7 +199,7 @@ def test_a_step_that_was_interrupted_after_its_commit_is_committed(tmp_path, gra
             loss_of(model, index).backward()
             if index == 1:
                 with monkeypatch.context() as patch:
-                    patch.setattr(session.resources, "engine", Commits(session.resources.engine, interrupted))
+                    patch.setattr(session.run.resources, "engine", Commits(session.run.resources.engine, interrupted))
                     with pytest.raises(KeyboardInterrupt):
                         optimizer.step()
             else:
@@ -222,7 +222,7 @@ def test_after_a_step_that_failed_the_next_one_is_of_the_next_gradients(tmp_path
     with optimizer:
         loss_of(model, 1).backward()
         with monkeypatch.context() as patch:
-            patch.setattr(session.resources, "engine", Commits(session.resources.engine, fails))
+            patch.setattr(session.run.resources, "engine", Commits(session.run.resources.engine, fails))
             with pytest.raises(memascend.StorageError):
                 optimizer.step()
         model.zero_grad()
@@ -234,7 +234,7 @@ def test_after_a_step_that_failed_the_next_one_is_of_the_next_gradients(tmp_path
 
 def test_an_update_that_could_not_begin_is_no_part_of_the_next_step(tmp_path, monkeypatch):
     plain, theirs, model, optimizer = twins(tmp_path, "ssd")
-    rule = optimizer._session.gradients.rule
+    rule = optimizer._session.run.gradients.rule
     begin, calls = rule.update_spilled, []
 
     def fails_second(*args):
@@ -311,7 +311,7 @@ def test_parameters_that_are_parts_of_one_vector_are_fine(tmp_path):
 
 def test_a_unit_whose_read_failed_is_read_again(tmp_path, monkeypatch):
     plain, _, model, optimizer = twins(tmp_path)
-    residency = optimizer._session.residency
+    residency = optimizer._session.run.residency
 
     class Interrupted:
         def __init__(self, fetch):
@@ -434,7 +434,7 @@ def test_forwards_in_another_thread_do_not_fail_a_backward(tmp_path):
 
 def test_a_forward_that_was_interrupted_leaves_nothing_bound(tmp_path):
     plain, _, model, optimizer = twins(tmp_path, make=lambda: chain(4))
-    residency = optimizer._session.residency
+    residency = optimizer._session.run.residency
 
     def interrupts(*_):
         raise KeyboardInterrupt

@@ -41,7 +41,7 @@ class Model(nn.Module):
 
 
 def keeper(model):
-    return model._memascend._session.residency.hooks.keeper
+    return model._memascend._session.run.residency.hooks.keeper
 
 
 def offloaded(folder, *, blocks, reentrant=False, **options):

@@ -32,10 +32,10 @@ from memascend.run.modes import Modes
 from memascend.run.optimizer import OffloadedOptimizer
 from memascend.run.position import Position
 from memascend.run.reached_values import ReachedValues
-from memascend.run.readiness import Readiness
 from memascend.run.record import Record
 from memascend.run.rewrites import Rewrites
 from memascend.run.rollback import Rollback
+from memascend.run.run import Run
 from memascend.run.session import Session
 from memascend.run.state_dicts import StateDicts
 
@@ -75,7 +75,7 @@ class Assembly:
         offloaded = OffloadedOptimizer(subject.original, session)
         # What may not fit there, before anything is let go.
         move_buffers(subject.model, self._device)
-        for home in session.residency.units.homes:
+        for home in session.run.residency.units.homes:
             for place in home.places:
                 if not torch._has_compatible_shallow_copy_type(place.parameter, place.nothing):  # noqa: SLF001
                     # On meta, and on devices whose tensors are of another kind.
@@ -83,7 +83,7 @@ class Assembly:
                 place.unbind()
                 group = subject.owned[place.name].group
                 if group is not None:
-                    session.gradients.watch(place, group, resources.store.entry(place.name)["step"])
+                    session.run.gradients.watch(place, group, resources.store.entry(place.name)["step"])
         subject.original.state.clear()
         session.attachment.enter(offloaded)
         return session, offloaded
@@ -111,28 +111,23 @@ class Assembly:
         frames = self._frames(residency, gradients)
         position = Position(resources.store, subject.options.checkpoint)
         record = Record(resources.store, position, subject.buffers, subject.arithmetic, scale)
-        readiness = Readiness(resources, residency, frames, gradients)
-        reached_values = ReachedValues(resources, residency, gradients, record)
-        rewrites = Rewrites(resources, residency, gradients, record)
-        loads = Loads(resources, residency, record, rewrites)
-        state_dicts = StateDicts(subject.model, resources, residency, readiness, loads)
+        run = Run(resources=resources, residency=residency, frames=frames, gradients=gradients, record=record)
+        reached_values = ReachedValues(run)
+        rewrites = Rewrites(run)
+        loads = Loads(run, rewrites)
+        state_dicts = StateDicts(subject.model, run, loads)
         attachment = Attachment(
             subject.model, self._gates(residency), residency, frames, state_dicts, on_device=self._on_device
         )
         heap = Heap(sum(self.decision.sizes.unit_bytes.values()))
         return Session(
-            resources=resources,
-            residency=residency,
-            frames=frames,
-            gradients=gradients,
-            modes=Modes(resources, residency, gradients, readiness, record),
-            readiness=readiness,
-            record=record,
+            run=run,
+            modes=Modes(run),
             loads=loads,
             reached_values=reached_values,
             state_dicts=state_dicts,
-            materializer=Materializer(resources, residency, readiness, rewrites, attachment),
-            rollback=Rollback(subject.model, subject.arithmetic, resources, residency, gradients, readiness, record),
+            materializer=Materializer(run, rewrites, attachment),
+            rollback=Rollback(subject.model, subject.arithmetic, run),
             attachment=attachment,
             measurements=Measurements(resources, residency, plan, position, meter, heap),
             max_grad_norm=subject.options.max_grad_norm,

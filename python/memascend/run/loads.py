@@ -12,10 +12,8 @@ if TYPE_CHECKING:
 
     from memascend.engine import Engine
     from memascend.residency.placeholder import Place
-    from memascend.residency.residency import Residency
-    from memascend.run.record import Record
-    from memascend.run.resources import Resources
     from memascend.run.rewrites import Rewrites
+    from memascend.run.run import Run
 
 __all__ = ["Loads"]
 
@@ -43,10 +41,8 @@ class Loads:
     hands it its own one in between.
     """
 
-    def __init__(self, resources: Resources, residency: Residency, record: Record, rewrites: Rewrites) -> None:
-        self._resources = resources
-        self._residency = residency
-        self._record = record
+    def __init__(self, run: Run, rewrites: Rewrites) -> None:
+        self._run = run
         self._rewrites = rewrites
         self._held: list[_Load] = []
         self._now: _Load | None = None
@@ -64,14 +60,14 @@ class Loads:
         if held:
             changed = {
                 id(place.parameter)
-                for home in self._residency.units.homes
+                for home in self._run.residency.units.homes
                 for place in home.places
                 if place.name in held
             }
             if any(name in given and id(p) in changed for name, p in module.named_parameters(remove_duplicate=False)):
                 self.settle()
-        self._residency.transfers.begin_loading(self._load)
-        buffers = self._record.buffers
+        self._run.residency.transfers.begin_loading(self._load)
+        buffers = self._run.record.buffers
         self._now = _Load(errors, {name: buffers.target(name).clone() for name in buffers.names})
 
     def _load(self, place: Place, values: torch.Tensor) -> None:
@@ -80,7 +76,7 @@ class Loads:
         if name in load.staged:
             # By another name of the same parameter.
             load.staged.remove(name)
-            self._rewrites.discard([name])
+            self._run.discard([name])
         # Before it is staged: what an interrupt leaves is dropped, too.
         load.staged.append(name)
         if not self._rewrites.stage(place, values):
@@ -91,18 +87,18 @@ class Loads:
         load, self._now = self._now, None
         assert load is not None
         self._held.append(load)
-        engine, step, held = self._resources.engine, self._record.position.step, self._held
-        self._record.buffers.stage(self._resources.store, step)
-        self._residency.transfers.end_loading(self.settle)
+        engine, step, held = self._run.resources.engine, self._run.record.position.step, self._held
+        self._run.record.buffers.stage(self._run.resources.store, step)
+        self._run.residency.transfers.end_loading(self.settle)
         # Nothing that knows the model: it may be collected before anybody uses what was loaded.
-        self._resources.finish_first(lambda: _commit(engine, held, step))
+        self._run.resources.finish_first(lambda: _commit(engine, held, step))
 
     def give_up(self) -> None:
         """Drop a load that was interrupted."""
         if self._now is not None:
             load, self._now = self._now, None
             self._take_back([load])
-            self._residency.transfers.end_loading(self.settle if self._held else None)
+            self._run.residency.transfers.end_loading(self.settle if self._held else None)
 
     # --- all of them -----------------------------------------------------------------------------
 
@@ -110,20 +106,13 @@ class Loads:
         """Commit what is held back; what torch refused in part is dropped."""
         if not self._held or self._now is not None:
             return
-        with self._residency.turns.alone():
+        with self._run.residency.turns.alone():
             held = self._taken()
             fine = [load for load in held if not load.errors]
             self._take_back(load for load in held if load.errors)
             changed = [name for load in fine for name in load.staged]
-            if not changed:
-                return
-            generation = self._resources.store.info()["generation"]
-            try:
-                self._rewrites.commit(changed)
-            except BaseException:
-                if self._resources.store.info()["generation"] == generation:
-                    self._take_back(fine)
-                raise
+            if changed:
+                self._rewrites.commit(changed, lambda: self._take_back(fine))
 
     def drop(self) -> None:
         """Let the model be as it was before."""
@@ -131,18 +120,18 @@ class Loads:
 
     def _take_back(self, loads: Iterable[_Load]) -> None:
         for load in reversed(list(loads)):
-            self._rewrites.discard(load.staged)
+            self._run.discard(load.staged)
             self._restore(load)
 
     def _taken(self) -> list[_Load]:
         held, self._held = self._held, []
-        self._residency.transfers.end_loading(None)
-        self._resources.finish_first(None)
+        self._run.residency.transfers.end_loading(None)
+        self._run.resources.finish_first(None)
         return held
 
     def _restore(self, load: _Load) -> None:
-        buffers = self._record.buffers
-        buffers.unstage(self._resources.store)
+        buffers = self._run.record.buffers
+        buffers.unstage(self._run.resources.store)
         with torch.no_grad():
             for name, values in load.buffers.items():
                 buffers.target(name).copy_(values)

@@ -17,12 +17,10 @@ if TYPE_CHECKING:
 
     import torch
 
-    from memascend.residency.residency import Residency
     from memascend.residency.unit_slot import Home
     from memascend.run.attachment import Attachment
-    from memascend.run.readiness import Readiness
-    from memascend.run.resources import Resources
     from memascend.run.rewrites import Rewrites
+    from memascend.run.run import Run
 
 __all__ = ["Materializer", "is_materialized", "materialized"]
 
@@ -33,17 +31,8 @@ _OPEN: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 class Materializer:
     """Makes an offloaded model a plain one, and takes it back."""
 
-    def __init__(
-        self,
-        resources: Resources,
-        residency: Residency,
-        readiness: Readiness,
-        rewrites: Rewrites,
-        attachment: Attachment,
-    ) -> None:
-        self._resources = resources
-        self._residency = residency
-        self._readiness = readiness
+    def __init__(self, run: Run, rewrites: Rewrites, attachment: Attachment) -> None:
+        self._run = run
         self._rewrites = rewrites
         self._attachment = attachment
 
@@ -54,33 +43,33 @@ class Materializer:
         if model in _OPEN:
             raise UsageError("materialized() within materialized(): the parameters are real already")
         if modify:
-            self._readiness.require_quiet()
-        self._readiness.require_open()
+            self._run.require_quiet()
+        self._run.require_open()
         optimizer = model.__dict__["_memascend"]
         homes: list[Home] = []
         # What is written back is compared with storage: only what is dropped needs them.
         checksums: dict[str, str] | None = None if modify else {}
         written: str | None = None
         try:
-            with self._residency.turns.alone():
-                self._residency.require_idle("materialized()")
+            with self._run.residency.turns.alone():
+                self._run.residency.require_idle("materialized()")
                 # What user code wrote to weights is what the model has.
-                self._residency.reached.look()
+                self._run.residency.reached.look()
                 self._make_real(homes, checksums)
             _OPEN.add(model)
             # What is copied or pickled in there is a plain model.
             self._attachment.leave()
-            self._resources.unread = False
+            self._run.resources.unread = False
             yield
             if checksums is None:
-                self._readiness.require_open()
+                self._run.require_open()
                 self._write_back(homes)
             else:
                 written = _written(homes, checksums)
         finally:
             if model in _OPEN:
                 _OPEN.discard(model)
-                if not self._resources.closed:
+                if not self._run.resources.closed:
                     self._attachment.enter(optimizer)
             self._release(homes)
         if written is not None:
@@ -92,7 +81,7 @@ class Materializer:
 
     def _make_real(self, homes: list[Home], checksums: dict[str, str] | None) -> None:
         """Let every parameter be a plain one; `homes` are those that are, `checksums` of all values where asked for."""
-        residency = self._residency
+        residency = self._run.residency
         for home in residency.units.homes:
             copies = [residency.copy_of(place) for place in home.places]
             if checksums is not None:
@@ -109,17 +98,17 @@ class Materializer:
     def _write_back(self, homes: list[Home]) -> None:
         values = {place.name: place.parameter.detach() for home in homes for place in home.places}
         self._release(homes)
-        places = [place for home in self._residency.units.homes for place in home.places]
+        places = [place for home in self._run.residency.units.homes for place in home.places]
         try:
             changed = [place.name for place in places if self._rewrites.stage(place, values.pop(place.name))]
             if changed:
                 self._rewrites.commit(changed)
         except BaseException:
-            self._rewrites.discard(place.name for place in places)
+            self._run.discard(place.name for place in places)
             raise
 
     def _release(self, homes: list[Home]) -> None:
-        with self._residency.turns.alone(), self._residency.lock:
+        with self._run.residency.turns.alone(), self._run.residency.lock:
             while homes:
                 home = homes[-1]
                 for place in home.places:

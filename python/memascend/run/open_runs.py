@@ -65,7 +65,7 @@ def open_again(create: Callable[[], Store], paths: Sequence[str], *, closes: boo
 
 def _holders(paths: Sequence[str]) -> Iterator[tuple[OffloadedOptimizer, str]]:
     for run in list(_RUNS):
-        resources = run._session.resources  # noqa: SLF001
+        resources = run._session.run.resources  # noqa: SLF001
         if resources.closed:
             continue
         files = [os.fspath(file) for file in resources.store.info()["devices"]]

@@ -39,7 +39,7 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
         self._session = session
         self.state = StoredState(session)  # type: ignore[assignment]
         # It must not know the model, nor this: they would live for as long as the interpreter.
-        self._finalizer = weakref.finalize(self, session.resources.close)
+        self._finalizer = weakref.finalize(self, session.run.resources.close)
 
     # --- the loop --------------------------------------------------------------------
 
@@ -101,21 +101,21 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
     @property
     def loss_scale(self) -> float:
         """What `backward()` multiplies the loss by."""
-        return self._session.record.scale.scale
+        return self._session.run.record.scale.scale
 
     @property
     def steps(self) -> int:
         """Committed steps of this store, also those before a resume."""
-        return self._session.record.position.step
+        return self._session.run.record.position.step
 
     @property
     def user_state(self) -> Any:
         """A JSON value of at most 64 KiB that is committed with the step."""
-        return self._session.record.user_state
+        return self._session.run.record.user_state
 
     @user_state.setter
     def user_state(self, value: Any) -> None:
-        self._session.record.set_user_state(value)
+        self._session.run.record.set_user_state(value)
 
     @property
     def plan(self) -> Plan:
@@ -157,7 +157,7 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
             options["params"] = list(range(position, position + len(group["params"])))
             position += len(group["params"])
             groups.append(options)
-        return {"state": {}, "param_groups": groups, "memascend": self._session.record.position.state()}
+        return {"state": {}, "param_groups": groups, "memascend": self._session.run.record.position.state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the groups' options; the state stays what the store holds.

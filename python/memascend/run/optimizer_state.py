@@ -38,9 +38,9 @@ class StoredState(MutableMapping[torch.Tensor, dict[str, Any]]):
         return any(known is parameter for known in self)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        entries = self._session.resources.store.entries()
+        entries = self._session.run.resources.store.entries()
         has = {entry["name"] for entry in entries if any(name not in _OURS for name, _, _ in entry["state"])}
-        gradients = self._session.gradients.by_name
+        gradients = self._session.run.gradients.by_name
         return iter([one.place.parameter for name, one in gradients.items() if one.step and name in has])
 
     def __len__(self) -> int:

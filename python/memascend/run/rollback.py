@@ -12,12 +12,8 @@ from memascend.checkpoint.reader import Checkpoint, CheckpointValues
 if TYPE_CHECKING:
     import os
 
-    from memascend.gradients.gradients import Gradients
     from memascend.optimizers.update_rule import Arithmetic
-    from memascend.residency.residency import Residency
-    from memascend.run.readiness import Readiness
-    from memascend.run.record import Record
-    from memascend.run.resources import Resources
+    from memascend.run.run import Run
 
 __all__ = ["Rollback"]
 
@@ -32,25 +28,12 @@ class _Unit(NamedTuple):
 class Rollback:
     """Lets a run stand where a checkpoint of it was written."""
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        arithmetic: Arithmetic,
-        resources: Resources,
-        residency: Residency,
-        gradients: Gradients,
-        readiness: Readiness,
-        record: Record,
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, arithmetic: Arithmetic, run: Run) -> None:
         self._model = model
         self._arithmetic = arithmetic
-        self._resources = resources
-        self._residency = residency
-        self._gradients = gradients
-        self._readiness = readiness
-        self._record = record
+        self._run = run
 
-    def run(self, folder: str | os.PathLike[str]) -> None:
+    def go_to(self, folder: str | os.PathLike[str]) -> None:
         """Commit what a checkpoint holds: values, state, counts, buffers, loss scale and `user_state`.
 
         Raises:
@@ -59,24 +42,23 @@ class Rollback:
         """
         source = self._source(Checkpoint(folder))
         source.check()
-        self._readiness.require_quiet()
-        record, engine, buffers = self._record, self._resources.engine, self._record.buffers
-        with contextlib.ExitStack() as undo, self._residency.turns.alone():
+        self._run.require_quiet()
+        record, engine, buffers = self._run.record, self._run.resources.engine, self._run.record.buffers
+        with contextlib.ExitStack() as undo, self._run.residency.turns.alone():
             for name in buffers.names:
                 undo.callback(_restore, buffers.target(name), buffers.target(name).clone())
             undo.callback(engine.discard)
             counts = self._stage(source)
             hyperparameters = source.hyperparameters([])
             self._arithmetic.shared.restore(hyperparameters.get("attributes") or {}, undo)
-            line = self._resources.store.info()["generation"]
+            line = self._run.resources.store.info()["generation"]
             hyperparameters["line"] = line
             engine.commit(source.step, user_state=source.user_state, hyperparameters=hyperparameters)
             undo.pop_all()
-            names = [place.name for home in self._residency.units.homes for place in home.places]
-            self._residency.units.changed(names)
-            self._residency.reached.forget(names)
+            names = [place.name for home in self._run.residency.units.homes for place in home.places]
+            self._run.changed(names)
             for name, count in counts.items():
-                self._gradients.by_name[name].step = count
+                self._run.gradients.by_name[name].step = count
             buffers.committed()
             record.user_state = source.user_state
             scale = hyperparameters.get("loss_scale")
@@ -85,20 +67,20 @@ class Rollback:
             record.position.go_back(source.step, hyperparameters["origin"], line)
 
     def _source(self, checkpoint: Checkpoint) -> CheckpointValues:
-        places = {place.name: place.parameter for home in self._residency.units.homes for place in home.places}
-        buffers = {name: self._record.buffers.tensor(name) for name in self._record.buffers.names}
-        trained = self._gradients.by_name.keys()
+        places = {place.name: place.parameter for home in self._run.residency.units.homes for place in home.places}
+        buffers = {name: self._run.record.buffers.tensor(name) for name in self._run.record.buffers.names}
+        trained = self._run.gradients.by_name.keys()
         return CheckpointValues(checkpoint, self._model, places, buffers, self._arithmetic, trained)
 
     def _stage(self, source: CheckpointValues) -> dict[str, int]:
         """Stage all of it; how many updates made each parameter that is trained."""
-        engine, record = self._resources.engine, self._record
+        engine, record = self._run.resources.engine, self._run.record
         counts, waiting = {}, 0
-        units: Any = [_Unit(tuple(place.name for place in home.places)) for home in self._residency.units.homes]
+        units: Any = [_Unit(tuple(place.name for place in home.places)) for home in self._run.residency.units.homes]
         with contextlib.closing(source.parameters(units)) as found:
             for name, values, state, step in found:
                 engine.fill(name, values, state, step=step)
-                if name in self._gradients.by_name:
+                if name in self._run.gradients.by_name:
                     counts[name] = step
                 waiting += values.nbytes + sum(tensor.nbytes for tensor in state.values())
                 if waiting >= _WAITING_BYTES_MAX:
@@ -106,7 +88,7 @@ class Rollback:
                     waiting = 0
         for name in record.buffers.names:
             source.buffer(name, record.buffers.target(name))
-        record.buffers.stage(self._resources.store, source.step)
+        record.buffers.stage(self._run.resources.store, source.step)
         engine.finish()
         return counts
 

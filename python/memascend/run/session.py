@@ -20,20 +20,15 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from memascend.gradients.gradient import Gradient
-    from memascend.gradients.gradients import Gradients
-    from memascend.residency.gates import Frames
-    from memascend.residency.residency import Residency
     from memascend.run.attachment import Attachment
     from memascend.run.loads import Loads
     from memascend.run.materialized import Materializer
     from memascend.run.measurements import Measurements
     from memascend.run.modes import Modes
     from memascend.run.reached_values import ReachedValues
-    from memascend.run.readiness import Readiness
-    from memascend.run.record import Record
     from memascend.run.report import Report
-    from memascend.run.resources import Resources
     from memascend.run.rollback import Rollback
+    from memascend.run.run import Run
     from memascend.run.state_dicts import StateDicts
 
 __all__ = ["Outcome", "Session"]
@@ -53,12 +48,7 @@ class Outcome:
 class Session:
     """A model and an optimizer that are offloaded."""
 
-    resources: Resources
-    residency: Residency
-    frames: Frames
-    gradients: Gradients
-    readiness: Readiness
-    record: Record
+    run: Run
     loads: Loads
     modes: Modes
     reached_values: ReachedValues
@@ -74,34 +64,35 @@ class Session:
 
     def backward(self, loss: torch.Tensor, options: dict[str, Any]) -> None:
         """A backward from the scaled loss."""
-        self.resources.require_open()
+        self.run.resources.require_open()
         self.loads.settle()
-        scale = self.record.scale
-        with self.gradients.scaled():
+        scale = self.run.record.scale
+        with self.run.gradients.scaled():
             (loss * scale.scale if scale.enabled else loss).backward(**options)
 
     def step(self) -> None:
         """Commit the step, or skip it where a scaled gradient overflowed."""
-        self.resources.require_open()
-        self.resources.units.require_usable()
-        if self.frames.inside:
+        self.run.resources.require_open()
+        self.run.resources.units.require_usable()
+        if self.run.frames.inside:
             raise UsageError(
                 "step() was called inside of the model's forward, which uses the parameters; call it after"
             )
-        self.frames.unwind()
+        self.run.frames.unwind()
         self.state_dicts.forget()
         self.loads.settle()
         began = time.perf_counter()
-        with self.residency.turns.alone():
+        with self.run.residency.turns.alone():
             committed = self._step()
         if committed:
-            self.residency.units.end_step()
+            self.run.residency.units.end_step()
             self.measurements.step_ended(began)
-            self.resources.warn_if_lost()
+            self.run.resources.warn_if_lost()
 
     def _step(self) -> bool:
         """Whether there was a step, and it did not overflow."""
-        gradients, record, engine, store = self.gradients, self.record, self.resources.engine, self.resources.store
+        run, gradients, record = self.run, self.run.gradients, self.run.record
+        engine, store = run.resources.engine, run.resources.store
         present = gradients.present()
         if not present:
             return False
@@ -110,9 +101,9 @@ class Session:
                 "step() again, and the gradients in p.grad were used by the last one: call zero_grad() after each "
                 "step, and backward() before the next"
             )
-        self.residency.require_idle("step()")
+        run.residency.require_idle("step()")
         self._refuse_written()
-        self.residency.reached.require_seen()
+        run.residency.reached.require_seen()
         # For gradients that no backward brought.
         self.reached_values.write_before_updates()
         factor = 1.0
@@ -132,18 +123,13 @@ class Session:
         give_back = record.shared.adopt(updated, engine.finish)
         before = record.scale.state()
         record.scale.update(overflowed=False)
-        generation = store.info()["generation"]
-        try:
+
+        def failed() -> None:
+            record.scale.load(before)
+            give_back()
+
+        with run.committing(lambda: self._committed(present), failed):
             engine.commit(step, user_state=record.user_state, hyperparameters=record.hyperparameters())
-        except BaseException:
-            if store.info()["generation"] == generation:
-                record.scale.load(before)
-                give_back()
-            else:
-                # Ctrl-C is heard once the commit has returned: it stands.
-                self._committed(present)
-            raise
-        self._committed(present)
         learnt = gradients.learn()
         if learnt:
             _log.info(learnt)
@@ -152,22 +138,20 @@ class Session:
     @property
     def _norm_comes_first(self) -> bool:
         """Whether the step depends on the norm; else nothing waits for it, and it is taken once the step is made."""
-        return self.record.scale.enabled or self.max_grad_norm is not None
+        return self.run.record.scale.enabled or self.max_grad_norm is not None
 
     def _committed(self, present: Sequence[tuple[Gradient, torch.Tensor]]) -> None:
-        self.record.position.advance()
+        self.run.record.position.advance()
         if not self._norm_comes_first:
-            self.outcome = Outcome(self.gradients.norm(present))
-        self.resources.unread = True
-        self.record.buffers.committed()
-        updated = self.gradients.committed(present)
-        self.residency.units.changed(updated)
-        self.residency.reached.forget(updated)
+            self.outcome = Outcome(self.run.gradients.norm(present))
+        self.run.resources.unread = True
+        self.run.record.buffers.committed()
+        self.run.changed(self.run.gradients.committed(present))
 
     def _refuse_written(self) -> None:
-        self.residency.units.find_written()
-        if self.residency.units.written:
-            names = ", ".join(sorted(self.residency.units.written))
+        self.run.residency.units.find_written()
+        if self.run.residency.units.written:
+            names = ", ".join(sorted(self.run.residency.units.written))
             raise UsageError(
                 f"the values of {names} were written to in place while the model computed, and storage does not know: "
                 "call zero_grad(), and change them within memascend.materialized(model, modify=True)"
@@ -175,26 +159,26 @@ class Session:
 
     def zero_grad(self, *, set_to_none: bool) -> None:
         """Drop or zero the gradients."""
-        if self.resources.closed:
+        if self.run.resources.closed:
             return
-        self.frames.unwind()
+        self.run.frames.unwind()
         self.state_dicts.forget()
         self.loads.settle()
-        self.residency.units.written.clear()
-        self.residency.reached.forget_late()
+        self.run.residency.units.written.clear()
+        self.run.residency.reached.forget_late()
         if set_to_none:
-            self.gradients.clear()
+            self.run.gradients.clear()
             self.measurements.meter.cleared()
         else:
-            self.gradients.zero()
+            self.run.gradients.zero()
 
     def judge(self, state_dict: Mapping[str, Any]) -> None:
         """Stand where an optimizer's state dict was made; or refuse it, and what was loaded into the model with it."""
         try:
-            folder = self.record.find(state_dict)
+            folder = self.run.record.find(state_dict)
             if folder is not None:
                 self.loads.drop()
-                self.rollback.run(folder)
+                self.rollback.go_to(folder)
         except BaseException:
             self.loads.drop()
             raise
@@ -203,35 +187,35 @@ class Session:
 
     def save(self, folder: str | os.PathLike[str], *, among_others: bool = False) -> None:
         """Write a whole checkpoint of what is committed, with the options that the groups have now."""
-        self.readiness.require_quiet()
+        self.run.require_quiet()
         self.loads.settle()
         self.reached_values.write_between_steps()
-        trained = self.gradients.by_name.keys()
+        trained = self.run.gradients.by_name.keys()
         model = self.attachment.model
-        save(folder, self.resources.store, model, trained, self.record.facts(), among_others=among_others)
-        self.record.position.save_to(folder)
-        self.resources.unread = False
+        save(folder, self.run.resources.store, model, trained, self.run.record.facts(), among_others=among_others)
+        self.run.record.position.save_to(folder)
+        self.run.resources.unread = False
 
     def state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """A copy of the state of a parameter."""
-        self.resources.require_open()
+        self.run.resources.require_open()
         self.loads.settle()
-        for kept in self.gradients.by_name.values():
+        for kept in self.run.gradients.by_name.values():
             if kept.place.parameter is parameter:
-                return self.gradients.rule.state(kept)
+                return self.run.gradients.rule.state(kept)
         raise ConfigError("this tensor is no parameter that the optimizer updates")
 
     def report(self) -> Report:
         """What was measured so far."""
-        return self.measurements.report(self.gradients.by_name)
+        return self.measurements.report(self.run.gradients.by_name)
 
     # --- the end -------------------------------------------------------------------------
 
     def close(self) -> None:
         """Keep what was committed, drop the rest, free everything."""
-        if self.resources.closed:
+        if self.run.resources.closed:
             return
-        self.frames.unwind(all_of_it=True)
+        self.run.frames.unwind(all_of_it=True)
         leftovers.let_go()
         self.state_dicts.forget()
         self.loads.settle()
@@ -241,11 +225,11 @@ class Session:
 
     def _close(self) -> None:
         with contextlib.suppress(MemascendError):
-            self.measurements.close(self.gradients.by_name)
+            self.measurements.close(self.run.gradients.by_name)
         self.attachment.leave()
-        self.gradients.unwatch()
-        self.residency.close(CLOSED)
-        self.resources.close()
+        self.run.gradients.unwatch()
+        self.run.residency.close(CLOSED)
+        self.run.resources.close()
         self.measurements.heap.close()
 
 

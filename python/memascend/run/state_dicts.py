@@ -11,10 +11,8 @@ from memascend.residency.gates import COPIED
 if TYPE_CHECKING:
     import torch
 
-    from memascend.residency.residency import Residency
     from memascend.run.loads import Loads
-    from memascend.run.readiness import Readiness
-    from memascend.run.resources import Resources
+    from memascend.run.run import Run
 
 __all__ = ["StateDicts"]
 
@@ -26,19 +24,10 @@ _TABLES = ("_state_dict_pre_hooks", "_state_dict_hooks", "_load_state_dict_pre_h
 class StateDicts:
     """The hooks by which torch makes and loads state dicts of one offloaded model."""
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        resources: Resources,
-        residency: Residency,
-        readiness: Readiness,
-        loads: Loads,
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, run: Run, loads: Loads) -> None:
         """Nothing of the model changes before `install`."""
         self._model = model
-        self._resources = resources
-        self._residency = residency
-        self._readiness = readiness
+        self._run = run
         self._loads = loads
         # The module whose state dict is being made.
         self._making: torch.nn.Module | None = None
@@ -67,7 +56,7 @@ class StateDicts:
     def forget(self) -> None:
         """Give up a state dict whose making or loading was interrupted."""
         self._making = None
-        self._residency.transfers.end_making()
+        self._run.residency.transfers.end_making()
         self._loading.clear()
         self._loads.give_up()
 
@@ -77,14 +66,14 @@ class StateDicts:
         del prefix
         if self._making is None and not keep_vars:
             self._making = module
-            self._residency.transfers.begin_making()
+            self._run.residency.transfers.begin_making()
 
     def after_making(self, module: torch.nn.Module) -> None:
         """A module has added what it has."""
         if self._making is module:
             self._making = None
-            self._residency.transfers.end_making()
-            self._resources.unread = False
+            self._run.residency.transfers.end_making()
+            self._run.resources.unread = False
 
     # --- loading ------------------------------------------------------------------------------
 
@@ -103,7 +92,7 @@ class StateDicts:
         if local_metadata.get("assign_to_params_buffers"):
             raise UsageError("load_state_dict(assign=True) would replace offloaded parameters; leave assign out")
         if not self._loading:
-            self._readiness.require_quiet()
+            self._run.require_quiet()
             self._loads.begin(module, {name.removeprefix(prefix) for name in state_dict}, errors)
         self._loading.append(module)
 

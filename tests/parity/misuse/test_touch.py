@@ -111,7 +111,7 @@ def test_what_is_known_without_the_values(training, weight, monkeypatch):
     def reads(*_):
         raise AssertionError("the values were brought in")
 
-    monkeypatch.setattr(training.optimizer._session.residency, "bind", reads)
+    monkeypatch.setattr(training.optimizer._session.run.residency, "bind", reads)
     assert weight.shape == (64, 32)
     assert weight.stride() == (32, 1)
     assert (weight.numel(), weight.dim(), weight.dtype) == (2048, 2, torch.float32)

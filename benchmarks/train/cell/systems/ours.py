@@ -80,7 +80,7 @@ class Ours:
 
     def __init__(self, model: Any, optimizer: OffloadedOptimizer, *, scaled: bool, trace: str | None) -> None:
         self.model, self.optimizer, self.scaled = model, optimizer, scaled
-        self._trace = Trace(optimizer._session.resources.engine, Path(trace)) if trace else None  # noqa: SLF001
+        self._trace = Trace(optimizer._session.run.resources.engine, Path(trace)) if trace else None  # noqa: SLF001
 
     def forward(self, tokens: Any) -> Any:
         """The loss of a batch."""
