@@ -12,6 +12,7 @@ mod errors;
 mod examined;
 mod function;
 mod kernels;
+mod leases;
 mod memory;
 mod nvme;
 mod parts;
@@ -31,6 +32,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     examined::register(module)?;
     function::register(module)?;
     kernels::register(module)?;
+    leases::register(module)?;
     memory::register(module)?;
     nvme::register(module)?;
     parts::register(module)?;

@@ -1,29 +1,23 @@
-//! Translates `rust/mem` for Python: regions, arenas, rings, leases.
+//! Translates `rust/mem` for Python: regions, arenas, rings.
 
-use std::{
-    ffi::c_int,
-    sync::{Arc, Mutex, MutexGuard},
-};
-
-use memascend_mem::{self as mem, ArenaStats, Layout, OnFork, OwnerStats, Pin, Pinned, Wait};
+use memascend_mem::{self as mem, ArenaStats, Layout, OnFork, OwnerStats, Pin, Pinned};
 use pyo3::{
-    ffi,
     prelude::*,
     types::{PyBool, PyDict, PyString},
 };
 
 use crate::{
     arguments::{Seconds, shown, size},
-    errors::{config_error, memory_error, usage_error},
-    waiting::{interruptible, waiting},
+    detached::Detached,
+    errors::{config_error, memory_error},
+    leases::{Lease, leased},
+    waiting::interruptible,
 };
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Region>()?;
     module.add_class::<Arena>()?;
     module.add_class::<ChunkRing>()?;
-    module.add_class::<Lease>()?;
-    module.add_class::<LeaseBuffer>()?;
     module.add_function(wrap_pyfunction!(ignore_captures, module)?)?;
     module.add_function(wrap_pyfunction!(memory_layout, module)?)?;
     module.add_function(wrap_pyfunction!(memory_limits, module)?)?;
@@ -33,7 +27,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 /// Page-aligned memory outside Python's heap. See `memascend.memory.Region`.
 #[pyclass(frozen, module = "memascend._core")]
 struct Region {
-    inner: Outside<mem::Region>,
+    inner: Detached<mem::Region>,
 }
 
 #[pymethods]
@@ -50,7 +44,7 @@ impl Region {
         let nbytes = size("nbytes", nbytes)?;
         let (pin, on_fork) = (pin_wish(pin)?, fork_wish(on_fork)?);
         let made = interruptible(py, |keep_going| mem::Region::interruptible(nbytes, pin, on_fork, owner, keep_going))?;
-        Ok(Self { inner: Outside::new(made.map_err(|error| memory_error(py, &error))?) })
+        Ok(Self { inner: Detached::new(made.map_err(|error| memory_error(py, &error))?) })
     }
 
     #[getter]
@@ -96,7 +90,7 @@ impl Region {
 /// A region divided into slots. See `memascend.memory.Arena`.
 #[pyclass(frozen, module = "memascend._core")]
 struct Arena {
-    inner: Outside<mem::Arena>,
+    inner: Detached<mem::Arena>,
 }
 
 #[pymethods]
@@ -104,7 +98,7 @@ impl Arena {
     #[new]
     fn new(py: Python<'_>, region: &Region, classes: &Bound<'_, PyDict>) -> PyResult<Self> {
         let inner = mem::Arena::new(&region.inner, &planned(classes)?);
-        Ok(Self { inner: Outside::new(inner.map_err(|error| memory_error(py, &error))?) })
+        Ok(Self { inner: Detached::new(inner.map_err(|error| memory_error(py, &error))?) })
     }
 
     fn lease(&self, nbytes: &Bound<'_, PyAny>, seconds: Option<Seconds>, owner: &str) -> PyResult<Lease> {
@@ -136,7 +130,7 @@ impl Arena {
 /// Chunks of one size. See `memascend.memory.ChunkRing`.
 #[pyclass(frozen, module = "memascend._core")]
 struct ChunkRing {
-    inner: Outside<mem::ChunkRing>,
+    inner: Detached<mem::ChunkRing>,
 }
 
 #[pymethods]
@@ -144,7 +138,7 @@ impl ChunkRing {
     #[new]
     fn new(region: &Region, chunk_bytes: &Bound<'_, PyAny>, count: &Bound<'_, PyAny>) -> PyResult<Self> {
         let inner = mem::ChunkRing::new(&region.inner, size("chunk_bytes", chunk_bytes)?, size("count", count)?);
-        Ok(Self { inner: Outside::new(inner.map_err(|error| memory_error(count.py(), &error))?) })
+        Ok(Self { inner: Detached::new(inner.map_err(|error| memory_error(count.py(), &error))?) })
     }
 
     fn lease(&self, py: Python<'_>, seconds: Option<Seconds>, owner: &str) -> PyResult<Lease> {
@@ -157,101 +151,12 @@ impl ChunkRing {
     }
 }
 
-/// A hold on a slot; the buffers made of it hold it too. See `memascend.memory.Lease`.
-#[pyclass(frozen, module = "memascend._core")]
-struct Lease {
-    nbytes: usize,
-    /// `None` once returned.
-    inner: Mutex<Option<Arc<mem::Lease>>>,
-}
-
-const RETURNED: &str = "this lease was returned already; take another one";
-const IN_USE: &str = "a tensor still lives in this lease; drop every view of it, the lease goes back with the last one";
-
-#[pymethods]
-impl Lease {
-    #[getter]
-    fn nbytes(&self) -> usize {
-        self.nbytes
-    }
-
-    #[getter]
-    fn returned(&self) -> bool {
-        self.held().is_none()
-    }
-
-    fn buffer(&self, py: Python<'_>) -> PyResult<LeaseBuffer> {
-        let held = self.held().as_ref().map(Arc::clone);
-        // The lock is given back before an exception is made: that may collect garbage, which may run Python code, which
-        // may ask this lease.
-        held.map(|lease| LeaseBuffer { lease: Some(lease) }).ok_or_else(|| usage_error(py, RETURNED))
-    }
-
-    fn release(&self, py: Python<'_>) -> PyResult<()> {
-        let returned = {
-            let mut held = self.held();
-            match held.take().map(Arc::try_unwrap) {
-                Some(Ok(lease)) => Ok(lease),
-                Some(Err(in_use)) => {
-                    *held = Some(in_use);
-                    Err(IN_USE)
-                }
-                None => Err(RETURNED),
-            }
-        };
-        match returned {
-            Ok(lease) => {
-                py.detach(|| drop(lease));
-                Ok(())
-            }
-            Err(why) => Err(usage_error(py, why)),
-        }
-    }
-}
-
-impl Lease {
-    fn held(&self) -> MutexGuard<'_, Option<Arc<mem::Lease>>> {
-        mem::locked(&self.inner)
-    }
-}
-
-/// The bytes of a lease as a writable buffer; the lease lives as long as this object.
-#[pyclass(frozen, module = "memascend._core")]
-struct LeaseBuffer {
-    /// `None` only while this is dropped.
-    lease: Option<Arc<mem::Lease>>,
-}
-
-impl Drop for LeaseBuffer {
-    fn drop(&mut self) {
-        // Giving a slot back takes nanoseconds, unless it is the last of a closed region: that unmaps.
-        if self.lease.as_ref().is_some_and(|lease| lease.is_region_closed()) {
-            drop(Outside(self.lease.take()));
-        }
-    }
-}
-
-#[pymethods]
-impl LeaseBuffer {
-    /// # Safety
-    /// Called by the interpreter with a view to fill.
-    unsafe fn __getbuffer__(slf: &Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
-        let Some(lease) = &slf.get().lease else { return Err(usage_error(slf.py(), RETURNED)) };
-        // A lease is smaller than isize::MAX: the layout sees to it.
-        let length = ffi::Py_ssize_t::try_from(lease.len())?;
-        // SAFETY: the interpreter passes a valid view; the bytes live as long as `slf`, which the view comes to hold.
-        let failed =
-            unsafe { ffi::PyBuffer_FillInfo(view, slf.as_ptr(), lease.as_ptr().as_ptr().cast(), length, 0, flags) };
-        if failed == 0 { Ok(()) } else { Err(PyErr::fetch(slf.py())) }
-    }
-}
-
-/// Where the slots of a plan would lie: (bytes asked for, bytes reserved).
 #[pyfunction]
 fn ignore_captures() -> bool {
     mem::ignore_captures()
 }
 
+/// Where the slots of a plan would lie: (bytes asked for, bytes reserved).
 #[pyfunction]
 fn memory_layout(classes: &Bound<'_, PyDict>) -> PyResult<(usize, usize)> {
     let layout = Layout::unbounded(&planned(classes)?).map_err(|error| memory_error(classes.py(), &error))?;
@@ -291,16 +196,6 @@ fn memory_regions(py: Python<'_>) -> PyResult<Vec<Bound<'_, PyDict>>> {
     mem::regions().into_iter().map(region).collect()
 }
 
-/// Waits for a lease, with the GIL released.
-fn leased(
-    py: Python<'_>,
-    seconds: Option<Seconds>,
-    lease: impl FnOnce(Wait<'_>) -> mem::Result<mem::Lease> + Send,
-) -> PyResult<Lease> {
-    let lease = waiting(py, seconds, lease)?.map_err(|error| memory_error(py, &error))?;
-    Ok(Lease { nbytes: lease.len(), inner: Mutex::new(Some(Arc::new(lease))) })
-}
-
 fn pin_wish(pin: &Bound<'_, PyAny>) -> PyResult<Pin> {
     let word = pin.cast::<PyString>().ok().map(ToString::to_string);
     let no = pin.cast::<PyBool>().is_ok_and(|wish| !wish.is_true());
@@ -321,37 +216,6 @@ fn fork_wish(on_fork: &Bound<'_, PyAny>) -> PyResult<OnFork> {
         Some("copy") => Ok(OnFork::Copy),
         Some("wipe") => Ok(OnFork::Wipe),
         _ => Err(config_error(on_fork.py(), format!("on_fork must be \"copy\" or \"wipe\", not {}", shown(on_fork)))),
-    }
-}
-
-/// Something whose end may take long (memory that is unmapped): it is dropped with the GIL released.
-struct Outside<T: Send>(Option<T>);
-
-impl<T: Send> Outside<T> {
-    fn new(value: T) -> Self {
-        Self(Some(value))
-    }
-}
-
-impl<T: Send> std::ops::Deref for Outside<T> {
-    type Target = T;
-
-    fn deref(&self) -> &T {
-        self.0.as_ref().unwrap_or_else(|| unreachable!("empty only while it is dropped"))
-    }
-}
-
-impl<T: Send> Drop for Outside<T> {
-    fn drop(&mut self) {
-        let value = self.0.take();
-        // Without an interpreter, at the very end of the process, there is no GIL to release.
-        if let Some(value) = value {
-            let mut value = Some(value);
-            let dropped = Python::try_attach(|py| py.detach(|| drop(value.take())));
-            if dropped.is_none() {
-                drop(value);
-            }
-        }
     }
 }
 
