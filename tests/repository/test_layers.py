@@ -34,8 +34,8 @@ ROOMS = {
     "residency": BASE | {"engine"},
     "device": BASE | {"engine", "residency"},
     "activations": BASE | {"engine", "device"},
-    "gradients": BASE | {"engine", "residency"},
-    "optimizers": BASE | {"engine", "residency", "gradients"},
+    "optimizers": BASE | {"engine", "residency"},
+    "gradients": BASE | {"engine", "residency", "optimizers"},
     "checkpoint": BASE | {"engine", "planning", "residency", "optimizers"},
     "run": BASE
     | {"engine", "kernels", "planning", "residency", "device", "activations", "gradients", "optimizers", "checkpoint"},

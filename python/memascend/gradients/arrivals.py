@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,40 +15,19 @@ from memascend.gradients.hooks import AccumulationHooks
 from memascend.residency.row_gradient import RowGradient
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable
 
     from memascend.engine import Engine
     from memascend.gradients.loop import Habits
     from memascend.gradients.loss_scale import LossScale
     from memascend.gradients.norms import Norms
+    from memascend.gradients.updates import Updates
     from memascend.residency.placeholder import Place
 
-__all__ = ["Arrivals", "Rule"]
+__all__ = ["Arrivals"]
 
 # The gradient's own, and the one that asks.
 _STORAGE_USES = 2
-
-
-class Rule(Protocol):
-    """The arithmetic of an update, as the room above has it (`optimizers.update_rule`)."""
-
-    def options(self, kept: Gradient) -> Any:
-        """The options that an update of this parameter would use now."""
-
-    def update(self, kept: Gradient, gradient: torch.Tensor, scale: float) -> None:
-        """Begin the update by a gradient in memory, multiplied by `scale`."""
-
-    def update_spilled(self, kept: Gradient, factors: Sequence[float], scale: float) -> None:
-        """Begin the update by the gradient that was spilled."""
-
-    def rewrite(self, name: str, values: torch.Tensor, step: int) -> None:
-        """Stage other values, and a master that equals them."""
-
-    def state(self, kept: Gradient) -> dict[str, torch.Tensor]:
-        """A copy of the state, by torch's names, and the master."""
-
-    def switch(self, mode: str, parameters: Iterable[Gradient]) -> list[str]:
-        """Stage what `train()` or `eval()` of the optimizer does to its parameters; the names of those."""
 
 
 class Arrivals:
@@ -67,7 +46,7 @@ class Arrivals:
     def __init__(
         self,
         engine: Engine,
-        rule: Rule,
+        rule: Updates,
         scale: LossScale,
         loop: Habits,
         norms: Norms,

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from memascend.engine import Engine
-    from memascend.gradients.arrivals import Rule
     from memascend.gradients.gradient import Gradient
     from memascend.gradients.loss_scale import LossScale
     from memascend.gradients.norms import Check
+    from memascend.gradients.updates import Updates
     from memascend.residency.placeholder import Place
 
     # Gradients, each with what stands in `p.grad`.
@@ -44,7 +44,7 @@ class Gradients:
     def __init__(
         self,
         engine: Engine,
-        rule: Rule,
+        rule: Updates,
         check: Check,
         loss_scale: LossScale,
         loop: Loop,

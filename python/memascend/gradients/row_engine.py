@@ -37,7 +37,7 @@ class RowEngine(LendingEngine):
             return Lent(gradient, _Windows(gradient), _nothing, 0)
         if name in self._names and gradient.nbytes > self._queue_bytes and gradient.data_ptr() % 8 == 0:
             # Somebody used the weight in another way: all of the gradient is there, and the plan has no room for it.
-            return Lent(gradient, _InMemory(gradient), _nothing, 0)
+            return Lent(gradient, _WholeGradient(gradient), _nothing, 0)
         return gradient
 
     def settle(self, given: torch.Tensor | Lent | None) -> None:
@@ -62,7 +62,7 @@ class _Windows:
         return window.data_ptr(), first * self._row_bytes, window.nbytes
 
 
-class _InMemory:
+class _WholeGradient:
     """Lends a gradient that is all there."""
 
     def __init__(self, gradient: torch.Tensor) -> None:

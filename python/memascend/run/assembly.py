@@ -14,7 +14,7 @@ from memascend.device.graphs import refuse_graphs
 from memascend.gradients.gradients import Gradients, Loop
 from memascend.gradients.loss_scale import LossScale
 from memascend.gradients.row_engine import RowEngine
-from memascend.optimizers.update_rule import Updates
+from memascend.gradients.updates import Updates
 from memascend.residency.copies import Copies
 from memascend.residency.debug_checksums import Sums, wanted
 from memascend.residency.environment import Limits, Listener, Moment

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memascend.run.report import InMemory, Owner, Report
+from memascend.run.report import Owner, Report, TorchBytes
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -172,7 +172,7 @@ class Measurements:
             "device_copies": units.unregistered,
         }
 
-    def _in_memory(self, trained: Collection[str]) -> InMemory:
+    def _in_memory(self, trained: Collection[str]) -> TorchBytes:
         """Values, gradients and state as torch holds them: a compact master counts whole."""
         values = state = gradients = 0
         for entry in self._resources.store.each_entry():
@@ -184,7 +184,7 @@ class Measurements:
                 gradients += nbytes
             for name, dtype, shape in entry["state"]:
                 state += math.prod(shape) * (4 if name == "rest" else _itemsize(dtype))
-        return InMemory(values, state, gradients)
+        return TorchBytes(values, state, gradients)
 
 
 def _itemsize(dtype: str) -> int:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from memascend.run.meter import Sample
 
-__all__ = ["InMemory", "Owner", "Report"]
+__all__ = ["Owner", "Report", "TorchBytes"]
 
 _MIB = 1 << 20
 
@@ -29,7 +29,7 @@ class Owner:
 
 
 @dataclass(frozen=True)
-class InMemory:
+class TorchBytes:
     """What the same training holds in memory without offloading, in bytes, but for activations, which are the same."""
 
     values: int
@@ -73,7 +73,7 @@ class Report:
     seconds: dict[str, float]
     steps: int
     units: dict[str, int]
-    in_memory: InMemory
+    in_memory: TorchBytes
     samples: Sequence[Sample]
     device: dict[str, Owner] = field(default_factory=dict)
     device_budget: int = 0

@@ -1,0 +1,153 @@
+"""Begins the updates of single parameters: Adam in the engine, or a run of the optimizer's own code."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memascend.engine import Adam, master_of
+from memascend.errors import UsageError
+from memascend.optimizers import generic
+from memascend.optimizers.clone import group_options
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from memascend.engine import Chunk, Engine, Store
+    from memascend.gradients.gradient import Gradient
+    from memascend.optimizers.state_layout import StateLayout
+    from memascend.optimizers.update_rule import Arithmetic
+
+__all__ = ["Updates"]
+
+_AS_IT_COMES = generic.Given()
+
+
+class Updates:
+    """The arithmetic of a run's optimizer at work, on an engine."""
+
+    def __init__(
+        self,
+        arithmetic: Arithmetic,
+        engine: Engine,
+        store: Store,
+        values: Callable[[Gradient], torch.Tensor | None],
+    ) -> None:
+        """`values` gives the values of a parameter where they are resident."""
+        self._arithmetic = arithmetic
+        self._engine = engine
+        self._store = store
+        self._values = values
+        self._groups = arithmetic.optimizer.param_groups
+        # The last ones of each group: parameters whose options are equal share them.
+        self._options: dict[int, dict[str, Any]] = {}
+
+    def _layout(self, kept: Gradient) -> StateLayout | None:
+        return self._arithmetic.layouts[id(kept.place.parameter)]
+
+    def _run(
+        self, kept: Gradient, layout: StateLayout, given: generic.Given = _AS_IT_COMES, method: str = "step"
+    ) -> Callable[[Chunk], None]:
+        """A run of the optimizer's own code on one parameter."""
+        return generic.update(
+            self._arithmetic.optimizer,
+            self._groups[kept.group],
+            layout,
+            given,
+            first=kept.step == 0,
+            method=method,
+            ended=self._arithmetic.shared.ended(kept.name, kept.group),
+        )
+
+    def options(self, kept: Gradient) -> dict[str, Any]:
+        """The options that an update of this parameter would use now."""
+        group = self._groups[kept.group]
+        if self._layout(kept) is not None:
+            return group_options(group)
+        options = self._arithmetic.rust_options(group, kept.place.dtype)
+        if options is None:
+            raise UsageError(
+                f"the options of {kept.name!r} now need other state than it has (amsgrad, say): set them before "
+                "offload()"
+            )
+        if self._options.get(kept.group) != options:
+            self._options[kept.group] = options
+        return self._options[kept.group]
+
+    def update(self, kept: Gradient, gradient: torch.Tensor, scale: float) -> None:
+        """Begin the update by a gradient in memory, multiplied by `scale`."""
+        layout = self._layout(kept)
+        step = kept.step + 1
+        if layout is None:
+            if gradient.is_sparse:
+                raise UsageError(
+                    f"{type(self._arithmetic.optimizer).__name__} does not support sparse gradients, and {kept.name!r} "
+                    "has one; use SparseAdam or SGD, or an embedding without sparse=True"
+                )
+            values = self._values(kept)
+            numbers = Adam(step=step, grad_scale=scale, **kept.options)
+            self._engine.update(kept.name, gradient, numbers, values=values)
+            return
+        # Its rows are few, and looked up by the engine's thread.
+        sparse = gradient.cpu() if gradient.is_sparse else None
+        function = self._run(kept, layout, generic.Given(gradient=sparse, grad_scale=scale))
+        dense = gradient.to_dense() if gradient.is_sparse else gradient
+        self._engine.apply(kept.name, function, step=step, gradient=dense, whole=layout.whole or sparse is not None)
+
+    def update_spilled(self, kept: Gradient, factors: Sequence[float], scale: float) -> None:
+        """Begin the update by the gradient that was spilled."""
+        layout = self._layout(kept)
+        step = kept.step + 1
+        if layout is None:
+            numbers = Adam(step=step, grad_scale=scale, **kept.options)
+            self._engine.update_spilled(kept.name, numbers, factors=factors)
+            return
+        function = self._run(kept, layout, generic.Given(factors=tuple(factors), grad_scale=scale))
+        self._engine.apply(kept.name, function, step=step, whole=layout.whole)
+
+    def switch(self, mode: str, parameters: Iterable[Gradient]) -> list[str]:
+        """Stage what `train()` or `eval()` of the optimizer does to its parameters; the names of those."""
+        begun = []
+        for kept in parameters:
+            layout = self._layout(kept)
+            if kept.step == 0 or layout is None:
+                # Before its first step there is nothing to do, which offload() has tried.
+                continue
+            # The engine wants a gradient; nothing reads it, and what is not written takes no memory.
+            unread = torch.empty_strided(kept.place.shape, kept.place.stride, dtype=kept.dtype, device="cpu")
+            function = self._run(kept, layout, method=mode)
+            self._engine.apply(kept.name, function, step=kept.step, gradient=unread, whole=layout.whole)
+            begun.append(kept.name)
+        return begun
+
+    def rewrite(self, name: str, values: torch.Tensor, step: int) -> None:
+        """Stage other values, and a master that equals them; the moments stay."""
+
+        def function(chunk: Chunk) -> None:
+            given = chunk.gradient
+            assert given is not None
+            chunk.values.copy_(given)
+            if "master" in chunk.state:
+                chunk.state["master"].copy_(given)
+            if "rest" in chunk.state:
+                # The master is the values, nothing was rounded: no rest, and no sign that says so.
+                chunk.state["rest"].zero_()
+                chunk.state["exp_avg_sq"].abs_()
+
+        self._engine.apply(name, function, step=step, gradient=values)
+
+    def state(self, kept: Gradient) -> dict[str, torch.Tensor]:
+        """A copy of the state, by torch's names, and the master."""
+        values, state = self._store.read(kept.name)
+        layout = self._layout(kept)
+        if layout is not None:
+            master = {"master": state.pop("master", values)}
+            if kept.step == 0:
+                return master
+            return {**generic.export_state(layout, state), **master}
+        whole = master_of(values, state)
+        master = {"master": whole.pop("master")}
+        if kept.step == 0:
+            return master
+        return {"step": torch.tensor(float(kept.step), dtype=torch.float32, device="cpu"), **whole, **master}
