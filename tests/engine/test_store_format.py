@@ -279,12 +279,12 @@ def test_a_store_of_version_1_whose_chunks_lie_over_each_other_is_refused_by_nam
 
 
 def test_what_was_damaged_before_an_upgrade_is_told_by_it(tmp_path, capsys):
-    (path,) = unpacked(tmp_path, "close")
-    length = path.stat().st_size
-    with path.open("r+b") as file:
-        file.seek(length - 200_000)
-        file.write(b"\xff" * 200_000)
-    assert cli.main(["store", "upgrade", str(path)]) == 1
+    # Not the one of durability "close": what another boot left unflushed is verified before it is upgraded at all.
+    paths = unpacked(tmp_path, "step")
+    with paths[0].open("r+b") as file:
+        file.seek(1_376_256)  # values of small entries, and the first state
+        file.write(b"\xff" * 65_536)
+    assert cli.main(["store", "upgrade", *map(str, paths)]) == 1
     said = capsys.readouterr()
     assert "the store has version 2 of the format now" in said.out
     assert "is damaged" in said.err
