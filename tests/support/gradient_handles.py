@@ -1,0 +1,68 @@
+"""Builds gradient handles over gradients in RAM, and compares what they give with plain gradients."""
+
+import torch
+from support.bits import same_bits
+
+from memascend.gradients.handle import GradientHandle
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+class KeptInMemory:
+    """A keeper that holds the gradient in RAM, as the store holds it on SSD; it counts what is out at a time."""
+
+    def __init__(self, tensor, *, name="layer.weight", fused=False, knows_nonfinite=True):
+        self.tensor = tensor.clone()
+        self.name, self.fused, self.knows_nonfinite = name, fused, knows_nonfinite
+        self.shape, self.dtype = tensor.shape, tensor.dtype
+        self.seen = []
+        self.reads = 0
+
+    def read(self):
+        assert not self.fused
+        self.reads += 1
+        return self.tensor.clone()
+
+    def add(self, gradient):
+        assert not self.fused
+        assert gradient.stride() == self.tensor.stride()
+        assert gradient.dtype == self.dtype
+        self.tensor = self.tensor + gradient
+
+    def assign(self, gradient):
+        assert not self.fused
+        assert gradient.stride() == self.tensor.stride()
+        assert gradient.dtype == self.dtype
+        assert type(gradient) is torch.Tensor
+        self.tensor = gradient
+
+    def norm(self):
+        return self.tensor.double().norm().item()
+
+    def nonfinite(self):
+        return not self.tensor.isfinite().all().item() if self.knows_nonfinite else None
+
+    def noticed(self, what):
+        self.seen.append(what)
+
+
+def handle_of(tensor, **options):
+    return GradientHandle(KeptInMemory(tensor, **options), strides=tensor.stride())
+
+
+def assert_same(handle, expected):
+    """What the step would use: by replay and, where there are any, by factors."""
+    got = handle.materialize()
+    assert got.dtype == expected.dtype
+    assert got.stride() == expected.stride()
+    assert same_bits(got, expected)
+    factors = handle.factors()
+    if factors is not None:
+        product = handle.backing.tensor.clone()
+        for factor in factors:
+            product = (product.float() * torch.tensor(factor, dtype=torch.float32)).to(product.dtype)
+        assert same_bits(product, expected)
+
+
+def gradient(shape=(3, 5), dtype=torch.float32, seed=0):
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 3).to(dtype)
