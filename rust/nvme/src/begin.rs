@@ -22,8 +22,8 @@ impl Volume {
     ) -> Result<Prepared<'a>> {
         let context = &self.context;
         let running = running.ok_or(Error::Closed)?;
-        let Some(end) = offset.checked_add(nbytes as u64).filter(|end| *end <= self.size_bytes) else {
-            return Err(Error::PastTheEnd { offset, nbytes, size_bytes: self.size_bytes });
+        let Some(end) = offset.checked_add(nbytes as u64).filter(|end| *end <= self.size_bytes()) else {
+            return Err(Error::PastTheEnd { offset, nbytes, size_bytes: self.size_bytes() });
         };
         let whole = offset..end;
         let mut straight = whole_blocks(context, &whole);

@@ -115,6 +115,18 @@ impl Device {
         }
     }
 
+    /// Reserves more for a file, for good; `false` where there is no room, or it is no file.
+    pub(crate) fn grow(&self, bytes: u64) -> Result<bool> {
+        if self.kind != DeviceKind::File {
+            return Ok(self.bytes >= bytes);
+        }
+        match file::reserve(&self.path, &self.file, bytes) {
+            Ok(()) => file::settle(&self.path, &self.file, false).map(|()| true),
+            Err(Error::Refused { errno: Some(libc::ENOSPC | libc::EDQUOT | libc::EFBIG), .. }) => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
     fn metadata(&self) -> Result<fs::Metadata> {
         self.file.metadata().map_err(|error| Error::system(&self.path, "stat", &error))
     }

@@ -2,7 +2,10 @@
 
 use std::{
     path::{Path, PathBuf},
-    sync::{Arc, PoisonError, RwLock, RwLockReadGuard},
+    sync::{
+        Arc, PoisonError, RwLock, RwLockReadGuard,
+        atomic::{AtomicU64, Ordering::Relaxed},
+    },
 };
 
 use memascend_mem::{Wait, locked};
@@ -66,7 +69,7 @@ pub struct Volume {
     /// `None` once closed.
     running: RwLock<Option<Running>>,
     devices: Vec<DeviceInfo>,
-    pub(crate) size_bytes: u64,
+    size_bytes: AtomicU64,
     queue_depth: usize,
     kind: BackendKind,
     why_not: Option<String>,
@@ -108,6 +111,7 @@ impl Volume {
         let Parts { devices: described, size_bytes, queue_depth, kind, why_not } = parts;
         let unaligned = Unaligned::new(&context, &backend);
         let running = RwLock::new(Some(Running { unaligned, backend, opened: devices }));
+        let size_bytes = AtomicU64::new(size_bytes);
         Self { context, running, devices: described, size_bytes, queue_depth, kind, why_not }
     }
 
@@ -213,7 +217,29 @@ impl Volume {
     /// What it holds.
     #[must_use]
     pub fn size_bytes(&self) -> u64 {
-        self.size_bytes
+        self.size_bytes.load(Relaxed)
+    }
+
+    /// Grows its files until it holds so many bytes, for good; `false` where that cannot be: a raw device, or a file system
+    /// without room. Then the volume is as it was.
+    pub fn grow(&self, size_bytes: u64) -> Result<bool> {
+        let devices = self.opened();
+        let Some(of_device) = self.context.striping.device_bytes(size_bytes, self.context.block_bytes as u64) else {
+            return Ok(false);
+        };
+        if size_bytes <= self.size_bytes() {
+            return Ok(true);
+        }
+        for device in devices.iter() {
+            if !device.grow(of_device)? {
+                return Ok(false);
+            }
+        }
+        if devices.is_empty() {
+            return Ok(false);
+        }
+        self.size_bytes.fetch_max(size_bytes, Relaxed);
+        Ok(true)
     }
 
     /// What offsets, lengths and addresses must be multiples of to go straight from memory to disk. 1: all do.
@@ -312,7 +338,7 @@ impl std::fmt::Debug for Volume {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Volume")
             .field("devices", &self.devices)
-            .field("size_bytes", &self.size_bytes)
+            .field("size_bytes", &self.size_bytes())
             .field("backend", &self.kind)
             .finish_non_exhaustive()
     }

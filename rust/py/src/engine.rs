@@ -139,7 +139,7 @@ impl Engine {
         user: Option<String>,
         hyperparameters: Option<String>,
     ) -> PyResult<u64> {
-        let commit = Commit { step, user, hyperparameters };
+        let commit = Commit { step, user, hyperparameters, log: None };
         waiting(py, None, |wait| self.inner.commit(commit, wait))?.map_err(|error| engine_error(py, &error))
     }
 

@@ -211,7 +211,7 @@ impl Store {
         user: Option<String>,
         hyperparameters: Option<String>,
     ) -> PyResult<u64> {
-        let commit = Commit { step, user, hyperparameters };
+        let commit = Commit { step, user, hyperparameters, log: None };
         waiting(py, None, |wait| self.inner.commit(commit, wait))?.map_err(|error| store_error(py, &error))
     }
 

@@ -14,6 +14,8 @@ pub(crate) enum Subject {
     TablePages = 5,
     Piece = 6,
     Spill = 7,
+    Head = 8,
+    Gradient = 9,
 }
 
 /// The store's identity, which every checksum is bound to.

@@ -6,8 +6,10 @@ use memascend_mem::Wait;
 use memascend_nvme::Part;
 
 use crate::{
-    Durability, Error, Result, Store,
+    Durability, Error, Head, Result, StepHead, Store,
+    features::LOG,
     layout::PAGE_BYTES,
+    log::Live,
     root::{Root, UNCLOSED, UNFLUSHED},
     store::CATALOG_CHUNK_BYTES,
     table::table_checksum,
@@ -22,6 +24,8 @@ pub struct Commit {
     pub user: Option<String>,
     /// The hyperparameters, if they change.
     pub hyperparameters: Option<String>,
+    /// The gradients of the step that were appended to the log, if any were.
+    pub log: Option<StepHead>,
 }
 
 /// How a commit reaches storage.
@@ -66,6 +70,8 @@ impl Store {
             match self.durability {
                 // The very first commit is what makes a store, whatever comes after it.
                 _ if index.generation == 0 => Reach::Durable(0),
+                // What a log was replayed to is as durable as the log was.
+                _ if index.log.found.is_some() && commit.log.is_none() => Reach::Durable(0),
                 Durability::Step => Reach::Durable(0),
                 // Once in a run a flagged root is made durable: from the next step on slots are written that a root without
                 // a flag may name, and after a loss of power that one must not be the newest.
@@ -124,6 +130,11 @@ impl Store {
     }
 
     pub(crate) fn carry_out(&self, commit: Commit, reach: Reach) -> Result<u64> {
+        let (mut live, head) = {
+            let index = self.index.lock();
+            let is_staged = |entry: usize| index.entries[entry].staged;
+            index.log.after((index.generation + 1, commit.step), is_staged, commit.log.as_ref())?
+        };
         let before = {
             let mut index = self.index.lock();
             index.next_step = commit.step;
@@ -133,12 +144,13 @@ impl Store {
             self.mark_dirty(&mut index, user.is_some(), hyperparameters.is_some());
             (user, hyperparameters)
         };
-        let made_durable = self.write_catalog(reach);
+        let made_durable = self.write_catalog(reach, &mut live, head.as_ref());
         let mut index = self.index.lock();
         match made_durable {
             Ok(flags) => {
                 index.generation += 1;
                 index.step = index.next_step;
+                index.log.committed(live);
                 if let Some(flags) = flags {
                     (index.root_flags, index.root_generation) = (flags, index.generation);
                 }
@@ -189,15 +201,19 @@ impl Store {
         }
     }
 
-    /// Writes table and root of the next generation; the flags of the root that was written, if one was.
-    fn write_catalog(&self, reach: Reach) -> Result<Option<u32>> {
+    /// Writes head, table and root of the next generation; the flags of the root that was written, if one was.
+    fn write_catalog(&self, reach: Reach, live: &mut Live, head: Option<&Head>) -> Result<Option<u32>> {
         let flags = match reach {
+            Reach::Memory if head.is_some() => return Err(Error::Usage("a log is kept on storage alone".into())),
             Reach::Memory => return Ok(None),
             Reach::Unflushed => UNFLUSHED,
             Reach::Durable(flags) => flags,
         };
         let generation = self.index.lock().generation + 1;
         let slot = generation & 1;
+        if let Some(head) = head {
+            self.write_head(live, head)?;
+        }
         self.write_table(slot as usize)?;
         self.repair_copies();
         let root = {
@@ -212,6 +228,8 @@ impl Store {
                 flags,
                 boot: if flags & UNFLUSHED == 0 { [0; 16] } else { self.boot },
                 places: self.layout.places,
+                log: live.of_root(index.log.ring),
+                features: if live.ahead.is_empty() { Vec::new() } else { vec![LOG.into()] },
                 ..Root::default()
             }
         };

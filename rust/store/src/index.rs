@@ -4,7 +4,7 @@
 
 use std::{ops::Range, sync::Arc};
 
-use crate::{Description, Error, Layout, Result, held::Held, table::Sections};
+use crate::{Description, Error, Layout, Result, held::Held, log::Log, table::Sections};
 
 /// What is known of an entry.
 #[derive(Debug, Clone, Default)]
@@ -91,6 +91,7 @@ pub(crate) struct Index {
     pub(crate) root_generation: u64,
     /// Where entries are held in memory, if any are.
     pub(crate) held: Option<Arc<Held>>,
+    pub(crate) log: Log,
 }
 
 impl Index {
@@ -123,6 +124,7 @@ impl Index {
             given_up: None,
             root_generation: 0,
             held: None,
+            log: Log::default(),
         }
     }
 
@@ -187,5 +189,6 @@ impl Index {
     pub(crate) fn forget(&mut self, entry: usize) {
         self.entries[entry].staged = false;
         self.entries[entry].missing = 0;
+        self.log.discard_entry(entry);
     }
 }

@@ -9,6 +9,7 @@
 
 #![expect(clippy::cast_possible_truncation, reason = "offsets and sizes are 64-bit, and so is usize: asserted below")]
 
+mod append;
 mod boot;
 mod bounds;
 mod buffer;
@@ -27,17 +28,22 @@ mod examine;
 mod features;
 mod fetch;
 mod fields;
+mod head;
 mod held;
 mod holds;
 mod index;
 mod label;
 mod layout;
+mod log;
 mod newest;
 mod open;
 mod parts;
 mod path;
 mod places;
 mod read;
+mod replay;
+mod ring;
+mod room;
 mod root;
 mod scan;
 mod sizes;
@@ -50,6 +56,7 @@ mod verify;
 mod version_1;
 mod whole;
 
+pub use append::LogWrite;
 pub use buffer::{Buffer, Shared};
 pub use catalog::{
     parse_description, parse_description_of_version_1, parse_label, parse_root, parse_root_fields,
@@ -64,10 +71,13 @@ pub use dtype::Dtype;
 pub use error::{Error, Result};
 pub use examine::Examined;
 pub use fetch::Fetch;
+pub use head::{Head, Record, Rule, StepHead, Update};
 pub use layout::{Content, EntryLayout, Layout, PAGE_BYTES, Piece, WHOLE_PIECE_BYTES};
+pub use log::LogState;
 pub use open::{Create, Existing};
 pub use parts::{PartFetch, Parts};
 pub use read::PieceRead;
+pub use replay::{RecordRead, Replay};
 pub use scan::Part;
 pub use sizes::Sizes;
 pub use spill::{SpillRead, SpillWrite, Spilled};

@@ -292,7 +292,8 @@ impl Store {
             (std::mem::take(&mut index.user_bytes), std::mem::take(&mut index.hyperparameters_bytes));
         index.user = text(user, "the user's value")?;
         index.hyperparameters = text(hyperparameters, "the hyperparameters")?;
-        Ok(())
+        drop(index);
+        self.load_log(root)
     }
 
     /// Writes a part of the catalog.

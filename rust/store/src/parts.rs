@@ -156,6 +156,7 @@ impl Parts {
             if into.is_some_and(is_held) {
                 continue;
             }
+            self.store.not_ahead(hold.entry)?;
             from_storage += bytes;
             match runs.last_mut() {
                 Some((_, start, length)) if *start + *length == from => *length += bytes,

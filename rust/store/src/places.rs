@@ -62,6 +62,11 @@ impl Devices {
         (end.saturating_sub(before).div_ceil(row) + 1) * row
     }
 
+    /// What a volume of so many bytes holds before its second labels.
+    pub(crate) fn before_second_labels(self, volume_bytes: u64) -> u64 {
+        (volume_bytes / self.row_bytes()).saturating_sub(1) * self.row_bytes()
+    }
+
     /// Bytes of the volume that existing files and devices make, none where one of them is not there.
     pub(crate) fn volume_bytes(self, paths: &[PathBuf]) -> u64 {
         let length = |path: &PathBuf| File::open(path).and_then(|mut file| file.seek(SeekFrom::End(0))).unwrap_or(0);

@@ -28,7 +28,20 @@ pub struct PieceRead<'a, B: Buffer> {
 impl Store {
     /// Begins to read a live piece into a buffer of whole pages; from memory, where it is held.
     pub fn read<B: Buffer>(&self, entry: usize, piece: u32, buffer: B) -> Result<PieceRead<'_, B>> {
-        self.read_from(self.held(), entry, piece, buffer)
+        let read = self.read_from(self.held(), entry, piece, buffer)?;
+        if matches!(read.source, Source::Storage(_)) { self.not_ahead(entry).map(|()| read) } else { Ok(read) }
+    }
+
+    /// Refuses to take for an entry what its slot holds, where the log has gradients that come after it.
+    pub(crate) fn not_ahead(&self, entry: usize) -> Result<()> {
+        let is_ahead = self.index.lock().log.is_ahead(entry);
+        if entry < self.description.entries.len() && is_ahead {
+            let name = &self.description.entries[entry].name;
+            return Err(Error::Usage(format!(
+                "the newest state of {name:?} is what its slot holds and then the gradients of the log: replay that first"
+            )));
+        }
+        Ok(())
     }
 
     /// As [`Store::read`], from storage alone where nothing is held.
@@ -69,6 +82,9 @@ impl Store {
         let number = (self.layout.entry(entry).first_piece + piece) as usize;
         let (version, wanted) = {
             let index = self.index.lock();
+            if index.log.is_ahead(entry) {
+                return Ok(false);
+            }
             let slots = &index.entries[entry];
             let live = usize::from(slots.live);
             (slots.versions[live], index.sum(live, number))

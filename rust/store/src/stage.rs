@@ -100,6 +100,7 @@ impl Store {
         let mut index = self.when(&mut wait, "writes of the step", |index| index.writing == 0)?;
         index.writable()?;
         (0..index.entries.len()).for_each(|entry| index.forget(entry));
+        index.log.discard();
         index.failed = None;
         Ok(())
     }

@@ -178,7 +178,7 @@ impl Store {
         Ok(EntryState {
             slot: slots.live,
             version: slots.versions[live],
-            step: slots.steps[live],
+            step: index.log.live.ahead.get(&entry).map_or(slots.steps[live], |ahead| ahead.step),
             staged: slots.staged,
         })
     }

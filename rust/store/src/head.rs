@@ -1,0 +1,279 @@
+//! Heads: what a step of the log says of itself. Which gradients came, where they lie, and what they are applied with.
+
+use crate::{
+    Dtype,
+    checksum::{Subject, Uuid, checksum},
+    fields::{Fields, Malformed, push_text},
+    layout::PAGE_BYTES,
+};
+
+const MAGIC: [u8; 8] = *b"mascstep";
+/// Magic, bytes, generation, oldest, committed steps, start, head before, its checksum, rules, records.
+const FIXED_BYTES: usize = 8 * 8 + 2 * 4;
+/// Entry, rule, step, dtype, chunks.
+const RECORD_BYTES: usize = 4 + 4 + 8 + 1 + 4;
+/// Offset and checksum.
+const CHUNK_BYTES: usize = 16;
+const RULE_BYTES_MIN: usize = 2 + 4 + 1 + 1;
+/// The most that a rule may take.
+pub(crate) const RULE_BYTES_MAX: usize = 512;
+const NAME_BYTES_MAX: usize = 64;
+
+/// What a gradient is applied with: a kernel by its name, and all numbers that it computes with beside state and gradient.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Rule {
+    /// The kernel's.
+    pub name: String,
+    /// Which arithmetic it has: with the same number, the same bits come out.
+    pub arithmetic: u32,
+    /// What it is called with, each by its name; what the bits are, the kernel's description says.
+    pub numbers: Vec<(String, u64)>,
+    /// What the gradient is multiplied by before, one after the other, each time in fp32 and rounded to its dtype: the bits.
+    pub factors: Vec<u32>,
+}
+
+/// That an appended gradient belongs to the step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Update {
+    /// Whose.
+    pub entry: usize,
+    /// Which of the step's rules it is applied with.
+    pub rule: u32,
+    /// The entry's count of updates, this one included.
+    pub step: u64,
+}
+
+/// What a step's commit says of the gradients that were appended for it.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct StepHead {
+    /// What gradients are applied with; equal ones are named once.
+    pub rules: Vec<Rule>,
+    /// One for each gradient that was appended.
+    pub updates: Vec<Update>,
+}
+
+/// A gradient in the log.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Record {
+    /// Whose.
+    pub entry: usize,
+    /// Which of its head's rules it is applied with.
+    pub rule: u32,
+    /// The entry's count of updates once it is applied.
+    pub step: u64,
+    /// The gradient's.
+    pub dtype: Dtype,
+    /// Where each chunk lies in the volume, and its checksum.
+    pub(crate) chunks: Box<[(u64, u64)]>,
+}
+
+/// A step in the log.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Head {
+    /// The commit that it belongs to.
+    pub generation: u64,
+    /// The generation of the oldest head that is needed beside it, or its own.
+    pub oldest: u64,
+    /// Committed steps, this one included.
+    pub step: u64,
+    /// Where what belongs to it begins in the volume.
+    pub(crate) start: u64,
+    /// Where the head before it lies, and its checksum; zeros where there is none.
+    pub(crate) before: (u64, u64),
+    /// What its gradients are applied with.
+    pub rules: Vec<Rule>,
+    /// Its gradients.
+    pub records: Vec<Record>,
+}
+
+impl Rule {
+    fn bytes(&self) -> usize {
+        let numbers: usize = self.numbers.iter().map(|(name, _)| 2 + name.len() + 8).sum();
+        2 + self.name.len() + 4 + 1 + numbers + 1 + 4 * self.factors.len()
+    }
+
+    /// Refuses what has no room in a head.
+    pub(crate) fn check(&self) -> Result<(), Malformed> {
+        let names = self.numbers.iter().map(|(name, _)| name.len()).chain([self.name.len()]);
+        if names.max().unwrap_or(0) > NAME_BYTES_MAX || self.bytes() > RULE_BYTES_MAX {
+            return Err(format!(
+                "the rule {:?} takes {} bytes, at most {RULE_BYTES_MAX} are kept",
+                self.name,
+                self.bytes()
+            ));
+        }
+        Ok(())
+    }
+
+    fn encode(&self, bytes: &mut Vec<u8>) {
+        push_text(bytes, &self.name);
+        bytes.extend(self.arithmetic.to_le_bytes());
+        bytes.push(self.numbers.len() as u8);
+        for (name, number) in &self.numbers {
+            push_text(bytes, name);
+            bytes.extend(number.to_le_bytes());
+        }
+        bytes.push(self.factors.len() as u8);
+        self.factors.iter().for_each(|factor| bytes.extend(factor.to_le_bytes()));
+    }
+
+    fn decode(fields: &mut Fields<'_>) -> Result<Self, Malformed> {
+        let (name, arithmetic) = (fields.text(NAME_BYTES_MAX)?, fields.u32()?);
+        let numbers = (0..fields.u8()?).map(|_| Ok((fields.text(NAME_BYTES_MAX)?, fields.u64()?)));
+        let numbers = numbers.collect::<Result<_, Malformed>>()?;
+        let factors = (0..fields.u8()?).map(|_| fields.u32()).collect::<Result<_, Malformed>>()?;
+        let rule = Self { name, arithmetic, numbers, factors };
+        rule.check().map(|()| rule)
+    }
+}
+
+/// Bytes of the head of a step with so many gradients, whose chunks are so many, and of what fills its last page.
+pub(crate) fn head_bytes_max(records: u64, chunks: u64) -> u64 {
+    let of_records = records * (RULE_BYTES_MAX + RECORD_BYTES) as u64;
+    (FIXED_BYTES as u64 + of_records + chunks * CHUNK_BYTES as u64).next_multiple_of(PAGE_BYTES)
+}
+
+/// Its checksum, at its offset in the volume.
+pub(crate) fn head_checksum(uuid: &Uuid, offset: u64, bytes: &[u8]) -> u64 {
+    checksum(uuid, Subject::Head, (offset, 0), 0, bytes)
+}
+
+/// How many bytes the head has whose first page this is.
+pub(crate) fn head_bytes(page: &[u8], bytes_max: u64) -> Result<u64, Malformed> {
+    let mut fields = Fields::new(page);
+    if fields.take(MAGIC.len())? != MAGIC {
+        return Err("there is no head".into());
+    }
+    let nbytes = fields.u64()?;
+    if nbytes < FIXED_BYTES as u64 || nbytes > bytes_max {
+        return Err(format!("a head of {nbytes} bytes"));
+    }
+    Ok(nbytes)
+}
+
+impl Head {
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        let mut bytes = MAGIC.to_vec();
+        let numbers = [0, self.generation, self.oldest, self.step, self.start, self.before.0, self.before.1];
+        bytes.extend(numbers.iter().flat_map(|number: &u64| number.to_le_bytes()));
+        bytes.extend((self.rules.len() as u32).to_le_bytes());
+        bytes.extend((self.records.len() as u32).to_le_bytes());
+        self.rules.iter().for_each(|rule| rule.encode(&mut bytes));
+        for record in &self.records {
+            bytes.extend((record.entry as u32).to_le_bytes());
+            bytes.extend(record.rule.to_le_bytes());
+            bytes.extend(record.step.to_le_bytes());
+            bytes.push(record.dtype as u8);
+            bytes.extend((record.chunks.len() as u32).to_le_bytes());
+            let numbers = record.chunks.iter().flat_map(|&(offset, sum)| [offset, sum]);
+            bytes.extend(numbers.flat_map(u64::to_le_bytes));
+        }
+        let nbytes = bytes.len() as u64;
+        bytes[MAGIC.len()..MAGIC.len() + 8].copy_from_slice(&nbytes.to_le_bytes());
+        bytes
+    }
+
+    pub(crate) fn decode(bytes: &[u8]) -> Result<Self, Malformed> {
+        let nbytes = head_bytes(bytes, bytes.len() as u64)?;
+        let mut fields = Fields::new(&bytes[MAGIC.len() + 8..nbytes as usize]);
+        let mut next = || fields.u64();
+        let (generation, oldest, step, start) = (next()?, next()?, next()?, next()?);
+        let before = (next()?, next()?);
+        if generation == 0 || oldest == 0 || oldest > generation {
+            return Err(format!("generation {generation}, which needs generation {oldest}"));
+        }
+        let (rules, records) = (fields.u32()? as usize, fields.u32()? as usize);
+        let rules = counted(rules, RULE_BYTES_MIN, &mut fields, Rule::decode)?;
+        let records = counted(records, RECORD_BYTES, &mut fields, |fields| {
+            let (entry, rule, step) = (fields.u32()? as usize, fields.u32()?, fields.u64()?);
+            let code = fields.u8()?;
+            let dtype = Dtype::from_code(code).filter(|&dtype| is_gradient(dtype));
+            let dtype = dtype.ok_or_else(|| format!("a gradient of dtype {code}"))?;
+            if rule as usize >= rules.len() || step == 0 {
+                return Err(format!("rule {rule} of {} for update {step}", rules.len()));
+            }
+            let chunks = fields.u32()? as usize;
+            let chunks = counted(chunks, CHUNK_BYTES, fields, |fields| Ok((fields.u64()?, fields.u64()?)))?;
+            Ok(Record { entry, rule, step, dtype, chunks: chunks.into() })
+        })?;
+        if fields.left() > 0 {
+            return Err(format!("{} bytes are left over", fields.left()));
+        }
+        let mut entries: Vec<usize> = records.iter().map(|record| record.entry).collect();
+        entries.sort_unstable();
+        if entries.windows(2).any(|two| two[0] == two[1]) {
+            return Err("two gradients of one entry".into());
+        }
+        Ok(Self { generation, oldest, step, start, before, rules, records })
+    }
+}
+
+/// The dtypes of gradients.
+pub(crate) fn is_gradient(dtype: Dtype) -> bool {
+    matches!(dtype, Dtype::F32 | Dtype::Bf16 | Dtype::F16)
+}
+
+/// So many things, whose number is bounded by the bytes that are left before room is made for them.
+fn counted<'a, T>(
+    count: usize,
+    bytes_min: usize,
+    fields: &mut Fields<'a>,
+    mut one: impl FnMut(&mut Fields<'a>) -> Result<T, Malformed>,
+) -> Result<Vec<T>, Malformed> {
+    if count > fields.left() / bytes_min {
+        return Err(format!("{count} things in {} bytes", fields.left()));
+    }
+    (0..count).map(|_| one(fields)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn head() -> Head {
+        let rule = Rule {
+            name: "adam".into(),
+            arithmetic: 1,
+            numbers: vec![("eps".into(), 7), ("decay".into(), u64::MAX)],
+            factors: vec![1, 2],
+        };
+        let record = |entry, chunks: &[(u64, u64)]| Record {
+            entry,
+            rule: 0,
+            step: 3,
+            dtype: Dtype::Bf16,
+            chunks: chunks.into(),
+        };
+        let records = vec![record(5, &[(4096, 1), (8192, 2)]), record(2, &[])];
+        Head { generation: 9, oldest: 7, step: 8, start: 4096, before: (12288, 4), rules: vec![rule], records }
+    }
+
+    #[test]
+    fn every_field_comes_back() {
+        let bytes = head().encode();
+        assert_eq!(Head::decode(&bytes), Ok(head()));
+        assert!(bytes.len() as u64 <= head_bytes_max(2, 2));
+        let mut padded = bytes.clone();
+        padded.resize(PAGE_BYTES as usize, 0);
+        assert_eq!(Head::decode(&padded), Ok(head()), "what fills the last page is no part of it");
+    }
+
+    #[test]
+    fn what_is_malformed_is_refused() {
+        let said = |head: &Head| Head::decode(&head.encode()).err().unwrap_or_default();
+        let broken = |change: &dyn Fn(&mut Head)| {
+            let mut head = head();
+            change(&mut head);
+            said(&head)
+        };
+        assert!(broken(&|head| head.oldest = 10).contains("which needs generation 10"));
+        assert!(broken(&|head| head.records[1].entry = 5).contains("two gradients of one entry"));
+        assert!(broken(&|head| head.records[0].rule = 1).contains("rule 1 of 1"));
+        assert!(broken(&|head| head.records[0].dtype = Dtype::I64).contains("a gradient of dtype 9"));
+        assert!(broken(&|head| head.rules[0].factors = vec![0; 200]).contains("at most 512"));
+        let bytes = head().encode();
+        for end in 0..bytes.len() {
+            assert!(Head::decode(&bytes[..end]).is_err(), "{end} bytes");
+        }
+    }
+}

@@ -1,0 +1,180 @@
+//! The log: gradients of entries whose newest state is in memory alone, in a ring of storage, with a head for each step.
+//!
+//! An entry's newest state is what its live slot holds, and then each gradient of it in heads of the slot's generation and
+//! later ones, applied in order. So a slot may be written whole at any step, with the state before that step's gradient.
+
+use std::{
+    collections::{BTreeMap, VecDeque},
+    sync::Arc,
+};
+
+use crate::{Dtype, Error, Head, Record, Replay, Result, StepHead, Update, ring::Ring, root};
+
+/// What is known of the log.
+#[derive(Debug, Default)]
+pub(crate) struct Log {
+    pub(crate) ring: Ring,
+    /// The entries that may append, and the turn in which each is written whole.
+    pub(crate) members: BTreeMap<usize, Member>,
+    /// How many steps it takes until all of them were written whole.
+    pub(crate) steps: u32,
+    pub(crate) head_bytes_max: u64,
+    /// Steps with a head since the store was opened.
+    pub(crate) turn: u64,
+    pub(crate) live: Live,
+    /// What the store was found with, until a commit ends it.
+    pub(crate) found: Option<Arc<Replay>>,
+    /// What was appended since the last commit, and where the next one goes.
+    pub(crate) appended: BTreeMap<usize, Appended>,
+    pub(crate) next: Option<u64>,
+}
+
+/// What the newest root names.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Live {
+    /// Where the newest head lies, and its checksum; zeros where none is needed.
+    pub(crate) head: (u64, u64),
+    /// Heads that are needed, the oldest first: their generations, and where what belongs to them begins.
+    pub(crate) heads: VecDeque<(u64, u64)>,
+    /// Where the next step may begin.
+    pub(crate) next: u64,
+    /// Entries whose live slot lacks gradients.
+    pub(crate) ahead: BTreeMap<usize, Ahead>,
+}
+
+/// What the live slot of an entry lacks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Ahead {
+    /// The generation of the first head with a gradient that it lacks.
+    pub(crate) since: u64,
+    /// How many it lacks.
+    pub(crate) count: u32,
+    /// The entry's count of updates with them.
+    pub(crate) step: u64,
+}
+
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Member {
+    pub(crate) dtype: Dtype,
+    /// Of the log's steps.
+    pub(crate) turn: u32,
+}
+
+#[derive(Debug)]
+pub(crate) struct Appended {
+    pub(crate) dtype: Dtype,
+    pub(crate) chunks: Box<[(u64, u64)]>,
+    /// Being written.
+    pub(crate) writing: bool,
+}
+
+/// What is known of the log of a store.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct LogState {
+    /// Bytes that it has on storage.
+    pub bytes: u64,
+    /// Steps that are in it.
+    pub steps: u64,
+    /// Entries whose newest state is in it.
+    pub entries: u64,
+}
+
+impl Live {
+    /// Where what is needed begins.
+    pub(crate) fn oldest(&self) -> u64 {
+        self.heads.front().map_or(self.next, |&(_, start)| start)
+    }
+
+    /// What a root says of it.
+    pub(crate) fn of_root(&self, ring: Ring) -> root::Log {
+        if self.ahead.is_empty() {
+            return root::Log::default();
+        }
+        root::Log { offset: ring.offset, bytes: ring.bytes, head_offset: self.head.0, head_checksum: self.head.1 }
+    }
+}
+
+impl Log {
+    /// Forgets what was appended since the last commit.
+    pub(crate) fn discard(&mut self) {
+        self.appended.clear();
+        self.next = None;
+    }
+
+    /// The same of one entry; its place stays taken until the commit.
+    pub(crate) fn discard_entry(&mut self, entry: usize) {
+        self.appended.remove(&entry);
+    }
+
+    pub(crate) fn is_ahead(&self, entry: usize) -> bool {
+        self.live.ahead.contains_key(&entry)
+    }
+
+    /// Whether an entry is to be written whole by the next commit.
+    pub(crate) fn is_due(&self, entry: usize, member: Member) -> bool {
+        let Some(ahead) = self.live.ahead.get(&entry) else { return false };
+        let heads = self.live.heads.iter().filter(|&&(generation, _)| generation >= ahead.since).count();
+        let steps = self.steps.max(1);
+        heads >= steps as usize || self.turn % u64::from(steps) == u64::from(member.turn)
+    }
+
+    /// What a root names after the commit of a generation and step, and the head that it needs. Checks what the caller said
+    /// of the step; changes nothing.
+    pub(crate) fn after(
+        &self,
+        (generation, step): (u64, u64),
+        is_staged: impl Fn(usize) -> bool,
+        said: Option<&StepHead>,
+    ) -> Result<(Live, Option<Head>)> {
+        let mut live = self.live.clone();
+        live.ahead.retain(|&entry, _| !is_staged(entry));
+        let said = said.filter(|said| !said.updates.is_empty());
+        let named = said.map_or(0, |said| said.updates.len());
+        if named != self.appended.len() {
+            let appended = self.appended.len();
+            return Err(Error::Usage(format!("{appended} gradients were appended, and the step names {named}")));
+        }
+        let Some(said) = said else {
+            if live.ahead.is_empty() {
+                live.heads.clear();
+                live.head = (0, 0);
+            }
+            return Ok((live, None));
+        };
+        let mut records = Vec::with_capacity(said.updates.len());
+        said.rules.iter().try_for_each(|rule| rule.check().map_err(Error::Invalid))?;
+        for &Update { entry, rule, step } in &said.updates {
+            let Some(appended) = self.appended.get(&entry) else {
+                return Err(Error::Usage(format!("entry {entry} is named, and its gradient was not appended")));
+            };
+            if rule as usize >= said.rules.len() || step == 0 || said.rules.len() > said.updates.len() {
+                let rules = said.rules.len();
+                return Err(Error::Invalid(format!("update {step} of entry {entry} by rule {rule} of {rules}")));
+            }
+            records.push(Record { entry, rule, step, dtype: appended.dtype, chunks: appended.chunks.clone() });
+            let ahead = live.ahead.entry(entry).or_insert(Ahead { since: generation, count: 0, step });
+            (ahead.count, ahead.step) = (ahead.count + 1, step);
+        }
+        records.sort_unstable_by_key(|record| record.entry);
+        if records.windows(2).any(|two| two[0].entry == two[1].entry) {
+            return Err(Error::Invalid("the step names an entry twice".into()));
+        }
+        let oldest = live.ahead.values().map(|ahead| ahead.since).min().unwrap_or(generation);
+        let start = self.ring.place(self.live.next);
+        live.heads.retain(|&(generation, _)| generation >= oldest);
+        live.heads.push_back((generation, self.live.next));
+        let before = if self.live.ahead.is_empty() { (0, 0) } else { self.live.head };
+        let head = Head { generation, oldest, step, start, before, rules: said.rules.clone(), records };
+        Ok((live, Some(head)))
+    }
+
+    /// Takes what the next root names, once that is on storage.
+    pub(crate) fn committed(&mut self, live: Live) {
+        self.turn += u64::from(live.head != self.live.head && !live.ahead.is_empty());
+        self.live = live;
+        if self.live.ahead.is_empty() {
+            self.found = None;
+        }
+        self.discard();
+    }
+}

@@ -1,0 +1,248 @@
+//! Reads the log: the chain of heads that a root names, and the gradients that live slots lack.
+
+use std::{collections::BTreeMap, sync::Arc};
+
+use memascend_nvme::Ticket;
+
+use crate::{
+    Buffer, Error, Head, PieceRead, Record, Result, Store,
+    buffer::bytes_of,
+    head::{head_bytes, head_bytes_max, head_checksum},
+    layout::PAGE_BYTES,
+    log::{Ahead, Live},
+    open::bytes_at,
+    ring::Ring,
+    root::Root,
+};
+
+/// Gradients that were committed and that live slots lack, as the store was found.
+#[derive(Debug, Default)]
+pub struct Replay {
+    /// The oldest first.
+    heads: Vec<Head>,
+    /// Of each entry: which heads, and which of their records.
+    entries: BTreeMap<usize, Vec<(usize, usize)>>,
+}
+
+/// A chunk of a gradient that is being read from the log. Dropping it waits.
+pub struct RecordRead<'a, B: Buffer> {
+    store: &'a Store,
+    ticket: Option<Ticket<B>>,
+    generation: u64,
+    step: u64,
+    record: &'a Record,
+    chunk: u32,
+}
+
+impl Replay {
+    /// The entries that lack gradients.
+    pub fn entries(&self) -> impl Iterator<Item = usize> + '_ {
+        self.entries.keys().copied()
+    }
+
+    /// The steps that are in the log, the oldest first.
+    #[must_use]
+    pub fn heads(&self) -> &[Head] {
+        &self.heads
+    }
+
+    /// What an entry lacks, in the order in which it is applied to what its live slot holds.
+    pub fn of(&self, entry: usize) -> impl Iterator<Item = (&Head, &Record)> + '_ {
+        let places = self.entries.get(&entry).into_iter().flatten();
+        places.map(|&(head, record)| (&self.heads[head], &self.heads[head].records[record]))
+    }
+}
+
+impl Store {
+    /// What has to be applied before anything else, where the store was found with a log: staging each of its entries
+    /// whole, with the gradients applied, and committing that ends it.
+    #[must_use]
+    pub fn pending_replay(&self) -> Option<Arc<Replay>> {
+        self.index.lock().log.found.clone()
+    }
+
+    /// Begins to read a piece of an entry as its live slot has it, without the gradients that the log holds.
+    pub fn read_slot<B: Buffer>(&self, entry: usize, piece: u32, buffer: B) -> Result<PieceRead<'_, B>> {
+        self.read_from(None, entry, piece, buffer)
+    }
+
+    /// Begins to read a chunk of a gradient, of a head of [`Store::pending_replay`], into a buffer of whole pages.
+    pub fn read_record<'a, B: Buffer>(
+        &'a self,
+        head: &Head,
+        record: &'a Record,
+        chunk: u32,
+        buffer: B,
+    ) -> Result<RecordRead<'a, B>> {
+        let Some(&(offset, _)) = record.chunks.get(chunk as usize) else {
+            return Err(Error::Invalid(format!("the gradient has {} chunks, not {chunk}", record.chunks.len())));
+        };
+        let (_, _, wanted) = self.part_of_gradient(record.entry, record.dtype, chunk);
+        if buffer.len() as u64 != wanted {
+            return Err(Error::Invalid(format!(
+                "chunk {chunk} of the gradient has {wanted} bytes, not {}",
+                buffer.len()
+            )));
+        }
+        let ticket = self.volume.read(buffer, offset).map_err(|refused| refused.error)?;
+        Ok(RecordRead {
+            store: self,
+            ticket: Some(ticket),
+            generation: head.generation,
+            step: head.step,
+            record,
+            chunk,
+        })
+    }
+
+    /// Takes what a root, whose table was loaded, says of the log: every head that it needs, and which gradients are.
+    pub(crate) fn load_log(&self, root: &Root) -> Result<()> {
+        let said = root.log;
+        if said == crate::root::Log::default() {
+            return Ok(());
+        }
+        let ring = Ring { offset: said.offset, bytes: said.bytes };
+        let end = ring.offset.checked_add(ring.bytes);
+        let is_paged = [said.offset, said.bytes, said.head_offset].iter().all(|at| at.is_multiple_of(PAGE_BYTES));
+        if end.is_none_or(|end| end > self.volume.size_bytes()) || ring.offset < self.layout.end() || !is_paged {
+            let why = format!(
+                "it says that the log lies in {} bytes from offset {} on: it was truncated, or the root is wrong",
+                ring.bytes, ring.offset
+            );
+            let place = (self.layout.devices.root_offset(root.generation & 1), PAGE_BYTES);
+            return Err(self.corrupt("the root".into(), place, why));
+        }
+        let heads = self.chain(root, ring)?;
+        let mut replay = Replay::default();
+        let mut index = self.index.lock();
+        let mut live = Live { head: (said.head_offset, said.head_checksum), ..Live::default() };
+        for (number, head) in heads.iter().enumerate() {
+            for (place, record) in head.records.iter().enumerate() {
+                let slots = &index.entries[record.entry];
+                if head.generation < slots.versions[usize::from(slots.live)] {
+                    continue;
+                }
+                replay.entries.entry(record.entry).or_default().push((number, place));
+                let ahead = live.ahead.entry(record.entry).or_insert(Ahead {
+                    since: head.generation,
+                    count: 0,
+                    step: record.step,
+                });
+                (ahead.count, ahead.step) = (ahead.count + 1, record.step);
+            }
+        }
+        // Positions as they would have come, had the log begun with the oldest of them.
+        let mut since = heads.first().map_or(0, |head| head.start - ring.offset);
+        for head in &heads {
+            since = ring.position(since, head.start).unwrap_or(since);
+            live.heads.push_back((head.generation, since));
+        }
+        if let Some(newest) = heads.last() {
+            let at = ring.position(since, said.head_offset).unwrap_or(since);
+            live.next = at + (newest.encode().len() as u64).next_multiple_of(PAGE_BYTES);
+        }
+        if !live.ahead.is_empty() {
+            replay.heads = heads;
+            (index.log.ring, index.log.live) = (ring, live);
+            index.log.found = Some(Arc::new(replay));
+        }
+        Ok(())
+    }
+
+    /// The heads that a root needs, the oldest first.
+    fn chain(&self, root: &Root, ring: Ring) -> Result<Vec<Head>> {
+        let mut place = (root.log.head_offset, root.log.head_checksum);
+        let mut heads: Vec<Head> = Vec::new();
+        loop {
+            let head = self.head_at(place, ring)?;
+            let newer = heads.last().map_or(root.generation + 1, |head| head.generation);
+            if head.generation >= newer {
+                let why = format!("it is of generation {}, before one of {newer}", head.generation);
+                return Err(self.corrupt("the head of a step of the log".into(), (place.0, PAGE_BYTES), why));
+            }
+            let oldest = heads.first().map_or(head.oldest, |newest| newest.oldest);
+            let (generation, before) = (head.generation, head.before);
+            heads.push(head);
+            if generation == oldest {
+                heads.reverse();
+                return Ok(heads);
+            }
+            if generation < oldest || before == (0, 0) {
+                let why = format!("the steps before it are needed, from generation {oldest} on, and it names none");
+                return Err(self.corrupt(named(&heads[heads.len() - 1]), (place.0, PAGE_BYTES), why));
+            }
+            place = before;
+        }
+    }
+
+    fn head_at(&self, (offset, sum): (u64, u64), ring: Ring) -> Result<Head> {
+        let corrupt =
+            |nbytes: u64, why: String| self.corrupt("the head of a step of the log".into(), (offset, nbytes), why);
+        let end = ring.offset + ring.bytes;
+        if offset < ring.offset || offset >= end || !offset.is_multiple_of(PAGE_BYTES) {
+            return Err(corrupt(PAGE_BYTES, "it lies outside the log".into()));
+        }
+        let entries = &self.description.entries;
+        let chunks = (0..entries.len()).map(|entry| u64::from(self.layout.chunks_of(entry))).sum();
+        let bytes_max = head_bytes_max(entries.len() as u64, chunks).min(end - offset);
+        let page = bytes_at(&self.volume, offset, PAGE_BYTES)?;
+        let nbytes = head_bytes(&page, bytes_max).map_err(|why| corrupt(PAGE_BYTES, why))?;
+        let bytes = bytes_at(&self.volume, offset, nbytes)?;
+        if head_checksum(&self.uuid, offset, &bytes) != sum {
+            return Err(corrupt(nbytes, "its checksum is wrong".into()));
+        }
+        let head = Head::decode(&bytes).map_err(|why| corrupt(nbytes, why))?;
+        let fits = |record: &Record| {
+            record.entry < entries.len()
+                && record.chunks.len() == self.layout.chunks_of(record.entry) as usize
+                && (0..).zip(&record.chunks).all(|(chunk, &(at, _))| {
+                    let (_, _, bytes) = self.part_of_gradient(record.entry, record.dtype, chunk);
+                    at >= ring.offset
+                        && at.is_multiple_of(PAGE_BYTES)
+                        && at.checked_add(bytes).is_some_and(|to| to <= end)
+                })
+        };
+        let starts_inside = ring.position(0, head.start).is_some() && head.start.is_multiple_of(PAGE_BYTES);
+        if !starts_inside || !head.records.iter().all(fits) {
+            return Err(corrupt(nbytes, "it names gradients that the store has no entries or no room for".into()));
+        }
+        Ok(head)
+    }
+}
+
+/// A head in words.
+fn named(head: &Head) -> String {
+    format!("the head of step {} of the log", head.step)
+}
+
+impl<B: Buffer> RecordRead<'_, B> {
+    /// Waits, checks, and gives the buffer.
+    pub fn wait(mut self) -> Result<B> {
+        let ticket = self.ticket.take().ok_or_else(|| Error::Usage("this read was waited for already".into()))?;
+        let finished = ticket.wait();
+        finished.result?;
+        let (store, record, chunk) = (self.store, self.record, self.chunk);
+        let (offset, wanted) = record.chunks[chunk as usize];
+        let (_, used, bytes) = store.part_of_gradient(record.entry, record.dtype, chunk);
+        let got =
+            store.gradient_sum((record.entry, chunk), self.generation, &bytes_of(&finished.buffer)[..used as usize]);
+        if got == wanted {
+            return Ok(finished.buffer);
+        }
+        let (name, step) = (&store.description.entries[record.entry].name, self.step);
+        let what = format!("chunk {chunk} of the gradient of {name:?} in step {step} of the log");
+        let why = format!(
+            "its checksum is {got:016x} and the step's head says {wanted:016x}; `memascend store verify` says whether the \
+             commit before is whole, which existing=\"previous\" opens"
+        );
+        Err(store.corrupt(what, (offset, bytes), why))
+    }
+}
+
+impl<B: Buffer> Drop for RecordRead<'_, B> {
+    fn drop(&mut self) {
+        if let Some(ticket) = self.ticket.take() {
+            drop(ticket.wait());
+        }
+    }
+}

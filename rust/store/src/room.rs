@@ -1,0 +1,119 @@
+//! Makes room for the log, and says who is written whole when, so that it suffices.
+
+use std::{cmp::Reverse, collections::BTreeMap};
+
+use memascend_mem::Wait;
+
+use crate::{
+    Dtype, Durability, Error, LogState, Result, Store,
+    head::{head_bytes_max, is_gradient},
+    layout::PAGE_BYTES,
+    log::Member,
+    places::paged,
+    ring::Ring,
+};
+
+impl Store {
+    /// Bytes of a gradient in the log: whole pages.
+    pub fn gradient_bytes(&self, entry: usize, dtype: Dtype) -> Result<u64> {
+        self.known(entry)?;
+        Ok(paged(self.description.entries[entry].elements() * dtype.bytes()))
+    }
+
+    /// Makes room for a log of gradients of these entries, in which each is written whole every `steps` steps; says how many
+    /// steps there is room for: fewer where that is all, and 0 where there is none, so that they have to be written whole
+    /// each step. Files grow by what is missing; a raw device has what lies behind the store.
+    ///
+    /// What is in the log stays, and the room that it has.
+    pub fn keep_log(&self, entries: &[(usize, Dtype)], steps: u32) -> Result<u32> {
+        if self.durability == Durability::None {
+            return Err(Error::Usage("with durability \"none\" a store keeps no log".into()));
+        }
+        let (mut of_step, mut chunks, mut piece) = (0, 0, 0);
+        for &(entry, dtype) in entries {
+            of_step += self.gradient_bytes(entry, dtype)?;
+            chunks += u64::from(self.layout.chunks_of(entry));
+            piece = piece.max(self.chunk_of_gradient(entry, dtype, 0));
+            if !is_gradient(dtype) {
+                return Err(Error::Invalid(format!("a gradient of {} has no place in a log", dtype.name())));
+            }
+        }
+        let head = head_bytes_max(entries.len() as u64, chunks);
+        let (of_step, piece) = (of_step + head, piece.max(head));
+        let is_needed = !self.index.lock().log.live.ahead.is_empty();
+        let ring = if is_needed || steps == 0 {
+            self.index.lock().log.ring
+        } else {
+            let wanted = Ring::bytes_for(u64::from(steps), of_step, piece);
+            let wanted = wanted.ok_or_else(|| Error::Invalid(format!("a log of {steps} steps is too large")))?;
+            self.room_for_log(wanted, Ring::bytes_for(1, of_step, piece).unwrap_or(wanted))?
+        };
+        let steps = Ring::steps_in(ring.bytes, of_step, piece).min(u64::from(steps)) as u32;
+        let mut index = self.index.lock();
+        index.writable()?;
+        let log = &mut index.log;
+        if !is_needed {
+            (log.ring, log.live.next) = (ring, 0);
+        }
+        (log.steps, log.head_bytes_max, log.members) = (steps, head, BTreeMap::new());
+        if steps == 0 {
+            return Ok(0);
+        }
+        // The largest first, each to the turn that has the fewest bytes yet.
+        let mut by_bytes: Vec<(u64, usize, Dtype)> = Vec::with_capacity(entries.len());
+        for &(entry, dtype) in entries {
+            let (values, state) = self.layout.held_bytes(&self.description, entry);
+            by_bytes.push((values + state, entry, dtype));
+        }
+        by_bytes.sort_by_key(|&(bytes, entry, _)| (Reverse(bytes), entry));
+        let mut turns = vec![0_u64; steps as usize];
+        for (bytes, entry, dtype) in by_bytes {
+            let turn = (0..turns.len()).min_by_key(|&turn| turns[turn]).unwrap_or(0);
+            turns[turn] += bytes;
+            log.members.insert(entry, Member { dtype, turn: turn as u32 });
+        }
+        Ok(steps)
+    }
+
+    /// Room behind the store, of `wanted` bytes if they can be had; none where that is less than `least`.
+    fn room_for_log(&self, wanted: u64, least: u64) -> Result<Ring> {
+        let devices = self.layout.devices;
+        let offset = self.layout.end();
+        let there = |size: u64| devices.before_second_labels(size).saturating_sub(offset);
+        let mut bytes = there(self.volume.size_bytes());
+        if bytes < wanted {
+            // As much of it as the file system has.
+            let mut tried = wanted;
+            while tried > bytes && tried >= least {
+                if self.volume.grow(devices.with_second_labels(offset + tried))? {
+                    // Before anything else lies where they were.
+                    self.put_second_labels()?;
+                    self.volume.flush(Wait::forever())?;
+                    break;
+                }
+                tried = tried / 2 / PAGE_BYTES * PAGE_BYTES;
+            }
+            bytes = there(self.volume.size_bytes());
+        }
+        let bytes = bytes.min(wanted) / PAGE_BYTES * PAGE_BYTES;
+        Ok(if bytes < least { Ring::default() } else { Ring { offset, bytes } })
+    }
+
+    /// What is in the log, as the last commit left it.
+    #[must_use]
+    pub fn log_state(&self) -> LogState {
+        let index = self.index.lock();
+        let live = &index.log.live;
+        let steps = if live.ahead.is_empty() { 0 } else { live.heads.len() as u64 };
+        LogState { bytes: index.log.ring.bytes, steps, entries: live.ahead.len() as u64 }
+    }
+
+    /// The entries that are to be staged whole for the next commit, with the state that they have before it, so that the log
+    /// keeps its room.
+    #[must_use]
+    pub fn due(&self) -> Vec<usize> {
+        let index = self.index.lock();
+        let due = |&(&entry, &member): &(&usize, &Member)| index.log.is_due(entry, member);
+        index.log.members.iter().filter(due).map(|(&entry, _)| entry).collect()
+    }
+}
