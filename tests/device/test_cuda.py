@@ -122,7 +122,7 @@ def test_the_first_copies_come_after_what_the_memory_was_used_for(tmp_path, devi
     model, optimizer = begun(tmp_path, device, existing="replace")
     with optimizer:
         arena = optimizer._session.run.resources.units.arena
-        assert arena._memory.data_ptr() == address, "it got other memory, which shows nothing"
+        assert arena._pieces[0].data_ptr() == address, "it got other memory, which shows nothing"
         assert not torch.cuda.current_stream(device).query(), "offload() waited for the stream, which shows nothing"
         assert losses(model, optimizer, data) == expected
 

@@ -1,7 +1,9 @@
 """Tests weights reached between forwards in every way that torch has: the bits of the same loop in memory."""
 
 import copy
+import functools
 import itertools
+import math
 import zlib
 
 import pytest
@@ -12,6 +14,11 @@ import memascend
 from memascend import UsageError
 
 WIDTH = 64
+
+
+def given_to_data(p):
+    p.data = mine = p.detach().clone()
+    return mine
 
 
 def same_bits(one, other):
@@ -189,14 +196,59 @@ def test_a_write_between_forwards_counts_as_in_memory(tmp_path, monkeypatch, idi
     compare(tmp_path, monkeypatch, idiom, WAYS[zlib.crc32(idiom.encode()) % len(WAYS)])
 
 
+def renewed(model, number):
+    """Other values for all weights, so that an idiom finds what no other one left."""
+    generator = torch.Generator().manual_seed(number)
+    for parameter in model.parameters():
+        values = torch.randn(parameter.shape, generator=generator) * 0.5 / WIDTH**0.5
+        parameter.data.copy_(values.to(parameter.dtype))
+
+
+def digest(model):
+    return [zlib.crc32(p.detach().reshape(-1).contiguous().view(torch.uint8).numpy()) for p in model.parameters()]
+
+
+def played_all(model, optimizer, dtype):
+    """What each idiom leaves behind: of losses the bits, of weights checksums, before and after a step."""
+    records = {}
+    for number, (idiom, write) in enumerate(IDIOMS.items()):
+        renewed(model, number)
+        before = digest(model)
+        one_step(model, optimizer, dtype)
+        for parameter in model.parameters():
+            write(parameter)
+        written = digest(model)
+        assert all(map(int.__ne__, written, before)), idiom
+        loss = one_step(model, optimizer, dtype).item()
+        assert math.isfinite(loss), idiom
+        records[idiom] = written, loss, digest(model)
+    return records
+
+
+@functools.cache
+def played_in_memory(units, dtype, optimizer):
+    model = stack(units, dtype)
+    return played_all(model, OPTIMIZERS[optimizer](model.parameters()), dtype)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("idiom", IDIOMS)
-def test_a_write_between_forwards_counts_in_every_way(tmp_path, monkeypatch, idiom):
-    for number, way in enumerate(WAYS):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        compare(folder, monkeypatch, idiom, way)
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(str(part) for part in way))
+def test_a_write_between_forwards_counts_in_every_way(tmp_path, monkeypatch, way):
+    """All idioms, one after the other."""
+    units, dtype, optimizer, gradients, debug = way
+    monkeypatch.setenv("MEMASCEND_DEBUG", debug)
+    expected = played_in_memory(units, dtype, optimizer)
+    model = stack(units, dtype)
+    model, offloaded = taken(model, OPTIMIZERS[optimizer](model.parameters()), tmp_path, gradients=gradients)
+    with offloaded:
+        found = played_all(model, offloaded, dtype)
+    assert found == expected
+    model = stack(units, dtype)
+    made = OPTIMIZERS[optimizer](model.parameters())
+    model, offloaded = taken(model, made, tmp_path, existing="resume", gradients=gradients)
+    with offloaded:
+        assert digest(model) == list(expected.values())[-1][-1]
 
 
 @pytest.fixture
@@ -347,13 +399,90 @@ def refused_once(model, offloaded, words, expected):
     assert offloaded.steps == 3
 
 
-def test_a_view_that_is_kept_and_written_later_is_told_at_the_next_step(training):
-    model, offloaded = training()
-    view = model[3].weight.detach()
+KEPT = {
+    "detach": lambda p: p.detach(),
+    "data": lambda p: p.data,
+    "slice": lambda p: p.detach()[:1],
+    "view in a graph": lambda p: p.view(-1),
+    "numpy": lambda p: p.detach().view(torch.uint8).numpy(),
+    "given to data": given_to_data,
+}
+
+
+def kept(model, optimizer, take):
+    """Views that are kept over steps: what they have after each, and what becomes of what is written through them."""
+    views, records = [take(p) for p in model.parameters()], []
+    for number in range(4):
+        records.append(one_step(model, optimizer, torch.float32))
+        records += [torch.as_tensor(view).detach().clone() for view in views]
+        with torch.no_grad():
+            if number == 1:
+                views[2][:1] = 0
+            elif number == 2:
+                model[0].bias.data.mul_(0.5)
+                records.append(torch.as_tensor(views[1]).detach().clone())
+    with torch.no_grad():
+        views[-1][:1] = 1
+    return [*records, *weights(model).values()]
+
+
+@pytest.mark.parametrize("way", KEPT)
+@pytest.mark.parametrize("gradients", ["fused", "ssd"])
+def test_views_that_are_kept_over_steps_are_the_weights(tmp_path, caplog, way, gradients):
+    model = stack(2)
+    expected = kept(model, OPTIMIZERS["adamw"](model.parameters()), KEPT[way])
+    model = stack(2)
+    model, offloaded = taken(model, OPTIMIZERS["adamw"](model.parameters()), tmp_path, gradients=gradients)
+    with offloaded:
+        found = kept(model, offloaded, KEPT[way])
+    assert len(found) == len(expected)
+    assert all(same_bits(one, other) for one, other in zip(found, expected, strict=True))
+    assert sum("is kept over a step" in message for message in caplog.messages) == 1
+
+
+def test_a_view_that_is_kept_follows_loads_and_what_was_discarded(training):
+    model, offloaded = training(units=2)
+    view, before = model[1].weight.detach(), {name: p.clone() for name, p in model.state_dict().items()}
     one_step(model, offloaded, torch.float32)
-    expected = weights(model)
+    assert not same_bits(view, before["1.weight"])
+    model.load_state_dict(before)
+    assert same_bits(model[1].weight.detach(), before["1.weight"])
+    assert same_bits(view, before["1.weight"])
+    model(batch()).square().mean().backward()
     view.zero_()
-    refused_once(model, offloaded, r"3\.weight.*zero_grad", expected)
+    with pytest.raises(UsageError, match=r"1\.weight.*zero_grad"):
+        offloaded.step()
+    offloaded.zero_grad()
+    assert same_bits(view, before["1.weight"])
+    one_step(model, offloaded, torch.float32)
+
+
+def test_a_graph_of_a_view_from_before_a_step_is_refused(training):
+    """As in memory, where the step has written to what the graph saved."""
+    model, offloaded = training(units=2)
+    factor = torch.ones(WIDTH, WIDTH, requires_grad=True)
+    loss = (model[0].weight.detach() * factor).sum()
+    one_step(model, offloaded, torch.float32)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_view_that_could_not_be_renewed_is_renewed_later(training, monkeypatch):
+    model, offloaded = training(units=2)
+    view = model[1].weight.detach()
+    residency = offloaded._session.residency
+
+    def failing(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(residency, "read_into", failing)
+        with pytest.raises(KeyboardInterrupt):
+            one_step(model, offloaded, torch.float32)
+    assert offloaded.steps == 2
+    offloaded.zero_grad()
+    model(batch())
+    assert same_bits(view, model.state_dict()["1.weight"])
 
 
 def test_what_nobody_has_any_more_is_let_go(training):
@@ -366,11 +495,10 @@ def test_what_nobody_has_any_more_is_let_go(training):
     model(batch())
     assert list(reached._now) == ["0.weight"]
     one_step(model, offloaded, torch.float32)
-    assert not reached._now
-    assert len(reached._outlived) == 1, "it is watched"
+    assert list(reached._now) == ["0.weight"], "it is somebody's"
     del kept
     one_step(model, offloaded, torch.float32)
-    assert not reached._outlived
+    assert not reached._now
 
 
 def averaged(model, optimizer):

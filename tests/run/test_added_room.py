@@ -3,10 +3,13 @@
 import pytest
 import torch
 from support.bits import same_bits
+from support.fake_device import fake
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memascend
+
+__all__ = ["fake"]
 
 WIDTH, BLOCKS, STEPS = 64, 12, 3
 
@@ -144,9 +147,69 @@ def test_room_is_made_where_nobody_gave_a_budget(tmp_path, in_memory, case):
         assert host["owners"]["units"]["bytes"] <= optimizer.plan.host["units"]
 
 
-def test_what_was_added_is_logged_and_in_the_plan(tmp_path, caplog):
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize("case", ["checkpoint segments", "view kept by a function", "gradient penalty"])
+def test_room_is_made_on_a_device(tmp_path, in_memory, case):
+    make, loss = CASES[case]
+    wanted = in_memory(make, loss)
+    model, optimizer = made(make)
+    model, optimizer = memascend.offload(
+        model, optimizer, storage=tmp_path, gradients="ssd", device="cuda", host_memory="1GiB"
+    )
+    with optimizer:
+        planned = optimizer.plan
+        train(model, optimizer, loss)
+        got = model.state_dict()
+        assert all(same_bits(got[name], value) for name, value in wanted.items())
+        plan, device = optimizer.plan, optimizer.report().to_dict()["device"]
+        added = plan.device["units"] - planned.device["units"]
+        assert added == plan.device_budget - planned.device_budget == plan.device_peak - planned.device_peak > 0
+        assert device["owners"]["units"]["bytes"] == plan.device["units"]
+        assert device["peak"] <= device["budget"] == plan.device_budget
+        assert (plan.host, plan.budget) == (planned.host, planned.budget)
+
+
+def test_a_device_that_is_full_says_so(tmp_path, fake):
+    """What has no room there is an error, and the step can be done anew where room was made."""
     model, optimizer = made(Segments)
-    model, optimizer = memascend.offload(model, optimizer, storage=tmp_path, gradients="ssd")
+    model, optimizer = memascend.offload(model, optimizer, storage=tmp_path, gradients="ssd", device="cuda")
+    with optimizer:
+        has, fake.memory = fake.memory, full
+        with pytest.raises(memascend.MemoryLimitError, match="device_memory="):
+            train(model, optimizer, plain)
+        assert optimizer.steps == 0
+        fake.memory = has
+        optimizer.zero_grad()
+        train(model, optimizer, plain)
+        assert optimizer.steps == STEPS
+
+
+def full(nbytes):
+    raise torch.OutOfMemoryError(f"{nbytes} bytes are not there")
+
+
+@pytest.mark.usefixtures("fake")
+def test_a_budget_given_for_a_device_is_kept(tmp_path):
+    model, optimizer = made(Segments)
+    model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "one", gradients="ssd", device="cuda")
+    budget = optimizer.plan.device_smallest
+    optimizer.close()
+    model, optimizer = made(Segments)
+    model, optimizer = memascend.offload(
+        model, optimizer, storage=tmp_path / "two", gradients="ssd", device="cuda", device_memory=budget
+    )
+    with optimizer, pytest.raises(memascend.BudgetError, match="no room for unit"):
+        train(model, optimizer, plain)
+
+
+@pytest.mark.parametrize("device", ["host", "device"])
+def test_what_was_added_is_logged_and_in_the_plan(tmp_path, caplog, request, device):
+    if device == "device":
+        request.getfixturevalue("fake")
+    model, optimizer = made(Segments)
+    model, optimizer = memascend.offload(
+        model, optimizer, storage=tmp_path, gradients="ssd", device="cpu" if device == "host" else "cuda"
+    )
     with optimizer:
         before = optimizer.plan
         with caplog.at_level("WARNING", logger="memascend"):
@@ -154,7 +217,8 @@ def test_what_was_added_is_logged_and_in_the_plan(tmp_path, caplog):
         after = optimizer.plan
         added = sum(after.classes.values()) - sum(before.classes.values())
         assert added == sum("were added for unit" in message for message in caplog.messages) > 0
-        assert after.budget - before.budget == after.host["units"] - before.host["units"] > 0
+        if device == "host":
+            assert after.budget - before.budget == after.host["units"] - before.host["units"] > 0
         assert f"{sum(after.host.values())}" == f"{after.host_peak}"
 
 

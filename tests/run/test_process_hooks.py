@@ -19,6 +19,7 @@ def hooks():
         # Other parts of torch add to it, too.
         sum(kind.__module__.startswith("memascend") for kind in _foreach_supported_types),
         hasattr(nn.Module, "__deepcopy__"),
+        torch.utils.swap_tensors.__module__,
     )
 
 
@@ -99,18 +100,65 @@ def wrapped(model):
     model[0] = nn.Sequential(model[0], nn.Linear(8, 8))
 
 
+def nested(model):
+    # Into a module that came itself after offload().
+    model.later.append(nn.Linear(8, 8))
+
+
+NEW = r"new trainable .* offload\(\) anew"
+
+
 @pytest.mark.parametrize("units", [2, 16])
-@pytest.mark.parametrize("adds", [parametrized, module_set, parameter_registered, wrapped, appended])
-def test_new_trainable_parameters_are_refused_and_nothing_changes(tmp_path, units, adds):
+def test_a_parameter_on_an_offloaded_one_is_refused_at_once(tmp_path, units):
     model, optimizer = offloaded(units, storage=tmp_path / "s")
-    x = torch.ones(2, 8)
-    with optimizer, torch.no_grad():
-        wanted, names = model(x), [name for name, _ in model.named_modules()]
-        with torch.enable_grad(), pytest.raises(memascend.ConfigError, match=r"new trainable .* offload\(\) anew"):
-            adds(model)
+    with optimizer:
+        names = [name for name, _ in model.named_modules()]
+        with pytest.raises(memascend.ConfigError, match=NEW):
+            parametrized(model)
         assert [name for name, _ in model.named_modules()] == names
         assert len(list(model.parameters())) == 2 * units
-        assert torch.equal(model(x), wanted)
+
+
+@pytest.mark.parametrize("units", [2, 16])
+@pytest.mark.parametrize("adds", [module_set, parameter_registered, wrapped, appended, nested])
+def test_a_new_parameter_is_refused_where_it_would_train(tmp_path, units, adds):
+    model, optimizer = offloaded(units, storage=tmp_path / "s")
+    x = torch.ones(2, 8)
+    with optimizer:
+        model.later = nn.Sequential()
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        model(x).sum().backward()
+        adds(model)
+        with pytest.raises(memascend.ConfigError, match=NEW):
+            optimizer.step()
+        with pytest.raises(memascend.ConfigError, match=NEW):
+            model(x)
+        assert optimizer.steps == 0
+        now = model.state_dict()
+        assert all(
+            torch.equal(now[name.replace("0.", "0.0.", 1)] if name not in now else now[name], before[name])
+            for name in before
+        )
+        # As peft does it with a second adapter: frozen, it is a plain part of the model.
+        for parameter in model.parameters():
+            parameter.requires_grad_("_memascend" in parameter.__dict__)
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+        assert optimizer.steps == 1
+
+
+def test_what_trains_while_nothing_is_trained_may_be_there(tmp_path):
+    """Another adapter is switched on for a while, under no_grad(), as preference training does it."""
+    model, optimizer = offloaded(storage=tmp_path / "s")
+    x = torch.ones(2, 8)
+    with optimizer:
+        model.other = nn.Linear(8, 8)
+        with torch.no_grad():
+            model(x)
+        model.other.requires_grad_(False)
+        model(x).sum().backward()
+        optimizer.step()
 
 
 def test_frozen_and_tied_parameters_may_be_added(tmp_path):
@@ -120,6 +168,8 @@ def test_frozen_and_tied_parameters_may_be_added(tmp_path):
         model.again = model[0]
         model[1].register_parameter("tied", model[0].weight)
         model[1].register_parameter("none", None)
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
         assert sum(parameter.requires_grad for parameter in model.parameters()) == 4
 
 

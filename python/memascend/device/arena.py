@@ -31,9 +31,10 @@ __all__ = ["DeviceArena", "DeviceLease"]
 class _Slot:
     """A place in the arena's memory."""
 
-    __slots__ = ("after", "nbytes", "start")
+    __slots__ = ("after", "memory", "nbytes", "start")
 
-    def __init__(self, start: int, nbytes: int, after: Copy) -> None:
+    def __init__(self, memory: torch.Tensor, start: int, nbytes: int, after: Copy) -> None:
+        self.memory = memory
         self.start = start
         self.nbytes = nbytes
         # What has to be over before anything is written here.
@@ -76,7 +77,10 @@ class DeviceLease:
 
 
 class DeviceArena:
-    """Slots of classes, {bytes: count}, in one piece of a device's memory. A lease takes one of its own class alone."""
+    """Slots of classes, {bytes: count}, in one piece of a device's memory; each that is added has a piece of its own.
+
+    A lease takes a slot of its own class alone.
+    """
 
     def __init__(self, device: Device, classes: Mapping[int, int]) -> None:
         """Take the memory.
@@ -86,23 +90,13 @@ class DeviceArena:
         """
         self._device = device
         self._bounds = sorted(classes)
-        self._counts = dict(classes)
-        self.reserved_bytes = sum(whole_pages(bound) * count for bound, count in classes.items())
-        self._memory = self._taken()
-        # It may be a block that was let go a moment ago, and torch may fill it with NaN: both on the stream that asked,
-        # which the streams for copies know nothing of.
-        with failures_named(device):
-            taken_on = device.stream()
-            taken = device.mark(taken_on)
+        self._free: dict[int, list[_Slot]] = {bound: [] for bound in self._bounds}
         # Those that the memory is not another's before, when it is let go.
-        self._kept_for: set[Any] = {taken_on}
-        self._free: dict[int, list[_Slot]] = {}
-        at = 0
-        for bound in self._bounds:
-            slots = self._free[bound] = []
-            for _ in range(classes[bound]):
-                slots.append(_Slot(at, bound, taken))
-                at += whole_pages(bound)
+        self._kept_for: set[Any] = set()
+        self._pieces: list[torch.Tensor] = []
+        self._reserved = 0
+        # The slots beyond the planned ones, {bytes: count}.
+        self.added: dict[int, int] = {}
         # By the address of its storage.
         self._lent: dict[int, _Slot] = {}
         self._streams: dict[int, dict[Any, None]] = {}
@@ -110,9 +104,35 @@ class DeviceArena:
         self._lock = threading.Lock()
         # Holds whose last view is gone.
         self.gone: queue.SimpleQueue[_Hold] = queue.SimpleQueue()
+        self._take(classes)
 
-    def _taken(self) -> torch.Tensor:
-        nbytes, device = max(self.reserved_bytes, 1), self._device
+    def _take(self, classes: Mapping[int, int]) -> int:
+        """Take a piece of memory for so many slots; its bytes."""
+        device = self._device
+        nbytes = sum(whole_pages(bound) * count for bound, count in classes.items())
+        memory = self._allocated(max(nbytes, 1))
+        # It may be a block that was let go a moment ago, and torch may fill it with NaN: both on the stream that asked,
+        # which the streams for copies know nothing of.
+        with failures_named(device):
+            taken_on = device.stream()
+            taken = device.mark(taken_on)
+            for stream in self._kept_for - {taken_on}:
+                device.keep_for(memory, stream)
+            for piece in self._pieces if taken_on not in self._kept_for else ():
+                device.keep_for(piece, taken_on)
+        self._kept_for.add(taken_on)
+        self._pieces.append(memory)
+        self._reserved += nbytes
+        at = 0
+        with self._lock:
+            for bound in sorted(classes):
+                for _ in range(classes[bound]):
+                    self._free[bound].append(_Slot(memory, at, bound, taken))
+                    at += whole_pages(bound)
+        return nbytes
+
+    def _allocated(self, nbytes: int) -> torch.Tensor:
+        device = self._device
         try:
             with failures_named(device):
                 return device.memory(nbytes)
@@ -124,6 +144,27 @@ class DeviceArena:
                 needed=nbytes,
                 available=free,
             ) from error
+
+    def add(self, nbytes: int) -> int:
+        """Take memory for one more lease of `nbytes`; how many bytes that took.
+
+        Raises:
+            MemoryLimitError: the device does not have it.
+        """
+        bound = self._bounds[bisect_left(self._bounds, nbytes)]
+        taken = self._take({bound: 1})
+        self.added[bound] = self.added.get(bound, 0) + 1
+        return taken
+
+    @property
+    def added_bytes(self) -> int:
+        """What the plan did not have."""
+        return sum(whole_pages(bound) * count for bound, count in self.added.items())
+
+    @property
+    def reserved_bytes(self) -> int:
+        """All memory that it has."""
+        return self._reserved
 
     def lease(self, nbytes: int, timeout: float | None = None, owner: str = "user") -> DeviceLease:
         """Take a slot, waiting up to `timeout` seconds (None: until there is one).
@@ -153,7 +194,7 @@ class DeviceArena:
         """The tensor of a lease."""
         slot = hold.slot
         with torch.inference_mode(mode=False), torch.no_grad():
-            tensor = self._device.lent(self._memory, slot.start, nbytes, hold)
+            tensor = self._device.lent(slot.memory, slot.start, nbytes, hold)
         address = tensor.untyped_storage().data_ptr()
         self._lent[address] = slot
         self._streams[address] = hold.streams
@@ -168,7 +209,8 @@ class DeviceArena:
             return False
         if stream not in self._kept_for:
             with failures_named(self._device):
-                self._device.keep_for(self._memory, stream)
+                for memory in self._pieces:
+                    self._device.keep_for(memory, stream)
             self._kept_for.add(stream)
         streams[stream] = None
         return True
@@ -193,7 +235,7 @@ class DeviceArena:
         # Whatever was begun with these bytes was begun on one of these streams, and before this moment.
         with failures_named(self._device):
             slot.after += [self._device.mark(stream) for stream in streams]
-            self._device.returned(self._memory[slot.start : slot.start + slot.nbytes])
+            self._device.returned(slot.memory[slot.start : slot.start + slot.nbytes])
         with self._lock:
             self._in_use -= slot.nbytes
             self._free[slot.nbytes].append(slot)

@@ -112,9 +112,18 @@ class Plan:
         """The plan with more slots for units, {bytes: count}, which take `nbytes` in all."""
         if not slots:
             return self
+        classes = {bound: count + slots.get(bound, 0) for bound, count in self.classes.items()}
+        if self.device:
+            return replace(
+                self,
+                classes=classes,
+                device={**self.device, "units": self.device["units"] + nbytes},
+                device_peak=self.device_peak + nbytes,
+                device_budget=self.device_budget + nbytes,
+            )
         return replace(
             self,
-            classes={bound: count + slots.get(bound, 0) for bound, count in self.classes.items()},
+            classes=classes,
             host={**self.host, "units": self.host["units"] + nbytes},
             host_peak=self.host_peak + nbytes,
             budget=self.budget + nbytes,

@@ -3,22 +3,22 @@
 Outside of forward and backward a parameter may be reached in every way that torch has. What is handed out is a file of
 its own (on a device: memory there), and it is looked at before each forward: changed values are what the model computes
 with from then on. They are written to storage with the next update, `save()` or `close()`, where they still differ.
+Memory that somebody keeps over a step gets the values of the step, as the parameter's own would.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from memascend.engine import checksum_of
 from memascend.errors import UsageError
 from memascend.residency.copies import bytes_of
-from memascend.residency.unit_slot import alive
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -30,13 +30,18 @@ if TYPE_CHECKING:
 
 __all__ = ["ReachedWeights"]
 
+# What torch calls a tensor with elements that share bytes, as expand() makes it.
+_OVERLAPS = 1
+
+_log = logging.getLogger("memascend")
+
 _STAGED = "a step is staged, and its updates began from other values: call step() or zero_grad() first"
 
 
 class _Reached:
     """Real memory of one parameter."""
 
-    __slots__ = ("committed", "place", "seen", "settled", "stand_in", "values")
+    __slots__ = ("committed", "old", "place", "seen", "settled", "stand_in", "values")
 
     def __init__(self, place: Place, values: torch.Tensor) -> None:
         self.place = place
@@ -45,6 +50,8 @@ class _Reached:
         self.committed = self.seen = self.checksum()
         # Nobody else has the memory, so that it stays as it was seen.
         self.settled = False
+        # Storage has other values by now, which are to come here.
+        self.old = False
 
     def hold(self, values: torch.Tensor) -> None:
         """Have this memory from now on."""
@@ -60,6 +67,16 @@ class _Reached:
     def checksum(self) -> str:
         return _checksum(self.values, self.place)
 
+    def renew(self, values: torch.Tensor) -> None:
+        """Have the values that are on storage now, as an update in memory would have written them here."""
+        with torch.inference_mode(mode=False), torch.no_grad():
+            # Views count it as a write, and so does the parameter: a graph that saved one is not walked any more.
+            self.stand_in.copy_(values)
+            torch.autograd.graph.increment_version(self.place.parameter)
+        self.place.note_version()
+        self.committed = self.seen = self.checksum()
+        self.settled = self.old = False
+
     @property
     def changed(self) -> bool:
         """Whether it is not what is on storage, as far as was seen."""
@@ -69,6 +86,11 @@ class _Reached:
     def is_shared(self) -> bool:
         """Whether anybody else has the memory."""
         return _uses(self.values) != _uses_of_two()
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether each element has bytes of its own; torch's optimizers refuse to update any other tensor."""
+        return bool(torch._debug_has_internal_overlap(self.values) != _OVERLAPS)  # noqa: SLF001
 
 
 def _uses(values: torch.Tensor) -> tuple[int, int]:
@@ -88,29 +110,6 @@ def _uses_of_two() -> tuple[int, int]:
         return uses
 
 
-class _Outlived:
-    """Memory of an earlier commit that somebody kept."""
-
-    __slots__ = ("_shape", "_weak", "place", "seen")
-
-    def __init__(self, one: _Reached, seen: str) -> None:
-        values = one.values
-        self.place = one.place
-        self.seen = seen
-        self._weak = StorageWeakRef(values.untyped_storage())
-        self._shape = (values.dtype, values.storage_offset(), tuple(values.shape), values.stride())
-
-    def checksum(self) -> str | None:
-        """Of what it holds now; None where it is gone."""
-        storage = alive(self._weak)
-        if storage is None:
-            return None
-        dtype, offset, shape, stride = self._shape
-        with torch.inference_mode(mode=False), torch.no_grad():
-            values = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)
-            return _checksum(values, self.place)
-
-
 class ReachedWeights:
     """The parameters of one model that were reached since the last commit that changed them."""
 
@@ -121,7 +120,7 @@ class ReachedWeights:
         self._moment = moment
         self._is_staged = moment.staged
         self._now: dict[str, _Reached] = {}
-        self._outlived: list[_Outlived] = []
+        self._told = False
         # Parameters that were written to too late for the forward that a step is made of.
         self._late: set[str] = set()
 
@@ -202,6 +201,7 @@ class ReachedWeights:
         with residency.lock:
             residency.units.require_open()
             residency.transfers.settle()
+            self._renew()
             one = self._now.get(place.name)
             if one is None:
                 one = self._now[place.name] = _Reached(place, self._copy(place))
@@ -225,6 +225,8 @@ class ReachedWeights:
         if not self._now:
             return
         with self._residency.lock:
+            # Where an error or an interrupt came between.
+            self._renew()
             for one in list(self._now.values()):
                 if not one.settled:
                     self._look_at(one)
@@ -248,17 +250,10 @@ class ReachedWeights:
     def require_seen(self) -> None:
         """Before a step: refuse what was written after the forward that it is made of."""
         with self._residency.lock:
+            self._renew()
             for one in self._now.values():
                 if not one.settled and one.checksum() != one.seen:
                     self._late.add(one.place.name)
-            outlived, self._outlived = self._outlived, []
-            for other in outlived:
-                now = other.checksum()
-                if now is None:
-                    continue
-                self._outlived.append(other)
-                if now != other.seen:
-                    self._late.add(other.place.name)
             if self._late:
                 raise UsageError(
                     f"{', '.join(sorted(self._late))} were written to through a view or .data that was taken before "
@@ -273,8 +268,6 @@ class ReachedWeights:
         with self._residency.lock:
             late, self._late = self._late, set()
             self.forget(late)
-            for other in self._outlived:
-                other.seen = other.checksum() or other.seen
 
     # --- what becomes of it -------------------------------------------------------------------
 
@@ -306,22 +299,40 @@ class ReachedWeights:
                     del self._now[name]
 
     def forget(self, names: Iterable[str]) -> None:
-        """These parameters have other values on storage, or are to have those again; who kept memory is watched."""
+        """These parameters have other values on storage, or are to have those again; so has the memory that is kept."""
         with self._residency.lock:
             for name in names:
-                one = self._now.pop(name, None)
+                one = self._now.get(name)
                 if one is None:
                     continue
                 if one.changed:
                     self._residency.units.override(one.place, None)
-                if one.is_shared:
-                    self._outlived.append(_Outlived(one, one.checksum()))
+                if one.is_shared and one.is_writable:
+                    one.old = True
+                else:
+                    del self._now[name]
+            self._renew()
+
+    def _renew(self) -> None:
+        """Let memory that somebody kept have what is on storage now."""
+        for one in self._now.values():
+            if one.old:
+                self._note_kept(one.place)
+                self._residency.read_into(one.place, one.renew)
+
+    def _note_kept(self, place: Place) -> None:
+        if not self._told:
+            self._told = True
+            _log.warning(
+                "a view of %r is kept over a step: it is read from storage after each, so that the view has the values "
+                "that it would have in memory; let go of views (p.detach(), p.data) to be without this",
+                place.name,
+            )
 
     def close(self) -> None:
         """Let go of all memory."""
         with self._residency.lock:
             self._now.clear()
-            self._outlived.clear()
 
 
 def _laid_out(values: torch.Tensor, place: Place) -> torch.Tensor:

@@ -16,7 +16,7 @@ from memascend.residency.transfers import Transfers
 from memascend.residency.unit_slot import view
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     import torch
 
@@ -196,6 +196,19 @@ class Residency:
         self.bind(home)
         try:
             return self._copies.of(place)
+        finally:
+            self.unbind(home)
+
+    def read_into(self, place: Place, take: Callable[[torch.Tensor], None]) -> None:
+        """Let `take` have a parameter's values, for as long as it runs."""
+        home = self.units.home_of[place.name]
+        if home.by_rows:
+            take(self.copy_of(place))
+            return
+        self.bind(home)
+        try:
+            assert home.base is not None
+            take(view(home.base, place))
         finally:
             self.unbind(home)
 

@@ -269,9 +269,10 @@ class ResidentUnits:
         """Take memory beside the planned: nobody gave a budget, and a plan cannot know what code keeps."""
         added = add(home.nbytes)
         _log.warning(
-            "%d bytes of host memory were added for unit %r: all places of its size are held by views of %s, which a "
-            "checkpoint segment of several blocks, or your code, keeps",
+            "%d bytes beside the planned %s were added for unit %r: all places of its size are held by views of %s, "
+            "which a checkpoint segment of several blocks, or your code, keeps",
             added,
+            self._limits.option,
             home.name,
             ", ".join(holders_beside(home, self.homes)) or "units in use",
         )

@@ -29,8 +29,10 @@ from memascend.run.materialized import Materializer
 from memascend.run.measurements import Measurements
 from memascend.run.meter import Meter
 from memascend.run.modes import Modes
+from memascend.run.newcomers import Newcomers
 from memascend.run.optimizer import OffloadedOptimizer
 from memascend.run.position import Position
+from memascend.run.process_hooks import ProcessHooks
 from memascend.run.reached_values import ReachedValues
 from memascend.run.record import Record
 from memascend.run.rewrites import Rewrites
@@ -108,7 +110,8 @@ class Assembly:
         residency = self._residency(Listener(borrowed=borrowed, used=meter.used), moment)
         scale = self._scale()
         gradients = self._gradients(residency, meter, scale, begins)
-        frames = self._frames(residency, gradients)
+        newcomers = Newcomers(subject.model, lambda: ProcessHooks.registrations)
+        frames = self._frames(residency, gradients, newcomers)
         position = Position(resources.store, subject.options.checkpoint)
         record = Record(resources.store, position, subject.buffers, subject.arithmetic, scale)
         run = Run(resources=resources, residency=residency, frames=frames, gradients=gradients, record=record)
@@ -122,6 +125,7 @@ class Assembly:
         heap = Heap(sum(self.decision.sizes.unit_bytes.values()))
         return Session(
             run=run,
+            newcomers=newcomers,
             modes=Modes(run),
             loads=loads,
             reached_values=reached_values,
@@ -136,7 +140,8 @@ class Assembly:
     @property
     def _grows(self) -> bool:
         """Whether there is room beside the plan: nobody gave a budget."""
-        return self.subject.options.host_memory is None and not self._on_device
+        options = self.subject.options
+        return (options.device_memory if self._on_device else options.host_memory) is None
 
     @property
     def _on_device(self) -> bool:
@@ -205,7 +210,7 @@ class Assembly:
         rule = Updates(subject.arithmetic, engine, resources.store, resident)
         return Gradients(engine, rule, kernels.check_and_unscale, scale, loop, arrived, backward_begins)
 
-    def _frames(self, residency: Residency, gradients: Gradients) -> Frames:
+    def _frames(self, residency: Residency, gradients: Gradients, newcomers: Newcomers) -> Frames:
         model, on_device = self.subject.model, self._on_device
         watch = AutocastWatch(self.subject.named.values(), self._device.type)
 
@@ -214,6 +219,7 @@ class Assembly:
             if on_device and not frames.stack:
                 refuse_graphs(module, whole=module is model)
             if not frames.stack:
+                newcomers.judge()
                 residency.reached.look()
             watch.look()
             gradients.entered(module)

@@ -66,8 +66,6 @@ class Measurements:
     @property
     def plan(self) -> Plan:
         """The plan in force: with what was added beside it where nobody gave a budget."""
-        if self._resources.units.device is not None:
-            return self._plan
         arena = self._resources.units.arena
         return self._plan.with_added(arena.added, arena.added_bytes)
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["allow_copies", "copy_module", "forbid_copies", "is_offloaded"]
+__all__ = ["allow_copies", "copy_module", "forbid_copies"]
 
 # What copy.deepcopy() asks a module for, and what makes it an offloaded one.
 _COPIER = "__deepcopy__"
@@ -45,12 +45,6 @@ def forbid_copies(modules: Iterable[torch.nn.Module]) -> None:
     """Take that back; what is plain needs no help."""
     for module in modules:
         module.__dict__.pop(_COPIER, None)
-
-
-def is_offloaded(module: torch.nn.Module) -> bool:
-    """Whether a module is a part of an offloaded model, and not of one that is materialized."""
-    # Each of them has the hooks of state dicts.
-    return _KEY in module.__dict__.get("_state_dict_hooks", ())
 
 
 def _copied(module: torch.nn.Module, memo: dict[int, Any]) -> Any:

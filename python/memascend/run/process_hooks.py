@@ -9,17 +9,18 @@ import torch
 import torch.utils._foreach_utils
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from memascend.errors import ConfigError, UsageError
+from memascend.errors import UsageError
 from memascend.gradients.handle import GradientHandle
 from memascend.residency.gates import refuse_wrapper
 from memascend.run.optimizer import OffloadedOptimizer
-from memascend.run.plain_copy import copy_module, is_offloaded
+from memascend.run.plain_copy import copy_module
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 __all__ = ["ProcessHooks"]
 
+_swap_tensors: Any = torch.utils.swap_tensors
 # The types that torch's functions of lists take.
 _LISTED: list[Any] = torch.utils._foreach_utils._foreach_supported_types  # noqa: SLF001
 
@@ -30,6 +31,8 @@ class ProcessHooks:
     _lock = threading.Lock()
     _runs = 0
     _handles: tuple[RemovableHandle, ...] = ()
+    # Modules and parameters that any module was given; see `run.newcomers`.
+    registrations = 0
 
     def __init__(self) -> None:
         self._held = True
@@ -38,13 +41,14 @@ class ProcessHooks:
             if self._runs == 1:
                 ProcessHooks._handles = (
                     torch.nn.modules.module.register_module_module_registration_hook(refuse_wrapper),
-                    torch.nn.modules.module.register_module_module_registration_hook(_refuse_trainable),
-                    torch.nn.modules.module.register_module_parameter_registration_hook(_refuse_trainable),
+                    torch.nn.modules.module.register_module_module_registration_hook(_note_registration),
+                    torch.nn.modules.module.register_module_parameter_registration_hook(_note_registration),
                     register_optimizer_step_pre_hook(_refuse_foreign_step),
                 )
                 # torch picks list kernels by exact type, and on a GPU a list's norm has other bits than a tensor's.
                 _LISTED.append(GradientHandle)
                 torch.nn.Module.__deepcopy__ = copy_module  # type: ignore[attr-defined]
+                torch.utils.swap_tensors = _swap_plain
 
     def release(self) -> None:
         """The run is over. Twice is fine."""
@@ -59,21 +63,26 @@ class ProcessHooks:
                 ProcessHooks._handles = ()
                 _LISTED.remove(GradientHandle)
                 del torch.nn.Module.__deepcopy__  # type: ignore[attr-defined]
+                if torch.utils.swap_tensors is _swap_plain:
+                    torch.utils.swap_tensors = _swap_tensors
 
 
-def _refuse_trainable(module: torch.nn.Module, name: str, given: torch.nn.Module | torch.nn.Parameter | None) -> None:
-    """Refuse trainable parameters that come to an offloaded model: no unit and no update has them."""
-    # One that takes another's place is refused by the next forward.
-    if given is None or not is_offloaded(module) or name in module._parameters:  # noqa: SLF001
-        return
-    inner = given.named_parameters(name) if isinstance(given, torch.nn.Module) else [(name, given)]
-    for full, parameter in inner:
-        if parameter.requires_grad and "_memascend" not in parameter.__dict__:
-            raise ConfigError(
-                f"{full!r} would be a new trainable parameter of a {type(module).__name__} that is offloaded: save(), "
-                "add it to a plain model with those weights, and offload() anew; one with requires_grad=False may be "
-                "added at any time"
+def _swap_plain(t1: torch.Tensor, t2: torch.Tensor) -> None:
+    """`torch.utils.swap_tensors` while any model is offloaded; torch's own refuses, too, and says why to nobody."""
+    for one in (t1, t2):
+        if "_memascend" in one.__dict__:
+            name = one.__dict__["_memascend"].name
+            raise UsageError(
+                f"{name!r} cannot be swapped with another tensor, as its values are on storage: give it the other's by "
+                "p.data.copy_(other), or swap within memascend.materialized(model, modify=True)"
             )
+    _swap_tensors(t1, t2)
+
+
+def _note_registration(module: torch.nn.Module, name: str, given: Any) -> None:
+    del module, name
+    if given is not None:
+        ProcessHooks.registrations += 1
 
 
 def _refuse_foreign_step(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:

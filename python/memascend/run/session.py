@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from memascend.run.materialized import Materializer
     from memascend.run.measurements import Measurements
     from memascend.run.modes import Modes
+    from memascend.run.newcomers import Newcomers
     from memascend.run.reached_values import ReachedValues
     from memascend.run.report import Report
     from memascend.run.rollback import Rollback
@@ -49,6 +50,7 @@ class Session:
     """A model and an optimizer that are offloaded."""
 
     run: Run
+    newcomers: Newcomers
     loads: Loads
     modes: Modes
     reached_values: ReachedValues
@@ -78,6 +80,7 @@ class Session:
             raise UsageError(
                 "step() was called inside of the model's forward, which uses the parameters; call it after"
             )
+        self.newcomers.require_none()
         self.run.frames.unwind()
         self.state_dicts.forget()
         self.loads.settle()
