@@ -470,7 +470,7 @@ def test_a_graph_of_a_view_from_before_a_step_is_refused(training):
 def test_a_view_that_could_not_be_renewed_is_renewed_later(training, monkeypatch):
     model, offloaded = training(units=2)
     view = model[1].weight.detach()
-    residency = offloaded._session.residency
+    residency = offloaded._session.run.residency
 
     def failing(*_):
         raise KeyboardInterrupt

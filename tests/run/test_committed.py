@@ -71,6 +71,33 @@ def test_a_buffer_is_committed_as_it_is_at_each_step(tmp_path, elements, how):
         assert torch.equal(model.seen, wanted)
 
 
+@pytest.mark.parametrize("how", ["deleted", "none"])
+def test_a_buffer_that_the_model_has_no_more_stays_as_it_was_committed(tmp_path, how):
+    """As pruning's mask, once pruning is made permanent: steps, loads and close() go on."""
+
+    def made(**options):
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        model.register_buffer("extra", torch.full((3,), 7.0))
+        return memascend.offload(model, torch.optim.AdamW(model.parameters()), storage=tmp_path / "s", **options)
+
+    model, optimizer = made()
+    with optimizer:
+        if how == "deleted":
+            del model.extra
+        else:
+            model.extra = None
+        model(torch.randn(3, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()}, strict=False)
+        optimizer.save(tmp_path / "saved")
+    again, optimizer = made(existing="resume")
+    with optimizer:
+        assert optimizer.steps == 1
+        assert torch.equal(again.extra, torch.full((3,), 7.0))
+        assert torch.equal(again[1].running_mean, model[1].running_mean)
+
+
 def test_a_loss_scale_goes_on_where_it_was(tmp_path):
     model, optimizer = opened(tmp_path / "s", Counting().half())
     scales = [optimizer.loss_scale]

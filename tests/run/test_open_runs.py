@@ -10,10 +10,18 @@ from torch import nn
 import memascend
 
 
-def offloaded(folder, **options):
+def plain():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
-    return memascend.offload(model, torch.optim.AdamW(model.parameters()), storage=folder, **options)
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters())
+
+
+def offloaded(folder, **options):
+    model = plain()
+    return memascend.offload(model, adamw(model), storage=folder, **options)
 
 
 def step(model, optimizer):
@@ -50,6 +58,37 @@ def test_without_resume_or_replace_the_error_names_close(tmp_path):
     step(model, optimizer)
     assert optimizer.steps == 2
     optimizer.close()
+
+
+def of_another_shape():
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 5))
+
+
+def of_two_groups(model):
+    return torch.optim.AdamW([{"params": layer.parameters()} for layer in model])
+
+
+OTHERS = {
+    "shape": (of_another_shape, adamw, r"does not fit: .*1\.weight.*goes on"),
+    "optimizer": (plain, lambda model: torch.optim.SGD(model.parameters(), lr=0.1), r"does not fit: .*SGD.*goes on"),
+    "groups": (plain, of_two_groups, r"1 parameter groups, and the optimizer has 2 \(group 0: 2, group 1: 2 param"),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_resume_that_is_refused_leaves_the_run(tmp_path, other):
+    make, optimizer_of, words = OTHERS[other]
+    model, optimizer = offloaded(tmp_path)
+    step(model, optimizer)
+    changed = make()
+    with pytest.raises(memascend.ConfigError, match=words):
+        memascend.offload(changed, optimizer_of(changed), storage=tmp_path, existing="resume")
+    step(model, optimizer)
+    assert optimizer.steps == 2
+    optimizer.close()
+    _, optimizer = offloaded(tmp_path, existing="resume")
+    with optimizer:
+        assert optimizer.steps == 2
 
 
 def test_a_run_that_nothing_refers_to_is_collected_without_a_word(tmp_path):

@@ -20,6 +20,7 @@ def hooks():
         sum(kind.__module__.startswith("memascend") for kind in _foreach_supported_types),
         hasattr(nn.Module, "__deepcopy__"),
         torch.utils.swap_tensors.__module__,
+        "data" in vars(nn.Parameter),
     )
 
 

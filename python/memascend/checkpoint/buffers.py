@@ -27,21 +27,24 @@ class Buffers:
         self._always = sum(self._tensor(name).nbytes for name in self._owners) <= _ALWAYS_BYTES_MAX
 
     def _tensor(self, name: str) -> torch.Tensor:
-        module, short = self._owners[name]
-        tensor = module._buffers[short]  # noqa: SLF001
+        tensor = self._found(name)
         assert tensor is not None
         return tensor
 
+    def _found(self, name: str) -> torch.Tensor | None:
+        module, short = self._owners[name]
+        return module._buffers.get(short)  # noqa: SLF001
+
     @property
     def names(self) -> list[str]:
-        """As `state_dict()` names them."""
-        return list(self._owners)
+        """As `state_dict()` names them; of one that the model has no more, storage keeps what was committed."""
+        return [name for name in self._owners if self._found(name) is not None]
 
     def entries(self, entry: type[Entry]) -> list[Entry]:
         """How the store knows them."""
         return [
             entry(name=name, values=self._tensor(name).detach(), state={}, unit="buffers", buffer=True)
-            for name in self._owners
+            for name in self.names
         ]
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -54,7 +57,7 @@ class Buffers:
 
     def restore(self, store: Store) -> None:
         """Take the values that the store holds."""
-        for name in self._owners:
+        for name in self.names:
             values, _ = store.read(name)
             with torch.no_grad():
                 self._tensor(name).copy_(values)
@@ -62,7 +65,7 @@ class Buffers:
     def stage(self, store: Store, step: int) -> None:
         """Stage those that changed."""
         self._staged = {}
-        for name in self._owners:
+        for name in self.names:
             tensor = self._tensor(name)
             seen = self._seen.get(name)
             unchanged = seen is not None and seen[0]() is tensor and seen[1] == tensor._version  # noqa: SLF001

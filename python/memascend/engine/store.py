@@ -166,6 +166,11 @@ class Store(Closing):
         """
         return _core.Store.upgrade(listed(paths), backend)
 
+    def difference(self, entries: Sequence[Entry], *, optimizer: str) -> str | None:
+        """In which way it is no store of these entries and this optimizer, in words; None where it is one."""
+        units, described = description(entries)
+        return self._core.difference(described, units, optimizer, chunk_elements_of(entries))
+
     @property
     def created(self) -> bool:
         """Whether it was made now."""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import contextlib
     from collections.abc import Mapping, Sequence
 
-__all__ = ["options_of", "take_options"]
+__all__ = ["options_of", "require_as_many", "take_options"]
 
 # Where a group has no such option.
 _NONE = object()
@@ -30,6 +30,21 @@ def options_of(group: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def require_as_many(groups: Sequence[dict[str, Any]], stored: list[dict[str, Any]] | None) -> None:
+    """Refuse stored options that are not those of as many groups.
+
+    Raises:
+        ConfigError: there are others; nothing was changed.
+    """
+    if stored is None or len(stored) != len(groups):
+        names = ", ".join(f"group {number}: {len(group['params'])}" for number, group in enumerate(groups))
+        raise ConfigError(
+            f"what is stored has the options of {len(stored or [])} parameter groups, and the optimizer has "
+            f"{len(groups)} ({names} parameters); nothing was changed: make the optimizer with the groups that it had, "
+            'or begin anew with existing="replace"'
+        )
+
+
 def take_options(
     groups: Sequence[dict[str, Any]],
     stored: list[dict[str, Any]] | None,
@@ -41,8 +56,8 @@ def take_options(
     Options that the optimizer's own steps change are no surprise: of those nothing is said.
     """
     examples = changed_by_steps or {}
-    if stored is None or len(stored) != len(groups):
-        raise ConfigError(f"what is stored has {len(stored or [])} parameter groups, the optimizer {len(groups)}")
+    require_as_many(groups, stored)
+    assert stored is not None
     changed = []
     for number, (group, options) in enumerate(zip(groups, stored, strict=True)):
         now = options_of(group)

@@ -172,7 +172,8 @@ class _Found:
         if not plain or value.layout != torch.strided or name in self.tensors:
             kind = f"a {type(value).__qualname__}" if not plain else "a sparse tensor"
             raise ConfigError(
-                f"{named(self._optimizer)} keeps {kind} as {name!r}; only dense tensors and numbers are streamed"
+                f"{named(self._optimizer)} keeps {kind} as {name!r}; only dense tensors and numbers are streamed: "
+                "docs/optimizers.md lists optimizers that are"
             )
         made = torch.empty(value.shape, dtype=dtype, device="meta")
         # State of the parameter's shape lies as the parameter does.

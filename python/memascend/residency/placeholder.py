@@ -140,4 +140,5 @@ def laid_out(tensor: torch.Tensor) -> torch.Tensor:
 
 def _set_data(parameter: torch.Tensor, values: torch.Tensor) -> None:
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-        parameter.data = values
+        # Past the property that parameters have while any model is offloaded.
+        torch.Tensor.data.__set__(parameter, values)  # type: ignore[attr-defined]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from memascend.errors import UsageError
 from memascend.residency.access import Turns
+from memascend.residency.away import said
 from memascend.residency.reached import ReachedWeights
 from memascend.residency.resident_units import ResidentUnits
 from memascend.residency.saved_tensors import SavedTensorHooks
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from memascend.residency.copies import Copies
-    from memascend.residency.debug_checksums import Sums
+    from memascend.residency.unseen_writes import Sums
     from memascend.residency.environment import Limits, Listener, Memory, Moment
     from memascend.residency.placeholder import Place
     from memascend.residency.saved_tensors import Keeper
@@ -50,7 +51,7 @@ class Residency:
         moment: Moment,
         *,
         keeper: Keeper | None = None,
-        sums: Sums | None = None,
+        sums: Sums,
     ) -> None:
         """Begin with nothing resident.
 
@@ -61,7 +62,7 @@ class Residency:
             copies: where copies of parameters go.
             moment: says what the run does now.
             keeper: keeps what autograd saves and lies in no unit.
-            sums: finds what was written to past torch's counters, where that was asked for.
+            sums: finds what was written to past torch's counters.
         """
         self._memory = memory
         self._limits = limits
@@ -133,6 +134,18 @@ class Residency:
     def holds(self, place: Place) -> bool:
         """Whether this thread has bound a parameter that asks."""
         return threading.get_ident() in self.units.home_of[place.name].holders
+
+    def note_data(self, place: Place) -> None:
+        """Somebody takes the `.data` of a parameter, which is watched from here on where it is bound."""
+        with self.lock:
+            home = self.units.home_of[place.name]
+            if home.bound:
+                self.units.sums.take(home, place)
+
+    def require_away(self, place: Place) -> None:
+        """Refuse other memory for a parameter that is bound."""
+        if self.units.home_of[place.name].bound:
+            raise UsageError(said(repr(place.name), "replaced through .data"))
 
     @contextmanager
     def borrowed(self, places: Iterable[Place]) -> Iterator[None]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from memascend.residency.access import Turns
     from memascend.residency.copies import Copies
-    from memascend.residency.debug_checksums import Sums
+    from memascend.residency.unseen_writes import Sums
     from memascend.residency.environment import Limits, Memory
     from memascend.residency.placeholder import Place
 
@@ -60,7 +60,7 @@ class ResidentUnits:
         copies: Copies,
         turns: Turns,
         busy: Callable[[], bool],
-        sums: Sums | None,
+        sums: Sums,
     ) -> None:
         """See `Residency`; `busy` says whether updates are under way, which may hold units."""
         self._memory = memory
@@ -71,7 +71,7 @@ class ResidentUnits:
         self._turns = turns
         self._lock = turns.lock
         self._busy = busy
-        self._sums = sums
+        self.sums = sums
         self.homes: list[Home] = []
         self.home_of: dict[str, Home] = {}
         self.order = Order()
@@ -135,8 +135,7 @@ class ResidentUnits:
             home.base = base
             self._at[base.data_ptr()] = (home, home.version)
             self._overlay(home)
-            if self._sums is not None:
-                self._sums.note(home)
+            self.sums.note(home)
 
     def _bring_mapped(self, home: Home) -> None:
         """All of a unit that has no place in memory: in a file, whose pages the kernel keeps or not."""
@@ -153,8 +152,7 @@ class ResidentUnits:
         home.mapped = StorageWeakRef(home.base.untyped_storage())
         self._at[home.base.data_ptr()] = (home, home.version)
         self._overlay(home)
-        if self._sums is not None:
-            self._sums.note(home)
+        self.sums.note(home)
 
     def _overlay(self, home: Home) -> None:
         """Let a unit that was read have the values that are not on storage."""
@@ -285,8 +283,7 @@ class ResidentUnits:
                 home.fetch = None
                 home.pending = None
                 home.weak = None
-            if self._sums is not None:
-                self.written.update(self._sums.changed(home))
+            self.written.update(self.sums.changed(home))
             home.views = None
             home.base = None
             self.counters["evictions"] += 1
@@ -314,14 +311,14 @@ class ResidentUnits:
                 self.evict(home)
 
     def find_written(self) -> None:
-        """Look for values in memory that are not what was read, where that was asked for."""
+        """Look for values in memory that are not what was read, as far as they are compared."""
         with self._lock:
             for home in self.homes:
                 self.find_written_in(home)
 
     def find_written_in(self, home: Home, seen: Iterable[str] = ()) -> None:
         """The same for one unit; `seen` are parameters of it that were seen to be written to."""
-        written = {*seen, *(self._sums.changed(home) if self._sums is not None else ())}
+        written = {*seen, *self.sums.changed(home)}
         if written:
             self.written.update(written)
             # What it holds now is no step's: it is read again.

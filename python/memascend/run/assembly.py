@@ -16,7 +16,7 @@ from memascend.gradients.loss_scale import LossScale
 from memascend.gradients.row_engine import RowEngine
 from memascend.gradients.updates import Updates
 from memascend.residency.copies import Copies
-from memascend.residency.debug_checksums import Sums, wanted
+from memascend.residency.unseen_writes import Sums, wanted
 from memascend.residency.environment import Limits, Listener, Moment
 from memascend.residency.gates import Frames
 from memascend.residency.placeholder import Place
@@ -171,7 +171,7 @@ class Assembly:
             Copies(self.scratch),
             moment,
             keeper=resources.activations,
-            sums=Sums() if wanted() else None,
+            sums=Sums(everything=wanted()),
         )
         for unit in self.decision.units:
             places = [

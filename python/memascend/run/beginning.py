@@ -11,7 +11,8 @@ from memascend.checkpoint.first_values import ModelValues, ValueSource
 from memascend.checkpoint.meta import MetaBuffers
 from memascend.checkpoint.reader import Checkpoint, CheckpointValues
 from memascend.checkpoint.weights import open_weights
-from memascend.optimizers.group_options import options_of
+from memascend.errors import ConfigError
+from memascend.optimizers.group_options import options_of, require_as_many
 from memascend.paths import expanded
 from memascend.progress import Progress
 from memascend.run import open_runs
@@ -43,8 +44,21 @@ def open_store(subject: Subject, entries: list[engines.Entry]) -> tuple[Store, P
 
     if not paths:
         return temporary(create)
+
+    def judge(store: Store) -> None:
+        if options.existing != "resume":
+            return
+        difference = store.difference(entries, optimizer=kind)
+        if difference is not None:
+            raise ConfigError(
+                f"the store at {store.info()['devices'][0]} does not fit: {difference}; nothing was changed, and the "
+                "run that has it open goes on: resume with the model and the optimizer that it was made for, or give "
+                "existing='replace' to begin anew"
+            )
+        require_as_many(subject.original.param_groups, (store.hyperparameters or {}).get("groups"))
+
     closes = options.existing in ("resume", "replace")
-    return open_runs.open_again(lambda: create(paths), paths, closes=closes), None
+    return open_runs.open_again(lambda: create(paths), paths, closes=closes, judge=judge), None
 
 
 def continued(subject: Subject, folder: str) -> CheckpointValues:

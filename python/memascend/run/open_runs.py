@@ -28,13 +28,16 @@ def note(run: OffloadedOptimizer) -> None:
     _RUNS.add(run)
 
 
-def open_again(create: Callable[[], Store], paths: Sequence[str], *, closes: bool) -> Store:
+def open_again(
+    create: Callable[[], Store], paths: Sequence[str], *, closes: bool, judge: Callable[[Store], None]
+) -> Store:
     """What `create` opens at `paths`, also where a run of this process has it open.
 
     Args:
         create: opens or makes the store.
         paths: where.
         closes: close that run, with a warning; else it is an error, unless nothing refers to the run any more.
+        judge: raises where the store of a run cannot be what `create` opens; that run then goes on.
 
     Raises:
         StorageError: as `create`, or a run of this process has the store open.
@@ -54,6 +57,7 @@ def open_again(create: Callable[[], Store], paths: Sequence[str], *, closes: boo
                 errno=errno.EBUSY,
                 path=file,
             )
+        judge(run._session.run.resources.store)  # noqa: SLF001
         run.close()
         warnings.warn(
             f"{file}: a run of this process had this store open and was closed at step {run.steps}; its model cannot "

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ProcessHooks"]
 
+_TENSOR_DATA: Any = torch.Tensor.data
 _swap_tensors: Any = torch.utils.swap_tensors
 # The types that torch's functions of lists take.
 _LISTED: list[Any] = torch.utils._foreach_utils._foreach_supported_types  # noqa: SLF001
@@ -49,6 +50,7 @@ class ProcessHooks:
                 _LISTED.append(GradientHandle)
                 torch.nn.Module.__deepcopy__ = copy_module  # type: ignore[attr-defined]
                 torch.utils.swap_tensors = _swap_plain
+                torch.nn.Parameter.data = property(_data, _set_data)  # type: ignore[assignment]
 
     def release(self) -> None:
         """The run is over. Twice is fine."""
@@ -63,8 +65,25 @@ class ProcessHooks:
                 ProcessHooks._handles = ()
                 _LISTED.remove(GradientHandle)
                 del torch.nn.Module.__deepcopy__  # type: ignore[attr-defined]
+                del torch.nn.Parameter.data
                 if torch.utils.swap_tensors is _swap_plain:
                     torch.utils.swap_tensors = _swap_tensors
+
+
+def _data(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """`.data` of a parameter: a plain one while it is bound, whose memory nothing else would watch."""
+    place = parameter.__dict__.get("_memascend")
+    if place is not None:
+        place.source.note_data(place)
+    values: torch.Tensor = _TENSOR_DATA.__get__(parameter)
+    return values
+
+
+def _set_data(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
+    place = parameter.__dict__.get("_memascend")
+    if place is not None and values is not parameter:
+        place.source.require_away(place)
+    _TENSOR_DATA.__set__(parameter, values)
 
 
 def _swap_plain(t1: torch.Tensor, t2: torch.Tensor) -> None:

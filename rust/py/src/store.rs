@@ -84,6 +84,19 @@ impl Store {
         Ok(Self { inner: Arc::new(inner), created })
     }
 
+    /// In which way it is no store of these entries; `None` where it is one.
+    fn difference(
+        &self,
+        py: Python<'_>,
+        entries: Vec<Described>,
+        units: Vec<String>,
+        optimizer: String,
+        chunk_elements: u32,
+    ) -> PyResult<Option<String>> {
+        let wanted = described(py, entries, units, optimizer, chunk_elements)?;
+        Ok(self.inner.description().difference(&wanted))
+    }
+
     /// Gives the newest commit up, where the one before it was opened.
     fn go_back(&self, py: Python<'_>) -> PyResult<()> {
         py.detach(|| self.inner.go_back()).map_err(|error| store_error(py, &error))

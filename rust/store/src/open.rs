@@ -105,7 +105,10 @@ impl Store {
                 None => Ok(()),
                 Some(difference) => {
                     let name = paths[0].display();
-                    Err(Error::Invalid(format!("the store at {name} does not fit: {difference}; nothing was changed")))
+                    Err(Error::Invalid(format!(
+                        "the store at {name} does not fit: {difference}; nothing was changed: resume with the model and \
+                         the optimizer that it was made for, or give existing=\"replace\" to begin anew"
+                    )))
                 }
             };
             let (store, roots) = Self::prepare_claimed(claim, &label, how)?;

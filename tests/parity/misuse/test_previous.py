@@ -147,7 +147,7 @@ def test_another_model_is_refused_before_anything_is_given_up(offloaded, tmp_pat
     model = Noted()
     decayed, others = list(model.parameters())[::2], list(model.parameters())[1::2]
     two_groups = torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=0.01)
-    with pytest.raises(ConfigError, match="1 parameter groups, the optimizer 2"):
+    with pytest.raises(ConfigError, match="1 parameter groups, and the optimizer has 2"):
         memascend.offload(model, two_groups, storage=tmp_path / "run.store", existing="previous")
     assert (tmp_path / "run.store").read_bytes() == before
 

@@ -176,9 +176,20 @@ def test_a_weight_that_was_written_in_a_forward_is_refused_at_step(training):
     assert torch.equal(training.loss(1), expected), "what was written is still there"
 
 
+WRITES = {
+    "data": lambda weight: weight.data.mul_(0.5),
+    "item": lambda weight: weight.data.__setitem__((0, 0), 7.0),
+    "numpy of data": lambda weight: weight.data.numpy().__imul__(0.5),
+    "numpy": lambda weight: weight.detach().numpy().__imul__(0.5),
+}
+
+
 @pytest.mark.parametrize("budget", ["64MiB", "smallest"])
-def test_a_write_that_torch_does_not_count_is_found_in_debug_mode(offloaded, monkeypatch, caplog, tmp_path, budget):
-    monkeypatch.setenv("MEMASCEND_DEBUG", "1")
+@pytest.mark.parametrize(
+    ("debug", "way"), [("", "data"), ("", "item"), ("", "numpy of data"), ("1", "data"), ("1", "numpy")]
+)
+def test_a_write_that_torch_does_not_count_is_found(offloaded, monkeypatch, caplog, tmp_path, budget, debug, way):
+    monkeypatch.setenv("MEMASCEND_DEBUG", debug)
     if budget == "smallest":
         model = Stack()
         with pytest.raises(memascend.BudgetError) as refused:
@@ -189,7 +200,7 @@ def test_a_write_that_torch_does_not_count_is_found_in_debug_mode(offloaded, mon
     expected = training.loss(1).detach()
 
     def decays(module, *_):
-        module.weight.data.mul_(0.5)
+        WRITES[way](module.weight)
 
     handle = training.model.blocks[1].up.register_forward_pre_hook(decays)
     training.loss(1).backward()
@@ -203,6 +214,36 @@ def test_a_write_that_torch_does_not_count_is_found_in_debug_mode(offloaded, mon
     assert all(torch.equal(before[name], after[name]) for name in before)
     training.step(1)
     assert training.optimizer.steps == 2
+
+
+def test_data_that_is_read_in_a_forward_is_no_write(training):
+    """And what is taken there and written outside is told."""
+    taken = []
+    handle = training.model.blocks[1].up.register_forward_pre_hook(lambda module, _: taken.append(module.weight.data))
+    training.step(1)
+    norm = taken[0].norm()
+    assert norm > 0
+    del taken[:]
+    training.loss(1).backward()
+    handle.remove()
+    taken[0].mul_(0.5)
+    with pytest.raises(UsageError, match=r"of blocks\.1\.up\.weight were"):
+        training.optimizer.step()
+    training.optimizer.zero_grad()
+    training.step(1)
+
+
+def test_memory_is_not_replaced_in_a_forward(training):
+    def replaces(module, *_):
+        module.weight.data = module.weight.data * 2
+
+    expected = training.loss(1).detach()
+    handle = training.model.blocks[1].up.register_forward_pre_hook(replaces)
+    with pytest.raises(UsageError, match=r"blocks\.1\.up\.weight.*replaced through \.data"):
+        training.loss(1)
+    handle.remove()
+    assert torch.equal(training.loss(1), expected)
+    training.step(1)
 
 
 @pytest.mark.parametrize("gradients", ["fused", "ssd"])

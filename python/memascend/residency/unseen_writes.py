@@ -1,7 +1,8 @@
-"""Checksums values in memory to find writes that torch does not count (`MEMASCEND_DEBUG=1`).
+"""Checksums values in memory to find writes that torch does not count.
 
 A write through `.data` moves no version counter. It would change what is computed until the unit leaves memory, and be
-lost then, in silence.
+lost then, in silence. So a parameter whose `.data` is taken while it is bound is compared from then on. With
+`MEMASCEND_DEBUG=1` all are, which finds what comes by other ways (`detach().numpy()`, a kernel of one's own).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+    from memascend.residency.placeholder import Place
     from memascend.residency.unit_slot import Home
 
 __all__ = ["Sums", "wanted"]
@@ -23,33 +25,40 @@ _log = logging.getLogger("memascend")
 
 
 def wanted() -> bool:
-    """Whether the environment asks for them: they cost a pass over every unit at each use."""
+    """Whether the environment asks for all of them: they cost a pass over every unit at each use."""
     return os.environ.get("MEMASCEND_DEBUG", "") not in ("", "0")
 
 
 class Sums:
-    """What the parameters in memory were when they were read."""
+    """What the parameters in memory were when they were read, or when their `.data` was taken."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, everything: bool) -> None:
+        """`everything`: compare all parameters, and not only those that somebody took the data of."""
+        self._everything = everything
         self._read: dict[str, int] = {}
         self._told: set[str] = set()
 
     def note(self, home: Home) -> None:
         """A unit was read."""
-        base = home.base
-        assert base is not None
         for place in home.places:
-            self._read[place.name] = _sum(base, place.offset, place.nothing.nbytes)
+            self._read.pop(place.name, None)
+            if self._everything:
+                self.take(home, place)
+
+    def take(self, home: Home, place: Place) -> None:
+        """Somebody is about to have a parameter's memory."""
+        if home.base is not None and place.name not in self._read:
+            self._read[place.name] = _sum(home.base, place.offset, place.nothing.nbytes)
 
     def changed(self, home: Home) -> list[str]:
         """The parameters of a unit in memory that are not what was read."""
         base = home.base
-        if base is None:
+        if base is None or not self._read:
             return []
         names = [
             place.name
             for place in home.places
-            if self._read.get(place.name) != _sum(base, place.offset, place.nothing.nbytes)
+            if place.name in self._read and self._read[place.name] != _sum(base, place.offset, place.nothing.nbytes)
         ]
         for name in names:
             if name not in self._told:
