@@ -1,10 +1,11 @@
-"""Shows a progress bar on standard error where that is a terminal."""
+"""Shows how far long work is: a bar in terminals and notebooks, lines in logs."""
 
 from __future__ import annotations
 
 import sys
 import time
-from typing import TYPE_CHECKING
+import warnings
+from typing import TYPE_CHECKING, Any
 
 from memascend.closing import Closing
 from memascend.formatting import bytes_shown
@@ -17,47 +18,94 @@ __all__ = ["Progress"]
 _WIDTH = 30
 # Work that is done sooner shows nothing, and a terminal is not written to more often than eyes follow.
 _PATIENCE_SECONDS, _REDRAW_SECONDS = 0.5, 0.1
+# A log gets a line so often, and none of what is done before the first.
+_LINE_SECONDS = 15.0
 
 
 class Progress(Closing):
-    """How many of so many bytes are done. The line is gone at the end."""
+    """How many of so many bytes, or of other units, are done.
 
-    def __init__(self, what: str, nbytes: int, stream: TextIO | None = None) -> None:
+    In a terminal or a notebook it is tqdm's bar where tqdm is installed, and in a terminal one of our own otherwise;
+    it is gone at the end. Anywhere else, as in the log of a batch job, a line is written every quarter of a minute.
+    """
+
+    def __init__(self, what: str, total: int, stream: TextIO | None = None, *, unit: str = "bytes") -> None:
         """Begin; `stream` is standard error where None."""
         self._what = what
-        self._nbytes = nbytes
+        self._total = total
+        self._unit = unit
+        self._ours = stream is None
         self._stream = sys.stderr if stream is None else stream
+        self._notebook = stream is None and _in_notebook()
         # None where a daemon has closed it.
-        self._on = self._stream is not None and self._stream.isatty()
+        self._on = self._stream is not None
+        self._bars = self._notebook or (self._on and self._stream.isatty())
         self._done = 0
         self._began = time.monotonic()
-        self._drawn_at = self._began + _PATIENCE_SECONDS - _REDRAW_SECONDS
+        wait = _PATIENCE_SECONDS - _REDRAW_SECONDS if self._bars else 0.0
+        self._drawn_at = self._began + wait
         self._drawn = False
+        self._tqdm: Any = None
 
-    def add(self, nbytes: int) -> None:
-        """So many more bytes are done."""
-        self._done += nbytes
+    def add(self, count: int) -> None:
+        """So many more are done."""
+        self._done += count
+        if not self._on:
+            return
         now = time.monotonic()
-        if self._on and now - self._drawn_at >= _REDRAW_SECONDS:
+        if now - self._drawn_at >= (_REDRAW_SECONDS if self._bars else _LINE_SECONDS):
             self._drawn_at = now
-            self._draw(now - self._began)
+            if self._bars:
+                self._draw(now - self._began)
+            else:
+                self._write(f"memascend: {self._what}: {self._figures(now - self._began)}\n")
 
     def close(self) -> None:
-        """Take the line away."""
-        if self._drawn:
-            self._drawn = False
+        """Take the bar away."""
+        if self._tqdm is not None:
+            self._tqdm.close()
+            self._tqdm = None
+        elif self._drawn:
             self._write("\r\x1b[K")
+        self._drawn = False
 
     def _draw(self, seconds: float) -> None:
-        part = min(1.0, self._done / self._nbytes) if self._nbytes else 1.0
-        full = int(part * _WIDTH)
-        rate = bytes_shown(int(self._done / seconds)) if seconds > 0 else "-"
-        left = f", {seconds / part - seconds:.0f} s left" if part > 0 else ""
-        bar = "#" * full + "." * (_WIDTH - full)
+        if not self._drawn and self._ours:
+            self._tqdm = self._begun_tqdm()
         self._drawn = True
-        self._write(
-            f"\r\x1b[K{self._what} [{bar}] {bytes_shown(self._done)} of {bytes_shown(self._nbytes)}, {rate}/s{left}"
-        )
+        if self._tqdm is not None:
+            self._tqdm.update(self._done - self._tqdm.n)
+            return
+        full = int(self._part * _WIDTH)
+        bar = "#" * full + "." * (_WIDTH - full)
+        self._write(f"\r\x1b[K{self._what} [{bar}] {self._figures(seconds)}")
+
+    def _begun_tqdm(self) -> Any:
+        try:
+            from tqdm.auto import tqdm
+        except ImportError:
+            return None
+        size: dict[str, Any] = {"unit": f" {self._unit}"}
+        if self._unit == "bytes":
+            size = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
+        with warnings.catch_warnings():
+            # A notebook without widgets gets tqdm's bar of text.
+            warnings.simplefilter("ignore")
+            bar = tqdm(total=self._total, desc=self._what, leave=False, **size)
+        # What was done before the bar was there counts in its speed.
+        bar.start_t -= time.monotonic() - self._began
+        return bar
+
+    @property
+    def _part(self) -> float:
+        return min(1.0, self._done / self._total) if self._total else 1.0
+
+    def _figures(self, seconds: float) -> str:
+        left = f", {seconds / self._part - seconds:.0f} s left" if self._part > 0 else ""
+        if self._unit != "bytes":
+            return f"{self._done} of {self._total} {self._unit}{left}"
+        rate = bytes_shown(int(self._done / seconds)) if seconds > 0 else "-"
+        return f"{bytes_shown(self._done)} of {bytes_shown(self._total)}, {rate}/s{left}"
 
     def _write(self, text: str) -> None:
         try:
@@ -66,3 +114,10 @@ class Progress(Closing):
         except (OSError, ValueError):
             # A terminal that went away must not end the work.
             self._on = False
+
+
+def _in_notebook() -> bool:
+    """Whether this process is the kernel of one, which has no terminal and shows bars all the same."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return shell is not None and type(shell).__name__ == "ZMQInteractiveShell"

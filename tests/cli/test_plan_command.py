@@ -3,7 +3,6 @@
 import json
 import re
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from safetensors.torch import save_file
 
 import memascend
 from memascend.cli import main
-from memascend.cli.plan.costs import disk_seconds
 from memascend.cli.plan.sources import describe, described_by_names
 
 TEXT = {
@@ -126,7 +124,7 @@ def test_the_disk_is_measured_only_where_one_is_named(capsys, tmp_path, monkeypa
     config = written(tmp_path, "ViT")
     monkeypatch.setattr("memascend.cli.storage._TRIAL_SECONDS", 0.05)
     measured = told(capsys, config, "--storage", tmp_path)
-    assert measured["gb_per_second"].keys() == {"read", "mixed"}
+    assert measured["gb_per_second"].keys() == {"read", "write", "mixed"}
     assert measured["disk"]["free_bytes"] > measured["disk"]["bytes"]
     assert measured["disk_seconds_per_step"] > 0
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
@@ -144,7 +142,7 @@ def test_storage_without_room_is_a_named_problem(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("memascend.cli.storage._TRIAL_SECONDS", 0.05)
     needed = told(capsys, config)["plan"]["disk_bytes"]
     for free, status in ((needed, 0), (needed - 1, 1)):
-        monkeypatch.setattr("memascend.cli.plan.costs._free", lambda _, free=free: free)
+        monkeypatch.setattr("memascend.cli.plan.answer._free", lambda _, free=free: free)
         assert main(["plan", str(config), "--storage", str(tmp_path)]) == status
         assert ("not enough" in capsys.readouterr().out) == bool(status)
         assert main(["plan", str(config), "--storage", str(tmp_path), "--json"]) == status
@@ -155,13 +153,6 @@ def test_budgets_in_every_notation_of_a_number(capsys, tmp_path):
     config = written(tmp_path, "ViT")
     plans = [told(capsys, config, "--host-memory", text)["plan"] for text in ("200e6", "200MB", "200000000")]
     assert plans[0] == plans[1] == plans[2]
-
-
-def test_the_bound_reads_first_and_then_does_both():
-    plan = SimpleNamespace(
-        read_bytes={"values, forward": 4e9, "values, backward": 1e9, "state": 2e9}, written_bytes={"state": 3e9}
-    )
-    assert disk_seconds(plan, {"read": 2.0, "mixed": 3.0}) == pytest.approx(4 / 2 + 6 / 3)
 
 
 def test_headers_of_safetensors_give_the_same_plan_by_names(capsys, tmp_path):

@@ -250,8 +250,11 @@ def test_info(tmp_path, capsys):
     made(tmp_path).close()
     assert main(["store", "info", str(tmp_path)]) == 0
     output = capsys.readouterr().out
-    assert "18 parameters" not in output
-    assert "19 parameters and 1 buffers" in output
+    summary, entries = output.split("\n\n")
+    assert "in 19 tensors (" in summary
+    assert "buffers           1" in summary
+    assert "19 parameters" not in summary
+    assert len(entries.splitlines()) == 2 + 20
     assert "3 x 1741" in output
     assert main(["store", "info", str(tmp_path / "none")]) == 1
 

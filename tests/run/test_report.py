@@ -176,3 +176,48 @@ def test_a_bar_is_for_terminals_and_for_long_work(monkeypatch):
             bar.add(40 << 20)
             assert ("50 MiB of 100 MiB, 50 MiB/s, 1 s left" in stream.getvalue()) is expected
         assert stream.getvalue().endswith("\x1b[K" if expected else "")
+
+
+def test_a_log_gets_a_line_every_quarter_of_a_minute(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    log = io.StringIO()
+    with Progress("writing", 100 << 20, log) as lines:
+        for clock[0] in (5.0, 10.0, 20.0, 25.0, 30.0, 40.0):
+            lines.add(10 << 20)
+    assert log.getvalue().splitlines() == [
+        "memascend: writing: 30 MiB of 100 MiB, 1.5 MiB/s, 47 s left",
+        "memascend: writing: 60 MiB of 100 MiB, 1.5 MiB/s, 27 s left",
+    ]
+    with Progress("measuring", 4, log, unit="operations") as lines:
+        clock[0] += 16
+        lines.add(1)
+    assert log.getvalue().endswith("memascend: measuring: 1 of 4 operations, 48 s left\n")
+
+
+def test_tqdm_draws_in_a_terminal_and_in_a_notebook(monkeypatch):
+    pytest.importorskip("tqdm")
+    monkeypatch.setattr("memascend.progress._PATIENCE_SECONDS", 0.0)
+    for terminal in (Terminal(), io.StringIO()):
+        monkeypatch.setattr(sys, "stderr", terminal)
+        monkeypatch.setattr("memascend.progress._in_notebook", lambda terminal=terminal: not terminal.isatty())
+        with Progress("writing", 100 << 20) as bar:
+            bar.add(25 << 20)
+            time.sleep(0.11)
+            bar.add(25 << 20)
+        # Whatever it looks like, it says how much, and it is gone at the end.
+        assert "writing" in terminal.getvalue()
+        assert "50.0M/100M" in terminal.getvalue()
+        assert terminal.getvalue().rstrip(" ").endswith("\r")
+
+
+def test_without_tqdm_the_bar_is_ours(monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
+    monkeypatch.setattr("memascend.progress._PATIENCE_SECONDS", 0.0)
+    with Progress("writing", 100 << 20) as bar:
+        bar.add(50 << 20)
+        time.sleep(0.11)
+        bar.add(25 << 20)
+    assert "writing [######################........] 75 MiB of 100 MiB" in terminal.getvalue()

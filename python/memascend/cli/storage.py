@@ -130,7 +130,7 @@ def _measured(volume: Volume, patterns: Sequence[Pattern]) -> dict[str, float]:
 
 
 def bandwidth(path: Path) -> dict[str, float]:
-    """GB/s of reads ("read") and of reads and writes in turn ("mixed") where `path` is; of a raw device only the first.
+    """GB/s where `path` is, of reads, of writes, and of both in turn ("mixed"); of a raw device of reads alone.
 
     Raises:
         StorageError: no store can be there; the message says why.
@@ -151,7 +151,7 @@ def bandwidth(path: Path) -> dict[str, float]:
         tempfile.NamedTemporaryFile(dir=folder, prefix=".memascend-plan-") as file,
         nvme.open(file.name, size=trial) as volume,
     ):
-        return _measured(volume, ("read", "mixed"))
+        return _measured(volume, ("read", "write", "mixed"))
 
 
 def _judged(subject: str, gb_per_second: float) -> Finding:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from memascend.cli.show import bytes_shown, table
+from memascend.progress import Progress
 
 if TYPE_CHECKING:
     import argparse
 
     from memascend import engine
-
-# How often the progress bar is drawn again.
-_DRAW_SECONDS = 0.1
-_BAR_CELLS = 40
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,15 +77,7 @@ def _describe(store: engine.Store, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps({**info, "entries": entries}, indent=2))
         return
-    buffers = sum(entry["buffer"] for entry in entries)
-    print(
-        f"step {info['step']} of {info['optimizer']}, generation {info['generation']}, store {info['uuid']}\n"
-        f"{len(entries) - buffers} parameters and {buffers} buffers in {len(info['units'])} units\n"
-        f"{bytes_shown(info['slot_bytes'])} of state, {bytes_shown(info['total_bytes'])} with both slots on "
-        f"{', '.join(info['devices'])}\n"
-        f"{bytes_shown(info['index_bytes'] + info['buffer_bytes'])} of memory while it is open\n"
-        f"user state: {info['user'] or 'none'}\n"
-    )
+    print(f"{_summary(info, entries)}\n")
     rows = [
         (
             entry["name"],
@@ -102,27 +92,47 @@ def _describe(store: engine.Store, *, as_json: bool) -> None:
     print(table(("name", "unit", "dtype", "shape", "updates", "state"), rows))
 
 
+def _summary(info: dict[str, Any], entries: list[dict[str, Any]]) -> str:
+    """What is in the store, for somebody who has forgotten which one it is."""
+    trained = [entry for entry in entries if not entry["buffer"]]
+    elements = sum(math.prod(entry["shape"]) for entry in trained)
+    kinds = sorted({entry["dtype"] for entry in trained})
+    rows = [
+        ("at", f"step {info['step']} of {info['optimizer']}"),
+        (
+            "model",
+            f"{elements:,} parameters in {len(trained)} tensors ({', '.join(kinds)}), {len(info['units'])} units",
+        ),
+        ("buffers", str(len(entries) - len(trained))),
+        ("state", f"{bytes_shown(info['slot_bytes'])}, twice: {bytes_shown(info['total_bytes'])} on storage"),
+        ("storage", ", ".join(info["devices"])),
+        ("memory while open", bytes_shown(info["index_bytes"] + info["buffer_bytes"])),
+        ("user state", str(info["user"] or "none")),
+        ("store", f"{info['uuid']}, generation {info['generation']}"),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {what}" for name, what in rows)
+
+
 def _verify(paths: list[str], *, as_json: bool) -> int:
     from memascend import engine
 
     began = time.perf_counter()
-    drawn = 0.0
+    # The first call says how much there is.
+    bar: Progress | None = None
+    shown = 0
 
     def progress(done: int, total: int) -> None:
-        nonlocal drawn
-        now = time.perf_counter()
-        if now - drawn >= _DRAW_SECONDS or done == total:
-            drawn = now
-            cells = _BAR_CELLS * done // max(1, total)
-            bar = "#" * cells + "." * (_BAR_CELLS - cells)
-            print(f"\r[{bar}] {bytes_shown(done)} of {bytes_shown(total)}", end="", file=sys.stderr, flush=True)
+        nonlocal bar, shown
+        bar = Progress("verifying the store", total) if bar is None else bar
+        bar.add(done - shown)
+        shown = done
 
-    shows = sys.stderr.isatty() and not as_json
     try:
-        commits = engine.examine(paths, progress if shows else None)
+        commits = engine.examine(paths, None if as_json else progress)
     finally:
-        if shows:
-            print(file=sys.stderr)
+        if bar is not None:
+            bar.close()
     seconds = time.perf_counter() - began
     damaged = _damaged_copies(paths)
     if as_json:

@@ -1,13 +1,12 @@
-"""`memascend plan`: shows the plan and cost of a run for a model that need not be downloaded."""
+"""`memascend plan`: says what training a model on a machine takes, for a model and a machine that need not be there."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memascend.cli.plan.costs import Costs, cost
-from memascend.cli.show import bytes_shown, seconds_shown, table
 from memascend.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -15,11 +14,12 @@ if TYPE_CHECKING:
 
     import torch
 
+    from memascend.cli.plan.answer import Answer, Question
     from memascend.cli.plan.sources import DescribedModel
-    from memascend.run.decision import Planned
 
 _TYPES = {"float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16",
           "float16": "float16", "fp16": "float16"}  # fmt: skip
+_TOKENS, _LENGTH = 8192, 2048
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,58 +27,135 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model", metavar="CONFIG|FOLDER", type=Path, help="config.json of a Hugging Face model, or safetensors"
     )
-    parser.add_argument("--host-memory", metavar="B", help='the budget, as "32GiB"; default: the smallest that is fast')
-    parser.add_argument("--device", metavar="D", help="where the model would compute, as cuda; it need not be there")
-    parser.add_argument("--device-memory", metavar="B", help="the budget there; default: the smallest that is fast")
-    parser.add_argument(
+    machine = parser.add_argument_group("the machine")
+    machine.add_argument("--gpu", metavar="G", help="4090, 5090, a100, h100, h200, or TFLOPS,GB,PCIE_GB_S as 165,24,25")
+    machine.add_argument("--cpu", action="store_true", help="measure this processor, which takes up to a minute")
+    machine.add_argument("--drive", metavar="READ,WRITE", help="GB/s; default: measured on --storage")
+    machine.add_argument(
         "--storage",
         metavar="P",
         action="append",
-        help="where the store would lie; several: given again. It is measured",
+        help="where the store would lie; several: given again. Its room is looked up, and its speed measured",
     )
-    parser.add_argument("--gradients", choices=("auto", "fused", "ssd", "ram"), default="auto")
-    parser.add_argument("--max-grad-norm", metavar="N", type=float, help="clip the global norm")
-    parser.add_argument("--accumulation-steps", metavar="N", type=int, default=1, help="backwards that make one step")
-    parser.add_argument("--optimizer", metavar="NAME", default="AdamW", help="a class of torch.optim (%(default)s)")
-    parser.add_argument("--dtype", choices=_TYPES, help="of the parameters; default: as the model says, else bfloat16")
+    machine.add_argument("--endurance", metavar="TBW", type=_count, help="terabytes that may be written to the drives")
+    run = parser.add_argument_group("the run")
+    run.add_argument("--host-memory", metavar="B", help='the budget, as "32GiB"; default: the smallest that is fast')
+    run.add_argument("--tokens", metavar="N", type=_count, default=_TOKENS, help="of one backward (%(default)s)")
+    run.add_argument("--length", metavar="N", type=_count, help=f"tokens of a sequence (at most {_LENGTH})")
+    run.add_argument("--keep-activations", action="store_true", help="blocks are not recomputed in the backward")
+    run.add_argument("--fit", action="store_true", help="find the batch and the length that fit the GPU and the drive")
+    run.add_argument("--device", metavar="D", help="where the model would compute, as cuda; it need not be there")
+    run.add_argument("--device-memory", metavar="B", help="the budget there; default: the smallest that is fast")
+    run.add_argument("--gradients", choices=("auto", "fused", "ssd", "ram"), default="auto")
+    run.add_argument("--max-grad-norm", metavar="N", type=float, help="clip the global norm")
+    run.add_argument("--accumulation-steps", metavar="N", type=int, default=1, help="backwards that make one step")
+    run.add_argument("--optimizer", metavar="NAME", default="AdamW", help="a class of torch.optim (%(default)s)")
+    run.add_argument("--dtype", choices=_TYPES, help="of the parameters; default: as the model says, else bfloat16")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--picture", metavar="PNG", type=Path, help="draw host memory and storage into this file")
 
 
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError(text)
+    return value
+
+
 def run(options: argparse.Namespace) -> int:
-    """Print the plan; 1 where the store would not fit the storage that is named."""
+    """Print the plan; 1 where it does not fit the GPU or the storage that is named."""
+    from memascend.cli.plan import text
+    from memascend.cli.plan.answer import answer, larger
+
+    source, question, speeds = _asked(options)
+    if options.fit:
+        return _fit(options, question)
+    found = answer(question)
+    more = None if found.plan.all_held <= found.plan.budget else larger(question, found)
+    if options.picture is not None:
+        from memascend.cli.plan.picture import draw
+
+        draw(options.picture, found)
+    if options.json:
+        print(json.dumps(_values(options, source, question, found, more, speeds), indent=2))
+    else:
+        head = f"{options.model}: {{parameters}}, described by {source.by}; {options.optimizer}"
+        print(text.shown(head, question, found, more, speeds))
+    return int(bool(found.problems))
+
+
+def _asked(options: argparse.Namespace) -> tuple[DescribedModel, Question, dict[str, float]]:
+    """What the command line asks, and the measured speed of its storage."""
     import torch
 
+    from memascend.cli.plan.answer import Question, drive_at, free_bytes
+    from memascend.cli.plan.machine import parse_drive, parse_gpu
     from memascend.cli.plan.sources import describe
     from memascend.planning.options import Options
-    from memascend.run.decision import planned
 
-    source = describe(options.model, None if options.dtype is None else getattr(torch, _TYPES[options.dtype]))
+    gpu = None if options.gpu is None else parse_gpu(options.gpu)
+    drive = None if options.drive is None else parse_drive(options.drive)
     asked = Options(
         storage=options.storage,
         host_memory=options.host_memory,
-        device=options.device,
+        device=options.device if gpu is None else options.device or "cuda",
         device_memory=options.device_memory,
         gradients=options.gradients,
         max_grad_norm=options.max_grad_norm,
         accumulation_steps=options.accumulation_steps,
     )
-    found = planned(source.model, _optimizer(options.optimizer, source.model), asked)
-    costs = cost(source.model, found, [Path(path) for path in asked.paths or ()])
-    if options.picture is not None:
-        from memascend.cli.plan.picture import draw
+    if gpu is not None and asked.where.type == "cpu":
+        raise ConfigError("--gpu names what computes, and --device says that the CPU does: give one of them")
+    source = describe(options.model, None if options.dtype is None else getattr(torch, _TYPES[options.dtype]))
+    paths = [Path(path) for path in asked.paths or ()]
+    speeds: dict[str, float] = {}
+    if drive is None:
+        drive, speeds = drive_at(paths)
+    question = Question(
+        model=source.model,
+        optimizer=_optimizer(options.optimizer, source.model),
+        options=asked,
+        trace="",
+        gpu=gpu,
+        drive=drive,
+        free=free_bytes(paths),
+        endurance=None if options.endurance is None else options.endurance * 10**12,
+    )
+    return source, _traced(options, question), speeds
 
-        draw(options.picture, found.plan, costs)
+
+def _traced(options: argparse.Namespace, question: Question) -> Question:
+    """The question with what torch takes for its tokens, and how fast this processor is where that was asked."""
+    from memascend.cli.plan.trace import trace
+
+    batch, length = shape_of(options, question.model)
+    found = trace(question.model, batch, length, recomputes=not options.keep_activations)
+    question = replace(question, trace=found)
+    if options.cpu and not isinstance(found, str):
+        from memascend.cli.plan.replay import measure
+
+        question = replace(question, processor=measure(found))
+    return question
+
+
+def shape_of(options: argparse.Namespace, model: torch.nn.Module) -> tuple[int, int]:
+    """How many sequences of how many tokens a backward has."""
+    most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    length = options.length or min(options.tokens, _LENGTH, most if isinstance(most, int) else _LENGTH)
+    return max(1, options.tokens // length), length
+
+
+def _fit(options: argparse.Namespace, question: Question) -> int:
+    from memascend.cli.plan import fit, text
+
+    if question.gpu is None:
+        raise ConfigError("--fit finds what fits a GPU: name it, as --gpu 4090")
+    found = fit.find(question, options.length, recomputes=not options.keep_activations)
     if options.json:
-        print(json.dumps(_values(options, source, found, costs), indent=2))
+        print(json.dumps([fit.described(one) for one in found], indent=2))
     else:
-        print(_text(options, source, found, costs))
-    return int(not _fits(found, costs))
-
-
-def _fits(found: Planned, costs: Costs) -> bool:
-    """Whether there is room for the store, where storage was named."""
-    return costs.free_bytes is None or costs.free_bytes >= found.plan.disk_bytes
+        print(text.fitting(found))
+    return int(not any(one.fits for one in found))
 
 
 def _optimizer(name: str, model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -96,46 +173,52 @@ def _optimizer(name: str, model: torch.nn.Module) -> torch.optim.Optimizer:
     return made
 
 
-def _values(options: argparse.Namespace, source: DescribedModel, found: Planned, costs: Costs) -> dict[str, Any]:
+def _values(
+    options: argparse.Namespace,
+    source: DescribedModel,
+    question: Question,
+    found: Answer,
+    more: Answer | None,
+    speeds: dict[str, float],
+) -> dict[str, Any]:
+    from memascend.cli.plan.answer import described, disk_seconds
+
+    plan, trace = found.plan, question.trace
+    written = sum(plan.written_bytes.values())
+    step = described(found)
+    tokens = None if isinstance(trace, str) else trace.tokens * options.accumulation_steps
     return {
-        "model": {"path": str(options.model), "described_by": source.by, "parameters": costs.parameters},
+        "model": {"path": str(options.model), "described_by": source.by, "parameters": parameters_of(source.model)},
         "optimizer": options.optimizer,
-        "plan": found.plan.to_dict(),
-        "in_memory_bytes": costs.in_memory,
-        "disk": {"bytes": found.plan.disk_bytes, "free_bytes": costs.free_bytes, "fits": _fits(found, costs)},
-        "written_bytes_per_step": costs.written_bytes,
-        "read_bytes_per_step": costs.read_bytes,
-        "steps_per_100_tb_written": costs.steps_per_100_tb,
-        "gb_per_second": costs.speeds or None,
-        "disk_seconds_per_step": costs.seconds,
+        "fits": not found.problems,
+        "problems": list(found.problems),
+        "plan": plan.to_dict(),
+        "in_memory_bytes": found.in_memory,
+        "torch": {"why_not": trace}
+        if isinstance(trace, str)
+        else {"tokens": trace.tokens, "peak_bytes": trace.peak, "held": trace.held, "flops": trace.flops},
+        "host_bytes": found.host_bytes,
+        "device_bytes": found.device_bytes or None,
+        "gpu": None if question.gpu is None else question.gpu.name,
+        "step": {
+            **step,
+            "tokens_per_second": None if found.seconds is None or tokens is None else tokens / found.seconds,
+        },
+        "with_16_gib_more": None if more is None else described(more),
+        "disk": {
+            "bytes": plan.disk_bytes,
+            "free_bytes": question.free,
+            "fits": question.free is None or question.free >= plan.disk_bytes,
+        },
+        "written_bytes_per_step": written,
+        "read_bytes_per_step": sum(plan.read_bytes.values()),
+        "steps_per_100_tb_written": 10**14 // max(1, written),
+        "drive": {"endurance_bytes": found.endurance, "days": found.days},
+        "gb_per_second": speeds or None,
+        "disk_seconds_per_step": disk_seconds(question, plan),
     }
 
 
-def _text(options: argparse.Namespace, source: DescribedModel, found: Planned, costs: Costs) -> str:
-    rows = [("host memory", bytes_shown(found.plan.host_peak), _fewer(costs.in_memory, found.plan.host_peak))]
-    free = ""
-    if costs.free_bytes is not None:
-        enough = "" if _fits(found, costs) else ": not enough"
-        free = f"{bytes_shown(costs.free_bytes)} are free{enough}"
-    rows.append(("room on storage", bytes_shown(found.plan.disk_bytes), free))
-    rows.append(
-        ("written in a step", bytes_shown(costs.written_bytes), f"{costs.steps_per_100_tb:,} steps write 100 TB")
-    )
-    rows.append(("read in a step", bytes_shown(costs.read_bytes), ""))
-    rows.append(("the disk's part of a step", *_bound(options, costs)))
-    head = f"{options.model}: {costs.parameters:,} parameters, described by {source.by}; {options.optimizer}"
-    return f"{head}\n\n{found.plan}\n\n{table(('what', 'how much', 'note'), rows)}"
-
-
-def _fewer(in_memory: int, peak: int) -> str:
-    return f"training in memory holds {bytes_shown(in_memory)} and activations, {in_memory / peak:.1f} times as much"
-
-
-def _bound(options: argparse.Namespace, costs: Costs) -> tuple[str, str]:
-    """How long the disk takes, and what that rests on."""
-    if not options.storage:
-        return "not measured", "--storage P measures the disk that holds P"
-    if costs.seconds is None:
-        return "not measured", "writing would overwrite what is on the device"
-    speeds = ", ".join(f"{pattern} {speed:.2f} GB/s" for pattern, speed in costs.speeds.items())
-    return seconds_shown(costs.seconds), f"measured: {speeds}; a step takes as long, or as its compute"
+def parameters_of(model: torch.nn.Module) -> int:
+    """Elements of all its parameters."""
+    return sum(parameter.numel() for parameter in model.parameters())

@@ -10,15 +10,14 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from memascend.cli.plan.costs import Costs
-    from memascend.planning.plan import Plan
+    from memascend.cli.plan.answer import Answer
 
 __all__ = ["draw"]
 
 _GIB = 1 << 30
 
 
-def draw(path: Path, plan: Plan, costs: Costs) -> None:
+def draw(path: Path, found: Answer) -> None:
     """Draw it.
 
     Raises:
@@ -31,9 +30,10 @@ def draw(path: Path, plan: Plan, costs: Costs) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
+    plan = found.plan
     figure, axes = plt.subplots(1, 3, figsize=(14, 5), layout="constrained")
     beside, owners, moved = axes
-    beside.bar(["in memory", "memascend"], [costs.in_memory / _GIB, plan.host_peak / _GIB], color=["grey", "tab:blue"])
+    beside.bar(["in memory", "memascend"], [found.in_memory / _GIB, plan.host_peak / _GIB], color=["grey", "tab:blue"])
     beside.set_title("Host memory, but for activations")
     _stacked(owners, "of host memory", {name: nbytes for name, nbytes in plan.host.items() if nbytes})
     owners.axhline(plan.budget / _GIB, color="grey", linestyle=":", label="budget")

@@ -1,0 +1,227 @@
+"""Puts together what training a model on a machine takes: memory of ours and of torch, seconds, room, wear."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from memascend.cli.plan.machine import ENDURANCE_PER_TB, IMPORTS, Gpu, assumed_host
+from memascend.cli.storage import bandwidth
+from memascend.formatting import bytes_shown
+from memascend.planning.costs import Drive, Host, Phase, Work, drive_days, phases, seconds, update_seconds
+from memascend.run.decision import planned
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    import torch
+
+    from memascend.cli.plan.replay import Processor
+    from memascend.cli.plan.trace import Trace
+    from memascend.planning.options import Options
+    from memascend.planning.plan import Plan
+
+__all__ = ["Answer", "Question", "answer", "described", "disk_seconds", "drive_at", "free_bytes", "larger"]
+
+_MORE = 16 << 30
+_TB = 10**12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """A model, a machine, and what is asked of them.
+
+    Attributes:
+        model: on "meta".
+        optimizer: made for it.
+        options: of `offload()`.
+        trace: what torch takes for one backward; or why that is not known.
+        gpu: that computes; None: the processor does.
+        processor: measured; None where nobody asked.
+        drive: as fast as storage is; None where that is not known.
+        free: bytes that storage has; None where none was named.
+        endurance: bytes that may be written to storage in its life; None: what is usual for as large a drive as the
+            store needs.
+    """
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    options: Options
+    trace: Trace | str
+    gpu: Gpu | None = None
+    processor: Processor | None = None
+    drive: Drive | None = None
+    free: int | None = None
+    endurance: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What it takes.
+
+    Attributes:
+        plan: of memory, and what a step moves.
+        in_memory: bytes that the same training holds in memory, but for activations: values, state, gradients.
+        host_bytes: of the process: the budget's use, Python and its libraries, and what torch takes where it computes.
+        device_bytes: of the GPU; 0 where there is none.
+        phases: of a step; None where a speed is not known.
+        endurance: bytes written in a drive's life.
+        days: of training until then; None where the seconds are not known.
+        problems: why it does not fit; empty where it does.
+    """
+
+    plan: Plan
+    in_memory: int
+    host_bytes: int
+    device_bytes: int
+    phases: tuple[Phase, ...] | None
+    endurance: int
+    days: float | None
+    problems: tuple[str, ...]
+
+    @property
+    def seconds(self) -> float | None:
+        """Of a step; None where a speed is not known."""
+        return None if self.phases is None else seconds(self.phases)
+
+    @property
+    def bound(self) -> str | None:
+        """What takes longest, over all phases."""
+        if self.phases is None:
+            return None
+        longest: dict[str, float] = {}
+        for phase in self.phases:
+            longest[phase.bound] = longest.get(phase.bound, 0.0) + phase.seconds
+        return max(longest, key=lambda part: longest[part])
+
+
+def answer(question: Question) -> Answer:
+    """Plan as `offload()` would, and reckon what that takes on the machine.
+
+    Raises:
+        ConfigError: `offload()` would refuse; the message says why.
+        BudgetError: the budget is too small; `smallest` is what works.
+    """
+    found = planned(question.model, question.optimizer, question.options)
+    plan, trace = found.plan, question.trace
+    parameters = list(question.model.parameters())
+    torchs = 0 if isinstance(trace, str) else trace.peak
+    ours = plan.host_peak + plan.object_bytes + IMPORTS
+    steps = _phases(question, plan)
+    endurance = question.endurance or _usual_endurance(plan.disk_bytes)
+    return Answer(
+        plan=plan,
+        in_memory=sum(one.nbytes for one in parameters)
+        + found.state_bytes
+        + sum(one.nbytes for one in parameters if one.requires_grad),
+        host_bytes=ours + (torchs if question.gpu is None else 0),
+        device_bytes=0 if question.gpu is None else plan.device_peak + torchs,
+        phases=None if steps is None else tuple(steps),
+        endurance=endurance,
+        days=None if steps is None else drive_days(plan, seconds(steps), endurance),
+        problems=tuple(_problems(question, plan, torchs)),
+    )
+
+
+def _phases(question: Question, plan: Plan) -> list[Phase] | None:
+    trace, drive, processor = question.trace, question.drive, question.processor
+    if drive is None or isinstance(trace, str):
+        return None
+    kept = plan.gradients in ("ssd", "ram")
+    times = question.options.accumulation_steps
+    if question.gpu is not None:
+        flops = question.gpu.flops
+        work = Work(forward=trace.forward.flops / flops, backward=trace.backward.flops / flops, backwards=times)
+        host = assumed_host(question.gpu.link)
+        if processor is not None:
+            host = replace(host, update=processor.update_seconds, check=processor.check_seconds)
+    elif processor is not None:
+        work = Work(forward=processor.forward_seconds, backward=processor.backward_seconds, backwards=times)
+        host = Host(
+            update=processor.update_seconds,
+            check=processor.check_seconds,
+            threads=len(os.sched_getaffinity(0)),
+            shared=True,
+        )
+    else:
+        return None
+    return phases(plan, work, drive, replace(host, update=update_seconds(plan, host.update)), kept=kept)
+
+
+def _problems(question: Question, plan: Plan, torchs: int) -> list[str]:
+    found = []
+    gpu = question.gpu
+    if gpu is not None and plan.device_peak + torchs > gpu.usable:
+        found.append(
+            f"the {gpu.name} has {bytes_shown(gpu.usable)} for tensors, and {bytes_shown(plan.device_peak + torchs)} "
+            "are needed: fewer tokens at once (--tokens) take less, and --fit finds how many fit"
+        )
+    if question.processor is not None and gpu is None:
+        here = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        needed = plan.host_peak + plan.object_bytes + IMPORTS + torchs
+        if needed > here:
+            found.append(f"this machine has {bytes_shown(here)} of memory, and {bytes_shown(needed)} are needed")
+    if question.free is not None and question.free < plan.disk_bytes:
+        found.append(
+            f"the store needs {bytes_shown(plan.disk_bytes)}, and {bytes_shown(question.free)} are free: not enough"
+        )
+    return found
+
+
+def disk_seconds(question: Question, plan: Plan) -> float | None:
+    """What the drive takes of a step, if nothing else took longer; None where its speed is not known."""
+    if question.drive is None:
+        return None
+    idle = Host(update=0.0, check=0.0, threads=1, shared=False)
+    work = Work(forward=0.0, backward=0.0, backwards=question.options.accumulation_steps)
+    return seconds(phases(plan, work, question.drive, idle, kept=plan.gradients in ("ssd", "ram")))
+
+
+def _usual_endurance(disk_bytes: int) -> int:
+    """Of a drive of whole terabytes that holds the store."""
+    return -(-disk_bytes // _TB) * ENDURANCE_PER_TB * _TB
+
+
+def larger(question: Question, now: Answer) -> Answer:
+    """The same with 16 GiB more of host memory."""
+    return answer(replace(question, options=replace(question.options, host_memory=now.plan.budget + _MORE)))
+
+
+def drive_at(paths: Sequence[Path]) -> tuple[Drive | None, dict[str, float]]:
+    """Storage as fast as it was measured: all devices together, and the figures in GB/s.
+
+    Raises:
+        StorageError: a path cannot hold a store; the message says why.
+    """
+    # Several devices are measured one after the other, and work at once; the slowest sets the pace of all.
+    each = [bandwidth(path) for path in paths]
+    speeds = {pattern: len(each) * min(speed[pattern] for speed in each) for pattern in (each[0] if each else ())}
+    if "mixed" not in speeds:
+        return None, speeds
+    return Drive(read=speeds["read"] * 1e9, write=speeds["write"] * 1e9, mixed=speeds["mixed"] * 1e9), speeds
+
+
+def free_bytes(paths: Sequence[Path]) -> int | None:
+    """Room for a store there; None where no path is named."""
+    return sum(map(_free, paths)) if paths else None
+
+
+def _free(path: Path) -> int:
+    if path.is_block_device():
+        with path.open("rb") as device:
+            return device.seek(0, os.SEEK_END)
+    room = os.statvfs(path if path.is_dir() else path.parent)
+    return room.f_bavail * room.f_frsize
+
+
+def described(one: Answer) -> dict[str, Any]:
+    """The seconds of an answer as JSON values."""
+    return {
+        "seconds_per_step": one.seconds,
+        "bound": one.bound,
+        "phases": None
+        if one.phases is None
+        else [{"name": phase.name, "seconds": phase.seconds, "parts": dict(phase.parts)} for phase in one.phases],
+    }

@@ -1,0 +1,189 @@
+"""Prints what a plan answers: the lines to write, memory, seconds and what bounds them, room, wear, what more buys."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from memascend.cli.plan.answer import disk_seconds
+from memascend.cli.plan.machine import ENDURANCE_PER_TB, IMPORTS, REACHED
+from memascend.cli.show import bytes_shown, seconds_shown, table
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from memascend.cli.plan.answer import Answer, Question
+    from memascend.cli.plan.fit import Candidate
+
+__all__ = ["fitting", "shown"]
+
+Row = tuple[str, str, str]
+_YEAR_DAYS = 365
+
+
+def shown(head: str, question: Question, found: Answer, more: Answer | None, speeds: Mapping[str, float]) -> str:
+    """All of an answer.
+
+    Args:
+        head: the model, with a place for the number of its parameters.
+        question: what was asked.
+        found: the answer.
+        more: the answer with 16 GiB more of host memory; None where that would change nothing.
+        speeds: of storage as measured, GB/s by pattern.
+    """
+    parameters = sum(parameter.numel() for parameter in question.model.parameters())
+    parts = [head.format(parameters=f"{parameters:,} parameters")]
+    parts.append("It does not fit: " + "; ".join(found.problems) if found.problems else _lines(question))
+    rows = [*_memory(question, found), *_room(question, found), *_time(question, found, more, speeds)]
+    parts.append(table(("what", "how much", "note"), rows))
+    parts.append(str(found.plan))
+    return "\n\n".join(parts)
+
+
+def _lines(question: Question) -> str:
+    """What to write, in a loop of one's own."""
+    options = question.options
+    given = [f'storage="{options.paths[0] if options.paths else "/mnt/nvme/run"}"']
+    # What nobody gave is left to offload(), which takes the same.
+    for name in ("host_memory", "device_memory", "max_grad_norm"):
+        value = getattr(options, name)
+        if value is not None:
+            given.append(f"{name}={value!r}")
+    if options.accumulation_steps > 1:
+        given.append(f"accumulation_steps={options.accumulation_steps}")
+    lines = ["The lines to write:"]
+    if not isinstance(question.trace, str) and question.trace.recomputes:
+        lines.append("  model.gradient_checkpointing_enable()")
+    lines.append(f"  model, optimizer = memascend.offload(model, optimizer, {', '.join(given)})")
+    return "\n".join(lines)
+
+
+def _memory(question: Question, found: Answer) -> list[Row]:
+    plan, trace, gpu = found.plan, question.trace, question.gpu
+    rows: list[Row] = []
+    if gpu is not None:
+        rows.append(("GPU memory", bytes_shown(found.device_bytes), f"of {bytes_shown(gpu.usable)} for tensors"))
+        rows.append(("  ours", bytes_shown(plan.device_peak), "parameters in use, gradients on their way"))
+        rows += _torchs(question)
+    rows.append(("host memory, the whole process", bytes_shown(found.host_bytes), _fewer(found)))
+    rows.append(("  ours", bytes_shown(plan.host_peak), f"within the budget of {bytes_shown(plan.budget)}"))
+    rows.append(("  Python, torch and objects", bytes_shown(IMPORTS + plan.object_bytes), "about"))
+    if gpu is None:
+        rows += _torchs(question)
+    if isinstance(trace, str):
+        rows.append(("torch's activations", "not counted", trace))
+    return rows
+
+
+def _torchs(question: Question) -> list[Row]:
+    trace = question.trace
+    if isinstance(trace, str):
+        return []
+    how = "blocks recomputed" if trace.recomputes else "blocks not recomputed"
+    kinds = ", ".join(f"{kind} {bytes_shown(nbytes)}" for kind, nbytes in trace.held.items() if nbytes)
+    return [("  torch's", bytes_shown(trace.peak), f"{trace.tokens:,} tokens at once, {how}: {kinds}")]
+
+
+def _fewer(found: Answer) -> str:
+    return (
+        f"training in memory holds {bytes_shown(found.in_memory)} and activations, "
+        f"{found.in_memory / found.plan.host_peak:.3g} times as much as ours"
+    )
+
+
+def _room(question: Question, found: Answer) -> list[Row]:
+    plan = found.plan
+    written = sum(plan.written_bytes.values())
+    free = "" if question.free is None else f"{bytes_shown(question.free)} are free"
+    return [
+        ("room on storage", bytes_shown(plan.disk_bytes), free),
+        ("written in a step", bytes_shown(written), f"{10**14 // max(1, written):,} steps write 100 TB"),
+        ("read in a step", bytes_shown(sum(plan.read_bytes.values())), ""),
+    ]
+
+
+def _time(question: Question, found: Answer, more: Answer | None, speeds: Mapping[str, float]) -> list[Row]:
+    rows = [_disk(question, found, speeds)]
+    if found.phases is None or found.seconds is None:
+        why = _unknown(question)
+        return [*rows, ("a step", "not known", why)]
+    for phase in found.phases:
+        parts = ", ".join(
+            f"{part} {seconds_shown(value)}" for part, value in sorted(phase.parts.items(), key=lambda one: -one[1])
+        )
+        rows.append((f"  {phase.name}", seconds_shown(phase.seconds), parts))
+    rows.append(("a step", seconds_shown(found.seconds), f"mostly {found.bound}{_assumed(question)}"))
+    trace = question.trace
+    if not isinstance(trace, str):
+        tokens = trace.tokens * question.options.accumulation_steps
+        rows.append(("tokens a second", f"{tokens / found.seconds:,.0f}", _wider(found)))
+    if found.days is not None:
+        rows.append(("the drive lasts", _days(found.days), _wear(question, found)))
+    if more is not None and more.seconds is not None:
+        gained = 1 - more.seconds / found.seconds
+        rows.append(("16 GiB more of host memory", seconds_shown(more.seconds), f"a step, {gained:.0%} less"))
+    return rows
+
+
+def _disk(question: Question, found: Answer, speeds: Mapping[str, float]) -> Row:
+    """How long the disk takes, and what that rests on."""
+    what = "the disk's part of a step"
+    took = disk_seconds(question, found.plan)
+    if took is None:
+        if question.options.paths:
+            return what, "not measured", "writing would overwrite what is on the device: give --drive READ,WRITE"
+        return what, "not measured", "--storage P measures the disk that holds P, --drive READ,WRITE says its speed"
+    if speeds:
+        shown_speeds = ", ".join(f"{pattern} {speed:.2f} GB/s" for pattern, speed in speeds.items())
+        return what, seconds_shown(took), f"measured: {shown_speeds}"
+    return what, seconds_shown(took), "at the speeds of --drive"
+
+
+def _unknown(question: Question) -> str:
+    if isinstance(question.trace, str):
+        return question.trace
+    if question.gpu is None and question.processor is None:
+        return "--gpu G says what computes, --cpu measures this processor"
+    return "the speed of storage is not known"
+
+
+def _assumed(question: Question) -> str:
+    if question.gpu is None:
+        return "; compute is measured on this processor"
+    return f"; assumed: the {question.gpu.name} reaches {REACHED:.0%} of its {question.gpu.tflops:g} TFLOPS"
+
+
+def _wider(found: Answer) -> str:
+    return "more tokens in a step (--tokens, --accumulation-steps) raise this" if found.bound == "disk" else ""
+
+
+def _days(days: float) -> str:
+    return f"{days / _YEAR_DAYS:.1f} years" if days > 2 * _YEAR_DAYS else f"{days:.0f} days"
+
+
+def _wear(question: Question, found: Answer) -> str:
+    tb = found.endurance / 10**12
+    if question.endurance is not None:
+        return f"of training without a pause, until {tb:,.0f} TB are written"
+    return (
+        f"of training without a pause, until {tb:,.0f} TB are written (assumed: {ENDURANCE_PER_TB} TB for each TB of a "
+        "drive just large enough; --endurance says another)"
+    )
+
+
+def fitting(found: Sequence[Candidate]) -> str:
+    """The batches that fit, one row a length."""
+    rows = [
+        (
+            f"{one.batch} x {one.length:,}",
+            bytes_shown(one.answer.device_bytes),
+            bytes_shown(one.answer.host_bytes),
+            bytes_shown(one.answer.plan.disk_bytes),
+            "not known" if one.answer.seconds is None else seconds_shown(one.answer.seconds),
+            one.answer.bound or "",
+            "" if one.tokens_per_second is None else f"{one.tokens_per_second:,.0f}",
+            "fits" if one.fits else "; ".join(one.answer.problems),
+        )
+        for one in found
+    ]
+    head = ("batch x tokens", "GPU memory", "host memory", "storage", "a step", "mostly", "tokens a second", "")
+    return table(head, rows)

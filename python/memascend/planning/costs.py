@@ -1,0 +1,180 @@
+"""Computes what a step takes on a machine, in seconds, and how long a drive lasts: arithmetic alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from memascend.planning.plan import Plan
+
+__all__ = ["Drive", "Host", "Phase", "Work", "drive_days", "phases", "seconds", "update_seconds"]
+
+_DAY_SECONDS = 86_400
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drive:
+    """How fast storage is, all devices together, in bytes a second.
+
+    Attributes:
+        read: where nothing is written.
+        write: where nothing is read.
+        mixed: both in turn, counted together; None: as if reads and writes took turns at their own speeds.
+    """
+
+    read: float
+    write: float
+    mixed: float | None = None
+
+    def seconds(self, read_bytes: float, written_bytes: float) -> float:
+        """How long it takes to move both."""
+        if self.mixed is None or not read_bytes or not written_bytes:
+            return read_bytes / self.read + written_bytes / self.write
+        # What there is more of goes on alone when the other is done.
+        both = 2 * min(read_bytes, written_bytes)
+        rest = max(read_bytes, written_bytes) - both / 2
+        return both / self.mixed + rest / (self.read if read_bytes > written_bytes else self.write)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What the model computes for one backward, in seconds of the device that computes.
+
+    Attributes:
+        forward: of the forward.
+        backward: of the backward, with what it recomputes.
+        backwards: that make one step.
+    """
+
+    forward: float
+    backward: float
+    backwards: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """What the processors do beside the model, in seconds of one of them.
+
+    Attributes:
+        update: the arithmetic of a step.
+        check: the checksum of a byte that is read or written.
+        threads: that share the update.
+        shared: whether the model computes on the same processors: what the update takes is taken from it.
+        link: bytes a second between host and device, each way; None where the host computes.
+    """
+
+    update: float
+    check: float
+    threads: int
+    shared: bool
+    link: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """A part of a step, whose parts run beside each other: it takes as long as the longest of them.
+
+    Attributes:
+        name: forward, backward, or update where gradients wait for all others.
+        parts: seconds by what they are spent on: compute, PCIe, disk, update.
+    """
+
+    name: str
+    parts: Mapping[str, float]
+
+    @property
+    def seconds(self) -> float:
+        """Of the longest part."""
+        return max(self.parts.values())
+
+    @property
+    def bound(self) -> str:
+        """The longest part."""
+        return max(self.parts, key=lambda part: self.parts[part])
+
+
+def phases(plan: Plan, work: Work, drive: Drive, host: Host, *, kept: bool) -> list[Phase]:
+    """The parts of one step that follow each other.
+
+    Args:
+        plan: what it moves.
+        work: what it computes.
+        drive: what it is stored on.
+        host: what the processors and the link do.
+        kept: whether gradients wait until all of them are there ("ssd" and "ram", clipping, accumulation).
+    """
+    forward_read = plan.read_bytes.get("values, forward", 0)
+    backward_read = plan.read_bytes.get("values, backward", 0)
+    spilled = plan.written_bytes.get("gradients", 0)
+    update_read = sum(plan.read_bytes.values()) - forward_read - backward_read
+    update_written = sum(plan.written_bytes.values()) - spilled
+    into, back, out = _through_link(plan)
+    times = work.backwards
+    # Each backward after the first reads what is spilled, and adds to it.
+    added = spilled * (times - 1)
+    forward = _phase("forward", work.forward * times, (into * times, 0), (forward_read * times, 0), drive, host)
+    if kept:
+        backward = _phase(
+            "backward", work.backward * times, (back * times, out * times),
+            (backward_read * times + added, spilled * times), drive, host,
+        )  # fmt: skip
+        update = _phase("update", 0.0, (0, 0), (update_read, update_written), drive, host, host.update)
+        return [forward, backward, update]
+    last = _phase(
+        "backward and update", work.backward * times, (back * times, out * times),
+        (backward_read * times + update_read, update_written), drive, host, host.update,
+    )  # fmt: skip
+    return [forward, last]
+
+
+def _through_link(plan: Plan) -> tuple[int, int, int]:
+    """Bytes that a forward and a backward bring to the device, and gradients that leave it."""
+    moving = [unit for unit in plan.units if not unit.pinned]
+    into = sum(unit.nbytes for unit in moving)
+    back = sum(unit.nbytes for unit in moving if unit.name not in plan.resident)
+    return into, back, sum(unit.nbytes - unit.frozen_bytes for unit in plan.units)
+
+
+def _phase(
+    name: str,
+    compute: float,
+    link: tuple[int, int],
+    disk: tuple[int, int],
+    drive: Drive,
+    host: Host,
+    update: float = 0.0,
+) -> Phase:
+    checked = sum(disk) * host.check
+    parts = {"disk": drive.seconds(*disk)}
+    if host.shared:
+        # The model's threads and the update's are the same processors'.
+        parts["compute"] = compute + (update + checked) / host.threads
+    else:
+        parts["compute"] = compute
+        parts["update"] = (update + checked) / host.threads
+    if host.link is not None:
+        # Both ways at once.
+        parts["PCIe"] = max(link) / host.link
+    return Phase(name=name, parts=parts)
+
+
+def seconds(parts: Sequence[Phase]) -> float:
+    """Of a whole step."""
+    return sum(part.seconds for part in parts)
+
+
+def update_seconds(plan: Plan, a_parameter: float) -> float:
+    """Of one processor, for the update of everything that is trained."""
+    trained = sum(unit.elements * (1 - unit.frozen_bytes / max(1, unit.nbytes)) for unit in plan.units)
+    return trained * a_parameter
+
+
+def drive_days(plan: Plan, step_seconds: float, endurance: float) -> float | None:
+    """Days of training without a pause until so many bytes are written; None where a step writes nothing."""
+    written = sum(plan.written_bytes.values())
+    if not written or not step_seconds:
+        return None
+    return endurance / written * step_seconds / _DAY_SECONDS

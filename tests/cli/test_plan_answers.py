@@ -1,0 +1,184 @@
+"""Tests of what `memascend plan` answers of a machine: torch's memory, seconds, what fits."""
+
+import json
+
+import pytest
+import torch
+
+from memascend.cli import main
+from memascend.cli.plan.machine import parse_gpu
+from memascend.cli.plan.sources import describe
+from memascend.cli.plan.trace import grown, trace
+from memascend.errors import ConfigError
+
+LAYERS, HIDDEN, WIDE, VOCABULARY = 4, 64, 160, 512
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16", "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN, "intermediate_size": WIDE, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "tie_word_embeddings": False,
+}  # fmt: skip
+MACHINE = ("--drive", "5,4", "--gpu", "4090")
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    return path
+
+
+def told(capsys, *words, status=0):
+    assert main(["plan", *map(str, words), "--json"]) == status
+    return json.loads(capsys.readouterr().out)
+
+
+def traced(config, batch=1, length=128, **options):
+    return trace(describe(config, None).model, batch, length, **{"recomputes": True, **options})
+
+
+def products(tokens, length):
+    """Operations of one forward's matrix products, and of its attention with the causal half left out."""
+    kv = HIDDEN // 2
+    block = 2 * HIDDEN * HIDDEN + 2 * HIDDEN * kv + 3 * HIDDEN * WIDE
+    weights = 2 * tokens * (LAYERS * block + VOCABULARY * HIDDEN)
+    # Queries by keys and weights by values, for each head.
+    return weights, LAYERS * 2 * (2 * tokens * length * HIDDEN) // 2
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_operations_are_those_that_one_counts_by_hand(config, recomputes):
+    found = traced(config, 2, 128, recomputes=recomputes)
+    weights, attention = products(256, 128)
+    # A block's last product is not computed again: nothing saves its result. Nor is the head.
+    last = 2 * 256 * HIDDEN * (VOCABULARY + LAYERS * WIDE)
+    # The table of positions is a product of its own, by some thousand operations.
+    assert found.forward.flops == pytest.approx(weights + attention, rel=0.01)
+    again = weights - last + attention if recomputes else 0
+    assert found.backward.flops == pytest.approx(2 * weights + 2.5 * attention + again, rel=0.01)
+
+
+def test_torchs_memory_is_what_a_run_allocates(config):
+    """The profiler counts what the CPU's allocator gives; parameters are counted elsewhere."""
+    import transformers
+
+    for recomputes in (False, True):
+        found = traced(config, 2, 128, recomputes=recomputes)
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(config.parent))
+        model = model.bfloat16().train()
+        model.config.use_cache = False
+        if recomputes:
+            model.activation_checkpointing_enable()
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+        tokens = torch.zeros(2, 128, dtype=torch.long)
+        with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            model(input_ids=tokens, labels=tokens).loss.backward()
+        # Its timeline has what was there before, which is nothing of ours.
+        held = peak = 0
+        for event in sorted(_allocations(profile), key=lambda event: event[0]):
+            held += event[1]
+            peak = max(peak, held)
+        assert found.peak == pytest.approx(peak, rel=0.1), recomputes
+        assert sum(found.held.values()) == found.peak
+
+
+def _allocations(profile):
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            yield event.start_ns(), event.nbytes()
+
+
+def test_logits_and_activations_are_told_apart(config):
+    held = traced(config, 1, 256).held
+    # In 32 bits: their logarithms, and the gradients of both.
+    assert held["logits and their gradients"] >= 2 * 4 * 256 * VOCABULARY
+    assert held["activations"] < held["logits and their gradients"]
+
+
+def test_a_batch_takes_the_same_for_each_sequence(config):
+    one, two, four = (traced(config, batch) for batch in (1, 2, 4))
+    guessed = grown(one, two, 3)
+    assert (guessed.tokens, guessed.peak) == (four.tokens, pytest.approx(four.peak, rel=0.01))
+    assert guessed.flops == pytest.approx(four.flops, rel=0.01)
+
+
+def test_a_step_is_its_longest_parts(capsys, config):
+    found = told(capsys, config, *MACHINE, "--tokens", 256)
+    step, plan = found["step"], found["plan"]
+    assert step["bound"] == "disk"
+    written = sum(plan["written_bytes"].values()) / 4e9
+    assert step["seconds_per_step"] == pytest.approx(sum(plan["read_bytes"].values()) / 5e9 + written)
+    assert step["tokens_per_second"] == pytest.approx(256 / step["seconds_per_step"])
+    assert found["disk_seconds_per_step"] == pytest.approx(step["seconds_per_step"])
+    assert found["device_bytes"] == plan["device_peak"] + found["torch"]["peak_bytes"]
+    # A card that computes so slowly is the bound, and takes its operations by its speed.
+    slow = told(capsys, config, "--drive", "5,4", "--gpu", "0.001,24,25", "--tokens", 256)["step"]
+    assert slow["bound"] == "compute"
+    assert slow["seconds_per_step"] == pytest.approx(found["torch"]["flops"] / (0.5 * 0.001e12), rel=0.01)
+
+
+def test_the_drives_life(capsys, config):
+    found = told(capsys, config, *MACHINE, "--tokens", 256, "--endurance", 1200)
+    days = 1200e12 / found["written_bytes_per_step"] * found["step"]["seconds_per_step"] / 86400
+    assert found["drive"] == {"endurance_bytes": 1200 * 10**12, "days": pytest.approx(days)}
+    assert told(capsys, config, *MACHINE, "--tokens", 256)["drive"]["endurance_bytes"] == 600 * 10**12
+
+
+def test_a_card_that_is_too_small_is_status_1_and_fit_finds_what_fits(capsys, config):
+    small = ("--drive", "5,4", "--gpu", "165,1.09,25")
+    found = told(capsys, config, *small, "--tokens", 65536, status=1)
+    assert not found["fits"]
+    assert "--fit" in found["problems"][0]
+    fitting = told(capsys, config, *small, "--fit")
+    assert [(one["fits"], one["length"]) for one in fitting] == [(True, 256)]
+    batch = fitting[0]["batch"]
+    assert told(capsys, config, *small, "--tokens", batch * 256, "--length", 256)["fits"]
+    assert not told(capsys, config, *small, "--tokens", 2 * batch * 256, "--length", 256, status=1)["fits"]
+    assert main(["plan", str(config), *small, "--fit"]) == 0
+    assert f"{batch} x 256" in capsys.readouterr().out
+
+
+def test_the_table_answers_in_words(capsys, config):
+    assert main(["plan", str(config), *MACHINE, "--host-memory", "64MiB", "--tokens", "256"]) == 0
+    out = capsys.readouterr().out
+    for words in (
+        "memascend.offload(model, optimizer, storage=", "host_memory='64MiB'", "gradient_checkpointing_enable()",
+        "mostly disk", "tokens a second", "the drive lasts", "TB are written (assumed", "RTX 4090 reaches 50%",
+        "model.layers.0 .. model.layers.3 (4)",
+    ):  # fmt: skip
+        assert words in out, words
+    assert main(["plan", str(config)]) == 0
+    assert "--gpu G says what computes" in capsys.readouterr().out
+
+
+def test_this_processor_is_measured(capsys, config):
+    found = told(capsys, config, "--cpu", "--drive", "5,4", "--tokens", 128)
+    assert found["gpu"] is None
+    compute = [phase["parts"]["compute"] for phase in found["step"]["phases"]]
+    assert all(0 < seconds < 60 for seconds in compute)
+    assert compute[0] < compute[1]
+    assert found["host_bytes"] > found["plan"]["host_peak"] + found["torch"]["peak_bytes"]
+
+
+def test_what_is_no_gpu_and_no_drive_is_refused(capsys, config):
+    assert parse_gpu("RTX4090").tflops == 165
+    assert parse_gpu("100,10,5").link == 5e9
+    for words in ("4091", "165,24", "165,24,-1", "nan,1,1"):
+        with pytest.raises(ConfigError, match="--gpu is one of 4090"):
+            parse_gpu(words)
+    assert main(["plan", str(config), "--drive", "5"]) == 1
+    assert "READ,WRITE" in capsys.readouterr().err
+    assert main(["plan", str(config), "--fit"]) == 1
+    assert "--gpu" in capsys.readouterr().err
+    assert main(["plan", str(config), "--gpu", "4090", "--device", "cpu"]) == 1
+
+
+def test_what_cannot_be_traced_is_said(capsys, config):
+    found = told(capsys, config, *MACHINE)
+    assert found["torch"]["tokens"] == 8192
+    vision = {"architectures": ["ViTModel"], "model_type": "vit", "hidden_size": 64, "num_hidden_layers": 2,
+              "num_attention_heads": 4, "intermediate_size": 128}  # fmt: skip
+    config.write_text(json.dumps(vision))
+    found = told(capsys, config, *MACHINE)
+    assert "language models" in found["torch"]["why_not"]
+    assert found["step"]["seconds_per_step"] is None
