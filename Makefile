@@ -104,7 +104,7 @@ test-rust: $(VENV)/synced ## The Rust tests alone
 	timeout 900 cargo test --quiet --locked --workspace
 
 .PHONY: test-all
-test-all: test test-posing test-valgrind test-oldest test-clients ## Everything: slow tests, Valgrind, oldest torch, clients
+test-all: test test-posing test-valgrind test-oldest test-clients docs ## Everything: slow tests, Valgrind, oldest torch, clients, the site
 	$(BIN)/pytest $(PYTEST_OPTIONS) -m "slow and not soak"
 
 # Leaks are looked for where nothing forks: a forked child ends with its parent's threads gone and their memory left.
@@ -145,6 +145,16 @@ test-clients: .venv-clients/installed ## Optimizers, averages and loops of other
 .PHONY: clients-table
 clients-table: .venv-clients/installed ## Renew docs/optimizers.md: what of these libraries streams
 	PYTHONPATH=tests .venv-clients/bin/python -m clients.optimizers
+
+# An environment of its own: nothing of the site is needed to train.
+.venv-docs/synced: $(BIN)/uv requirements/docs.lock
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python .venv-docs
+	$(BIN)/uv pip sync --quiet --python .venv-docs/bin/python --require-hashes requirements/docs.lock
+	@touch $@
+
+.PHONY: docs
+docs: .venv-docs/synced ## The site of the documents, in target/site
+	.venv-docs/bin/mkdocs build --strict --quiet
 
 .PHONY: test-posing
 test-posing: setup ## Training on a device that poses as a GPU, which is compiled first
@@ -251,6 +261,8 @@ lock: $(VENV)/synced ## Renew the locks of the development environment
 		requirements/oldest.in -o requirements/oldest.lock
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --upgrade \
 		requirements/clients.in -o requirements/clients.lock
+	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --upgrade \
+		requirements/docs.in -o requirements/docs.lock
 	cargo update
 
 .PHONY: clean

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.train.cell.workload import WORKLOADS, Workload
@@ -29,7 +29,6 @@ class Curve:
     systems: tuple[str, ...]
     places: tuple[tuple[float, Workload, dict[str, Any]], ...]
     seconds: bool = False
-    log: bool = field(default=True)
 
 
 _SYSTEMS = ("torch", "memascend", "zero-infinity", "zero-offload")
@@ -53,7 +52,7 @@ CURVES = {
         ),
     ),
     "context": Curve(
-        title="Host memory that training adds, by context (25 M, bf16, blocks recomputed)",
+        title="Host memory that training adds, by length of a sequence (25 M, bf16, blocks recomputed)",
         along="tokens",
         unit="MB",
         systems=_SYSTEMS,
@@ -68,7 +67,6 @@ CURVES = {
             (times, WORKLOADS["125M-1x128"], {"host_memory": f"{times}x"}) for times in (1.0, 1.25, 1.5, 2.0, 3.0, 5.0)
         ),
         seconds=True,
-        log=False,
     ),
 }
 
@@ -95,5 +93,8 @@ def draw(folder: Path, picture: Path | None, name: str, curve: Curve, rows: list
         writer.writerow((curve.along, "system", curve.unit))
         writer.writerows(rows)
     if picture is not None and rows:
-        series = {system: [(x, y) for x, of, y in rows if of == system] for system in curve.systems}
-        lines(picture, curve.title, (curve.along, curve.unit), series, log=curve.log)
+        # The file has megabytes; people count in gigabytes.
+        scale, unit = (1, "seconds of a step") if curve.seconds else (1e-3, "GB of host memory")
+        series = {system: [(x, y * scale) for x, of, y in rows if of == system] for system in curve.systems}
+        along = curve.along.replace("M parameters", "millions of parameters")
+        lines(picture, curve.title, (along, unit), {name: points for name, points in series.items() if points})

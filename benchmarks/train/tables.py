@@ -98,12 +98,12 @@ def pictures(path: Path, judged: dict[str, dict[str, dict[str, Any]]]) -> list[P
     drawn = []
     pick: Callable[[dict[str, Any]], float]
     for target, title, unit, pick in (
-        (path, "Host memory that training adds", "MB", _added_megabytes),
+        (path, "Host memory that training adds", "GB", _added_gigabytes),
         (path.with_stem(f"{path.stem}-seconds"), "A training step", "seconds", _step_seconds),
     ):
         series = {
             system: {
-                name: pick(cells[system]) if system in cells and "error" not in cells[system] else 0.0
+                _worded(name): pick(cells[system]) if system in cells and "error" not in cells[system] else None
                 for name, cells in judged.items()
             }
             for system in systems
@@ -113,8 +113,17 @@ def pictures(path: Path, judged: dict[str, dict[str, dict[str, Any]]]) -> list[P
     return drawn
 
 
-def _added_megabytes(cell: dict[str, Any]) -> float:
-    return float(cell["added_bytes"] / 1e6)
+def _worded(workload: str) -> str:
+    """A workload, as 125M-1x128-clip, in words."""
+    size, batch, *more = workload.split("-")
+    sequences, _, length = batch.partition("x")
+    told = {"clip": "clipped", "checkpointed": "recomputed"}
+    tokens = f"{sequences} x {length} tokens" if length else batch
+    return ",\n".join([f"{size.removesuffix('M')} M", tokens, *(told.get(word, word) for word in more)])
+
+
+def _added_gigabytes(cell: dict[str, Any]) -> float:
+    return float(cell["added_bytes"] / 1e9)
 
 
 def _step_seconds(cell: dict[str, Any]) -> float:

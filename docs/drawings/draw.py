@@ -14,12 +14,12 @@ class Drawing:
     """Boxes, words and arrows on a white ground."""
 
     def __init__(self, width: int, height: int, title: str) -> None:
+        size = f'viewBox="0 0 {width} {height}" width="{width}"'
+        tip = 'viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto"'
         self._parts = [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" role="img" '
-            f'aria-label="{title}">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{title}">',
             f"<title>{title}</title>",
-            '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
-            f'orient="auto"><path d="M0 0 L8 4 L0 8 z" fill="{INK}"/></marker></defs>',
+            f'<defs><marker id="tip" {tip}><path d="M0 0 L8 4 L0 8 z" fill="{INK}"/></marker></defs>',
             f'<rect width="{width}" height="{height}" fill="{PAPER}"/>',
         ]
 
@@ -52,45 +52,53 @@ class Drawing:
 
 def places() -> Drawing:
     """What lies where."""
-    made = Drawing(860, 290, "Where things are: on storage, in host memory, on the device")
-    made.box(10, 10, 270, 270, STORAGE, "Storage (SSD)", top=True)
-    for at, words in enumerate(("values of all units", "masters and moments, twice", "gradients that wait (ssd)")):
-        made.box(30, 50 + 74 * at, 230, 54, PAPER, words)
-    made.box(350, 10, 240, 270, HOST, "Host memory: the budget", top=True)
-    for at, words in enumerate(("chunks: state on its way\nthrough the update", "held entries, as many\nas there is room for",
-                                "index and checksums")):  # fmt: skip
-        made.box(370, 50 + 74 * at, 200, 54, PAPER, words)
-    made.box(660, 10, 190, 270, DEVICE, "What computes", top=True)
+    made = Drawing(860, 300, "Where things are: on storage, in host memory, on the device")
+    made.box(10, 10, 250, 280, STORAGE, "Storage (SSD)", top=True)
+    for at, words in enumerate(
+        ("values of all units", "masters and moments,\ntwice", "gradients that wait\n(clipping)")
+    ):
+        made.box(30, 46 + 80 * at, 210, 58, PAPER, words)
+    made.box(340, 10, 240, 280, HOST, "Host memory: the budget", top=True)
+    made.box(360, 46, 200, 58, PAPER, "a CPU's units,\na GPU's on their way")
+    made.box(360, 126, 200, 58, PAPER, "chunks through which\nthe update streams")
+    made.box(360, 206, 200, 30, PAPER, "held entries")
+    made.box(360, 246, 200, 30, PAPER, "index and checksums")
+    made.box(650, 10, 200, 280, DEVICE, "What computes", top=True)
     for at, words in enumerate(("two units, or more", "one unit's gradients", "activations, logits\n(torch's own)")):
-        made.box(676, 50 + 74 * at, 158, 54, PAPER, words)
-    made.arrow(262, 70, 672, 70)
-    made.words(284, 64, "values")
-    made.arrow(262, 145, 366, 100)
-    made.arrow(368, 112, 264, 160)
-    made.words(284, 178, "state")
-    made.arrow(674, 150, 574, 96)
-    made.words(594, 168, "gradients")
+        made.box(666, 46 + 80 * at, 168, 58, PAPER, words)
+    made.arrow(240, 75, 358, 75)
+    made.arrow(560, 75, 664, 75)
+    made.words(300, 68, "read", middle=True)
+    made.words(615, 68, "bound", middle=True)
+    made.arrow(240, 147, 358, 147)
+    made.arrow(360, 165, 242, 165)
+    made.words(300, 140, "read", middle=True)
+    made.words(300, 182, "written", middle=True)
+    made.arrow(666, 155, 562, 155)
+    made.words(615, 148, "used", middle=True)
     return made
 
 
 def step() -> Drawing:
     """One step along time."""
-    made = Drawing(860, 236, "One step in time: forward, backward with updates beside it, commit")
-    made.words(10, 45, "model")
-    made.words(10, 105, "reads")
-    made.words(10, 165, "update")
+    made = Drawing(860, 266, "One step in time: forward, backward with updates beside it, commit")
+    for y, words in ((45, "model"), (105, "reads"), (165, "updates")):
+        made.words(10, y, words)
     for at in range(4):
-        made.box(110 + 62 * at, 22, 56, 36, DEVICE, f"f{at + 1}")
-        made.box(80 + 62 * at, 82, 56, 36, STORAGE, f"{at + 1}")
+        made.box(146 + 62 * at, 22, 56, 36, DEVICE, f"unit {at + 1}")
+        made.box(84 + 62 * at, 82, 56, 36, STORAGE, f"unit {at + 1}")
     for at in range(4):
-        made.box(364 + 88 * at, 22, 82, 36, DEVICE, f"b{4 - at}")
-        made.box(454 + 84 * at, 142, 78, 36, NEW, f"u{4 - at}")
+        made.box(400 + 88 * at, 22, 82, 36, DEVICE, f"unit {4 - at}")
+        made.box(488 + 76 * at, 142, 70, 36, NEW, f"unit {4 - at}")
     for at in range(2):
-        made.box(520 + 88 * at, 82, 56, 36, STORAGE, f"{2 - at}")
-    made.box(794, 142, 56, 36, OLD, "root")
-    made.arrow(80, 208, 850, 208)
-    made.words(110, 228, "forward: a unit is read while the one before computes")
-    made.words(470, 228, "backward: updates run beside it; step() writes the root")
+        made.box(488 + 88 * at, 82, 56, 36, STORAGE, f"unit {2 - at}")
+    made.box(796, 142, 54, 36, OLD, "root")
+    made.arrow(84, 200, 850, 200)
+    made.words(236, 222, "forward", middle=True, bold=True)
+    made.words(236, 244, "a unit is read while the one before computes", middle=True)
+    made.words(620, 222, "backward", middle=True, bold=True)
+    made.words(620, 244, "updates run beside it, to where nobody reads;", middle=True)
+    made.words(620, 262, "step() writes the root", middle=True)
     return made
 
 

@@ -15,27 +15,58 @@ __all__ = ["bars", "bytes_shown", "lines", "seconds_shown", "table"]
 
 # More names in a row than this run out of the picture.
 _LEGEND_COLUMNS = 4
+# One colour for one system in every picture, and the words for it.
+_SYSTEMS = {
+    "memascend": ("memascend", "#0b6bcb"),
+    "memascend-smallest": ("memascend, smallest budget", "#7fb3e6"),
+    "torch": ("torch, all in memory", "#57606a"),
+    "peer": ("torch", "#57606a"),
+    "zero-infinity": ("ZeRO-Infinity, tuned for memory", "#d9822b"),
+    "zero-infinity-pipelined": ("ZeRO-Infinity, pipelined", "#f0b775"),
+    "zero-infinity-params-in-ram": ("ZeRO-Infinity, parameters in memory", "#a05a12"),
+    "zero-offload": ("ZeRO-Offload, all in memory", "#8250df"),
+}
+# For what is not named there: none of the colours above.
+_OTHERS = ("#1a7f37", "#bf3989", "#9a6700", "#2da3b8", "#cf222e", "#6e7781")
 
 
-def bars(path: Path, title: str, unit: str, series: Mapping[str, Mapping[str, float]], *, log: bool = False) -> None:
-    """Draw grouped bars as a PNG: one group for each key of the inner mappings, one colour for each series.
+def bars(path: Path, title: str, unit: str, series: Mapping[str, Mapping[str, float | None]]) -> None:
+    """Draw grouped bars from zero as a PNG: one group for each key of the inner mappings, one colour for each series.
+
+    Above each bar is its value. None is what could not be measured, or does not run: it is said in its place.
 
     Raises:
         ConfigError: matplotlib is not installed.
     """
     plt = _pyplot()
     groups = list(next(iter(series.values())))
-    width = 0.8 / len(series)
-    figure, axes = plt.subplots(figsize=(max(8, 1.2 * len(groups)), 5), layout="constrained")
-    for index, (name, values) in enumerate(series.items()):
+    width = 0.84 / len(series)
+    figure, axes = plt.subplots(figsize=(max(9, len(groups) * (0.6 + 0.45 * len(series))), 5), layout="constrained")
+    drawn = _styled(series)
+    for index, (name, words, colour) in enumerate(drawn):
         places = [place + (index - (len(series) - 1) / 2) * width for place in range(len(groups))]
-        axes.bar(places, [values[group] for group in groups], width, label=name)
-    axes.set_xticks(range(len(groups)), groups, rotation=30, ha="right")
+        values = [series[name].get(group) for group in groups]
+        axes.bar(places, [value or 0.0 for value in values], 0.92 * width, label=words, color=colour)
+        for place, value in zip(places, values, strict=True):
+            _labelled(axes, place, value, colour)
+    axes.set_xticks(range(len(groups)), groups)
+    if max(map(len, groups)) * len(groups) > 110:
+        axes.tick_params("x", rotation=20)
     axes.set_ylabel(unit)
-    if log:
-        axes.set_yscale("log")
+    axes.set_ylim(bottom=0)
+    axes.margins(y=0.12)
     axes.grid(axis="y", alpha=0.3)
+    axes.set_axisbelow(True)
     _saved(path, title, figure, axes, len(series))
+
+
+def _labelled(axes: Any, place: float, value: float | None, colour: str) -> None:
+    """The value above its bar, or that there is none."""
+    if value is None:
+        axes.text(place, 0, " not measured", rotation=90, ha="center", va="bottom", fontsize=7, color=colour)
+        return
+    shown = f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+    axes.annotate(shown, (place, value), (0, 2), textcoords="offset points", ha="center", fontsize=8)
 
 
 def lines(
@@ -43,27 +74,34 @@ def lines(
     title: str,
     units: tuple[str, str],
     series: Mapping[str, Sequence[tuple[float, float]]],
-    *,
-    log: bool = False,
 ) -> None:
-    """Draw curves through points as a PNG, `units` being the names of the axes; with `log` both are logarithmic.
+    """Draw curves through points as a PNG, from zero, `units` being the names of the axes; the last value is written.
 
     Raises:
         ConfigError: matplotlib is not installed.
     """
     plt = _pyplot()
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    for name, points in series.items():
-        axes.plot([x for x, _ in points], [y for _, y in points], marker="o", label=name)
+    figure, axes = plt.subplots(figsize=(9, 5), layout="constrained")
+    for name, words, colour in _styled(series):
+        points = series[name]
+        axes.plot([x for x, _ in points], [y for _, y in points], marker="o", label=words, color=colour)
+        if points:
+            x, y = points[-1]
+            axes.annotate(f"{y:.3g}", (x, y), (6, 0), textcoords="offset points", va="center", color=colour)
     axes.set_xlabel(units[0])
     axes.set_ylabel(units[1])
-    if log:
-        axes.set_xscale("log")
-        axes.set_yscale("log")
-    else:
-        axes.set_ylim(bottom=0)
+    farthest = max((x for points in series.values() for x, _ in points), default=1.0)
+    # Room for the last values.
+    axes.set_xlim(0, 1.1 * farthest)
+    axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     _saved(path, title, figure, axes, len(series))
+
+
+def _styled(series: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Each series as (name, words, colour)."""
+    spare = iter(_OTHERS * (1 + len(series) // len(_OTHERS)))
+    return [(name, *(_SYSTEMS.get(name) or (name, next(spare)))) for name in series]
 
 
 def _pyplot() -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -143,7 +144,7 @@ class Plan:
 def _table(plan: Plan) -> str:
     """What the plan decided, and what that costs."""
     elements = sum(unit.elements for unit in plan.units)
-    lines = [f"Units: {len(plan.units)}, with {elements:,} parameters, in the order of the forward"]
+    lines = [f"Units, which are read and let go together: {len(plan.units)}, with {elements:,} parameters"]
     lines += _rows(_unit_rows(plan))
     lines += ["", f"Host memory: {bytes_shown(plan.host_peak)} of a budget of {bytes_shown(plan.budget)}"]
     lines += _rows([(owner, bytes_shown(nbytes), _note(plan, owner)) for owner, nbytes in plan.host.items() if nbytes])
@@ -169,20 +170,27 @@ def _table(plan: Plan) -> str:
 
 
 def _unit_rows(plan: Plan) -> list[tuple[str, ...]]:
-    """Units that are alike and follow each other are one row."""
+    """Units that are alike are one row, in the order of the first: those of one name but for numbers, or neighbours."""
+    groups: dict[object, list[Unit]] = {}
+    last: object = None
+    for unit in plan.units:
+        likeness = _likeness(plan, unit)
+        key: object = (re.sub(r"\d+", "*", unit.name), likeness)
+        # Neighbours alike with other names (an encoder's projections) go on in the row before.
+        if key not in groups and last is not None and likeness == _likeness(plan, groups[last][-1]):
+            key = last
+        groups.setdefault(key, []).append(unit)
+        last = key
     rows: list[tuple[str, ...]] = []
-    group: list[Unit] = []
-    for unit in (*plan.units, None):
-        if group and (unit is None or _likeness(plan, unit) != _likeness(plan, group[0])):
-            first, last = group[0], group[-1]
-            name = first.name if len(group) == 1 else f"{first.name} .. {last.name} ({len(group)})"
-            stays = sum(member.name in plan.resident for member in group)
-            what = "pinned" if first.pinned else f"{stays} resident" if stays else ""
-            what = "read by rows" if first.name in plan.by_rows else what
-            rows.append((name, bytes_shown(first.nbytes), what))
-            group = []
-        if unit is not None:
-            group.append(unit)
+    for group in groups.values():
+        first = group[0]
+        name = first.name if len(group) == 1 else f"{first.name} .. {group[-1].name} ({len(group)})"
+        stays = sum(member.name in plan.resident for member in group)
+        what = (
+            "always in memory (pinned)" if first.pinned else f"{stays} stay from forward to backward" if stays else ""
+        )
+        what = "read by rows, never whole" if first.name in plan.by_rows else what
+        rows.append((name, bytes_shown(first.nbytes), what))
     return rows
 
 
@@ -193,11 +201,13 @@ def _likeness(plan: Plan, unit: Unit) -> tuple[int, bool, int, bool]:
 def _note(plan: Plan, owner: str) -> str:
     if owner == "units":
         slots = ", ".join(f"{count} x {bytes_shown(nbytes)}" for nbytes, count in sorted(plan.classes.items()))
-        return f"window {plan.window}: {slots}"
+        return f"{plan.window} in use at once; slots: {slots}"
     stay = "pinned, taken as they are needed; what finds no room goes to storage"
     through = "chunks through which they go to storage and come back"
     return {
-        "update staging": f"{plan.chunks} chunks",
+        "update staging": f"{plan.chunks} chunks through which state streams to its update",
+        "catalog": "what the store knows of itself",
+        "index": "where each piece lies, and its checksum",
         "gradients": "all of them" if plan.gradients == "ram" else "that wait for their update",
         "activations": stay if plan.activation_groups else through,
         "held entries": f"{len(plan.held)} with their state: written, and not read",

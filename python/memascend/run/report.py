@@ -173,8 +173,8 @@ class Report:
             for axis in axes:
                 self._draw(axis)
             axes[0].step(*self._in_memory_line(), where="post", color="black", label="in memory")
-            axes[0].set_title("Beside the same training in memory")
-            axes[1].set_title("memascend alone")
+            axes[0].set_title("Beside the same training in memory, without activations")
+            axes[1].set_title("memascend alone, by owner")
             axes[1].axhline(self.budget / _MIB, color="grey", linestyle=":", label="budget")
             for axis in axes:
                 axis.set_ylim(bottom=0)

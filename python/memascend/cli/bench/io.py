@@ -271,11 +271,12 @@ def _weight_table(weights: dict[str, Speed]) -> str:
     return f"{table(('way', 'GB/s', 'CPU ms/GB'), rows)}\n\nours is {ratio:.2f} times as fast"
 
 
-def _series(cases: dict[str, Speed]) -> dict[str, dict[str, float]]:
+def _series(cases: dict[str, Speed]) -> dict[str, dict[str, float | None]]:
     ways = list(dict.fromkeys(name.partition(": ")[2] for name in cases))
     return {
         way: {
-            pattern: cases[name].gb_per_second if (name := f"{pattern}: {way}") in cases else 0 for pattern in _PATTERNS
+            pattern: cases[name].gb_per_second if (name := f"{pattern}: {way}") in cases else None
+            for pattern in _PATTERNS
         }
         for way in ways
     }

@@ -78,7 +78,10 @@ def run(options: argparse.Namespace) -> int:
         rates = [{f"{row.name}\n{row.peer}": numel / row.seconds[i] / 1e9 for row in rows} for i in (0, 1)]
         title = f"Kernels on {numel >> 20} Mi elements, {torch.get_num_threads()} threads ({route.why})"
         bars(
-            Path(options.picture), title, "Gelements/s", dict(zip(("memascend", "peer"), rates, strict=True)), log=True
+            Path(options.picture),
+            title,
+            "billions of elements a second",
+            dict(zip(("memascend", "peer"), rates, strict=True)),
         )
     return 0
 

@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
             for pool in POOLS
         }
         title = f"Host memory reserved for {window} units in flight (bf16)"
-        bars(Path(options.picture), title, "GiB", series, log=True)
+        bars(Path(options.picture), title, "GiB", series)
     return 0
 
 

@@ -120,11 +120,13 @@ class _Demonstration:
         report = offloaded["report"]
         moved = [sum(n for kind, n in report[way].items() if kind != "first values") for way in ("read", "written")]
         steps = max(1, report["steps"])
+        counted = offloaded["counted"]
         rows = [
             ("loss, from", *(f"{self._rows[0][side]['loss']:.4f}" for side in (0, 1)), ""),
             ("loss, to", *(f"{self._rows[-1][side]['loss']:.4f}" for side in (0, 1)), ""),
             ("parameters, SHA-256", memory["digest"][:12], offloaded["digest"][:12], "same" if equal else "DIFFERENT"),
             ("memory for training, peak", *map(bytes_shown, peaks), f"{peaks[1] / peaks[0]:.0%}"),
+            ("  of it parameters, state, gradients", *map(bytes_shown, counted.values()), "in the picture"),
             ("whole process, peak", *(bytes_shown(a + b) for a, b in zip(peaks, imported, strict=True)), ""),
             ("a step, median", *map(seconds_shown, times), f"{times[1] / times[0]:.2f} times"),
             ("on storage", "", bytes_shown(offloaded["disk"]), ""),
@@ -135,7 +137,7 @@ class _Demonstration:
         verdict = "the kill and the resume changed nothing" if equal and same == len(self._rows) else "THIS IS A BUG"
         self._screen.say(f"\n{same} of {len(self._rows)} losses have the same bits; {verdict}.")
         if offloaded["picture"]:
-            self._screen.say(f"Host memory over a step, by owner: {offloaded['picture']}")
+            self._screen.say(f"Parameters, state and gradients over a step, by owner: {offloaded['picture']}")
         else:
             self._screen.say("For a picture of host memory over a step: pip install 'memascend[plot]'")
         return 0 if equal and same == len(self._rows) else 1

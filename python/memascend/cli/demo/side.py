@@ -80,7 +80,8 @@ def _reported(offloaded: OffloadedOptimizer | None, picture: str | None) -> dict
         with contextlib.suppress(ConfigError):
             report.plot(picture)
             drawn = picture
-    return {"report": report.to_dict(), "picture": drawn, "disk": offloaded.plan.disk_bytes}
+    counted = {"in_memory": report.in_memory.total, "offloaded": report.peak}
+    return {"report": report.to_dict(), "counted": counted, "picture": drawn, "disk": offloaded.plan.disk_bytes}
 
 
 def _warm_up() -> None:

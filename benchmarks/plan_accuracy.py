@@ -1,0 +1,147 @@
+"""Compares what `memascend plan` predicts with real runs on this machine: `python -m benchmarks.plan_accuracy`.
+
+Each cell is planned (with the processor and the disk measured) right before it is run, in processes of their own. A
+cell is a model and a budget; the table has memory that training adds and seconds of a step, predicted and real.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from memascend.formatting import bytes_shown, seconds_shown, table
+
+MODELS: dict[str, dict[str, Any]] = {
+    "25 M, Qwen2": {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_size": 384,
+                    "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 6,
+                    "num_key_value_heads": 2, "vocab_size": 16_000},
+    "50 M, GPT-2": {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 512, "n_layer": 12,
+                    "n_head": 8, "vocab_size": 16_000, "n_positions": 512},
+    "125 M, Llama": {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 768,
+                     "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12,
+                     "num_key_value_heads": 4, "vocab_size": 32_000},
+}  # fmt: skip
+# The comfortable budget, and one that holds state in memory.
+BUDGETS = (1.0, 3.0)
+WARM, STEPS = 2, 5
+
+
+def main() -> None:
+    """Plan and run every cell, or be the process of one run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--storage", type=Path, default=Path(), help="a folder on the disk (here)")
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--write", type=Path, help="a folder for plan_accuracy.txt and .json")
+    parser.add_argument("--run", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.run:
+        print(json.dumps(run(json.loads(options.run))))
+        return
+    cells = [cell for name in options.models for cell in measured(name, options.storage, options.tokens)]
+    text = shown(cells)
+    print(text)
+    if options.write:
+        (options.write / "plan_accuracy.txt").write_text(text + "\n")
+        (options.write / "plan_accuracy.json").write_text(json.dumps(cells, indent=2) + "\n")
+
+
+def measured(name: str, storage: Path, tokens: int) -> list[dict[str, Any]]:
+    """The cells of one model."""
+    with tempfile.TemporaryDirectory(dir=storage, prefix="memascend-bench-") as folder:
+        config = Path(folder) / "config.json"
+        shape = {"dtype": "bfloat16", "tie_word_embeddings": False, "max_position_embeddings": 4096, **MODELS[name]}
+        config.write_text(json.dumps(shape))
+        comfortable = planned(config, tokens, [])["plan"]["comfortable"]
+        cells = []
+        for factor in BUDGETS:
+            budget = int(comfortable * factor)
+            said = planned(config, tokens, ["--cpu", "--storage", folder, "--host-memory", str(budget)])
+            order = {"config": str(config), "tokens": tokens, "budget": budget, "storage": folder}
+            was = child(["-m", "benchmarks.plan_accuracy", "--run", json.dumps(order)])
+            # Imports are measured in the run, and assumed in the plan: what training adds is compared.
+            cells.append({
+                "model": name, "parameters": said["model"]["parameters"], "budget": budget, "tokens": tokens,
+                "said_bytes": said["plan"]["host_peak"] + said["plan"]["objects"] + said["torch"]["peak_bytes"],
+                "was_bytes": was["bytes"], "said_seconds": said["step"]["seconds_per_step"],
+                "was_seconds": was["seconds"], "bound": said["step"]["bound"], "gb_per_second": said["gb_per_second"],
+            })  # fmt: skip
+    return cells
+
+
+def planned(config: Path, tokens: int, more: list[str]) -> dict[str, Any]:
+    """What the command says."""
+    said = child(["-m", "memascend", "plan", str(config), "--tokens", str(tokens), "--length", str(min(tokens, 512)),
+                  "--keep-activations", "--gradients", "fused", *more, "--json"])  # fmt: skip
+    plan = said["plan"]
+    plan["objects"] = (10 << 10) * sum(len(unit["parameters"]) for unit in plan["units"])
+    return said
+
+
+def child(words: list[str]) -> dict[str, Any]:
+    """Run a program of Python, and read the JSON that it prints."""
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(done.stderr)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def run(order: dict[str, Any]) -> dict[str, Any]:
+    """Train some steps: the median of their seconds, and what training adds to the imports at its peak."""
+    import torch
+    import transformers
+
+    import memascend
+    from memascend.cli.bench import process
+
+    config = transformers.AutoConfig.from_pretrained(order["config"])
+    config.use_cache = False
+    tokens = torch.arange(order["tokens"]).view(-1, min(order["tokens"], 512)) % config.vocab_size
+    # What torch takes whatever is trained: its threads and its libraries.
+    (torch.rand(64, 64, requires_grad=True) @ torch.rand(64, 64)).sum().backward()
+    before = process.resident()
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model, optimizer = memascend.offload(
+        model.train(), torch.optim.AdamW(model.parameters()), storage=order["storage"], existing="replace",
+        host_memory=order["budget"], gradients="fused", device="cpu",
+    )  # fmt: skip
+    seconds = []
+    with optimizer:
+        for index in range(WARM + STEPS):
+            if index == WARM:
+                process.restart_peak()
+            began = time.perf_counter()
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seconds.append(time.perf_counter() - began)
+        return {"seconds": statistics.median(seconds[WARM:]), "bytes": process.resident_peak() - before}
+
+
+def shown(cells: list[dict[str, Any]]) -> str:
+    """The table."""
+    head = ("model", "budget", "memory, said", "real", "said / real", "step, said", "real", "said / real", "mostly")
+    rows = [
+        (
+            cell["model"], bytes_shown(cell["budget"]),
+            bytes_shown(cell["said_bytes"]), bytes_shown(cell["was_bytes"]),
+            f"{cell['said_bytes'] / cell['was_bytes']:.2f}",
+            seconds_shown(cell["said_seconds"]), seconds_shown(cell["was_seconds"]),
+            f"{cell['said_seconds'] / cell['was_seconds']:.2f}", cell["bound"],
+        )
+        for cell in cells
+    ]  # fmt: skip
+    return table(head, rows)
+
+
+if __name__ == "__main__":
+    main()

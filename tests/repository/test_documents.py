@@ -1,0 +1,155 @@
+"""Tests that what README and docs show is so: snippets run, commands and messages exist, links lead somewhere."""
+
+import importlib
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from memascend.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+REPOSITORY = "https://github.com/memascend/memascend/blob/main/"
+PICTURES = "https://raw.githubusercontent.com/memascend/memascend/main/"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [*PAGES, ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+BLOCK = re.compile(r"^```(\w*)( client)?\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+
+def name(path):
+    return str(path.relative_to(ROOT))
+
+
+def blocks(path, kind):
+    """What stands between ``` of a kind, but for what the tests of clients run."""
+    return [body for found, client, body in BLOCK.findall(path.read_text()) if found == kind and not client]
+
+
+SNIPPETS = [
+    pytest.param(body, id=f"{name(path)}-{number}")
+    for path in PAGES
+    for number, body in enumerate(blocks(path, "python"))
+]
+
+
+@pytest.mark.parametrize("snippet", SNIPPETS)
+def test_a_snippet_runs(snippet, loaded, tmp_path, monkeypatch):
+    if "transformers.Trainer" in snippet:
+        pytest.importorskip("accelerate")
+    monkeypatch.chdir(tmp_path)
+    loaded(snippet)
+
+
+def test_readmes_snippet_saves_memory(loaded, tmp_path, monkeypatch):
+    """Its last comment says how much the same training holds in memory, which is more than the budget."""
+    monkeypatch.chdir(tmp_path)
+    (snippet,) = blocks(ROOT / "README.md", "python")
+    said = re.search(r'"(In memory the same training would hold [^"]+)", (\d+) times the budget', snippet)
+    out = loaded(snippet)
+    assert said[1] in out
+    budget = re.search(r'host_memory="(\d+)MiB"', snippet)[1]
+    held = re.search(r"hold (\d+) MiB", said[1])[1]
+    # Rounded down, so that nobody is promised too much.
+    assert int(held) // int(budget) == int(said[2])
+
+
+def lines(path):
+    """What a reader would type: lines of blocks that begin with a program, joined where they go on."""
+    for kind in ("console", ""):
+        for body in blocks(path, kind):
+            for line in body.replace("\\\n", " ").splitlines():
+                if line.startswith(("memascend ", "python examples/", "make ", "pip ")):
+                    yield line
+
+
+COMMANDS = [
+    pytest.param(shlex.split(line)[1:], id=f"{name(path)}-{number}")
+    for path in PAGES
+    for number, line in enumerate(line for line in lines(path) if line.startswith("memascend "))
+]
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_a_command_exists_and_takes_what_it_is_given(words, monkeypatch):
+    command = importlib.import_module(f"memascend.cli.{words[0]}")
+    taken = []
+    monkeypatch.setattr(command, "run", lambda options: taken.append(options) or 0)
+    assert main(words) == 0
+    assert len(taken) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_every_command_runs_in_a_fresh_folder(tmp_path):
+    """Those of "console" blocks, page by page, from a copy of examples/ alone; nothing is downloaded."""
+    for path in PAGES:
+        folder = tmp_path / path.stem
+        folder.mkdir()
+        shutil.copytree(ROOT / "examples", folder / "examples")
+        for line in (line for body in blocks(path, "console") for line in body.splitlines()):
+            program, *words = shlex.split(line)
+            if program in ("make", "pip"):
+                continue
+            module = ["-m", "memascend"] if program == "memascend" else []
+            subprocess.run([sys.executable, *module, *words], cwd=folder, check=True, timeout=900)
+
+
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
+def test_every_make_command_exists(document):
+    named = set(re.findall(r"\bmake ([a-z][a-z-]+)", (ROOT / document).read_text()))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert named
+    assert named <= targets, named - targets
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
+def test_links_lead_somewhere(document):
+    for link in re.findall(r"\]\(([^)#\s]+)", document.read_text()):
+        if link.startswith((REPOSITORY, PICTURES)):
+            target = ROOT / link.removeprefix(REPOSITORY).removeprefix(PICTURES)
+        elif link.startswith("http"):
+            continue
+        else:
+            target = document.parent / link
+        assert target.exists(), f"{name(document)} links to {link}"
+
+
+def test_readmes_links_work_from_a_package_index():
+    links = re.findall(r"\]\(([^)]+)\)", (ROOT / "README.md").read_text())
+    assert links
+    assert all(link.startswith("https://") for link in links)
+
+
+def test_the_site_has_every_page():
+    site = (ROOT / "mkdocs.yml").read_text()
+    listed = re.findall(r"([\w-]+\.md)", site.partition("\nnav:")[2])
+    assert sorted(listed) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+
+
+def test_the_messages_that_refused_explains_are_those_of_the_code():
+    said = [message for _, _, message in runpy.run_path(str(ROOT / "docs/messages.py"))["messages"]()]
+    # Some are made of parts, and some are Rust's.
+    sources = "".join(
+        re.sub(r'"\s*\n\s*f?"', "", path.read_text()).replace('\\"', '"')
+        for folder in ("python/memascend", "rust")
+        for path in sorted((ROOT / folder).rglob("*"))
+        if path.suffix in (".py", ".rs") and "target" not in path.parts
+    )
+    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs/refused.md").read_text(), re.MULTILINE)
+    quoted = [part.strip() for row in rows for words in re.findall(r"`([^`]+)`", row) for part in words.split("...")]
+    assert len(quoted) > 60
+    # The names of the errors stand in a table of their own.
+    for part in quoted:
+        assert part in sources or any(part in message for message in said), part
+
+
+def test_the_drawings_are_those_of_their_script(tmp_path):
+    drawn = runpy.run_path(str(ROOT / "docs/drawings/draw.py"))
+    for which in ("places", "step", "commit"):
+        drawn[which]().save(tmp_path / f"{which}.svg")
+        assert (tmp_path / f"{which}.svg").read_bytes() == (ROOT / f"docs/drawings/{which}.svg").read_bytes()
