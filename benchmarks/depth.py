@@ -21,6 +21,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from memascend.cli.show import lines
+
 _MIB = 1 << 20
 _HIDDEN, _INTERMEDIATE, _VOCABULARY = 768, 2048, 32_000
 # From malloc.h.
@@ -102,22 +104,12 @@ def _row(depth: int, case: str, found: dict[str, Any], left: float) -> dict[str,
 
 
 def _draw(path: Path, rows: list[dict[str, Any]], width: int, dtype: str) -> None:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    for case in dict.fromkeys(row["case"] for row in rows):
-        mine = [row for row in rows if row["case"] == case]
-        axes.plot([row["depth"] for row in mine], [row["flat_mib"] for row in mine], marker="o", label=case)
-    axes.set_xlabel(f"blocks of width {width}")
-    axes.set_ylabel("MiB of host memory beyond the imports, but for activations")
-    axes.set_yscale("log")
-    axes.set_title(f"Training with {_LENGTH} tokens, in {dtype}")
-    axes.grid(alpha=0.3, which="both")
-    axes.legend()
-    figure.savefig(path, dpi=110)
+    series: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        system = {"offloaded": "memascend", "in RAM": "torch"}.get(row["case"], row["case"])
+        series.setdefault(system, []).append((float(row["depth"]), float(row["flat_mib"]) / 1024))
+    title = f"Host memory that training adds, but for activations: {_LENGTH} tokens, {dtype}"
+    lines(path, title, (f"blocks of width {width}", "GiB"), series)
 
 
 # --- a training, in its own process ----------------------------------------------------------

@@ -25,6 +25,18 @@ _SYSTEMS = {
     "zero-infinity-pipelined": ("ZeRO-Infinity, pipelined", "#f0b775"),
     "zero-infinity-params-in-ram": ("ZeRO-Infinity, parameters in memory", "#a05a12"),
     "zero-offload": ("ZeRO-Offload, all in memory", "#8250df"),
+    "io_uring": ("memascend, io_uring", "#0b6bcb"),
+    "threads": ("memascend, threads", "#7fb3e6"),
+    "two files, striped": ("memascend, two files, striped", "#2da3b8"),
+    "unaligned memory": ("memascend, unaligned memory", "#86c5d1"),
+    "unaligned offsets too": ("memascend, unaligned offsets", "#b5dbe2"),
+    "fio": ("fio", "#57606a"),
+    "fio, huge pages": ("fio, huge pages", "#24292f"),
+    "arena": ("memascend's arena", "#0b6bcb"),
+    "per shape": ("a pool for each shape", "#57606a"),
+    "one size": ("slots of the largest tensor's size", "#f0b775"),
+    "DeepSpeed aio": ("DeepSpeed's aio", "#d9822b"),
+    "one size, rounded": ("slots of the next power of two", "#d9822b"),
 }
 # For what is not named there: none of the colours above.
 _OTHERS = ("#1a7f37", "#bf3989", "#9a6700", "#2da3b8", "#cf222e", "#6e7781")
@@ -41,7 +53,9 @@ def bars(path: Path, title: str, unit: str, series: Mapping[str, Mapping[str, fl
     plt = _pyplot()
     groups = list(next(iter(series.values())))
     width = 0.84 / len(series)
-    figure, axes = plt.subplots(figsize=(max(9, len(groups) * (0.6 + 0.45 * len(series))), 5), layout="constrained")
+    figure, axes = plt.subplots(
+        figsize=(min(16, max(9, len(groups) * (0.6 + 0.45 * len(series)))), 5), layout="constrained"
+    )
     drawn = _styled(series)
     for index, (name, words, colour) in enumerate(drawn):
         places = [place + (index - (len(series) - 1) / 2) * width for place in range(len(groups))]
