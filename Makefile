@@ -154,7 +154,7 @@ clients-table: .venv-clients/installed ## Renew docs/optimizers.md: what of thes
 
 .PHONY: docs
 docs: .venv-docs/synced ## The site of the documents, in target/site
-	.venv-docs/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
 
 .PHONY: test-posing
 test-posing: setup ## Training on a device that poses as a GPU, which is compiled first
