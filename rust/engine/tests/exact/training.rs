@@ -1,4 +1,4 @@
-//! Tests that updates through the engine give the kernel's bits, and that faults end a step and no more.
+//! Trains the same parameters through the engine and in memory, and says which pieces differ.
 
 use std::sync::Arc;
 
@@ -6,16 +6,16 @@ use memascend_engine::{By, Engine, Gradient, Hyperparameters, Options};
 use memascend_math::{Bf16, Element, Exec, F16, Floats, FloatsMut, State, adam, split_master};
 use memascend_mem::Wait;
 use memascend_nvme::{
-    Action, Options as VolumeOptions, Volume,
+    Options as VolumeOptions, Volume,
     sim::{self, Faults, Rng, SimDisk},
 };
 use memascend_store::{Buffer, COMPACT, Commit, Create, Description, Dtype, Entry, Format, Kind, StateTensor, Store};
 
 /// One element, primes, a chunk, one more than a chunk, nothing at all.
-const SIZES: [u64; 6] = [1, 13, 2048, 2049, 6151, 0];
-const DTYPES: [Dtype; 3] = [Dtype::Bf16, Dtype::F16, Dtype::F32];
+pub(crate) const SIZES: [u64; 6] = [1, 13, 2048, 2049, 6151, 0];
+pub(crate) const DTYPES: [Dtype; 3] = [Dtype::Bf16, Dtype::F16, Dtype::F32];
 
-fn entries() -> Vec<Entry> {
+pub(crate) fn entries() -> Vec<Entry> {
     let entry = |(dtype, numel): (Dtype, u64)| {
         let names: &[&str] =
             if dtype == Dtype::F32 { &["exp_avg", "exp_avg_sq"] } else { &["master", "exp_avg", "exp_avg_sq"] };
@@ -44,7 +44,7 @@ fn entries() -> Vec<Entry> {
     DTYPES.into_iter().flat_map(|dtype| SIZES.map(|numel| entry((dtype, numel)))).chain(SIZES.map(compact)).collect()
 }
 
-fn description() -> Description {
+pub(crate) fn description() -> Description {
     Description {
         chunk_elements: 2048,
         user_bytes_max: 0,
@@ -57,18 +57,18 @@ fn description() -> Description {
 
 /// A parameter in memory: master, moments, values.
 #[derive(Debug, Clone, PartialEq)]
-struct InMemory {
+pub(crate) struct InMemory {
     master: Vec<f32>,
     exp_avg: Vec<f32>,
     exp_avg_sq: Vec<f32>,
     half: Vec<u16>,
 }
 
-fn number(rng: &mut Rng) -> f32 {
+pub(crate) fn number(rng: &mut Rng) -> f32 {
     f32::from(u16::try_from(rng.below(65_536)).unwrap_or(0)) / 32_768.0 - 1.0
 }
 
-fn begun(entry: &Entry, rng: &mut Rng) -> InMemory {
+pub(crate) fn begun(entry: &Entry, rng: &mut Rng) -> InMemory {
     let numel = usize::try_from(entry.elements()).unwrap_or(0);
     let master: Vec<f32> = (0..numel).map(|_| number(rng)).collect();
     // The values of the others are not looked at before their first update.
@@ -76,12 +76,12 @@ fn begun(entry: &Entry, rng: &mut Rng) -> InMemory {
     InMemory { master, exp_avg: vec![0.0; numel], exp_avg_sq: vec![0.0; numel], half }
 }
 
-fn bytes(floats: &[f32]) -> Vec<u8> {
+pub(crate) fn bytes(floats: &[f32]) -> Vec<u8> {
     floats.iter().flat_map(|value| value.to_le_bytes()).collect()
 }
 
 /// What a piece of an entry must hold.
-fn piece(store: &Store, entry: usize, index: u32, held: &InMemory) -> Vec<u8> {
+pub(crate) fn piece(store: &Store, entry: usize, index: u32, held: &InMemory) -> Vec<u8> {
     let (description, chunks) = (store.description(), store.layout().chunks_of(entry));
     let chunk = index % chunks;
     let elements = description.elements_of_chunk(entry, chunk);
@@ -115,7 +115,7 @@ fn piece(store: &Store, entry: usize, index: u32, held: &InMemory) -> Vec<u8> {
     piece
 }
 
-fn fill(store: &Store, all: &[InMemory]) {
+pub(crate) fn fill(store: &Store, all: &[InMemory]) {
     for (entry, held) in all.iter().enumerate() {
         store.begin(entry, 0, Wait::forever()).unwrap_or_else(|error| panic!("{error}"));
         for index in 0..store.layout().pieces_of(entry) {
@@ -127,7 +127,7 @@ fn fill(store: &Store, all: &[InMemory]) {
 }
 
 /// Where two states differ: entries whose pieces are not what they must be.
-fn differing(store: &Store, all: &[InMemory]) -> Vec<String> {
+pub(crate) fn differing(store: &Store, all: &[InMemory]) -> Vec<String> {
     let mut differing = Vec::new();
     for (entry, held) in all.iter().enumerate() {
         for index in 0..store.layout().pieces_of(entry) {
@@ -143,7 +143,7 @@ fn differing(store: &Store, all: &[InMemory]) -> Vec<String> {
     differing
 }
 
-fn hyperparameters(step: u64) -> Hyperparameters {
+pub(crate) fn hyperparameters(step: u64) -> Hyperparameters {
     Hyperparameters {
         lr: 1e-2,
         beta1: 0.9,
@@ -158,7 +158,7 @@ fn hyperparameters(step: u64) -> Hyperparameters {
 }
 
 /// The gradient of an entry, as bytes of its own dtype.
-fn gradient(entry: usize, dtype: Dtype, numel: usize, step: u64) -> Vec<u8> {
+pub(crate) fn gradient(entry: usize, dtype: Dtype, numel: usize, step: u64) -> Vec<u8> {
     let mut rng = Rng::new(step * 1000 + entry as u64);
     let values: Vec<f32> = (0..numel).map(|_| number(&mut rng)).collect();
     let half = |round: fn(f32) -> u16| values.iter().flat_map(|&value| round(value).to_le_bytes()).collect();
@@ -169,11 +169,11 @@ fn gradient(entry: usize, dtype: Dtype, numel: usize, step: u64) -> Vec<u8> {
     }
 }
 
-fn halves(bytes: &[u8]) -> Vec<u16> {
+pub(crate) fn halves(bytes: &[u8]) -> Vec<u16> {
     bytes.chunks_exact(2).map(|pair| u16::from_le_bytes([pair[0], pair[1]])).collect()
 }
 
-fn reference(held: &mut InMemory, dtype: Dtype, grad: &[u8], step: u64) {
+pub(crate) fn reference(held: &mut InMemory, dtype: Dtype, grad: &[u8], step: u64) {
     let scalars = hyperparameters(step).scalars().unwrap_or_else(|error| panic!("{error}"));
     let exec = Exec::new(std::num::NonZeroUsize::MIN).unwrap_or_else(|error| panic!("{error}"));
     let InMemory { master, exp_avg, exp_avg_sq, half } = held;
@@ -202,7 +202,7 @@ fn reference(held: &mut InMemory, dtype: Dtype, grad: &[u8], step: u64) {
 }
 
 /// Which entries a step touches, and as which update: experts idle, some are frozen.
-fn touched(entry: usize, step: u64) -> Option<u64> {
+pub(crate) fn touched(entry: usize, step: u64) -> Option<u64> {
     match entry % 4 {
         0 | 3 => Some(step),
         1 => step.is_multiple_of(3).then_some(step / 3),
@@ -210,29 +210,29 @@ fn touched(entry: usize, step: u64) -> Option<u64> {
     }
 }
 
-struct Training {
-    engine: Engine,
-    held: Vec<InMemory>,
+pub(crate) struct Training {
+    pub(crate) engine: Engine,
+    pub(crate) held: Vec<InMemory>,
 }
 
-fn volume(disks: &[SimDisk], faults: &Faults) -> Volume {
+pub(crate) fn volume(disks: &[SimDisk], faults: &Faults) -> Volume {
     let mut options = VolumeOptions::default();
     options.stripe_bytes = Some(8192);
     sim::open(disks, faults, &options).unwrap_or_else(|error| panic!("{error}"))
 }
 
-fn opened(disks: &[SimDisk], faults: &Faults) -> Arc<Store> {
+pub(crate) fn opened(disks: &[SimDisk], faults: &Faults) -> Arc<Store> {
     Arc::new(Store::open_on(volume(disks, faults), 8192, &Create::default()).unwrap_or_else(|error| panic!("{error}")))
 }
 
-fn engine(store: Arc<Store>, chunks: usize) -> Engine {
+pub(crate) fn engine(store: Arc<Store>, chunks: usize) -> Engine {
     let mut options = Options::default();
     options.chunks = chunks;
     options.queue_bytes_max = 20_000;
     Engine::new(store, &options).unwrap_or_else(|error| panic!("{error}"))
 }
 
-fn training(disks: &[SimDisk], chunks: usize) -> Training {
+pub(crate) fn training(disks: &[SimDisk], chunks: usize) -> Training {
     let store = Store::create_on(volume(disks, &Faults::default()), 8192, description(), &Create::default());
     let store = Arc::new(store.unwrap_or_else(|error| panic!("{error}")));
     let mut rng = Rng::new(3);
@@ -243,7 +243,7 @@ fn training(disks: &[SimDisk], chunks: usize) -> Training {
 
 impl Training {
     /// Queues the updates of a step.
-    fn backward(&self, step: u64) -> memascend_engine::Result<()> {
+    pub(crate) fn backward(&self, step: u64) -> memascend_engine::Result<()> {
         let store = Arc::clone(self.engine.store());
         for (entry, described) in store.description().entries.iter().enumerate() {
             let Some(update) = touched(entry, step) else { continue };
@@ -260,7 +260,7 @@ impl Training {
         self.engine.finish(Wait::forever())
     }
 
-    fn commit(&mut self, step: u64) -> memascend_engine::Result<()> {
+    pub(crate) fn commit(&mut self, step: u64) -> memascend_engine::Result<()> {
         self.engine.commit(Commit { step, ..Commit::default() }, Wait::forever())?;
         let store = Arc::clone(self.engine.store());
         for (entry, described) in store.description().entries.iter().enumerate() {
@@ -273,142 +273,6 @@ impl Training {
     }
 }
 
-fn disks() -> Vec<SimDisk> {
+pub(crate) fn disks() -> Vec<SimDisk> {
     vec![SimDisk::new(1 << 20), SimDisk::new(1 << 20)]
-}
-
-#[test]
-fn a_hundred_steps_are_those_in_memory() {
-    for chunks in [2, 4, 7] {
-        let mut training = training(&disks(), chunks);
-        for step in 1..=100 {
-            if step % 10 == 7 {
-                // A step that is skipped costs nothing.
-                training.backward(step + 1000).unwrap_or_else(|error| panic!("{error}"));
-                training.engine.discard(Wait::forever()).unwrap_or_else(|error| panic!("{error}"));
-            }
-            training.backward(step).unwrap_or_else(|error| panic!("{error}"));
-            training.commit(step).unwrap_or_else(|error| panic!("{error}"));
-        }
-        assert_eq!(differing(training.engine.store(), &training.held), Vec::<String>::new(), "{chunks} chunks");
-        let counters = training.engine.counters();
-        assert!(counters.updates > 1000 && counters.state_read == counters.state_written, "{counters:?}");
-    }
-}
-
-#[test]
-fn a_failed_step_is_told_once_and_the_next_one_is_exact() {
-    for seed in 0..60 {
-        let disks = disks();
-        let Training { engine: first, held } = training(&disks, 4);
-        drop(first);
-        let errors = vec![(Action::Write, libc_eio(), 6), (Action::Read, libc_eio(), 6)];
-        let volume = volume(&disks, &Faults { seed, errors, reorder: true, ..Faults::default() });
-        // Opening reads too, and may be what fails.
-        let Ok(store) = Store::open_on(volume, 8192, &Create::default()).map(Arc::new) else { continue };
-        let mut training = Training { engine: engine(store, 4), held };
-        let (mut step, mut failures) = (1, 0);
-        while step <= 6 && failures < 40 {
-            let result = training.backward(step).and_then(|()| training.commit(step));
-            match result {
-                Ok(()) => step += 1,
-                Err(error) => {
-                    failures += 1;
-                    assert!(error.to_string().contains("errno 5"), "seed {seed}: {error}");
-                    let again = training.engine.finish(Wait::forever());
-                    if let Err(again) = again {
-                        assert!(again.to_string().contains("only be discarded"), "seed {seed}: {again}");
-                    }
-                    if training.engine.discard(Wait::forever()).is_err() {
-                        break;
-                    }
-                }
-            }
-        }
-        // Everything that was committed, and nothing else.
-        let Training { engine, held } = training;
-        engine.close();
-        drop(engine);
-        let store = opened(&disks, &Faults::default());
-        let last = store.info().step;
-        assert!(last + 1 == step || last == step, "seed {seed}");
-        if last + 1 == step {
-            assert_eq!(differing(&store, &held), Vec::<String>::new(), "seed {seed}");
-        }
-    }
-}
-
-fn libc_eio() -> i32 {
-    5
-}
-
-#[test]
-fn what_cannot_be_updated_is_refused_by_name() {
-    let training = training(&disks(), 2);
-    let update = |entry: usize, bytes: usize, dtype| {
-        let gradient = Gradient::new(Box::new(vec![0_u8; bytes]), dtype)?;
-        training.engine.update(entry, By::Given(gradient), None, &hyperparameters(1), Wait::forever())
-    };
-    let text = |result: memascend_engine::Result<()>| result.err().map(|error| error.to_string()).unwrap_or_default();
-    assert!(text(update(99, 2, Dtype::Bf16)).contains("entry 99"));
-    assert!(text(update(1, 2, Dtype::Bf16)).contains("has 1 elements, not 13"));
-    assert!(text(update(1, 26, Dtype::I16)).contains("int16"));
-    training.engine.close();
-    assert!(text(update(1, 26, Dtype::Bf16)).contains("closed"));
-    training.engine.close();
-}
-
-#[test]
-fn power_lost_at_any_point_of_a_step() {
-    // Counted once without a crash, then every point.
-    let base = disks();
-    let Training { engine: first, held } = training(&base, 4);
-    drop(first);
-    let image: Vec<Vec<u8>> = base.iter().map(SimDisk::bytes).collect();
-    let copies = || image.iter().cloned().map(SimDisk::of).collect::<Vec<SimDisk>>();
-    let mut points = 0;
-    loop {
-        let disks = copies();
-        let faults = Faults { dies_after: Some(points), ..Faults::default() };
-        let store = Store::open_on(volume(&disks, &faults), 8192, &Create::default());
-        let mut done = 0;
-        let mut tried = 0;
-        let mut states = vec![held.clone()];
-        if let Ok(store) = store {
-            let mut training = Training { engine: engine(Arc::new(store), 4), held: held.clone() };
-            for step in 1..=2 {
-                if training.backward(step).is_err() {
-                    break;
-                }
-                tried = step;
-                // The reference runs also where the commit fails: it may have been made all the same.
-                let committed = training.commit(step).is_ok();
-                if !committed {
-                    for (entry, described) in description().entries.iter().enumerate() {
-                        let Some(update) = touched(entry, step) else { continue };
-                        let numel = usize::try_from(described.elements()).unwrap_or(0);
-                        let bytes = gradient(entry, described.dtype, numel, step);
-                        reference(&mut training.held[entry], described.dtype, &bytes, update);
-                    }
-                    states.push(training.held.clone());
-                    break;
-                }
-                states.push(training.held.clone());
-                done = step;
-            }
-        }
-        for loss in 0..3 {
-            let left: Vec<SimDisk> = disks.iter().map(|disk| disk.after_power_loss(loss)).collect();
-            let store = opened(&left, &Faults::default());
-            let step = store.info().step;
-            assert!(step == done || step == tried, "point {points}, loss {loss}: {step}, {done} done, {tried} tried");
-            let state = &states[usize::try_from(step).unwrap_or(0)];
-            assert_eq!(differing(&store, state), Vec::<String>::new(), "point {points}, loss {loss}");
-        }
-        if done == 2 {
-            break;
-        }
-        points += 1;
-    }
-    assert!(points > 60, "{points}");
 }

@@ -1,0 +1,240 @@
+"""Tests how checkpoints are written: whole whatever fails or is killed, in memory that does not grow."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+import signal
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from support.checkpoints import batches, made, trained
+
+import memascend
+from memascend.checkpoint import folder_swap
+from memascend.checkpoint import reader as checkpoints
+from memascend.errors import ConfigError, StorageError, UsageError
+
+
+@pytest.fixture
+def running(tmp_path):
+    model, optimizer = made(torch.bfloat16, torch.optim.AdamW)
+    model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "run")
+    with optimizer:
+        yield model, optimizer
+
+
+def test_only_between_steps_and_never_over_something_else(running, tmp_path):
+    model, optimizer = running
+    model(*batches(torch.bfloat16)[0]).backward()
+    with pytest.raises(UsageError, match="a step is staged"):
+        optimizer.save(tmp_path / "saved")
+    optimizer.step()
+    optimizer.zero_grad()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("x")
+    with pytest.raises(ConfigError, match="something else than a checkpoint"):
+        optimizer.save(tmp_path / "mine")
+    with pytest.raises(ConfigError, match="is not there"):
+        optimizer.save(tmp_path / "nowhere" / "saved")
+    assert sorted(os.listdir(tmp_path)) == ["mine", "run"]
+    assert os.listdir(tmp_path / "mine") == ["thesis.tex"]
+    (tmp_path / "empty").mkdir()
+    optimizer.save(tmp_path / "empty")
+    checkpoints.Checkpoint(tmp_path / "empty").verify()
+    assert sorted(os.listdir(tmp_path)) == ["empty", "mine", "run"]
+
+
+def test_what_fails_leaves_the_old_one(running, tmp_path, monkeypatch):
+    model, optimizer = running
+    folder = tmp_path / "saved"
+    optimizer.save(folder)
+    (folder / "tokenizer.json").write_text("mine")
+    (folder / "more").mkdir()
+    (folder / "more" / "notes").write_text("mine")
+    trained(model, optimizer, torch.bfloat16, 0, 1)
+
+    def step():
+        found = checkpoints.Checkpoint(folder)
+        found.verify()
+        assert (folder / "tokenizer.json").read_text() == (folder / "more" / "notes").read_text() == "mine"
+        assert sorted(os.listdir(tmp_path)) == ["run", "saved"]
+        return found.manifest["step"]
+
+    written = []
+
+    def full(descriptor, part, offset, real=os.pwrite):
+        written.append(descriptor)
+        if len(written) > 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(descriptor, part, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(StorageError, match="No space left") as error:
+            optimizer.save(folder)
+        assert error.value.errno == errno.ENOSPC
+    assert step() == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(folder_swap, "_exchange", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            optimizer.save(folder)
+    assert step() == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1 << 20, 1 << 20, 100))
+        with pytest.raises(StorageError, match="has room for 100"):
+            optimizer.save(folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(folder_swap, "_exchange", lambda *_: False)
+        optimizer.save(folder)
+    assert step() == 1
+    trained(model, optimizer, torch.bfloat16, 1, 2)
+    optimizer.save(folder)
+    assert step() == 2
+
+
+def saves_until_killed(folder, told):
+    """What the child does."""
+    model, optimizer = made(torch.bfloat16, torch.optim.AdamW)
+    model, optimizer = memascend.offload(model, optimizer)
+    while True:
+        trained(model, optimizer, torch.bfloat16, 0, 1)
+        optimizer.save(folder)
+        os.write(told, b"x")
+
+
+def killed_at_random_moments(folder, kills):
+    """What an interpreter of its own does, because it forks."""
+    dice = random.Random(kills)
+    seen = set()
+    for _ in range(kills):
+        hears, told = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                saves_until_killed(folder, told)
+            finally:
+                os._exit(1)
+        os.close(told)
+        assert os.read(hears, 1) == b"x", "the child ended by itself"
+        time.sleep(dice.uniform(0, 0.2))
+        os.kill(pid, signal.SIGKILL)
+        assert os.waitpid(pid, 0)[1] == signal.SIGKILL, "the child ended by itself"
+        os.close(hears)
+        found = checkpoints.Checkpoint(folder)
+        found.verify()
+        seen.add((found.manifest["store"], found.manifest["step"]))
+    model, optimizer = made(torch.bfloat16, torch.optim.AdamW)
+    model, optimizer = memascend.offload(model, optimizer, checkpoint=folder)
+    with optimizer:
+        optimizer.save(folder)
+    left = [name for name in os.listdir(folder.parent) if "memascend-saving" in name]
+    assert not left, "what a killed process left is gone with the next save"
+    print("seen", len(seen))
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+def test_killed_at_any_moment_there_is_a_whole_one(tmp_path, loaded, kills):
+    program = """
+        import pathlib, sys, torch
+        torch.set_num_threads(1)
+        sys.path.insert(0, sys.argv[1])
+        from checkpoint import test_checkpoint
+        test_checkpoint.killed_at_random_moments(pathlib.Path(sys.argv[2]), int(sys.argv[3]))
+    """
+    tests = Path(__file__).parent.parent
+    seconds = 100 if kills < 10 else 580
+    output = loaded(
+        textwrap.dedent(program), tests, tmp_path / "saved", kills, env={"TMPDIR": str(tmp_path)}, timeout=seconds
+    )
+    assert int(output.split()[-1]) == kills, "each child saved"
+
+
+FLAT = textwrap.dedent("""
+    import ctypes, os, sys, threading, time
+    import torch
+    import memascend
+
+    # Heaps of threads keep what they freed: no more than two.
+    M_ARENA_MAX = -8
+    assert ctypes.CDLL(None).mallopt(M_ARENA_MAX, 2) == 1
+    torch.set_num_threads(1)
+    folder, step = sys.argv[1:]
+    WIDTH = 1_000_000
+
+    class Wide(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            # One that is not looked up by rows: a unit as large as it is.
+            self.embed = torch.nn.EmbeddingBag(WIDTH, 16)
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(2))
+
+        def forward(self, x):
+            return self.layers[1](self.layers[0](self.embed(x))).float().square().mean()
+
+    def anon():
+        with open("/proc/self/status") as status:
+            return next(int(line.split()[1]) << 10 for line in status if line.startswith("RssAnon"))
+
+    class Peak:
+        def __enter__(self):
+            self.base = self.peak = anon()
+            self.on = True
+            self.thread = threading.Thread(target=self.watch)
+            self.thread.start()
+            return self
+
+        def watch(self):
+            while self.on:
+                self.peak = max(self.peak, anon())
+                time.sleep(0.002)
+
+        def __exit__(self, *_):
+            self.on = False
+            self.thread.join()
+
+    with torch.device("meta"):
+        model = Wide().to(torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters())
+    how = {"checkpoint": folder + "/saved"} if step == "load" else {"weights": folder + "/weights.safetensors"}
+    # What torch and threads take the first time is not the model's.
+    small = torch.nn.Linear(8, 8).to(torch.bfloat16)
+    small, other = memascend.offload(small, torch.optim.AdamW(small.parameters()), storage=folder + "/small" + step)
+    other.save(folder + "/small" + step + ".saved")
+    other.close()
+    with Peak() as peak:
+        model, optimizer = memascend.offload(model, optimizer, storage=folder + "/run" + step, gradients="ssd", **how)
+        held = optimizer.plan.host["units"]
+        optimizer.save(folder + "/saved" + step)
+    print(peak.peak - peak.base, held)
+    optimizer.close()
+""")
+
+
+def test_memory_does_not_grow_with_the_model(tmp_path, loaded):
+    from safetensors.torch import save_file
+
+    torch.manual_seed(0)
+    values = {"embed.weight": torch.randn(1_000_000, 16).bfloat16()}
+    for layer in range(2):
+        values |= {
+            f"layers.{layer}.weight": torch.randn(16, 16).bfloat16(),
+            f"layers.{layer}.bias": torch.zeros(16).bfloat16(),
+        }
+    save_file(values, tmp_path / "weights.safetensors")
+    values_bytes = values["embed.weight"].nbytes
+    for step in ("save", "load"):
+        text = loaded(FLAT, tmp_path, step)
+        grown, held = map(int, text.split()[-2:])
+        # The arena holds the values of the largest unit; what moves them, and six times as much state, is small.
+        assert values_bytes <= held
+        assert grown - held < 28 << 20 < values_bytes, (grown, held)
+        if step == "save":
+            (tmp_path / "savedsave").rename(tmp_path / "saved")
+    one, other = (tmp_path / name / "memascend" / "state.safetensors" for name in ("saved", "savedload"))
+    assert one.read_bytes() == other.read_bytes()

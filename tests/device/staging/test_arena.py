@@ -1,0 +1,126 @@
+"""Tests the arena of a device: who may have a slot, and in which order copies and uses come."""
+
+import gc
+import threading
+
+import pytest
+import torch
+from support.fake_device import SPOILT, Fake, Work
+from support.staged_units import CHUNK, EITHER, UNITS, in_one, leased, pages
+
+from memascend.device.arena import DeviceArena
+from memascend.device.upload import Staging
+from memascend.errors import ConfigError, TimeoutExpired
+
+
+@pytest.fixture
+def slow():
+    """One whose memory was somebody's a moment ago."""
+    made = Fake(fills=0.3)
+    yield made
+    made.end()
+
+
+def test_a_view_keeps_a_slot(device):
+    arena = DeviceArena(device, {10_000: 1})
+    base = arena.lease(9_000).tensor((9_000,), torch.uint8)
+    view = base.fill_(7)[100:200].view(2, 50)
+    del base
+    with pytest.raises(TimeoutExpired, match="no slot of 10000 bytes"):
+        arena.lease(9_000, 0.05)
+    assert bool((view == 7).all())
+    del view
+    assert arena.stats()["in_use"] == 0
+    again = arena.lease(9_000, 0).tensor((9_000,), torch.uint8)
+    assert bool((again == SPOILT).all())
+
+
+@EITHER
+def test_a_slot_comes_back_to_whoever_waits(device):
+    arena = DeviceArena(device, {4096: 1})
+    held = [arena.lease(4096).tensor((4096,), torch.uint8)]
+    timer = threading.Timer(0.1, held.clear)
+    timer.start()
+    assert arena.lease(4096, 30) is not None
+    timer.join()
+
+
+def test_what_is_written_next_comes_after_every_use(device):
+    """The marks are taken when the last view is gone, on the streams that were told of, and told to the next one."""
+    arena = DeviceArena(device, {4096: 1})
+    # Of whoever had this memory before.
+    assert device.marks == 1
+    base = arena.lease(4096).tensor((4096,), torch.uint8)
+    assert [type(mark) for mark in arena.after(base)] == [Work]
+    assert arena.after(base) == []
+    arena.used(base)
+    arena.used(base)
+    assert device.marks == 1
+    del base
+    base = arena.lease(4096).tensor((4096,), torch.uint8)
+    assert device.marks == 2
+    assert [type(mark) for mark in arena.after(base)] == [Work]
+    assert arena.after(base) == []
+
+
+def test_the_first_copies_come_after_what_the_memory_was_used_for(store, slow):
+    """It may be a block that torch's allocator had back a moment ago, and that the stream still writes to."""
+    nbytes = in_one(store, "first").nbytes
+    arena = DeviceArena(slow, {nbytes: 2})
+    staging = Staging(slow, [pages(CHUNK) for _ in range(3)], store.parts, arena.after)
+    bases = {unit: leased(arena, store) for unit in UNITS}
+    for unit, coming in [(unit, staging.begin(unit, base)) for unit, base in bases.items()]:
+        coming.wait()
+        assert torch.equal(bases[unit], in_one(store, unit))
+    slow.begun.wait()
+    for unit, base in bases.items():
+        assert torch.equal(base, in_one(store, unit)), unit
+    staging.close()
+
+
+def test_a_unit_that_never_came_leaves_its_marks(store, device, staging, arena):
+    """Whatever used a slot before a unit that was dropped on its way still comes before the next copy there."""
+    base = leased(arena, store)
+    arena.used(base)
+    using = device.begun = Work(lambda: None)
+    del base
+    base = leased(arena, store)
+    with staging._changed:
+        # The thread comes to it no more.
+        coming = staging.begin("second", base)
+        del coming
+    del base
+    gc.collect()
+    seen = []
+    begins = device.inward.copy
+
+    def note(source, target, after):
+        seen.extend(after)
+        return begins(source, target, after)
+
+    device.inward.copy = note
+    using.run()
+    bases = [leased(arena, store) for _ in range(2)]
+    for taken in bases:
+        staging.begin("first", taken).wait()
+    assert using in seen
+
+
+def test_a_lease_that_fits_no_class(device):
+    arena = DeviceArena(device, {4096: 1})
+    with pytest.raises(ConfigError, match="5000 bytes are more than"):
+        arena.lease(5000)
+    lease = arena.lease(4000)
+    with pytest.raises(ConfigError):
+        lease.tensor((4001,), torch.uint8)
+
+
+def test_another_stream_comes_after_the_copy_too(device, store):
+    """Whoever waited for a unit may have been on another stream than who uses it next."""
+    nbytes = in_one(store, "first").nbytes
+    arena = DeviceArena(device, {nbytes: 1})
+    base = arena.lease(nbytes).tensor((nbytes,), torch.uint8)
+    assert arena.used(base)
+    assert not arena.used(base)
+    device.stream = lambda: "another one"
+    assert arena.used(base)

@@ -1,0 +1,162 @@
+"""Tests copies of units to a device: checked, in order, ended by name when something fails."""
+
+import gc
+import threading
+
+import pytest
+import torch
+from support.fake_device import SPOILT, Work
+from support.staged_units import CHUNK, EITHER, ELEMENTS, UNITS, in_one, leased, pages
+
+from memascend import engine
+from memascend.device.upload import Staging
+from memascend.errors import ConfigError, CorruptionError, DeviceError, StorageError, UsageError
+
+
+@pytest.mark.parametrize("bytes_max", [8 << 10, 20 << 10, 1 << 20])
+def test_parts_are_the_unit(store, bytes_max):
+    whole, parts = in_one(store, "second"), store.parts("second", bytes_max)
+    into = torch.zeros_like(whole)
+    for index, (start, nbytes) in enumerate(parts.places()):
+        assert nbytes <= bytes_max
+        chunk = pages(nbytes)
+        parts.begin(index, chunk).wait()
+        into[start : start + nbytes] = chunk
+    assert torch.equal(into, whole)
+
+
+def test_parts_that_cannot_be(store):
+    with pytest.raises(ConfigError, match='a piece of unit "first" has 8192 bytes, and parts have 4096'):
+        store.parts("first", 4096)
+    with pytest.raises(ConfigError, match="no unit 'third'"):
+        store.parts("third", 1 << 20)
+    with pytest.raises(ConfigError):
+        store.parts("first", 1 << 20).begin(0, pages(4096))
+
+
+def test_all_parts_are_of_one_commit(store):
+    """A commit between two parts changes neither; the slots are written again once the parts are gone."""
+    before, parts = in_one(store, "first"), store.parts("first", 8 << 10)
+    with engine.Engine(store) as updates:
+        for step in (1, 2):
+            for name in ("first.0", "first.1"):
+                updates.update(name, torch.ones(ELEMENTS // 2), engine.Adam(step=step))
+            if step == 2:
+                # It would write to the slots that are being read.
+                finished = threading.Thread(target=updates.finish)
+                finished.start()
+                finished.join(0.3)
+                assert finished.is_alive()
+            else:
+                updates.commit(step)
+        for index, (start, nbytes) in enumerate(parts.places()):
+            chunk = pages(nbytes)
+            parts.begin(index, chunk).wait()
+            assert torch.equal(chunk, before[start : start + nbytes])
+        del parts
+        finished.join(30)
+        assert not finished.is_alive()
+        updates.commit(2)
+
+
+@EITHER
+def test_a_unit_arrives_whole(staging, arena, store):
+    bases = {unit: leased(arena, store) for unit in UNITS}
+    coming = {unit: staging.begin(unit, base) for unit, base in bases.items()}
+    for unit in reversed(UNITS):
+        coming[unit].wait()
+        assert torch.equal(bases[unit].cpu(), in_one(store, unit))
+        assert coming[unit].done()
+
+
+def test_who_does_not_wait_sees_what_is_spoilt(staging, arena, store, device):
+    device.inward.delay = 0.2
+    base = leased(arena, store)
+    coming = staging.begin("first", base)
+    assert not coming.done()
+    assert bool((base == SPOILT).all())
+    coming.wait()
+    assert torch.equal(base, in_one(store, "first"))
+
+
+def test_damage_is_named_by_whoever_waits(staging, arena, store, tmp_path):
+    whole = in_one(store, "second").numpy().tobytes()
+    file = tmp_path / "run.store"
+    at = file.read_bytes().index(whole[: 8 << 10])
+    with file.open("r+b") as opened:
+        opened.seek(at + 100)
+        opened.write(b"\0\1\2\3")
+    base = leased(arena, store)
+    with pytest.raises(CorruptionError, match=r"second\.0"):
+        staging.begin("second", base).wait()
+    # The others still come.
+    staging.begin("first", base).wait()
+    assert torch.equal(base, in_one(store, "first"))
+
+
+@pytest.mark.parametrize("threads", [0, 1, 2])
+def test_threads_that_check(device, arena, store, tmp_path, threads):
+    """The same units, and damage is named by whoever waits, before anything was computed with it."""
+    checkers = engine.Checkers(threads)
+    assert checkers.threads == threads
+    parts_of = lambda name, nbytes: store.parts(name, nbytes, checkers)  # noqa: E731
+    staging = Staging(device, [pages(CHUNK) for _ in range(3)], parts_of, arena.after)
+    bases = {unit: leased(arena, store) for unit in UNITS}
+    coming = {unit: staging.begin(unit, base) for unit, base in bases.items()}
+    for unit, base in bases.items():
+        coming[unit].wait()
+        assert torch.equal(base, in_one(store, unit))
+    whole = in_one(store, "second").numpy().tobytes()
+    file = tmp_path / "run.store"
+    at = file.read_bytes().index(whole[CHUNK : CHUNK + (8 << 10)])
+    with file.open("r+b") as opened:
+        opened.seek(at)
+        opened.write(bytes([whole[CHUNK] ^ 1]))
+    for _ in range(2):
+        with pytest.raises(CorruptionError, match=r"second\."):
+            staging.begin("second", bases["second"]).wait()
+    staging.begin("first", bases["second"]).wait()
+    assert torch.equal(bases["second"], in_one(store, "first"))
+    staging.close()
+
+
+def test_a_device_that_fails_is_heard_of(staging, arena, store, device):
+    device.fails = StorageError("the device is lost")
+    base = leased(arena, store)
+    with pytest.raises(StorageError, match="the device is lost"):
+        staging.begin("first", base).wait()
+    device.fails = None
+    staging.begin("first", base).wait()
+
+
+def test_a_device_that_is_lost_is_heard_of(device, store, arena):
+    """A copy that fails later than it began ends the thread; nobody waits for it in vain."""
+    staging = Staging(device, [pages(16 << 10)], store.parts, arena.after)
+    base = leased(arena, store)
+    lost = Work(lambda: 1 / 0)
+    lost.run()
+    device.bring = lambda *_: lost
+    for unit in UNITS:
+        with pytest.raises(DeviceError, match=r'division by zero.*existing="resume"'):
+            staging.begin(unit, base).wait()
+    staging.close()
+
+
+def test_dropping_lets_go(staging, arena, store, device):
+    device.inward.delay = 0.05
+    base = leased(arena, store)
+    coming = staging.begin("first", base)
+    del coming, base
+    gc.collect()
+    assert arena.stats()["in_use"] == 0
+
+
+def test_closing_ends_it(device, store, arena):
+    staging = Staging(device, [pages(CHUNK)], store.parts, arena.after)
+    base = leased(arena, store)
+    coming = staging.begin("first", base)
+    staging.close()
+    staging.close()
+    with pytest.raises(UsageError, match="closed"):
+        staging.begin("first", base)
+    del coming

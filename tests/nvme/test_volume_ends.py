@@ -1,0 +1,146 @@
+"""Tests how volumes and tickets end: closed, dropped, at the interpreter's exit, under many threads."""
+
+import os
+import random
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+from memascend import ConfigError, StorageError, UsageError, nvme
+
+MIB = 1 << 20
+
+
+def test_tickets(volume):
+    ticket = volume.write(b"1" * 5000, 0)
+    assert ticket.wait() == 5000
+    assert ticket.done()
+    assert ticket.wait(timeout=0) == 5000
+    with pytest.raises(ConfigError, match="timeout"):
+        ticket.wait(timeout=-1)
+
+
+def test_close_waits_and_ends_everything(path, backend):
+    volume = nvme.open(path, size=64 * MIB, backend=backend)
+    tickets = [volume.write(bytes([index]) * (4 * MIB), index * 4 * MIB + index) for index in range(15)]
+    volume.close()
+    assert all(ticket.done() for ticket in tickets)
+    assert [ticket.wait() for ticket in tickets] == [4 * MIB] * 15
+    volume.close()
+    assert volume.closed
+    for call in (volume.flush, lambda: volume.read(bytearray(1), 0), lambda: volume.write(b"1", 0)):
+        with pytest.raises(UsageError, match="closed"):
+            call()
+    with nvme.open(path) as again:
+        into = bytearray(4 * MIB)
+        again.read(into, 9 * 4 * MIB + 9).wait()
+        assert into == bytes([9]) * (4 * MIB)
+
+
+def test_dropping_a_volume_finishes_its_writes_and_frees_the_file(path):
+    volume = nvme.open(path, size=16 * MIB)
+    ticket = volume.write(b"7" * (8 * MIB + 1), 1)
+    del volume
+    assert ticket.done()
+    with nvme.open(path) as volume:
+        into = bytearray(8 * MIB + 1)
+        volume.read(into, 1).wait()
+        assert into.count(b"7") == len(into)
+
+
+def test_no_descriptor_and_no_thread_is_left(path):
+    def held():
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    with nvme.open(path, size=MIB) as volume:
+        volume.write(b"unaligned", 1).wait()
+    before = held()
+    for backend in ["io_uring", "threads"] * 5:
+        with nvme.open(path, backend=backend) as volume:
+            volume.write(b"unaligned", 1).wait()
+            with pytest.raises(StorageError):
+                nvme.open(path)
+    assert held() == before
+
+
+def test_the_end_of_the_interpreter_drains(path, child):
+    child(
+        """
+        import sys, torch
+        from memascend import nvme
+        volume = nvme.open(sys.argv[1], size=1 << 26)
+        for index in range(16):
+            volume.write(torch.full((1 << 22,), index, dtype=torch.uint8), index << 22)
+        """,
+        path,
+    )
+    data = path.read_bytes()
+    assert all(data[index << 22 : (index + 1) << 22].count(index) == 1 << 22 for index in range(16))
+
+
+def test_32_threads_on_one_volume(path, backend):
+    failures = []
+    with nvme.open(path, size=32 * MIB, backend=backend) as volume:
+
+        def hammer(number):
+            choose = random.Random(number)
+            start, model = number * MIB, bytearray(MIB)
+            try:
+                volume.write(model, start).wait()
+                for _ in range(25):
+                    nbytes = choose.choice([3, 512, 4096, 30_000])
+                    offset = choose.randrange(MIB - nbytes)
+                    model[offset : offset + nbytes] = data = choose.randbytes(nbytes)
+                    volume.write(data, start + offset).wait()
+                into = bytearray(MIB)
+                volume.read(into, start).wait()
+                assert into == model
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=hammer, args=(number,)) for number in range(32)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not failures
+
+
+def test_tmpfs_and_what_it_says_of_itself(tmp_path):
+    folder = tmp_path / "tmpfs"
+    folder.mkdir()
+    if os.geteuid() != 0:
+        pytest.skip("needs root to mount")
+    subprocess.run(["mount", "-t", "tmpfs", "none", folder], check=True)
+    try:
+        with nvme.open(folder / "file", size=MIB) as volume:
+            volume.write(b"bytes", 3).wait()
+            into = bytearray(5)
+            volume.read(into, 3).wait()
+            assert into == b"bytes"
+            assert volume.direct == all(device["why_buffered"] is None for device in volume.devices())
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+def test_it_shows_itself(path):
+    with nvme.open(path, size=MIB, backend="threads", queue_depth=3) as volume:
+        assert "threads" in repr(volume)
+        assert str(path) in repr(volume)
+        assert (volume.backend, volume.queue_depth, volume.closed, volume.paths) == ("threads", 3, False, (str(path),))
+        (device,) = volume.devices()
+        assert device == {"path": str(path), "kind": "file", "bytes": MIB, "why_buffered": None}
+        volume.write(b"1" * 100, 5).wait()
+        volume.flush()
+        stats = volume.stats()
+        assert stats["written"]["bytes"] == 100
+        assert (stats["written"]["operations"], stats["flushes"], stats["bounced_bytes"]) == (1, 1, 100)
+    assert "closed" in repr(volume)
+
+
+def test_importing_it_does_not_import_torch(child):
+    assert child("import sys, memascend.nvme; print('torch' in sys.modules)") == "False"
+    assert sys.modules["torch"] is torch

@@ -1,0 +1,110 @@
+"""Tests gradients that come in several pieces: over backwards, in nested ones, in checkpoints."""
+
+import pytest
+import torch
+from support.chains import WIDTH, batch, loss_of, require_same, twins
+
+import memascend
+
+
+def test_gradients_that_were_dropped_are_no_part_of_the_count(tmp_path):
+    plain, theirs, model, optimizer = twins(tmp_path, "fused", accumulation_steps=2)
+    with optimizer:
+        for one, opt in ((plain, theirs), (model, optimizer)):
+            loss_of(one, 1).backward()
+            one.zero_grad()
+            loss_of(one, 2).backward()
+            loss_of(one, 3).backward()
+            opt.step()
+        require_same(plain, model)
+
+
+def test_autograd_grad_through_a_checkpoint_is_no_backward(tmp_path):
+    from torch.utils.checkpoint import checkpoint
+
+    plain, theirs, model, optimizer = twins(tmp_path, "fused", accumulation_steps=2)
+    with optimizer:
+        for one, opt in ((plain, theirs), (model, optimizer)):
+            x = batch().requires_grad_()
+            out = checkpoint(one, x, use_reentrant=False).square().mean()
+            loss_of(one, 2).backward()
+            torch.autograd.grad(out, [x])
+            loss_of(one, 3).backward()
+            opt.step()
+        require_same(plain, model)
+
+
+class OwnCheckpoint(torch.autograd.Function):
+    """A reentrant checkpoint that is not torch's, as libraries have them."""
+
+    @staticmethod
+    def forward(ctx, function, tensor):
+        ctx.function = function
+        ctx.save_for_backward(tensor)
+        with torch.no_grad():
+            return function(tensor)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        tensor = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            out = ctx.function(tensor)
+        torch.autograd.backward(out, gradient)
+        return None, tensor.grad
+
+
+@pytest.mark.parametrize("gradients", ["fused", "auto", "ssd"])
+def test_a_weight_in_two_backwards_within_one(tmp_path, gradients):
+    plain, theirs, model, optimizer = twins(tmp_path, gradients)
+    with optimizer:
+        for index in range(3):
+            for one, opt in ((plain, theirs), (model, optimizer)):
+                out = OwnCheckpoint.apply(one[0], batch(index).requires_grad_())
+                out = OwnCheckpoint.apply(one[0], one[1](out))
+                out.square().mean().backward()
+                opt.step()
+                opt.zero_grad()
+        require_same(plain, model)
+
+
+@pytest.mark.parametrize("gradients", ["fused", "auto", "ssd"])
+@pytest.mark.parametrize("way", ["first", "last", "twice", "touched"])
+def test_a_weight_inside_and_outside_of_a_reentrant_checkpoint(tmp_path, gradients, way):
+    """Its gradient comes in pieces, of which the outer may be the first."""
+    from torch.utils.checkpoint import checkpoint
+
+    def forward(model, x):
+        def inside(y):
+            return model[0](y) if way != "touched" else y @ model[0].weight.t()
+
+        if way == "first":
+            x = model[0](x)
+        x = checkpoint(inside, x, use_reentrant=True)
+        if way == "twice":
+            x = checkpoint(inside, model[1](x), use_reentrant=True)
+        if way in ("last", "touched"):
+            x = model[0](x)
+        return model[1](x).square().mean()
+
+    plain, theirs, model, optimizer = twins(tmp_path, gradients)
+    with optimizer:
+        for index in range(3):
+            for one, opt in ((plain, theirs), (model, optimizer)):
+                forward(one, batch(index).requires_grad_()).backward()
+                opt.step()
+                opt.zero_grad()
+        require_same(plain, model)
+
+
+def test_a_step_after_a_step_with_a_new_gradient_for_one(tmp_path):
+    *_, model, optimizer = twins(tmp_path, "fused")
+    with optimizer:
+        loss_of(model).backward()
+        optimizer.step()
+        model[0].weight.grad = torch.ones(WIDTH, WIDTH)
+        with pytest.raises(memascend.UsageError, match="zero_grad"):
+            optimizer.step()
+        optimizer.zero_grad()
+        loss_of(model).backward()
+        optimizer.step()
+        assert optimizer.steps == 2

@@ -1,0 +1,104 @@
+"""Tests steps without gradients, interrupted steps and failed ones: what they leave is a whole step."""
+
+import pytest
+import torch
+from support.chains import loss_of, require_same, twins
+
+import memascend
+
+
+class Commits:
+    """An engine with a commit of its own."""
+
+    def __init__(self, engine, commit):
+        self.engine = engine
+        self.commit = commit
+
+    def __getattr__(self, name):
+        return getattr(self.engine, name)
+
+
+@pytest.mark.parametrize("gradients", ["ssd", "fused", "auto", "ram"])
+def test_a_step_without_gradients_is_none(tmp_path, gradients):
+    *_, model, optimizer = twins(tmp_path, gradients)
+    with optimizer:
+        loss_of(model).backward()
+        model.zero_grad()
+        optimizer.step()
+        assert optimizer.steps == 0
+        loss_of(model).backward()
+        optimizer.step()
+        assert optimizer.steps == 1
+
+
+@pytest.mark.parametrize("gradients", ["ssd", "fused", "ram"])
+def test_a_step_that_was_interrupted_after_its_commit_is_committed(tmp_path, gradients, monkeypatch):
+    plain, theirs, model, optimizer = twins(tmp_path, gradients, kind=torch.optim.AdamW, rate=1e-2)
+    session = optimizer._session
+    commit = session.run.resources.engine.commit
+
+    def interrupted(*args, **options):
+        commit(*args, **options)
+        raise KeyboardInterrupt
+
+    with optimizer:
+        for index in range(3):
+            loss_of(plain, index).backward()
+            theirs.step()
+            theirs.zero_grad()
+            loss_of(model, index).backward()
+            if index == 1:
+                with monkeypatch.context() as patch:
+                    patch.setattr(session.run.resources, "engine", Commits(session.run.resources.engine, interrupted))
+                    with pytest.raises(KeyboardInterrupt):
+                        optimizer.step()
+            else:
+                optimizer.step()
+            optimizer.zero_grad()
+        assert optimizer.steps == 3
+        with memascend.materialized(model):
+            for wanted, got in zip(plain.parameters(), model.parameters(), strict=True):
+                torch.testing.assert_close(wanted, got, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("gradients", ["ssd", "fused", "ram"])
+def test_after_a_step_that_failed_the_next_one_is_of_the_next_gradients(tmp_path, gradients, monkeypatch):
+    plain, theirs, model, optimizer = twins(tmp_path, gradients)
+    session = optimizer._session
+
+    def fails(*_, **__):
+        raise memascend.StorageError("no room")
+
+    with optimizer:
+        loss_of(model, 1).backward()
+        with monkeypatch.context() as patch:
+            patch.setattr(session.run.resources, "engine", Commits(session.run.resources.engine, fails))
+            with pytest.raises(memascend.StorageError):
+                optimizer.step()
+        model.zero_grad()
+        for one, opt in ((plain, theirs), (model, optimizer)):
+            loss_of(one, 2).backward()
+            opt.step()
+        require_same(plain, model)
+
+
+def test_an_update_that_could_not_begin_is_no_part_of_the_next_step(tmp_path, monkeypatch):
+    plain, theirs, model, optimizer = twins(tmp_path, "ssd")
+    rule = optimizer._session.run.gradients.rule
+    begin, calls = rule.update_spilled, []
+
+    def fails_second(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        begin(*args)
+
+    with optimizer:
+        loss_of(model).backward()
+        monkeypatch.setattr(rule, "update_spilled", fails_second)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+        optimizer.step()
+        loss_of(plain).backward()
+        theirs.step()
+        require_same(plain, model)
