@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import sys
 import zlib
@@ -261,6 +262,19 @@ def differences(expected, got):
         if name in got and not same(expected[name], got[name])
     ]
     return lines
+
+
+def last_of(model, optimizer):
+    """What a run came to, as an `Outcome` has it."""
+    state = {name: optimizer.state_of(p) for name, p in model.named_parameters()}
+    with memascend.materialized(model):
+        return {"state": state, "weights": copies(model.named_parameters()), "buffers": copies(model.named_buffers())}
+
+
+def require_reference(case, records, last):
+    """Refuse records and a last state that are not those of one run in RAM."""
+    expected = reference(case, torch.get_num_threads())
+    assert differences(expected, dataclasses.replace(expected, records=records, **last)) == []
 
 
 def describe(expected, got):

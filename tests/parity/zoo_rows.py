@@ -6,6 +6,7 @@ import torch
 from parity import loops
 from parity.harness import KEPT, Case
 from parity.zoo_loops import WHOLE, other
+from support.blocks import Residual
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -15,23 +16,13 @@ VOCABULARY, WIDTH, CLASSES = 20011, 100, 5
 PADDING = 3
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up = nn.Linear(WIDTH, 2 * WIDTH)
-        self.down = nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        return x + self.down(functional.gelu(self.up(x)))
-
-
 class Classifier(nn.Module):
     """An embedding, blocks, a small head. `table` makes the embedding."""
 
     def __init__(self, table=lambda: nn.Embedding(VOCABULARY, WIDTH, padding_idx=PADDING)):
         super().__init__()
         self.embed = table()
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(Residual(WIDTH) for _ in range(3))
         self.head = nn.Linear(WIDTH, CLASSES)
 
     def vectors(self, ids):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.bits import same_bits
+from support.blocks import Residual
 from support.fake_device import fake
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -14,14 +15,9 @@ __all__ = ["fake"]
 WIDTH, BLOCKS, STEPS = 64, 12, 3
 
 
-class Block(nn.Module):
+class Block(Residual):
     def __init__(self):
-        super().__init__()
-        self.up = nn.Linear(WIDTH, 2 * WIDTH)
-        self.down = nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x)))
+        super().__init__(WIDTH, torch.tanh)
 
 
 class Stack(nn.Module):

@@ -53,3 +53,11 @@ def offloaded(folder, *, blocks, reentrant=False, **options):
 
 def rows(count, seed=1):
     return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+def require_two_backwards(model, x):
+    """A graph that is retained reads what it kept once more."""
+    loss = model(x).square().mean()
+    (first,) = torch.autograd.grad(loss, x, retain_graph=True)
+    (second,) = torch.autograd.grad(loss, x)
+    assert torch.equal(first, second)
