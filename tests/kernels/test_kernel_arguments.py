@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from support.numbers import randoms
+from support.random_values import randoms
 
 from memascend import ConfigError, kernels
 

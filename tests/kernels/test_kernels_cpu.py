@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.bits import same_bits
-from support.numbers import randoms
+from support.random_values import randoms
 
 from memascend import kernels
 from memascend.kernels.adamw import adamw_reference
