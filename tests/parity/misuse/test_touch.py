@@ -39,7 +39,7 @@ def reshaped(p):
         p.t_()
 
 
-# What gives memory, or writes to it, works: `residency/test_reached.py`.
+# What gives memory, or writes to it, works: `residency/test_reached_idioms.py`.
 TOUCHES = {
     "another shape": of_another_shape,
     "another dtype": of_another_dtype,

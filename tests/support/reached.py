@@ -1,0 +1,61 @@
+"""Makes stacks whose weights are reached between forwards, trains and compares them."""
+
+import torch
+from torch import nn
+
+import memascend
+
+WIDTH = 64
+
+
+def given_to_data(p):
+    p.data = mine = p.detach().clone()
+    return mine
+
+
+def same_bits(one, other):
+    return one.shape == other.shape and torch.equal(
+        one.detach().reshape(-1).contiguous().view(torch.uint8),
+        other.detach().reshape(-1).contiguous().view(torch.uint8),
+    )
+
+
+OPTIMIZERS = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-3, fused=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, fused=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, eps=1e-3),
+}
+
+
+def stack(units, dtype=torch.float32):
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(units)]).to(dtype)
+
+
+def batch(dtype=torch.float32):
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(3)).to(dtype)
+
+
+def taken(model, optimizer, folder, **options):
+    half = next(model.parameters()).dtype == torch.float16
+    options = {"master_dtype": None, "loss_scale": 1.0 if half else None, **options}
+    if next(model.parameters()).dtype == torch.float32:
+        options.pop("master_dtype")
+    return memascend.offload(model, optimizer, storage=folder / "run.store", host_memory="64MiB", **options)
+
+
+def one_step(model, optimizer, dtype):
+    loss = model(batch(dtype)).float().pow(2).mean()
+    (optimizer.backward if hasattr(optimizer, "backward") else torch.Tensor.backward)(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def weights(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def stored(offloaded):
+    """Bytes that were written to the store."""
+    return sum(offloaded.report().to_dict()["written"].values())
