@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     import torch
 
     from memascend.residency.copies import Copies
-    from memascend.residency.unseen_writes import Sums
     from memascend.residency.environment import Limits, Listener, Memory, Moment
     from memascend.residency.placeholder import Place
     from memascend.residency.saved_tensors import Keeper
     from memascend.residency.unit_slot import Home
+    from memascend.residency.unseen_writes import Sums
 
 __all__ = ["Residency"]
 

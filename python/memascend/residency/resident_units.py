@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
     from memascend.residency.access import Turns
     from memascend.residency.copies import Copies
-    from memascend.residency.unseen_writes import Sums
     from memascend.residency.environment import Limits, Memory
     from memascend.residency.placeholder import Place
+    from memascend.residency.unseen_writes import Sums
 
 __all__ = ["ResidentUnits"]
 

@@ -16,11 +16,11 @@ from memascend.gradients.loss_scale import LossScale
 from memascend.gradients.row_engine import RowEngine
 from memascend.gradients.updates import Updates
 from memascend.residency.copies import Copies
-from memascend.residency.unseen_writes import Sums, wanted
 from memascend.residency.environment import Limits, Listener, Moment
 from memascend.residency.gates import Frames
 from memascend.residency.placeholder import Place
 from memascend.residency.residency import Residency
+from memascend.residency.unseen_writes import Sums, wanted
 from memascend.run.attachment import Attachment
 from memascend.run.autocast import AutocastWatch
 from memascend.run.heap import Heap
