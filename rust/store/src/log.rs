@@ -71,7 +71,9 @@ pub(crate) struct Appended {
 /// What is known of the log of a store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct LogState {
-    /// Bytes that it has on storage.
+    /// Where it lies in the volume.
+    pub offset: u64,
+    /// Bytes that it has there.
     pub bytes: u64,
     /// Steps that are in it.
     pub steps: u64,

@@ -2,10 +2,11 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
+use memascend_mem::{ChunkRing, OnFork, Pin, Region, Wait};
 use memascend_nvme::Ticket;
 
 use crate::{
-    Buffer, Error, Head, PieceRead, Record, Result, Store,
+    Buffer, Dtype, Error, Head, PieceRead, Record, Result, Shared, Store, Verified,
     buffer::bytes_of,
     head::{head_bytes, head_bytes_max, head_checksum},
     layout::PAGE_BYTES,
@@ -93,6 +94,33 @@ impl Store {
             record,
             chunk,
         })
+    }
+
+    /// Reads and checks every gradient that live slots lack; the chain of heads was checked when it was found.
+    pub(crate) fn verify_log(&self, damaged: &mut dyn FnMut(Error) -> Result<()>) -> Result<Verified> {
+        let mut done = Verified::default();
+        let Some(replay) = self.pending_replay() else { return Ok(done) };
+        let chunk = u64::from(self.description.chunk_elements) * Dtype::F32.bytes();
+        let region = Region::new(chunk as usize, Pin::Off, OnFork::Wipe, "store verification")?;
+        let ring = ChunkRing::new(&region, chunk as usize, 1)?;
+        let owner = ring.owner("verification")?;
+        for entry in replay.entries() {
+            for (head, record) in replay.of(entry) {
+                for chunk in 0..self.layout.chunks_of(entry) {
+                    let (_, _, bytes) = self.part_of_gradient(entry, record.dtype, chunk);
+                    let memory = Shared::new(ring.lease(owner, Wait::forever())?).part(0, bytes as usize);
+                    let memory = memory.ok_or_else(|| Error::Invalid("a gradient is larger than a chunk".into()))?;
+                    match self.read_record(head, record, chunk, memory)?.wait() {
+                        Ok(_) => {
+                            done.pieces += 1;
+                            done.bytes += bytes;
+                        }
+                        Err(error) => damaged(error)?,
+                    }
+                }
+            }
+        }
+        Ok(done)
     }
 
     /// Takes what a root, whose table was loaded, says of the log: every head that it needs, and which gradients are.

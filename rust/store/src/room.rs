@@ -105,7 +105,7 @@ impl Store {
         let index = self.index.lock();
         let live = &index.log.live;
         let steps = if live.ahead.is_empty() { 0 } else { live.heads.len() as u64 };
-        LogState { bytes: index.log.ring.bytes, steps, entries: live.ahead.len() as u64 }
+        LogState { offset: index.log.ring.offset, bytes: index.log.ring.bytes, steps, entries: live.ahead.len() as u64 }
     }
 
     /// The entries that are to be staged whole for the next commit, with the state that they have before it, so that the log

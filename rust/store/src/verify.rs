@@ -67,6 +67,8 @@ impl Store {
         while !flying.is_empty() {
             finish(&mut flying)?;
         }
-        Ok(done)
+        drop(flying);
+        let logged = self.verify_log(damaged)?;
+        Ok(Verified { pieces: done.pieces + logged.pieces, bytes: done.bytes + logged.bytes })
     }
 }
