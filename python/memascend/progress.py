@@ -60,6 +60,11 @@ class Progress(Closing):
             else:
                 self._write(f"memascend: {self._what}: {self._figures(now - self._began)}\n")
 
+    def reached(self, done: int, nbytes: int) -> None:
+        """So many bytes are done, of so many in all."""
+        self._nbytes = nbytes
+        self.add(done - self._done)
+
     def close(self) -> None:
         """Take the bar away."""
         if self._tqdm is not None:

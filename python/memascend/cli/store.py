@@ -110,6 +110,8 @@ def _summary(info: dict[str, Any], entries: list[dict[str, Any]]) -> str:
         ("user state", str(info["user"] or "none")),
         ("store", f"{info['uuid']}, generation {info['generation']}"),
     ]
+    if info["log_steps"]:
+        rows.append(("log", f"{info['log_steps']} steps of {info['log_entries']} parameters, for whoever resumes it"))
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {what}" for name, what in rows)
 

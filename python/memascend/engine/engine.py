@@ -68,6 +68,24 @@ class Engine(Closing):
         self.store = store
         self._core = _core.Engine(store._core, chunks, queue, whole)  # noqa: SLF001
 
+    def replay(self, progress: Callable[[int, int], object] | None = None) -> bool:
+        """End the log that a store has which was not closed: apply its gradients, and write and commit their entries.
+
+        Before anything else is done with the store. It is the state of its last step then, as it was in memory, and
+        interrupting it leaves the store as it was.
+
+        Args:
+            progress: called with bytes of gradients done and of all; what it raises ends the work.
+
+        Returns:
+            Whether there was a log.
+
+        Raises:
+            CorruptionError: a gradient of the log, or the state that it is applied to, is not what was written.
+            ConfigError: another version wrote the log, with arithmetic that is not known here.
+        """
+        return self._core.replay(progress)
+
     def fill(
         self, name: str, values: torch.Tensor, state: Mapping[str, torch.Tensor] | None = None, *, step: int = 0
     ) -> None:

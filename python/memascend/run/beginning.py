@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from memascend.engine import Engine, Store
     from memascend.run.decision import Decision, Subject
 
-__all__ = ["FirstValues", "continued", "open_store"]
+__all__ = ["FirstValues", "continued", "end_log", "open_store"]
 
 _log = logging.getLogger("memascend")
 
@@ -59,6 +59,17 @@ def open_store(subject: Subject, entries: list[engines.Entry]) -> tuple[Store, P
 
     closes = options.existing in ("resume", "replace")
     return open_runs.open_again(lambda: create(paths), paths, closes=closes, judge=judge), None
+
+
+def end_log(store: Store, engine: Engine) -> None:
+    """Apply the gradients in the log of a store that was not closed, so that its entries are whole."""
+    steps = store.info()["log_steps"]
+    if not steps:
+        return
+    # Nothing is written before the commit that is given up is gone.
+    store.go_back()
+    with Progress(f"applying {steps} logged steps", 0) as progress:
+        engine.replay(progress.reached)
 
 
 def continued(subject: Subject, folder: str) -> CheckpointValues:

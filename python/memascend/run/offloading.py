@@ -18,7 +18,7 @@ from memascend.optimizers.wrappers import wrap_again
 from memascend.planning.options import Options
 from memascend.run import open_runs
 from memascend.run.assembly import Assembly
-from memascend.run.beginning import FirstValues, open_store
+from memascend.run.beginning import FirstValues, end_log, open_store
 from memascend.run.decision import Subject, decide
 from memascend.run.locations import folders_of, scratch_of
 from memascend.run.process_hooks import ProcessHooks
@@ -162,6 +162,7 @@ def _offloaded(subject: Subject) -> OffloadedOptimizer:
         store.hold(plan.held)
         engine = engines.Engine(store, chunks=plan.chunks, queue=plan.queue_bytes, whole=subject.arithmetic.whole_bytes)
         undo.callback(engine.close)
+        end_log(store, engine)
         if options.resumes:
             first.prepare(created=store.created)
         stored = first.write(engine, decision) if store.created else first.read(store)

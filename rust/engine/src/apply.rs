@@ -76,7 +76,7 @@ impl Slots {
     }
 
     /// A slot, if one is free.
-    fn lease(&self) -> Result<Option<Shared>> {
+    pub(crate) fn lease(&self) -> Result<Option<Shared>> {
         match self.ring.lease(self.owner, Wait::never()) {
             Ok(lease) => Ok(Some(Shared::new(lease))),
             Err(memascend_mem::Error::TimedOut { .. }) => Ok(None),

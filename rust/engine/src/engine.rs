@@ -211,6 +211,10 @@ impl Engine {
         entries.get(entry).ok_or_else(|| Error::Invalid(format!("entry {entry} of {}", entries.len())))
     }
 
+    pub(crate) fn push(&self, job: Job, wait: &mut Wait<'_>) -> Result<()> {
+        self.shared.queue.push(job, wait)
+    }
+
     /// Waits until every update is staged. The first error of the step is raised here or by an update, once.
     pub fn finish(&self, mut wait: Wait<'_>) -> Result<()> {
         let mut state = self.shared.queue.wait(&mut wait, "updates", State::is_idle)?;

@@ -119,7 +119,7 @@ impl Work for Update {
 }
 
 /// The arithmetic on one chunk.
-fn stepped(bench: &Bench<'_>, turn: &Turn, gradient: Floats<'_>, scalars: &Scalars) -> Result<()> {
+pub(crate) fn stepped(bench: &Bench<'_>, turn: &Turn, gradient: Floats<'_>, scalars: &Scalars) -> Result<()> {
     let &Turn { entry, index: chunk, ref memory } = turn;
     let described = &bench.store.description().entries[entry];
     if described.is_compact() {
@@ -149,7 +149,7 @@ fn stepped(bench: &Bench<'_>, turn: &Turn, gradient: Floats<'_>, scalars: &Scala
 
 /// Whether an entry has what Adam needs: two moments, and a master unless its own values are one, all of them float32
 /// and of its shape; or a compact state.
-fn has_adam(description: &Description, entry: usize) -> bool {
+pub(crate) fn has_adam(description: &Description, entry: usize) -> bool {
     let described = &description.entries[entry];
     if described.is_compact() {
         return true;

@@ -11,6 +11,9 @@ use crate::{
     stream::{self, Fill},
 };
 
+/// Which arithmetic this is: with the same number, the same state, gradient and scalars give the same bits.
+pub const ADAM_ARITHMETIC: u32 = 1;
+
 /// Where parts are cut: a multiple of the lines of every type.
 const GRAIN: usize = 1024;
 

@@ -27,7 +27,7 @@ mod simd;
 mod stream;
 
 pub use accumulate::accumulate;
-pub use adam::{State, adam};
+pub use adam::{ADAM_ARITHMETIC, State, adam};
 pub use cast::cast;
 pub use check::{Check, check, check_and_unscale, has_nonfinite};
 pub use compact::{CompactState, adam_compact, join_master, split_master};

@@ -7,8 +7,8 @@ use memascend_store::{Buffer, Commit};
 use pyo3::{prelude::*, types::PyDict};
 
 use crate::{
-    described::dtype, detached::Detached, errors::engine_error, function::Applied, nvme::Held, source::Lending,
-    store::Store, waiting::waiting,
+    described::dtype, detached::Detached, errors::engine_error, examined::watched, function::Applied, nvme::Held,
+    source::Lending, store::Store, waiting::waiting,
 };
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -38,6 +38,16 @@ impl Engine {
         let store = Arc::clone(&store.inner);
         let inner = py.detach(|| memascend_engine::Engine::new(store, &options));
         Ok(Self { inner: Detached::new(inner.map_err(|error| engine_error(py, &error))?) })
+    }
+
+    /// Ends the log that the store was found with; `progress(done, all)` may raise. Whether there was one.
+    fn replay(&self, py: Python<'_>, progress: Option<&Bound<'_, PyAny>>) -> PyResult<bool> {
+        let mut replayed = None;
+        watched(py, progress, |progress| {
+            replayed = Some(self.inner.replay(progress));
+            Ok(())
+        })?;
+        replayed.unwrap_or(Ok(false)).map_err(|error| engine_error(py, &error))
     }
 
     /// Begins an entry's first values; a state tensor that is None is zeros, or the values where it is their master. A

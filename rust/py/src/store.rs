@@ -131,6 +131,9 @@ impl Store {
         dict.set_item("index_bytes", info.index_bytes)?;
         dict.set_item("spill_index_bytes", info.spill_index_bytes)?;
         dict.set_item("buffer_bytes", info.buffer_bytes)?;
+        let log = self.inner.log_state();
+        dict.set_item("log_steps", log.steps)?;
+        dict.set_item("log_entries", log.entries)?;
         dict.set_item("copy_bytes", self.inner.volume().copy_bytes())?;
         dict.set_item("optimizer", &description.optimizer)?;
         dict.set_item("chunk_elements", description.chunk_elements)?;

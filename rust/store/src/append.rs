@@ -3,120 +3,122 @@
 use memascend_nvme::Ticket;
 
 use crate::{
-    Buffer, Dtype, Error, Head, Result, Shared, Store,
+    Buffer, Dtype, Error, Head, Result, Store,
     buffer::bytes_of,
     checksum::{Subject, checksum},
-    index::Index,
     log::{Appended, Live},
     places::paged,
 };
 
-/// A gradient that is being appended. Waiting for it, or dropping it, settles it.
-pub struct LogWrite<'a, B: Buffer + Sync> {
+/// A chunk of a gradient that is being appended. Waiting for it, or dropping it, settles it.
+pub struct LogWrite<'a, B: Buffer> {
     store: &'a Store,
+    ticket: Option<Ticket<B>>,
     entry: usize,
-    tickets: Vec<Ticket<Shared<B>>>,
-    gradient: Option<Shared<B>>,
 }
 
 impl Store {
-    /// Begins to append the gradient of an entry to the step: whole pages of [`Store::gradient_bytes`], of which what fills
-    /// the last one is no part. It belongs to the step once a [`StepHead`] names it. Appended again before that, it takes
-    /// the place of the one before, once that is written.
+    /// Begins to append the gradient of an entry to the step: every chunk of it has to follow before a commit that names it
+    /// ([`StepHead`](crate::StepHead)). Begun again before that, it takes the place of the one before.
     ///
-    /// `None` where the log has no room for it: the entry has to be staged whole, with its state after this step.
-    pub fn append<B: Buffer + Sync>(
-        &self,
-        entry: usize,
-        dtype: Dtype,
-        gradient: Shared<B>,
-    ) -> Result<Option<LogWrite<'_, B>>> {
-        let wanted = self.gradient_bytes(entry, dtype)?;
+    /// `false` where the log has no room for it, or none was made for this entry and dtype: the entry has to be staged whole, with its state after this step.
+    pub fn begin_append(&self, entry: usize, dtype: Dtype) -> Result<bool> {
+        self.known(entry)?;
         let name = &self.description.entries[entry].name;
-        if gradient.len() as u64 != wanted {
-            let got = gradient.len();
-            return Err(Error::Invalid(format!("the gradient of {name:?} has {wanted} bytes in the log, not {got}")));
-        }
-        // Once with the lock to know the version, once to take the place.
-        let generation = self.index.lock().generation + 1;
-        let (mut parts, mut sums) = (Vec::new(), Vec::new());
-        for chunk in 0..self.layout.chunks_of(entry) {
-            let (start, used, bytes) = self.part_of_gradient(entry, dtype, chunk);
-            let part = gradient.part(start as usize, bytes as usize);
-            let part = part.ok_or_else(|| Error::Invalid(format!("the gradient of {name:?} is cut short")))?;
-            sums.push(self.gradient_sum((entry, chunk), generation, &bytes_of(&part)[..used as usize]));
-            parts.push(part);
-        }
-        let places = {
-            let mut index = self.index.lock();
-            index.writable()?;
-            if index.generation + 1 != generation {
-                return Err(Error::Usage(format!("a commit came while the gradient of {name:?} was appended")));
-            }
-            let Some(places) = self.place(&mut index, entry, dtype, &sums)? else { return Ok(None) };
-            index.writing += 1;
-            places
-        };
-        let mut write =
-            LogWrite { store: self, entry, tickets: Vec::with_capacity(parts.len()), gradient: Some(gradient) };
-        for (part, place) in parts.into_iter().zip(places) {
-            match self.volume.write(part, place) {
-                Ok(ticket) => write.tickets.push(ticket),
-                Err(refused) => {
-                    let error = Error::from(refused.error);
-                    self.index.lock().failed.get_or_insert_with(|| error.clone());
-                    drop(write);
-                    return Err(error);
-                }
-            }
-        }
-        Ok(Some(write))
-    }
-
-    /// Takes places for the chunks of a gradient; `None` where there is no room.
-    fn place(&self, index: &mut Index, entry: usize, dtype: Dtype, sums: &[u64]) -> Result<Option<Vec<u64>>> {
-        let name = &self.description.entries[entry].name;
+        let mut index = self.index.lock();
+        index.writable()?;
         let log = &mut index.log;
-        let Some(member) = log.members.get(&entry) else {
-            return if log.steps == 0 {
-                Ok(None)
-            } else {
-                Err(Error::Usage(format!("the log has no room for gradients of {name:?}: it was not made for them")))
-            };
-        };
-        if member.dtype != dtype {
-            let (got, wanted) = (dtype.name(), member.dtype.name());
-            return Err(Error::Invalid(format!(
-                "the log has room for gradients of {name:?} in {wanted}, not in {got}"
-            )));
+        if log.members.get(&entry).is_none_or(|member| member.dtype != dtype) {
+            return Ok(false);
         }
+        let chunks = self.layout.chunks_of(entry);
         if let Some(appended) = log.appended.get_mut(&entry) {
-            if appended.writing {
+            if appended.writing > 0 {
                 return Err(Error::Usage(format!("the gradient of {name:?} is being appended already")));
             }
-            appended.writing = true;
-            for (chunk, &sum) in appended.chunks.iter_mut().zip(sums) {
-                chunk.1 = sum;
-            }
-            return Ok(Some(appended.chunks.iter().map(|&(place, _)| place).collect()));
+            appended.missing = chunks;
+            appended.chunks.iter_mut().for_each(|(_, sum)| *sum = None);
+            return Ok(true);
         }
         let oldest = log.live.oldest();
         let mut next = log.next.unwrap_or(log.live.next);
-        let mut places = Vec::with_capacity(sums.len());
-        for chunk in 0..self.layout.chunks_of(entry) {
+        let mut places = Vec::with_capacity(chunks as usize);
+        for chunk in 0..chunks {
             let bytes = self.chunk_of_gradient(entry, dtype, chunk);
-            let Some(at) = log.ring.fit(oldest, next, bytes) else { return Ok(None) };
-            places.push(log.ring.place(at));
+            let Some(at) = log.ring.fit(oldest, next, bytes) else { return Ok(false) };
+            places.push((log.ring.place(at), None));
             next = at + bytes;
         }
         // The head comes after it, however long it will be.
         if log.ring.fit(oldest, next, log.head_bytes_max).is_none() {
-            return Ok(None);
+            return Ok(false);
         }
         log.next = Some(next);
-        let chunks = places.iter().copied().zip(sums.iter().copied()).collect();
-        log.appended.insert(entry, Appended { dtype, chunks, writing: true });
-        Ok(Some(places))
+        log.appended.insert(entry, Appended { dtype, chunks: places.into(), missing: chunks, writing: 0 });
+        Ok(true)
+    }
+
+    /// Begins to append a chunk of a gradient that was begun: the whole pages of [`Store::gradient_chunk_bytes`], of which
+    /// what fills the last one is no part.
+    pub fn append<B: Buffer>(&self, entry: usize, chunk: u32, buffer: B) -> Result<LogWrite<'_, B>> {
+        self.known(entry)?;
+        let name = &self.description.entries[entry].name;
+        let unknown = || Error::Usage(format!("the gradient of {name:?} was not begun, or was discarded"));
+        let (generation, dtype) = {
+            let index = self.index.lock();
+            (index.generation + 1, index.log.appended.get(&entry).ok_or_else(unknown)?.dtype)
+        };
+        let (_, used, wanted) = self.part_of_gradient(entry, dtype, chunk);
+        if chunk >= self.layout.chunks_of(entry) || buffer.len() as u64 != wanted {
+            let (got, chunks) = (buffer.len(), self.layout.chunks_of(entry));
+            return Err(Error::Invalid(format!(
+                "chunk {chunk} of {chunks} of the gradient of {name:?} has {wanted} bytes, not {got}"
+            )));
+        }
+        let sum = self.gradient_sum((entry, chunk), generation, &bytes_of(&buffer)[..used as usize]);
+        let place = {
+            let mut index = self.index.lock();
+            index.writable()?;
+            let is_now = index.generation + 1 == generation;
+            let appended = index.log.appended.get_mut(&entry).filter(|_| is_now).ok_or_else(unknown)?;
+            let (place, of_chunk) = &mut appended.chunks[chunk as usize];
+            if of_chunk.is_some() {
+                return Err(Error::Usage(format!("chunk {chunk} of the gradient of {name:?} is appended already")));
+            }
+            *of_chunk = Some(sum);
+            appended.writing += 1;
+            let place = *place;
+            index.writing += 1;
+            place
+        };
+        match self.volume.write(buffer, place) {
+            Ok(ticket) => Ok(LogWrite { store: self, ticket: Some(ticket), entry }),
+            Err(refused) => {
+                let error = Error::from(refused.error);
+                self.appended(entry, Err(error.clone()));
+                Err(error)
+            }
+        }
+    }
+
+    /// Bytes of a chunk of a gradient in the log: whole pages.
+    pub fn gradient_chunk_bytes(&self, entry: usize, dtype: Dtype, chunk: u32) -> Result<u64> {
+        self.known(entry)?;
+        Ok(self.chunk_of_gradient(entry, dtype, chunk))
+    }
+
+    fn appended(&self, entry: usize, result: Result<()>) {
+        let mut index = self.index.lock();
+        index.writing -= 1;
+        if let Some(appended) = index.log.appended.get_mut(&entry) {
+            appended.writing -= 1;
+            appended.missing = appended.missing.saturating_sub(u32::from(result.is_ok()));
+        }
+        if let Err(error) = result {
+            index.failed.get_or_insert(error);
+        }
+        drop(index);
+        self.index.notify_all();
     }
 
     /// Where a chunk of a gradient begins in it, its bytes, and the whole pages that they lie in.
@@ -149,42 +151,30 @@ impl Store {
         self.put(place, &bytes)
     }
 }
-impl<B: Buffer + Sync> LogWrite<'_, B> {
+impl<B: Buffer> LogWrite<'_, B> {
     /// Whether it has ended.
     #[must_use]
     pub fn is_done(&self) -> bool {
-        self.tickets.iter().all(Ticket::is_done)
+        self.ticket.as_ref().is_none_or(Ticket::is_done)
     }
 
-    /// Waits for the end and gives the gradient back. A failure also keeps the step from being committed.
-    pub fn wait(mut self) -> Result<Shared<B>> {
+    /// Waits for the end and gives the buffer back. A failure also keeps the step from being committed.
+    pub fn wait(mut self) -> Result<B> {
         match self.settle() {
-            Some((gradient, result)) => result.map(|()| gradient),
+            Some((buffer, result)) => result.map(|()| buffer),
             None => Err(Error::Usage("this write was waited for already".into())),
         }
     }
 
-    fn settle(&mut self) -> Option<(Shared<B>, Result<()>)> {
-        let gradient = self.gradient.take()?;
-        let mut result = Ok(());
-        for ticket in self.tickets.drain(..) {
-            result = result.and(ticket.wait().result.map(drop).map_err(Error::from));
-        }
-        let mut index = self.store.index.lock();
-        index.writing -= 1;
-        if let Some(appended) = index.log.appended.get_mut(&self.entry) {
-            appended.writing = false;
-        }
-        if let Err(error) = &result {
-            index.failed.get_or_insert_with(|| error.clone());
-        }
-        drop(index);
-        self.store.index.notify_all();
-        Some((gradient, result))
+    fn settle(&mut self) -> Option<(B, Result<()>)> {
+        let finished = self.ticket.take()?.wait();
+        let result = finished.result.map(drop).map_err(Error::from);
+        self.store.appended(self.entry, result.clone());
+        Some((finished.buffer, result))
     }
 }
 
-impl<B: Buffer + Sync> Drop for LogWrite<'_, B> {
+impl<B: Buffer> Drop for LogWrite<'_, B> {
     fn drop(&mut self) {
         drop(self.settle());
     }

@@ -1,6 +1,6 @@
 //! Exposes the catalog's parsers on plain bytes, for fuzzing.
 
-use crate::{Description, label, root, version_1};
+use crate::{Description, Head, head, label, root, version_1};
 
 /// Why bytes are not what the format says.
 type Malformed = String;
@@ -29,6 +29,16 @@ pub fn parse_root_fields(bytes: &[u8]) -> Result<Option<u64>, Malformed> {
         root.known()?;
     }
     Ok(root.map(|root| root.generation))
+}
+
+/// Reads bytes as the fields of a head of the log, as if its beginning were right: its generation, if it can be written
+/// again, or what is wrong.
+pub fn parse_head_fields(bytes: &[u8]) -> Result<u64, Malformed> {
+    let head = Head::decode(&head::begun(bytes))?;
+    if Head::decode(&head.encode()).as_ref() != Ok(&head) {
+        return Err("it reads otherwise when it is written again".into());
+    }
+    Ok(head.generation)
 }
 
 /// Whether a page holds a root of version 1 of the store `uuid`: its generation, or what is wrong.

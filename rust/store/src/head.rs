@@ -151,6 +151,12 @@ pub(crate) fn head_bytes(page: &[u8], bytes_max: u64) -> Result<u64, Malformed> 
     Ok(nbytes)
 }
 
+/// A head with these fields, for fuzzing.
+pub(crate) fn begun(fields: &[u8]) -> Vec<u8> {
+    let nbytes = (MAGIC.len() + 8 + fields.len()) as u64;
+    [&MAGIC[..], &nbytes.to_le_bytes(), fields].concat()
+}
+
 impl Head {
     pub(crate) fn encode(&self) -> Vec<u8> {
         let mut bytes = MAGIC.to_vec();
@@ -274,6 +280,14 @@ mod tests {
         let bytes = head().encode();
         for end in 0..bytes.len() {
             assert!(Head::decode(&bytes[..end]).is_err(), "{end} bytes");
+        }
+        for at in MAGIC.len() + 8..bytes.len() {
+            for changed in [0, 1, 0x7f, 0xff] {
+                let mut bytes = bytes.clone();
+                bytes[at] = changed;
+                let read = Head::decode(&bytes);
+                assert!(read.is_err() || Head::decode(&read.clone().unwrap_or_default().encode()) == read, "byte {at}");
+            }
         }
     }
 }

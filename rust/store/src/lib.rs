@@ -59,7 +59,7 @@ mod whole;
 pub use append::LogWrite;
 pub use buffer::{Buffer, Shared};
 pub use catalog::{
-    parse_description, parse_description_of_version_1, parse_label, parse_root, parse_root_fields,
+    parse_description, parse_description_of_version_1, parse_head_fields, parse_label, parse_root, parse_root_fields,
     parse_root_of_version_1,
 };
 pub use checking::{Checkers, Checking};

@@ -63,9 +63,11 @@ pub(crate) struct Member {
 #[derive(Debug)]
 pub(crate) struct Appended {
     pub(crate) dtype: Dtype,
-    pub(crate) chunks: Box<[(u64, u64)]>,
-    /// Being written.
-    pub(crate) writing: bool,
+    /// Where each chunk lies, and its checksum once its write was begun.
+    pub(crate) chunks: Box<[(u64, Option<u64>)]>,
+    /// Chunks that are not written yet, and those of which a write is in flight.
+    pub(crate) missing: u32,
+    pub(crate) writing: u32,
 }
 
 /// What is known of the log of a store.
@@ -153,7 +155,14 @@ impl Log {
                 let rules = said.rules.len();
                 return Err(Error::Invalid(format!("update {step} of entry {entry} by rule {rule} of {rules}")));
             }
-            records.push(Record { entry, rule, step, dtype: appended.dtype, chunks: appended.chunks.clone() });
+            let sums: Option<_> = appended.chunks.iter().map(|&(place, sum)| Some((place, sum?))).collect();
+            let Some(chunks) = sums.filter(|_| appended.missing == 0) else {
+                let missing = appended.missing;
+                return Err(Error::Usage(format!(
+                    "the gradient of entry {entry} is appended in part, {missing} chunks lack"
+                )));
+            };
+            records.push(Record { entry, rule, step, dtype: appended.dtype, chunks });
             let ahead = live.ahead.entry(entry).or_insert(Ahead { since: generation, count: 0, step });
             (ahead.count, ahead.step) = (ahead.count + 1, step);
         }

@@ -67,6 +67,11 @@ impl Devices {
         (volume_bytes / self.row_bytes()).saturating_sub(1) * self.row_bytes()
     }
 
+    /// Bytes of a volume that holds so many before its second labels.
+    pub(crate) fn with_second_labels_after(self, end: u64) -> u64 {
+        (end.div_ceil(self.row_bytes()) + 1) * self.row_bytes()
+    }
+
     /// Bytes of the volume that existing files and devices make, none where one of them is not there.
     pub(crate) fn volume_bytes(self, paths: &[PathBuf]) -> u64 {
         let length = |path: &PathBuf| File::open(path).and_then(|mut file| file.seek(SeekFrom::End(0))).unwrap_or(0);

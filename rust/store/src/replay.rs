@@ -97,7 +97,11 @@ impl Store {
     }
 
     /// Reads and checks every gradient that live slots lack; the chain of heads was checked when it was found.
-    pub(crate) fn verify_log(&self, damaged: &mut dyn FnMut(Error) -> Result<()>) -> Result<Verified> {
+    pub(crate) fn verify_log(
+        &self,
+        progress: &mut dyn FnMut(u64, u64) -> bool,
+        damaged: &mut dyn FnMut(Error) -> Result<()>,
+    ) -> Result<Verified> {
         let mut done = Verified::default();
         let Some(replay) = self.pending_replay() else { return Ok(done) };
         let chunk = u64::from(self.description.chunk_elements) * Dtype::F32.bytes();
@@ -117,6 +121,10 @@ impl Store {
                         }
                         Err(error) => damaged(error)?,
                     }
+                    // The log is not counted: how much of it is needed is not known before.
+                    if !progress(self.layout.slot_bytes(), self.layout.slot_bytes()) {
+                        return Err(Error::Interrupted("verification"));
+                    }
                 }
             }
         }
@@ -132,7 +140,8 @@ impl Store {
         let ring = Ring { offset: said.offset, bytes: said.bytes };
         let end = ring.offset.checked_add(ring.bytes);
         let is_paged = [said.offset, said.bytes, said.head_offset].iter().all(|at| at.is_multiple_of(PAGE_BYTES));
-        if end.is_none_or(|end| end > self.volume.size_bytes()) || ring.offset < self.layout.end() || !is_paged {
+        let before_labels = self.layout.devices.before_second_labels(self.volume.size_bytes());
+        if end.is_none_or(|end| end > before_labels) || ring.offset < self.layout.end() || !is_paged {
             let why = format!(
                 "it says that the log lies in {} bytes from offset {} on: it was truncated, or the root is wrong",
                 ring.bytes, ring.offset

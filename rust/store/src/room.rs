@@ -85,10 +85,12 @@ impl Store {
             // As much of it as the file system has.
             let mut tried = wanted;
             while tried > bytes && tried >= least {
-                if self.volume.grow(devices.with_second_labels(offset + tried))? {
+                if self.volume.grow(devices.with_second_labels_after(offset + tried))? {
                     // Before anything else lies where they were.
                     self.put_second_labels()?;
                     self.volume.flush(Wait::forever())?;
+                    // Nothing is repaired any more where they were.
+                    self.note_damaged_copies()?;
                     break;
                 }
                 tried = tried / 2 / PAGE_BYTES * PAGE_BYTES;

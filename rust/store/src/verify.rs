@@ -68,7 +68,7 @@ impl Store {
             finish(&mut flying)?;
         }
         drop(flying);
-        let logged = self.verify_log(damaged)?;
+        let logged = self.verify_log(progress, damaged)?;
         Ok(Verified { pieces: done.pieces + logged.pieces, bytes: done.bytes + logged.bytes })
     }
 }

@@ -55,7 +55,9 @@ fn train(store: &Store, states: &[State], from: u64, to: u64, ended: &mut Ended)
 fn abandoned(store: &Store, states: &[State], commit: u64) -> Result<(), Error> {
     for (entry, dtype) in logged::HELD.into_iter().take(2) {
         let garbage = vec![0x55; logged::gradient(store, entry, dtype, commit).len()];
-        logged::append(store, entry, dtype, garbage)?.map_or(Ok(()), |write| write.wait().map(drop))?;
+        for write in logged::append(store, entry, dtype, &garbage)?.into_iter().flatten() {
+            write.wait()?;
+        }
     }
     logged::stage(store, 7, &logged::after(states, commit - 1)[&7])?;
     store.discard(Wait::forever())
@@ -173,8 +175,8 @@ fn a_flipped_bit_in_what_the_root_names_is_named_and_any_other_is_not_seen() {
     assert!(log.steps >= 4 && log.entries == 5, "{log:?}");
     let (begin, end) = (log.offset, log.offset + log.bytes);
     drop(store);
-    let (mut gradients, mut heads, mut unseen) = (0, 0, 0);
-    for page in (begin..end.min(begin + (600 << 10))).step_by(4096) {
+    let (mut gradients, mut heads, mut unseen) = (0, 0_u64, 0);
+    for page in (begin..end.min(begin + (240 << 10))).step_by(4096) {
         let disks = [found[0].after_power_loss(0)];
         disks[0].flip(usize::try_from(page).unwrap_or(0) + 3, 4);
         let opened = toy::open(&disks, &how);
@@ -184,8 +186,8 @@ fn a_flipped_bit_in_what_the_root_names_is_named_and_any_other_is_not_seen() {
                 ok(store.verify(&mut |_, _| true));
                 unseen += 1;
             }
-            Err(Error::Corrupt { what, offset, .. }) => {
-                assert_eq!(offset, page, "{what}");
+            Err(Error::Corrupt { what, offset, nbytes, .. }) => {
+                assert!((offset..offset + nbytes).contains(&page), "{what}, not at offset {page}");
                 if what.contains("of the gradient of") {
                     gradients += 1;
                     let store = ok(toy::open(&disks, &how));
@@ -198,7 +200,7 @@ fn a_flipped_bit_in_what_the_root_names_is_named_and_any_other_is_not_seen() {
             Err(error) => panic!("offset {page}: {error}"),
         }
     }
-    assert!(gradients > 20 && heads as u64 == log.steps && unseen > 5, "{gradients}, {heads}, {unseen}");
+    assert!(gradients > 8 && heads == log.steps && unseen > 5, "{gradients}, {heads}, {unseen}");
 }
 
 #[test]
@@ -302,7 +304,7 @@ fn random_lives() {
     if let Some(seed) = number("MEMASCEND_SEED") {
         return life(seed, &states);
     }
-    let seeds = number("MEMASCEND_SEEDS").unwrap_or(60);
+    let seeds = number("MEMASCEND_SEEDS").unwrap_or(25);
     toy::side_by_side(0..seeds, |seed| {
         let lived = std::panic::catch_unwind(|| life(seed, &states));
         assert!(lived.is_ok(), "run it again with MEMASCEND_SEED={seed}");

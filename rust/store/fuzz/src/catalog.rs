@@ -7,8 +7,8 @@
 
 use libfuzzer_sys::fuzz_target;
 use memascend_store::{
-    Description, parse_description, parse_description_of_version_1, parse_label, parse_root, parse_root_fields,
-    parse_root_of_version_1,
+    Description, parse_description, parse_description_of_version_1, parse_head_fields, parse_label, parse_root,
+    parse_root_fields, parse_root_of_version_1,
 };
 
 /// What is let through can be laid out, or is refused for its size.
@@ -21,6 +21,9 @@ fn laid_out(description: &Description) {
 fuzz_target!(|bytes: &[u8]| {
     drop(parse_label(bytes));
     if let Err(why) = parse_root_fields(bytes) {
+        assert!(!why.contains("when it is written again"), "{why}");
+    }
+    if let Err(why) = parse_head_fields(bytes) {
         assert!(!why.contains("when it is written again"), "{why}");
     }
     if let Some((uuid, page)) = bytes.split_first_chunk::<16>() {

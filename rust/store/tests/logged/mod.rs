@@ -5,7 +5,7 @@
 use std::collections::BTreeMap;
 
 use memascend_mem::Wait;
-use memascend_store::{Commit, Dtype, Error, LogWrite, Rule, Shared, StepHead, Store, Update};
+use memascend_store::{Commit, Dtype, Error, LogWrite, Rule, StepHead, Store, Update};
 
 use crate::toy;
 
@@ -121,15 +121,23 @@ pub(crate) fn stage(store: &Store, entry: usize, held: &Held) -> Result<(), Erro
 }
 
 /// Appends a gradient; `None` where there is no room.
-pub(crate) fn append(
-    store: &Store,
+pub(crate) fn append<'a>(
+    store: &'a Store,
     entry: usize,
     dtype: Dtype,
-    mut bytes: Vec<u8>,
-) -> Result<Option<LogWrite<'_, Vec<u8>>>, Error> {
-    // What fills the last page is anything.
-    bytes.resize(bytes.len().next_multiple_of(4096), 0xaa);
-    store.append(entry, dtype, Shared::new(bytes))
+    bytes: &[u8],
+) -> Result<Option<Vec<LogWrite<'a, Vec<u8>>>>, Error> {
+    if !store.begin_append(entry, dtype)? {
+        return Ok(None);
+    }
+    let chunk_bytes = store.description().chunk_elements as usize * usize::try_from(dtype.bytes()).unwrap_or(1);
+    let write = |(chunk, part): (u32, &[u8])| {
+        let mut part = part.to_vec();
+        // What fills the last page is anything.
+        part.resize(part.len().next_multiple_of(4096), 0xaa);
+        store.append(entry, chunk, part)
+    };
+    (0..).zip(bytes.chunks(chunk_bytes)).map(write).collect::<Result<_, _>>().map(Some)
 }
 
 /// What the entries hold after a commit.
@@ -159,9 +167,9 @@ pub(crate) fn commit(store: &Store, states: &[State], commit: u64) -> Result<(),
             let (mut updates, mut writes, mut whole) = (Vec::new(), Vec::new(), Vec::new());
             for (entry, dtype) in HELD {
                 if has_gradient(entry, commit) {
-                    match append(store, entry, dtype, gradient(store, entry, dtype, commit))? {
-                        Some(write) => {
-                            writes.push(write);
+                    match append(store, entry, dtype, &gradient(store, entry, dtype, commit))? {
+                        Some(of_entry) => {
+                            writes.extend(of_entry);
                             updates.push(Update { entry, rule: 0, step: before[&entry].step + 1 });
                         }
                         None => whole.push(entry),

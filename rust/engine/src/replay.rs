@@ -1,0 +1,146 @@
+//! Replays the log of a store that was not closed: what live slots hold, and then each gradient, by the kernel that would
+//! have applied it.
+
+use std::{
+    collections::VecDeque,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering::Relaxed},
+    },
+};
+
+use memascend_math::{Scalars, scale};
+use memascend_mem::Wait;
+use memascend_store::{Commit, Dtype, PAGE_BYTES, RecordRead, Shared, Store};
+
+use crate::{
+    Engine, Error, Result,
+    apply::{Slots, inside},
+    bench::{Bench, Read, Write, floats, floats_mut},
+    job::{Job, Turn, Work},
+    rule,
+    update::{has_adam, stepped},
+};
+
+/// Gradients of a chunk that are read ahead of the one that is applied.
+const AHEAD: usize = 4;
+
+/// One entry's part of it.
+struct Entry {
+    replay: Arc<memascend_store::Replay>,
+    /// What each gradient is applied with.
+    rules: Vec<(Scalars, Vec<f32>)>,
+    room: Arc<Slots>,
+    /// Bytes of gradients that were applied.
+    done: Arc<AtomicU64>,
+    step: u64,
+}
+
+impl Engine {
+    /// Applies the gradients that the log of a store holds, writes the entries that lacked them whole, and commits that as
+    /// a part of the last step: the store has no log then. `false` where there was none. `progress` hears of bytes of
+    /// gradients done and of all, and ends it by `false`: then the store is as it was.
+    ///
+    /// Nothing else may be begun meanwhile.
+    pub fn replay(&self, progress: &mut dyn FnMut(u64, u64) -> bool) -> Result<bool> {
+        let store = Arc::clone(self.store());
+        let Some(replay) = store.pending_replay() else { return Ok(false) };
+        let mut jobs = Vec::new();
+        let (done, mut all) = (Arc::new(AtomicU64::new(0)), 0);
+        let chunk = u64::from(store.description().chunk_elements) * Dtype::F32.bytes();
+        let room = Slots::new(usize::try_from(chunk).unwrap_or(usize::MAX), AHEAD, "gradients of the log")?;
+        let room = Arc::new(room.ok_or_else(|| Error::Invalid("chunks without elements".into()))?);
+        for entry in replay.entries() {
+            let name = &store.description().entries[entry].name;
+            if !has_adam(store.description(), entry) {
+                return Err(Error::Invalid(format!(
+                    "the store's log has gradients for {name:?}, which has no moments"
+                )));
+            }
+            let (mut rules, mut step) = (Vec::new(), 0);
+            for (head, record) in replay.of(entry) {
+                rules.push(rule::taken(&head.rules[record.rule as usize])?);
+                all += store.gradient_bytes(entry, record.dtype)?;
+                step = record.step;
+            }
+            let (replay, room, done) = (Arc::clone(&replay), Arc::clone(&room), Arc::clone(&done));
+            jobs.push(Job::new(entry, Entry { replay, rules, room, done, step }));
+        }
+        let mut told = || progress(done.load(Relaxed), all);
+        let replayed = if told() { self.replayed(jobs, &mut told) } else { Err(interrupted()) };
+        if replayed.is_err() {
+            self.discard(Wait::forever())?;
+        }
+        replayed.map(|()| true)
+    }
+
+    fn replayed(&self, jobs: Vec<Job>, keep_waiting: &mut dyn FnMut() -> bool) -> Result<()> {
+        for job in jobs {
+            self.push(job, &mut Wait { timeout: None, keep_waiting: Some(keep_waiting) })?;
+        }
+        self.finish(Wait { timeout: None, keep_waiting: Some(keep_waiting) })?;
+        if !keep_waiting() {
+            return Err(interrupted());
+        }
+        let step = self.store().info().step;
+        self.commit(Commit { step, ..Commit::default() }, Wait::forever()).map(drop)
+    }
+}
+
+impl Work for Entry {
+    fn begin(&self, bench: &Bench<'_>, entry: usize) -> Result<()> {
+        bench.begin(entry, self.step)
+    }
+
+    fn reads<'a>(&self, bench: &Bench<'a>, turn: &Turn) -> Result<Vec<Read<'a>>> {
+        let &Turn { entry, index: chunk, ref memory } = turn;
+        let state = bench.chunks_of(entry) + chunk;
+        let values = bench.store.read_slot(entry, chunk, bench.part(entry, chunk, memory)?)?;
+        let state = bench.store.read_slot(entry, state, bench.part(entry, state, memory)?)?;
+        Ok(vec![Read::Values(values), Read::State(state)])
+    }
+
+    fn compute(&self, bench: &Bench<'_>, turn: &Turn) -> Result<()> {
+        let elements = bench.elements(turn.entry, turn.index).len();
+        let mut records = self.replay.of(turn.entry);
+        let mut flying: VecDeque<(Dtype, RecordRead<'_, Shared>)> = VecDeque::with_capacity(AHEAD);
+        for (scalars, factors) in &self.rules {
+            while flying.len() < AHEAD
+                && let Some((head, record)) = records.next()
+            {
+                let bytes = chunk_bytes(bench.store, turn, record.dtype);
+                let lease =
+                    self.room.lease()?.ok_or_else(|| Error::Invalid("no room for gradients of the log".into()))?;
+                let read = bench.store.read_record(head, record, turn.index, inside(&lease, 0, bytes)?)?;
+                flying.push_back((record.dtype, read));
+            }
+            let Some((dtype, read)) = flying.pop_front() else { break };
+            let gradient = read.wait()?;
+            for &factor in factors {
+                // SAFETY: it was read, and is this turn's.
+                scale(unsafe { floats_mut(&gradient, dtype, elements) }, factor, bench.exec);
+            }
+            stepped(bench, turn, floats(&gradient, dtype, 0, elements), scalars)?;
+            self.done.fetch_add(chunk_bytes(bench.store, turn, dtype) as u64, Relaxed);
+        }
+        Ok(())
+    }
+
+    fn writes<'a>(&self, bench: &mut Bench<'a>, turn: &Turn) -> Result<Vec<Write<'a>>> {
+        let &Turn { entry, index: chunk, ref memory } = turn;
+        let state = bench.stage(entry, bench.chunks_of(entry) + chunk, memory);
+        let values = bench.stage(entry, chunk, memory);
+        // Both are kept if one failed: dropping a write waits for it.
+        Ok(vec![state?, values?])
+    }
+}
+
+fn interrupted() -> Error {
+    memascend_store::Error::Interrupted("the replay of the log").into()
+}
+
+/// Bytes of a chunk of a gradient in the log: whole pages.
+fn chunk_bytes(store: &Store, turn: &Turn, dtype: Dtype) -> usize {
+    let used = store.description().elements_of_chunk(turn.entry, turn.index) as u64 * dtype.bytes();
+    usize::try_from(used.next_multiple_of(PAGE_BYTES)).unwrap_or(usize::MAX)
+}

@@ -1,0 +1,242 @@
+//! Tests that a log is replayed to the bits of a store whose entries were updated and written each step.
+
+use std::sync::Arc;
+
+use memascend_engine::{By, Engine, First, Gradient, Hyperparameters, Options, adam_rule};
+use memascend_mem::Wait;
+use memascend_nvme::{
+    Options as VolumeOptions, Volume,
+    sim::{self, Faults, Rng, SimDisk},
+};
+use memascend_store::{
+    COMPACT, Commit, Create, Description, Dtype, Entry, Format, Kind, StateTensor, StepHead, Store, Update,
+};
+
+const STEPS: u64 = 9;
+
+fn ok<T, E: std::fmt::Display>(result: Result<T, E>) -> T {
+    result.unwrap_or_else(|error| panic!("{error}"))
+}
+
+/// A master of their own, one beside, a compact one, none; several chunks, one and none.
+fn description() -> Description {
+    let tensor = |name: &str, dtype, numel| StateTensor { name: name.into(), dtype, shape: vec![numel], grain: 1 };
+    let entry = |name: &str, dtype, numel, state: &[(&str, Dtype)], format| Entry {
+        name: name.into(),
+        kind: Kind::Parameter,
+        unit: 0,
+        dtype,
+        shape: vec![numel],
+        order: vec![],
+        spill: Some(dtype),
+        format,
+        state: state.iter().map(|&(name, dtype)| tensor(name, dtype, numel)).collect(),
+    };
+    let moments = [("exp_avg", Dtype::F32), ("exp_avg_sq", Dtype::F32)];
+    let mixed = [("master", Dtype::F32), moments[0], moments[1]];
+    Description {
+        chunk_elements: 2048,
+        user_bytes_max: 0,
+        hyperparameters_bytes_max: 0,
+        optimizer: "AdamW".into(),
+        units: vec!["all".into()],
+        entries: vec![
+            entry("float32", Dtype::F32, 6151, &moments, Format::Plain),
+            entry("float16", Dtype::F16, 2049, &mixed, Format::Plain),
+            entry("bfloat16", Dtype::Bf16, 13, &mixed, Format::Plain),
+            entry("compact", Dtype::Bf16, 6151, &COMPACT, Format::Compact),
+            entry("nothing", Dtype::Bf16, 0, &COMPACT, Format::Compact),
+        ],
+    }
+}
+
+fn volume(disks: &[SimDisk], faults: &Faults) -> Volume {
+    ok(sim::open(disks, faults, &VolumeOptions::default()))
+}
+
+fn engine(store: Store) -> Engine {
+    ok(Engine::new(Arc::new(store), &Options::default()))
+}
+
+fn filled(disks: &[SimDisk]) -> Engine {
+    let mut how = Create::default();
+    how.uuid = Some([9; 16]);
+    let engine = engine(ok(Store::create_on(volume(disks, &Faults::default()), 8192, description(), &how)));
+    for (entry, described) in description().entries.iter().enumerate() {
+        let mut rng = Rng::new(entry as u64);
+        let state = described.state.iter().map(|_| None).collect();
+        let first = First {
+            values: Box::new(numbers(&mut rng, described.dtype, described.elements())),
+            state,
+            master: None,
+            step: 0,
+        };
+        ok(engine.fill(entry, first, Wait::forever()));
+    }
+    ok(engine.commit(Commit::default(), Wait::forever()));
+    engine
+}
+
+fn numbers(rng: &mut Rng, dtype: Dtype, count: u64) -> Vec<u8> {
+    let one = |_| {
+        let drawn = u16::try_from(rng.below(65_536)).unwrap_or(0);
+        let value = f32::from(drawn) / 32_768.0 - 1.0;
+        match dtype {
+            Dtype::F32 => value.to_le_bytes().to_vec(),
+            // A number between 1 and 2, and a sign.
+            Dtype::F16 => (drawn & 0x83ff | 0x3c00).to_le_bytes().to_vec(),
+            _ => value.to_le_bytes()[2..].to_vec(),
+        }
+    };
+    (0..count).flat_map(one).collect()
+}
+
+fn hyperparameters(step: u64) -> Hyperparameters {
+    Hyperparameters {
+        lr: 1e-2 / f64::from(u32::try_from(step).unwrap_or(1)),
+        beta1: 0.9,
+        beta2: 0.999,
+        eps: 1e-8,
+        weight_decay: 0.1,
+        decoupled: true,
+        step,
+        grad_scale: 0.25,
+        maximize: false,
+    }
+}
+
+/// The gradient of an entry in a step, if it has one.
+fn gradient(entry: usize, step: u64) -> Option<(Dtype, Vec<u8>)> {
+    let described = &description().entries[entry];
+    // Of its own dtype, or of float32.
+    let dtype = if entry == 2 { Dtype::F32 } else { described.dtype };
+    let has = !(step + entry as u64).is_multiple_of(4);
+    has.then(|| (dtype, numbers(&mut Rng::new(step << 8 | entry as u64), dtype, described.elements())))
+}
+
+/// What the gradients of an entry are multiplied by.
+fn factors(entry: usize) -> Vec<f32> {
+    if entry == 3 { vec![0.3, 1.7] } else { Vec::new() }
+}
+
+/// Of each entry its count of updates and its tensors.
+type Contents = Vec<(u64, Vec<Vec<u8>>)>;
+
+fn contents(store: &Store) -> Contents {
+    let of = |entry| {
+        let mut tensors: Vec<Vec<u8>> = ok(store.tensor_bytes(entry)).into_iter().map(|bytes| vec![0; bytes]).collect();
+        ok(store.read_entry(entry, &mut tensors.iter_mut().map(Vec::as_mut_slice).collect::<Vec<_>>()));
+        (ok(store.entry_state(entry)).step, tensors)
+    };
+    (0..store.description().entries.len()).map(of).collect()
+}
+
+/// Updates and writes every entry, and gives what each step left.
+fn streamed() -> Vec<Contents> {
+    let engine = filled(&[SimDisk::new(4 << 20)]);
+    let mut left = vec![contents(engine.store())];
+    for step in 1..=STEPS {
+        for entry in 0..description().entries.len() {
+            let Some((dtype, bytes)) = gradient(entry, step) else { continue };
+            let numbers = hyperparameters(ok(engine.store().entry_state(entry)).step + 1);
+            let gradient = ok(Gradient::new(Box::new(bytes), dtype));
+            let by = if factors(entry).is_empty() {
+                By::Given(gradient)
+            } else {
+                ok(engine.spill(entry, gradient, false, Wait::forever()));
+                By::Spilled(factors(entry))
+            };
+            ok(engine.update(entry, by, None, &numbers, Wait::forever()));
+        }
+        ok(engine.commit(Commit { step, ..Commit::default() }, Wait::forever()));
+        left.push(contents(engine.store()));
+    }
+    left
+}
+
+/// Logs every gradient; `left` is what memory would hold.
+fn logged(disks: &[SimDisk], left: &[Contents], steps: u32) {
+    let engine = filled(disks);
+    let store = engine.store();
+    let entries: Vec<(usize, Dtype)> =
+        (0..5).map(|entry| (entry, if entry == 2 { Dtype::F32 } else { description().entries[entry].dtype })).collect();
+    assert_eq!(ok(store.keep_log(&entries, steps)), steps);
+    for (step, before) in (1..=STEPS).zip(left) {
+        let mut head = StepHead::default();
+        for (entry, (updates, _)) in before.iter().enumerate() {
+            let Some((dtype, bytes)) = gradient(entry, step) else { continue };
+            assert!(ok(store.begin_append(entry, dtype)));
+            let chunk_bytes = 2048 * usize::try_from(dtype.bytes()).unwrap_or(0);
+            for (chunk, part) in (0..).zip(bytes.chunks(chunk_bytes)) {
+                let mut part = part.to_vec();
+                part.resize(part.len().next_multiple_of(4096), 0);
+                ok(ok(store.append(entry, chunk, part)).wait());
+            }
+            let rule = ok(adam_rule(&hyperparameters(updates + 1), &factors(entry)));
+            head.updates.push(Update { entry, rule: u32::try_from(head.rules.len()).unwrap_or(0), step: updates + 1 });
+            head.rules.push(rule);
+        }
+        for entry in store.due() {
+            let (step, tensors) = &before[entry];
+            let tensors: Vec<&[u8]> = tensors.iter().map(Vec::as_slice).collect();
+            ok(store.stage_entry(entry, *step, &tensors, Wait::forever()));
+        }
+        ok(store.commit(Commit { step, log: Some(head), ..Commit::default() }, Wait::forever()));
+    }
+}
+
+fn opened(disks: &[SimDisk], faults: &Faults) -> memascend_store::Result<Engine> {
+    Store::open_on(volume(disks, faults), 8192, &Create::default()).map(engine)
+}
+
+#[test]
+fn it_gives_the_bits_of_a_run_that_wrote_them() {
+    let left = streamed();
+    for steps in [1, 3, 16] {
+        let disks = [SimDisk::new(4 << 20)];
+        logged(&disks, &left, steps);
+        let found = ok(opened(&disks, &Faults::default()));
+        assert!(found.store().pending_replay().is_some());
+        let (mut told, mut all) = (0, 0);
+        assert!(ok(found.replay(&mut |done, of| {
+            (told, all) = (done, of);
+            true
+        })));
+        assert!(all > 0 && told <= all);
+        assert!(contents(found.store()) == left[left.len() - 1], "{steps} steps");
+        assert!(!ok(found.replay(&mut |_, _| true)), "there is nothing left of it");
+        drop(found);
+        assert!(contents(ok(opened(&disks, &Faults::default())).store()) == left[left.len() - 1]);
+    }
+}
+
+#[test]
+fn whoever_ends_it_or_dies_in_it_leaves_the_log() {
+    let left = streamed();
+    let found = [SimDisk::new(4 << 20)];
+    logged(&found, &left, 16);
+    let ended = ok(opened(&found, &Faults::default()));
+    assert!(ended.replay(&mut |_, _| false).is_err());
+    assert!(ended.store().pending_replay().is_some());
+    assert!(ok(ended.replay(&mut |_, _| true)), "after that it is done all the same");
+    drop(ended);
+    logged(&found, &left, 16);
+    let mut died = 0;
+    for point in (0..).step_by(7) {
+        let disks = [found[0].after_power_loss(point)];
+        let faults = Faults { dies_after: Some(point), ..Faults::default() };
+        let done = match opened(&disks, &faults) {
+            Ok(engine) => engine.replay(&mut |_, _| true).is_ok(),
+            Err(_) => false,
+        };
+        let left_there = [disks[0].after_power_loss(point)];
+        let again = ok(opened(&left_there, &Faults::default()));
+        ok(again.replay(&mut |_, _| true));
+        assert!(contents(again.store()) == left[left.len() - 1], "point {point}");
+        if done {
+            break;
+        }
+        died += 1;
+    }
+    assert!(died > 5, "{died}");
+}
