@@ -75,6 +75,11 @@ def _refuse_kinds(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> N
         raise ConfigError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    if _has_own_step(optimizer):
+        raise ConfigError(
+            f"step() of this {type(optimizer).__name__} was replaced on the object, and offload() runs that of its "
+            "class: register_step_pre_hook() and register_step_post_hook() are heard, or make it a subclass"
+        )
     if isinstance(optimizer, OffloadedOptimizer) or gated(model) or is_materialized(model):
         raise ConfigError("this model or optimizer is offloaded already; close() it first")
     wrappers = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
@@ -85,6 +90,18 @@ def _refuse_kinds(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> N
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
         raise ConfigError("a world size above 1 is not supported yet: offload() works in one process")
+
+
+def _has_own_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether somebody replaced `step` of an object; a scheduler puts a function there that counts and goes on."""
+    step = vars(optimizer).get("step")
+    if step is not None and hasattr(step, "_wrapped_by_lr_sched"):
+        step = getattr(step, "__wrapped__", None)
+    return (
+        step is not None
+        and step is not type(optimizer).step
+        and getattr(step, "__func__", None) is not type(optimizer).step
+    )
 
 
 def _refuse_owners(named: Mapping[str, torch.nn.Parameter], groups: Mapping[int, int]) -> None:

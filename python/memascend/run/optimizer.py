@@ -10,8 +10,9 @@ import torch
 
 from memascend.closing import Closing
 from memascend.errors import UsageError
+from memascend.optimizers.group_members import GroupMembers
 from memascend.optimizers.trial import MODES
-from memascend.run.optimizer_state import StoredState
+from memascend.run.optimizer_state import StoredState, refuse_other_state
 
 if TYPE_CHECKING:
     import os
@@ -37,7 +38,11 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
         self.param_groups = original.param_groups
         self._original = original
         self._session = session
-        self.state = StoredState(session)  # type: ignore[assignment]
+        self._members = GroupMembers(self.param_groups)
+        # What was registered with either is heard.
+        self._optimizer_step_pre_hooks = original._optimizer_step_pre_hooks  # noqa: SLF001
+        self._optimizer_step_post_hooks = original._optimizer_step_post_hooks  # noqa: SLF001
+        self._state = StoredState(session)
         # It must not know the model, nor this: they would live for as long as the interpreter.
         self._finalizer = weakref.finalize(self, session.run.resources.close)
 
@@ -54,6 +59,7 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
             UsageError: the step cannot be exact; the message says what to do instead.
             StorageError: storage failed; the last committed step stands.
         """
+        self._members.require_same(self.param_groups)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -85,6 +91,17 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
         if name in MODES and callable(getattr(type(vars(self).get("_original")), name, None)):
             return functools.partial(self._session.modes.switch, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    @property  # type: ignore[override]
+    def state(self) -> StoredState:
+        """The state of each parameter, read from storage when it is asked for."""
+        return self._state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        # torch's own beginning sets one.
+        if "_state" in vars(self) and state is not self._state:
+            refuse_other_state()
 
     # --- what is known -----------------------------------------------------------------
 

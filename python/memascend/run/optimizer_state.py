@@ -12,7 +12,7 @@ from memascend.errors import UsageError
 if TYPE_CHECKING:
     from memascend.run.session import Session
 
-__all__ = ["StoredState"]
+__all__ = ["StoredState", "refuse_other_state"]
 
 # What torch's own state does not have.
 _OURS = ("master", "rest")
@@ -29,10 +29,10 @@ class StoredState(MutableMapping[torch.Tensor, dict[str, Any]]):
 
     def __getitem__(self, parameter: torch.Tensor) -> dict[str, Any]:
         if parameter not in self:
-            return {}
+            return _Read()
         found = self._session.state_of(parameter)
         with torch.inference_mode():
-            return {name: value.clone() for name, value in found.items() if name not in _OURS}
+            return _Read({name: value.clone() for name, value in found.items() if name not in _OURS})
 
     def __contains__(self, parameter: object) -> bool:
         return any(known is parameter for known in self)
@@ -49,16 +49,32 @@ class StoredState(MutableMapping[torch.Tensor, dict[str, Any]]):
     def __setitem__(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
         now = self[parameter]
         if now.keys() != state.keys() or not all(_same(state[name], value) for name, value in now.items()):
-            self._refuse()
+            refuse_other_state()
 
     def __delitem__(self, parameter: torch.Tensor) -> None:
-        self._refuse()
+        refuse_other_state()
 
-    def _refuse(self) -> NoReturn:
-        raise UsageError(
-            "the optimizer's state is on storage and cannot be replaced: give the optimizer that holds the other state "
-            "to offload(), or begin from a checkpoint, offload(checkpoint=...)"
-        )
+
+class _Read(dict[str, Any]):
+    """The state of one parameter as it was read. Other values in it would be lost."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        # Lightning puts back what it moved to where it is.
+        if name not in self or not _same(value, self[name]):
+            refuse_other_state()
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        refuse_other_state()
+
+    __delitem__ = pop = popitem = clear = setdefault = update = __ior__ = _refuse
+
+
+def refuse_other_state() -> NoReturn:
+    """Raise what says where state can be given."""
+    raise UsageError(
+        "the optimizer's state is on storage and cannot be replaced: give the optimizer that holds the other state "
+        "to offload(), or begin from a checkpoint, offload(checkpoint=...)"
+    )
 
 
 def _same(given: Any, value: torch.Tensor) -> bool:

@@ -1,0 +1,133 @@
+"""Tests what becomes of changes to an optimizer object: its groups' parameters, its hooks, its state, its step."""
+
+import collections
+
+import pytest
+import torch
+from support.bits import same_bits
+from torch import nn
+
+import memascend
+from memascend import ConfigError, UsageError
+
+OPTIMIZERS = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3),
+}
+
+
+def stack():
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
+
+
+def two_groups(model):
+    return [{"params": list(model[:2].parameters()), "lr": 1e-2}, {"params": list(model[2:].parameters()), "lr": 1e-3}]
+
+
+def step(model, optimizer):
+    model(torch.ones(2, 16)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def removes(optimizer):
+    del optimizer.param_groups[0]["params"][0]
+
+
+def moves(optimizer):
+    optimizer.param_groups[1]["params"].append(optimizer.param_groups[0]["params"].pop())
+
+
+def exchanges(optimizer):
+    one, other = (group["params"] for group in optimizer.param_groups)
+    one[0], other[0] = other[0], one[0]
+
+
+def appends(optimizer):
+    optimizer.param_groups.append({**optimizer.param_groups[0], "params": [optimizer.param_groups[0]["params"].pop()]})
+
+
+def replaces(optimizer):
+    optimizer.param_groups = [dict(group) for group in optimizer.param_groups]
+
+
+@pytest.mark.parametrize("gradients", ["fused", "ssd"])
+@pytest.mark.parametrize("change", [removes, moves, exchanges, appends, replaces])
+def test_groups_with_other_parameters_are_refused(tmp_path, change, gradients):
+    model = stack()
+    original = torch.optim.AdamW(two_groups(model))
+    model, optimizer = memascend.offload(model, original, storage=tmp_path / "s", gradients=gradients)
+    with optimizer:
+        step(model, optimizer)
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        groups, members = optimizer.param_groups, [list(group["params"]) for group in optimizer.param_groups]
+        change(optimizer)
+        with pytest.raises(UsageError, match=r"parameters, and had 4, 4\).*offload\(\) anew"):
+            step(model, optimizer)
+        assert optimizer.steps == 1
+        assert all(same_bits(value, before[name]) for name, value in model.state_dict().items())
+        optimizer.param_groups = groups
+        del groups[2:]
+        for group, params in zip(groups, members, strict=True):
+            group["params"][:] = params
+        optimizer.zero_grad()
+        step(model, optimizer)
+        assert optimizer.steps == 2
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_hooks_of_steps_are_heard_once_a_step_whoever_has_them(tmp_path, name):
+    model, heard = stack(), []
+    original = OPTIMIZERS[name](model.parameters())
+    original.register_step_pre_hook(lambda *_: heard.append("before"))
+    original.register_step_post_hook(lambda *_: heard.append("after"))
+    model, optimizer = memascend.offload(model, original, storage=tmp_path / "s")
+    assert not heard
+    with optimizer:
+        optimizer.register_step_post_hook(lambda *_: heard.append("ours"))
+        later = original.register_step_pre_hook(lambda *_: heard.append("later"))
+        step(model, optimizer)
+        later.remove()
+        step(model, optimizer)
+    assert heard == ["before", "later", "after", "ours", "before", "after", "ours"]
+
+
+def test_a_step_that_was_replaced_on_the_object_is_refused(tmp_path):
+    model = stack()
+    original = torch.optim.AdamW(model.parameters())
+    # A scheduler replaces it, too, by one that goes on to the class's.
+    torch.optim.lr_scheduler.StepLR(original, 1)
+    taken = original.step
+
+    def other(*_):
+        raise AssertionError
+
+    original.step = other
+    with pytest.raises(ConfigError, match=r"step\(\) of this AdamW was replaced"):
+        memascend.offload(model, original, storage=tmp_path / "s")
+    assert type(model[0].weight) is nn.Parameter
+    original.step = taken
+    model, optimizer = memascend.offload(model, original, storage=tmp_path / "s")
+    with optimizer:
+        step(model, optimizer)
+
+
+def test_state_that_is_put_there_is_refused(tmp_path):
+    model = stack()
+    model, optimizer = memascend.offload(model, OPTIMIZERS["adamw"](model.parameters()), storage=tmp_path / "s")
+    with optimizer:
+        step(model, optimizer)
+        state = optimizer.state[model[0].weight]
+        for write in (
+            lambda: state.__setitem__("exp_avg", torch.ones(16, 16)),
+            lambda: state.update(exp_avg=torch.ones(16, 16)),
+            state.clear,
+            lambda: state.pop("step"),
+            lambda: setattr(optimizer, "state", collections.defaultdict(dict)),
+        ):
+            with pytest.raises(UsageError, match=r"on storage.*checkpoint="):
+                write()
+        state["exp_avg"] = state["exp_avg"].clone()
+        optimizer.state = optimizer.state
+        step(model, optimizer)
