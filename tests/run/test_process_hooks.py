@@ -174,6 +174,18 @@ def test_frozen_and_tied_parameters_may_be_added(tmp_path):
         assert sum(parameter.requires_grad for parameter in model.parameters()) == 4
 
 
+def test_a_checkpoint_says_what_it_has_not(tmp_path):
+    model, optimizer = offloaded(storage=tmp_path / "s")
+    with optimizer:
+        optimizer.save(tmp_path / "whole")
+        model.later = nn.BatchNorm1d(8, affine=False)
+        model.frozen = nn.Linear(8, 8).requires_grad_(False)
+        with pytest.warns(
+            UserWarning, match=r"frozen\.weight, frozen\.bias, later\.running_mean.*came to the model after"
+        ):
+            optimizer.save(tmp_path / "parts")
+
+
 def test_a_plain_module_around_an_offloaded_one_may_have_what_it_wants(tmp_path):
     model, optimizer = offloaded(storage=tmp_path / "s")
     with optimizer:

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from memascend.checkpoint.buffers import persistent_buffers
 from memascend.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
 __all__ = ["Newcomers"]
 
@@ -30,6 +31,11 @@ class Newcomers:
         """Before a forward: refuse those that would be trained; without gradients nothing is, and it can wait."""
         if self._judged != self._registrations() and torch.is_grad_enabled():
             self.require_none()
+
+    def unsaved(self, buffers: Collection[str]) -> list[str]:
+        """What a checkpoint has not: frozen parameters, and persistent buffers beside those that were offloaded."""
+        new = [name for name, one in self._model.named_parameters() if "_memascend" not in one.__dict__]
+        return new + [name for name, _, _ in persistent_buffers(self._model) if name not in buffers]
 
     def require_none(self) -> None:
         """Before a step: refuse those that train.

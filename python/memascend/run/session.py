@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ import torch
 
 from memascend.checkpoint.writer import save
 from memascend.errors import ConfigError, MemascendError, UsageError
+from memascend.formatting import listed
 from memascend.residency import leftovers
 from memascend.run.resources import CLOSED
 
@@ -198,6 +200,13 @@ class Session:
         save(folder, self.run.resources.store, model, trained, self.run.record.facts(), among_others=among_others)
         self.run.record.position.save_to(folder)
         self.run.resources.unread = False
+        missing = self.newcomers.unsaved(self.run.record.buffers.names)
+        if missing:
+            warnings.warn(
+                f"{listed(missing)} came to the model after offload(), and the checkpoint in {folder} has them not: "
+                "save them beside it, by torch.save() of their values",
+                stacklevel=3,
+            )
 
     def state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """A copy of the state of a parameter."""
