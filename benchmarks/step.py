@@ -27,6 +27,11 @@ _CASES = {
     "clipped": {"max_grad_norm": 1.0},
     "smallest": {"gradients": "fused", "host_memory": "smallest"},
 }
+# Six budgets, from the default to the one that holds all parameters with their state.
+_HELD = {
+    **{f"held {part}%": {"gradients": "fused", "host_memory": part} for part in (0, 20, 40, 60, 80, 100)},
+    "held 100%, none": {"gradients": "fused", "host_memory": 100, "durability": "none"},
+}
 # What the case "in RAM" is measured by, too.
 _RAM = "in RAM"
 _WARM_STEPS = 2
@@ -39,7 +44,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", choices=_SHAPES, default="125M")
     parser.add_argument("--tokens", nargs="+", default=["1x128", "4x512"], metavar="BATCHxLENGTH")
-    parser.add_argument("--cases", nargs="+", choices=_CASES, help="default: all; beyond 1,000 tokens the first two")
+    parser.add_argument(
+        "--cases", nargs="+", choices=_CASES | _HELD, help="default: those without held parameters; long: the first two"
+    )
+    parser.add_argument("--held", action="store_true", help="the cases of held parameters, beside the one in RAM")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each process")
     parser.add_argument("--steps", type=int, default=4, help="steps of a turn; of several the first is not counted")
     parser.add_argument("--checkpoint", action="store_true", help="recompute blocks in the backward")
@@ -96,7 +104,8 @@ class _Workload:
         batch, length = (int(part) for part in tokens.split("x"))
         self.batch, self.length = batch, length
         long = batch * length > 1000
-        self.cases = options.cases or (list(_CASES)[:2] if long else list(_CASES))
+        usual = list(_CASES)[:2] if long else list(_CASES)
+        self.cases = options.cases or ([_RAM, *_HELD] if options.held else usual)
         self.steps = min(options.steps, 2) if long else options.steps
 
     def run(self) -> dict[str, Any]:
@@ -203,6 +212,7 @@ def _shown(result: dict[str, Any]) -> str:
                 f"{case['added_bytes'] / 1e6:.0f}",
                 f"{case['peak_bytes'] / 1e6:.0f}",
                 f"{case['moved_per_parameter']:.2f}",
+                _planned(case),
             )
         )
     parameters = next(iter(result["cases"].values()))["parameters"]
@@ -211,8 +221,17 @@ def _shown(result: dict[str, Any]) -> str:
         f"{', blocks recomputed' if result['checkpoint'] else ''}; "
         + ", ".join(f"{pattern} {speed:.2f} GB/s" for pattern, speed in result["gb_per_second"].items())
     )
-    columns = ("case", "s/step", "spread", "forward + backward + step()", "bound", "x bound", "x RAM")
-    return f"{head}\n\n{table((*columns, 'MB added', 'MB peak', 'SSD B/param'), rows)}"
+    columns: tuple[str, ...] = ("case", "s/step", "spread", "forward + backward + step()", "bound", "x bound", "x RAM")
+    return f"{head}\n\n{table((*columns, 'MB added', 'MB peak', 'SSD B/param', 'planned'), rows)}"
+
+
+def _planned(case: dict[str, Any]) -> str:
+    """Bytes for each parameter that the plan says."""
+    plan = case.get("plan")
+    if plan is None:
+        return ""
+    moved = sum(plan["read"].values()) + sum(plan["written"].values())
+    return f"{moved / case['parameters']:.2f}"
 
 
 # --- a case, in its own process --------------------------------------------------------------
@@ -256,7 +275,7 @@ class _Worker:
         self.parameters = work.parameters
         self.tokens = torch.randint(0, work.vocabulary, (work.batch, work.length))
         answer: dict[str, Any] = {"parameters": self.parameters, "baseline_bytes": baseline}
-        options = _CASES[self.case]
+        options = (_CASES | _HELD)[self.case]
         if options is None:
             self.optimizer: Any = InRam(model)
         else:
@@ -267,6 +286,8 @@ class _Worker:
             answer["plan"] = {
                 "host_peak": plan.host_peak,
                 "host": plan.host,
+                "budget": plan.budget,
+                "comfortable": plan.comfortable,
                 "read": plan.read_bytes,
                 "written": plan.written_bytes,
             }
@@ -283,10 +304,16 @@ class _Worker:
 
         import memascend
         from benchmarks.train.cell.systems.ours import smallest_budget
+        from memascend.planning.options import Options
+        from memascend.run.decision import planned
 
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         options |= {"storage": self.work["storage"], "device": "cpu"}
-        if options.get("host_memory") == "smallest":
+        part = options.get("host_memory")
+        if isinstance(part, int):
+            plan = planned(model, optimizer, Options(**options)).plan
+            options["host_memory"] = plan.comfortable + (plan.all_held - plan.comfortable) * part // 100
+        if part == "smallest":
             options["host_memory"] = smallest_budget(model, optimizer, options)
         return memascend.offload(model, optimizer, **options)[1]
 

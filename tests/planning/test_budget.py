@@ -111,8 +111,7 @@ def test_more_memory_than_comfortable_saves_what_it_says(units, spare):
     reads_of = [sum(each.read_bytes.values()) for each in (easy, wider, ample)]
     assert reads_of == sorted(reads_of, reverse=True)
     assert reads_of[0] - reads_of[1] == wider.saved_bytes
-    assert reads_of[1] - reads_of[2] == wider.savable_bytes
-    assert ample.savable_bytes == 0
+    assert reads_of[0] - reads_of[2] == ample.saved_bytes
 
 
 @settings(max_examples=30, deadline=None)
@@ -183,10 +182,8 @@ def test_a_larger_budget_keeps_units():
     assert wider.saved_bytes == 2 * 30 * PAGE
     assert sum(easy.read_bytes.values()) - sum(wider.read_bytes.values()) == wider.saved_bytes
     assert plan(units, easy.comfortable + 2 * block - 1).classes[30 * PAGE] == 3
-    assert f"host_memory={easy.ample}" in str(easy)
     ample = plan(units, easy.ample)
-    assert ample.savable_bytes == 0
-    assert ample.saved_bytes == easy.savable_bytes
+    assert ample.saved_bytes > wider.saved_bytes
     assert ample.resident == {each.name for each in units}
     assert "values, backward" not in ample.read_bytes
     assert ample.host_peak == easy.ample == plan(units, 10 * easy.ample).host_peak

@@ -14,7 +14,7 @@ from memascend.engine.lending import LendingEngine
 from memascend.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from memascend.device.device import Copy, Device
     from memascend.engine import Engine
@@ -57,9 +57,15 @@ class _Window:
 class DeviceEngine(LendingEngine):
     """An engine that is lent gradients on a device."""
 
-    def __init__(self, engine: Engine, device: Device, windows: Sequence[torch.Tensor]) -> None:
-        """`windows` are two pinned uint8 tensors of equal size, a multiple of what a chunk of an update takes."""
+    def __init__(
+        self, engine: Engine, device: Device, windows: Sequence[torch.Tensor], held: Collection[str] = ()
+    ) -> None:
+        """Lend gradients through `windows`, and copy those of `held` entries, which wait in host memory.
+
+        The windows are two pinned uint8 tensors of equal size, a multiple of what a chunk of an update takes.
+        """
         super().__init__(engine)
+        self._held = frozenset(held)
         self._device = device
         self._windows = [_Window(memory) for memory in windows]
         self._bytes = windows[0].nbytes
@@ -77,11 +83,14 @@ class DeviceEngine(LendingEngine):
 
     def lend(self, name: str, gradient: torch.Tensor) -> torch.Tensor | Lent:
         """See `LendingEngine`."""
-        del name
         if gradient.device != self._device.torch_device:
             # Values that are written back: the engine reaches them.
             return gradient
         self._device.require_no_capture()
+        if name in self._held:
+            with torch.no_grad(), failures_named(self._device):
+                host = torch.empty_strided(gradient.shape, gradient.stride(), dtype=gradient.dtype, device="cpu")
+                return host.copy_(gradient.detach())
         with torch.no_grad(), failures_named(self._device):
             data = gradient.detach().as_strided((gradient.numel(),), (1,)).view(torch.uint8)
             # What made it is on the stream of whoever hands it over.

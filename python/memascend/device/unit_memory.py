@@ -17,7 +17,7 @@ from memascend.residency.rows import CHUNKS as ROW_CHUNKS
 from memascend.residency.rows import Rows, window_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from memascend.device.device import Device
     from memascend.engine import Engine, Store, UnitParts
@@ -39,6 +39,16 @@ class UnitMemory(Protocol):
 
     def used(self, base: torch.Tensor) -> None:
         """The caller is about to compute with a unit's bytes."""
+
+    def held(self, name: str) -> torch.Tensor:
+        """The bytes of a unit that is held where it is computed with, as the last commit left them."""
+
+    @property
+    def held_epoch(self) -> int:
+        """While it stays the same, what `held` gave is what the last commit left."""
+
+    def spoil(self, name: str) -> None:
+        """Somebody wrote to a parameter of a unit that is held."""
 
     def require_usable(self) -> None:
         """Refuse, before anything is done, where nobody may compute with units."""
@@ -86,6 +96,22 @@ class HostUnits:
             self.rows = Rows(store.parts, _all(self._ring, chunk_bytes, count))
         self.arena = HostArena(classes)
         self.begin = store.fetch
+        self._store = store
+        self._held: dict[str, torch.Tensor] = {}
+        self.spoil = store.spoil
+
+    def held(self, name: str) -> torch.Tensor:
+        """See `UnitMemory`."""
+        with torch.inference_mode(mode=False):
+            found = self._store.held_unit(name)
+        assert found is not None, f"unit {name!r} is not held"
+        # Tensors are found by their storage: it is one for as long as the unit is held.
+        return self._held.setdefault(name, found)
+
+    @property
+    def held_epoch(self) -> int:
+        """See `UnitMemory`."""
+        return self._store.held_epoch
 
     def used(self, base: torch.Tensor) -> None:
         """See `UnitMemory`."""
@@ -116,6 +142,7 @@ class HostUnits:
 
     def close(self) -> None:
         """See `UnitMemory`."""
+        self._held.clear()
         self.arena.close()
         if self._ring is not None and self.rows is not None:
             self.rows.close()
@@ -126,10 +153,13 @@ class DeviceUnits:
     """Units in an arena on a device. Host memory has the chunks that they and their gradients pass through."""
 
     rows: Rows | None = None
+    # What is held is in host memory, and passes through the chunks from there.
+    held_epoch = 0
 
-    def __init__(self, store: Store, device: Device, classes: Mapping[int, int]) -> None:
-        """Take the memory on both sides, and start the thread that copies."""
+    def __init__(self, store: Store, device: Device, classes: Mapping[int, int], held: Collection[str] = ()) -> None:
+        """Take the memory on both sides, and start the thread that copies; gradients of `held` entries wait here."""
         self.device = device
+        self._held = held
         self.arena = DeviceArena(device, classes)
         ((chunk_bytes, count),) = CHUNKS.items()
         self._ring = memory.ChunkRing(chunk_bytes, count)
@@ -151,6 +181,13 @@ class DeviceUnits:
             # Whoever waited for it may have been on another stream.
             self._staging.order(base)
 
+    def held(self, name: str) -> torch.Tensor:
+        """See `UnitMemory`."""
+        raise AssertionError(f"unit {name!r} is computed with on the device")
+
+    def spoil(self, name: str) -> None:
+        """See `UnitMemory`."""
+
     def require_usable(self) -> None:
         """See `UnitMemory`."""
         self.device.require_no_capture()
@@ -158,7 +195,7 @@ class DeviceUnits:
     def engine(self, engine: Engine) -> DeviceEngine:
         """See `UnitMemory`."""
         ((window_bytes, count),) = WINDOWS.items()
-        return DeviceEngine(engine, self.device, _all(self._windows, window_bytes, count))
+        return DeviceEngine(engine, self.device, _all(self._windows, window_bytes, count), self._held)
 
     @property
     def host(self) -> dict[str, int]:

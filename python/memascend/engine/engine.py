@@ -56,7 +56,9 @@ class Engine(Closing):
 
     store: Store
 
-    def __init__(self, store: Store, *, chunks: int = _CHUNKS, queue: int = _QUEUE_BYTES, whole: int = 0) -> None:
+    def __init__(
+        self, store: Store, *, chunks: int = _CHUNKS, queue: int = _QUEUE_BYTES, whole: int = 0, threads: int = 1
+    ) -> None:
         """Start one on a store.
 
         Args:
@@ -64,9 +66,10 @@ class Engine(Closing):
             chunks: staging chunks (2 to 64). Twelve keep a disk as busy as I/O alone does; four reach 0.8 of it.
             queue: bytes of gradients that may wait; a larger one is let in alone.
             whole: bytes for an entry in one piece, for `apply(whole=True)`.
+            threads: that the updates of held entries run on at the end of a step.
         """
         self.store = store
-        self._core = _core.Engine(store._core, chunks, queue, whole)  # noqa: SLF001
+        self._core = _core.Engine(store._core, chunks, queue, whole, threads)  # noqa: SLF001
 
     def replay(self, progress: Callable[[int, int], object] | None = None) -> bool:
         """End the log that a store has which was not closed: apply its gradients, and write and commit their entries.
@@ -245,6 +248,10 @@ class Engine(Closing):
     def finish(self) -> None:
         """Wait until every update is staged."""
         self._core.finish()
+
+    def drain(self) -> None:
+        """As `finish`, but for updates of held entries, which begin with that or with `commit()`."""
+        self._core.settle()
 
     def commit(self, step: int, *, user_state: Any = None, hyperparameters: Any = None) -> int:
         """Wait for every update and make the step live, all of it at once. Returns the generation."""

@@ -264,17 +264,51 @@ class Store(Closing):
 
         self._core.scan(list(described), shown)
 
-    def hold(self, names: Sequence[str]) -> None:
-        """Hold entries in memory from now on: what is read or written of them once is not read from storage again.
+    def hold(self, names: Sequence[str], *, registered: bool = False) -> None:
+        """Hold entries in memory from now on; what was held before is not any more. Nothing is read before `refresh`.
 
-        Writes go to storage as ever. What was held before is not any more. It takes "entry_bytes" of `sizes` for each,
-        until the store is closed.
+        It takes "entry_bytes" of `sizes` for each, until the store is closed.
+
+        Args:
+            names: which.
+            registered: in memory that a device copies from, where that can be had.
 
         Raises:
             ConfigError: there is no such entry.
             MemoryLimitError: the machine or its cgroup does not have the memory; nothing is held.
         """
-        self._core.hold([self.index(name) for name in names])
+        self._core.hold([self.index(name) for name in names], registered)
+
+    def refresh(self, names: Sequence[str], progress: Callable[[int, int], object] | None = None) -> None:
+        """Read what is held of some entries where it is not in memory; `progress(done, all)` hears of bytes.
+
+        Raises:
+            CorruptionError: what is on storage is not what was written.
+        """
+        self._core.refresh([self.index(name) for name in names], progress)
+
+    def write_applied(self, progress: Callable[[int, int], object] | None = None) -> None:
+        """Write what only memory has of held entries, as a part of the last step; `close()` does so, too."""
+        self._core.write_applied(progress)
+
+    def held_unit(self, unit: str) -> torch.Tensor | None:
+        """The values of a unit where they are held, as the last commit left them; None where not all of it is held.
+
+        Each entry is at its "unit_offset" of the bytes. An update changes them where they lie.
+        """
+        import torch
+
+        lent = self._core.held_unit(self._units.index(unit))
+        return None if lent is None else torch.frombuffer(lent, dtype=torch.uint8)
+
+    @property
+    def held_epoch(self) -> int:
+        """While it stays the same, what `held_unit` gave is what the last commit left."""
+        return self._core.held_epoch
+
+    def spoil(self, name: str) -> None:
+        """Say that somebody wrote to the values of a held entry in memory: `refresh` reads them again."""
+        self._core.spoil(self.index(name))
 
     def fetch(self, unit: str, into: torch.Tensor) -> Fetch:
         """Begin to read the values of a unit, as the last commit left them, before all other I/O that waits.

@@ -161,7 +161,7 @@ class Gradients:
 
     def measured(self, present: Present) -> tuple[bool, float]:
         """Before the updates: whether all gradients are finite, and their norm, unscaled, in double precision."""
-        self._engine.finish()
+        self._engine.drain()
         for gradient, values in present:
             if values is not gradient.handle:
                 self._norms.measure_once(gradient, gradient.laid_out(values))

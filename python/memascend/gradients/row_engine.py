@@ -43,7 +43,7 @@ class RowEngine(LendingEngine):
     def settle(self, given: torch.Tensor | Lent | None) -> None:
         """See `LendingEngine`."""
         if isinstance(given, Lent):
-            self.finish()
+            self.drain()
 
 
 class _Windows:

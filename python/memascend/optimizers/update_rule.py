@@ -92,6 +92,11 @@ class Arithmetic:
         return whole_pages(max(whole) + 64 * 16) if whole else 0
 
     @property
+    def is_adam(self) -> bool:
+        """Whether every update is the engine's own."""
+        return not any(layout is not None for layout in self.layouts.values())
+
+    @property
     def update_values(self) -> Literal["resident", "read", "never"]:
         """Whether updates need the values, for the plan: "resident", "read" or "never"."""
         rust = {

@@ -10,16 +10,18 @@ if TYPE_CHECKING:
 
     from memascend.planning.requirements import Requirements
 
-__all__ = ["Held", "choose_held"]
+__all__ = ["NOTHING", "Held", "choose_held"]
 
 
 @dataclass(frozen=True)
 class Held:
-    """Entries whose values and state stay in host memory: they are written as ever, and not read from storage.
+    """Entries whose values and state stay in host memory: they are read once, and their gradients wait there.
 
     Attributes:
         names: of the entries.
-        nbytes: what they take.
+        nbytes: what their values and state take.
+        gradients: what their gradients take that wait for `step()`.
+        units: those of which all values are held: they are computed with where they lie, and need no slot.
         values: by unit, bytes of values that are not read to compute with.
         update: bytes of values that are not read for an update.
         state: bytes of state that are not read for one.
@@ -27,26 +29,42 @@ class Held:
 
     names: tuple[str, ...] = ()
     nbytes: int = 0
+    gradients: int = 0
+    units: frozenset[str] = frozenset()
     values: Mapping[str, int] = field(default_factory=dict)
     update: int = 0
     state: int = 0
+
+    @property
+    def room(self) -> int:
+        """All of it."""
+        return self.nbytes + self.gradients
+
+
+NOTHING = Held()
 
 
 def choose_held(run: Requirements, room: int | None) -> Held:
     """Hold whole entries within so many bytes, the first units' first; None: all of them."""
     names: list[str] = []
     by_unit: dict[str, int] = {}
-    nbytes = update = state = 0
+    nbytes = gradients = update = state = 0
     for unit in run.units:
         for name in unit.parameters:
             own_values, own_state = run.sizes.entry_bytes.get(name, (0, 0))
             own = own_values + own_state
-            if not own or (room is not None and nbytes + own > room):
+            # Where all gradients are held anyway, they have their room.
+            waits = 0 if run.gradients == "ram" else run.gradient_bytes.get(name, 0)
+            if not own or (room is not None and nbytes + gradients + own + waits > room):
                 continue
             names.append(name)
             nbytes += own
+            gradients += waits
             by_unit[unit.name] = by_unit.get(unit.name, 0) + own_values
             if name in run.trained:
                 update += own_values
                 state += own_state
-    return Held(tuple(names), nbytes, by_unit, update, state)
+    # On a device units are computed with there.
+    here = [] if run.staging is not None else run.units
+    whole = frozenset(unit.name for unit in here if 0 < run.stored_bytes(unit) <= by_unit.get(unit.name, 0))
+    return Held(tuple(names), nbytes, gradients, whole, by_unit, update, state)

@@ -43,7 +43,8 @@ def choose(planner: MemoryPlanner, steps: Sequence[MemorySplit], budget: int, de
         return split.peak <= budget and (device_budget is None or split.device_peak <= device_budget)
 
     if fits(comfortable):
-        return planner.widened(comfortable, limit)
+        # What the host has beyond that holds entries first.
+        return comfortable if device_budget is None else planner.widened(comfortable, limit)
     chosen = [step for step in steps if fits(step)][-1]
     if device_budget is not None:
         # The host's budget is for chunks, the device's for all else: too little of one leaves the other what it has.

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 
 from memascend.pages import whole_pages
 from memascend.planning.forward_order import count_reads, forward_order, list_windows
+from memascend.planning.held import NOTHING
 from memascend.planning.slot_classes import SLOT_BYTES, arena_bytes, arena_classes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from memascend.planning.held import Held
     from memascend.planning.requirements import Requirements
     from memascend.planning.units import Unit
 
@@ -50,9 +52,9 @@ class MemorySplit:
         host = {**self.host, "activations": self.host["activations"] + more}
         return replace(self, host=host, activation_groups=groups)
 
-    def holding(self, nbytes: int) -> MemorySplit:
-        """The same with so many bytes of entries that are held."""
-        return replace(self, host={**self.host, "held entries": nbytes}) if nbytes else self
+    def holding(self, held: Held) -> MemorySplit:
+        """The same with entries that are held."""
+        return replace(self, host={**self.host, **_owners(held)})
 
     @property
     def peak(self) -> int:
@@ -87,8 +89,10 @@ class Reads:
 class MemoryPlanner:
     """Makes splits of memory for one run."""
 
-    def __init__(self, run: Requirements) -> None:
+    def __init__(self, run: Requirements, held: Held = NOTHING) -> None:
+        """`held` is beside what units, updates and gradients need; units that are held whole need no slot."""
         self.run = run
+        self.held = held
         self.order = [unit for unit in forward_order(run.units) if run.bytes_of(unit)]
         self._all_gradients = max(run.all_gradients, run.largest_gradient) if run.gradients == "ram" else 0
         # With ease: the largest gradient is worked on while those of one block come in.
@@ -124,6 +128,7 @@ class MemoryPlanner:
         }
         if run.rows_bytes:
             host["embedding rows"] = run.rows_bytes
+        host |= _owners(self.held)
         return MemorySplit(window, chunks, queue_bytes, classes, host, device)
 
     def _by_class(self, classes: Mapping[int, int]) -> dict[int, tuple[list[Unit], int]]:
@@ -139,21 +144,21 @@ class MemoryPlanner:
             if unit.pinned and self.run.bytes_of(unit):
                 left[class_of(unit)] -= 1
         for unit in self.order:
-            members[class_of(unit)].append(unit)
+            if unit.name not in self.held.units:
+                members[class_of(unit)].append(unit)
         return {bound: (members[bound], left[bound]) for bound in bounds}
 
-    def count_reads(self, classes: Mapping[int, int], held: Mapping[str, int] | None = None) -> Reads:
-        """What a step reads with these slots, where so many bytes of units' values are held."""
-        held = held or {}
+    def count_reads(self, classes: Mapping[int, int]) -> Reads:
+        """What a step reads with these slots."""
 
         def bytes_of(unit: Unit) -> int:
-            return max(0, self.run.bytes_of(unit) - held.get(unit.name, 0))
+            return max(0, self.run.bytes_of(unit) - self.held.values.get(unit.name, 0))
 
         # A pinned unit is read anew after a commit that changed it.
         pinned = [unit for unit in self.run.units if unit.pinned]
         forward = sum(bytes_of(unit) for unit in pinned if unit.frozen_bytes < unit.nbytes)
         backward = 0
-        resident = {unit.name for unit in pinned}
+        resident = {unit.name for unit in pinned} | self.held.units
         for members, slots in self._by_class(classes).values():
             ahead, back = count_reads(members, slots)
             for unit in {unit.name: unit for unit in members}.values():
@@ -198,3 +203,8 @@ class MemoryPlanner:
             return sum((ahead[unit.name] + back[unit.name]) * self.run.bytes_of(unit) for unit in kinds)
 
         return total(slots) - total(more)
+
+
+def _owners(held: Held) -> dict[str, int]:
+    owners = {"held entries": held.nbytes, "held gradients": held.gradients}
+    return {owner: nbytes for owner, nbytes in owners.items() if nbytes}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import re
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from memascend import memory
 from memascend.errors import ConfigError
 from memascend.paths import expanded
 
@@ -24,6 +26,7 @@ _UNITS = {
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
 # Two digits of an exponent are more than any memory has.
+_PART = re.compile(r"\s*(\d{1,3}(?:\.\d*)?)\s*%\s*", re.ASCII)
 _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)(?:e\+?(\d{1,2}))?\s*([a-z]*)\s*", re.IGNORECASE | re.ASCII)
 
 _Path = str | os.PathLike[str]
@@ -169,10 +172,21 @@ class Options:
             return torch.device(self.device)
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-    @property
+    @functools.cached_property
     def host_bytes(self) -> int | None:
-        """The budget of host memory in bytes; None where the plan chooses."""
-        return None if self.host_memory is None else parse_bytes(self.host_memory, "host_memory")
+        """The budget of host memory in bytes, a part of what there was when first asked; None: the plan chooses."""
+        if self.host_memory is None:
+            return None
+        part = _PART.fullmatch(self.host_memory) if isinstance(self.host_memory, str) else None
+        if part is None:
+            return parse_bytes(self.host_memory, "host_memory")
+        percent = float(part[1])
+        if not 0 < percent <= 100:
+            raise ConfigError(
+                f"host_memory is more than 0% and at most 100% of what there is, not {self.host_memory!r}"
+            )
+        available: int = memory.limits()["available"]
+        return max(1, int(available * percent / 100))
 
     @property
     def device_bytes(self) -> int | None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from memascend.errors import BudgetError, ConfigError
 from memascend.formatting import bytes_shown
-from memascend.planning.held import choose_held
+from memascend.planning.held import NOTHING, choose_held
 from memascend.planning.ladder import choose, rungs
 from memascend.planning.memory_split import MemoryPlanner
 from memascend.planning.table import Plan
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from memascend.planning.requirements import Requirements
 
 __all__ = ["Plan", "make_plan"]
+
+# A plan says what larger budgets buy, up to the one that holds everything, in so many equal parts.
+_PARTS = 4
 
 
 def make_plan(run: Requirements, *, budget: int | None = None, device_budget: int | None = None) -> Plan:
@@ -47,10 +50,13 @@ def make_plan(run: Requirements, *, budget: int | None = None, device_budget: in
         more = (budget - chosen.peak) // run.group_bytes
         chosen = chosen.with_activations(chosen.activation_groups + more, run.group_bytes)
     held, everything = choose_held(run, budget - chosen.peak), choose_held(run, None)
-    chosen = chosen.holding(held.nbytes)
-    now = planner.count_reads(chosen.classes, held.values)
+    holding, chosen = MemoryPlanner(run, held), chosen.holding(held)
+    if run.staging is None and chosen.peak >= comfortable.peak:
+        chosen = holding.widened(chosen, budget)
+    now = holding.count_reads(chosen.classes)
     read, written = _moved(run, chosen, now, held)
-    all_read, _ = _moved(run, ample, planner.count_reads(ample.classes, everything.values), everything)
+    moved = sum(read.values()) + sum(written.values())
+    larger = [comfortable.peak + everything.room * part // _PARTS for part in range(1, _PARTS + 1)]
     return Plan(
         units=tuple(run.units),
         order=tuple(unit.name for unit in planner.order),
@@ -62,8 +68,9 @@ def make_plan(run: Requirements, *, budget: int | None = None, device_budget: in
         gradients=run.gradients,
         queue_bytes=chosen.queue_bytes,
         resident=now.resident,
-        by_rows=tuple(unit.name for unit in run.units if unit.name in run.by_rows),
+        by_rows=tuple(unit.name for unit in run.units if unit.name in run.by_rows and unit.name not in held.units),
         held=held.names,
+        held_units=held.units,
         whole_bytes=run.whole_bytes,
         host=chosen.host,
         host_peak=chosen.peak,
@@ -77,14 +84,24 @@ def make_plan(run: Requirements, *, budget: int | None = None, device_budget: in
         smallest=smallest,
         comfortable=comfortable.peak,
         ample=ample.peak,
-        all_held=ample.peak + everything.nbytes,
+        all_held=comfortable.peak + everything.room,
         disk_bytes=run.sizes.total_bytes,
         read_bytes=read,
         written_bytes=written,
-        saved_bytes=max(0, planner.count_reads(comfortable.classes).total - now.total) + held.state,
-        savable_bytes=max(0, now.total - planner.count_reads(ample.classes).total),
-        holdable_bytes=max(0, sum(read.values()) - sum(all_read.values())),
+        saved_bytes=max(0, _bytes_with(run, comfortable, NOTHING) - moved),
+        larger={nbytes: _bytes_at(run, comfortable, nbytes) for nbytes in larger if nbytes > budget},
+        device_savable_bytes=max(0, now.total - planner.count_reads(ample.classes).total) if run.staging else 0,
     )
+
+
+def _bytes_at(run: Requirements, comfortable: MemorySplit, budget: int) -> int:
+    """About what a step moves with another budget, from the comfortable one on."""
+    return _bytes_with(run, comfortable, choose_held(run, budget - comfortable.peak))
+
+
+def _bytes_with(run: Requirements, comfortable: MemorySplit, held: Held) -> int:
+    moved = _moved(run, comfortable, MemoryPlanner(run, held).count_reads(comfortable.classes), held)
+    return sum(nbytes for kinds in moved for nbytes in kinds.values())
 
 
 def _require_room(
@@ -127,7 +144,8 @@ def _moved(run: Requirements, chosen: MemorySplit, reads: Reads, held: Held) -> 
         "never": 0,
     }
     state = run.sizes.slot_bytes - sum(run.sizes.unit_bytes.values())
-    spilled = run.all_gradients if run.gradients == "ssd" else 0
+    waiting = sum(run.gradient_bytes.get(name, 0) for name in held.names)
+    spilled = max(0, run.all_gradients - waiting) if run.gradients == "ssd" else 0
     read = {
         # Of embeddings by rows, at most all of them.
         "values, forward": reads.forward
@@ -137,7 +155,8 @@ def _moved(run: Requirements, chosen: MemorySplit, reads: Reads, held: Held) -> 
         "state": state - held.state,
         "gradients": spilled,
     }
-    written = {"values": trained, "state": state, "gradients": spilled}
+    spared = (held.update, held.state) if run.applies else (0, 0)
+    written = {"values": trained - spared[0], "state": state - spared[1], "gradients": spilled}
     return (
         {kind: nbytes for kind, nbytes in read.items() if nbytes},
         {kind: nbytes for kind, nbytes in written.items() if nbytes},

@@ -36,6 +36,8 @@ class Requirements:
         update_values: whether an update reads the values: "resident" where their unit was evicted (the compact state),
             "read" always (values of 32 bits), "never" (the state has a master of its own).
         trained: the names of the parameters that a step changes.
+        gradient_bytes: of each of those.
+        applies: updates of held entries are applied in memory, and nothing of them is written before the end.
         by_rows: units that are embeddings of which a forward reads the rows that it needs: they have no memory.
         rows_bytes: what those are read through, and their gradients made in.
     """
@@ -53,6 +55,8 @@ class Requirements:
     segment: int = 1
     update_values: Literal["resident", "read", "never"] = "resident"
     trained: Collection[str] = ()
+    gradient_bytes: Mapping[str, int] = field(default_factory=dict)
+    applies: bool = False
     by_rows: Collection[str] = ()
     rows_bytes: int = 0
 

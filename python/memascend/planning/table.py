@@ -38,8 +38,9 @@ class Plan:
         resident: units that are read at most once a step, as they stay from the forward to the backward; frozen ones
             from step to step.
         by_rows: units that are embeddings of which a forward reads the rows that it needs; they have no memory.
-        held: the names of the entries whose values and state stay in host memory: they are written as ever, and not
-            read from storage.
+        held: the names of the entries whose values and state stay in host memory: they are read once, and their
+            gradients wait there for `step()`.
+        held_units: the units of which all values are held: they are computed with where they lie.
         whole_bytes: for optimizers that update whole parameters.
         host: host memory by owner; everything that is held, and its sum `host_peak`, is in the budget.
         device: memory of the device by owner, where that is not the host; its sum is `device_peak`.
@@ -50,14 +51,14 @@ class Plan:
         budget: the limit in force.
         smallest: the smallest budget that works.
         comfortable: the smallest budget that keeps disk and compute busy.
-        ample: the budget from which on more units in memory save nothing; what is beyond holds entries.
+        ample: a budget with a slot for every unit beside the comfortable one's; it holds entries first.
         all_held: the budget from which on all entries are held, and more of it saves nothing.
         disk_bytes: the store, with both slots.
         read_bytes: per step, by kind.
         written_bytes: per step, by kind.
-        saved_bytes: reads of a step that the budget saves beyond the comfortable one.
-        savable_bytes: reads of a step that the ample budget would save in addition.
-        holdable_bytes: reads of a step that holding all entries would save in addition.
+        saved_bytes: of what a step moves at the comfortable budget, those that this budget saves.
+        larger: what a step moves, in all, by larger budgets, up to the one that holds all entries.
+        device_savable_bytes: reads of a step that the device's ample budget would save in addition.
         recurrent_bytes: what cuDNN copies of the weights of LSTM, GRU and RNN modules, each from its forward to its
             backward; torch's own memory of the device, and in no budget.
     """
@@ -74,6 +75,7 @@ class Plan:
     resident: frozenset[str]
     by_rows: tuple[str, ...]
     held: tuple[str, ...]
+    held_units: frozenset[str]
     whole_bytes: int
     host: dict[str, int]
     host_peak: int
@@ -92,8 +94,8 @@ class Plan:
     read_bytes: dict[str, int]
     written_bytes: dict[str, int]
     saved_bytes: int
-    savable_bytes: int
-    holdable_bytes: int
+    larger: dict[int, int]
+    device_savable_bytes: int
     recurrent_bytes: int = 0
 
     @property
@@ -101,12 +103,25 @@ class Plan:
         """About so many bytes of objects are beside the budget: what Python and torch keep for each parameter."""
         return OBJECT_BYTES * sum(len(unit.parameters) for unit in self.units)
 
+    @property
+    def moved_bytes(self) -> int:
+        """All that a step reads and writes."""
+        return sum(self.read_bytes.values()) + sum(self.written_bytes.values())
+
+    @property
+    def said(self) -> str:
+        """In one line what the budget does, and what more of it would buy."""
+        held = f"{len(self.held)} parameters are held in memory, and " if self.held else ""
+        more = [f"{nbytes} ({bytes_shown(nbytes)}): {bytes_shown(moved)}" for nbytes, moved in self.larger.items()]
+        instead = f"; with host_memory={', '.join(more)}" if more else ""
+        return f"{held}a step moves {bytes_shown(self.moved_bytes)}{instead}"
+
     def larger_budget(self, nbytes: int) -> int:
         """A budget that works where the model holds more units together than a plan can know: all of them, if need be.
 
         Where that is there already, it is `nbytes` more, for what code keeps beyond the units.
         """
-        now, most = (self.device_budget, self.device_ample) if self.device else (self.budget, self.ample)
+        now, most = (self.device_budget, self.device_ample) if self.device else (self.budget, self.all_held)
         return most if most > now else now + nbytes
 
     def with_added(self, slots: Mapping[int, int], nbytes: int) -> Plan:
@@ -134,6 +149,8 @@ class Plan:
         """All of it as JSON values."""
         plain = asdict(self)
         plain["classes"] = [{"bytes": nbytes, "count": count} for nbytes, count in sorted(self.classes.items())]
+        plain["held_units"] = sorted(self.held_units)
+        plain["larger"] = [{"budget": nbytes, "moved_bytes": moved} for nbytes, moved in self.larger.items()]
         plain["resident"] = [unit.name for unit in self.units if unit.name in self.resident]
         return plain
 
@@ -210,7 +227,8 @@ def _note(plan: Plan, owner: str) -> str:
         "index": "where each piece lies, and its checksum",
         "gradients": "all of them" if plan.gradients == "ram" else "that wait for their update",
         "activations": stay if plan.activation_groups else through,
-        "held entries": f"{len(plan.held)} with their state: written, and not read",
+        "held entries": f"{len(plan.held)} parameters with their state: read once",
+        "held gradients": "of those, until step()",
         "embedding rows": "through which they are read, and their gradients made",
         "unit staging": "pinned, on the way to the device",
         "gradient windows": "pinned, on the way from the device",
@@ -227,18 +245,17 @@ def _advice(plan: Plan) -> str:
                 f"{option}={comfortable} ({bytes_shown(comfortable)}) would keep disk and compute busy; "
                 f"{smallest} is the smallest that works"
             )
-    saved = f"the budget saves {bytes_shown(plan.saved_bytes)} of reads a step; " if plan.saved_bytes else ""
-    if not plan.savable_bytes and plan.holdable_bytes:
-        more = bytes_shown(plan.holdable_bytes)
-        held = f"host_memory={plan.all_held} ({bytes_shown(plan.all_held)})"
-        return f"{saved}{held} would hold all state and save {more} more"
-    if not plan.savable_bytes:
+    saved = f"the budget saves {bytes_shown(plan.saved_bytes)} of that; " if plan.saved_bytes else ""
+    if plan.device_savable_bytes:
+        option, *_, ample = device
+        saves = bytes_shown(plan.device_savable_bytes)
+        return f"{saved}{option}={ample} ({bytes_shown(ample)}) would save {saves} of reads a step"
+    if not plan.larger:
         return f"{saved}a larger budget would save nothing"
-    option, *_, ample = device if plan.device else host
-    return (
-        f"{saved}{option}={ample} ({bytes_shown(ample)}) would save {bytes_shown(plan.savable_bytes)} "
-        f"{'more' if plan.saved_bytes else 'of reads a step'}"
-    )
+    lines = [
+        f"  host_memory={nbytes} ({bytes_shown(nbytes)}): {bytes_shown(moved)}" for nbytes, moved in plan.larger.items()
+    ]
+    return "\n".join([f"{saved}a step moves {bytes_shown(plan.moved_bytes)}, and would move with", *lines])
 
 
 def _rows(rows: Sequence[tuple[str, ...]]) -> list[str]:

@@ -28,6 +28,16 @@ class Memory(Protocol):
     def begin(self, name: str, base: torch.Tensor) -> UnitRead:
         """Begin to bring a unit into a lease of the arena."""
 
+    def held(self, name: str) -> torch.Tensor:
+        """The bytes of a unit that is held, as the last commit left them."""
+
+    @property
+    def held_epoch(self) -> int:
+        """While it stays the same, what `held` gave is what the last commit left."""
+
+    def spoil(self, name: str) -> None:
+        """Somebody wrote to a parameter of a unit that is held."""
+
     def used(self, base: torch.Tensor) -> None:
         """The caller is about to compute with a unit's bytes."""
 

@@ -172,7 +172,7 @@ class Residency:
     def fits(self, places: Iterable[Place]) -> bool:
         """Whether the units of some parameters have room in memory together."""
         homes = {id(home): home for home in (self.units.home_of[place.name] for place in places)}.values()
-        sizes = [home.slot_bytes for home in homes if not home.by_rows]
+        sizes = [home.slot_bytes for home in homes if not (home.by_rows or home.held)]
         return all(sizes.count(size) <= self._limits.slots.get(size, 0) for size in set(sizes))
 
     def looked_up(self, place: Place, indices: torch.Tensor, padding: int | None) -> torch.Tensor | None:

@@ -75,6 +75,8 @@ class ResidentUnits:
         self.homes: list[Home] = []
         self.home_of: dict[str, Home] = {}
         self.order = Order()
+        # The places of units that are held: they are always there.
+        self._held: set[int] = set()
         self.closed: str | None = None
         self.written: set[str] = set()
         self.overrides: dict[str, torch.Tensor] = {}
@@ -86,12 +88,17 @@ class ResidentUnits:
         # Those that were found to be used whole.
         self._told: set[str] = set()
 
-    def add(self, name: str, places: list[Place], nbytes: int, *, pinned: bool, by_rows: bool = False) -> None:
+    def add(
+        self, name: str, places: list[Place], nbytes: int, *, pinned: bool, by_rows: bool = False, held: bool = False
+    ) -> None:
         """Take charge of a unit of so many bytes."""
-        slot_bytes = 0 if by_rows else next((size for size in self._classes if size >= nbytes), nbytes)
-        home = Home(len(self.homes), name, nbytes, slot_bytes, pinned=pinned, by_rows=by_rows)
+        apart = by_rows or held
+        slot_bytes = 0 if apart else next((size for size in self._classes if size >= nbytes), nbytes)
+        home = Home(len(self.homes), name, nbytes, slot_bytes, pinned=pinned, by_rows=by_rows, held=held)
         home.places = places
         self.homes.append(home)
+        if held:
+            self._held.add(home.index)
         self.home_of.update((place.name, home) for place in places)
 
     def require_open(self) -> None:
@@ -110,6 +117,9 @@ class ResidentUnits:
             self._current = home
             if not home.by_rows:
                 self.order.went_to(home.index)
+            if home.in_place and home.epoch != self._memory.held_epoch:
+                self._note_changed(home)
+                self.evict(home)
             if home.base is None:
                 self._bring(home)
             else:
@@ -121,6 +131,9 @@ class ResidentUnits:
             return base
 
     def _bring(self, home: Home) -> None:
+        if home.held:
+            self._bring_held(home)
+            return
         if home.by_rows:
             self._bring_mapped(home)
             return
@@ -134,8 +147,24 @@ class ResidentUnits:
             home.weak = (StorageWeakRef(base.untyped_storage()), home.version)
             home.base = base
             self._at[base.data_ptr()] = (home, home.version)
-            self._overlay(home)
+            home.overlay(self.overrides)
             self.sums.note(home)
+
+    def _bring_held(self, home: Home) -> None:
+        """A unit whose values are in memory: it is computed with where they lie, but for values that are not stored."""
+        # Asked first: what becomes stale in between is brought again.
+        home.epoch = self._memory.held_epoch
+        held = self._memory.held(home.name)
+        home.held_at = held.data_ptr()
+        home.in_place = not any(place.name in self.overrides for place in home.places)
+        home.base = held
+        if not home.in_place:
+            # What only the model has is no part of what is held: in a file, as all that user code reached.
+            home.base = self._copies.gathered(home.nbytes, lambda visit: visit(0, held))
+            home.mapped = StorageWeakRef(home.base.untyped_storage())
+        self._at[home.base.data_ptr()] = (home, home.version)
+        home.overlay(self.overrides)
+        self.sums.note(home)
 
     def _bring_mapped(self, home: Home) -> None:
         """All of a unit that has no place in memory: in a file, whose pages the kernel keeps or not."""
@@ -151,17 +180,8 @@ class ResidentUnits:
         home.base = self.mapped(place)
         home.mapped = StorageWeakRef(home.base.untyped_storage())
         self._at[home.base.data_ptr()] = (home, home.version)
-        self._overlay(home)
+        home.overlay(self.overrides)
         self.sums.note(home)
-
-    def _overlay(self, home: Home) -> None:
-        """Let a unit that was read have the values that are not on storage."""
-        if self.overrides and home.base is not None:
-            with torch.inference_mode(mode=False), torch.no_grad():
-                for place in home.places:
-                    values = self.overrides.get(place.name)
-                    if values is not None:
-                        view(home.base, place).copy_(values)
 
     def each_part(self, place: Place, visit: Callable[[int, torch.Tensor], None]) -> None:
         """Read all of an embedding that is read by rows: `visit` gets where each part begins, and its bytes."""
@@ -213,7 +233,7 @@ class ResidentUnits:
         places of their own, and the disk is not to wait until they are next.
         """
         near = self._limits.lookahead
-        for count, index in enumerate(self.order.ahead(near + _FARTHER if near else 0)):
+        for count, index in enumerate(self.order.ahead(near + _FARTHER if near else 0, self._held)):
             home = self.homes[index]
             if (
                 home.by_rows
@@ -286,6 +306,7 @@ class ResidentUnits:
             self.written.update(self.sums.changed(home))
             home.views = None
             home.base = None
+            home.in_place = False
             self.counters["evictions"] += 1
 
     # --- values that change -------------------------------------------------------------
@@ -321,6 +342,9 @@ class ResidentUnits:
         written = {*seen, *self.sums.changed(home)}
         if written:
             self.written.update(written)
+            if home.held:
+                for name in written:
+                    self._memory.spoil(name)
             # What it holds now is no step's: it is read again.
             self.evict(home)
             home.weak = None
@@ -332,7 +356,15 @@ class ResidentUnits:
                 home = self.homes[index]
                 home.version += 1
                 home.trained = True
+                if home.held:
+                    home.count_write()
+                    self._note_changed(home)
                 self.evict(home)
+
+    def _note_changed(self, home: Home) -> None:
+        """What is held of a unit was changed by a step, and by nobody else."""
+        if home.base is not None:
+            self.sums.note(home)
 
     def end_step(self) -> None:
         """Learn the order in which units were used, and begin to fetch the first of the next step."""
@@ -346,12 +378,13 @@ class ResidentUnits:
         """The values of a parameter where they are resident, as the last commit left them. They hold the unit."""
         with self._lock:
             home = self.home_of[place.name]
-            return None if home.base is None else view(home.base, place)
+            # What is held the engine has.
+            return None if home.base is None or home.held else view(home.base, place)
 
     def home_at(self, address: int) -> tuple[Home, int] | None:
         """The unit whose bytes begin at an address, and their version."""
         found = self._at.get(address)
-        if found is not None and found[0].by_rows:
+        if found is not None and (found[0].by_rows or (found[0].held and found[0].held_at != address)):
             # Where a file was, something else may be now.
             storage = None if found[0].mapped is None else alive(found[0].mapped)
             if storage is None or storage.data_ptr() != address:

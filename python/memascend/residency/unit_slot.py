@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch.multiprocessing.reductions import StorageWeakRef
 
     from memascend.residency.placeholder import Place
@@ -34,9 +36,13 @@ class Home:
         "base",
         "bound",
         "by_rows",
+        "epoch",
         "fetch",
         "guarded",
+        "held",
+        "held_at",
         "holders",
+        "in_place",
         "index",
         "mapped",
         "name",
@@ -53,7 +59,15 @@ class Home:
     )
 
     def __init__(
-        self, index: int, name: str, nbytes: int, slot_bytes: int, *, pinned: bool, by_rows: bool = False
+        self,
+        index: int,
+        name: str,
+        nbytes: int,
+        slot_bytes: int,
+        *,
+        pinned: bool,
+        by_rows: bool = False,
+        held: bool = False,
     ) -> None:
         self.index = index
         self.name = name
@@ -62,6 +76,12 @@ class Home:
         self.pinned = pinned
         # An embedding that is looked up on storage: it has no place in the arena.
         self.by_rows = by_rows
+        # Its values are in memory for the whole run: it has no place in the arena, either.
+        self.held = held
+        # `base` is where they are held, at this address, and was fresh at this epoch of the store.
+        self.in_place = False
+        self.held_at = 0
+        self.epoch = -1
         # Of the file that it was brought into, where somebody needed all of it.
         self.mapped: StorageWeakRef | None = None
         self.places: list[Place] = []
@@ -90,6 +110,23 @@ class Home:
         else:
             self.holders.pop(holder, None)
         self.bound = sum(self.holders.values())
+
+    def overlay(self, overrides: Mapping[str, torch.Tensor]) -> None:
+        """Let it have values that are not on storage, by the names of their parameters."""
+        if overrides and self.base is not None:
+            with torch.inference_mode(mode=False), torch.no_grad():
+                for place in self.places:
+                    values = overrides.get(place.name)
+                    if values is not None:
+                        view(self.base, place).copy_(values)
+
+    def count_write(self) -> None:
+        """Its values were updated where they lie, as by an optimizer in place: a graph that saved a view is refused."""
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            for place in self.places:
+                torch.autograd.graph.increment_version(place.parameter)
+                if place.bound_version is not None:
+                    place.note_version()
 
 
 def view(base: torch.Tensor, place: Place) -> torch.Tensor:

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Container, Iterable
 
 __all__ = ["Order"]
 
@@ -48,15 +48,19 @@ class Order:
         elif uses:
             self._position = uses[0] + 1
 
-    def ahead(self, count: int) -> list[int]:
-        """The next units that are used, this many at most."""
+    def ahead(self, count: int, beside: Container[int] = ()) -> list[int]:
+        """The next units that are used, `beside` some, this many at most."""
         total = len(self._expected)
         found: list[int] = []
-        for step in range(min(total, 4 * count)):
+        looked = 0
+        for step in range(total):
             index = self._expected[(self._position + step) % total]
+            if index in beside:
+                continue
+            looked += 1
             if index not in found:
                 found.append(index)
-            if len(found) >= count:
+            if len(found) >= count or looked >= 4 * count:
                 break
         return found
 

@@ -181,7 +181,8 @@ class Assembly:
                 for name in unit.parameters
             ]
             nbytes = self.decision.sizes.unit_bytes[unit.name]
-            residency.units.add(unit.name, places, nbytes, pinned=unit.pinned, by_rows=unit.name in plan.by_rows)
+            by_rows, held = unit.name in plan.by_rows, unit.name in plan.held_units
+            residency.units.add(unit.name, places, nbytes, pinned=unit.pinned, by_rows=by_rows, held=held)
         index = {home.name: home.index for home in residency.units.homes}
         forward = [index[name] for name in plan.order]
         residency.units.order.expect(forward + forward[::-1])

@@ -19,6 +19,7 @@ from memascend.run import open_runs
 from memascend.run.locations import temporary
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from memascend.engine import Engine, Store
@@ -145,9 +146,12 @@ class FirstValues:
                 described = subject.arithmetic.describe(subject.named[name]) if name in subject.trained else {}
                 progress.add(values.nbytes + sum(tensor.nbytes for tensor in described.values()))
 
-    def read(self, store: Store) -> dict[str, Any]:
-        """Take the buffers that a store holds already; its hyperparameters."""
+    def read(self, store: Store, held: Sequence[str]) -> dict[str, Any]:
+        """Take the buffers that a store has already, and read what is held of it; its hyperparameters."""
         self._subject.buffers.restore(store)
+        if held:
+            with Progress("reading what is held in memory", 0) as progress:
+                store.refresh(held, progress.reached)
         return store.hyperparameters or {}
 
     def let_go(self) -> None:

@@ -185,6 +185,8 @@ def _requirements(
         activation_groups=activations.MORE_USUAL if stays else 0,
         update_values=subject.arithmetic.update_values,
         trained=subject.trained,
+        gradient_bytes=gradients,
+        applies=options.durability == "none" and subject.arithmetic.is_adam,
     )
 
 

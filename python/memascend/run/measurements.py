@@ -132,7 +132,7 @@ class Measurements:
 
     def _owners(self) -> dict[str, Owner]:
         resources = self._resources
-        info = resources.store.info()
+        info, counters = resources.store.info(), resources.engine.counters()
         # The engine's memory has the room for whole parameters in it, too.
         staging, whole = resources.engine.staging_bytes, self.plan.whole_bytes
         held = {
@@ -142,11 +142,14 @@ class Measurements:
             "index": info["index_bytes"],
             "unaligned I/O": info["copy_bytes"],
             "whole parameters": min(staging, whole),
-            "held entries": self.plan.host.get("held entries", 0),
+            "held entries": 0 if resources.closed else self.plan.host.get("held entries", 0),
             "activations": 0 if resources.activations is None else resources.activations.host_bytes,
         }
         always = (*resources.units.host, "update staging", "catalog", "index")
         owners = {name: Owner(nbytes, nbytes) for name, nbytes in held.items() if nbytes or name in always}
+        if "held gradients" in self.plan.host:
+            # Where all gradients are kept anyway, these are among them.
+            owners["held gradients"] = Owner(counters["waiting"], counters["waiting_peak"])
         if not self.plan.device:
             owners["gradients"] = self._gradients()
         return owners

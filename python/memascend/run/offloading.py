@@ -77,9 +77,9 @@ def offload(  # noqa: PLR0913 - options are keywords
         existing: what to do where a store is already: "refuse", "resume" its last committed step, or "replace" it.
             "previous" resumes the commit before the last one, after every byte of it was read and checked, and gives
             the last one up: for a store whose newest commit is damaged, as long as the step after it was not begun.
-        host_memory: a hard budget for what is held in memory, in bytes or as "8GiB"; None: the smallest that keeps disk
-            and compute busy. What a larger one has left holds parameters with their state, which are then written to
-            storage and not read from it.
+        host_memory: a hard budget for what is held in memory, in bytes, as "8GiB", or as "75%" of what process and
+            cgroup have now; None: the smallest that keeps disk and compute busy. What a larger one has left holds
+            parameters with their state, the model's first ones first: they are read once, when the store is opened.
         device: where the model computes: "cpu", "cuda", "cuda:1"; None: CUDA if there is one. Batches go there by
             themselves no more than without offloading; buffers are moved by this call. The update runs on the CPU.
         gradients: "fused": updated as they appear; "ssd" or "ram": kept until `step()`; "auto": learnt in the first
@@ -141,7 +141,13 @@ def offload(  # noqa: PLR0913 - options are keywords
     if device is None and opened is not None:
         _log.info("device: %s, since there is one; device='cpu' computes without it", opened.torch_device)
     if host_memory is None:
-        _log.info("host_memory: %d bytes, the smallest that keeps disk and compute busy", offloaded.plan.budget)
+        _log.info(
+            "host_memory: %d bytes, the smallest that keeps disk and compute busy; %s",
+            offloaded.plan.budget,
+            offloaded.plan.said,
+        )
+    else:
+        _log.info("host_memory: %d bytes; %s", offloaded.plan.budget, offloaded.plan.said)
     return model, offloaded
 
 
@@ -159,13 +165,19 @@ def _offloaded(subject: Subject) -> OffloadedOptimizer:
             # A call that fails leaves nothing behind.
             undo.callback(store.forsake)
         plan = decision.plan
-        store.hold(plan.held)
-        engine = engines.Engine(store, chunks=plan.chunks, queue=plan.queue_bytes, whole=subject.arithmetic.whole_bytes)
+        store.hold(plan.held, registered=subject.device is not None)
+        engine = engines.Engine(
+            store,
+            chunks=plan.chunks,
+            queue=plan.queue_bytes,
+            whole=subject.arithmetic.whole_bytes,
+            threads=torch.get_num_threads(),
+        )
         undo.callback(engine.close)
         end_log(store, engine)
         if options.resumes:
             first.prepare(created=store.created)
-        stored = first.write(engine, decision) if store.created else first.read(store)
+        stored = first.write(engine, decision) if store.created else first.read(store, plan.held)
         shared = subject.arithmetic.shared
         take_options(subject.original.param_groups, stored.get("groups"), undo, shared.examples)
         shared.restore(stored.get("attributes") or {}, undo)
@@ -196,7 +208,7 @@ def _resources(
     if subject.device is None:
         memory = HostUnits(store, plan.classes, decision.row_bytes if plan.by_rows else 0)
     else:
-        memory = DeviceUnits(store, subject.device, plan.classes)
+        memory = DeviceUnits(store, subject.device, plan.classes, plan.held)
     undo.callback(memory.close)
     undo.callback(memory.stop)
     keeper = None

@@ -8,6 +8,7 @@ import warnings
 from typing import TYPE_CHECKING
 
 from memascend.errors import UsageError
+from memascend.progress import Progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,6 +58,13 @@ class Resources:
         self._first: Callable[[], None] | None = None
         self._process = os.getpid()
 
+    def _close_store(self) -> None:
+        try:
+            with Progress("writing what is held to storage", 0) as progress:
+                self.store.write_applied(progress.reached)
+        finally:
+            self.store.close()
+
     def require_open(self) -> None:
         """Refuse what comes after close()."""
         if self.closed:
@@ -87,7 +95,7 @@ class Resources:
             if self.activations is not None:
                 last_first.callback(self.activations.close, CLOSED)
             last_first.callback(self.units.close)
-            last_first.callback(self.store.close)
+            last_first.callback(self._close_store)
             last_first.callback(self.units.stop)
             last_first.callback(self.engine.close)
             if self._first is not None:

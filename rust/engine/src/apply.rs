@@ -8,6 +8,7 @@ use memascend_store::{Buffer, Content, Description, PAGE_BYTES, Shared, Store, W
 use crate::{
     Counters, Error, Result,
     bench::{Bench, Read, Write},
+    held::Kept,
     job::{Turn, Work},
     spill::required,
     whole::{self, Plan},
@@ -117,6 +118,8 @@ fn paged(bytes: usize) -> usize {
 /// An [`Application`] that fits its entry.
 pub(crate) struct Apply {
     asked: Application,
+    /// The gradient that is kept in memory instead of spilled, where the entry is held.
+    kept: Option<Arc<Kept>>,
     /// The tensors of other shapes, once it has begun.
     others: RefCell<Option<Shared>>,
     /// All of the entry, once it has begun, where it is wanted whole.
@@ -139,7 +142,12 @@ impl Apply {
                 "{name:?} in one piece takes {needed} bytes, and the engine has {whole_bytes} for that; start it with whole={needed}"
             )));
         }
-        Ok(Self { asked, others: RefCell::default(), all: RefCell::default() })
+        Ok(Self { asked, kept: None, others: RefCell::default(), all: RefCell::default() })
+    }
+
+    /// The same, with a gradient that is kept in memory instead of spilled.
+    pub(crate) fn by_kept(self, kept: Option<Arc<Kept>>) -> Self {
+        Self { kept, ..self }
     }
 }
 
@@ -167,7 +175,7 @@ impl Work for Apply {
     }
 
     fn begin(&self, bench: &Bench<'_>, entry: usize) -> Result<()> {
-        if self.asked.spilled {
+        if self.asked.spilled && self.kept.is_none() {
             required(bench.store, entry)?;
         }
         bench.begin(entry, self.asked.step)
@@ -191,7 +199,7 @@ impl Work for Apply {
             for piece in bench.pieces_of_chunk(entry, index) {
                 reads.push(bench.read(entry, piece, memory)?);
             }
-            if self.asked.spilled {
+            if self.asked.spilled && self.kept.is_none() {
                 reads.push(bench.read_spill(entry, index, memory)?);
             }
         }
@@ -201,6 +209,9 @@ impl Work for Apply {
     fn compute(&self, bench: &Bench<'_>, turn: &Turn) -> Result<()> {
         let &Turn { entry, index, ref memory } = turn;
         let chunks = bench.chunks_of(entry);
+        if let Some(kept) = self.kept.as_ref().filter(|_| index < chunks) {
+            kept.lay(bench, turn)?;
+        }
         if !self.asked.whole {
             return self.call(bench, entry, self.of_chunk(bench, turn)?);
         }

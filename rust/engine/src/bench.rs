@@ -81,13 +81,21 @@ pub(crate) struct Bench<'a> {
     pub(crate) whole: Option<Slots>,
     /// The job that is being begun.
     pub(crate) beginning: RefCell<Option<Arc<Mark>>>,
+    /// Pieces are where they are held, and not in staging chunks.
+    in_place: bool,
 }
 
 impl<'a> Bench<'a> {
     pub(crate) fn new(store: &'a Store, others: Option<Slots>, whole: Option<Slots>) -> Result<Self> {
         let parts = Parts::new(store.description());
         let exec = Exec::new(NonZeroUsize::MIN)?;
-        Ok(Self { store, parts, exec, counters: Counters::default(), others, whole, beginning: RefCell::default() })
+        let (counters, beginning) = (Counters::default(), RefCell::default());
+        Ok(Self { store, parts, exec, counters, others, whole, beginning, in_place: false })
+    }
+
+    /// For work on held entries where they lie: what would be a part of a staging chunk is the held piece.
+    pub(crate) fn in_place(store: &'a Store) -> Result<Self> {
+        Ok(Self { in_place: true, ..Self::new(store, None, None)? })
     }
 
     /// Begins to stage an entry. Somebody may read its slot for long: a job that is cancelled waits no more.
@@ -126,6 +134,10 @@ impl<'a> Bench<'a> {
 
     /// The part of a staging chunk that is for a piece.
     pub(crate) fn part(&self, entry: usize, piece: u32, memory: &Shared) -> Result<Shared> {
+        if self.in_place {
+            let held = self.store.held_piece(entry, piece);
+            return held.ok_or_else(|| Error::Invalid("an entry that is not held".into()));
+        }
         let place = self.store.layout().piece(self.store.description(), entry, piece);
         let start = if matches!(place.content, Content::Values { .. }) { self.parts.values_at } else { 0 };
         let part = memory.part(start, usize::try_from(place.bytes()).unwrap_or(usize::MAX));

@@ -31,6 +31,12 @@ pub struct Counters {
     pub queued: u64,
     /// The most of them, those of first values left out.
     pub queued_peak: u64,
+    /// Bytes of gradients of held entries that wait for their step.
+    pub waiting: u64,
+    /// The most of them.
+    pub waiting_peak: u64,
+    /// Applying updates to held entries in memory.
+    pub applying: Duration,
     /// Waiting for work.
     pub idle: Duration,
     /// Waiting for reads, their checksums included.

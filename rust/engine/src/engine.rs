@@ -2,9 +2,11 @@
 
 use std::{
     any::Any,
+    num::NonZeroUsize,
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{Arc, Mutex},
     thread::JoinHandle,
+    time::Instant,
 };
 
 use memascend_math::Hyperparameters;
@@ -13,10 +15,12 @@ use memascend_store::{Buffer, Commit, Spilled, Store};
 
 use crate::{
     Counters, Error, First, Gradient, Result,
+    applied::Workers,
     apply::{self, Application, Apply, Slots},
     bench::{Bench, Parts},
     fill::Fill,
-    job::{Job, Leaves},
+    held::{HeldGradients, Waiting},
+    job::{Job, Leaves, Work},
     pipeline::{CHUNKS_DEFAULT, Pipeline, lose_spilled},
     queue::{Queue, State},
     spill::{Forget, Spill, Unspill, nothing, spill_dtype},
@@ -40,20 +44,30 @@ pub struct Options {
     pub whole_bytes: usize,
     /// How the staging chunks are pinned.
     pub pin: Pin,
+    /// Threads that updates of held entries run on at the end of a step.
+    pub threads: NonZeroUsize,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { chunks: CHUNKS_DEFAULT, queue_bytes_max: 256 << 20, whole_bytes: 0, pin: Pin::Off }
+        Self {
+            chunks: CHUNKS_DEFAULT,
+            queue_bytes_max: 256 << 20,
+            whole_bytes: 0,
+            pin: Pin::Off,
+            threads: NonZeroUsize::MIN,
+        }
     }
 }
 
 /// Updates of a store. See the crate's description.
 pub struct Engine {
     shared: Arc<Shared>,
+    held: HeldGradients,
     thread: Mutex<Option<JoinHandle<()>>>,
     staging_bytes: usize,
     whole_bytes: usize,
+    threads: NonZeroUsize,
 }
 
 struct Shared {
@@ -86,7 +100,8 @@ impl Engine {
             .name("memascend-update".into())
             .spawn(move || theirs.serve(others, whole))
             .map_err(|error| Error::Invalid(format!("no thread could be started: {error}")))?;
-        Ok(Self { shared, thread: Mutex::new(Some(thread)), staging_bytes, whole_bytes: options.whole_bytes })
+        let (held, thread) = (HeldGradients::default(), Mutex::new(Some(thread)));
+        Ok(Self { shared, held, thread, staging_bytes, whole_bytes: options.whole_bytes, threads: options.threads })
     }
 
     /// Begins the first values of an entry, whose update number is then 0. Nothing is read.
@@ -120,9 +135,19 @@ impl Engine {
             let (name, got, wanted) = (&described.name, gradient.elements(), described.elements());
             return Err(Error::Invalid(format!("the gradient of {name:?} has {got} elements, not {wanted}")));
         }
+        let held = self.shared.store.is_held(entry);
+        // What is held is checked where it lies.
+        let values = values.filter(|_| !held);
+        if held && matches!(&by, By::Given(gradient) if !gradient.is_here()) {
+            return Err(Error::Invalid("a gradient of a held entry lies in host memory".into()));
+        }
         let update = Update::new(&self.shared.store, entry, by, values, hyperparameters)?;
         if spilled {
             self.will_be_spilled(entry)?;
+        }
+        if held {
+            let update = update.by_kept(self.held.kept(entry).filter(|_| spilled));
+            return self.wait_for_step(entry, hyperparameters.step, update, self.shared.store.applies());
         }
         self.shared.queue.push(Job::new(entry, update), &mut wait)
     }
@@ -134,16 +159,23 @@ impl Engine {
     /// known once the store is opened again. A job of this kind that is discarded or fails leaves nothing there.
     pub fn spill(&self, entry: usize, gradient: Gradient, add: bool, mut wait: Wait<'_>) -> Result<()> {
         self.known(entry)?;
-        let spill = Spill::new(&self.shared.store, entry, gradient, add)?;
         if add {
             self.will_be_spilled(entry)?;
         }
+        if self.shared.store.is_held(entry) {
+            Spill::require_fit(&self.shared.store, entry, &gradient)?;
+            return self.held.keep(&self.shared.store, entry, gradient, add);
+        }
+        let spill = Spill::new(&self.shared.store, entry, gradient, add)?;
         self.shared.queue.push(Job::new(entry, spill), &mut wait)
     }
 
     /// Waits for the jobs of an entry, and says what is spilled of it.
     pub fn spilled(&self, entry: usize, mut wait: Wait<'_>) -> Result<Spilled> {
         self.known(entry)?;
+        if let Some(kept) = self.held.kept(entry) {
+            return Ok(kept.spilled);
+        }
         self.shared.queue.wait(&mut wait, "work on the gradient", |state| !state.has(entry))?.failure()?;
         let spilled = self.shared.store.spilled(entry)?;
         spilled.ok_or_else(|| nothing(&self.shared.store, entry))
@@ -152,6 +184,9 @@ impl Engine {
     /// Reads a spilled gradient into memory that nobody else uses meanwhile, after the jobs that were begun before.
     pub fn read_spilled(&self, entry: usize, into: Box<dyn Buffer>, mut wait: Wait<'_>) -> Result<()> {
         self.known(entry)?;
+        if let Some(kept) = self.held.kept(entry) {
+            return kept.read(&self.shared.store, entry, &*into);
+        }
         let unspill = Unspill::new(&self.shared.store, entry, into)?;
         self.will_be_spilled(entry)?;
         let job = Job::new(entry, unspill);
@@ -168,6 +203,7 @@ impl Engine {
     /// Forgets what is spilled of an entry, after the jobs that were begun before.
     pub fn drop_spilled(&self, entry: usize, mut wait: Wait<'_>) -> Result<()> {
         self.known(entry)?;
+        self.held.forget(entry);
         let waits = self.shared.queue.lock().has(entry);
         if waits {
             spill_dtype(&self.shared.store, entry)?;
@@ -182,16 +218,42 @@ impl Engine {
     /// staged after the last.
     pub fn apply(&self, entry: usize, application: Application, mut wait: Wait<'_>) -> Result<()> {
         self.known(entry)?;
-        let spilled = application.spilled;
+        let (spilled, step) = (application.spilled, application.step);
         let apply = Apply::new(&self.shared.store, entry, application, self.whole_bytes)?;
         if spilled {
             self.will_be_spilled(entry)?;
         }
+        if self.shared.store.is_held(entry) {
+            let apply = apply.by_kept(self.held.kept(entry).filter(|_| spilled));
+            return self.wait_for_step(entry, step, apply, false);
+        }
         self.shared.queue.push(Job::new(entry, apply), &mut wait)
+    }
+
+    /// Lets an update of a held entry wait for its step: until then somebody computes with what it changes.
+    fn wait_for_step(&self, entry: usize, step: u64, work: impl Work + 'static, applies: bool) -> Result<()> {
+        self.shared.queue.lock().failure()?;
+        self.held.wait(&self.shared.store, Waiting { entry, step, work: Box::new(work), applies })
+    }
+
+    /// Begins what waits of held entries and goes through the pipeline.
+    fn begin_through(&self, wait: &mut Wait<'_>) -> Result<()> {
+        while let Some(Waiting { entry, work, .. }) = self.held.next_through() {
+            let begun = self.shared.queue.push(Job::boxed(entry, work), wait);
+            if let Err(error) = &begun {
+                // The step lacks it now.
+                self.shared.queue.lock().failed.get_or_insert_with(|| error.clone());
+            }
+            begun?;
+        }
+        Ok(())
     }
 
     /// Refuses what needs a spilled gradient where there is none, nor one on its way.
     fn will_be_spilled(&self, entry: usize) -> Result<()> {
+        if self.held.kept(entry).is_some() {
+            return Ok(());
+        }
         let leaves = self.shared.queue.lock().leaves(entry);
         let there = match leaves {
             Leaves::Same => self.shared.store.spilled(entry)?.is_some(),
@@ -217,19 +279,44 @@ impl Engine {
 
     /// Waits until every update is staged. The first error of the step is raised here or by an update, once.
     pub fn finish(&self, mut wait: Wait<'_>) -> Result<()> {
+        self.begin_through(&mut wait)?;
+        self.settle(wait)
+    }
+
+    /// As [`Engine::finish`], but for updates of held entries, which begin with that or with the commit.
+    pub fn settle(&self, mut wait: Wait<'_>) -> Result<()> {
         let mut state = self.shared.queue.wait(&mut wait, "updates", State::is_idle)?;
         state.failure()
     }
 
-    /// Waits for every update, and makes the step live and durable.
+    /// Waits for every update, and makes the step live and durable; then applies what is applied in memory. An error before
+    /// that leaves the last commit as it is.
     pub fn commit(&self, commit: Commit, mut wait: Wait<'_>) -> Result<u64> {
+        self.begin_through(&mut wait)?;
         self.shared.queue.wait(&mut wait, "updates", State::is_idle)?.failure()?;
-        Ok(self.shared.store.commit(commit, wait)?)
+        let Shared { store, ring, owner, chunks, .. } = &*self.shared;
+        let workers = Workers { store, ring, owner: *owner, threads: self.threads.get().min(*chunks) };
+        let applying = self.held.applying();
+        for &(entry, step) in &applying {
+            let keep_waiting = wait.keep_waiting.as_mut().map(|keep| &mut **keep as &mut dyn FnMut() -> bool);
+            store.announce(entry, step, Wait { timeout: wait.timeout, keep_waiting })?;
+        }
+        workers.check(&applying)?;
+        let generation = store.commit(commit, wait)?;
+        let began = Instant::now();
+        let updates = applying.len() as u64;
+        let chunks = workers.apply(self.held.take_applying())?;
+        let mut state = self.shared.queue.lock();
+        state.counters.updates += updates;
+        state.counters.chunks += chunks;
+        state.counters.applying += began.elapsed();
+        Ok(generation)
     }
 
     /// Drops what waits, drains what is in flight, and forgets what was staged. A step that failed is over.
     pub fn discard(&self, mut wait: Wait<'_>) -> Result<()> {
         self.cancel(None);
+        self.held.discard(None);
         let mut state = self.shared.queue.wait(&mut wait, "updates", State::is_idle)?;
         state.failed = None;
         state.told = false;
@@ -241,6 +328,7 @@ impl Engine {
     pub fn discard_entry(&self, entry: usize, mut wait: Wait<'_>) -> Result<()> {
         self.known(entry)?;
         self.cancel(Some(entry));
+        self.held.discard(Some(entry));
         drop(self.shared.queue.wait(&mut wait, "updates", |state| !state.has(entry))?);
         Ok(self.shared.store.discard_entry(entry, wait)?)
     }
@@ -278,8 +366,12 @@ impl Engine {
     /// What it has done.
     #[must_use]
     pub fn counters(&self) -> Counters {
+        let (waiting, waiting_peak) = {
+            let held = self.held.lock();
+            (held.bytes() as u64, held.peak() as u64)
+        };
         let state = self.shared.queue.lock();
-        Counters { queued: state.held_bytes as u64, ..state.counters }
+        Counters { queued: state.held_bytes as u64, waiting, waiting_peak, ..state.counters }
     }
 
     /// Drops what waits, drains what is in flight and ends the thread. What was not committed is lost. Twice is fine.
@@ -325,7 +417,7 @@ impl Shared {
 }
 
 /// What a panic said.
-fn said(panic: &(dyn Any + Send)) -> String {
+pub(crate) fn said(panic: &(dyn Any + Send)) -> String {
     let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
     text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "a panic without words".into())
 }

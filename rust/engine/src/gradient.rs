@@ -87,6 +87,19 @@ impl Gradient {
         }
     }
 
+    /// Its memory, where that is the host's.
+    pub(crate) fn memory(self) -> Result<Box<dyn Buffer>> {
+        match self.memory {
+            Memory::Here(memory) => Ok(memory),
+            Memory::Away { .. } => Err(Error::Invalid("a gradient of a held entry lies in host memory".into())),
+        }
+    }
+
+    /// Whether it lies in host memory.
+    pub(crate) fn is_here(&self) -> bool {
+        matches!(self.memory, Memory::Here(_))
+    }
+
     /// Bytes that are held for it until it was used.
     pub(crate) fn held(&self) -> usize {
         self.held

@@ -116,8 +116,12 @@ impl Mark {
 
 impl Job {
     pub(crate) fn new(entry: usize, work: impl Work + 'static) -> Self {
+        Self::boxed(entry, Box::new(work))
+    }
+
+    pub(crate) fn boxed(entry: usize, work: Box<dyn Work>) -> Self {
         let (nbytes, leaves) = (work.nbytes(), work.leaves());
         let (cancelled, completed) = (AtomicBool::new(false), AtomicBool::new(false));
-        Self { work: Box::new(work), mark: Arc::new(Mark { entry, nbytes, leaves, cancelled, completed }) }
+        Self { work, mark: Arc::new(Mark { entry, nbytes, leaves, cancelled, completed }) }
     }
 }

@@ -4,6 +4,7 @@
 //! at once, unless so many bytes of gradients wait already that it has to be slower. [`Engine::finish`] waits until all
 //! is staged; [`Engine::commit`] makes the step live, [`Engine::discard`] forgets it.
 
+mod applied;
 mod apply;
 mod bench;
 mod compact;
@@ -12,6 +13,7 @@ mod engine;
 mod error;
 mod fill;
 mod gradient;
+mod held;
 mod job;
 mod live;
 mod pipeline;

@@ -22,6 +22,12 @@ pub(crate) struct Spill {
 
 impl Spill {
     pub(crate) fn new(store: &Store, entry: usize, gradient: Gradient, adds: bool) -> Result<Self> {
+        Self::require_fit(store, entry, &gradient)?;
+        Ok(Self { gradient, adds, so_far: Cell::new(Spilled { nonfinite: false, squared_norm: 0.0 }) })
+    }
+
+    /// That a gradient fits the room for it.
+    pub(crate) fn require_fit(store: &Store, entry: usize, gradient: &Gradient) -> Result<()> {
         let described = &store.description().entries[entry];
         let name = &described.name;
         let dtype = spill_dtype(store, entry)?;
@@ -32,7 +38,7 @@ impl Spill {
                 "the gradient of {name:?} has {elements} elements of {got}, and there is room for {room} of {wanted}"
             )));
         }
-        Ok(Self { gradient, adds, so_far: Cell::new(Spilled { nonfinite: false, squared_norm: 0.0 }) })
+        Ok(())
     }
 }
 

@@ -1,5 +1,7 @@
 //! Updates an entry with Adam, chunk by chunk: read, compute, write.
 
+use std::sync::Arc;
+
 use memascend_math::{Floats, FloatsMut, Hyperparameters, Scalars, State, adam, scale};
 use memascend_store::{Buffer, Description, Dtype, Store};
 
@@ -7,6 +9,7 @@ use crate::{
     Counters, Error, Gradient, Result,
     bench::{Bench, Read, Write, clear_from, elements_mut, floats, floats_mut},
     compact,
+    held::Kept,
     job::{Turn, Work},
     live::{self, Live},
     spill::{required, spill_dtype},
@@ -23,6 +26,8 @@ pub enum By {
 
 pub(crate) struct Update {
     by: By,
+    /// The gradient that is kept in memory instead of spilled, where the entry is held.
+    kept: Option<Arc<Kept>>,
     /// The values that it starts from, where the caller has them.
     live: Option<Live>,
     scalars: Scalars,
@@ -51,7 +56,17 @@ impl Update {
         }
         let live = values.map(|values| Live::new(store, entry, values)).transpose()?.flatten();
         let (scalars, step) = (hyperparameters.scalars()?, hyperparameters.step);
-        Ok(Self { by, live, scalars, step })
+        Ok(Self { by, kept: None, live, scalars, step })
+    }
+
+    /// The same, by a gradient that is kept in memory instead of spilled.
+    pub(crate) fn by_kept(self, kept: Option<Arc<Kept>>) -> Self {
+        Self { kept, ..self }
+    }
+
+    /// Whether it reads a spilled gradient from storage.
+    fn is_spilled(&self) -> bool {
+        matches!(self.by, By::Spilled(_)) && self.kept.is_none()
     }
 }
 
@@ -64,7 +79,7 @@ impl Work for Update {
     }
 
     fn begin(&self, bench: &Bench<'_>, entry: usize) -> Result<()> {
-        if matches!(self.by, By::Spilled(_)) {
+        if self.is_spilled() {
             required(bench.store, entry)?;
         }
         bench.begin(entry, self.step)
@@ -77,7 +92,7 @@ impl Work for Update {
             reads.push(bench.read(entry, chunk, memory)?);
         }
         reads.push(bench.read(entry, bench.chunks_of(entry) + chunk, memory)?);
-        if matches!(self.by, By::Spilled(_)) {
+        if self.is_spilled() {
             reads.push(bench.read_spill(entry, chunk, memory)?);
         }
         Ok(reads)
@@ -94,6 +109,9 @@ impl Work for Update {
                 stepped(bench, turn, gradient, &self.scalars)
             }
             By::Spilled(factors) => {
+                if let Some(kept) = &self.kept {
+                    kept.lay(bench, turn)?;
+                }
                 let dtype = spill_dtype(bench.store, turn.entry)?;
                 let (part, _) = bench.spill_part(turn.entry, turn.index, &turn.memory)?;
                 for factor in factors {

@@ -1,6 +1,6 @@
 //! Translates `rust/engine` for Python: the pipelined update.
 
-use std::sync::Arc;
+use std::{num::NonZeroUsize, sync::Arc};
 
 use memascend_engine::{Application, By, First, Gradient, Hyperparameters, Options};
 use memascend_store::{Buffer, Commit};
@@ -30,11 +30,19 @@ struct Engine {
 #[pymethods]
 impl Engine {
     #[new]
-    fn new(py: Python<'_>, store: &Store, chunks: usize, queue_bytes: usize, whole_bytes: usize) -> PyResult<Self> {
+    fn new(
+        py: Python<'_>,
+        store: &Store,
+        chunks: usize,
+        queue_bytes: usize,
+        whole_bytes: usize,
+        threads: NonZeroUsize,
+    ) -> PyResult<Self> {
         let mut options = Options::default();
         options.chunks = chunks;
         options.queue_bytes_max = queue_bytes;
         options.whole_bytes = whole_bytes;
+        options.threads = threads;
         let store = Arc::clone(&store.inner);
         let inner = py.detach(|| memascend_engine::Engine::new(store, &options));
         Ok(Self { inner: Detached::new(inner.map_err(|error| engine_error(py, &error))?) })
@@ -142,6 +150,11 @@ impl Engine {
         waiting(py, None, |wait| self.inner.finish(wait))?.map_err(|error| engine_error(py, &error))
     }
 
+    /// As `finish`, but for updates of held entries, which begin with that or with the commit.
+    fn settle(&self, py: Python<'_>) -> PyResult<()> {
+        waiting(py, None, |wait| self.inner.settle(wait))?.map_err(|error| engine_error(py, &error))
+    }
+
     fn commit(
         &self,
         py: Python<'_>,
@@ -188,8 +201,11 @@ impl Engine {
         dict.set_item("spill_written", counters.spill_written)?;
         dict.set_item("queued", counters.queued)?;
         dict.set_item("queued_peak", counters.queued_peak)?;
+        dict.set_item("waiting", counters.waiting)?;
+        dict.set_item("waiting_peak", counters.waiting_peak)?;
         let seconds = PyDict::new(py);
         seconds.set_item("idle", counters.idle.as_secs_f64())?;
+        seconds.set_item("applying", counters.applying.as_secs_f64())?;
         seconds.set_item("reading", counters.reading.as_secs_f64())?;
         seconds.set_item("computing", counters.computing.as_secs_f64())?;
         seconds.set_item("sealing", counters.sealing.as_secs_f64())?;

@@ -5,6 +5,7 @@
 
 use std::{path::PathBuf, slice, sync::Arc};
 
+use memascend_mem::Pin;
 use memascend_nvme::Lost;
 use memascend_store::{Commit, Create, Dtype, Durability, Existing, Kind, Part, StateTensor};
 use pyo3::{
@@ -18,7 +19,7 @@ use crate::{
     detached::Detached,
     errors::{config_error, nvme_error, store_error},
     examined::watched,
-    function::Lender,
+    function::{Lender, LentBuffer},
     nvme::Held,
     waiting::{interruptible, waiting},
 };
@@ -194,10 +195,42 @@ impl Store {
         .map_err(|error| store_error(py, &error))
     }
 
-    /// Holds entries in memory from now on, as they are read or written.
+    /// Holds entries in memory from now on; `refresh` reads them. `registered`: in memory that a device copies from.
     #[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
-    fn hold(&self, py: Python<'_>, entries: Vec<usize>) -> PyResult<()> {
-        interruptible(py, |keep_going| self.inner.hold(&entries, keep_going))?.map_err(|error| store_error(py, &error))
+    fn hold(&self, py: Python<'_>, entries: Vec<usize>, registered: bool) -> PyResult<()> {
+        let pin = if registered { Pin::Auto } else { Pin::Off };
+        interruptible(py, |keep_going| self.inner.hold(&entries, pin, keep_going))?
+            .map_err(|error| store_error(py, &error))
+    }
+
+    /// Reads what is held of some entries and is stale; `progress(done, all)` may raise.
+    #[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
+    fn refresh(&self, py: Python<'_>, entries: Vec<usize>, progress: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+        watched(py, progress, |progress| self.inner.refresh(&entries, progress))
+    }
+
+    /// Writes what only memory has; `progress(done, all)` may raise.
+    fn write_applied(&self, py: Python<'_>, progress: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+        watched(py, progress, |progress| self.inner.write_applied(progress))
+    }
+
+    /// The values of a unit where they are held, all of them, as the last commit left them; None where they are not.
+    fn held_unit(&self, py: Python<'_>, unit: usize) -> PyResult<Option<Py<LentBuffer>>> {
+        let entries: Vec<usize> = self.inner.entries_of(unit).collect();
+        let Some(memory) = self.inner.held_unit(unit) else { return Ok(None) };
+        watched(py, None, |progress| self.inner.refresh(&entries, progress))?;
+        Lender::default().lend(py, memory).map(Some)
+    }
+
+    /// Counts what made held pieces stale.
+    #[getter]
+    fn held_epoch(&self) -> u64 {
+        self.inner.held_epoch()
+    }
+
+    /// Somebody wrote to the values of an entry in memory.
+    fn spoil(&self, entry: usize) {
+        self.inner.spoil(entry);
     }
 
     /// Begins to read a unit into `nbytes` at `address`, which stay valid as long as `keep` lives.

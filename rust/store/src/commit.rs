@@ -1,6 +1,6 @@
 //! Commits: data, table, flush, root. Everything that is staged becomes live at once.
 
-use std::{mem::take, sync::Arc};
+use std::sync::Arc;
 
 use memascend_mem::Wait;
 use memascend_nvme::Part;
@@ -110,6 +110,9 @@ impl Store {
             }
             index.writable()?;
             (0..index.entries.len()).for_each(|entry| index.forget(entry));
+            drop(index);
+            self.close_applied()?;
+            let mut index = self.index.lock();
             index.closed = true;
             index.held = None;
             index.generation > 0 && index.root_flags != 0
@@ -154,12 +157,11 @@ impl Store {
                 if let Some(flags) = flags {
                     (index.root_flags, index.root_generation) = (flags, index.generation);
                 }
-                for slots in &mut index.entries {
-                    if take(&mut slots.staged) {
-                        slots.live ^= 1;
-                    }
-                }
-                Ok(index.generation)
+                let generation = index.generation;
+                let stale =
+                    index.entries.iter_mut().filter_map(|slots| slots.committed(generation).then_some(())).count();
+                index.held_epoch += stale as u64;
+                Ok(generation)
             }
             Err(error) => {
                 // Some of its pages may have come to storage, and say what was not committed.

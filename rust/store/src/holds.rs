@@ -19,6 +19,8 @@ pub(crate) struct Hold<S: Deref<Target = Store>> {
     pub(crate) entry: usize,
     pub(crate) slot: usize,
     pub(crate) version: u64,
+    /// Only memory has this version: nothing is to be read from the slot.
+    pub(crate) alone: bool,
     /// The first of the pieces that may be checked, and their checksums.
     first: u32,
     sums: Box<[u64]>,
@@ -32,10 +34,10 @@ impl<S: Deref<Target = Store>> Hold<S> {
         let slots = &mut index.entries[entry];
         let slot = usize::from(slots.live);
         slots.reads[slot] += 1;
-        let version = slots.versions[slot];
+        let (version, alone) = (slots.newest().0, slots.applied.is_some());
         let (first, start) = (pieces.start, store.layout.entry(entry).first_piece);
         let sums = pieces.map(|piece| index.sum(slot, (start + piece) as usize)).collect();
-        Self { store, entry, slot, version, first, sums, open: AtomicBool::new(true) }
+        Self { store, entry, slot, version, alone, first, sums, open: AtomicBool::new(true) }
     }
 
     /// Compares a piece that was read with its checksum.
@@ -70,7 +72,8 @@ impl<S: Deref<Target = Store>> Hold<S> {
             return Ok(());
         }
         let slots = &mut index.entries[self.entry];
-        if slots.versions[self.slot] != self.version {
+        let stands = if self.alone { slots.newest().0 } else { slots.versions[self.slot] };
+        if stands != self.version {
             let name = &self.store.description.entries[self.entry].name;
             return Err(Error::Usage(format!(
                 "the values of {name:?} that these parts are of were read once and are overwritten now; begin anew"

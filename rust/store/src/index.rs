@@ -23,9 +23,32 @@ pub(crate) struct Slots {
     pub(crate) missing: u32,
     /// Writes of its pieces in flight.
     pub(crate) writing: u32,
+    /// The count of updates of the one that the next commit makes, where it is held and that is applied in memory.
+    pub(crate) announced: Option<u64>,
+    /// Version and count of updates of what memory alone has: the live slot is older.
+    pub(crate) applied: Option<(u64, u64)>,
 }
 
 impl Slots {
+    /// Version and count of updates of what readers see.
+    pub(crate) fn newest(&self) -> (u64, u64) {
+        let live = usize::from(self.live);
+        self.applied.unwrap_or((self.versions[live], self.steps[live]))
+    }
+
+    /// A commit was made, of this generation; whether what is in memory of the entry is older.
+    pub(crate) fn committed(&mut self, generation: u64) -> bool {
+        let mut stale = false;
+        if std::mem::take(&mut self.staged) {
+            self.live ^= 1;
+            stale = self.applied.take().is_some();
+        }
+        if let Some(step) = self.announced.take() {
+            self.applied = Some((generation, step));
+        }
+        stale
+    }
+
     /// The slot that is live after the next commit.
     pub(crate) fn next_slot(&self) -> usize {
         usize::from(self.live ^ u8::from(self.staged))
@@ -92,6 +115,8 @@ pub(crate) struct Index {
     /// Where entries are held in memory, if any are.
     pub(crate) held: Option<Arc<Held>>,
     pub(crate) log: Log,
+    /// Counts what made held pieces stale.
+    pub(crate) held_epoch: u64,
 }
 
 impl Index {
@@ -125,6 +150,7 @@ impl Index {
             root_generation: 0,
             held: None,
             log: Log::default(),
+            held_epoch: 0,
         }
     }
 
@@ -187,7 +213,10 @@ impl Index {
 
     /// Forgets what was staged of an entry.
     pub(crate) fn forget(&mut self, entry: usize) {
-        self.entries[entry].staged = false;
+        if std::mem::take(&mut self.entries[entry].staged) {
+            self.note_stale(entry);
+        }
+        self.entries[entry].announced = None;
         self.entries[entry].missing = 0;
         self.log.discard_entry(entry);
     }

@@ -10,6 +10,7 @@
 #![expect(clippy::cast_possible_truncation, reason = "offsets and sizes are 64-bit, and so is usize: asserted below")]
 
 mod append;
+mod applied;
 mod boot;
 mod bounds;
 mod buffer;
@@ -57,6 +58,7 @@ mod version_1;
 mod whole;
 
 pub use append::LogWrite;
+pub use applied::Application;
 pub use buffer::{Buffer, Shared};
 pub use catalog::{
     parse_description, parse_description_of_version_1, parse_head_fields, parse_label, parse_root, parse_root_fields,

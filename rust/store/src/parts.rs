@@ -156,6 +156,9 @@ impl Parts {
             if into.is_some_and(is_held) {
                 continue;
             }
+            if hold.alone {
+                return Err(self.store.lost(hold.entry));
+            }
             self.store.not_ahead(hold.entry)?;
             from_storage += bytes;
             match runs.last_mut() {
@@ -248,13 +251,13 @@ impl<B: Buffer + Sync> Flying<B> {
         for ticket in &self.tickets {
             ticket.outcome().unwrap_or(Err(memascend_nvme::Error::Closed))?;
         }
-        let (bytes, store) = (bytes_of(&self.memory), &self.parts.store);
-        let cache = store.held();
+        let bytes = bytes_of(&self.memory);
         for piece in &self.parts.cuts[self.index].pieces {
             let part = &bytes[piece.at as usize..(piece.at + piece.place.1) as usize];
             let hold = &self.parts.reading.holds[piece.hold];
-            hold.check(piece.number, part, piece.place)?;
-            store.keep_read(cache.as_deref(), (hold.entry, piece.number), hold.version, part);
+            if !hold.alone {
+                hold.check(piece.number, part, piece.place)?;
+            }
         }
         Ok(())
     }

@@ -1,6 +1,6 @@
 //! Reads live slots piece by piece, every byte checked before it is handed over.
 
-use std::{mem, ops::Range, sync::Arc};
+use std::{mem, ops::Range};
 
 use memascend_nvme::Ticket;
 
@@ -19,7 +19,6 @@ enum Source<B: Buffer> {
 pub struct PieceRead<'a, B: Buffer> {
     // Dropped in this order: the slot is held until the device is done.
     source: Source<B>,
-    cache: Option<Arc<Held>>,
     hold: Hold<&'a Store>,
     piece: u32,
     place: (u64, u64),
@@ -28,7 +27,7 @@ pub struct PieceRead<'a, B: Buffer> {
 impl Store {
     /// Begins to read a live piece into a buffer of whole pages; from memory, where it is held.
     pub fn read<B: Buffer>(&self, entry: usize, piece: u32, buffer: B) -> Result<PieceRead<'_, B>> {
-        let read = self.read_from(self.held(), entry, piece, buffer)?;
+        let read = self.read_from(self.held().as_deref(), entry, piece, buffer)?;
         if matches!(read.source, Source::Storage(_)) { self.not_ahead(entry).map(|()| read) } else { Ok(read) }
     }
 
@@ -47,7 +46,7 @@ impl Store {
     /// As [`Store::read`], from storage alone where nothing is held.
     pub(crate) fn read_from<B: Buffer>(
         &self,
-        cache: Option<Arc<Held>>,
+        memory: Option<&Held>,
         entry: usize,
         piece: u32,
         buffer: B,
@@ -64,12 +63,14 @@ impl Store {
         }
         let hold = Hold::live(self, &mut self.index.lock(), entry, piece..piece + 1);
         let place = (self.layout.offset(&layout, hold.slot), layout.bytes());
-        let source = if self.copy_held(cache.as_deref(), (entry, piece), hold.version, &buffer) {
+        let source = if self.copy_held(memory, (entry, piece), hold.version, &buffer) {
             Source::Memory(buffer)
+        } else if hold.alone {
+            return Err(self.lost(entry));
         } else {
             Source::Storage(self.volume.read(buffer, place.0).map_err(|refused| refused.error)?)
         };
-        Ok(PieceRead { source, cache, hold, piece, place })
+        Ok(PieceRead { source, hold, piece, place })
     }
 
     /// Whether a buffer of whole pages holds a live piece, bit for bit, as if it had been read just now.
@@ -120,15 +121,16 @@ impl<B: Buffer> PieceRead<'_, B> {
             Source::Storage(ticket) => {
                 let finished = ticket.wait();
                 finished.result?;
+                self.hold.check(self.piece, bytes_of(&finished.buffer), self.place)?;
                 finished.buffer
             }
-            Source::Memory(buffer) => buffer,
+            Source::Memory(buffer) => {
+                self.hold.store.check_copy(&self.hold, self.piece, bytes_of(&buffer), self.place)?;
+                buffer
+            }
             Source::Taken => return Err(Error::Usage("this read was waited for already".into())),
         };
-        self.hold.check(self.piece, bytes_of(&buffer), self.place)?;
-        let (store, entry, version) = (self.hold.store, self.hold.entry, self.hold.version);
-        store.keep_read(self.cache.as_deref(), (entry, self.piece), version, bytes_of(&buffer));
-        Ok((buffer, version))
+        Ok((buffer, self.hold.version))
     }
 }
 

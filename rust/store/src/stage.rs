@@ -47,6 +47,8 @@ impl Store {
         slots.missing = pieces.len() as u32;
         slots.versions[slot] = version;
         slots.steps[slot] = step;
+        // What is staged replaces what is held, piece by piece.
+        index.note_stale(entry);
         Ok(())
     }
 

@@ -174,13 +174,11 @@ impl Store {
         self.known(entry)?;
         let index = self.index.lock();
         let slots = &index.entries[entry];
-        let live = usize::from(slots.live);
-        Ok(EntryState {
-            slot: slots.live,
-            version: slots.versions[live],
-            step: index.log.live.ahead.get(&entry).map_or(slots.steps[live], |ahead| ahead.step),
-            staged: slots.staged,
-        })
+        let (version, step) = slots.newest();
+        // What is found with a log is newer than its slot before it is replayed, too.
+        let ahead = index.log.live.ahead.get(&entry).filter(|_| slots.applied.is_none());
+        let step = ahead.map_or(step, |ahead| ahead.step);
+        Ok(EntryState { slot: slots.live, version, step, staged: slots.staged })
     }
 
     /// What is known of the store.

@@ -1,0 +1,119 @@
+//! Applies updates to held entries in memory, once their step is committed: arithmetic alone, which cannot fail half-way.
+
+use std::{
+    panic::{AssertUnwindSafe, catch_unwind},
+    sync::{
+        Mutex,
+        atomic::{AtomicUsize, Ordering::Relaxed},
+    },
+    thread,
+    time::Duration,
+};
+
+use memascend_mem::{ChunkRing, OwnerId, Wait, locked};
+use memascend_store::{Application, Shared, Store};
+
+use crate::{Error, Result, bench::Bench, engine::said, held::Waiting, job::Turn};
+
+/// Nothing else uses staging chunks by then.
+const LEASE_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// What works on chunks at once.
+pub(crate) struct Workers<'a> {
+    pub(crate) store: &'a Store,
+    /// Each has a staging chunk for what it computes beside the entry's own memory.
+    pub(crate) ring: &'a ChunkRing,
+    pub(crate) owner: OwnerId,
+    pub(crate) threads: usize,
+}
+
+/// Updates, as several threads see them.
+struct Updates<'a>(Vec<(Waiting, Application<'a>)>);
+
+// SAFETY: they are only read: a gradient of a held entry is host memory that nobody writes to (`Gradient::memory`).
+unsafe impl Sync for Updates<'_> {}
+
+impl Workers<'_> {
+    /// Refuses values that somebody wrote to, before anything is done with them.
+    pub(crate) fn check(&self, entries: &[(usize, u64)]) -> Result<()> {
+        let chunks = self.chunks(entries.iter().map(|&(entry, _)| entry));
+        let failed = Mutex::new(None);
+        self.each(chunks.len(), &|next| {
+            while let Some(&(_, entry, chunk)) = chunks.get(next.fetch_add(1, Relaxed)) {
+                if let Err(error) = self.store.check_values(entry, chunk) {
+                    locked(&failed).get_or_insert(error);
+                    break;
+                }
+            }
+            Ok(())
+        })?;
+        let failed = locked(&failed).take();
+        failed.map_or(Ok(()), |error| Err(error.into()))
+    }
+
+    /// Applies updates whose commit was made. Where that fails, the run is at its end, which the store says from then on.
+    pub(crate) fn apply(&self, waiting: Vec<Waiting>) -> Result<u64> {
+        let Some(first) = waiting.first().map(|job| job.entry) else { return Ok(0) };
+        let applied = catch_unwind(AssertUnwindSafe(|| self.applied(waiting)));
+        let error = match applied {
+            Ok(Ok(chunks)) => return Ok(chunks),
+            Ok(Err(error)) => error,
+            Err(panic) => Error::Panicked(said(&*panic)),
+        };
+        self.store.fail_application(first, &error.to_string());
+        Err(error)
+    }
+
+    fn applied(&self, waiting: Vec<Waiting>) -> Result<u64> {
+        let updates = waiting.into_iter().map(|job| Ok((self.store.application(job.entry)?, job)));
+        let updates = updates.map(|found: Result<_>| found.map(|(application, job)| (job, application)));
+        let updates = Updates(updates.collect::<Result<Vec<_>>>()?);
+        let chunks = self.chunks(updates.0.iter().map(|(job, _)| job.entry));
+        let seen = &updates;
+        self.each(chunks.len(), &|next| {
+            let bench = Bench::in_place(self.store)?;
+            while let Some(&(update, entry, index)) = chunks.get(next.fetch_add(1, Relaxed)) {
+                let (job, application) = &seen.0[update];
+                let lease =
+                    self.ring.lease(self.owner, Wait::at_most(LEASE_TIMEOUT)).map_err(memascend_store::Error::from)?;
+                job.work.compute(&bench, &Turn { entry, index, memory: Shared::new(lease) })?;
+                application.chunk_applied(index);
+            }
+            Ok(())
+        })?;
+        for (_, application) in updates.0 {
+            application.applied();
+        }
+        Ok(chunks.len() as u64)
+    }
+
+    /// All chunks: the entry's number among them, the entry, the chunk.
+    fn chunks(&self, entries: impl Iterator<Item = usize>) -> Vec<(usize, usize, u32)> {
+        let of = |(number, entry)| (0..self.store.layout().chunks_of(entry)).map(move |chunk| (number, entry, chunk));
+        entries.enumerate().flat_map(of).collect()
+    }
+
+    /// Runs `work` on as many threads as there are, and chunks for; each takes the next number until there are no more.
+    fn each(&self, count: usize, work: &(dyn Fn(&AtomicUsize) -> Result<()> + Sync)) -> Result<()> {
+        let next = AtomicUsize::new(0);
+        let threads = self.threads.min(count).max(1);
+        let failed = Mutex::new(None);
+        let worker = || {
+            let done = catch_unwind(AssertUnwindSafe(|| work(&next)));
+            let done = done.unwrap_or_else(|panic| Err(Error::Panicked(said(&*panic))));
+            if let Err(error) = done {
+                locked(&failed).get_or_insert(error);
+            }
+        };
+        thread::scope(|scope| {
+            for _ in 1..threads {
+                if thread::Builder::new().name("memascend-held".into()).spawn_scoped(scope, worker).is_err() {
+                    break;
+                }
+            }
+            worker();
+        });
+        let failed = locked(&failed).take();
+        failed.map_or(Ok(()), Err)
+    }
+}

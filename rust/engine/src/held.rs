@@ -1,0 +1,227 @@
+//! Gradients of held entries: they wait in memory until a step is committed, also those that others would spill.
+
+use std::{
+    collections::BTreeMap,
+    num::NonZeroUsize,
+    ptr::NonNull,
+    sync::{Arc, Mutex, MutexGuard},
+};
+
+use memascend_math::{Exec, FloatsMut, add, check};
+use memascend_mem::locked;
+use memascend_store::{Buffer, Dtype, Spilled, Store};
+
+use crate::{
+    Error, Gradient, Result,
+    bench::{Bench, bytes_mut, floats},
+    fill::copied,
+    job::{Turn, Work},
+    spill::spill_dtype,
+};
+
+/// An update of a held entry that waits for its step.
+pub(crate) struct Waiting {
+    pub(crate) entry: usize,
+    /// The entry's count of updates, this one included.
+    pub(crate) step: u64,
+    pub(crate) work: Box<dyn Work>,
+    /// It is applied in memory once the step is committed; else it goes through the pipeline before.
+    pub(crate) applies: bool,
+}
+
+/// What waits of held entries.
+#[derive(Default)]
+pub(crate) struct HeldGradients(Mutex<State>);
+
+#[derive(Default)]
+pub(crate) struct State {
+    jobs: Vec<Waiting>,
+    kept: BTreeMap<usize, Arc<Kept>>,
+    peak: usize,
+}
+
+impl State {
+    /// Bytes of gradients.
+    pub(crate) fn bytes(&self) -> usize {
+        let waiting = self.jobs.iter().map(|job| job.work.nbytes()).sum::<usize>();
+        waiting + self.kept.values().map(|kept| kept.memory.len()).sum::<usize>()
+    }
+
+    /// The most of them.
+    pub(crate) fn peak(&self) -> usize {
+        self.peak
+    }
+}
+
+impl HeldGradients {
+    pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
+        locked(&self.0)
+    }
+
+    /// Lets an update wait.
+    pub(crate) fn wait(&self, store: &Store, waiting: Waiting) -> Result<()> {
+        let mut state = self.lock();
+        if state.jobs.iter().any(|job| job.entry == waiting.entry) {
+            let name = &store.description().entries[waiting.entry].name;
+            return Err(Error::Usage(format!("{name:?} is staged already; commit or discard that first")));
+        }
+        state.jobs.push(waiting);
+        state.peak = state.peak.max(state.bytes());
+        Ok(())
+    }
+
+    /// Those that go through the pipeline; the next one, so that one that is interrupted takes no other with it.
+    pub(crate) fn next_through(&self) -> Option<Waiting> {
+        let mut state = self.lock();
+        let at = state.jobs.iter().position(|job| !job.applies)?;
+        Some(state.jobs.remove(at))
+    }
+
+    /// Those that are applied in memory, which stay until they are taken.
+    pub(crate) fn applying(&self) -> Vec<(usize, u64)> {
+        self.lock().jobs.iter().filter(|job| job.applies).map(|job| (job.entry, job.step)).collect()
+    }
+
+    pub(crate) fn take_applying(&self) -> Vec<Waiting> {
+        let mut state = self.lock();
+        let (applying, through) = state.jobs.drain(..).partition(|job| job.applies);
+        state.jobs = through;
+        applying
+    }
+
+    /// Drops what waits, of one entry alone if one is given. What is kept stays.
+    pub(crate) fn discard(&self, entry: Option<usize>) {
+        let dropped: Vec<Waiting> = {
+            let mut state = self.lock();
+            let (dropped, left) = state.jobs.drain(..).partition(|job| entry.is_none_or(|entry| job.entry == entry));
+            state.jobs = left;
+            dropped
+        };
+        // A caller's memory is let go without the lock.
+        drop(dropped);
+    }
+
+    // --- gradients that others would spill ------------------------------------------
+
+    /// Keeps a gradient, or adds it to the one that is kept, in its dtype, computed in fp32 and rounded once.
+    pub(crate) fn keep(&self, store: &Store, entry: usize, gradient: Gradient, adds: bool) -> Result<()> {
+        let dtype = spill_dtype(store, entry)?;
+        let given = gradient.memory()?;
+        let memory: Box<dyn Buffer> = if adds { self.sum(store, entry, &*given, dtype)? } else { given };
+        let spilled = measured(store, entry, &*memory, dtype)?;
+        let replaced = {
+            let mut state = self.lock();
+            let replaced = state.kept.insert(entry, Arc::new(Kept { memory, dtype, spilled }));
+            state.peak = state.peak.max(state.bytes());
+            replaced
+        };
+        drop(replaced);
+        Ok(())
+    }
+
+    /// The sum of what is kept and what is given. What is kept may be the caller's, so it stays as it is.
+    fn sum(&self, store: &Store, entry: usize, given: &dyn Buffer, dtype: Dtype) -> Result<Box<Own>> {
+        let kept = self.kept(entry).ok_or_else(|| crate::spill::nothing(store, entry))?;
+        let own = Own::copy_of(&*kept.memory);
+        let count = own.len() / usize::try_from(dtype.bytes()).unwrap_or(1);
+        add(own.floats(dtype, count), floats(given, dtype, 0, count), Exec::new(NonZeroUsize::MIN)?)?;
+        Ok(Box::new(own))
+    }
+
+    pub(crate) fn kept(&self, entry: usize) -> Option<Arc<Kept>> {
+        self.lock().kept.get(&entry).map(Arc::clone)
+    }
+
+    pub(crate) fn forget(&self, entry: usize) {
+        let dropped = self.lock().kept.remove(&entry);
+        drop(dropped);
+    }
+}
+
+/// A gradient that is kept in memory as others are spilled.
+pub(crate) struct Kept {
+    memory: Box<dyn Buffer>,
+    dtype: Dtype,
+    pub(crate) spilled: Spilled,
+}
+
+// SAFETY: nobody writes to what is kept; it is read from any thread.
+unsafe impl Sync for Kept {}
+
+impl Kept {
+    /// Copies a chunk to where a staging chunk has what was read of a spilled gradient.
+    pub(crate) fn lay(&self, bench: &Bench<'_>, turn: &Turn) -> Result<()> {
+        let (part, used) = bench.spill_part(turn.entry, turn.index, &turn.memory)?;
+        let element = usize::try_from(self.dtype.bytes()).unwrap_or(1);
+        let start = bench.elements(turn.entry, turn.index).start * element;
+        // SAFETY: nothing is in flight of this chunk, which is this turn's.
+        copied(&*self.memory, start, &mut unsafe { bytes_mut(&part) }[..used]);
+        Ok(())
+    }
+
+    /// Copies all of it to memory that nobody else uses.
+    pub(crate) fn read(&self, store: &Store, entry: usize, into: &dyn Buffer) -> Result<()> {
+        if into.len() != self.memory.len() {
+            let (name, wanted, got) = (&store.description().entries[entry].name, self.memory.len(), into.len());
+            return Err(Error::Invalid(format!("the gradient of {name:?} has {wanted} bytes, not {got}")));
+        }
+        // SAFETY: both are mapped while they are held, and of one length; `into` is the caller's.
+        unsafe { std::ptr::copy_nonoverlapping(self.memory.as_ptr().as_ptr(), into.as_ptr().as_ptr(), into.len()) };
+        Ok(())
+    }
+}
+
+/// As a spilled gradient is measured: chunk by chunk, in their order.
+fn measured(store: &Store, entry: usize, memory: &dyn Buffer, dtype: Dtype) -> Result<Spilled> {
+    let (mut found, exec) = (Spilled { nonfinite: false, squared_norm: 0.0 }, Exec::new(NonZeroUsize::MIN)?);
+    let mut start = 0;
+    for chunk in 0..store.layout().chunks_of(entry) {
+        let count = store.description().elements_of_chunk(entry, chunk);
+        let of_chunk = check(floats(memory, dtype, start, count), exec);
+        found.nonfinite |= of_chunk.nonfinite;
+        found.squared_norm += of_chunk.squared_norm;
+        start += count;
+    }
+    Ok(found)
+}
+
+/// Memory of our own for a gradient.
+struct Own {
+    words: Vec<u64>,
+    nbytes: usize,
+}
+
+impl Own {
+    fn copy_of(memory: &dyn Buffer) -> Self {
+        let nbytes = memory.len();
+        let mut words = vec![0_u64; nbytes.div_ceil(size_of::<u64>())];
+        // SAFETY: room for at least as many bytes, initialised, and ours alone.
+        let bytes = unsafe { std::slice::from_raw_parts_mut(words.as_mut_ptr().cast::<u8>(), nbytes) };
+        copied(memory, 0, bytes);
+        Self { words, nbytes }
+    }
+
+    fn floats(&self, dtype: Dtype, count: usize) -> FloatsMut<'_> {
+        let (first, bytes) = (self.words.as_ptr().cast_mut(), usize::try_from(dtype.bytes()).unwrap_or(1));
+        assert!(count * bytes <= self.nbytes, "elements past the end of a gradient");
+        match dtype {
+            // SAFETY: inside the memory, which is aligned for any of the three and not shared yet; any bits are a float.
+            Dtype::F32 => FloatsMut::F32(unsafe { std::slice::from_raw_parts_mut(first.cast(), count) }),
+            // SAFETY: as above.
+            Dtype::Bf16 => FloatsMut::Bf16(unsafe { std::slice::from_raw_parts_mut(first.cast(), count) }),
+            // SAFETY: as above.
+            _ => FloatsMut::F16(unsafe { std::slice::from_raw_parts_mut(first.cast(), count) }),
+        }
+    }
+}
+
+// SAFETY: the words stay where they are for as long as it lives.
+unsafe impl Buffer for Own {
+    fn as_ptr(&self) -> NonNull<u8> {
+        NonNull::from(self.words.as_slice()).cast()
+    }
+
+    fn len(&self) -> usize {
+        self.nbytes
+    }
+}

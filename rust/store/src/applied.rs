@@ -1,0 +1,182 @@
+//! Updates of held entries that are applied in memory once a commit has made them: nothing of them is written before.
+//!
+//! Before the commit an update is only announced. After it memory has the only copy of the entry, until
+//! [`Store::write_applied`] writes it to the slot that is not live.
+
+use std::{collections::VecDeque, sync::Arc};
+
+use memascend_mem::Wait;
+
+use crate::{Commit, Durability, Error, Result, Shared, Store, buffer::bytes_of, commit::Reach, held::Held};
+
+/// Pieces that are written at once.
+const DEPTH: usize = 16;
+
+/// An entry whose update a commit has made, and which is in memory as it was before: whoever has this applies it.
+pub struct Application<'a> {
+    store: &'a Store,
+    held: Arc<Held>,
+    entry: usize,
+    version: u64,
+}
+
+impl Store {
+    /// Whether updates of held entries are applied in memory: where nothing is to be durable before the end.
+    #[must_use]
+    pub fn applies(&self) -> bool {
+        self.durability == Durability::None
+    }
+
+    /// Announces that the next commit makes update number `step` of a held entry, which is applied after it. What is stale
+    /// in memory is read; reads of the entry that are open are waited for. Again is fine.
+    pub fn announce(&self, entry: usize, step: u64, mut wait: Wait<'_>) -> Result<()> {
+        self.known(entry)?;
+        self.refresh(&[entry], &mut |_, _| true)?;
+        let free = |index: &crate::index::Index| index.entries[entry].reads == [0, 0] || index.writable().is_err();
+        let Wait { timeout, keep_waiting } = &mut wait;
+        let mut settled = || {
+            self.reads.settle();
+            keep_waiting.as_mut().is_none_or(|keep_waiting| keep_waiting())
+        };
+        self.reads.settle();
+        let mut wait = Wait { timeout: *timeout, keep_waiting: Some(&mut settled) };
+        let mut index = self.when(&mut wait, "the end of reads of what is held", free)?;
+        index.writable()?;
+        let slots = &mut index.entries[entry];
+        if slots.staged {
+            let name = &self.description.entries[entry].name;
+            return Err(Error::Usage(format!("{name:?} is staged already; commit or discard that first")));
+        }
+        slots.announced = Some(step);
+        Ok(())
+    }
+
+    /// Checks that nobody wrote to a chunk of the values of a held entry in memory.
+    pub fn check_values(&self, entry: usize, chunk: u32) -> Result<()> {
+        match self.held() {
+            Some(held) => self.check_held(&held, entry, chunk),
+            None => Ok(()),
+        }
+    }
+
+    /// The memory of a piece that is held.
+    #[must_use]
+    pub fn held_piece(&self, entry: usize, piece: u32) -> Option<Shared> {
+        let held = self.held()?;
+        (self.is_held(entry) && piece < self.layout.pieces_of(entry)).then(|| held.part(self, entry, piece))
+    }
+
+    /// The update of an entry that was announced, once its commit was made.
+    pub fn application(&self, entry: usize) -> Result<Application<'_>> {
+        let version = self.entry_state(entry)?.version;
+        let held = self.held().ok_or_else(|| Error::Usage("nothing is held".into()))?;
+        Ok(Application { store: self, held, entry, version })
+    }
+
+    /// Says that an update could not be applied: what memory has of it is of no step.
+    pub fn fail_application(&self, entry: usize, why: &str) {
+        let name = &self.description.entries[entry].name;
+        let error = Error::Usage(format!(
+            "the update of {name:?} in memory was not applied to its end ({why}): go back to a checkpoint, or open the \
+             store again"
+        ));
+        self.index.lock().broken.get_or_insert_with(|| Arc::new(error));
+        self.index.notify_all();
+    }
+
+    /// Writes the entries of which memory has the only copy, and commits that as a part of the last step. `progress` hears
+    /// of bytes done and of all, and ends it by `false`.
+    pub fn write_applied(&self, progress: &mut dyn FnMut(u64, u64) -> bool) -> Result<()> {
+        let step = self.index.lock().step;
+        let alone: Vec<usize> = {
+            let index = self.index.lock();
+            index
+                .entries
+                .iter()
+                .enumerate()
+                .filter(|(_, slots)| slots.applied.is_some())
+                .map(|(entry, _)| entry)
+                .collect()
+        };
+        if self.stage_applied(progress)? {
+            let version = self.commit(Commit { step, ..Commit::default() }, Wait::forever())?;
+            if let Some(held) = self.held() {
+                // What was written is what is there.
+                for entry in alone {
+                    held.now(entry).versions.fill(version);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Stages the entries of which memory has the only copy; whether there were any.
+    fn stage_applied(&self, progress: &mut dyn FnMut(u64, u64) -> bool) -> Result<bool> {
+        let Some(held) = self.held() else { return Ok(false) };
+        let alone: Vec<(usize, u64)> = {
+            let index = self.index.lock();
+            let newest = |(entry, slots): (usize, &crate::index::Slots)| Some((entry, slots.applied?.1));
+            index.entries.iter().enumerate().filter_map(newest).collect()
+        };
+        let bytes = |entry: usize| {
+            let (values, state) = self.layout.held_bytes(&self.description, entry);
+            values + state
+        };
+        let (all, mut done) = (alone.iter().map(|&(entry, _)| bytes(entry)).sum(), 0);
+        let mut flying: VecDeque<(crate::PieceWrite<'_, Shared>, u64)> = VecDeque::with_capacity(DEPTH);
+        for &(entry, step) in &alone {
+            self.refresh(&[entry], &mut |_, _| true)?;
+            self.begin(entry, step, Wait::forever())?;
+            for piece in 0..self.layout.pieces_of(entry) {
+                let part = held.part(self, entry, piece);
+                let nbytes = self.layout.piece(&self.description, entry, piece).bytes();
+                if piece < self.layout.chunks_of(entry) {
+                    self.check_held(&held, entry, piece)?;
+                }
+                if flying.len() == DEPTH
+                    && let Some((write, nbytes)) = flying.pop_front()
+                {
+                    write.wait()?;
+                    done += nbytes;
+                    if !progress(done, all) {
+                        return Err(Error::Interrupted("writing what is held"));
+                    }
+                }
+                flying.push_back((self.stage(entry, piece, part)?, nbytes));
+            }
+        }
+        for (write, _) in flying {
+            write.wait()?;
+        }
+        Ok(!alone.is_empty())
+    }
+
+    /// Before the end: writes what only memory has, and makes it durable.
+    pub(crate) fn close_applied(&self) -> Result<()> {
+        if self.index.lock().entries.iter().any(|slots| slots.applied.is_some()) {
+            let step = self.index.lock().step;
+            self.stage_applied(&mut |_, _| true)?;
+            self.carry_out(Commit { step, ..Commit::default() }, Reach::Memory)?;
+        }
+        Ok(())
+    }
+}
+
+impl Application<'_> {
+    /// The memory of a piece, which is the caller's until [`Application::applied`].
+    #[must_use]
+    pub fn part(&self, piece: u32) -> Shared {
+        self.held.part(self.store, self.entry, piece)
+    }
+
+    /// A chunk was updated, values and state.
+    pub fn chunk_applied(&self, chunk: u32) {
+        let sum = self.store.sum_of_bytes(self.entry, chunk, self.version, bytes_of(&self.part(chunk)));
+        self.held.now(self.entry).sums[chunk as usize] = sum;
+    }
+
+    /// All of it was.
+    pub fn applied(self) {
+        self.held.now(self.entry).versions.fill(self.version);
+    }
+}
