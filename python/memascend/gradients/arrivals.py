@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from memascend.engine import Engine
-    from memascend.gradients.loop import Habits
+    from memascend.gradients.loop import Loop
     from memascend.gradients.loss_scale import LossScale
     from memascend.gradients.norms import Norms
     from memascend.gradients.updates import Updates
@@ -35,12 +35,9 @@ class Arrivals:
 
     Attributes:
         by_name: the gradients, by the names of their parameters, in the order of the parameters.
-        engine: where gradients wait, and updates run.
-        rule: the arithmetic of an update.
-        scale: of the loss; every gradient is multiplied by its inverse.
-        loop: what is known of the training loop, and so how gradients wait.
         backwards: of this step.
         fresh: something arrived, or was changed, since the last step.
+        scaled: a backward was begun by optimizer.backward().
     """
 
     def __init__(
@@ -48,12 +45,22 @@ class Arrivals:
         engine: Engine,
         rule: Updates,
         scale: LossScale,
-        loop: Habits,
+        loop: Loop,
         norms: Norms,
         on_arrived: Callable[[str, int, float], None],
         on_begins: Callable[[], None],
     ) -> None:
-        """See `Gradients`."""
+        """Nothing has arrived.
+
+        Args:
+            engine: where gradients wait, and updates run.
+            rule: the arithmetic of an update.
+            scale: what losses are multiplied by; where it is on, every backward is begun within `Gradients.scaled()`.
+            loop: what is known of the training loop.
+            norms: of the gradients of a step.
+            on_arrived: hears of each gradient that was handed on: its name, its bytes, and when that began.
+            on_begins: hears of each backward, before anything of it is taken.
+        """
         self.by_name: dict[str, Gradient] = {}
         self.engine = engine
         self.rule = rule
@@ -61,9 +68,8 @@ class Arrivals:
         self.loop = loop
         self.backwards = BackwardTasks(loop.accumulation_steps, self._begin_backward, self._note_failure)
         self.fresh = False
-        # A backward was begun by optimizer.backward().
         self.scaled = False
-        self._norms = norms
+        self.norms = norms
         self._on_arrived = on_arrived
         self._on_begins = on_begins
         self._of: dict[int, Gradient] = {}
@@ -121,7 +127,7 @@ class Arrivals:
             values = values.clone()
         values = gradient.laid_out(values)
         if self._is_whole(gradient, nested):
-            gradient.take(values, self._norms.measure(values))
+            gradient.take(values, self.norms.measure(values))
         else:
             gradient.in_pieces = gradient.in_pieces or nested
             gradient.store(values)

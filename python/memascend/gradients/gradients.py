@@ -12,25 +12,19 @@ from typing import TYPE_CHECKING
 import torch
 
 from memascend.errors import UsageError
-from memascend.gradients.arrivals import Arrivals
-from memascend.gradients.loop import Habits, Loop
-from memascend.gradients.norms import Norms
 from memascend.gradients.state import State
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
-    from memascend.engine import Engine
+    from memascend.gradients.arrivals import Arrivals
     from memascend.gradients.gradient import Gradient
-    from memascend.gradients.loss_scale import LossScale
-    from memascend.gradients.norms import Check
-    from memascend.gradients.updates import Updates
     from memascend.residency.placeholder import Place
 
     # Gradients, each with what stands in `p.grad`.
     Present = Sequence[tuple[Gradient, torch.Tensor]]
 
-__all__ = ["Gradients", "Loop"]
+__all__ = ["Gradients"]
 
 
 class Gradients:
@@ -41,33 +35,13 @@ class Gradients:
         rule: the arithmetic of an update.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        rule: Updates,
-        check: Check,
-        loss_scale: LossScale,
-        loop: Loop,
-        on_arrived: Callable[[str, int, float], None],
-        on_begins: Callable[[], None],
-    ) -> None:
-        """Nothing has arrived.
-
-        Args:
-            engine: where gradients wait, and updates run.
-            rule: the arithmetic of an update.
-            check: `kernels.check_and_unscale`.
-            loss_scale: what losses are multiplied by; where it is on, every backward is begun within `scaled()`.
-            loop: what is known of the training loop.
-            on_arrived: hears of each gradient that was handed on: its name, its bytes, and when that began.
-            on_begins: hears of each backward, before anything of it is taken.
-        """
-        self.rule = rule
-        self._engine = engine
-        self._scale = loss_scale
-        self._loop = Habits(loop)
-        self._norms = Norms(check)
-        self._arrivals = Arrivals(engine, rule, loss_scale, self._loop, self._norms, on_arrived, on_begins)
+    def __init__(self, arrivals: Arrivals) -> None:
+        self.rule = arrivals.rule
+        self._engine = arrivals.engine
+        self._scale = arrivals.scale
+        self._loop = arrivals.loop
+        self._norms = arrivals.norms
+        self._arrivals = arrivals
         self.by_name = self._arrivals.by_name
         self.learn = self._loop.learn
         self.entered = self._arrivals.entered

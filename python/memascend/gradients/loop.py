@@ -2,39 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-__all__ = ["Habits", "Loop"]
+__all__ = ["Loop"]
 
 
-@dataclass(frozen=True, kw_only=True)
 class Loop:
-    """What is known of the training loop before its first step.
-
-    Attributes:
-        mode: "auto", "fused", "ssd" or "ram".
-        accumulation_steps: backwards that make a step.
-        keeps: it is known to need its gradients until step(), so that "auto" has nothing to learn.
-    """
-
-    mode: str
-    accumulation_steps: int
-    keeps: bool
-
-
-class Habits:
-    """What the loop does.
+    """What is known of the training loop, and so how gradients wait.
 
     Attributes:
         mode: "fused" (gradients do not wait), "ssd" or "ram".
         accumulation_steps: backwards that make a step.
     """
 
-    def __init__(self, loop: Loop) -> None:
-        self.mode = "ssd" if loop.mode == "auto" else loop.mode
-        self.accumulation_steps = loop.accumulation_steps
-        self._learning = loop.mode == "auto"
-        self._keeps = loop.keeps
+    def __init__(self, mode: str, accumulation_steps: int, *, keeps: bool) -> None:
+        """`mode` may be "auto", too; `keeps`: it is known to need its gradients until step(), and nothing is learnt."""
+        self.mode = "ssd" if mode == "auto" else mode
+        self.accumulation_steps = accumulation_steps
+        self._learning = mode == "auto"
+        self._keeps = keeps
         self._noticed: set[str] = set()
 
     def notice(self, what: str) -> None:

@@ -11,8 +11,11 @@ from memascend import kernels
 from memascend.checkpoint.buffers import move_buffers
 from memascend.checkpoint.meta import embody
 from memascend.device.graphs import refuse_graphs
-from memascend.gradients.gradients import Gradients, Loop
+from memascend.gradients.arrivals import Arrivals
+from memascend.gradients.gradients import Gradients
+from memascend.gradients.loop import Loop
 from memascend.gradients.loss_scale import LossScale
+from memascend.gradients.norms import Norms
 from memascend.gradients.row_engine import RowEngine
 from memascend.gradients.updates import Updates
 from memascend.residency.copies import Copies
@@ -207,9 +210,10 @@ class Assembly:
             residency.units.look_ahead()
 
         options = subject.options
-        loop = Loop(mode=options.gradients, accumulation_steps=options.accumulation_steps, keeps=options.keeps)
+        loop = Loop(options.gradients, options.accumulation_steps, keeps=options.keeps)
         rule = Updates(subject.arithmetic, engine, resources.store, resident)
-        return Gradients(engine, rule, kernels.check_and_unscale, scale, loop, arrived, backward_begins)
+        norms = Norms(kernels.check_and_unscale)
+        return Gradients(Arrivals(engine, rule, scale, loop, norms, arrived, backward_begins))
 
     def _frames(self, residency: Residency, gradients: Gradients, newcomers: Newcomers) -> Frames:
         model, on_device = self.subject.model, self._on_device
