@@ -108,6 +108,46 @@ def test_mixture_of_experts(run, tmp_path):
     assert (tmp_path / "memascend.store").exists()
 
 
+@pytest.fixture
+def small(tmp_path):
+    """A model folder, and conversations for it."""
+    pytest.importorskip("transformers")
+    from support.small_folder import make_model, write_rows
+
+    make_model(tmp_path / "model", torch.bfloat16)
+    turns = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "It is a test."}]
+    write_rows(tmp_path / "rows.jsonl", [{"messages": turns}] * 12)
+    return ("--model", tmp_path / "model", "--data", tmp_path / "rows.jsonl", "--storage", tmp_path / "store")
+
+
+def test_finetune_goes_on_where_it_ended(run, small, tmp_path, monkeypatch):
+    import transformers
+
+    monkeypatch.setitem(globals(), "TINY", ())
+    more = ("--batch", 2, "--accumulate", 2, "--lr", 1e-3)
+    whole = losses(run("finetune.py", *small[:4], "--storage", tmp_path / "other", "--output", tmp_path / "a", *more))
+    assert [step for step, _ in whole] == list("123")
+    # As if it had been killed after its second step: the schedule is that of three.
+    stopped = iter(range(3))
+    own = torch.optim.lr_scheduler.LambdaLR.step
+
+    def step(self, *rest):
+        own(self, *rest)
+        # The first call is the scheduler's own, when it is made.
+        if next(stopped) == 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.optim.lr_scheduler.LambdaLR, "step", step)
+        with pytest.raises(KeyboardInterrupt):
+            run("finetune.py", *small, "--output", tmp_path / "b", *more)
+    second = losses(run("finetune.py", *small, "--output", tmp_path / "b", *more))
+    assert second == whole[2:]
+    one, two = (transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in "ab")
+    assert all(map(torch.equal, one.parameters(), two.parameters()))
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "a").chat_template
+
+
 def test_small_model(run, tmp_path):
     """What README's commands run on: a folder that loads as any from the hub does, and rows of each kind."""
     transformers = pytest.importorskip("transformers")

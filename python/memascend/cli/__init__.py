@@ -20,6 +20,7 @@ __all__ = ["main"]
 _COMMANDS = {
     "doctor": "Say what this machine offers and what to do about what it lacks.",
     "demo": "Train a model in memory and offloaded, side by side, in a minute or two, and compare every bit.",
+    "train": "Fine-tune the model of a folder on rows of a file; killed at any moment, the same command goes on.",
     "plan": "Say what offloading a model would take: memory, storage, bytes of a step. The model need not be there.",
     "bench": "Measure, and print the ratio to what else there is, from the same run.",
     "store": "Look at a store, or check every byte of it.",

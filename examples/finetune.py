@@ -1,0 +1,124 @@
+"""Fine-tunes the model of a folder on conversations, by hand: what `memascend train` does, as a plain loop.
+
+    python examples/small_model.py small
+    python examples/finetune.py --model small/model --data small/data/messages.jsonl --output tuned --storage state
+
+Weights go from their files to storage one by one, never all into memory. Kill it once it trains: started again, it goes
+on at the next batch with the same bits.
+"""
+
+import argparse
+import json
+import math
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+import memascend
+
+
+def encode(tokenizer: AutoTokenizer, messages: list[dict[str, str]], length: int) -> tuple[list[int], list[int]]:
+    """Ids, and labels: a loss is taken on what the assistant says, which is the last turn here."""
+    before = tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
+    whole = tokenizer.apply_chat_template(messages, tokenize=False)
+    if messages[-1]["role"] != "assistant" or not whole.startswith(before):
+        raise SystemExit("these conversations or this template need `memascend train`, which finds each answer")
+    tokens = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
+    ids = tokens["input_ids"][:length]
+    ends = [end for _, end in tokens["offset_mapping"]]
+    return ids, [one if end > len(before) else -100 for one, end in zip(ids, ends, strict=False)]
+
+
+def collate(rows: list[tuple[list[int], list[int]]], device: torch.device) -> dict[str, torch.Tensor]:
+    """Rows beside each other; the shorter ones are padded with what is neither seen nor learnt."""
+    length = max(len(ids) for ids, _ in rows)
+
+    def padded(lists: list[list[int]], value: int) -> torch.Tensor:
+        return torch.tensor([one + [value] * (length - len(one)) for one in lists], device=device)
+
+    return {
+        "input_ids": padded([ids for ids, _ in rows], 0),
+        "attention_mask": padded([[1] * len(ids) for ids, _ in rows], 0),
+        "labels": padded([labels for _, labels in rows], -100),
+    }
+
+
+def main() -> None:
+    """Train, or go on training."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, type=Path, help="a folder with config, safetensors and tokenizer")
+    parser.add_argument("--data", required=True, type=Path, help="JSON lines with `messages`")
+    parser.add_argument("--output", required=True, type=Path, help="where the trained model is written")
+    parser.add_argument("--storage", required=True, help="a folder, file or NVMe device for the training state")
+    parser.add_argument("--host-memory", help='a hard budget such as "8GiB"; else as little as runs at full speed')
+    parser.add_argument("--max-length", type=int, default=2048)
+    parser.add_argument("--batch", type=int, default=1, help="rows computed at once")
+    parser.add_argument("--accumulate", type=int, default=8, help="batches of a step")
+    parser.add_argument("--lr", type=float, default=1e-5)
+    parser.add_argument("--steps", type=int, help="default: once over the data")
+    options = parser.parse_args()
+
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    with options.data.open(encoding="utf-8") as file:
+        rows = [encode(tokenizer, json.loads(line)["messages"], options.max_length) for line in file]
+    together = options.batch * options.accumulate
+    per_epoch = len(rows) // together
+    steps = options.steps or per_epoch
+    if not per_epoch:
+        raise SystemExit(f"{len(rows)} rows make no step of {together}")
+
+    # No weight is in memory: they are read from the folder into the storage, one at a time.
+    config = AutoConfig.from_pretrained(options.model)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
+    model.train()
+    # A block is computed again in the backward, so that one block's activations are in memory, and not all.
+    model.activation_checkpointing_enable()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.0)
+    model, optimizer = memascend.offload(
+        model,
+        optimizer,
+        storage=options.storage,
+        existing="resume",
+        host_memory=options.host_memory,
+        max_grad_norm=1.0,
+        accumulation_steps=options.accumulate,
+        # Read where the storage holds nothing yet.
+        weights=options.model,
+    )
+    # The steps that storage has say where to go on, in the schedule and in the data.
+    warmup = math.ceil(0.03 * steps)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer,
+        lambda step: min((step + 1) / (warmup + 1), (steps - step) / max(1, steps - warmup)),
+        last_epoch=optimizer.steps - 1,
+    )
+    with optimizer:
+        for step in range(optimizer.steps, steps):
+            epoch, place = divmod(step, per_epoch)
+            order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(epoch)).tolist()
+            chosen = [rows[number] for number in order[place * together :][:together]]
+            count = sum(label != -100 for _, labels in chosen for label in labels[1:])
+            # Dropout depends on the step, and not on where this process began.
+            torch.manual_seed(step)
+            total = 0.0
+            for start in range(0, together, options.batch):
+                batch = collate(chosen[start : start + options.batch], model.device)
+                learnt = int((batch["labels"][:, 1:] != -100).sum())
+                # The mean over all tokens of the step, whichever batch they are in.
+                loss = model(**batch, use_cache=False).loss * (learnt / count)
+                optimizer.backward(loss)
+                total += loss.item()
+            # All of the step becomes visible and durable here, at once.
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            print(f"step {optimizer.steps}: loss {total:.4f}, norm {optimizer.grad_norm:.3f}", flush=True)
+        model.save_pretrained(options.output)
+        tokenizer.save_pretrained(options.output)
+        print(f"\n{optimizer.report()}\n\nfrom_pretrained({str(options.output)!r}) loads the trained model")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""Puts sequences into batches, in an order that seed and epoch alone decide."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from memascend.cli.train.sequences import Sequences
+
+__all__ = ["Batch", "Batches", "seed_of"]
+
+_IGNORED = -100
+
+
+def seed_of(seed: int, what: str, number: int) -> int:
+    """A seed of its own for each thing that is random, so that none depends on where another stands."""
+    named = f"{seed}/{what}/{number}".encode()
+    return int.from_bytes(hashlib.blake2b(named, digest_size=8).digest(), "little") >> 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """What the model is given at once; the shorter rows are padded at their ends."""
+
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor
+    labels: torch.Tensor
+
+    @classmethod
+    def of(cls, rows: list[tuple[torch.Tensor, torch.Tensor]], padding: int) -> Batch:
+        """Rows of (ids, labels) beside each other."""
+        length = max(len(ids) for ids, _ in rows)
+        made = cls(
+            input_ids=torch.full((len(rows), length), padding),
+            attention_mask=torch.zeros(len(rows), length, dtype=torch.long),
+            labels=torch.full((len(rows), length), _IGNORED),
+        )
+        for row, (ids, labels) in enumerate(rows):
+            made.input_ids[row, : len(ids)] = ids
+            made.attention_mask[row, : len(ids)] = 1
+            made.labels[row, : len(ids)] = labels
+        return made
+
+    @property
+    def tokens(self) -> int:
+        """Tokens, without padding."""
+        return int(self.attention_mask.sum())
+
+    @property
+    def learnt(self) -> int:
+        """Tokens that a loss is taken on; nothing foretells a row's first."""
+        return int((self.labels[:, 1:] != _IGNORED).sum())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batches:
+    """Which sequences each step learns from.
+
+    Attributes:
+        sequences: all of them.
+        batch: how many are computed at once.
+        accumulate: batches of a step; an epoch's last step has what is left.
+        epochs: passes, the last one perhaps not whole.
+        seed: of the order.
+        padding: the token that shorter rows end with.
+    """
+
+    sequences: Sequences
+    batch: int
+    accumulate: int
+    epochs: float
+    seed: int
+    padding: int
+
+    @property
+    def steps_of_epoch(self) -> int:
+        """Steps of one pass."""
+        return math.ceil(len(self.sequences) / (self.batch * self.accumulate))
+
+    @property
+    def steps(self) -> int:
+        """Steps of the run."""
+        return max(1, math.ceil(self.epochs * self.steps_of_epoch))
+
+    def of_step(self, step: int) -> list[Batch]:
+        """The batches of a step, counted from 0."""
+        epoch, place = divmod(step, self.steps_of_epoch)
+        order = self.order(epoch)
+        together = self.batch * self.accumulate
+        return list(self._batches(order[place * together : (place + 1) * together]))
+
+    def in_file_order(self) -> Iterator[Batch]:
+        """All of them once, as an evaluation takes them."""
+        return self._batches(range(len(self.sequences)))
+
+    def order(self, epoch: int) -> list[int]:
+        """The sequences of a pass."""
+        generator = torch.Generator().manual_seed(seed_of(self.seed, "order", epoch))
+        found: list[int] = torch.randperm(len(self.sequences), generator=generator).tolist()
+        return found
+
+    def _batches(self, numbers: Iterable[int]) -> Iterator[Batch]:
+        chosen = list(numbers)
+        for start in range(0, len(chosen), self.batch):
+            yield Batch.of([self.sequences[number] for number in chosen[start : start + self.batch]], self.padding)

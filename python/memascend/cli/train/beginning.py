@@ -1,0 +1,167 @@
+"""Decides how a run begins: anew, where it ended, or not at all; nothing is changed before that is known."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from memascend.engine import look
+from memascend.errors import ConfigError, StorageError
+from memascend.run.locations import file_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from memascend.cli.train.output import Output, Record
+
+__all__ = ["Beginning", "changes", "find_beginning", "model_digest", "require_same"]
+
+# Of a weights file: its header is there, and values that no other model has.
+_SAMPLE_BYTES = 1 << 20
+_ANEW = (
+    "to begin a run of its own, name another --output and another --storage (with --model {output}, from its weights)"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beginning:
+    """What to do.
+
+    Attributes:
+        existing: for `offload()`; None where there is nothing left to do.
+        next_step: the data's, counted from 0.
+        committed: steps that the store holds.
+    """
+
+    existing: Literal["refuse", "replace", "resume"] | None
+    next_step: int = 0
+    committed: int = 0
+
+
+@dataclass(frozen=True)
+class _Found:
+    uuid: str
+    step: int
+    user_state: Any
+
+
+def find_beginning(output: Output, storage: tuple[str, ...]) -> Beginning:
+    """Look at the folder and at the storage.
+
+    Raises:
+        ConfigError: one of them is of another run.
+        StorageError: a store is there and cannot be opened.
+    """
+    record = output.record
+    if record is None:
+        return _first(output, storage)
+    if record.store is None:
+        # Nothing of this run was ever trained: whatever of its store is there was not whole yet.
+        found = _look(storage, unfinished=True)
+        if found is not None and (found.step or found.user_state is not None):
+            raise _foreign(storage, found, output)
+        return Beginning(existing="replace")
+    found = _look(storage)
+    if found is None and record.is_finished:
+        return Beginning(existing=None, next_step=record.steps, committed=record.steps)
+    if found is None:
+        raise ConfigError(
+            f"the training state of {output.folder} is not at {_named(storage)}: give the --storage that the run has, "
+            f"or {_ANEW.format(output=output.folder)}"
+        )
+    if found.uuid != record.store:
+        raise _foreign(storage, found, output)
+    if record.is_finished:
+        return Beginning(existing=None, next_step=record.steps, committed=found.step)
+    position = found.user_state or {}
+    return Beginning(existing="resume", next_step=position.get("next_step", 0), committed=found.step)
+
+
+def _first(output: Output, storage: tuple[str, ...]) -> Beginning:
+    try:
+        found = _look(storage)
+    except StorageError:
+        # On a device, only offload() tells none from a foreign one; it refuses both a store and what is foreign.
+        if any(Path(path).is_block_device() for path in storage):
+            return Beginning(existing="refuse")
+        raise
+    if found is not None:
+        raise _foreign(storage, found, output)
+    return Beginning(existing="refuse")
+
+
+def _look(storage: tuple[str, ...], *, unfinished: bool = False) -> _Found | None:
+    """What the store at these paths says; None where there is none, and with `unfinished` where it is not whole."""
+    files = [file_of(path) for path in storage]
+    if not any(file.is_block_device() or (file.is_file() and file.stat().st_size) for file in files):
+        return None
+    try:
+        # What is looked at stays as it is to the byte: it may be another's.
+        with look(list(storage)) as store:
+            return _Found(store.info()["uuid"], store.step, store.user_state)
+    except StorageError as error:
+        # With a number the system refused it: in use, not readable. Without one it is no whole store.
+        if unfinished and error.errno is None:
+            return None
+        raise
+
+
+def _foreign(storage: tuple[str, ...], found: _Found, output: Output) -> ConfigError:
+    whose = found.user_state.get("output") if isinstance(found.user_state, dict) else None
+    of = f"the run of --output {whose}" if whose else f"another run (step {found.step})"
+    return ConfigError(
+        f"--storage {_named(storage)} holds the training state of {of}, and not that of {output.folder}: name another "
+        "--storage, or remove it if nothing in it is needed"
+    )
+
+
+def _named(storage: tuple[str, ...]) -> str:
+    return " ".join(storage)
+
+
+def require_same(record: Record, options: Mapping[str, Any], digests: Mapping[str, str], output: Path) -> None:
+    """Refuse options that decide the result and are others than at the beginning.
+
+    Raises:
+        ConfigError: some are; it lists them and says what to do.
+    """
+    changed = changes(record.options, options)
+    if digests.get("model") != record.digests.get("model"):
+        changed.append("--model: another configuration or other weights")
+    if digests.get("data") != record.digests.get("data"):
+        changed.append("--data: other tokens (another file, tokenizer or chat template)")
+    if changed:
+        raise ConfigError(
+            f"the run in {output} goes on only as it began, and these changed: {'; '.join(changed)}. Give what it "
+            f"began with, or {_ANEW.format(output=output)}"
+        )
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What differs, in words."""
+    return [
+        f"{name} {_shown(before.get(name))} -> {_shown(value)}"
+        for name, value in now.items()
+        if before.get(name) != value
+    ]
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is None else str(value)
+
+
+def model_digest(folder: Path) -> str:
+    """Of configuration and weights: all bytes of what is small, samples of what is large."""
+    digest = hashlib.sha256()
+    for path in [folder / "config.json", *sorted(folder.glob("*.safetensors"))]:
+        if not path.is_file():
+            continue
+        nbytes = path.stat().st_size
+        digest.update(f"{path.name}\0{nbytes}\0".encode())
+        with path.open("rb") as file:
+            for start in sorted({0, nbytes // 2, max(0, nbytes - _SAMPLE_BYTES)}):
+                file.seek(start)
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()

@@ -1,0 +1,152 @@
+"""Tells how a run goes: a bar on a terminal, plain lines in logs, JSON lines for machines."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from memascend.formatting import bytes_shown
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["Display", "Step", "open_display", "time_shown"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What is told of a step.
+
+    Attributes:
+        step: its number, from 1.
+        steps: of the run.
+        epoch: passes over the data so far.
+        loss: the mean over the tokens that are learnt.
+        grad_norm: of all gradients, before clipping; None where the step was skipped.
+        lr: the learning rate.
+        tokens: computed, without padding.
+        seconds: that the step took.
+        tokens_per_second: over the last steps.
+        read_bytes: from storage.
+        written_bytes: to storage.
+        seconds_left: to the end of the run, at the speed of the last steps.
+        skipped: whether gradients overflowed, so that nothing was learnt.
+    """
+
+    step: int
+    steps: int
+    epoch: float
+    loss: float
+    grad_norm: float | None
+    lr: float
+    tokens: int
+    seconds: float
+    tokens_per_second: float
+    read_bytes: int
+    written_bytes: int
+    seconds_left: float
+    skipped: bool = False
+
+    def figures(self) -> str:
+        """In a few words."""
+        norm = "skipped (overflow)" if self.skipped or self.grad_norm is None else f"norm {self.grad_norm:.3g}"
+        moved = bytes_shown(self.read_bytes + self.written_bytes)
+        return f"loss {self.loss:.4f}, {norm}, {self.tokens_per_second:,.0f} tokens/s, {moved} moved"
+
+
+class Display(Protocol):
+    """Where it is told."""
+
+    def tell(self, text: str) -> None:
+        """A sentence."""
+
+    def event(self, name: str, values: Mapping[str, Any], text: str) -> None:
+        """Something beside steps: `values` for machines, `text` for people."""
+
+    def step(self, step: Step) -> None:
+        """A step was committed."""
+
+    def close(self) -> None:
+        """Nothing more comes."""
+
+
+def open_display(steps: int, first: int, *, as_json: bool) -> Display:
+    """What fits where the output goes.
+
+    Args:
+        steps: of the run.
+        first: how many of them are done.
+        as_json: lines for machines.
+    """
+    if as_json:
+        return _JsonLines()
+    if sys.stderr is not None and sys.stderr.isatty():
+        try:
+            from tqdm import tqdm
+        except ImportError:
+            pass
+        else:
+            return _Bar(tqdm(total=steps, initial=first, unit="step", dynamic_ncols=True))
+    return _Lines()
+
+
+class _Lines:
+    def tell(self, text: str) -> None:
+        print(text, flush=True)
+
+    def event(self, name: str, values: Mapping[str, Any], text: str) -> None:
+        del name, values
+        self.tell(text)
+
+    def step(self, step: Step) -> None:
+        self.tell(f"step {step.step}/{step.steps}: {step.figures()}, {time_shown(step.seconds_left)} left")
+
+    def close(self) -> None:
+        pass
+
+
+class _Bar:
+    def __init__(self, bar: Any) -> None:
+        self._bar = bar
+
+    def tell(self, text: str) -> None:
+        self._bar.write(text)
+
+    def event(self, name: str, values: Mapping[str, Any], text: str) -> None:
+        del name, values
+        self.tell(text)
+
+    def step(self, step: Step) -> None:
+        self._bar.set_postfix_str(step.figures(), refresh=False)
+        self._bar.update(1)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+class _JsonLines:
+    """Steps and events on standard output, sentences on standard error."""
+
+    def tell(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    def event(self, name: str, values: Mapping[str, Any], text: str) -> None:
+        del text
+        print(json.dumps({"event": name, **values}), flush=True)
+
+    def step(self, step: Step) -> None:
+        self.event("step", asdict(step), "")
+
+    def close(self) -> None:
+        pass
+
+
+def time_shown(seconds: float) -> str:
+    """A time to wait, in the two largest units that it has."""
+    whole = round(seconds)
+    for size, unit, part, smaller in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if whole >= size:
+            return f"{whole // size} {unit} {whole % size // part} {smaller}"
+    return f"{whole} s"

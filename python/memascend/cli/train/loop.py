@@ -1,0 +1,177 @@
+"""The training loop: forward, backward, step, and what is told and saved between steps."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memascend.cli.train.batches import seed_of
+from memascend.cli.train.display import Step
+from memascend.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from memascend.cli.train.batches import Batch, Batches
+    from memascend.cli.train.display import Display
+    from memascend.cli.train.model import Described
+    from memascend.cli.train.output import Output
+    from memascend.cli.train.rate import Rate
+    from memascend.cli.train.reporters import Reporter
+    from memascend.run.optimizer import OffloadedOptimizer
+
+__all__ = ["Loop"]
+
+# Steps whose mean speed tells how long the rest takes.
+_STEPS_OF_SPEED = 20
+
+
+@dataclass(kw_only=True)
+class Loop:
+    """A run between two saves and over all of them.
+
+    Attributes:
+        described: the offloaded model.
+        optimizer: of it.
+        tokenizer: saved beside the model.
+        output: the folder.
+        batches: of each step.
+        held_out: for the evaluation, where there is one.
+        rate: the learning rate.
+        save_every: steps.
+        seed: of what is random in the model.
+        display: for people.
+        reporters: for programs.
+    """
+
+    described: Described
+    optimizer: OffloadedOptimizer
+    tokenizer: Any
+    output: Output
+    batches: Batches
+    held_out: Batches | None
+    rate: Rate
+    save_every: int
+    seed: int
+    display: Display
+    reporters: list[Reporter]
+    _times: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_STEPS_OF_SPEED), init=False)
+
+    def run(self, first: int) -> None:
+        """Train from a step of the data on, counted from 0, to the end.
+
+        Raises:
+            UsageError: the loss is no number any more.
+        """
+        # A run that was killed between a step and its save.
+        if first:
+            self._save_where_due(first)
+        for step in range(first, self.batches.steps):
+            began, before = time.monotonic(), self._moved()
+            found, tokens = self._step(step)
+            self._times.append((tokens, time.monotonic() - began))
+            self._tell(step, found, tokens, before)
+            self._save_where_due(step + 1)
+
+    def _step(self, step: int) -> tuple[float, int]:
+        """One step; its loss, and its tokens."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.rate.of_step(step)
+        # Dropout depends on the step alone, so that a run that goes on draws what it would have drawn.
+        torch.manual_seed(seed_of(self.seed, "step", step))
+        batches = self.batches.of_step(step)
+        learnt = sum(batch.learnt for batch in batches)
+        loss = 0.0
+        for batch in batches:
+            # The mean over all tokens of the step, whichever batch they are in.
+            part = self._loss(batch) * (batch.learnt / learnt)
+            self.optimizer.backward(part)
+            loss += part.item()
+        if not math.isfinite(loss):
+            self.optimizer.zero_grad()
+            raise UsageError(
+                f"the loss of step {step + 1} is {loss}, and nothing was learnt from it: storage holds step {step}. "
+                "Begin again with a lower --lr or a longer --warmup, in another --output and --storage"
+            )
+        self.optimizer.user_state = {"output": str(self.output.folder), "next_step": step + 1}
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss, sum(batch.tokens for batch in batches)
+
+    def _loss(self, batch: Batch) -> torch.Tensor:
+        device = self.described.model.device
+        made = self.described.model(
+            input_ids=batch.input_ids.to(device),
+            attention_mask=batch.attention_mask.to(device),
+            labels=batch.labels.to(device),
+            use_cache=False,
+        )
+        loss: torch.Tensor = made.loss
+        return loss
+
+    # --- telling -----------------------------------------------------------------------
+
+    def _moved(self) -> tuple[int, int]:
+        report = self.optimizer.report()
+        return sum(report.read.values()), sum(report.written.values())
+
+    def _tell(self, step: int, loss: float, tokens: int, before: tuple[int, int]) -> None:
+        read, written = self._moved()
+        seconds = sum(each for _, each in self._times)
+        told = Step(
+            step=step + 1,
+            steps=self.batches.steps,
+            epoch=round((step + 1) / self.batches.steps_of_epoch, 4),
+            loss=loss,
+            grad_norm=None if self.optimizer.overflowed else self.optimizer.grad_norm,
+            lr=self.rate.of_step(step),
+            tokens=tokens,
+            seconds=self._times[-1][1],
+            tokens_per_second=sum(each for each, _ in self._times) / seconds,
+            read_bytes=read - before[0],
+            written_bytes=written - before[1],
+            seconds_left=(self.batches.steps - step - 1) * seconds / len(self._times),
+            skipped=self.optimizer.overflowed,
+        )
+        self.display.step(told)
+        figures = {"loss": loss, "lr": told.lr, "tokens_per_second": told.tokens_per_second}
+        self._report(step + 1, figures if told.grad_norm is None else {**figures, "grad_norm": told.grad_norm})
+
+    def _report(self, step: int, figures: dict[str, float]) -> None:
+        for reporter in self.reporters:
+            reporter.add(step, figures)
+
+    # --- saving ------------------------------------------------------------------------
+
+    def _save_where_due(self, step: int) -> None:
+        """After so many steps: the evaluation, and the model into its folder."""
+        assert self.output.record is not None
+        due = step == self.batches.steps or step % self.save_every == 0
+        if not due or self.output.record.saved == step:
+            return
+        if self.held_out is not None:
+            loss = self.evaluate(self.held_out.in_file_order())
+            self.display.event("eval", {"step": step, "eval_loss": loss}, f"step {step}: eval loss {loss:.4f}")
+            self._report(step, {"eval_loss": loss})
+        self.output.save(self.described, self.tokenizer, step)
+        text = f"step {step}: saved to {self.output.folder}"
+        self.display.event("save", {"step": step, "folder": str(self.output.folder)}, text)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Batch]) -> float:
+        """The mean loss over all tokens that would be learnt."""
+        model = self.described.model
+        model.eval()
+        total, learnt = 0.0, 0
+        try:
+            for batch in batches:
+                total += self._loss(batch).item() * batch.learnt
+                learnt += batch.learnt
+        finally:
+            model.train()
+        return total / learnt

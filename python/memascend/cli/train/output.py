@@ -1,0 +1,165 @@
+"""Keeps the folder that a run writes: what the run is, and the trained model, replaced at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memascend.checkpoint.file_errors import file_errors
+from memascend.checkpoint.folder_swap import is_empty, new_folder, put_in_place, sync
+from memascend.errors import ConfigError, CorruptionError
+
+if TYPE_CHECKING:
+    from memascend.cli.train.model import Described
+
+__all__ = ["LOGS", "Output", "Record"]
+
+_RECORD = "memascend-train.json"
+_NEW = f".{_RECORD}.new"
+LOGS = "logs"
+_FORMAT = 1
+_RECORD_BYTES_MAX = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """What a run is.
+
+    Attributes:
+        began: when, as ISO 8601 has it.
+        steps: of the whole run.
+        options: by flag, that decide the result.
+        machine: by flag, that do not.
+        digests: of data and model.
+        versions: of what computes.
+        store: which store holds it; None where none was whole yet.
+        saved: the step of the model that is in the folder; None where there is none yet.
+        format: of this record.
+    """
+
+    began: str
+    steps: int
+    options: dict[str, Any]
+    machine: dict[str, Any]
+    digests: dict[str, str]
+    versions: dict[str, str] = field(default_factory=dict)
+    store: str | None = None
+    saved: int | None = None
+    format: int = _FORMAT
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the folder holds the model of the last step."""
+        return self.saved == self.steps
+
+
+class Output:
+    """The folder of a run."""
+
+    def __init__(self, folder: Path) -> None:
+        """Look whether one is there; nothing is changed.
+
+        Raises:
+            ConfigError: the folder holds something else.
+            CorruptionError: its record is damaged.
+        """
+        self.folder = Path(os.path.abspath(folder))  # noqa: PTH100 - a link stays the link that was named
+        self.record = self._read()
+        # What a killed process left of its first record is nothing.
+        (self.folder / _NEW).unlink(missing_ok=True)
+        if self.record is None and self.folder.exists() and not is_empty(self.folder):
+            raise ConfigError(
+                f"--output {folder} is there, and no run of memascend train wrote it: name another folder"
+            )
+
+    @property
+    def parent(self) -> Path:
+        """The nearest folder above that is there already."""
+        return next(above for above in self.folder.parents if above.is_dir())
+
+    def _read(self) -> Record | None:
+        path = self.folder / _RECORD
+        if not path.is_file():
+            return None
+        with file_errors(path, "cannot be read"), path.open("rb") as file:
+            text = file.read(_RECORD_BYTES_MAX)
+        try:
+            values = json.loads(text)
+            if values["format"] != _FORMAT:
+                raise ConfigError(f"{path} was written by another version of memascend (format {values['format']})")
+            return Record(**values)
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise CorruptionError(f"{path} is no record of a run: {error}", path=str(path)) from error
+
+    def begin(self, record: Record) -> None:
+        """Make the folder, with what the run is."""
+        with file_errors(self.folder, "cannot be written"):
+            self.folder.mkdir(parents=True, exist_ok=True)
+        self._write(record)
+
+    def change(self, **values: Any) -> None:
+        """Change a part of the record."""
+        assert self.record is not None
+        self._write(replace(self.record, **values))
+
+    def give_up(self) -> None:
+        """Take back what `begin` did."""
+        (self.folder / _RECORD).unlink(missing_ok=True)
+        if is_empty(self.folder):
+            self.folder.rmdir()
+        self.record = None
+
+    def _write(self, record: Record) -> None:
+        new = self.folder / _NEW
+        with file_errors(new, "cannot be written"):
+            _put(new, record)
+            new.rename(self.folder / _RECORD)
+            sync(self.folder)
+        self.record = record
+
+    def save(self, described: Described, tokenizer: Any, step: int) -> None:
+        """Put the model as it is now in the place of the one before; whatever happens, one of them is there whole.
+
+        Args:
+            described: the offloaded model, between two steps.
+            tokenizer: saved beside it.
+            step: of the model.
+        """
+        assert self.record is not None
+        record = replace(self.record, saved=step)
+        with new_folder(self.folder) as new:
+            with file_errors(new, "cannot be written"):
+                if described.adapted:
+                    model = described.model
+                    values = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+                    model.save_pretrained(new, state_dict=values, save_embedding_layers=False)
+                else:
+                    described.model.save_pretrained(new)
+                tokenizer.save_pretrained(new)
+                _put(new / _RECORD, record)
+                for path in new.rglob("*"):
+                    sync(path)
+                self._keep_others(new)
+            put_in_place(self.folder, new)
+        self.record = record
+
+    def _keep_others(self, new: Path) -> None:
+        """What is not of the model stays: logs, which somebody goes on writing to, and what users put there."""
+        for path in self.folder.iterdir():
+            if (new / path.name).exists():
+                continue
+            if path.is_dir() and not path.is_symlink():
+                shutil.copytree(path, new / path.name, symlinks=True, copy_function=os.link)
+            else:
+                os.link(path, new / path.name, follow_symlinks=False)
+
+
+def _put(path: Path, record: Record) -> None:
+    path.write_text(json.dumps(asdict(record), indent=2) + "\n", encoding="utf-8")
+    sync(path)

@@ -1,0 +1,73 @@
+"""Runs `memascend train` in processes that a test kills; loaded, with all that it needs, where each is forked from."""
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from memascend.checkpoint.weights import WeightFiles
+from memascend.cli import main
+from memascend.cli.train import beginning, job, loop, output  # noqa: F401 - loaded before the forks
+
+__all__ = ["events", "run_until", "train"]
+
+TESTS = Path(__file__).resolve().parent.parent
+# For one life of a run, also on a machine that does ten other things.
+SECONDS_MAX = 280
+
+
+def train(arguments, log, weights=None):
+    """The command, with its lines in a file; it kills itself when it is asked for so many weights."""
+    torch.set_num_threads(1)
+    own, calls = WeightFiles.tensor, []
+
+    def tensor(*asked):
+        calls.append(asked)
+        if len(calls) == weights:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return own(*asked)
+
+    WeightFiles.tensor = tensor
+    with open(log, "a", buffering=1) as file:
+        os.dup2(file.fileno(), 1)
+        sys.stdout = file
+        sys.exit(main(["train", *arguments]))
+
+
+def events(log, name="step"):
+    """What was said of each step; what was said twice was the same but for its time."""
+    found = {}
+    for line in log.read_text().splitlines() if log.exists() else []:
+        try:
+            values = json.loads(line)
+        except ValueError:
+            # The last words of a killed process.
+            continue
+        if values["event"] != name:
+            continue
+        exact = {key: values[key] for key in ("loss", "grad_norm", "lr", "tokens", "eval_loss") if key in values}
+        assert found.setdefault(values["step"], exact) == exact, f"step {values['step']} was another after a kill"
+    return found
+
+
+def run_until(monkeypatch, arguments, log, seconds=None, weights=None):
+    """Runs the command in a process of its own; kills it so long after its next step. The exit status."""
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["support.train_command"])
+    lines = len(events(log))
+    child = server.Process(target=train, args=(arguments, log, weights))
+    child.start()
+    if seconds is not None:
+        while child.is_alive() and len(events(log)) <= lines:
+            time.sleep(0.005)
+        time.sleep(seconds)
+        if child.is_alive():
+            os.kill(child.pid, signal.SIGKILL)
+    child.join(SECONDS_MAX)
+    return child.exitcode
