@@ -146,7 +146,7 @@ class _Workload:
             "checkpoint": self.options.checkpoint,
             "storage": str(self.folder / f"{name} {self.tokens}.store"),
         }
-        words = [sys.executable, __file__, "--work", json.dumps(work)]
+        words = [sys.executable, "-m", "benchmarks.step", "--work", json.dumps(work)]
         process = _Process(subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
         process.started = process.ask("begin")
         return process
