@@ -235,6 +235,10 @@ def test_a_kill_before_the_first_step_leaves_nothing_that_stays(folders, tmp_pat
     assert [line["step"] for line in lines if line["event"] == "step"] == [1]
 
 
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def test_what_is_of_another_run_is_refused(folders, tmp_path, capfd):
     short = ["--epochs", 0.3, "--save-every", 1]
     (tmp_path / "foreign/out").mkdir(parents=True)
@@ -242,7 +246,7 @@ def test_what_is_of_another_run_is_refused(folders, tmp_path, capfd):
     _, err = ran(capfd, *arguments(folders, tmp_path / "foreign", *short), status=1)
     assert "no run of memascend train wrote it" in err
     ran(capfd, *arguments(folders, tmp_path / "one", *short))
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "one").rglob("*")}
+    before = contents(tmp_path / "one")
     # Its storage with another folder, its folder with another storage.
     _, err = ran(capfd, *arguments(folders, tmp_path / "one", *short, "--output", tmp_path / "two"), status=1)
     assert f"holds the training state of the run of --output {tmp_path / 'one/out'}" in err
@@ -258,7 +262,7 @@ def test_what_is_of_another_run_is_refused(folders, tmp_path, capfd):
     _, err = ran(capfd, *arguments(folders, tmp_path / "one", *short, *changed), status=1)
     for words in ("--lr 0.001 -> 0.5", "--seed 0 -> 1", "--data: other tokens", "--model: another", "name another"):
         assert words in err
-    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "one").rglob("*")}
+    assert contents(tmp_path / "one") == before
 
 
 def test_options_of_the_machine_may_change(folders, tmp_path, capfd, monkeypatch):
@@ -271,6 +275,8 @@ def test_options_of_the_machine_may_change(folders, tmp_path, capfd, monkeypatch
     assert [line["step"] for line in lines if line["event"] == "save"] == [2, 3]
 
 
+# peft asks transformers for what later versions call otherwise.
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 def test_adapters(folders, tmp_path, capfd):
     peft = pytest.importorskip("peft")
     lines, err = ran(capfd, *arguments(folders, tmp_path, "--lora", 4, "--save-every", 1, "--epochs", 1))
