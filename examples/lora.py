@@ -1,52 +1,76 @@
 """Trains LoRA adapters with peft: the frozen model streams from storage, only adapters have optimizer state.
 
-    python examples/lora.py --model Qwen/Qwen2.5-7B --storage /mnt/nvme/run1
+    python examples/small_model.py small
+    python examples/lora.py --model small/model --data small/data/prompts.jsonl --output adapters
 
-Without --model a small one with random values is trained, which needs no download.
+Weights go from their files to storage one by one. `memascend train --lora 8` does the same, and goes on where it was
+killed.
 """
 
 import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, Qwen2Config
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import memascend
+
+
+def first_values(folder: Path) -> Callable[[str, torch.Tensor], torch.Tensor]:
+    """A function that offload() asks for one parameter after another: by peft's names, from the folder's files."""
+    places = {}
+    for path in folder.glob("*.safetensors"):
+        file = safe_open(path, framework="pt")
+        places |= dict.fromkeys(file.keys(), file)
+
+    def values(name: str, like: torch.Tensor) -> torch.Tensor:
+        if ".lora_A." in name:
+            return torch.nn.init.kaiming_uniform_(torch.empty_like(like, device="cpu"), a=5**0.5)
+        if ".lora_B." in name:
+            # Adapters begin as nothing.
+            return torch.zeros_like(like, device="cpu")
+        key = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+        return places[key].get_tensor(key)
+
+    return values
 
 
 def main() -> None:
     """Train adapters."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a name or folder; without it a small model with random values")
+    parser.add_argument("--model", required=True, type=Path, help="a folder with config, safetensors and tokenizer")
+    parser.add_argument("--data", required=True, type=Path, help="JSON lines with `prompt` and `completion`")
     parser.add_argument("--storage", help="a folder, file or NVMe device; without it a temporary file is used")
     parser.add_argument("--output", default="adapters", help="where the adapters are written")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--width", type=int, default=256)
     options = parser.parse_args()
 
     torch.manual_seed(0)
-    if options.model:
-        model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16)
-    else:
-        sizes = {"hidden_size": options.width, "intermediate_size": 4 * options.width}
-        heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-        config = Qwen2Config(vocab_size=256, num_hidden_layers=options.layers, **sizes, **heads)
-        model = AutoModelForCausalLM.from_config(config).bfloat16()
-    model = get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    config = AutoConfig.from_pretrained(options.model)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
+        model = get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
     model.print_trainable_parameters()
 
     # Only what is trained goes to the optimizer; offload() takes care of the rest of the model all the same. Frozen
     # values are never written again.
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-3)
-    model, optimizer = memascend.offload(model, optimizer, storage=options.storage)
-
+    model, optimizer = memascend.offload(model, optimizer, storage=options.storage, weights=first_values(options.model))
+    lines = options.data.read_text(encoding="utf-8").splitlines()
     with optimizer:
-        for step in range(optimizer.steps, options.steps):
-            generator = torch.Generator().manual_seed(step)
-            tokens = torch.randint(256, (2, 64), generator=generator).to(model.device)
-            loss = model(input_ids=tokens, labels=tokens).loss
+        for step in range(options.steps):
+            row = json.loads(lines[step % len(lines)])
+            prompt = tokenizer(row["prompt"])["input_ids"]
+            answer = tokenizer(row["completion"], add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+            ids = torch.tensor([prompt + answer], device=model.device)
+            labels = torch.tensor([[-100] * len(prompt) + answer], device=model.device)
+            loss = model(input_ids=ids, labels=labels).loss
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -54,6 +78,7 @@ def main() -> None:
         print(f"\n{optimizer.report()}")
         # peft's own way to save: the adapters alone, with their real values.
         model.save_pretrained(options.output)
+        tokenizer.save_pretrained(options.output)
 
 
 if __name__ == "__main__":

@@ -79,17 +79,20 @@ def test_trainer(run, tmp_path):
     assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
-def test_lora(run, tmp_path):
-    pytest.importorskip("transformers")
+def test_lora(run, small, tmp_path, monkeypatch):
     pytest.importorskip("peft")
     from safetensors.torch import load_file
+    from support.small_folder import write_rows
 
-    out = run("lora.py", "--steps", 3, "--output", tmp_path / "adapters")
+    monkeypatch.setitem(globals(), "TINY", ())
+    data = write_rows(tmp_path / "prompts.jsonl", [{"prompt": "What is it? ", "completion": "a test"}] * 2)
+    out = run("lora.py", *small[:2], "--data", data, "--steps", 3, "--output", tmp_path / "adapters")
     assert [step for step, _ in losses(out)] == list("123")
     adapters = load_file(tmp_path / "adapters/adapter_model.safetensors")
     # Two modules in each of two layers, and two factors; the second ones begin as zeros, and were trained.
     assert len(adapters) == 8
     assert all(tensor.isfinite().all() and tensor.any() for tensor in adapters.values())
+    assert (tmp_path / "adapters/tokenizer.json").is_file()
     # Nothing of the frozen values is written again: for each step less than a tenth of what the first write took.
     written = dict(re.findall(r"^written +(\S+(?: \S+)*?)  +(\S+ \S+)", out, re.MULTILINE))
     assert size(written["values"]) / 3 < size(written["first values"]) / 10
