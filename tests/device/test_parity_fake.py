@@ -35,7 +35,12 @@ def cases():
 def test_what_is_held_reaches_the_device_with_the_same_bits(name, gradients, tmp_path, fake, monkeypatch):
     held = []
     hold = engine.Store.hold
-    monkeypatch.setattr(engine.Store, "hold", lambda store, names: (held.extend(names), hold(store, names)))
+
+    def noted(store, names, **how):
+        held.extend(names)
+        hold(store, names, **how)
+
+    monkeypatch.setattr(engine.Store, "hold", noted)
     # A budget of the host that holds everything, while the device has room for less.
     test_the_same_bits(CASES[name], Mode(gradients, "large", 1), tmp_path, fake)
     assert held
