@@ -104,11 +104,14 @@ test-rust: $(VENV)/synced ## The Rust tests alone
 	timeout 900 cargo test --quiet --locked --workspace
 
 .PHONY: test-all
-test-all: test test-posing test-valgrind test-oldest test-clients docs ## Everything: slow tests, Valgrind, oldest torch, clients, the site
+test-all: test test-slow test-posing test-valgrind test-oldest test-clients docs ## Everything: slow tests, Valgrind, oldest torch, clients, the site
+
+.PHONY: test-slow
+test-slow: setup ## The tests that take longer than a push can wait
 	$(BIN)/pytest $(PYTEST_OPTIONS) -m "slow and not soak"
 
 # Leaks are looked for where nothing forks: a forked child ends with its parent's threads gone and their memory left.
-VALGRIND := valgrind --quiet --error-exitcode=99
+VALGRIND := valgrind --quiet --error-exitcode=99 --show-leak-kinds=definite
 .PHONY: test-valgrind
 test-valgrind: export PROPTEST_CASES := 20
 test-valgrind: ## The Rust tests of host memory under Valgrind
