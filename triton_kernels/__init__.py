@@ -9,6 +9,7 @@ from __future__ import annotations
 from .adamw import adam, adamw
 from .casts import accumulate, cast
 from .check import check_and_unscale
+from .reduced import adamw_reduced
 from .routes import Route, route
 
-__all__ = ["Route", "accumulate", "adam", "adamw", "cast", "check_and_unscale", "route"]
+__all__ = ["Route", "accumulate", "adam", "adamw", "adamw_reduced", "cast", "check_and_unscale", "route"]

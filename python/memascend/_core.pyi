@@ -36,9 +36,13 @@ __all__ = [
     "memory_layout",
     "memory_limits",
     "memory_regions",
+    "state_decode",
+    "state_encode",
+    "state_update",
     "store_examine",
     "store_look",
     "store_sizes",
+    "store_state_in",
 ]
 
 __version__: str
@@ -147,9 +151,10 @@ def io_uring_why_not() -> str | None: ...
 # A tensor of a description: name, dtype, shape.
 _Tensor: TypeAlias = tuple[str, str, list[int]]
 # An entry: whether it is a buffer, its unit, its values, its state, the order of its dimensions, the dtype of spills.
-_Described: TypeAlias = tuple[bool, int, _Tensor, list[_Tensor], list[int], str | None]
-# lr, betas, eps, weight decay, decoupled, step, gradient scale, maximize.
-_Numbers: TypeAlias = tuple[float, tuple[float, float], float, float, bool, int, float, bool]
+_Described: TypeAlias = tuple[bool, int, _Tensor, list[_Tensor], list[int], str | None, str | None]
+# lr, betas, eps, weight decay, decoupled, step, gradient scale, maximize, seed; of momentum: lr, (momentum, dampening), None,
+# weight decay, nesterov, and so on.
+_Numbers: TypeAlias = tuple[float, tuple[float, float], float | None, float, bool, int, float, bool, int]
 
 @final
 class Store:
@@ -230,6 +235,9 @@ def store_examine(
     paths: Sequence[str], backend: str, progress: Callable[[int, int], object] | None
 ) -> list[dict[str, Any]]: ...
 def store_look(paths: Sequence[str], backend: str) -> Store: ...
+def store_state_in(
+    of_values: str, shape: list[int], of_state: str, momentum: bool
+) -> list[tuple[str, str, list[int]]]: ...
 def store_sizes(
     entries: Sequence[_Described],
     units: Sequence[str],
@@ -262,7 +270,14 @@ class Engine:
     def read_spilled(self, entry: int, into: _Held) -> None: ...
     def drop_spilled(self, entry: int) -> None: ...
     def apply(self, entry: int, adapter: _Adapter, nbytes: int, step: int, spilled: bool, whole: bool) -> None: ...
-    def fill(self, entry: int, values: _Held, state: list[_Held | None], master: _Held | None, step: int) -> None: ...
+    def fill(
+        self,
+        entry: int,
+        values: _Held,
+        state: list[_Held | None],
+        wide: tuple[_Held | None, _Held | None, _Held | None],
+        step: int,
+    ) -> None: ...
     def finish(self) -> None: ...
     def settle(self) -> None: ...
     def commit(self, step: int, user: str | None, hyperparameters: str | None) -> int: ...
@@ -305,3 +320,36 @@ def kernel_cast(source: _Place, out: _Place, numel: int, threads: int) -> None: 
 def kernel_accumulate(grad: _Place, total: _Place, numel: int, threads: int) -> None: ...
 def kernel_split_master(master: int, values: int, rest: int, exp_avg_sq: int, numel: int, threads: int) -> None: ...
 def kernel_join_master(values: int, rest: int, exp_avg_sq: int, master: int, numel: int, threads: int) -> None: ...
+def state_encode(
+    of_state: str,
+    of_values: str,
+    momentum: bool,
+    values: int,
+    state: list[int],
+    wide: list[int | None],
+    numel: int,
+    threads: int,
+) -> None: ...
+def state_decode(
+    of_state: str,
+    of_values: str,
+    momentum: bool,
+    values: int,
+    state: list[int],
+    wide: list[int | None],
+    numel: int,
+    threads: int,
+) -> None: ...
+def state_update(
+    of_state: str,
+    of_values: str,
+    momentum: bool,
+    values: int,
+    state: list[int],
+    grad: _Place,
+    numbers: _Numbers,
+    name: str,
+    first: int,
+    numel: int,
+    threads: int,
+) -> None: ...

@@ -13,15 +13,17 @@ from __future__ import annotations
 from memascend.engine.checksum import Checksum, checksum_of
 from memascend.engine.chunk import Chunk
 from memascend.engine.compact import compact_of, master_of
-from memascend.engine.engine import Adam, Engine
+from memascend.engine.engine import Adam, Engine, Momentum
 from memascend.engine.entries import CHUNK_ELEMENTS, Entry, Sizes, adam_state, chunk_elements_of, order_of, sizes
 from memascend.engine.examination import Commit, examine, look
 from memascend.engine.fetch import Checkers, Fetch, UnitParts
+from memascend.engine.formats import FORMATS, decode_state, encode_state, state_tensors
 from memascend.engine.store import Part, Store
 from memascend.pages import PAGE_BYTES
 
 __all__ = [
     "CHUNK_ELEMENTS",
+    "FORMATS",
     "PAGE_BYTES",
     "Adam",
     "Checkers",
@@ -31,6 +33,7 @@ __all__ = [
     "Engine",
     "Entry",
     "Fetch",
+    "Momentum",
     "Part",
     "Sizes",
     "Store",
@@ -39,9 +42,12 @@ __all__ = [
     "checksum_of",
     "chunk_elements_of",
     "compact_of",
+    "decode_state",
+    "encode_state",
     "examine",
     "look",
     "master_of",
     "order_of",
     "sizes",
+    "state_tensors",
 ]

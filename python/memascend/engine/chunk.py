@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +22,9 @@ class Chunk:
         values: writable in place. One-dimensional, in the order in which it is stored; of the entry's shape where it is
             whole.
         gradient: alike; None where there is none.
-        state: by name, writable in place; alike where it has the entry's shape. Tensors of another shape are given as
-            they are, the same memory in every call, and are written after the last.
+        state: by name, writable in place; alike where it has the entry's shape, and of a format's tensors with an item
+            for several elements (8 or 256), the items of these. Tensors of another shape are given as they are, the
+            same memory in every call, and are written after the last.
         start: the first element.
         count: how many; 0 in the one call of an entry without elements.
         last: whether it is the last call.
@@ -58,7 +60,8 @@ def adapter(
 
         def tensor(lent: Any, dtype: str, shape: Sequence[int]) -> torch.Tensor:
             flat, is_own = _tensor_on(lent, dtype), list(shape) == list(entry["shape"])
-            return flat if is_own and not whole else _laid(flat, shape, entry["order"] if is_own else None)
+            is_part = not whole and (is_own or flat.numel() != math.prod(shape))
+            return flat if is_part else _laid(flat, shape, entry["order"] if is_own else None)
 
         chunk = Chunk(
             values=tensor(values, entry["dtype"], entry["shape"]),

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["NAMES", "compact_of", "is_compact", "master_of"]
+__all__ = ["NAMES", "back", "compact_of", "is_compact", "master_of", "order_of_strides", "rows"]
 
 # The state tensors of a compact entry: int16, float32, float32.
 NAMES = ("rest", "exp_avg", "exp_avg_sq")
@@ -52,9 +52,9 @@ def master_of(values: torch.Tensor, state: Mapping[str, torch.Tensor]) -> dict[s
         if len(moments) != len(_ADAM[1:]) or master.dtype != torch.float32:
             raise ConfigError(f"state of {list(state)} beside values of {values.dtype} is not Adam's: it has no master")
         return {"master": master, **moments}
-    order = _order(values)
-    kept, rest = _rows(values, order), _rows(state["rest"], order)
-    exp_avg_sq = _rows(state["exp_avg_sq"], order).clone()
+    order = order_of_strides(values)
+    kept, rest = rows(values, order), rows(state["rest"], order)
+    exp_avg_sq = rows(state["exp_avg_sq"], order).clone()
     master = torch.empty(kept.shape, dtype=torch.float32, device=values.device)
     _core.kernel_join_master(
         kept.data_ptr(),
@@ -65,9 +65,9 @@ def master_of(values: torch.Tensor, state: Mapping[str, torch.Tensor]) -> dict[s
         torch.get_num_threads(),
     )
     return {
-        "master": _back(master, order),
+        "master": back(master, order),
         "exp_avg": state["exp_avg"].clone(),
-        "exp_avg_sq": _back(exp_avg_sq, order),
+        "exp_avg_sq": back(exp_avg_sq, order),
     }
 
 
@@ -93,21 +93,21 @@ def compact_of(values: torch.Tensor, state: Mapping[str, torch.Tensor]) -> dict[
                 f"{name!r} is {tensor.dtype} of shape {list(tensor.shape)} on {tensor.device}, not torch.float32 of "
                 f"{list(values.shape)} on {values.device}"
             )
-    order = _order(values)
-    kept = _rows(values, order)
+    order = order_of_strides(values)
+    kept = rows(values, order)
     zeros = torch.zeros(kept.shape, dtype=torch.float32, device=values.device)
-    exp_avg_sq = _rows(state["exp_avg_sq"], order).clone() if "exp_avg_sq" in state else zeros.clone()
+    exp_avg_sq = rows(state["exp_avg_sq"], order).clone() if "exp_avg_sq" in state else zeros.clone()
     rest = torch.zeros(kept.shape, dtype=torch.int16, device=values.device)
     if values.device.type != "meta":
         if bool((exp_avg_sq < 0).any()):
             raise ConfigError("a second moment is negative: exp_avg_sq is a mean of squares")
         exp_avg_sq.abs_()
         if "master" in state:
-            _split(_rows(state["master"], order), kept, rest, exp_avg_sq)
+            _split(rows(state["master"], order), kept, rest, exp_avg_sq)
     return {
-        "rest": _back(rest, order),
-        "exp_avg": state["exp_avg"] if "exp_avg" in state else _back(zeros, order),
-        "exp_avg_sq": _back(exp_avg_sq, order),
+        "rest": back(rest, order),
+        "exp_avg": state["exp_avg"] if "exp_avg" in state else back(zeros, order),
+        "exp_avg_sq": back(exp_avg_sq, order),
     }
 
 
@@ -131,15 +131,17 @@ def _split(master: torch.Tensor, values: torch.Tensor, rest: torch.Tensor, exp_a
         )
 
 
-# Dimensions from the largest stride to the smallest: what the kernels see is memory in a row.
-def _order(values: torch.Tensor) -> list[int]:
+def order_of_strides(values: torch.Tensor) -> list[int]:
+    """Dimensions from the largest stride to the smallest: what the kernels see is memory in a row."""
     strides = values.stride()
     return sorted(range(values.dim()), key=lambda dim: -strides[dim])
 
 
-def _rows(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:
+def rows(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:
+    """Elements in the order of memory; a copy where they are not."""
     return tensor.permute(order).contiguous()
 
 
-def _back(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:
+def back(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:
+    """What `rows` undoes."""
     return tensor.permute([order.index(dim) for dim in range(len(order))])

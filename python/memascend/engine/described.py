@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from memascend.engine.compact import compact_of
 from memascend.engine.ffi import Lent, place_of, require, require_laid_out, require_order, stored_order
+from memascend.engine.formats import encode_state
 from memascend.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ __all__ = ["Described"]
 
 
 class Described:
-    """The entries of a store: "dtype", "shape", "order", "spill", "compact" and "state" of each."""
+    """The entries of a store: "dtype", "shape", "order", "spill", "compact", "format" and "state" of each."""
 
     __slots__ = ("_entries", "_names")
 
@@ -28,7 +28,7 @@ class Described:
         kinds: dict[str, dict[str, Any]] = {}
         for index, entry in enumerate(entries):
             self._names[entry["name"]] = index
-            kind = {name: entry[name] for name in ("dtype", "shape", "order", "spill", "compact", "state")}
+            kind = {name: entry[name] for name in ("dtype", "shape", "order", "spill", "compact", "format", "state")}
             self._entries.append(kinds.setdefault(repr(kind), kind))
 
     def __getitem__(self, index: int) -> dict[str, Any]:
@@ -62,10 +62,10 @@ class Described:
         return place_of(values)
 
     def tensors(self, name: str, values: torch.Tensor, state: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """All tensors of an entry in the order in which they are stored; a compact one's state may be a whole one."""
+        """All tensors of an entry in the order in which they are stored; what its format narrows may be in float32."""
         entry = self._entries[self.index(name)]
-        if entry["compact"] and "rest" not in state:
-            state = compact_of(values, state)
+        if entry["format"]:
+            state = encode_state(values, state, entry["format"])
         wanted = [of for of, _, _ in entry["state"]]
         if sorted(state) != sorted(wanted):
             raise ConfigError(f"the state of {name!r} is {wanted}, not {list(state)}")

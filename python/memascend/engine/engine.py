@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from memascend import _core
 from memascend.closing import Closing
 from memascend.engine.chunk import Chunk, adapter
 from memascend.engine.ffi import Lent, dtype_of, json_of, place_of, require, stored_order
+from memascend.engine.formats import wide_parts
 from memascend.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from memascend.engine.store import Store
 
-__all__ = ["Adam", "Engine"]
+__all__ = ["Adam", "Engine", "Momentum"]
 
 # Gradients that may wait in the queue, in bytes, unless the caller says otherwise.
 _QUEUE_BYTES = 256 << 20
@@ -43,10 +44,37 @@ class Adam:
     """Which update of the entry it is, from 1 on."""
     grad_scale: float = 1.0
     maximize: bool = False
+    seed: int = 0
+    """What is rounded by chance draws from this, the entry's name, `step` and the element's index: 0 to 2**64 - 1."""
 
 
-# In the order in which Rust takes them.
-_listed = attrgetter("lr", "betas", "eps", "weight_decay", "decoupled", "step", "grad_scale", "maximize")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Momentum:
+    """The numbers of an update of SGD with momentum, for an entry whose format says how its momentum lies."""
+
+    lr: float = 1e-3
+    momentum: float
+    dampening: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    step: int
+    """Which update of the entry it is, from 1 on; the first one begins the momentum with the gradient."""
+    grad_scale: float = 1.0
+    maximize: bool = False
+    seed: int = 0
+    """As in `Adam`."""
+
+
+# In the order in which Rust takes them; where there is no eps, it is momentum.
+_of_adam = attrgetter("lr", "betas", "eps", "weight_decay", "decoupled", "step", "grad_scale", "maximize", "seed")
+_of_both = attrgetter("step", "grad_scale", "maximize", "seed")
+
+
+def _listed(numbers: Adam | Momentum) -> tuple[Any, ...]:
+    if isinstance(numbers, Adam):
+        return cast("tuple[Any, ...]", _of_adam(numbers))
+    of_momentum = (numbers.momentum, numbers.dampening)
+    return (numbers.lr, of_momentum, None, numbers.weight_decay, numbers.nesterov, *_of_both(numbers))
 
 
 class Engine(Closing):
@@ -101,8 +129,9 @@ class Engine(Closing):
             name: of which entry.
             values: contiguous, on the CPU, as they are described.
             state: tensors by name. One that is not given is zeros, or the values where it is a float32 "master" of the
-                entry's shape. A compact entry takes a "master", too, and no "rest" then; that the values are what it is
-                rounded to is found out as it is written.
+                entry's shape. What the entry's format has otherwise may be given in float32: a "master" in place of the
+                rest, which the values must be rounded from (that is found out as it is written); and moments, which are
+                rounded to nearest.
             step: the entry's count of updates, which the state is the result of.
 
         Raises:
@@ -113,9 +142,10 @@ class Engine(Closing):
         entry = self.store.described[index]
         given = dict(state or {})
         require(name, values, entry["dtype"], entry["shape"], entry["order"])
-        master = given.pop("master", None) if entry["compact"] and "rest" not in given else None
-        if master is not None:
-            require(name, master, "float32", entry["shape"], entry["order"])
+        wide = wide_parts(entry, given)
+        for tensor in wide:
+            if tensor is not None:
+                require(name, tensor, "float32", entry["shape"], entry["order"])
         places = []
         for of, dtype, shape in entry["state"]:
             tensor = given.pop(of, None)
@@ -124,10 +154,11 @@ class Engine(Closing):
             places.append(None if tensor is None else place_of(tensor))
         if given:
             raise ConfigError(f"{name!r} has no state called {next(iter(given))!r}")
-        self._core.fill(index, place_of(values), places, None if master is None else place_of(master), step)
+        master, first, second = (None if tensor is None else place_of(tensor) for tensor in wide)
+        self._core.fill(index, place_of(values), places, (master, first, second), step)
 
     def update(
-        self, name: str, gradient: torch.Tensor | Lent, numbers: Adam, *, values: torch.Tensor | None = None
+        self, name: str, gradient: torch.Tensor | Lent, numbers: Adam | Momentum, *, values: torch.Tensor | None = None
     ) -> None:
         """Begin the update of a parameter, and return when its gradient has room in the queue.
 
@@ -186,7 +217,7 @@ class Engine(Closing):
         self._core.read_spilled(index, place_of(into))
 
     def update_spilled(
-        self, name: str, numbers: Adam, *, factors: Sequence[float] = (), values: torch.Tensor | None = None
+        self, name: str, numbers: Adam | Momentum, *, factors: Sequence[float] = (), values: torch.Tensor | None = None
     ) -> None:
         """As `update`, by the gradient that is spilled, which stays there.
 

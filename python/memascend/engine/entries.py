@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     # An entry, as the extension takes it.
     Tensor = tuple[str, str, list[int]]
-    Described = tuple[bool, int, Tensor, list[Tensor], list[int], str | None]
+    Described = tuple[bool, int, Tensor, list[Tensor], list[int], str | None, str | None]
 
 __all__ = [
     "CHUNK_ELEMENTS",
@@ -52,6 +52,8 @@ class Entry:
             row-major (`order_of` tells). Bytes are stored in that order: values, gradients and state of its shape have
             these strides, other state is row-major.
         spill: the dtype of gradients that may be spilled; None makes no room for them.
+        format: how its state is to be read, a name of `memascend.engine.FORMATS`, with the tensors that `state_tensors`
+            says. None: each tensor is what it is called, or compact if it has the tensors of that.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Entry:
     buffer: bool = False
     order: tuple[int, ...] | None = None
     spill: torch.dtype | None = None
+    format: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +187,7 @@ def description(entries: Sequence[Entry]) -> tuple[list[str], list[Described]]:
         spill = None if entry.spill is None else str(entry.spill).removeprefix("torch.")
         state = [_described(name, tensor) for name, tensor in entry.state.items()]
         unit = numbers.setdefault(entry.unit, len(numbers))
-        described.append((entry.buffer, unit, _described(entry.name, entry.values), state, order, spill))
+        described.append((entry.buffer, unit, _described(entry.name, entry.values), state, order, spill, entry.format))
     return list(numbers), described
 
 

@@ -23,7 +23,8 @@ pub struct Chunk {
     pub values: Shared,
     /// The spilled gradient, where that was asked for; alike.
     pub gradient: Option<Shared>,
-    /// The state as it is described: alike where it has the entry's shape, else all of it, the same memory in each call.
+    /// The state as it is described: alike where it has the entry's shape; the items of these elements where it has one for
+    /// several; else all of it, the same memory in each call.
     pub state: Vec<Shared>,
     /// The first element.
     pub start: usize,
@@ -129,10 +130,10 @@ pub(crate) struct Apply {
 impl Apply {
     pub(crate) fn new(store: &Store, entry: usize, asked: Application, whole_bytes: usize) -> Result<Self> {
         let described = &store.description().entries[entry];
-        if let Some(tensor) = described.state.iter().find(|tensor| tensor.grain > 1) {
+        if let Some(tensor) = described.state.iter().find(|tensor| asked.whole && tensor.grain > 1) {
             let (name, of, grain) = (&described.name, &tensor.name, tensor.grain);
             return Err(Error::Invalid(format!(
-                "{of:?} of {name:?} has an item for each {grain} elements, not for each"
+                "{of:?} of {name:?} has an item for each {grain} elements, not for each: it is not given in one piece"
             )));
         }
         let needed = Plan::new(store, entry, asked.spilled)?.bytes;

@@ -9,7 +9,7 @@ use std::{
     time::Instant,
 };
 
-use memascend_math::Hyperparameters;
+use memascend_math::Rule;
 use memascend_mem::{ChunkRing, OnFork, OwnerId, Pin, Region, Wait, locked};
 use memascend_store::{Buffer, Commit, Spilled, Store};
 
@@ -113,7 +113,7 @@ impl Engine {
         self.shared.queue.push(Job::new(entry, fill), &mut wait)
     }
 
-    /// Begins the update of an entry by its gradient, as its update number `hyperparameters.step`.
+    /// Begins the update of an entry by its gradient, as update number `rule.step()`.
     ///
     /// Where the update starts from the entry's `values` and these are given, as the last commit left them, they are not
     /// read. They are held as long as the gradient, and not counted in the queue.
@@ -124,7 +124,7 @@ impl Engine {
         entry: usize,
         by: By,
         values: Option<Box<dyn Buffer>>,
-        hyperparameters: &Hyperparameters,
+        rule: impl Into<Rule>,
         mut wait: Wait<'_>,
     ) -> Result<()> {
         let described = self.known(entry)?;
@@ -135,19 +135,20 @@ impl Engine {
             let (name, got, wanted) = (&described.name, gradient.elements(), described.elements());
             return Err(Error::Invalid(format!("the gradient of {name:?} has {got} elements, not {wanted}")));
         }
+        let rule = rule.into();
         let held = self.shared.store.is_held(entry);
         // What is held is checked where it lies.
         let values = values.filter(|_| !held);
         if held && matches!(&by, By::Given(gradient) if !gradient.is_here()) {
             return Err(Error::Invalid("a gradient of a held entry lies in host memory".into()));
         }
-        let update = Update::new(&self.shared.store, entry, by, values, hyperparameters)?;
+        let update = Update::new(&self.shared.store, entry, by, values, rule)?;
         if spilled {
             self.will_be_spilled(entry)?;
         }
         if held {
             let update = update.by_kept(self.held.kept(entry).filter(|_| spilled));
-            return self.wait_for_step(entry, hyperparameters.step, update, self.shared.store.applies());
+            return self.wait_for_step(entry, rule.step(), update, self.shared.store.applies());
         }
         self.shared.queue.push(Job::new(entry, update), &mut wait)
     }

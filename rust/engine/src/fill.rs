@@ -1,13 +1,16 @@
 //! Writes the first values of an entry, piece by piece, without reading.
 
-use memascend_math::{Bf16, Floats, FloatsMut, cast, split_master};
-use memascend_store::{Buffer, Content, Dtype, Shared, StateTensor, Store};
+use std::ops::Range;
+
+use memascend_math::{Element as _, Floats, FloatsMut, Moments, WideState, cast, encode};
+use memascend_store::{Buffer, Content, Dtype, Entry, Master, MomentForm, Shared, StateTensor, Store};
 
 use crate::{
     Counters, Error, Result,
     bench::{Bench, Write, bytes_mut, clear_from, elements_mut},
     gradient::floats,
     job::{Turn, Work},
+    reduced,
 };
 
 /// The name of the state tensor that begins as the values in float32.
@@ -20,8 +23,9 @@ pub struct First {
     /// Each state tensor, as they are described. What is not given is zeros; a float32 "master" of the entry's shape is
     /// the values.
     pub state: Vec<Option<Box<dyn Buffer>>>,
-    /// Of a compact entry, in place of its rest: what its values are rounded from, in float32.
-    pub master: Option<Box<dyn Buffer>>,
+    /// In float32, in place of tensors that the entry's format has otherwise: the master, unless it has none, which the
+    /// values are rounded from; and, of moments that are not float32, these. They are rounded to nearest.
+    pub wide: WideState<Box<dyn Buffer>>,
     /// The entry's count of updates, which the state is the result of.
     pub step: u64,
 }
@@ -38,7 +42,7 @@ pub(crate) struct Fill {
     values: Box<dyn Buffer>,
     dtype: Dtype,
     state: Vec<Source>,
-    master: Option<Box<dyn Buffer>>,
+    wide: WideState<Box<dyn Buffer>>,
     step: u64,
 }
 
@@ -68,23 +72,14 @@ impl Fill {
         if !first.values.is_empty() && !(first.values.as_ptr().as_ptr() as usize).is_multiple_of(element) {
             return Err(Error::Invalid(format!("the values of {name:?} are not aligned for their dtype")));
         }
-        if let Some(master) = &first.master {
-            let nbytes = usize::try_from(described.elements()).unwrap_or(usize::MAX).saturating_mul(size_of::<f32>());
-            let aligned = (master.as_ptr().as_ptr() as usize).is_multiple_of(align_of::<f32>());
-            if !described.is_compact() || master.len() != nbytes || !(aligned || master.is_empty()) {
-                let got = master.len();
-                return Err(Error::Invalid(format!(
-                    "a master of {got} bytes for {name:?}, which takes one of {nbytes} if it is compact"
-                )));
-            }
-        }
+        require_wide(described, &first.wide)?;
         let source = |(tensor, given): (&StateTensor, Option<Box<dyn Buffer>>)| match given {
             Some(given) => Source::Given(given),
             None if widens(tensor) => Source::Values,
             None => Source::Zeros,
         };
         let state = described.state.iter().zip(first.state).map(source).collect();
-        Ok(Self { values: first.values, dtype: described.dtype, state, master: first.master, step: first.step })
+        Ok(Self { values: first.values, dtype: described.dtype, state, wide: first.wide, step: first.step })
     }
 
     /// The pieces of a turn.
@@ -95,44 +90,49 @@ impl Fill {
         }
     }
 
-    /// Takes a chunk of the master apart, into the rest and the signs of the second moment that were built already.
-    fn split(&self, bench: &Bench<'_>, turn: &Turn, master: &dyn Buffer) -> Result<()> {
+    /// Brings what is given in float32 into the chunk's format; the rest of it was built already.
+    fn narrow(&self, bench: &Bench<'_>, turn: &Turn) -> Result<()> {
         let &Turn { entry, index: chunk, ref memory } = turn;
         let elements = bench.elements(entry, chunk);
-        let Floats::F32(master) = floats(master, Dtype::F32, elements.start, elements.len()) else {
-            return Err(Error::Invalid("a master that is not float32".into()));
+        let part = |given| wide_part(given, &elements);
+        let WideState { master, first, second } = &self.wide;
+        let wide = WideState {
+            master: part(master.as_deref()),
+            first: part(first.as_deref()),
+            second: part(second.as_deref()),
         };
-        let Floats::Bf16(given) = floats(&*self.values, self.dtype, elements.start, elements.len()) else {
-            return Err(Error::Invalid("a compact entry that is not bfloat16".into()));
+        let state = reduced::chunk(bench, turn)?;
+        let negative = match (&wide.second, &state.moments) {
+            (Some(second), _) => second.iter().any(|&square| square < 0.0),
+            (None, Moments::Single(_, Some(second))) => second.iter().any(|&square| square < 0.0),
+            (None, Moments::Bf16(_, Some(second))) => second.iter().any(|square| square.to_f32() < 0.0),
+            _ => false,
         };
-        let (values, state) =
-            (bench.part(entry, chunk, memory)?, bench.part(entry, bench.chunks_of(entry) + chunk, memory)?);
-        let places: Vec<usize> = bench.in_chunk(entry, chunk).map(|(_, at, _)| at).collect();
-        let [rest_at, _, exp_avg_sq_at] = places[..] else {
-            return Err(Error::Invalid("an entry without a compact state".into()));
-        };
-        // SAFETY: nothing is in flight of this chunk, which is this turn's; its tensors lie apart, on cache lines.
-        let rounded = unsafe { elements_mut::<Bf16>(&values, 0, elements.len()) };
-        // SAFETY: as above.
-        let rest = unsafe { elements_mut::<u16>(&state, rest_at, elements.len()) };
-        // SAFETY: as above.
-        let exp_avg_sq = unsafe { elements_mut::<f32>(&state, exp_avg_sq_at, elements.len()) };
-        if exp_avg_sq.iter().any(|&square| square < 0.0) {
+        if negative {
             return Err(Error::Invalid("a second moment is negative: exp_avg_sq is a mean of squares".into()));
         }
-        for square in &mut *exp_avg_sq {
-            *square = square.abs();
+        let has_master = wide.master.is_some();
+        encode(wide, state, bench.exec)?;
+        if !has_master {
+            return Ok(());
         }
-        split_master(master, rounded, rest, exp_avg_sq, bench.exec)?;
-        for (index, (rounded, &given)) in rounded.iter_mut().zip(given).enumerate() {
-            // A NaN stays the NaN that was given.
-            let is_nan = |value: Bf16| value.0 & 0x7FFF > 0x7F80;
-            if *rounded != given && !(is_nan(*rounded) && is_nan(given)) {
-                let (name, at) = (&bench.store.description().entries[entry].name, elements.start + index);
-                return Err(Error::Invalid(format!("element {at} of {name:?} is not its master rounded to bfloat16")));
-            }
-            *rounded = given;
+        let values = bench.part(entry, chunk, memory)?;
+        let element = usize::try_from(self.dtype.bytes()).unwrap_or(1);
+        // SAFETY: nothing is in flight of this chunk, which is this turn's.
+        let rounded = &mut unsafe { bytes_mut(&values) }[..elements.len() * element];
+        let mut given = vec![0; rounded.len()];
+        copied(&*self.values, elements.start * element, &mut given);
+        let differs = |at: &usize| {
+            let (rounded, given) = (&rounded[at * element..][..element], &given[at * element..][..element]);
+            rounded != given && !(is_nan(self.dtype, rounded) && is_nan(self.dtype, given))
+        };
+        if let Some(at) = (0..elements.len()).find(differs) {
+            let name = &bench.store.description().entries[entry].name;
+            let (at, dtype) = (elements.start + at, self.dtype.name());
+            return Err(Error::Invalid(format!("element {at} of {name:?} is not its master rounded to {dtype}")));
         }
+        // A NaN stays the NaN that was given.
+        rounded.copy_from_slice(&given);
         Ok(())
     }
 
@@ -203,7 +203,9 @@ impl Fill {
 impl Work for Fill {
     fn nbytes(&self) -> usize {
         let given = self.state.iter().map(|source| if let Source::Given(given) = source { given.len() } else { 0 });
-        self.values.len() + given.sum::<usize>() + self.master.as_ref().map_or(0, |master| master.len())
+        let wide =
+            [&self.wide.master, &self.wide.first, &self.wide.second].into_iter().flatten().map(|given| given.len());
+        self.values.len() + given.sum::<usize>() + wide.sum::<usize>()
     }
 
     fn is_of_a_step(&self) -> bool {
@@ -224,10 +226,8 @@ impl Work for Fill {
         for piece in Self::pieces(bench, entry, index) {
             self.build(bench, entry, piece, &bench.part(entry, piece, memory)?)?;
         }
-        match &self.master {
-            Some(master) if index < bench.chunks_of(entry) => self.split(bench, turn, &**master),
-            _ => Ok(()),
-        }
+        let has_wide = self.wide.master.is_some() || self.wide.first.is_some() || self.wide.second.is_some();
+        if has_wide && index < bench.chunks_of(entry) { self.narrow(bench, turn) } else { Ok(()) }
     }
 
     fn writes<'a>(&self, bench: &mut Bench<'a>, turn: &Turn) -> Result<Vec<Write<'a>>> {
@@ -237,6 +237,47 @@ impl Work for Fill {
 
     fn counted<'a>(&self, counters: &'a mut Counters) -> Option<&'a mut u64> {
         Some(&mut counters.fills)
+    }
+}
+
+/// Refuses float32 tensors that do not fit, or that the format of the entry has as they are.
+fn require_wide(described: &Entry, wide: &WideState<Box<dyn Buffer>>) -> Result<()> {
+    let name = &described.name;
+    let nbytes = usize::try_from(described.elements()).unwrap_or(usize::MAX).saturating_mul(size_of::<f32>());
+    let narrow = described.format.moments() != MomentForm::Single;
+    let master = described.format.master() == Master::Compact;
+    let given = [
+        ("master", &wide.master, master),
+        ("first moment", &wide.first, narrow),
+        ("second moment", &wide.second, narrow),
+    ];
+    for (what, tensor, fits) in given {
+        let Some(tensor) = tensor else { continue };
+        let aligned = (tensor.as_ptr().as_ptr() as usize).is_multiple_of(align_of::<f32>());
+        if !fits || tensor.len() != nbytes || !(aligned || tensor.is_empty()) {
+            let (got, format) = (tensor.len(), described.format.name());
+            return Err(Error::Invalid(format!(
+                "a {what} of {got} bytes for {name:?}, which takes one of {nbytes} if its format, {format:?}, has none in float32"
+            )));
+        }
+    }
+    Ok(())
+}
+
+/// A chunk of a tensor in float32, where one is given.
+fn wide_part<'a>(given: Option<&'a dyn Buffer>, elements: &Range<usize>) -> Option<&'a [f32]> {
+    match floats(given?, Dtype::F32, elements.start, elements.len()) {
+        Floats::F32(part) => Some(part),
+        _ => None,
+    }
+}
+
+/// Whether the bytes of an element are a NaN.
+fn is_nan(dtype: Dtype, bytes: &[u8]) -> bool {
+    match (dtype, bytes) {
+        (Dtype::Bf16, &[low, high]) => u16::from_le_bytes([low, high]) & 0x7FFF > 0x7F80,
+        (Dtype::F16, &[low, high]) => u16::from_le_bytes([low, high]) & 0x7FFF > 0x7C00,
+        _ => false,
     }
 }
 

@@ -1,6 +1,6 @@
 //! Takes an update's values from memory where they are resident, so that they are not read.
 
-use memascend_store::{Buffer, Dtype, Entry, Store};
+use memascend_store::{Buffer, Dtype, Entry, Master, Store};
 
 use crate::{
     Error, Result,
@@ -9,9 +9,10 @@ use crate::{
     job::Turn,
 };
 
-/// Whether an update starts from the entry's values: they are the master, or the upper half of it.
+/// Whether an update starts from the entry's values: they are the master, the upper half of it, or all that
+/// there is.
 pub(crate) fn are_needed(entry: &Entry) -> bool {
-    entry.dtype == Dtype::F32 || entry.is_compact()
+    entry.dtype == Dtype::F32 || entry.format.master() != Master::Own
 }
 
 /// An entry's values as the last commit left them, somewhere in memory.

@@ -10,7 +10,7 @@ use memascend_store::{Create, Description, Dtype, Entry, Format, Kind};
 
 use super::*;
 use crate::{
-    Chunk, Function,
+    Chunk, Function, WideState,
     bench::{Read, Write},
     job::{Turn, Work},
 };
@@ -138,7 +138,7 @@ fn filled(disk: &SimDisk) -> Engine {
     let store = ok(Store::create_on(volume(disk), 8192, description, &Create::default()));
     let engine = ok(Engine::new(Arc::new(store), &Options { queue_bytes_max: 30_000, ..Options::default() }));
     for entry in 0..2 {
-        let first = First { values: Box::new(bytes(1.0)), state: vec![], master: None, step: 0 };
+        let first = First { values: Box::new(bytes(1.0)), state: vec![], wide: WideState::default(), step: 0 };
         ok(engine.fill(entry, first, Wait::forever()));
     }
     ok(engine.commit(Commit::default(), Wait::forever()));
@@ -226,7 +226,7 @@ fn a_job_that_waits_for_somebodys_read_does_not_outlive_the_engine() {
         let store = Arc::clone(engine.store());
         // Somebody means to read it, and does not.
         let parts = ok(store.parts(0, 1 << 20));
-        let fill = || First { values: Box::new(bytes(3.0)), state: vec![], master: None, step: 1 };
+        let fill = || First { values: Box::new(bytes(3.0)), state: vec![], wide: WideState::default(), step: 1 };
         ok(engine.fill(0, fill(), Wait::forever()));
         ok(engine.commit(Commit { step: 1, ..Commit::default() }, Wait::at_most(PATIENCE)));
         ok(engine.fill(0, fill(), Wait::forever()));

@@ -18,8 +18,9 @@ use crate::{
     apply::{Slots, inside},
     bench::{Bench, Read, Write, floats, floats_mut},
     job::{Job, Turn, Work},
+    reduced::is_reduced,
     rule,
-    update::{has_adam, stepped},
+    update::{has_adam, single},
 };
 
 /// Gradients of a chunk that are read ahead of the one that is applied.
@@ -51,10 +52,11 @@ impl Engine {
         let room = Slots::new(usize::try_from(chunk).unwrap_or(usize::MAX), AHEAD, "gradients of the log")?;
         let room = Arc::new(room.ok_or_else(|| Error::Invalid("chunks without elements".into()))?);
         for entry in replay.entries() {
-            let name = &store.description().entries[entry].name;
-            if !has_adam(store.description(), entry) {
+            let described = &store.description().entries[entry];
+            let name = &described.name;
+            if !has_adam(described) || is_reduced(described) {
                 return Err(Error::Invalid(format!(
-                    "the store's log has gradients for {name:?}, which has no moments"
+                    "the store's log has gradients for {name:?}, which has no moments of float32"
                 )));
             }
             let (mut rules, mut step) = (Vec::new(), 0);
@@ -120,7 +122,7 @@ impl Work for Entry {
                 // SAFETY: it was read, and is this turn's.
                 scale(unsafe { floats_mut(&gradient, dtype, elements) }, factor, bench.exec);
             }
-            stepped(bench, turn, floats(&gradient, dtype, 0, elements), scalars)?;
+            single(bench, turn, floats(&gradient, dtype, 0, elements), scalars)?;
             self.done.fetch_add(chunk_bytes(bench.store, turn, dtype) as u64, Relaxed);
         }
         Ok(())

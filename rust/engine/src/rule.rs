@@ -75,6 +75,7 @@ mod tests {
             step: 3,
             grad_scale: 0.5,
             maximize: true,
+            seed: 0,
         }
     }
 

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use memascend_math::{Floats, FloatsMut, Hyperparameters, Scalars, State, adam, scale};
-use memascend_store::{Buffer, Description, Dtype, Store};
+use memascend_math::{Floats, FloatsMut, Rule, Scalars, State, adam, scale};
+use memascend_store::{Buffer, Description, Dtype, Entry, Format, Store};
 
 use crate::{
     Counters, Error, Gradient, Result,
@@ -12,6 +12,7 @@ use crate::{
     held::Kept,
     job::{Turn, Work},
     live::{self, Live},
+    reduced,
     spill::{required, spill_dtype},
 };
 
@@ -30,9 +31,7 @@ pub(crate) struct Update {
     kept: Option<Arc<Kept>>,
     /// The values that it starts from, where the caller has them.
     live: Option<Live>,
-    scalars: Scalars,
-    /// The entry's count of updates, this one included.
-    step: u64,
+    rule: Rule,
 }
 
 impl Update {
@@ -41,22 +40,16 @@ impl Update {
         entry: usize,
         by: By,
         values: Option<Box<dyn Buffer>>,
-        hyperparameters: &Hyperparameters,
+        rule: Rule,
     ) -> Result<Self> {
         if matches!(by, By::Spilled(_)) {
             spill_dtype(store, entry)?;
         }
         let description = store.description();
-        if !has_adam(description, entry) {
-            let name = &description.entries[entry].name;
-            return Err(Error::Invalid(format!(
-                "{name:?} does not have Adam's state: float32 tensors of its shape, two moments, and before them a master where \
-                 its values are of 16 bits; or a compact state"
-            )));
-        }
+        require_state(description, entry, &rule)?;
         let live = values.map(|values| Live::new(store, entry, values)).transpose()?.flatten();
-        let (scalars, step) = (hyperparameters.scalars()?, hyperparameters.step);
-        Ok(Self { by, kept: None, live, scalars, step })
+        rule.check()?;
+        Ok(Self { by, kept: None, live, rule })
     }
 
     /// The same, by a gradient that is kept in memory instead of spilled.
@@ -82,7 +75,7 @@ impl Work for Update {
         if self.is_spilled() {
             required(bench.store, entry)?;
         }
-        bench.begin(entry, self.step)
+        bench.begin(entry, self.rule.step())
     }
 
     fn reads<'a>(&self, bench: &Bench<'a>, turn: &Turn) -> Result<Vec<Read<'a>>> {
@@ -106,7 +99,7 @@ impl Work for Update {
         match &self.by {
             By::Given(gradient) => {
                 let gradient = gradient.part(bench, turn.entry, elements.start, elements.len())?;
-                stepped(bench, turn, gradient, &self.scalars)
+                stepped(bench, turn, gradient, &self.rule)
             }
             By::Spilled(factors) => {
                 if let Some(kept) = &self.kept {
@@ -118,7 +111,7 @@ impl Work for Update {
                     // SAFETY: nothing is in flight of this chunk, which is this turn's.
                     scale(unsafe { floats_mut(&part, dtype, elements.len()) }, *factor, bench.exec);
                 }
-                stepped(bench, turn, floats(&part, dtype, 0, elements.len()), &self.scalars)
+                stepped(bench, turn, floats(&part, dtype, 0, elements.len()), &self.rule)
             }
         }
     }
@@ -137,7 +130,17 @@ impl Work for Update {
 }
 
 /// The arithmetic on one chunk.
-pub(crate) fn stepped(bench: &Bench<'_>, turn: &Turn, gradient: Floats<'_>, scalars: &Scalars) -> Result<()> {
+fn stepped(bench: &Bench<'_>, turn: &Turn, gradient: Floats<'_>, rule: &Rule) -> Result<()> {
+    match rule {
+        Rule::Adam(numbers) if !reduced::is_reduced(&bench.store.description().entries[turn.entry]) => {
+            single(bench, turn, gradient, &numbers.scalars()?)
+        }
+        _ => reduced::stepped(bench, turn, gradient, rule),
+    }
+}
+
+/// The arithmetic of Adam with float32 moments.
+pub(crate) fn single(bench: &Bench<'_>, turn: &Turn, gradient: Floats<'_>, scalars: &Scalars) -> Result<()> {
     let &Turn { entry, index: chunk, ref memory } = turn;
     let described = &bench.store.description().entries[entry];
     if described.is_compact() {
@@ -165,12 +168,26 @@ pub(crate) fn stepped(bench: &Bench<'_>, turn: &Turn, gradient: Floats<'_>, scal
     Ok(adam(state, gradient, out, scalars, bench.exec)?)
 }
 
-/// Whether an entry has what Adam needs: two moments, and a master unless its own values are one, all of them float32
-/// and of its shape; or a compact state.
-pub(crate) fn has_adam(description: &Description, entry: usize) -> bool {
+/// Refuses an entry that does not have the state of a rule.
+fn require_state(description: &Description, entry: usize, rule: &Rule) -> Result<()> {
     let described = &description.entries[entry];
-    if described.is_compact() {
-        return true;
+    let name = &described.name;
+    match rule {
+        Rule::Adam(_) if has_adam(described) => Ok(()),
+        Rule::Adam(_) => Err(Error::Invalid(format!(
+            "{name:?} does not have Adam's state: float32 tensors of its shape, two moments, and before them a master where \
+             its values are of 16 bits; or a state in a format of its own"
+        ))),
+        Rule::Momentum(_) if reduced::is_reduced(described) && described.has_momentum() => Ok(()),
+        Rule::Momentum(_) => Err(Error::Invalid(format!("{name:?} does not have a momentum in a format of its own"))),
+    }
+}
+
+/// Whether an entry has what Adam needs: two moments, and a master unless its own values are one, all of them float32
+/// and of its shape; or a state in a format of its own.
+pub(crate) fn has_adam(described: &Entry) -> bool {
+    if described.format != Format::Plain {
+        return !described.has_momentum();
     }
     let all = described.state.iter().all(|tensor| tensor.dtype == Dtype::F32 && tensor.shape == described.shape);
     let count = match described.dtype {

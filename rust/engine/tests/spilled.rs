@@ -2,7 +2,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use memascend_engine::{By, Engine, First, Gradient, Hyperparameters, Options};
+use memascend_engine::{By, Engine, First, Gradient, Hyperparameters, Options, WideState};
 use memascend_mem::Wait;
 use memascend_nvme::{
     Action, Options as VolumeOptions, Volume,
@@ -59,7 +59,8 @@ fn filled() -> Vec<Vec<u8>> {
     let store = ok(Store::create_on(volume(&disks, &Faults::default()), 8192, description(), &Create::default()));
     let engine = engine(store);
     for entry in 0..NAMES.len() {
-        let first = First { values: Box::new(bytes(1.0)), state: vec![None, None], master: None, step: 0 };
+        let first =
+            First { values: Box::new(bytes(1.0)), state: vec![None, None], wide: WideState::default(), step: 0 };
         ok(engine.fill(entry, first, Wait::forever()));
     }
     ok(engine.commit(Commit::default(), Wait::forever()));
@@ -82,6 +83,7 @@ fn numbers(step: u64) -> Hyperparameters {
         step,
         grad_scale: 1.0,
         maximize: false,
+        seed: 0,
     }
 }
 
@@ -96,7 +98,7 @@ fn step(engine: &Engine) -> memascend_engine::Result<()> {
         }
     }
     for entry in 0..NAMES.len() {
-        engine.update(entry, By::Spilled(vec![0.5]), None, &numbers(1), Wait::forever())?;
+        engine.update(entry, By::Spilled(vec![0.5]), None, numbers(1), Wait::forever())?;
     }
     engine.commit(Commit { step: 1, ..Commit::default() }, Wait::forever())?;
     Ok(())
@@ -173,7 +175,7 @@ fn the_first_to_ask_after_an_error_hears_of_it() {
     let asks: [(&str, Ask); 6] = [
         ("spilled", |engine| engine.spilled(0, Wait::forever()).map(drop)),
         ("read_spilled", |engine| engine.read_spilled(0, Box::new(bytes(0.0)), Wait::forever())),
-        ("update_spilled", |engine| engine.update(0, By::Spilled(vec![]), None, &numbers(1), Wait::forever())),
+        ("update_spilled", |engine| engine.update(0, By::Spilled(vec![]), None, numbers(1), Wait::forever())),
         ("spill", |engine| spill(engine, 0, 1.0, true)),
         ("finish", |engine| engine.finish(Wait::forever())),
         ("commit", |engine| engine.commit(Commit::default(), Wait::forever()).map(drop)),

@@ -98,7 +98,7 @@ fn agree((other, other_len): (&'static str, usize), lengths: &[(&'static str, us
 /// Value, rest, and the second moment with its sign.
 #[inline(always)]
 #[expect(clippy::cast_possible_truncation, reason = "the lower half is what is wanted")]
-fn taken_apart(master: f32, exp_avg_sq: f32) -> (Bf16, u16, f32) {
+pub(crate) fn taken_apart(master: f32, exp_avg_sq: f32) -> (Bf16, u16, f32) {
     let bits = master.to_bits();
     let value = Bf16::from_f32(master);
     // Rounding up by one changes the last bit; making a NaN quiet does not.
@@ -108,7 +108,7 @@ fn taken_apart(master: f32, exp_avg_sq: f32) -> (Bf16, u16, f32) {
 
 /// Master, and the second moment without its sign.
 #[inline(always)]
-fn put_together(value: Bf16, rest: u16, exp_avg_sq: f32) -> (f32, f32) {
+pub(crate) fn put_together(value: Bf16, rest: u16, exp_avg_sq: f32) -> (f32, f32) {
     let bits = exp_avg_sq.to_bits();
     let upper = u32::from(value.0).wrapping_sub(bits >> 31) << 16;
     (f32::from_bits(upper | u32::from(rest)), f32::from_bits(bits & !SIGN))

@@ -138,6 +138,51 @@ pub enum FloatsMut<'a> {
     F16(&'a mut [F16]),
 }
 
+impl FloatsMut<'_> {
+    pub(crate) fn len(&self) -> usize {
+        match self {
+            Self::F32(values) => values.len(),
+            Self::Bf16(values) => values.len(),
+            Self::F16(values) => values.len(),
+        }
+    }
+
+    pub(crate) fn split_at(self, middle: usize) -> (Self, Self) {
+        match self {
+            Self::F32(values) => {
+                let (before, after) = values.split_at_mut(middle);
+                (Self::F32(before), Self::F32(after))
+            }
+            Self::Bf16(values) => {
+                let (before, after) = values.split_at_mut(middle);
+                (Self::Bf16(before), Self::Bf16(after))
+            }
+            Self::F16(values) => {
+                let (before, after) = values.split_at_mut(middle);
+                (Self::F16(before), Self::F16(after))
+            }
+        }
+    }
+}
+
+impl Floats<'_> {
+    pub(crate) fn len(&self) -> usize {
+        match self {
+            Self::F32(values) => values.len(),
+            Self::Bf16(values) => values.len(),
+            Self::F16(values) => values.len(),
+        }
+    }
+
+    pub(crate) fn split_at(self, middle: usize) -> (Self, Self) {
+        match self {
+            Self::F32(values) => (Self::F32(&values[..middle]), Self::F32(&values[middle..])),
+            Self::Bf16(values) => (Self::Bf16(&values[..middle]), Self::Bf16(&values[middle..])),
+            Self::F16(values) => (Self::F16(&values[..middle]), Self::F16(&values[middle..])),
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

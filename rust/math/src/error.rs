@@ -31,6 +31,32 @@ pub enum Error {
         wanted: &'static str,
     },
 
+    /// A parameter that is to be of 16 bits is fp32.
+    #[error("a parameter of float32 is its own master: pass one of 16 bits, or Weights::Single")]
+    Sixteen,
+
+    /// A compact parameter's rounding has no place.
+    #[error(
+        "a compact parameter needs rounded_up where no second moment of fp32 or bfloat16 has its signs, and only there"
+    )]
+    Signs,
+
+    /// The optimizer and the moments do not belong together.
+    #[error("{rule} keeps {wanted}")]
+    Moments {
+        /// The optimizer.
+        rule: &'static str,
+        /// What it keeps.
+        wanted: &'static str,
+    },
+
+    /// Work that does not begin with a block.
+    #[error("the first element is number {first} of its parameter: begin with a multiple of 256")]
+    First {
+        /// Which it is.
+        first: u64,
+    },
+
     /// Both ends of a cast are 16-bit.
     #[error("a cast from {from} to {to}: one of the two must be float32")]
     Cast {

@@ -23,6 +23,8 @@ pub struct Hyperparameters {
     pub grad_scale: f64,
     /// Ascend instead of descend.
     pub maximize: bool,
+    /// What is rounded by chance draws from this.
+    pub seed: u64,
 }
 
 /// What every element of a step is computed with.

@@ -135,6 +135,7 @@ impl Pair {
             step,
             grad_scale: 0.5,
             maximize: false,
+            seed: 0,
         };
         let scalars = scalars.scalars().unwrap_or_else(|error| panic!("{error}"));
         let [master, exp_avg, exp_avg_sq] = &mut self.whole;

@@ -72,6 +72,7 @@ fn every_step_is_the_papers() {
         step: 1,
         grad_scale: 1.0,
         maximize: false,
+        seed: 0,
     };
     compare(usual);
     compare(Hyperparameters { decoupled: false, ..usual });

@@ -6,13 +6,15 @@ use pyo3::prelude::*;
 use crate::errors::{config_error, store_error};
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_function(wrap_pyfunction!(store_state_in, module)?)?;
     module.add_function(wrap_pyfunction!(store_sizes, module)?)
 }
 
 /// A tensor of the description: name, dtype, shape.
 type Tensor = (String, String, Vec<u64>);
-/// An entry: whether it is a buffer, its unit, its values, its state, the order of its dimensions, the dtype of spills.
-pub(crate) type Described = (bool, u32, Tensor, Vec<Tensor>, Vec<u8>, Option<String>);
+/// An entry: whether it is a buffer, its unit, its values, its state, the order of its dimensions, the dtype of spills,
+/// the format of its state. Without that it is plain, or compact if it has the tensors of that.
+pub(crate) type Described = (bool, u32, Tensor, Vec<Tensor>, Vec<u8>, Option<String>, Option<String>);
 
 /// Total, slot, index, buffers, a staging chunk, state of other shapes, each unit.
 type SizesOf = (u64, u64, u64, u64, u64, u64, Vec<u64>, Vec<(u64, u64)>);
@@ -44,26 +46,7 @@ pub(crate) fn described(
     optimizer: String,
     chunk_elements: u32,
 ) -> PyResult<Description> {
-    let entries = entries.into_iter().map(|(buffer, unit, (name, of_values, shape), state, order, spill)| {
-        let tensor = |(name, of_state, of_shape): Tensor| {
-            // What has the entry's shape lies in its chunks.
-            let grain = u32::from(of_shape == shape);
-            Ok::<_, PyErr>(StateTensor { dtype: dtype(py, &of_state)?, name, shape: of_shape, grain })
-        };
-        let state = state.into_iter().map(tensor).collect::<PyResult<_>>()?;
-        Ok(Entry {
-            name,
-            kind: if buffer { Kind::Buffer } else { Kind::Parameter },
-            unit,
-            dtype: dtype(py, &of_values)?,
-            shape,
-            order,
-            spill: spill.map(|spill| dtype(py, &spill)).transpose()?,
-            format: Format::Plain,
-            state,
-        }
-        .compact_if_so())
-    });
+    let entries = entries.into_iter().map(|entry| described_entry(py, entry));
     Ok(Description {
         chunk_elements,
         user_bytes_max: USER_BYTES_MAX,
@@ -72,6 +55,56 @@ pub(crate) fn described(
         units,
         entries: entries.collect::<PyResult<_>>()?,
     })
+}
+
+fn described_entry(py: Python<'_>, entry: Described) -> PyResult<Entry> {
+    let (buffer, unit, (name, of_values, shape), state, order, spill, of_state) = entry;
+    let tensor = |(name, of_tensor, of_shape): Tensor| {
+        // What has the entry's shape lies in its chunks.
+        let grain = u32::from(of_shape == shape);
+        Ok::<_, PyErr>(StateTensor { dtype: dtype(py, &of_tensor)?, name, shape: of_shape, grain })
+    };
+    let state = state.into_iter().map(tensor).collect::<PyResult<_>>()?;
+    let mut entry = Entry {
+        name,
+        kind: if buffer { Kind::Buffer } else { Kind::Parameter },
+        unit,
+        dtype: dtype(py, &of_values)?,
+        shape,
+        order,
+        spill: spill.map(|spill| dtype(py, &spill)).transpose()?,
+        format: Format::Plain,
+        state,
+    };
+    let Some(of_state) = of_state else { return Ok(entry.compact_if_so()) };
+    entry.format = format(py, &of_state)?;
+    if entry.format != Format::Plain {
+        let wanted = entry.state_in(entry.format, entry.has_momentum()).map_err(|error| store_error(py, &error))?;
+        for tensor in &mut entry.state {
+            let same = wanted.iter().find(|wanted| wanted.name == tensor.name);
+            tensor.grain = same.map_or(tensor.grain, |wanted| wanted.grain);
+        }
+    }
+    Ok(entry)
+}
+
+pub(crate) fn format(py: Python<'_>, name: &str) -> PyResult<Format> {
+    Format::from_name(name).ok_or_else(|| config_error(py, format!("there is no format of state called {name:?}")))
+}
+
+/// The state tensors of an entry in a format, as (name, dtype, shape): of Adam, or of SGD with momentum.
+#[pyfunction]
+fn store_state_in(
+    py: Python<'_>,
+    of_values: &str,
+    shape: Vec<u64>,
+    of_state: &str,
+    momentum: bool,
+) -> PyResult<Vec<(String, &'static str, Vec<u64>)>> {
+    let values = ("values".into(), of_values.into(), shape);
+    let entry = described_entry(py, (false, 0, values, vec![], vec![], None, None))?;
+    let state = entry.state_in(format(py, of_state)?, momentum).map_err(|error| store_error(py, &error))?;
+    Ok(state.into_iter().map(|tensor| (tensor.name, tensor.dtype.name(), tensor.shape)).collect())
 }
 
 /// Room for the user's value and for the hyperparameters, each.

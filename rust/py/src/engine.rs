@@ -2,7 +2,7 @@
 
 use std::{num::NonZeroUsize, sync::Arc};
 
-use memascend_engine::{Application, By, First, Gradient, Hyperparameters, Options};
+use memascend_engine::{Application, By, First, Gradient, Hyperparameters, Momentum, Options, Rule, WideState};
 use memascend_store::{Buffer, Commit};
 use pyo3::{prelude::*, types::PyDict};
 
@@ -18,8 +18,9 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 /// Address and bytes of a tensor, and what keeps them valid. Of a gradient, address 0 says that this is what lends it
 /// and the bytes that are held meanwhile.
 type Tensor = (usize, usize, Py<PyAny>);
-/// lr, betas, eps, weight decay, decoupled, step, gradient scale, maximize.
-type Numbers = (f64, (f64, f64), f64, f64, bool, u64, f64, bool);
+/// lr, betas, eps, weight decay, decoupled, step, gradient scale, maximize, seed. Of momentum: lr, (momentum, dampening),
+/// nothing, weight decay, nesterov, and so on.
+pub(crate) type Numbers = (f64, (f64, f64), Option<f64>, f64, bool, u64, f64, bool, u64);
 
 /// Updates of a store. See `memascend.engine.Engine`.
 #[pyclass(frozen, module = "memascend._core")]
@@ -58,19 +59,21 @@ impl Engine {
         replayed.unwrap_or(Ok(false)).map_err(|error| engine_error(py, &error))
     }
 
-    /// Begins an entry's first values; a state tensor that is None is zeros, or the values where it is their master. A
-    /// compact entry may be given its master, in place of the rest.
+    /// Begins an entry's first values; a state tensor that is None is zeros, or the values where it is their master. In
+    /// float32, master and moments may be given that the entry's format has otherwise.
     fn fill(
         &self,
         py: Python<'_>,
         entry: usize,
         values: Tensor,
         state: Vec<Option<Tensor>>,
-        master: Option<Tensor>,
+        wide: (Option<Tensor>, Option<Tensor>, Option<Tensor>),
         step: u64,
     ) -> PyResult<()> {
         let state = state.into_iter().map(|tensor| tensor.map(held)).collect();
-        let first = First { values: held(values), state, master: master.map(held), step };
+        let (master, first, second) = wide;
+        let wide = WideState { master: master.map(held), first: first.map(held), second: second.map(held) };
+        let first = First { values: held(values), state, wide, step };
         waiting(py, None, |wait| self.inner.fill(entry, first, wait))?.map_err(|error| engine_error(py, &error))
     }
 
@@ -85,10 +88,8 @@ impl Engine {
         numbers: Numbers,
     ) -> PyResult<()> {
         let (gradient, values) = (typed(py, gradient, of_gradient)?, values.map(held));
-        waiting(py, None, |wait| {
-            self.inner.update(entry, By::Given(gradient), values, &hyperparameters(numbers), wait)
-        })?
-        .map_err(|error| engine_error(py, &error))
+        waiting(py, None, |wait| self.inner.update(entry, By::Given(gradient), values, rule(numbers), wait))?
+            .map_err(|error| engine_error(py, &error))
     }
 
     /// Begins an update by the gradient that is spilled.
@@ -102,8 +103,8 @@ impl Engine {
     ) -> PyResult<()> {
         #[expect(clippy::cast_possible_truncation, reason = "as torch multiplies by a scalar")]
         let factors = factors.into_iter().map(|factor| factor as f32).collect();
-        let (values, numbers) = (values.map(held), hyperparameters(numbers));
-        waiting(py, None, |wait| self.inner.update(entry, By::Spilled(factors), values, &numbers, wait))?
+        let (values, numbers) = (values.map(held), rule(numbers));
+        waiting(py, None, |wait| self.inner.update(entry, By::Spilled(factors), values, numbers, wait))?
             .map_err(|error| engine_error(py, &error))
     }
 
@@ -235,7 +236,12 @@ fn typed(py: Python<'_>, gradient: Tensor, name: &str) -> PyResult<Gradient> {
     made.map_err(|error| engine_error(py, &error))
 }
 
-fn hyperparameters(numbers: Numbers) -> Hyperparameters {
-    let (lr, (beta1, beta2), eps, weight_decay, decoupled, step, grad_scale, maximize) = numbers;
-    Hyperparameters { lr, beta1, beta2, eps, weight_decay, decoupled, step, grad_scale, maximize }
+pub(crate) fn rule(numbers: Numbers) -> Rule {
+    let (lr, (beta1, beta2), eps, weight_decay, other, step, grad_scale, maximize, seed) = numbers;
+    let Some(eps) = eps else {
+        let (momentum, dampening, nesterov) = (beta1, beta2, other);
+        return Momentum { lr, momentum, dampening, weight_decay, nesterov, step, grad_scale, maximize, seed }.into();
+    };
+    let decoupled = other;
+    Hyperparameters { lr, beta1, beta2, eps, weight_decay, decoupled, step, grad_scale, maximize, seed }.into()
 }

@@ -2,7 +2,7 @@
 //!
 //! These functions trust what they get: each address points to as many elements as is said, of the type that is said,
 //! aligned for it, on the CPU, alive during the call; and those that are written overlap nothing else. Nothing but
-//! `memascend.kernels` and `memascend.compact` call them.
+//! `memascend.kernels` and `memascend.engine` call them.
 
 use std::{num::NonZeroUsize, slice};
 
@@ -23,7 +23,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 }
 
 /// An address and the place of its type in `memascend.kernels.arguments.FLOATS`.
-type Place = (usize, u8);
+pub(crate) type Place = (usize, u8);
 
 /// The fields of `Scalars`, in order.
 type ScalarFields = (f32, f32, f32, f32, bool, f32, f32, f32, f32, f32);
@@ -58,6 +58,7 @@ fn kernel_scalars(
         step,
         grad_scale,
         maximize,
+        seed: 0,
     };
     let s = group.scalars().map_err(|error| math_error(py, &error))?;
     Ok((
@@ -217,7 +218,7 @@ fn exec(py: Python<'_>, threads: NonZeroUsize) -> PyResult<Exec> {
 
 /// # Safety
 /// The module's contract.
-unsafe fn elements<'a, T>(address: usize, numel: usize) -> &'a [T] {
+pub(crate) unsafe fn elements<'a, T>(address: usize, numel: usize) -> &'a [T] {
     // An empty tensor has no address.
     if numel == 0 {
         return &[];
@@ -228,7 +229,7 @@ unsafe fn elements<'a, T>(address: usize, numel: usize) -> &'a [T] {
 
 /// # Safety
 /// The module's contract.
-unsafe fn elements_mut<'a, T>(address: usize, numel: usize) -> &'a mut [T] {
+pub(crate) unsafe fn elements_mut<'a, T>(address: usize, numel: usize) -> &'a mut [T] {
     if numel == 0 {
         return &mut [];
     }
@@ -238,7 +239,7 @@ unsafe fn elements_mut<'a, T>(address: usize, numel: usize) -> &'a mut [T] {
 
 /// # Safety
 /// The module's contract.
-unsafe fn floats<'a>((address, dtype): Place, numel: usize) -> Floats<'a> {
+pub(crate) unsafe fn floats<'a>((address, dtype): Place, numel: usize) -> Floats<'a> {
     match dtype {
         // SAFETY: the caller says so.
         0 => Floats::F32(unsafe { elements(address, numel) }),

@@ -17,6 +17,7 @@ mod memory;
 mod nvme;
 mod parts;
 mod source;
+mod state;
 mod store;
 mod waiting;
 
@@ -36,5 +37,6 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     memory::register(module)?;
     nvme::register(module)?;
     parts::register(module)?;
+    state::register(module)?;
     store::register(module)
 }

@@ -170,6 +170,7 @@ impl Store {
         dict.set_item("version", state.version)?;
         dict.set_item("staged", state.staged)?;
         dict.set_item("compact", entry.is_compact())?;
+        dict.set_item("format", entry.format.name())?;
         let tensor = |tensor: &StateTensor| (tensor.name.clone(), tensor.dtype.name(), tensor.shape.clone());
         dict.set_item("state", entry.state.iter().map(tensor).collect::<Vec<_>>())?;
         Ok(dict)

@@ -3,10 +3,7 @@
 use std::collections::HashSet;
 
 use crate::{
-    Description, Entry, StateTensor,
-    description::{COMPACT, elements},
-    dtype::Dtype,
-    fields::Malformed,
+    Description, Entry, StateTensor, description::elements, dtype::Dtype, fields::Malformed, format::COMPACT,
     layout::PAGE_BYTES,
 };
 
@@ -118,7 +115,7 @@ impl Entry {
             self.checked_grain(tensor, chunk)?;
         }
         self.checked_chunks(chunk)?;
-        if self.is_compact() { self.checked_compact() } else { Ok(()) }
+        self.checked_format()
     }
 
     fn checked_grain(&self, tensor: &StateTensor, chunk: u32) -> std::result::Result<(), Malformed> {

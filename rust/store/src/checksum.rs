@@ -53,6 +53,12 @@ impl Checksum {
     }
 }
 
+/// A number for a name and a seed: XXH3-64 of the name's UTF-8 with the seed.
+#[must_use]
+pub fn key_of(name: &str, seed: u64) -> u64 {
+    XxHash3_64::oneshot_with_seed(seed, name.as_bytes())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -1,6 +1,6 @@
 //! The description: what a store holds. Written once; the layout follows from it.
 
-use crate::{Dtype, Error, Result, bounds::ELEMENTS_MAX};
+use crate::{Dtype, Error, Format, Result, bounds::ELEMENTS_MAX};
 
 /// What a store holds.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -28,36 +28,6 @@ pub enum Kind {
     /// A persistent buffer.
     Buffer = 1,
 }
-
-/// How the state of an entry is to be read.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Format {
-    /// Each tensor is what it is called.
-    #[default]
-    Plain,
-    /// A float32 master is not stored: the bfloat16 values are its upper half, rounded to nearest even, and the state is
-    /// what is needed beside them, [`COMPACT`].
-    Compact,
-}
-
-impl Format {
-    /// What stands in the description.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Plain => "",
-            Self::Compact => "compact",
-        }
-    }
-
-    pub(crate) fn from_name(name: &str) -> Option<Self> {
-        [Self::Plain, Self::Compact].into_iter().find(|format| format.name() == name)
-    }
-}
-
-/// The state of an entry that is compact. The sign of a second moment is no sign: it says that the value beside it was
-/// rounded up.
-pub const COMPACT: [(&str, Dtype); 3] = [("rest", Dtype::I16), ("exp_avg", Dtype::F32), ("exp_avg_sq", Dtype::F32)];
 
 /// A parameter or a buffer.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -1,9 +1,9 @@
 //! Encodes and decodes descriptions, with every count bounded before memory is taken.
 
 use crate::{
-    Dtype,
+    Dtype, Format,
     bounds::{NAME_BYTES_MAX, RANK_MAX},
-    description::{Description, Entry, Format, Kind, StateTensor},
+    description::{Description, Entry, Kind, StateTensor},
     features::{self, FEATURE_BYTES_MAX},
     fields::{Fields, Unread, push_text, push_texts},
 };

@@ -29,6 +29,7 @@ mod examine;
 mod features;
 mod fetch;
 mod fields;
+mod format;
 mod head;
 mod held;
 mod holds;
@@ -65,14 +66,15 @@ pub use catalog::{
     parse_root_of_version_1,
 };
 pub use checking::{Checkers, Checking};
-pub use checksum::Checksum;
+pub use checksum::{Checksum, key_of};
 pub use commit::Commit;
 pub use counters::Counters;
-pub use description::{COMPACT, Description, Entry, Format, Kind, StateTensor};
+pub use description::{Description, Entry, Kind, StateTensor};
 pub use dtype::Dtype;
 pub use error::{Error, Result};
 pub use examine::Examined;
 pub use fetch::Fetch;
+pub use format::{BLOCK, COMPACT, Format, Master, MomentForm};
 pub use head::{Head, Record, Rule, StepHead, Update};
 pub use layout::{Content, EntryLayout, Layout, PAGE_BYTES, Piece, WHOLE_PIECE_BYTES};
 pub use log::LogState;

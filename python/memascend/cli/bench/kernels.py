@@ -1,4 +1,4 @@
-"""`memascend bench kernels`: measures the CPU kernels beside torch's operations and DeepSpeed's cpu_adam.
+"""`memascend bench kernels`: measures the CPU kernels beside torch's operations, DeepSpeed's cpu_adam and bitsandbytes.
 
 The peers get the same tensors, buffers for their casts that are already there, and as many threads.
 """
@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from memascend.cli.bench.reduced import reduced_calls
 from memascend.cli.bench.rounds import interleaved
 from memascend.cli.show import bars, bytes_shown, seconds_shown, table
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     Call = Callable[[], object]
 
-SUMMARY = "the CPU kernels against torch's operations and, where it is installed, DeepSpeed's cpu_adam"
+SUMMARY = "the CPU kernels against torch's operations and, where installed, DeepSpeed's cpu_adam and bitsandbytes"
 
 _STEP = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 
@@ -66,6 +67,8 @@ def run(options: argparse.Namespace) -> int:
         torch.set_num_threads(options.threads)
     numel = max(1, options.elements) << 20
     rows = [*_check_rows(numel, options.rounds), *_cast_rows(numel, options.rounds), *_adam_rows(numel, options.rounds)]
+    for name, ours, peers in reduced_calls(numel, _STEP):
+        rows += _rows(name, ours, peers, options.rounds)
     route = kernels.route("cpu")
     if options.json:
         facts = {"elements": numel, "threads": torch.get_num_threads(), "simd": route.why}

@@ -84,7 +84,7 @@ impl Case {
         let began = Instant::now();
         let gradient = Gradient::new(Box::new(Borrowed(Arc::clone(&self.gradient))), Dtype::Bf16)?;
         let values = self.layout.is_resident.then(|| Box::new(Borrowed(Arc::clone(live))) as Box<dyn Buffer>);
-        self.engine.update(entry, By::Given(gradient), values, &hyperparameters(step), Wait::forever())?;
+        self.engine.update(entry, By::Given(gradient), values, hyperparameters(step), Wait::forever())?;
         self.engine.finish(Wait::forever())?;
         Ok(began.elapsed().as_secs_f64())
     }

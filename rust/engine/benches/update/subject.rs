@@ -91,6 +91,7 @@ pub(crate) fn hyperparameters(step: u64) -> Hyperparameters {
         step,
         grad_scale: 1.0,
         maximize: false,
+        seed: 0,
     }
 }
 

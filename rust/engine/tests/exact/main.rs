@@ -87,7 +87,7 @@ fn what_cannot_be_updated_is_refused_by_name() {
     let training = training(&disks(), 2);
     let update = |entry: usize, bytes: usize, dtype| {
         let gradient = Gradient::new(Box::new(vec![0_u8; bytes]), dtype)?;
-        training.engine.update(entry, By::Given(gradient), None, &hyperparameters(1), Wait::forever())
+        training.engine.update(entry, By::Given(gradient), None, hyperparameters(1), Wait::forever())
     };
     let text = |result: memascend_engine::Result<()>| result.err().map(|error| error.to_string()).unwrap_or_default();
     assert!(text(update(99, 2, Dtype::Bf16)).contains("entry 99"));

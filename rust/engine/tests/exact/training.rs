@@ -154,6 +154,7 @@ pub(crate) fn hyperparameters(step: u64) -> Hyperparameters {
         step,
         grad_scale: 0.5,
         maximize: false,
+        seed: 0,
     }
 }
 
@@ -255,7 +256,7 @@ impl Training {
                 let halves: Vec<u8> = self.held[entry].half.iter().flat_map(|half| half.to_le_bytes()).collect();
                 Box::new(halves) as Box<dyn Buffer>
             });
-            self.engine.update(entry, By::Given(gradient), live, &hyperparameters(update), Wait::forever())?;
+            self.engine.update(entry, By::Given(gradient), live, hyperparameters(update), Wait::forever())?;
         }
         self.engine.finish(Wait::forever())
     }

@@ -158,6 +158,7 @@ impl Data {
             step: 10,
             grad_scale: 0.5,
             maximize: false,
+            seed: 0,
         };
         Self {
             p: Buffer::new(len, 0, 0.25),

@@ -1,0 +1,57 @@
+"""Calls of `memascend bench kernels` on state of few bytes: ours, our fp32 kernel, and bitsandbytes where installed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import torch
+
+    Call = Callable[[], object]
+
+__all__ = ["reduced_calls"]
+
+FORMS = ("compact bf16", "compact 8bit")
+_STEP_NUMBER = 10
+
+
+def reduced_calls(numel: int, numbers: dict[str, Any]) -> Iterator[tuple[str, Call, dict[str, Call]]]:
+    """Of each format: its name, our call, and the peers'. Each has state of its own, with moments of all sizes."""
+    import torch
+
+    from memascend import engine, kernels
+
+    master, first = torch.randn(numel), torch.randn(numel) * 1e-3
+    second, grad, values = first.square() * torch.rand(numel), first.bfloat16(), master.bfloat16()
+    wide = [tensor.clone() for tensor in (master, first, second)]
+    out = values.clone()
+
+    def single() -> None:
+        kernels.adamw(wide[0], grad, wide[1], wide[2], out, step=_STEP_NUMBER, **numbers)
+
+    for form in FORMS:
+        kept = values.clone()
+        given = {"master": master, "exp_avg": first, "exp_avg_sq": second}
+        state = engine.encode_state(kept, given, form)
+
+        def ours(kept: torch.Tensor = kept, state: dict[str, torch.Tensor] = state, form: str = form) -> None:
+            kernels.adamw_reduced(kept, state, grad, form=form, step=_STEP_NUMBER, **numbers)
+
+        peers: dict[str, Call] = {"adamw with fp32 moments": single}
+        if form.endswith("8bit"):
+            peers |= _bitsandbytes(master, grad, numbers)
+        yield f"adamw {form}", ours, peers
+
+
+def _bitsandbytes(master: torch.Tensor, grad: torch.Tensor, numbers: dict[str, Any]) -> dict[str, Call]:
+    import torch
+
+    try:
+        from bitsandbytes.optim import AdamW8bit
+    except ImportError:
+        return {}
+    parameter = torch.nn.Parameter(master.clone())
+    parameter.grad = grad.float()
+    return {"bitsandbytes' AdamW8bit": AdamW8bit([parameter], **numbers).step}

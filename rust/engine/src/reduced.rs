@@ -1,0 +1,127 @@
+//! Updates an entry whose state is reduced: moments of 16 or 8 bits, a compact master, or none.
+
+use memascend_math::{Bf16, Codes, F16, Floats, FloatsMut, Moments, Place, Random, Reduced, Rule, Weights, update};
+use memascend_store::{BLOCK, Buffer as _, Dtype, Entry, Format, Master, MomentForm, key_of};
+
+use crate::{
+    Error, Result,
+    bench::{Bench, clear_from},
+    job::Turn,
+};
+
+/// Whether entries of this format are updated here, and not by one of the kernels of fp32 moments.
+pub(crate) fn is_reduced(entry: &Entry) -> bool {
+    !matches!(entry.format, Format::Plain | Format::Compact)
+}
+
+/// The arithmetic on one chunk, whose values are there already where it starts from them.
+pub(crate) fn stepped(bench: &Bench<'_>, turn: &Turn, gradient: Floats<'_>, rule: &Rule) -> Result<()> {
+    let described = &bench.store.description().entries[turn.entry];
+    let state = chunk(bench, turn)?;
+    let random = Random { key: key_of(&described.name, rule.seed()), step: rule.step() };
+    let first = bench.elements(turn.entry, turn.index).start as u64;
+    Ok(update(state, gradient, rule, Place { random, first }, bench.exec)?)
+}
+
+/// The state of a turn's chunk. What fills the last page of its values is written as zeros.
+pub(crate) fn chunk<'a>(bench: &Bench<'_>, turn: &'a Turn) -> Result<Reduced<'a>> {
+    let &Turn { entry, index: chunk, ref memory } = turn;
+    let described = &bench.store.description().entries[entry];
+    let elements = bench.elements(entry, chunk).len();
+    let state = bench.part(entry, bench.chunks_of(entry) + chunk, memory)?;
+    let values = bench.part(entry, chunk, memory)?;
+    // SAFETY: nothing else uses the chunk between the end of its reads and the beginning of its writes.
+    unsafe { clear_from(&values, elements * usize::try_from(described.dtype.bytes()).unwrap_or(1)) };
+    let first = state.as_ptr().as_ptr().expose_provenance();
+    let places = bench.in_chunk(entry, chunk).map(|(_, at, _)| first + at);
+    let form = Form { format: described.format, dtype: described.dtype, has_momentum: described.has_momentum() };
+    // SAFETY: as above; the tensors of a chunk lie side by side in its piece, aligned to 64 bytes. The piece is mapped as
+    // long as the turn has its memory, or the store holds it.
+    unsafe { form.at(elements, values.as_ptr().as_ptr().expose_provenance(), places) }
+}
+
+/// What says which tensors the state of a parameter has, and of what.
+#[derive(Debug, Clone, Copy)]
+pub struct Form {
+    /// How the state is to be read.
+    pub format: Format,
+    /// The type of the values.
+    pub dtype: Dtype,
+    /// SGD's one moment, and not Adam's two.
+    pub has_momentum: bool,
+}
+
+impl Form {
+    /// The state of `elements` whose values begin at one address and whose state tensors, in their order, at others.
+    ///
+    /// # Safety
+    /// At each address lie as many elements as belong to it, aligned, mapped, and used by nobody else while the result lives.
+    pub unsafe fn at<'a>(
+        self,
+        elements: usize,
+        values: usize,
+        state: impl Iterator<Item = usize>,
+    ) -> Result<Reduced<'a>> {
+        // SAFETY: the caller's.
+        let mut tensors = unsafe { Tensors::new(state) };
+        // SAFETY: the caller's.
+        let mut of_values = unsafe { Tensors::new(std::iter::once(values)) };
+        let values = match self.dtype {
+            Dtype::F32 => FloatsMut::F32(of_values.next(elements)?),
+            Dtype::Bf16 => FloatsMut::Bf16(of_values.next::<Bf16>(elements)?),
+            _ => FloatsMut::F16(of_values.next::<F16>(elements)?),
+        };
+        let form = self.format.moments();
+        let weights = match (self.format.master(), values) {
+            (Master::Own, FloatsMut::F32(values)) => Weights::Single(values),
+            (Master::Own, values) => Weights::Master { master: tensors.next(elements)?, values },
+            (Master::Compact, FloatsMut::Bf16(values)) => {
+                let rest = tensors.next(elements)?;
+                let has_bits = self.has_momentum || form == MomentForm::EightBit;
+                let rounded_up = has_bits.then(|| tensors.next(elements.div_ceil(8))).transpose()?;
+                Weights::Compact { values, rest, rounded_up }
+            }
+            (Master::None, values) => Weights::Stochastic(values),
+            (Master::Compact, _) => return Err(Error::Invalid("a compact entry that is not bfloat16".into())),
+        };
+        let has_second = !self.has_momentum;
+        let moments = match form {
+            MomentForm::Single => {
+                Moments::Single(tensors.next(elements)?, has_second.then(|| tensors.next(elements)).transpose()?)
+            }
+            MomentForm::Bf16 => {
+                Moments::Bf16(tensors.next(elements)?, has_second.then(|| tensors.next(elements)).transpose()?)
+            }
+            MomentForm::EightBit => {
+                let blocks = elements.div_ceil(BLOCK as usize);
+                let first = tensors.next(elements)?;
+                let second = has_second.then(|| tensors.next(elements)).transpose()?;
+                let first = Codes { codes: first, absmax: tensors.next(blocks)? };
+                let second = second.map(|codes| Ok::<_, Error>(Codes { codes, absmax: tensors.next(blocks)? }));
+                Moments::Blocks(first, second.transpose()?)
+            }
+        };
+        Ok(Reduced { weights, moments })
+    }
+}
+
+/// Tensors that lie somewhere, taken one after the other.
+struct Tensors<I>(I);
+
+impl<I: Iterator<Item = usize>> Tensors<I> {
+    /// # Safety
+    /// What is taken is there as it is taken, and used by nobody else while that lives.
+    unsafe fn new(addresses: I) -> Self {
+        Self(addresses)
+    }
+
+    fn next<'a, T>(&mut self, count: usize) -> Result<&'a mut [T]> {
+        let lacks = || Error::Invalid("an entry whose state is not that of its format".into());
+        let address = self.0.next().ok_or_else(lacks)?;
+        if count == 0 {
+            return Ok(&mut []);
+        }
+        // SAFETY: `new`'s caller says so.
+        Ok(unsafe { std::slice::from_raw_parts_mut(std::ptr::with_exposed_provenance_mut(address), count) })
+    }
+}

@@ -1,0 +1,166 @@
+//! Loads and stores blocks of an optimizer's moments: in fp32, in bfloat16 or in 8 bits.
+
+use crate::{
+    Bf16, Error, Result,
+    fused::Fused,
+    philox::{BLOCK, Purpose, Random},
+    quantize::Map,
+    weights::{Block, by_chance, rounded, widened},
+};
+
+/// A moment in 8 bits: a code for each element and an absolute maximum for each 256 of them.
+#[derive(Debug)]
+pub struct Codes<'a> {
+    /// A code of the dynamic map for each element.
+    pub codes: &'a mut [u8],
+    /// By block, counted from the start of the parameter.
+    pub absmax: &'a mut [f32],
+}
+
+/// The moments of a parameter: the first one, or the momentum; and the second one, where the optimizer has one.
+#[derive(Debug)]
+pub enum Moments<'a> {
+    /// fp32.
+    Single(&'a mut [f32], Option<&'a mut [f32]>),
+    /// bfloat16: the first is rounded to nearest even, the second by chance. It is a mean over a thousand steps, of which
+    /// one is less than half of its last place: rounded to nearest it would not move.
+    Bf16(&'a mut [Bf16], Option<&'a mut [Bf16]>),
+    /// 8 bits, as `bitsandbytes` keeps them.
+    Blocks(Codes<'a>, Option<Codes<'a>>),
+}
+
+impl Codes<'_> {
+    /// `middle` is a multiple of a block.
+    fn split_at(self, middle: usize) -> (Self, Self) {
+        let (codes, codes_after) = self.codes.split_at_mut(middle);
+        let (absmax, absmax_after) = self.absmax.split_at_mut(middle / BLOCK);
+        (Self { codes, absmax }, Self { codes: codes_after, absmax: absmax_after })
+    }
+
+    #[inline(always)]
+    fn load(&self, map: &Map, at: usize, len: usize, block: &mut Block) {
+        map.restored(&self.codes[at..][..len], self.absmax[at / BLOCK], block);
+    }
+
+    #[inline(always)]
+    fn store<F: Fused>(&mut self, map: &Map, at: usize, len: usize, block: &Block) {
+        self.absmax[at / BLOCK] = map.quantised::<F>(block, &mut self.codes[at..][..len]);
+    }
+}
+
+impl Moments<'_> {
+    pub(crate) fn has_second(&self) -> bool {
+        matches!(self, Self::Single(_, Some(_)) | Self::Bf16(_, Some(_)) | Self::Blocks(_, Some(_)))
+    }
+
+    /// Whether the second moment has a sign to spare.
+    pub(crate) fn has_signs(&self) -> bool {
+        self.has_second() && !self.decays()
+    }
+
+    /// Whether the first moment is computed as `bitsandbytes` does: decayed, then added to.
+    pub(crate) fn decays(&self) -> bool {
+        matches!(self, Self::Blocks(..))
+    }
+
+    pub(crate) fn agree(&self, len: usize) -> Result<()> {
+        let blocks = len.div_ceil(BLOCK);
+        let of = |codes: &Codes<'_>| [("exp_avg", codes.codes.len(), len), ("absmax", codes.absmax.len(), blocks)];
+        let lengths: Vec<_> = match self {
+            Self::Single(first, second) => {
+                let second = second.as_ref().map(|second| ("exp_avg_sq", second.len(), len));
+                [("exp_avg", first.len(), len)].into_iter().chain(second).collect()
+            }
+            Self::Bf16(first, second) => {
+                let second = second.as_ref().map(|second| ("exp_avg_sq", second.len(), len));
+                [("exp_avg", first.len(), len)].into_iter().chain(second).collect()
+            }
+            Self::Blocks(first, second) => of(first).into_iter().chain(second.iter().flat_map(of)).collect(),
+        };
+        match lengths.into_iter().find(|(_, len, wanted)| len != wanted) {
+            None => Ok(()),
+            Some((name, len, other_len)) => Err(Error::Length { name, len, other: "the parameter", other_len }),
+        }
+    }
+
+    /// `middle` is a multiple of a block.
+    pub(crate) fn split_at(self, middle: usize) -> (Self, Self) {
+        match self {
+            Self::Single(first, second) => {
+                let (first, first_after) = first.split_at_mut(middle);
+                let (second, after) = second.map(|second| second.split_at_mut(middle)).unzip();
+                (Self::Single(first, second), Self::Single(first_after, after))
+            }
+            Self::Bf16(first, second) => {
+                let (first, first_after) = first.split_at_mut(middle);
+                let (second, after) = second.map(|second| second.split_at_mut(middle)).unzip();
+                (Self::Bf16(first, second), Self::Bf16(first_after, after))
+            }
+            Self::Blocks(first, second) => {
+                let (first, first_after) = first.split_at(middle);
+                let (second, after) = second.map(|second| second.split_at(middle)).unzip();
+                (Self::Blocks(first, second), Self::Blocks(first_after, after))
+            }
+        }
+    }
+
+    #[inline(always)]
+    pub(crate) fn load(&self, at: usize, len: usize, first: &mut Block, second: &mut Block) {
+        match self {
+            Self::Single(m, v) => {
+                first[..len].copy_from_slice(&m[at..][..len]);
+                if let Some(v) = v {
+                    second[..len].copy_from_slice(&v[at..][..len]);
+                }
+            }
+            Self::Bf16(m, v) => {
+                widened(&m[at..][..len], first);
+                if let Some(v) = v {
+                    widened(&v[at..][..len], second);
+                }
+            }
+            Self::Blocks(m, v) => {
+                m.load(Map::signed(), at, len, first);
+                if let Some(v) = v {
+                    v.load(Map::unsigned(), at, len, second);
+                }
+            }
+        }
+    }
+
+    #[inline(always)]
+    pub(crate) fn store<F: Fused>(
+        &mut self,
+        at: usize,
+        len: usize,
+        first: &Block,
+        second: &Block,
+        (random, number): (Option<Random>, u64),
+    ) {
+        match self {
+            Self::Single(m, v) => {
+                m[at..][..len].copy_from_slice(&first[..len]);
+                if let Some(v) = v {
+                    v[at..][..len].copy_from_slice(&second[..len]);
+                }
+            }
+            Self::Bf16(m, v) => {
+                rounded(first, &mut m[at..][..len]);
+                match (v, random) {
+                    (Some(v), Some(random)) => {
+                        let drawn = random.block(number, Purpose::SecondMoment);
+                        by_chance(second, &drawn, &mut v[at..][..len]);
+                    }
+                    (Some(v), None) => rounded(second, &mut v[at..][..len]),
+                    (None, _) => (),
+                }
+            }
+            Self::Blocks(m, v) => {
+                m.store::<F>(Map::signed(), at, len, first);
+                if let Some(v) = v {
+                    v.store::<F>(Map::unsigned(), at, len, second);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,122 @@
+//! Draws random bits from counters: the same for an element wherever, whenever and beside whatever it is computed.
+//!
+//! Philox4x32-10 of Salmon, Moraes, Dror and Shaw ("Parallel random numbers: as easy as 1, 2, 3", 2011), which passes
+//! `BigCrush` for any pattern of keys and counters: here both are as regular as can be, steps and elements counted by one,
+//! and a cheaper hash would have to be shown to bear that.
+
+/// Elements that draw together: those of a block of 8-bit moments, too.
+pub(crate) const BLOCK: usize = 256;
+/// Counters of a block: each gives eight times 16 bits, and is one lane of a vector.
+const LANES: usize = BLOCK / 8;
+const ROUNDS: usize = 10;
+const MULTIPLIERS: (u64, u64) = (0xD251_1F53, 0xCD9E_8D57);
+const WEYL: (u32, u32) = (0x9E37_79B9, 0xBB67_AE85);
+
+/// What random bits depend on, beside the element: whose they are, and of which of its updates.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Random {
+    /// The seed and the parameter in one number.
+    pub key: u64,
+    /// The parameter's own count of updates.
+    pub step: u64,
+}
+
+/// What bits are drawn for: no two draw the same.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Purpose {
+    SecondMoment = 0,
+    Values = 1,
+}
+
+impl Random {
+    /// 16 bits for each element of a block, which is counted from the start of the whole parameter.
+    ///
+    /// Counter `32 block + lane`, of 60 bits, below the purpose, then the step: its output, taken as eight times 16 bits
+    /// from the lowest on, is that of the elements `lane`, `32 + lane`, and so on of the block.
+    #[inline(always)]
+    #[expect(clippy::cast_possible_truncation, reason = "halves of words are what is wanted")]
+    pub(crate) fn block(self, block: u64, purpose: Purpose) -> [u16; BLOCK] {
+        let first = block * LANES as u64;
+        let mut words = [[0_u32; LANES]; 4];
+        for lane in 0..LANES {
+            // A block begins at a multiple of the lanes: no carry.
+            words[0][lane] = first as u32 + lane as u32;
+        }
+        words[1] = [(first >> 32) as u32 | (purpose as u32) << 28; LANES];
+        words[2] = [self.step as u32; LANES];
+        words[3] = [(self.step >> 32) as u32; LANES];
+        let (mut key_0, mut key_1) = (self.key as u32, (self.key >> 32) as u32);
+        for _ in 0..ROUNDS {
+            for lane in 0..LANES {
+                let (a, b) = (u64::from(words[0][lane]) * MULTIPLIERS.0, u64::from(words[2][lane]) * MULTIPLIERS.1);
+                words[0][lane] = (b >> 32) as u32 ^ words[1][lane] ^ key_0;
+                words[1][lane] = b as u32;
+                words[2][lane] = (a >> 32) as u32 ^ words[3][lane] ^ key_1;
+                words[3][lane] = a as u32;
+            }
+            (key_0, key_1) = (key_0.wrapping_add(WEYL.0), key_1.wrapping_add(WEYL.1));
+        }
+        let mut drawn = [0; BLOCK];
+        for (pair, word) in drawn.chunks_exact_mut(2 * LANES).zip(&words) {
+            for lane in 0..LANES {
+                pair[lane] = word[lane] as u16;
+                pair[LANES + lane] = (word[lane] >> 16) as u16;
+            }
+        }
+        drawn
+    }
+}
+
+#[cfg(test)]
+#[expect(clippy::cast_possible_truncation, reason = "halves of words are what is wanted")]
+mod tests {
+    use super::*;
+
+    /// Written from the paper, one counter at a time.
+    fn philox(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
+        let halves = |a: u32, b: u32| {
+            let product = u64::from(a) * u64::from(b);
+            ((product >> 32) as u32, product as u32)
+        };
+        (0..10).fold(counter, |[a, b, c, d], round: u32| {
+            let key = [
+                key[0].wrapping_add(round.wrapping_mul(0x9E37_79B9)),
+                key[1].wrapping_add(round.wrapping_mul(0xBB67_AE85)),
+            ];
+            let ((high_0, low_0), (high_1, low_1)) = (halves(0xD251_1F53, a), halves(0xCD9E_8D57, c));
+            [high_1 ^ b ^ key[0], low_1, high_0 ^ d ^ key[1], low_0]
+        })
+    }
+
+    #[test]
+    fn the_known_answers_come_out() {
+        let max = u32::MAX;
+        for (counter, key, answer) in [
+            ([0; 4], [0; 2], [0x6627_E8D5, 0xE169_C58D, 0xBC57_AC4C, 0x9B00_DBD8]),
+            ([max; 4], [max; 2], [0x408F_276D, 0x41C8_3B0E, 0xA20B_C7C6, 0x6D54_51FD]),
+            (
+                [0x243F_6A88, 0x85A3_08D3, 0x1319_8A2E, 0x0370_7344],
+                [0xA409_3822, 0x299F_31D0],
+                [0xD16C_FE09, 0x94FD_CCEB, 0x5001_E420, 0x2412_6EA1],
+            ),
+        ] {
+            assert_eq!(philox(counter, key), answer);
+        }
+    }
+
+    #[test]
+    fn a_block_is_its_counters() {
+        for (key, step, block) in [(0, 0, 0), (0x0123_4567_89AB_CDEF, 0x1_0000_0002, 7), (u64::MAX, 3, (1 << 40) - 1)] {
+            for purpose in [Purpose::SecondMoment, Purpose::Values] {
+                let drawn = Random { key, step }.block(block, purpose);
+                for (index, &bits) in drawn.iter().enumerate() {
+                    let at = block * 32 + index as u64 % 32;
+                    let counter =
+                        [at as u32, (at >> 32) as u32 | (purpose as u32) << 28, step as u32, (step >> 32) as u32];
+                    let words = philox(counter, [key as u32, (key >> 32) as u32]);
+                    assert_eq!(bits, (words[index / 64] >> (index / 32 % 2 * 16)) as u16, "{index}");
+                }
+            }
+        }
+    }
+}

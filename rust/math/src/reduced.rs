@@ -1,0 +1,325 @@
+//! Computes one step of an optimizer on reduced state: moments of 16 or 8 bits, a compact master, or none.
+//!
+//! Blocks of 256 elements are widened to fp32 on the stack, computed there, and rounded to their places. Everything that
+//! is rounded by chance draws from the element's own counter, and a block of codes is one of these blocks: so any part of
+//! a parameter that begins with a block can be computed by itself.
+
+use crate::{
+    Bf16, Error, Exec, F16, Floats, Moments, Random, Result, Rule, Weights,
+    adam::one,
+    exec::Work,
+    fused::Fused,
+    philox::BLOCK,
+    rule::{Formula, decaying_adam, momentum},
+    simd::{Kernel, Simd},
+    weights::{Block, widened},
+};
+
+/// Where parts are cut: whole blocks, and a multiple of the lines of every type.
+const GRAIN: usize = 1024;
+
+/// The state of a parameter, or of a part of it, updated in place.
+#[derive(Debug)]
+pub struct Reduced<'a> {
+    /// The parameter, and what it is updated in.
+    pub weights: Weights<'a>,
+    /// Its moments.
+    pub moments: Moments<'a>,
+}
+
+/// Which part of which update this is, for what is rounded by chance.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Place {
+    /// What is drawn from.
+    pub random: Random,
+    /// The first element's number in the whole parameter, a multiple of 256.
+    pub first: u64,
+}
+
+/// State in fp32: what [`encode`] reads and [`decode`] writes, of what is given.
+#[derive(Debug)]
+pub struct WideState<T> {
+    /// The parameter.
+    pub master: Option<T>,
+    /// The first moment, or the momentum.
+    pub first: Option<T>,
+    /// The second moment, where the optimizer has one.
+    pub second: Option<T>,
+}
+
+impl<T> Default for WideState<T> {
+    fn default() -> Self {
+        Self { master: None, first: None, second: None }
+    }
+}
+
+impl<T> WideState<T> {
+    fn parts(&self) -> impl Iterator<Item = &T> {
+        self.master.iter().chain(&self.first).chain(&self.second)
+    }
+
+    fn split_at(self, split: impl Fn(T) -> (T, T)) -> (Self, Self) {
+        let (master, master_after) = self.master.map(&split).unzip();
+        let (first, first_after) = self.first.map(&split).unzip();
+        let (second, second_after) = self.second.map(&split).unzip();
+        (Self { master, first, second }, Self { master: master_after, first: first_after, second: second_after })
+    }
+}
+
+/// Updates `state` with `grad`.
+pub fn update(state: Reduced<'_>, grad: Floats<'_>, rule: &Rule, place: Place, exec: Exec) -> Result<()> {
+    state.agree()?;
+    let formula = rule.formula()?;
+    let (name, has_second) = match formula {
+        Formula::Adam { .. } => ("Adam", true),
+        Formula::Momentum(_) => ("momentum", false),
+    };
+    if has_second != state.moments.has_second() {
+        let wanted = if has_second { "two moments" } else { "one moment" };
+        return Err(Error::Moments { rule: name, wanted });
+    }
+    if grad.len() != state.weights.len() {
+        let (len, other_len) = (grad.len(), state.weights.len());
+        return Err(Error::Length { name: "grad", len, other: "the parameter", other_len });
+    }
+    if !place.first.is_multiple_of(BLOCK as u64) {
+        return Err(Error::First { first: place.first });
+    }
+    exec.run(Update { state, grad, formula, place }, GRAIN, Simd::run);
+    Ok(())
+}
+
+/// Writes what is given in fp32 in the form of `state`, rounded to nearest, a parameter of 16 bits, too. What is not
+/// given stays.
+pub fn encode(wide: WideState<&[f32]>, state: Reduced<'_>, exec: Exec) -> Result<()> {
+    wide_agrees(&state, wide.parts().copied().map(<[f32]>::len), wide.second.is_some())?;
+    exec.run(Encode { wide, state }, GRAIN, Simd::run);
+    Ok(())
+}
+
+/// Writes in fp32 what is asked for. Slices of `state` are borrowed for writing, but stay as they are.
+pub fn decode(state: Reduced<'_>, wide: WideState<&mut [f32]>, exec: Exec) -> Result<()> {
+    wide_agrees(&state, wide.parts().map(|part| part.len()), wide.second.is_some())?;
+    exec.run(Decode { state, wide }, GRAIN, Simd::run);
+    Ok(())
+}
+
+fn wide_agrees(state: &Reduced<'_>, mut lengths: impl Iterator<Item = usize>, has_second: bool) -> Result<()> {
+    state.agree()?;
+    let other_len = state.weights.len();
+    if has_second && !state.moments.has_second() {
+        return Err(Error::Moments { rule: "momentum", wanted: "one moment" });
+    }
+    match lengths.find(|&len| len != other_len) {
+        None => Ok(()),
+        Some(len) => Err(Error::Length { name: "a wide tensor", len, other: "the parameter", other_len }),
+    }
+}
+
+impl Reduced<'_> {
+    fn agree(&self) -> Result<()> {
+        self.weights.agree()?;
+        self.moments.agree(self.weights.len())?;
+        let compact = matches!(self.weights, Weights::Compact { .. });
+        if compact && self.weights.needs_signs() != self.moments.has_signs() {
+            return Err(Error::Signs);
+        }
+        Ok(())
+    }
+
+    fn split_at(self, middle: usize) -> (Self, Self) {
+        let (weights, weights_after) = self.weights.split_at(middle);
+        let (moments, moments_after) = self.moments.split_at(middle);
+        (Self { weights, moments }, Self { weights: weights_after, moments: moments_after })
+    }
+
+    /// Takes a block to compute with.
+    #[inline(always)]
+    fn load(&self, at: usize, len: usize, blocks: &mut Blocks) {
+        self.moments.load(at, len, &mut blocks.first, &mut blocks.second);
+        self.weights.load(at, len, &mut blocks.second, &mut blocks.master);
+    }
+
+    /// Keeps it.
+    #[inline(always)]
+    fn store<F: Fused>(&mut self, at: usize, len: usize, blocks: &mut Blocks, drawn: (Option<Random>, u64)) {
+        self.weights.store(at, len, &mut blocks.second, &blocks.master, drawn);
+        self.moments.store::<F>(at, len, &blocks.first, &blocks.second, drawn);
+    }
+}
+
+/// What is computed with at a time.
+struct Blocks {
+    master: Block,
+    grad: Block,
+    first: Block,
+    second: Block,
+}
+
+impl Blocks {
+    const ZEROS: Self = Self { master: [0.0; BLOCK], grad: [0.0; BLOCK], first: [0.0; BLOCK], second: [0.0; BLOCK] };
+}
+
+struct Update<'a> {
+    state: Reduced<'a>,
+    grad: Floats<'a>,
+    formula: Formula,
+    place: Place,
+}
+
+impl Work for Update<'_> {
+    fn len(&self) -> usize {
+        self.grad.len()
+    }
+
+    fn split_at(self, middle: usize) -> (Self, Self) {
+        let (state, state_after) = self.state.split_at(middle);
+        let (grad, grad_after) = self.grad.split_at(middle);
+        let place = Place { first: self.place.first + middle as u64, ..self.place };
+        (Self { state, grad, ..self }, Self { state: state_after, grad: grad_after, place, ..self })
+    }
+}
+
+impl Kernel for Update<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<F: Fused>(mut self) {
+        let len = self.len();
+        let decays = self.state.moments.decays();
+        let mut blocks = Blocks::ZEROS;
+        let mut at = 0;
+        while at < len {
+            // Two calls, so that one of them has a constant length.
+            if len - at >= BLOCK {
+                self.block::<F>(at, BLOCK, decays, &mut blocks);
+            } else {
+                self.block::<F>(at, len - at, decays, &mut blocks);
+            }
+            at += BLOCK;
+        }
+    }
+}
+
+impl Update<'_> {
+    #[inline(always)]
+    fn block<F: Fused>(&mut self, at: usize, len: usize, decays: bool, blocks: &mut Blocks) {
+        let number = (self.place.first + at as u64) / BLOCK as u64;
+        self.state.load(at, len, blocks);
+        match self.grad {
+            Floats::F32(grad) => widened(&grad[at..][..len], &mut blocks.grad),
+            Floats::Bf16(grad) => widened::<Bf16>(&grad[at..][..len], &mut blocks.grad),
+            Floats::F16(grad) => widened::<F16>(&grad[at..][..len], &mut blocks.grad),
+        }
+        let Blocks { master, grad, first, second } = blocks;
+        match self.formula {
+            Formula::Adam { scalars, beta1, one_minus_beta1 } if decays => {
+                let (weights, l2) = ((beta1, one_minus_beta1), scalars.l2 != 0.0);
+                for i in 0..BLOCK {
+                    let element = (master[i], grad[i], first[i], second[i]);
+                    (master[i], first[i], second[i]) = decaying_adam::<F>(element, &scalars, weights, l2);
+                }
+            }
+            Formula::Adam { scalars, .. } => {
+                let l2 = scalars.l2 != 0.0;
+                for i in 0..BLOCK {
+                    (master[i], first[i], second[i]) = one::<F>(master[i], grad[i], first[i], second[i], &scalars, l2);
+                }
+            }
+            Formula::Momentum(scalars) => {
+                for i in 0..BLOCK {
+                    (master[i], first[i]) = momentum::<F>(master[i], grad[i], first[i], &scalars);
+                }
+            }
+        }
+        self.state.store::<F>(at, len, blocks, (Some(self.place.random), number));
+    }
+}
+
+struct Encode<'a> {
+    wide: WideState<&'a [f32]>,
+    state: Reduced<'a>,
+}
+
+impl Work for Encode<'_> {
+    fn len(&self) -> usize {
+        self.state.weights.len()
+    }
+
+    fn split_at(self, middle: usize) -> (Self, Self) {
+        let (wide, wide_after) = self.wide.split_at(|part| part.split_at(middle));
+        let (state, state_after) = self.state.split_at(middle);
+        (Self { wide, state }, Self { wide: wide_after, state: state_after })
+    }
+}
+
+impl Kernel for Encode<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<F: Fused>(mut self) {
+        let mut blocks = Blocks::ZEROS;
+        let signs = self.state.weights.needs_signs();
+        // Codes that nothing new is given for stay as they are: they do not come back from their numbers.
+        let weights = signs || self.wide.master.is_some();
+        let moments = signs || self.wide.first.is_some() || self.wide.second.is_some();
+        for at in (0..self.len()).step_by(BLOCK) {
+            let len = BLOCK.min(self.len() - at);
+            self.state.load(at, len, &mut blocks);
+            let Blocks { master, first, second, .. } = &mut blocks;
+            for (given, block) in
+                [(self.wide.master, &mut *master), (self.wide.first, &mut *first), (self.wide.second, &mut *second)]
+            {
+                if let Some(given) = given {
+                    widened(&given[at..][..len], block);
+                }
+            }
+            if weights {
+                self.state.weights.store(at, len, second, master, (None, 0));
+            }
+            if moments {
+                self.state.moments.store::<F>(at, len, first, second, (None, 0));
+            }
+        }
+    }
+}
+
+struct Decode<'a> {
+    state: Reduced<'a>,
+    wide: WideState<&'a mut [f32]>,
+}
+
+impl Work for Decode<'_> {
+    fn len(&self) -> usize {
+        self.state.weights.len()
+    }
+
+    fn split_at(self, middle: usize) -> (Self, Self) {
+        let (wide, wide_after) = self.wide.split_at(|part| part.split_at_mut(middle));
+        let (state, state_after) = self.state.split_at(middle);
+        (Self { state, wide }, Self { state: state_after, wide: wide_after })
+    }
+}
+
+impl Kernel for Decode<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<F: Fused>(mut self) {
+        let mut blocks = Blocks::ZEROS;
+        for at in (0..self.len()).step_by(BLOCK) {
+            let len = BLOCK.min(self.len() - at);
+            self.state.load(at, len, &mut blocks);
+            let parts = [
+                (&mut self.wide.master, &blocks.master),
+                (&mut self.wide.first, &blocks.first),
+                (&mut self.wide.second, &blocks.second),
+            ];
+            for (part, block) in parts {
+                if let Some(part) = part {
+                    part[at..][..len].copy_from_slice(&block[..len]);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,170 @@
+//! The numbers of an optimizer's step, and what they make of one element.
+
+use crate::{Error, Hyperparameters, Result, Scalars, fused::Fused};
+
+/// Momentum's numbers at one step: those of torch's `SGD`, whose bits come out on fp32.
+#[derive(Debug, Clone, Copy)]
+pub struct Momentum {
+    /// Learning rate, from 0.
+    pub lr: f64,
+    /// What of the momentum stays, not 0.
+    pub momentum: f64,
+    /// What of the gradient does not join it.
+    pub dampening: f64,
+    /// Weight decay, from 0; it joins the gradient.
+    pub weight_decay: f64,
+    /// Step along the gradient and the momentum that follows it.
+    pub nesterov: bool,
+    /// The number of this update, from 1. The first one begins the momentum with the gradient.
+    pub step: u64,
+    /// What the gradient is multiplied by.
+    pub grad_scale: f64,
+    /// Ascend instead of descend.
+    pub maximize: bool,
+    /// What is rounded by chance draws from this.
+    pub seed: u64,
+}
+
+/// An optimizer and its numbers at one step.
+#[derive(Debug, Clone, Copy)]
+pub enum Rule {
+    /// `AdamW` or `Adam`.
+    Adam(Hyperparameters),
+    /// SGD with momentum.
+    Momentum(Momentum),
+}
+
+impl From<Hyperparameters> for Rule {
+    fn from(numbers: Hyperparameters) -> Self {
+        Self::Adam(numbers)
+    }
+}
+
+impl From<&Hyperparameters> for Rule {
+    fn from(numbers: &Hyperparameters) -> Self {
+        Self::Adam(*numbers)
+    }
+}
+
+impl From<Momentum> for Rule {
+    fn from(numbers: Momentum) -> Self {
+        Self::Momentum(numbers)
+    }
+}
+
+/// A [`Rule`] in fp32, as each element is computed.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Formula {
+    Adam { scalars: Scalars, beta1: f32, one_minus_beta1: f32 },
+    Momentum(MomentumScalars),
+}
+
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct MomentumScalars {
+    grad_factor: f32,
+    weight_decay: f32,
+    momentum: f32,
+    one_minus_dampening: f32,
+    minus_lr: f32,
+    nesterov: bool,
+    is_first: bool,
+}
+
+impl Rule {
+    /// The number of this update, from 1.
+    #[must_use]
+    pub fn step(&self) -> u64 {
+        match self {
+            Self::Adam(numbers) => numbers.step,
+            Self::Momentum(numbers) => numbers.step,
+        }
+    }
+
+    /// What is rounded by chance draws from this.
+    #[must_use]
+    pub fn seed(&self) -> u64 {
+        match self {
+            Self::Adam(numbers) => numbers.seed,
+            Self::Momentum(numbers) => numbers.seed,
+        }
+    }
+
+    /// Refuses numbers outside the ranges where the formula means anything.
+    pub fn check(&self) -> Result<()> {
+        self.formula().map(drop)
+    }
+
+    #[expect(clippy::cast_possible_truncation, reason = "rounding to fp32 is the purpose")]
+    pub(crate) fn formula(&self) -> Result<Formula> {
+        Ok(match self {
+            Self::Adam(numbers) => Formula::Adam {
+                scalars: numbers.scalars()?,
+                beta1: numbers.beta1 as f32,
+                one_minus_beta1: (1.0 - numbers.beta1) as f32,
+            },
+            Self::Momentum(numbers) => Formula::Momentum(numbers.scalars()?),
+        })
+    }
+}
+
+impl Momentum {
+    #[expect(clippy::cast_possible_truncation, reason = "rounding to fp32 is the purpose")]
+    fn scalars(&self) -> Result<MomentumScalars> {
+        let max = f64::from(f32::MAX);
+        let number = |name, value, wanted| Err(Error::Number { name, value, wanted });
+        for (name, value) in [("lr", self.lr), ("momentum", self.momentum), ("weight_decay", self.weight_decay)] {
+            if !(0.0..=max).contains(&value) {
+                return number(name, value, "a finite number that is not negative");
+            }
+        }
+        for (name, value) in [("dampening", self.dampening), ("grad_scale", self.grad_scale)] {
+            if value.is_nan() || value.abs() > max {
+                return number(name, value, "a number that is finite in fp32");
+            }
+        }
+        if self.nesterov && (self.momentum == 0.0 || self.dampening != 0.0) {
+            return number("dampening", self.dampening, "0, and a momentum, with nesterov");
+        }
+        if self.step == 0 {
+            return number("step", 0.0, "the number of this update, which counts from 1");
+        }
+        Ok(MomentumScalars {
+            grad_factor: if self.maximize { -self.grad_scale } else { self.grad_scale } as f32,
+            weight_decay: self.weight_decay as f32,
+            momentum: self.momentum as f32,
+            one_minus_dampening: (1.0 - self.dampening) as f32,
+            minus_lr: -self.lr as f32,
+            nesterov: self.nesterov,
+            is_first: self.step == 1,
+        })
+    }
+}
+
+/// One element of Adam whose first moment is decayed and then added to, as `bitsandbytes` computes it.
+#[inline(always)]
+pub(crate) fn decaying_adam<F: Fused>(
+    (p, g, m, v): (f32, f32, f32, f32),
+    s: &Scalars,
+    (beta1, one_minus_beta1): (f32, f32),
+    l2: bool,
+) -> (f32, f32, f32) {
+    let p = p * s.decay;
+    let g = g * s.grad_factor;
+    // Only where there is one: an infinite parameter times zero would be a NaN.
+    let g = if l2 { F::fma(p, s.l2, g) } else { g };
+    let m = F::fma(g, one_minus_beta1, m * beta1);
+    let v = F::fma(g * s.one_minus_beta2, g, v * s.beta2);
+    let denominator = v.sqrt() / s.bias2_root + s.eps;
+    (p + (m * s.step_size) / denominator, m, v)
+}
+
+/// One element of momentum.
+#[inline(always)]
+pub(crate) fn momentum<F: Fused>(p: f32, g: f32, m: f32, s: &MomentumScalars) -> (f32, f32) {
+    let g = g * s.grad_factor;
+    // Only where there is one: an infinite parameter times zero would be a NaN.
+    let g = if s.weight_decay == 0.0 { g } else { F::fma(p, s.weight_decay, g) };
+    let m = if s.is_first { g } else { F::fma(g, s.one_minus_dampening, m * s.momentum) };
+    let direction = if s.nesterov { F::fma(m, s.momentum, g) } else { m };
+    (F::fma(direction, s.minus_lr, p), m)
+}

@@ -1,0 +1,113 @@
+//! Rounds to 16 bits up or down, by chance, so that the expected value is the number itself.
+//!
+//! `drawn` is 16 uniform bits. What rounding to nearest keeps finite stays finite; infinities stay, and a NaN stays a NaN.
+
+use crate::{Bf16, Element, F16};
+
+const SIGN: u32 = 0x8000_0000;
+const INFINITY: u32 = 0x7F80_0000;
+
+/// An element that can be rounded by chance.
+pub(crate) trait Stochastic: Element {
+    fn rounded(value: f32, drawn: u16) -> Self;
+}
+
+impl Stochastic for Bf16 {
+    /// The lower half is the chance to go up, in steps of 2^-16: exact.
+    #[inline(always)]
+    #[expect(clippy::cast_possible_truncation, reason = "the upper half was shifted down")]
+    fn rounded(value: f32, drawn: u16) -> Self {
+        let bits = value.to_bits();
+        let magnitude = bits & !SIGN;
+        let rounded = magnitude.wrapping_add(u32::from(drawn)) >> 16;
+        // From the middle between the largest number and what would follow on, nearest is infinity, too.
+        let largest = if magnitude < 0x7F7F_8000 { 0x7F7F } else { 0x7F80 };
+        let rounded = if rounded < largest { rounded } else { largest };
+        // Set the quiet bit: the payload may lie in the half that is dropped.
+        let nan = (magnitude >> 16) | 0x40;
+        Self((bits >> 16 & 0x8000 | if magnitude > INFINITY { nan } else { rounded }) as u16)
+    }
+}
+
+impl Stochastic for F16 {
+    /// Of what is dropped, the highest 16 bits are the chance to go up: all of it, but of denormals.
+    #[inline(always)]
+    #[expect(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        reason = "numbers below 2^26 that are not negative"
+    )]
+    fn rounded(value: f32, drawn: u16) -> Self {
+        let bits = value.to_bits();
+        let magnitude = bits & !SIGN;
+        // 13 bits are dropped: three of the drawn ones are not needed.
+        let normal = magnitude.wrapping_sub(112 << 23).wrapping_add(u32::from(drawn >> 3)) >> 13;
+        // In units of 2^-40, of which a denormal's unit has 2^16. Clamped, so that no other number is out of range.
+        let small = f32::from_bits(if magnitude < 0x3880_0000 { magnitude } else { 0 });
+        let denormal = ((small * f32::from_bits((127 + 40) << 23)) as i32 as u32 + u32::from(drawn)) >> 16;
+        let finite = if magnitude < 0x3880_0000 { denormal } else { normal };
+        let largest = if magnitude < 0x477F_F000 { 0x7BFF } else { 0x7C00 };
+        let finite = if finite < largest && magnitude < INFINITY { finite } else { largest };
+        Self((bits >> 16 & 0x8000 | if magnitude > INFINITY { 0x7E00 } else { finite }) as u16)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The numbers around each: how often each is drawn is the distance to the other one.
+    fn expected_is_the_number<T: Stochastic>(values: impl Iterator<Item = f32>, exact: f64) {
+        for value in values {
+            let mut sum = 0.0;
+            let near = f64::from(T::from_f32(value).to_f32());
+            for drawn in 0..=u16::MAX {
+                let rounded = f64::from(T::rounded(value, drawn).to_f32());
+                assert!(
+                    (rounded - f64::from(value)).abs()
+                        <= 2.0 * (near - f64::from(value)).abs().max(rounded.abs() * 0.008).max(1.2e-7),
+                    "{value:e}"
+                );
+                sum += rounded;
+            }
+            let mean = sum / 65_536.0;
+            assert!((mean - f64::from(value)).abs() <= exact * f64::from(value).abs().max(6e-5), "{value:e}: {mean:e}");
+        }
+    }
+
+    fn some() -> impl Iterator<Item = f32> {
+        [1.0, 1.001, -3.123_456_7, 65_503.0, 7.0e-5, 6.0e-5, -3.3e-6, 5.9e-8, 2.9e-8, 0.0].into_iter()
+    }
+
+    #[test]
+    fn the_expected_value_is_the_number() {
+        expected_is_the_number::<Bf16>(some().chain([3.0e38, 1.0e-39, 1.0e-44]), 1e-12);
+        expected_is_the_number::<F16>(some(), 1e-7);
+    }
+
+    #[test]
+    fn what_is_exact_stays() {
+        for bits in 0..=u16::MAX {
+            for drawn in [0, 1, 0x7FFF, 0xFFFF] {
+                let (wide, half) = (Bf16(bits).to_f32(), F16(bits).to_f32());
+                assert!(Bf16::rounded(wide, drawn).0 == bits || wide.is_nan(), "{bits:#x}");
+                assert!(F16::rounded(half, drawn).0 == bits || half.is_nan(), "{bits:#x}");
+                assert_eq!(Bf16::rounded(wide, drawn).to_f32().is_nan(), wide.is_nan());
+                assert_eq!(F16::rounded(half, drawn).to_f32().is_nan(), half.is_nan());
+            }
+        }
+    }
+
+    #[test]
+    fn only_what_is_nearest_to_infinity_becomes_one() {
+        let (below, at) = (f32::from_bits(0x7F7F_7FFF), f32::from_bits(0x7F7F_8000));
+        assert!(
+            !Bf16::rounded(below, 0xFFFF).to_f32().is_infinite() && Bf16::rounded(at, 0xFFFF).to_f32().is_infinite()
+        );
+        assert!(
+            !F16::rounded(65_519.0, 0xFFFF).to_f32().is_infinite()
+                && F16::rounded(-65_520.0, 0xFFFF).to_f32().is_infinite()
+        );
+        assert!(F16::rounded(1.0e9, 0).to_f32().is_infinite());
+    }
+}

@@ -1,0 +1,202 @@
+//! Loads and stores blocks of a parameter: what it is updated in, and what of it is kept.
+
+use crate::{
+    Bf16, Element, Error, FloatsMut, Result,
+    compact::{put_together, taken_apart},
+    philox::{BLOCK, Purpose, Random},
+    stochastic::Stochastic,
+};
+
+/// A parameter and what it is updated in.
+#[derive(Debug)]
+pub enum Weights<'a> {
+    /// float32, updated in itself.
+    Single(&'a mut [f32]),
+    /// 16 bits, rounded to nearest from a master.
+    Master {
+        /// What is updated.
+        master: &'a mut [f32],
+        /// The parameter, which is only written.
+        values: FloatsMut<'a>,
+    },
+    /// bfloat16, the upper half of a master; see [`CompactState`](crate::CompactState).
+    Compact {
+        /// The parameter: the upper halves of the master, rounded.
+        values: &'a mut [Bf16],
+        /// The lower halves of the master.
+        rest: &'a mut [u16],
+        /// Where the rounding went up: a bit each, from the lowest of a byte on. Without it the signs of the second
+        /// moment say so.
+        rounded_up: Option<&'a mut [u8]>,
+    },
+    /// 16 bits without a master, rounded by chance.
+    Stochastic(FloatsMut<'a>),
+}
+
+/// A block in the form that it is computed in.
+pub(crate) type Block = [f32; BLOCK];
+
+impl Weights<'_> {
+    pub(crate) fn len(&self) -> usize {
+        match self {
+            Self::Single(values) => values.len(),
+            Self::Master { master, .. } => master.len(),
+            Self::Compact { values, .. } => values.len(),
+            Self::Stochastic(values) => values.len(),
+        }
+    }
+
+    /// Whether the signs of the second moment belong to it.
+    pub(crate) fn needs_signs(&self) -> bool {
+        matches!(self, Self::Compact { rounded_up: None, .. })
+    }
+
+    pub(crate) fn agree(&self) -> Result<()> {
+        let len = self.len();
+        let lengths = match self {
+            Self::Single(_) | Self::Stochastic(FloatsMut::Bf16(_) | FloatsMut::F16(_)) => return Ok(()),
+            Self::Stochastic(FloatsMut::F32(_)) | Self::Master { values: FloatsMut::F32(_), .. } => {
+                return Err(Error::Sixteen);
+            }
+            Self::Master { values, .. } => [("values", values.len(), len), ("values", len, len)],
+            Self::Compact { rest, rounded_up, .. } => {
+                let bits = rounded_up.as_ref().map_or(len.div_ceil(8), |bits| bits.len());
+                [("rest", rest.len(), len), ("rounded_up", bits, len.div_ceil(8))]
+            }
+        };
+        match lengths.into_iter().find(|(_, len, wanted)| len != wanted) {
+            None => Ok(()),
+            Some((name, len, other_len)) => Err(Error::Length { name, len, other: "the parameter", other_len }),
+        }
+    }
+
+    /// `middle` is a multiple of 8.
+    pub(crate) fn split_at(self, middle: usize) -> (Self, Self) {
+        match self {
+            Self::Single(values) => {
+                let (before, after) = values.split_at_mut(middle);
+                (Self::Single(before), Self::Single(after))
+            }
+            Self::Master { master, values } => {
+                let (master, master_after) = master.split_at_mut(middle);
+                let (values, values_after) = values.split_at(middle);
+                (Self::Master { master, values }, Self::Master { master: master_after, values: values_after })
+            }
+            Self::Compact { values, rest, rounded_up } => {
+                let (values, values_after) = values.split_at_mut(middle);
+                let (rest, rest_after) = rest.split_at_mut(middle);
+                let (rounded_up, up_after) = rounded_up.map(|bits| bits.split_at_mut(middle.div_ceil(8))).unzip();
+                (
+                    Self::Compact { values, rest, rounded_up },
+                    Self::Compact { values: values_after, rest: rest_after, rounded_up: up_after },
+                )
+            }
+            Self::Stochastic(values) => {
+                let (before, after) = values.split_at(middle);
+                (Self::Stochastic(before), Self::Stochastic(after))
+            }
+        }
+    }
+
+    /// Takes a block to compute with; of `second`, the signs that belong to it are cleared.
+    #[inline(always)]
+    pub(crate) fn load(&self, at: usize, len: usize, second: &mut Block, block: &mut Block) {
+        match self {
+            Self::Single(values) | Self::Stochastic(FloatsMut::F32(values)) => {
+                block[..len].copy_from_slice(&values[at..][..len]);
+            }
+            Self::Master { master, .. } => block[..len].copy_from_slice(&master[at..][..len]),
+            Self::Stochastic(FloatsMut::Bf16(values)) => widened(&values[at..][..len], block),
+            Self::Stochastic(FloatsMut::F16(values)) => widened(&values[at..][..len], block),
+            Self::Compact { values, rest, rounded_up: None } => {
+                let (values, rest) = (&values[at..][..len], &rest[at..][..len]);
+                for i in 0..len {
+                    (block[i], second[i]) = put_together(values[i], rest[i], second[i]);
+                }
+            }
+            Self::Compact { values, rest, rounded_up: Some(bits) } => {
+                let (values, rest) = (&values[at..][..len], &rest[at..][..len]);
+                let mut signs = [0.0; BLOCK];
+                for (signs, &byte) in signs.chunks_exact_mut(8).zip(&bits[at / 8..]) {
+                    for (bit, sign) in signs.iter_mut().enumerate() {
+                        *sign = f32::from_bits(u32::from(byte) << (31 - bit) & 0x8000_0000);
+                    }
+                }
+                for i in 0..len {
+                    (block[i], _) = put_together(values[i], rest[i], signs[i]);
+                }
+            }
+        }
+    }
+
+    /// Keeps a block that was computed; `second` gets the signs that belong to it.
+    #[inline(always)]
+    pub(crate) fn store(
+        &mut self,
+        at: usize,
+        len: usize,
+        second: &mut Block,
+        block: &Block,
+        (random, number): (Option<Random>, u64),
+    ) {
+        match self {
+            Self::Single(values) => values[at..][..len].copy_from_slice(&block[..len]),
+            Self::Master { master, values } => {
+                master[at..][..len].copy_from_slice(&block[..len]);
+                nearest(block, values, at, len);
+            }
+            Self::Stochastic(values) => match (values, random.map(|random| random.block(number, Purpose::Values))) {
+                (FloatsMut::Bf16(values), Some(drawn)) => by_chance(block, &drawn, &mut values[at..][..len]),
+                (FloatsMut::F16(values), Some(drawn)) => by_chance(block, &drawn, &mut values[at..][..len]),
+                (values, _) => nearest(block, values, at, len),
+            },
+            Self::Compact { values, rest, rounded_up: None } => {
+                let (values, rest) = (&mut values[at..][..len], &mut rest[at..][..len]);
+                for i in 0..len {
+                    (values[i], rest[i], second[i]) = taken_apart(block[i], second[i]);
+                }
+            }
+            Self::Compact { values, rest, rounded_up: Some(bits) } => {
+                let (values, rest) = (&mut values[at..][..len], &mut rest[at..][..len]);
+                let mut signs = [0.0_f32; BLOCK];
+                for i in 0..len {
+                    (values[i], rest[i], signs[i]) = taken_apart(block[i], 0.0);
+                }
+                for (byte, signs) in bits[at / 8..][..len.div_ceil(8)].iter_mut().zip(signs.chunks_exact(8)) {
+                    let bit = |bit: usize| ((signs[bit].to_bits() >> 31) as u8) << bit;
+                    *byte = (0..8).map(bit).fold(0, std::ops::BitOr::bitor);
+                }
+            }
+        }
+    }
+}
+
+#[inline(always)]
+fn nearest(block: &Block, values: &mut FloatsMut<'_>, at: usize, len: usize) {
+    match values {
+        FloatsMut::F32(values) => values[at..][..len].copy_from_slice(&block[..len]),
+        FloatsMut::Bf16(values) => rounded(block, &mut values[at..][..len]),
+        FloatsMut::F16(values) => rounded(block, &mut values[at..][..len]),
+    }
+}
+
+#[inline(always)]
+pub(crate) fn widened<T: Element>(values: &[T], block: &mut Block) {
+    for (wide, value) in block.iter_mut().zip(values) {
+        *wide = value.to_f32();
+    }
+}
+
+#[inline(always)]
+pub(crate) fn rounded<T: Element>(block: &Block, values: &mut [T]) {
+    for (value, &wide) in values.iter_mut().zip(block) {
+        *value = T::from_f32(wide);
+    }
+}
+
+#[inline(always)]
+pub(crate) fn by_chance<T: Stochastic>(block: &Block, drawn: &[u16; BLOCK], values: &mut [T]) {
+    for ((value, &wide), &drawn) in values.iter_mut().zip(block).zip(drawn) {
+        *value = T::rounded(wide, drawn);
+    }
+}

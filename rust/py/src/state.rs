@@ -1,0 +1,118 @@
+//! Translates updates of state in the stored formats for Python: tensors arrive as addresses that were checked there.
+//!
+//! These functions trust what they get, as those of `kernels` do: at each address lie as many elements as the format says,
+//! aligned, on the CPU, alive during the call, and those that are written overlap nothing else.
+
+use std::num::NonZeroUsize;
+
+use memascend_engine::{Form, WideState};
+use memascend_math::{self as math, Exec, Place, Random, Reduced};
+use memascend_store::key_of;
+use pyo3::prelude::*;
+
+use crate::{
+    described::{dtype, format},
+    engine::{Numbers, rule},
+    errors::{engine_error, math_error},
+    kernels::{Place as Tensor, elements, elements_mut, floats},
+};
+
+pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_function(wrap_pyfunction!(state_encode, module)?)?;
+    module.add_function(wrap_pyfunction!(state_decode, module)?)?;
+    module.add_function(wrap_pyfunction!(state_update, module)?)
+}
+
+/// Writes the fp32 tensors that are given (master, first and second moment) in a format, rounded to nearest.
+#[pyfunction]
+#[expect(clippy::too_many_arguments, reason = "a format, its tensors and those in fp32")]
+#[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
+fn state_encode(
+    py: Python<'_>,
+    of_state: &str,
+    of_values: &str,
+    momentum: bool,
+    values: usize,
+    state: Vec<usize>,
+    wide: [Option<usize>; 3],
+    numel: usize,
+    threads: NonZeroUsize,
+) -> PyResult<()> {
+    let exec = exec(py, threads)?;
+    // SAFETY: the module's contract.
+    let reduced = unsafe { reduced(py, (of_state, of_values, momentum), values, state, numel)? };
+    // SAFETY: the module's contract.
+    let [master, first, second] = wide.map(|place| place.map(|place| unsafe { elements::<f32>(place, numel) }));
+    py.detach(|| math::encode(WideState { master, first, second }, reduced, exec))
+        .map_err(|error| math_error(py, &error))
+}
+
+/// Writes the fp32 tensors that are asked for.
+#[pyfunction]
+#[expect(clippy::too_many_arguments, reason = "a format, its tensors and those in fp32")]
+#[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
+fn state_decode(
+    py: Python<'_>,
+    of_state: &str,
+    of_values: &str,
+    momentum: bool,
+    values: usize,
+    state: Vec<usize>,
+    wide: [Option<usize>; 3],
+    numel: usize,
+    threads: NonZeroUsize,
+) -> PyResult<()> {
+    let exec = exec(py, threads)?;
+    // SAFETY: the module's contract.
+    let reduced = unsafe { reduced(py, (of_state, of_values, momentum), values, state, numel)? };
+    // SAFETY: the module's contract.
+    let [master, first, second] = wide.map(|place| place.map(|place| unsafe { elements_mut::<f32>(place, numel) }));
+    py.detach(|| math::decode(reduced, WideState { master, first, second }, exec))
+        .map_err(|error| math_error(py, &error))
+}
+
+/// One step, of elements from number `first` of the parameter `name` on.
+#[pyfunction]
+#[expect(clippy::too_many_arguments, reason = "a format, its tensors, a gradient and an optimizer's numbers")]
+#[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
+fn state_update(
+    py: Python<'_>,
+    of_state: &str,
+    of_values: &str,
+    momentum: bool,
+    values: usize,
+    state: Vec<usize>,
+    grad: Tensor,
+    numbers: Numbers,
+    name: &str,
+    first: u64,
+    numel: usize,
+    threads: NonZeroUsize,
+) -> PyResult<()> {
+    let exec = exec(py, threads)?;
+    let rule = rule(numbers);
+    let place = Place { random: Random { key: key_of(name, rule.seed()), step: rule.step() }, first };
+    // SAFETY: the module's contract.
+    let reduced = unsafe { reduced(py, (of_state, of_values, momentum), values, state, numel)? };
+    // SAFETY: the module's contract.
+    let grad = unsafe { floats(grad, numel) };
+    py.detach(|| math::update(reduced, grad, &rule, place, exec)).map_err(|error| math_error(py, &error))
+}
+
+/// # Safety
+/// The module's contract.
+unsafe fn reduced<'a>(
+    py: Python<'_>,
+    (of_state, of_values, has_momentum): (&str, &str, bool),
+    values: usize,
+    state: Vec<usize>,
+    numel: usize,
+) -> PyResult<Reduced<'a>> {
+    let form = Form { format: format(py, of_state)?, dtype: dtype(py, of_values)?, has_momentum };
+    // SAFETY: the caller's.
+    unsafe { form.at(numel, values, state.into_iter()) }.map_err(|error| engine_error(py, &error))
+}
+
+fn exec(py: Python<'_>, threads: NonZeroUsize) -> PyResult<Exec> {
+    Exec::new(threads).map_err(|error| math_error(py, &error))
+}

@@ -1,0 +1,273 @@
+//! The formats of an entry's state: where its master is, and how its moments lie.
+
+use crate::{Dtype, Entry, Error, Result, StateTensor};
+
+/// How the state of an entry is to be read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Format {
+    /// Each tensor is what it is called.
+    #[default]
+    Plain,
+    /// float32 values or a float32 master, and moments of bfloat16.
+    Bf16,
+    /// The same, and moments of 8 bits.
+    EightBit,
+    /// A float32 master is not stored: the bfloat16 values are its upper half, rounded to nearest even, and the state is
+    /// what is needed beside them, [`COMPACT`].
+    Compact,
+    /// The same, and moments of bfloat16.
+    CompactBf16,
+    /// The same, and moments of 8 bits.
+    CompactEightBit,
+    /// There is no master: 16-bit values are rounded by chance. Moments of float32.
+    Stochastic,
+    /// The same, and moments of bfloat16.
+    StochasticBf16,
+    /// The same, and moments of 8 bits.
+    StochasticEightBit,
+}
+
+/// Where an entry's master is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Master {
+    /// The float32 values, or a state tensor of 16-bit ones.
+    Own,
+    /// The values and what they lack.
+    Compact,
+    /// Nowhere.
+    None,
+}
+
+/// How an entry's moments lie.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MomentForm {
+    /// float32.
+    Single,
+    /// bfloat16.
+    Bf16,
+    /// A code of 8 bits, and a float32 for each block of [`BLOCK`].
+    EightBit,
+}
+
+/// Elements that share a float32 of moments of 8 bits.
+pub const BLOCK: u32 = 256;
+
+/// The state of an entry that is compact. The sign of a second moment is no sign: it says that the value beside it was
+/// rounded up.
+pub const COMPACT: [(&str, Dtype); 3] = [("rest", Dtype::I16), ("exp_avg", Dtype::F32), ("exp_avg_sq", Dtype::F32)];
+
+/// The names of moments: of Adam, and of SGD with momentum.
+const ADAM: [&str; 2] = ["exp_avg", "exp_avg_sq"];
+const MOMENTUM: [&str; 1] = ["momentum_buffer"];
+
+impl Format {
+    const ALL: [Self; 9] = [
+        Self::Plain,
+        Self::Bf16,
+        Self::EightBit,
+        Self::Compact,
+        Self::CompactBf16,
+        Self::CompactEightBit,
+        Self::Stochastic,
+        Self::StochasticBf16,
+        Self::StochasticEightBit,
+    ];
+
+    /// What stands in the description.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Plain => "",
+            Self::Bf16 => "bf16",
+            Self::EightBit => "8bit",
+            Self::Compact => "compact",
+            Self::CompactBf16 => "compact bf16",
+            Self::CompactEightBit => "compact 8bit",
+            Self::Stochastic => "stochastic",
+            Self::StochasticBf16 => "stochastic bf16",
+            Self::StochasticEightBit => "stochastic 8bit",
+        }
+    }
+
+    /// The format that is called so.
+    #[must_use]
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|format| format.name() == name)
+    }
+
+    /// Where the master is.
+    #[must_use]
+    pub fn master(self) -> Master {
+        match self {
+            Self::Plain | Self::Bf16 | Self::EightBit => Master::Own,
+            Self::Compact | Self::CompactBf16 | Self::CompactEightBit => Master::Compact,
+            Self::Stochastic | Self::StochasticBf16 | Self::StochasticEightBit => Master::None,
+        }
+    }
+
+    /// How the moments lie.
+    #[must_use]
+    pub fn moments(self) -> MomentForm {
+        match self {
+            Self::Plain | Self::Compact | Self::Stochastic => MomentForm::Single,
+            Self::Bf16 | Self::CompactBf16 | Self::StochasticBf16 => MomentForm::Bf16,
+            Self::EightBit | Self::CompactEightBit | Self::StochasticEightBit => MomentForm::EightBit,
+        }
+    }
+}
+
+impl Entry {
+    /// The state tensors that an entry of this dtype and shape has in a format: of Adam, or of SGD with momentum.
+    pub fn state_in(&self, format: Format, momentum: bool) -> Result<Vec<StateTensor>> {
+        let wanted = named_state(self.dtype, format, momentum).ok_or_else(|| {
+            let (name, dtype, of) = (&self.name, self.dtype.name(), format.name());
+            Error::Invalid(format!("{name:?} has values of {dtype}, which have no state in the format {of:?}"))
+        })?;
+        let elements = self.elements();
+        Ok(wanted
+            .into_iter()
+            .map(|(name, dtype, grain)| StateTensor {
+                name,
+                dtype,
+                shape: if grain == 1 { self.shape.clone() } else { vec![elements.div_ceil(u64::from(grain))] },
+                grain,
+            })
+            .collect())
+    }
+
+    /// Whether it has one moment, of SGD, and not two, of Adam.
+    #[must_use]
+    pub fn has_momentum(&self) -> bool {
+        self.state.iter().any(|tensor| tensor.name == MOMENTUM[0])
+    }
+
+    /// Whether its state is what its format says.
+    pub(crate) fn checked_format(&self) -> std::result::Result<(), String> {
+        if self.format == Format::Plain {
+            return Ok(());
+        }
+        let wanted = self.state_in(self.format, self.has_momentum()).map_err(|error| error.to_string())?;
+        if self.state == wanted {
+            return Ok(());
+        }
+        let (name, format) = (&self.name, self.format.name());
+        let of = |tensor: &StateTensor| format!("{} ({} {:?})", tensor.name, tensor.dtype.name(), tensor.shape);
+        let wanted = wanted.iter().map(of).collect::<Vec<_>>().join(", ");
+        Err(format!("the state of {name:?} is not {format}: that of {} values is {wanted}", self.dtype.name()))
+    }
+}
+
+/// Name, dtype and grain of each tensor; `None` where there is no such state.
+fn named_state(values: Dtype, format: Format, momentum: bool) -> Option<Vec<(String, Dtype, u32)>> {
+    let has_16_bits = matches!(values, Dtype::Bf16 | Dtype::F16);
+    let mut tensors: Vec<(String, Dtype, u32)> = match format.master() {
+        Master::Own if values == Dtype::F32 => vec![],
+        Master::Own if has_16_bits => vec![("master".into(), Dtype::F32, 1)],
+        Master::Compact if values == Dtype::Bf16 => vec![("rest".into(), Dtype::I16, 1)],
+        Master::None if has_16_bits => vec![],
+        _ => return None,
+    };
+    let form = format.moments();
+    if (format == Format::Plain) || (format == Format::Compact && momentum) {
+        return None;
+    }
+    if format.master() == Master::Compact && (momentum || form == MomentForm::EightBit) {
+        // No second moment has a sign to spare.
+        tensors.push(("rounded_up".into(), Dtype::U8, 8));
+    }
+    let names = if momentum { &MOMENTUM[..] } else { &ADAM[..] };
+    let dtype = match form {
+        MomentForm::Single => Dtype::F32,
+        MomentForm::Bf16 => Dtype::Bf16,
+        MomentForm::EightBit => Dtype::U8,
+    };
+    tensors.extend(names.iter().map(|&name| (name.into(), dtype, 1)));
+    if form == MomentForm::EightBit {
+        tensors.extend(names.iter().map(|name| (format!("{name}_absmax"), Dtype::F32, BLOCK)));
+    }
+    Some(tensors)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Kind;
+
+    fn values(dtype: Dtype) -> Entry {
+        Entry {
+            name: "weight".into(),
+            kind: Kind::Parameter,
+            unit: 0,
+            dtype,
+            shape: vec![3, 100],
+            order: vec![],
+            spill: None,
+            format: Format::Plain,
+            state: vec![],
+        }
+    }
+
+    /// Bytes of state for 64 elements of a large entry.
+    fn bytes(dtype: Dtype, format: Format, momentum: bool) -> Option<u64> {
+        let entry = Entry { shape: vec![1 << 20], ..values(dtype) };
+        let state = entry.state_in(format, momentum).ok()?;
+        Some(state.iter().map(StateTensor::nbytes).sum::<u64>() >> 14)
+    }
+
+    #[test]
+    fn each_format_has_its_bytes() {
+        let (f32, bf16, f16) = (Dtype::F32, Dtype::Bf16, Dtype::F16);
+        for (dtype, format, adam, momentum) in [
+            (f32, Format::Bf16, 4 * 64, 2 * 64),
+            (f32, Format::EightBit, 2 * 64 + 2, 64 + 1),
+            (f16, Format::Bf16, 8 * 64, 6 * 64),
+            (bf16, Format::EightBit, 6 * 64 + 2, 5 * 64 + 1),
+            (bf16, Format::CompactBf16, 6 * 64, 4 * 64 + 8),
+            (bf16, Format::CompactEightBit, 4 * 64 + 8 + 2, 3 * 64 + 8 + 1),
+            (f16, Format::Stochastic, 8 * 64, 4 * 64),
+            (bf16, Format::StochasticBf16, 4 * 64, 2 * 64),
+            (f16, Format::StochasticEightBit, 2 * 64 + 2, 64 + 1),
+        ] {
+            assert_eq!(bytes(dtype, format, false), Some(adam), "{format:?}");
+            assert_eq!(bytes(dtype, format, true), Some(momentum), "{format:?}");
+        }
+        assert_eq!(bytes(bf16, Format::Compact, false), Some(10 * 64));
+        for (dtype, format) in [
+            (f32, Format::CompactBf16),
+            (f16, Format::CompactEightBit),
+            (f32, Format::Stochastic),
+            (Dtype::I8, Format::Bf16),
+        ] {
+            assert_eq!(bytes(dtype, format, false), None, "{format:?}");
+        }
+        assert_eq!(bytes(bf16, Format::Compact, true), None);
+    }
+
+    #[test]
+    fn a_state_that_is_not_its_formats_is_refused() {
+        for format in Format::ALL.into_iter().filter(|format| *format != Format::Plain) {
+            assert_eq!(Format::from_name(format.name()), Some(format));
+            let dtype = if format.master() == Master::Own { Dtype::F32 } else { Dtype::Bf16 };
+            let mut entry = Entry { format, ..values(dtype) };
+            entry.state = entry.state_in(format, false).unwrap_or_else(|error| panic!("{error}"));
+            assert!(entry.checked_format().is_ok());
+            let mut bytes = Vec::new();
+            entry.encode(&mut bytes);
+            assert_eq!(Entry::decode(&mut crate::fields::Fields::new(&bytes)), Ok(entry.clone()));
+            let last = entry.state.len() - 1;
+            let spoilt: [fn(&mut StateTensor); 3] = [
+                |tensor| tensor.dtype = Dtype::I32,
+                |tensor| tensor.shape = vec![7],
+                |tensor| tensor.name = "other".into(),
+            ];
+            for spoil in spoilt {
+                let mut other = entry.clone();
+                spoil(&mut other.state[last]);
+                assert!(other.checked_format().is_err(), "{other:?}");
+            }
+            entry.state.swap(0, last);
+            assert!(entry.checked_format().is_err());
+        }
+        assert_eq!(Format::from_name("4bit"), None);
+    }
+}

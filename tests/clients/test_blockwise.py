@@ -1,0 +1,99 @@
+"""Tests 8-bit moments against bitsandbytes on the CPU: codes, maxima and parameters bit for bit, over many steps."""
+
+import bitsandbytes
+import pytest
+import torch
+from bitsandbytes.functional import create_dynamic_map
+from support import blockwise
+from support.bits import same_bits
+
+from memascend import engine, kernels
+
+STEPS = 25
+SQRT = torch.Tensor.sqrt
+
+
+def exact_sqrt(tensor):
+    """torch computes it with a library, one unit off in places that differ by machine; so does bitsandbytes."""
+    return SQRT(tensor.double()).float()
+
+
+def gradient(kind, numel, generator):
+    usual = torch.randn(numel, generator=generator) * torch.rand(numel, generator=generator) ** 6
+    if kind == "zeros":
+        return usual * 0
+    if kind == "wild":
+        bits = torch.randint(-(2**31), 2**31, (numel,), generator=generator).to(torch.int32).view(torch.float32)
+        usual = torch.where(bits.abs() < 1e18, bits, 0.0)
+        usual[:300] = 0
+        usual[300:600] *= 1e-30
+    return usual.bfloat16() if kind == "bfloat16" else usual
+
+
+def test_the_maps_are_those_of_bitsandbytes():
+    for signed in (True, False):
+        numbers = create_dynamic_map(signed)
+        assert same_bits(blockwise.dynamic_map(signed=signed), numbers)
+        # One block, of a maximum of 1 that no other number is compared with.
+        codes = torch.arange(256, dtype=torch.uint8)
+        name = "exp_avg" if signed else "exp_avg_sq"
+        state = {like: torch.zeros(256, dtype=torch.uint8) for like in ("exp_avg", "exp_avg_sq")}
+        state |= {f"{like}_absmax": torch.ones(1) for like in ("exp_avg", "exp_avg_sq")}
+        state[name] = codes
+        assert same_bits(engine.decode_state(torch.zeros(256), state, "8bit")[name], numbers)
+
+
+@pytest.mark.parametrize("kind", ["usual", "bfloat16", "wild", "zeros"])
+@pytest.mark.parametrize("numel", [4096 + 77, 40 * 256])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.02])
+def test_adamw_has_the_bits_of_bitsandbytes(monkeypatch, kind, numel, weight_decay):
+    generator = torch.Generator().manual_seed(numel)
+    master = torch.randn(numel, generator=generator)
+    theirs = torch.nn.Parameter(master.clone())
+    optimizer = bitsandbytes.optim.AdamW8bit([theirs], lr=3e-3, weight_decay=weight_decay)
+    ours, half = master.clone(), master.bfloat16()
+    state = engine.encode_state(ours, {}, "8bit")
+    compact = engine.encode_state(half, {"master": master}, "compact 8bit")
+    for step in range(1, STEPS + 1):
+        grad = gradient(kind, numel, generator)
+        theirs.grad = grad.float()
+        with monkeypatch.context() as patched:
+            patched.setattr(torch.Tensor, "sqrt", exact_sqrt)
+            optimizer.step()
+        numbers = {"lr": 3e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": weight_decay, "step": step}
+        kernels.adamw_reduced(ours, state, grad, form="8bit", **numbers)
+        kernels.adamw_reduced(half, compact, grad, form="compact 8bit", **numbers)
+        kept = optimizer.state[theirs]
+        assert same_bits(ours, theirs.detach()), step
+        assert same_bits(engine.decode_state(half, compact, "compact 8bit")["master"], theirs.detach()), step
+        for found in (state, compact):
+            for name, codes, absmax in (("exp_avg", "state1", "absmax1"), ("exp_avg_sq", "state2", "absmax2")):
+                assert same_bits(found[name], kept[codes]), (step, name)
+                assert same_bits(found[f"{name}_absmax"], kept[absmax]), (step, name)
+
+
+def test_momentum_has_the_bits_of_bitsandbytes(tmp_path):
+    generator = torch.Generator().manual_seed(1)
+    master = torch.randn(4096 + 77, generator=generator)
+    theirs = torch.nn.Parameter(master.clone())
+    optimizer = bitsandbytes.optim.SGD8bit([theirs], lr=0.01, momentum=0.9, weight_decay=0.01)
+    likes = engine.state_tensors(master, "8bit", "momentum")
+    entry = engine.Entry(name="weight", values=master, state=likes, format="8bit")
+    with (
+        engine.Store.create(tmp_path / "store", [entry], fill=False) as store,
+        engine.Engine(store) as updates,
+    ):
+        updates.fill("weight", master)
+        updates.commit(0)
+        for step in range(1, STEPS + 1):
+            grad = gradient("usual", master.numel(), generator)
+            theirs.grad = grad.clone()
+            optimizer.step()
+            numbers = engine.Momentum(lr=0.01, momentum=0.9, weight_decay=0.01, step=step)
+            updates.update("weight", grad, numbers)
+            updates.commit(step)
+            values, state = store.read("weight")
+            kept = optimizer.state[theirs]
+            assert same_bits(values, theirs.detach()), step
+            assert same_bits(state["momentum_buffer"], kept["state1"]), step
+            assert same_bits(state["momentum_buffer_absmax"], kept["absmax1"]), step

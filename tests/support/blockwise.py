@@ -1,0 +1,124 @@
+"""Computes a step of 8-bit Adam or momentum as bitsandbytes does on a CPU, in plain torch operations.
+
+The square root is rounded once, as IEEE says: torch's own is one unit off now and then, and differs by machine.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+__all__ = ["BLOCK", "adam_8bit", "dequantized", "dynamic_map", "momentum_8bit", "quantized"]
+
+BLOCK = 256
+_POINTS = 1 << 16
+
+
+def dynamic_map(*, signed: bool) -> torch.Tensor:
+    """The 256 numbers, in order: decades of middles of equal distances, with twice as many in each."""
+    numbers = [0.0, 1.0]
+    for decade in range(7):
+        items = 2**decade if signed else 2 ** (decade + 1)
+        edges = torch.linspace(0.1, 1, items + 1, dtype=torch.float32)
+        middles = (edges[:-1] + edges[1:]) / 2.0
+        scaled = (10 ** (decade - 6) * middles).tolist()
+        numbers += scaled
+        if signed:
+            numbers += [-number for number in scaled]
+    return torch.tensor(sorted(numbers), dtype=torch.float32)
+
+
+def _codes_of_points(numbers: torch.Tensor) -> torch.Tensor:
+    middles = 0.5 * (numbers[:-1] + numbers[1:])
+    points = torch.arange(_POINTS, dtype=torch.float32)
+    shares = (points + points) / float(_POINTS - 1) - 1.0
+    # How many middles are below the share.
+    return torch.bucketize(shares, middles, right=False).to(torch.uint8)
+
+
+_SIGNED, _UNSIGNED = dynamic_map(signed=True), dynamic_map(signed=False)
+_CODES = {True: _codes_of_points(_SIGNED), False: _codes_of_points(_UNSIGNED)}
+
+
+def _blocks(flat: torch.Tensor) -> torch.Tensor:
+    missing = -flat.numel() % BLOCK
+    return torch.nn.functional.pad(flat, (0, missing)).view(-1, BLOCK)
+
+
+def quantized(flat: torch.Tensor, *, signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes, and the absolute maximum of each block."""
+    blocks = _blocks(flat)
+    magnitudes = blocks.abs()
+    absmax = torch.where(magnitudes.isnan(), 0.0, magnitudes).amax(1)
+    shares = blocks * (1.0 / absmax)[:, None]
+    places = _fma(((shares.clamp(-1.0, 1.0) + 1.0) * 0.5), 65_535.0, 0.5)
+    points = torch.where(places.isnan(), 0.0, places).long()
+    codes = torch.where(absmax[:, None] == 0, 0, _CODES[signed][points])
+    return codes.flatten()[: flat.numel()].to(torch.uint8), absmax
+
+
+def dequantized(codes: torch.Tensor, absmax: torch.Tensor, *, signed: bool) -> torch.Tensor:
+    """The numbers that codes stand for."""
+    numbers = (_SIGNED if signed else _UNSIGNED)[codes.long()]
+    return numbers * absmax.repeat_interleave(BLOCK)[: codes.numel()]
+
+
+def adam_8bit(  # noqa: PLR0913 - an optimizer's numbers
+    p: torch.Tensor,
+    grad: torch.Tensor,
+    state: dict[str, torch.Tensor],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    step: int,
+) -> None:
+    """One step of AdamW on a flat float32 parameter, in place, and on "exp_avg", "exp_avg_sq" and their "_absmax"."""
+    beta1, beta2 = betas
+    g = grad.float()
+    m = dequantized(state["exp_avg"], state["exp_avg_absmax"], signed=True)
+    v = dequantized(state["exp_avg_sq"], state["exp_avg_sq_absmax"], signed=False)
+    m = _fma(g, 1.0 - beta1, m * beta1)
+    v = _fma(g * (1.0 - beta2), g, v * beta2)
+    first, second = 1.0 - beta1**step, math.sqrt(1.0 - beta2**step)
+    denominator = v.double().sqrt().float() / second + eps
+    if weight_decay > 0:
+        p.mul_(1.0 - lr * weight_decay)
+    p.add_((m * (-lr / first)) / denominator)
+    for name, moment, signed in (("exp_avg", m, True), ("exp_avg_sq", v, False)):
+        state[name], state[f"{name}_absmax"] = quantized(moment, signed=signed)
+
+
+def momentum_8bit(
+    p: torch.Tensor,
+    grad: torch.Tensor,
+    state: dict[str, torch.Tensor],
+    *,
+    lr: float,
+    momentum: float,
+    weight_decay: float,
+    step: int,
+) -> None:
+    """One step of SGD with momentum on a flat float32 parameter and its "momentum_buffer", in place."""
+    g = grad.float()
+    if weight_decay:
+        g = _fma(p, weight_decay, g)
+    m = dequantized(state["momentum_buffer"], state["momentum_buffer_absmax"], signed=True)
+    m = g if step == 1 else m * momentum + g
+    p.copy_(_fma(m, -lr, p))
+    state["momentum_buffer"], state["momentum_buffer_absmax"] = quantized(m, signed=True)
+
+
+def _fma(a: torch.Tensor, b: torch.Tensor | float, c: torch.Tensor | float) -> torch.Tensor:
+    """`a * b + c` rounded once: the product is exact in float64, where the sum is rounded to odd."""
+    of_b, of_c = (torch.as_tensor(x, dtype=torch.float32).double() for x in (b, c))
+    product = a.double() * of_b
+    total = product + of_c
+    back = total - product
+    error = (product - (total - back)) + (of_c - back)
+    bits = total.view(torch.int64)
+    adjust = (error != 0) & (bits & 1 == 0) & torch.isfinite(total) & (total != 0)
+    toward = torch.where((error > 0) == (total > 0), 1, -1)
+    return torch.where(adjust, bits + toward, bits).view(torch.float64).float()
