@@ -109,7 +109,7 @@ def test_what_is_partial_or_of_another_kind_is_refused(saved, tmp_path):
     path = folder / "memascend" / "manifest.json"
     manifest = json.loads(path.read_bytes())
     for change, match in (
-        ({"version": 2}, "version 2"),
+        ({"version": 3}, "version 3"),
         ({"format": "other"}, "'other'"),
         ({"step": "3"}, "malformed: no step"),
         ({"files": {"../model.safetensors": manifest["files"]["model.safetensors"]}}, "malformed: what it says of"),

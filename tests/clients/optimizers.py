@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 import memascend
+from memascend.optimizers.bitsandbytes_state import is_8bit_adam
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "optimizers.md"
 LIBRARIES = ("torch", "pytorch-optimizer", "schedulefree", "bitsandbytes", "timm", "torchao", "transformers")
@@ -189,7 +190,15 @@ def _outcome(case: Case) -> str:
             train(trained, optimizer, range(_RESUMED, _STEPS))
             with memascend.materialized(trained):
                 same = all(map(torch.equal, plain.parameters(), trained.parameters()))
+                near = all(map(_near, plain.parameters(), trained.parameters()))
+    if not same and near and is_8bit_adam(original):
+        # Torch's square root apart its bits where it has 8 of them (test_bitsandbytes), and torch's AdamW elsewhere.
+        return "streams, by our own update of its format"
     return "streams" if same else "DIFFERS"
+
+
+def _near(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
 def _reason(message: str) -> str:

@@ -158,7 +158,14 @@ class Nothing:
 
 
 def in_ram(case, threads, kind=Reference):
-    return play(case, threads, lambda model, original: (model, kind(original, **case.options)), read=Nothing)
+    def take(model, original):
+        if "state" not in case.options and "rounding" not in case.options:
+            return model, kind(original, **case.options)
+        names = {p: name for name, p in model.named_parameters()}
+        embeddings = [one.weight for one in model.modules() if isinstance(one, torch.nn.Embedding)]
+        return model, kind(original, names=names, embeddings=embeddings, **case.options)
+
+    return play(case, threads, take, read=Nothing)
 
 
 _references: dict[tuple[str, int], Outcome] = {}

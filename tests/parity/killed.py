@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from parity.loops import CLIPPED
+from parity.zoo_formats import mixed
 from parity.zoo_loops import BF16, stack
 from parity.zoo_plain import Stack
 
@@ -11,26 +12,30 @@ from parity.zoo_plain import Stack
 from memascend import offload
 
 KILLED = stack("killed", model=lambda: Stack(tied=True), dtype=BF16)
+# By the format of its state.
+IN_FORMATS = {state: mixed(f"killed-{state}", state, dtype=BF16) for state in ("bf16", "8bit")}
 
 
-def train(storage, log, gradients, steps):
+def train(storage, log, gradients, steps, state=None):
     """Trains from the last committed step to the end; says each loss before the step that follows from it."""
     torch.manual_seed(1)
-    model = KILLED.model().to(KILLED.dtype)
+    case = IN_FORMATS.get(state, KILLED)
+    model = case.model().to(case.dtype)
     options = {"max_grad_norm": CLIPPED} if gradients == "ssd" else {}
     model, optimizer = offload(
         model,
-        KILLED.optimizer(model),
+        case.optimizer(model),
         storage=storage,
         existing="resume",
         host_memory="64MiB",
         gradients=gradients,
         **options,
+        **case.options,
     )
-    batches = KILLED.batches(torch.Generator().manual_seed(2))
+    batches = case.batches(torch.Generator().manual_seed(2))
     with open(log, "a", buffering=1) as file, optimizer:
         for index in range(optimizer.steps, steps):
-            loss = KILLED.loss(model, batches[index % len(batches)])
+            loss = case.loss(model, batches[index % len(batches)])
             optimizer.user_state = {"next": index + 1}
             loss.backward()
             file.write(f"{index} {loss.item().hex()} {optimizer.steps}\n")

@@ -1,8 +1,9 @@
 """Trains in RAM with torch's own optimizers: the reference for offloaded training.
 
 A parameter of 16 bits has a float32 master: its gradient is upcast, the master is updated, and the parameter is the
-master rounded. torch's fused AdamW computes the last `numel % 16` elements by another formula than the rest, so where
-there are such elements the update runs on a copy padded to a multiple of 16: then every element is computed alike.
+master rounded. Moments may be kept in other formats (`support.moments`), and 16 bits may have no master at all. torch's
+fused AdamW computes the last `numel % 16` elements by another formula than the rest, so where there are such elements
+the update runs on a copy padded to a multiple of 16: then every element is computed alike.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import contextlib
 import math
 
 import torch
+import xxhash
+from support.moments import VALUES, MomentsInRam, drawn, rounded
 
 from memascend import kernels
 
@@ -30,6 +33,11 @@ def threads_of_torch(count):
         torch.set_num_threads(before)
 
 
+def key_of(name, seed):
+    """The parameter and the seed in one number, on which random bits depend."""
+    return xxhash.xxh3_64_intdigest(name.encode(), seed)
+
+
 def padded(values):
     """The elements in their logical order, in float32, followed by zeros up to a multiple of what a vector holds."""
     flat = values.detach().reshape(-1).float()
@@ -39,15 +47,30 @@ def padded(values):
 class Reference(torch.optim.Optimizer):
     """An optimizer in RAM with the options of `memascend.offload` that change the update."""
 
-    def __init__(
-        self, original, *, max_grad_norm=None, accumulation_steps=1, loss_scale=None, master_dtype=torch.float32
+    def __init__(  # noqa: PLR0913 - options are keywords
+        self,
+        original,
+        *,
+        max_grad_norm=None,
+        accumulation_steps=1,
+        loss_scale=None,
+        master_dtype=torch.float32,
+        state=None,
+        rounding="nearest",
+        seed=0,
+        names=None,
+        embeddings=(),
     ):
+        """`names` of the parameters, of which random bits are drawn; `embeddings` keep 32 bits where others have 8."""
         super().__init__(original.param_groups, original.defaults)
         self.param_groups = original.param_groups
         self.original = original
         self.accumulation_steps = accumulation_steps  # changes when an update runs, never what it computes
         self.max_grad_norm = max_grad_norm
-        self.adam = type(original) in ADAMS and master_dtype is not None
+        self.stochastic = rounding == "stochastic"
+        self.formats = state in ("bf16", "8bit") or self.stochastic
+        self.state_format, self.seed, self.names, self.embeddings = state, seed, names, embeddings
+        self.adam = (type(original) in ADAMS and master_dtype is not None) or self.formats
         self.master_dtype = master_dtype
         half = any(p.dtype == torch.float16 for group in self.param_groups for p in group["params"])
         self.dynamic = loss_scale == "dynamic" or (loss_scale is None and half)
@@ -59,15 +82,29 @@ class Reference(torch.optim.Optimizer):
         self.inner = self._inner()
 
     def _master(self, p):
-        if self.master_dtype is None or (p.dtype == torch.float32 and (not self.adam or p.numel() % LANES == 0)):
+        if self.master_dtype is None and not self.formats:
+            return p
+        if p.dtype == torch.float32 and (not self.adam or p.numel() % LANES == 0):
             return p
         return torch.nn.Parameter(padded(p) if self.adam else p.detach().float())
 
     def _inner(self):
+        if self.formats:
+            return self._in_formats()
         groups = [{**group, "params": [self.masters[p] for p in group["params"]]} for group in self.param_groups]
         if self.adam:
             groups = [{**group, "fused": True, "foreach": False} for group in groups]
         return type(self.original)(groups)
+
+    def _in_formats(self):
+        groups = [{**group, "params": [self.masters[p] for p in group["params"]]} for group in self.param_groups]
+        widths, keys = {}, {}
+        for p, master in self.masters.items():
+            small = p.numel() < 4096 or any(p is one for one in self.embeddings)
+            widths[master] = "fp32" if self.state_format == "8bit" and small else self.state_format or "fp32"
+            keys[master] = key_of(self.names[p], self.seed)
+        rule = {torch.optim.AdamW: "adamw", torch.optim.Adam: "adam", torch.optim.SGD: "momentum"}
+        return MomentsInRam(groups, widths=widths, keys=keys, rule=rule[type(self.original)])
 
     def backward(self, loss):
         (loss if self.loss_scale is None else loss * self.loss_scale).backward()
@@ -116,19 +153,30 @@ class Reference(torch.optim.Optimizer):
             inner.update({key: group[key] for key in group if key not in ("params", "fused", "foreach")})
         for p, master in self.masters.items():
             gradient = gradients.get(p)
+            if self.stochastic and p.dtype != torch.float32:
+                master.copy_(padded(p))
             master.grad = None if gradient is None else self._for_master(p, gradient, factor)
         # More threads would each have a last few elements of their own.
         with threads_of_torch(1):
             self.inner.step()
         for p, master in self.masters.items():
-            if master is not p:
+            if self.stochastic and p.dtype != torch.float32:
+                self._draw(p, master)
+            elif master is not p:
                 p.copy_(self._shaped(p, master))
                 master.grad = None
             else:
                 p.grad = gradients.get(p)
 
+    def _draw(self, p, master):
+        """Round what the update made, where there was one."""
+        if master.grad is not None:
+            bits = drawn(self.inner.keys[master], self.inner.state[master]["step"], p.numel(), VALUES)
+            p.copy_(rounded(master.detach()[: p.numel()], bits, p.dtype).view(p.shape))
+            master.grad = None
+
     def _for_master(self, p, gradient, factor):
-        if gradient.is_sparse or self.master_dtype is None:
+        if gradient.is_sparse or (self.master_dtype is None and not self.formats):
             return gradient
         gradient = gradient.float() * factor
         if self.masters[p] is p or not self.adam:
@@ -143,12 +191,22 @@ class Reference(torch.optim.Optimizer):
     def state_of(self, p):
         """Its state under torch's names, and the master of a parameter of 16 bits."""
         master = self.masters[p]
+        if self.formats:
+            return self._state_in_formats(p, master)
         state = {
             name: self._shaped(p, value).clone() if name != "step" and value.numel() == master.numel() else value
             for name, value in self.inner.state.get(master, {}).items()
         }
         if master is not p and p.dtype != torch.float32:
             state["master"] = self._shaped(p, master).clone()
+        return state
+
+    def _state_in_formats(self, p, master):
+        state = {name: self._shaped(p, value) for name, value in self.inner.moments_by_name(master).items()}
+        if state and self.inner.rule != "momentum":
+            state["step"] = torch.tensor(float(self.inner.state[master]["step"]))
+        if p.dtype != torch.float32:
+            state["master"] = p.detach().float() if self.stochastic else self._shaped(p, master).clone()
         return state
 
 

@@ -32,13 +32,16 @@ def run_until(server, arguments, log, seconds=None):
 
 
 @pytest.mark.parametrize(
-    ("gradients", "kills"),
+    ("gradients", "kills", "state"),
     [
-        pytest.param("fused", 5, marks=pytest.mark.timeout(300)),
-        *(pytest.param(mode, 20, marks=[pytest.mark.slow, pytest.mark.timeout(1500)]) for mode in ("fused", "ssd")),
+        pytest.param("fused", 5, None, marks=pytest.mark.timeout(300)),
+        *(
+            pytest.param(mode, 20, state, marks=[pytest.mark.slow, pytest.mark.timeout(1500)])
+            for mode, state in (("fused", None), ("ssd", None), ("fused", "bf16"), ("ssd", "8bit"))
+        ),
     ],
 )
-def test_kills_change_nothing(tmp_path, monkeypatch, gradients, kills):
+def test_kills_change_nothing(tmp_path, monkeypatch, gradients, kills, state):
     # Children are forked from a process that has imported torch and run nothing: each begins within milliseconds.
     # What that process cannot find it leaves out without a word, and Python before 3.13 does not hand on where to look.
     monkeypatch.setenv("PYTHONPATH", str(TESTS))
@@ -46,14 +49,14 @@ def test_kills_change_nothing(tmp_path, monkeypatch, gradients, kills):
     server.set_forkserver_preload(["parity.killed"])
     steps = 12 * kills  # more than run between two kills
     calm, log = tmp_path / "calm.log", tmp_path / "killed.log"
-    assert run_until(server, (tmp_path / "calm.store", calm, gradients, steps), calm) == 0
+    assert run_until(server, (tmp_path / "calm.store", calm, gradients, steps, state), calm) == 0
     expected = said(calm)
     assert sorted(expected) == list(range(steps))
     generator = random.Random(kills)
     killed = 0
     for _ in range(kills):
-        arguments = (tmp_path / "killed.store", log, gradients, steps)
+        arguments = (tmp_path / "killed.store", log, gradients, steps, state)
         killed += run_until(server, arguments, log, generator.uniform(0, 0.1)) == -signal.SIGKILL
     assert killed >= kills // 2, "it was too quick to be killed"
-    assert run_until(server, (tmp_path / "killed.store", log, gradients, steps), log) == 0
+    assert run_until(server, (tmp_path / "killed.store", log, gradients, steps, state), log) == 0
     assert said(log) == expected

@@ -68,6 +68,9 @@ def test_defaults_are_the_interface():
         "device_memory": None,
         "activations": "device",
         "durability": "step",
+        "state": None,
+        "rounding": "nearest",
+        "seed": 0,
     }
     with pytest.raises(dataclasses.FrozenInstanceError):
         Options().gradients = "ssd"

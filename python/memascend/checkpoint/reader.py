@@ -6,6 +6,7 @@ The format is in `docs/checkpoint-format.md`.
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +15,13 @@ import torch
 from memascend.checkpoint.file_errors import file_errors
 from memascend.checkpoint.first_values import FirstValue, as_laid
 from memascend.checkpoint.names import Names
+from memascend.checkpoint.state_forms import StateForm, conversion_warning, form_of, plain_tensors
 from memascend.checkpoint.weights import WeightFiles
-from memascend.engine import Checksum
+from memascend.engine import Checksum, order_of
 from memascend.errors import ConfigError, CorruptionError, MemascendError
 from memascend.formatting import listed
 from memascend.progress import Progress
+from memascend.residency.placeholder import dense_strides
 
 if TYPE_CHECKING:
     import os
@@ -33,7 +36,6 @@ __all__ = [
     "Checkpoint",
     "CheckpointValues",
     "identity_of",
-    "plain_state",
     "render_manifest",
     "state_key",
 ]
@@ -43,6 +45,8 @@ FOLDER = "memascend"
 MANIFEST = "manifest.json"
 FORMAT = "memascend checkpoint"
 VERSION = 1
+# Where moments are in formats of fewer bits, which version 1 does not have.
+VERSION_OF_FORMATS = 2
 # A million tensors need less.
 _MANIFEST_BYTES_MAX = 256 << 20
 _READ_BYTES = 8 << 20
@@ -65,12 +69,6 @@ def _identity(manifest: Mapping[str, Any]) -> dict[str, Any]:
 def state_key(name: str, of: str) -> str:
     """What a state tensor of a parameter is called."""
     return f"{name}.{of}"
-
-
-def plain_state(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The state tensors of an entry as a checkpoint has them: a master in place of a compact entry's rest."""
-    master = {of: torch.empty(tensor.shape, dtype=torch.float32, device="meta") for of, tensor in state.items()}
-    return {"master" if of == "rest" else of: master[of] if of == "rest" else state[of] for of in state}
 
 
 def render_manifest(manifest: Mapping[str, Any]) -> bytes:
@@ -150,6 +148,8 @@ class CheckpointValues:
         self.user_state: Any = checkpoint.manifest["user_state"]
         self._weights = checkpoint.weights()
         self._state = checkpoint.state()
+        # By parameter, where state is converted: the form it is in, and the one that the run keeps.
+        self._conversions: dict[str, tuple[StateForm, StateForm]] = {}
 
     def check(self) -> None:
         """Refuse a checkpoint of something else, or one that is damaged."""
@@ -163,28 +163,78 @@ class CheckpointValues:
                 f"the checkpoint {where} has {len(manifest['groups'])} parameter groups, the optimizer {len(groups)}"
             )
         self._weights.check(Names(self._model), {**self._named, **self._buffers})
-        wanted: dict[str, torch.Tensor] = {}
-        for name in self._trained:
-            for of, tensor in self._kept(name).items():
-                wanted[state_key(name, of)] = tensor
-        found = set() if self._state is None else set(self._state.keys)
-        problems = [f"no {key}" for key in wanted if key not in found]
-        problems += [f"{key}, which the optimizer does not keep" for key in sorted(found - wanted.keys())]
-        for key in wanted.keys() & found:
-            assert self._state is not None
-            dtype, shape = self._state.described(key)
-            if dtype != wanted[key].dtype or shape != tuple(wanted[key].shape):
-                problems.append(f"{key} is {dtype} of shape {list(shape)}, not {wanted[key].dtype}")
+        problems = self._problems()
         if problems:
             raise ConfigError(
                 f"the state in the checkpoint {where} is not that of this optimizer and master_dtype: "
                 f"{listed(problems, '; ')}"
             )
         self._checkpoint.verify()
+        words = conversion_warning(where, self._conversions.values())
+        if words is not None:
+            warnings.warn(words, stacklevel=6)
+
+    def _problems(self) -> list[str]:
+        """What of the state does not fit; fills in what is converted."""
+        there: dict[str, dict[str, torch.Tensor]] = {}
+        for key in () if self._state is None else self._state.keys:
+            name, _, of = key.rpartition(".")
+            there.setdefault(name, {})[of] = self._described(key)
+        problems = []
+        for name in self._trained:
+            problems += self._problems_of(name, there.pop(name, {}))
+        for name, tensors in there.items():
+            problems += [f"{state_key(name, of)}, which the optimizer does not keep" for of in sorted(tensors)]
+        return problems
+
+    def _problems_of(self, name: str, found: dict[str, torch.Tensor]) -> list[str]:
+        wanted = self._kept(name)
+        if not _alike(found, wanted):
+            updates = found.pop("updates", None)
+            shape = self._named[name].shape
+            forms = form_of(found, shape), form_of({of: wanted[of] for of in wanted if of != "updates"}, shape)
+            one, other = forms
+            if updates is not None and one is not None and other is not None and one.moments == other.moments:
+                self._conversions[name] = one, other
+                return []
+            found = {**found, **({} if updates is None else {"updates": updates})}
+        elif self._order_of(name) != self._own_order(name):
+            # Blocks of its state are of other elements.
+            form = form_of({of: tensor for of, tensor in found.items() if of != "updates"}, self._named[name].shape)
+            assert form is not None
+            self._conversions[name] = form, form
+        problems = [f"no {state_key(name, of)}" for of in wanted if of not in found]
+        problems += [
+            f"{state_key(name, of)}, which the optimizer does not keep" for of in sorted(found.keys() - wanted.keys())
+        ]
+        for of in wanted.keys() & found.keys():
+            dtype, shape = found[of].dtype, found[of].shape
+            if dtype != wanted[of].dtype or shape != wanted[of].shape:
+                problems.append(f"{state_key(name, of)} is {dtype} of shape {list(shape)}, not {wanted[of].dtype}")
+        return problems
+
+    def _described(self, key: str) -> torch.Tensor:
+        assert self._state is not None
+        dtype, shape = self._state.described(key)
+        return torch.empty(shape, dtype=dtype, device="meta")
 
     def _kept(self, name: str) -> dict[str, torch.Tensor]:
         updates = torch.empty((), dtype=torch.int64, device="meta")
-        return {**plain_state(self._arithmetic.describe(self._named[name])), "updates": updates}
+        return {**plain_tensors(self._arithmetic.describe(self._named[name])), "updates": updates}
+
+    def _order_of(self, name: str) -> list[int] | None:
+        """In which order of dimensions the blocks of a parameter's state were counted; None: row by row."""
+        orders: dict[str, list[int]] = self._checkpoint.manifest.get("orders", {})
+        return orders.get(name)
+
+    def _own_order(self, name: str) -> list[int] | None:
+        """The same of the run's, where it has blocks."""
+        if not any(of.endswith("_absmax") for of in self._kept(name)):
+            return self._order_of(name)
+        parameter = self._named[name]
+        strides = dense_strides(parameter)
+        order = order_of(torch.empty_strided(parameter.shape, strides, device="meta"))
+        return None if order is None else list(order)
 
     def hyperparameters(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
         """The checkpoint's, and which one it was: the first step of the store commits others."""
@@ -192,7 +242,7 @@ class CheckpointValues:
         manifest = self._checkpoint.manifest
         origin = _identity(manifest)
         said: dict[str, Any] = {
-            name: manifest[name] for name in ("groups", "loss_scale", "attributes") if name in manifest
+            name: manifest[name] for name in ("groups", "loss_scale", "attributes", "seed") if name in manifest
         }
         return {**said, "origin": origin}
 
@@ -204,18 +254,52 @@ class CheckpointValues:
                 parameter = self._named[name]
                 values = as_laid(self._weights.tensor(name, parameter), parameter)
                 state: dict[str, torch.Tensor] = {}
+                step = 0
                 if name in trained:
                     assert self._state is not None
-                    for of in self._kept(name):
-                        tensor = self._state.at(state_key(name, of))
-                        same = tensor.shape == parameter.shape
-                        state[of] = as_laid(tensor, parameter) if same else tensor
-                step = int(state.pop("updates").item()) if state else 0
+                    step = int(self._state.at(state_key(name, "updates")).item())
+                    state = self._state_of(name, values)
                 yield FirstValue(name, values, state, step)
+
+    def _state_of(self, name: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The state of a parameter, in float32 where it is converted."""
+        assert self._state is not None
+        parameter = self._named[name]
+        if name not in self._conversions:
+            kept = (of for of in self._kept(name) if of != "updates")
+            found = {of: self._state.at(state_key(name, of)) for of in kept}
+            return {
+                of: as_laid(tensor, parameter) if tensor.shape == parameter.shape else tensor
+                for of, tensor in found.items()
+            }
+        one, other = self._conversions[name]
+        names = (*one.moments, *(f"{of}_absmax" for of in one.moments), "master")
+        there = set(self._state.keys)
+        found = {of: self._state.at(state_key(name, of)) for of in names if state_key(name, of) in there}
+        order = self._order_of(name) or list(range(parameter.dim()))
+        laid = {
+            of: _in_order(tensor, order) if tensor.shape == parameter.shape else tensor for of, tensor in found.items()
+        }
+        whole = one.decoded(_in_order(values, order), laid)
+        if not other.master:
+            whole.pop("master", None)
+        return {of: as_laid(tensor, parameter) for of, tensor in whole.items()}
 
     def buffer(self, name: str, tensor: torch.Tensor) -> None:
         """Its values there."""
         tensor.copy_(self._weights.tensor(name, tensor))
+
+
+def _alike(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> bool:
+    return {of: (tensor.dtype, tensor.shape) for of, tensor in found.items()} == {
+        of: (tensor.dtype, tensor.shape) for of, tensor in wanted.items()
+    }
+
+
+def _in_order(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:
+    """The tensor with its dimensions in memory in this order."""
+    back = [order.index(dim) for dim in range(len(order))]
+    return tensor.permute(order).contiguous().permute(back)
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
@@ -233,10 +317,10 @@ def _manifest(folder: Path) -> dict[str, Any]:
         raise CorruptionError(f"{path} is damaged: {error}", path=str(path)) from error
     if not whole:
         raise CorruptionError(f"{path} is damaged: its checksum is not that of what it says", path=str(path))
-    if manifest.get("format") != FORMAT or manifest.get("version") != VERSION:
+    if manifest.get("format") != FORMAT or manifest.get("version") not in (VERSION, VERSION_OF_FORMATS):
         raise CorruptionError(
             f"{path} is {manifest.get('format')!r} version {manifest.get('version')!r}; this memascend reads "
-            f"{FORMAT!r} version {VERSION}",
+            f"{FORMAT!r} versions {VERSION} and {VERSION_OF_FORMATS}",
             path=str(path),
         )
     problem = _malformed(manifest)

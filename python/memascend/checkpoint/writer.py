@@ -19,8 +19,17 @@ from memascend.checkpoint.file_errors import file_errors
 from memascend.checkpoint.folder_swap import is_empty, new_folder, put_in_place, sync
 from memascend.checkpoint.hub_names import misread_names
 from memascend.checkpoint.names import Names
-from memascend.checkpoint.reader import FOLDER, FORMAT, MANIFEST, VERSION, render_manifest, state_key
+from memascend.checkpoint.reader import (
+    FOLDER,
+    FORMAT,
+    MANIFEST,
+    VERSION,
+    VERSION_OF_FORMATS,
+    render_manifest,
+    state_key,
+)
 from memascend.checkpoint.safetensors_writer import TensorFile, divide_into_files
+from memascend.checkpoint.state_forms import plain_parts, plain_tensors
 from memascend.engine import master_of
 from memascend.errors import ConfigError, StorageError
 from memascend.paths import expanded
@@ -69,7 +78,8 @@ def save(
         manifest = {
             **facts,
             "format": FORMAT,
-            "version": VERSION,
+            "version": VERSION_OF_FORMATS if files.has_formats else VERSION,
+            **({"orders": files.orders} if files.orders else {}),
             "files": described,
             "beside": [*configured, *files.index(new)],
         }
@@ -96,10 +106,10 @@ class _CheckpointFiles:
         for entry in self._entries:
             name = entry["name"]
             values[name] = _meta(entry["dtype"], entry["shape"])
-            for of, dtype, shape in entry["state"]:
-                # A compact entry's rest is written as the master that it belongs to.
-                plain = ("master", "float32") if entry["compact"] and of == "rest" else (of, dtype)
-                state[state_key(name, plain[0])] = _meta(plain[1], shape)
+            stored = {of: _meta(dtype, shape) for of, dtype, shape in entry["state"]}
+            # A compact entry's rest is written as the master that it belongs to.
+            for of, tensor in plain_tensors(stored).items():
+                state[state_key(name, of)] = tensor
             if name in trained:
                 key = state_key(name, "updates")
                 if key in state:
@@ -113,6 +123,13 @@ class _CheckpointFiles:
             for is_state, layouts in ((False, self._weights), (True, self._state))
             for layout in layouts
             for name in layout.tensors
+        }
+        self.has_formats = any(_in_fewer_bits(entry) for entry in self._entries)
+        # Blocks are counted as the elements lie, which is not told by row-major tensors.
+        self.orders = {
+            entry["name"]: list(entry["order"])
+            for entry in self._entries
+            if entry["order"] is not None and any(of.endswith("_absmax") for of, _, _ in entry["state"])
         }
         self.nbytes = sum(layout.nbytes for layout in (*self._weights, *self._state))
         # Files that are being written, and what is left to write of each.
@@ -153,12 +170,12 @@ class _CheckpointFiles:
     def _write_entries(self, names: list[str], put: Callable[[str, str, int, torch.Tensor], None]) -> None:
         def visit(name: str, parts: list[Part]) -> None:
             found = {part.of: part for part in parts}
-            if self._by_name[name]["compact"]:
+            if _is_composed(self._by_name[name]):
                 values = found.pop("")
-                whole = master_of(values.values, {of: part.values for of, part in found.items()})
+                tensors = {of: part.values for of, part in found.items()}
                 put(name, "", values.start, values.values)
-                for of, tensor in whole.items():
-                    put(name, of, values.start, tensor)
+                for of, tensor in _plain(self._by_name[name], values.values, tensors).items():
+                    put(name, of, found[of].start if of in found else values.start, tensor)
                 return
             for of, part in found.items():
                 put(name, of, part.start, part.values)
@@ -169,7 +186,7 @@ class _CheckpointFiles:
         else:
             values, state = self._store.read(names[0])
             put(names[0], "", 0, values.contiguous())
-            for of, tensor in (master_of(values, state) if first["compact"] else state).items():
+            for of, tensor in (_plain(first, values, state) if _is_composed(first) else state).items():
                 put(names[0], of, 0, tensor.contiguous())
         for name in names:
             if name in self._trained:
@@ -202,6 +219,25 @@ class _CheckpointFiles:
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2, sort_keys=True)
         _write(folder / "model.safetensors.index.json", text.encode())
         return ["model.safetensors.index.json"]
+
+
+def _plain(
+    entry: Mapping[str, Any], values: torch.Tensor, state: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The state of a compact entry, or of a part of it, as a checkpoint has it."""
+    if _in_fewer_bits(entry):
+        return plain_parts(values, state, entry["format"])
+    return master_of(values, state)
+
+
+def _is_composed(entry: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint has other tensors of it than the store."""
+    return entry["compact"] or _in_fewer_bits(entry)
+
+
+def _in_fewer_bits(entry: Mapping[str, Any]) -> bool:
+    """Whether its moments are in a format of their own."""
+    return str(entry["format"] or "").endswith(("bf16", "8bit"))
 
 
 def _meta(dtype: str, shape: list[int]) -> torch.Tensor:

@@ -139,7 +139,8 @@ def decode_state(values: torch.Tensor, state: Mapping[str, torch.Tensor], form: 
     tensors = {name: rows(state[name], order) if _is_own(name) else state[name].contiguous() for name in described}
     names = ("master", *_MOMENTS[rule])
     wide = {name: torch.empty(kept.shape, dtype=torch.float32) for name in names}
-    places = _places([wide[name] for name in names])
+    # Of momentum there is no second one.
+    places = _places([*(wide[name] for name in names), None][:3])
     _core.state_decode(*_form(values, form, rule), kept.data_ptr(), _addresses(tensors), places, *_size(values))
     return {name: back(tensor, order) for name, tensor in wide.items()}
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memascend.engine import Adam, master_of
+from memascend.engine import decode_state, master_of
 from memascend.errors import UsageError
 from memascend.optimizers import generic
 from memascend.optimizers.clone import group_options
@@ -65,7 +65,7 @@ class Updates:
         group = self._groups[kept.group]
         if self._layout(kept) is not None:
             return group_options(group)
-        options = self._arithmetic.rust_options(group, kept.place.dtype)
+        options = self._arithmetic.rust_options(group, kept.place.parameter)
         if options is None:
             raise UsageError(
                 f"the options of {kept.name!r} now need other state than it has (amsgrad, say): set them before "
@@ -86,7 +86,7 @@ class Updates:
                     "has one; use SparseAdam or SGD, or an embedding without sparse=True"
                 )
             values = self._values(kept)
-            numbers = Adam(step=step, grad_scale=scale, **kept.options)
+            numbers = self._arithmetic.numbers(kept.options, step, scale)
             self._engine.update(kept.name, gradient, numbers, values=values)
             return
         # Its rows are few, and looked up by the engine's thread.
@@ -100,7 +100,7 @@ class Updates:
         layout = self._layout(kept)
         step = kept.step + 1
         if layout is None:
-            numbers = Adam(step=step, grad_scale=scale, **kept.options)
+            numbers = self._arithmetic.numbers(kept.options, step, scale)
             self._engine.update_spilled(kept.name, numbers, factors=factors)
             return
         function = self._run(kept, layout, generic.Given(factors=tuple(factors), grad_scale=scale))
@@ -130,10 +130,13 @@ class Updates:
             chunk.values.copy_(given)
             if "master" in chunk.state:
                 chunk.state["master"].copy_(given)
-            if "rest" in chunk.state:
-                # The master is the values, nothing was rounded: no rest, and no sign that says so.
-                chunk.state["rest"].zero_()
-                chunk.state["exp_avg_sq"].abs_()
+            # The master is the values, nothing was rounded: no rest, and no bit or sign that says so.
+            for of in ("rest", "rounded_up"):
+                if of in chunk.state:
+                    chunk.state[of].zero_()
+            second = chunk.state.get("exp_avg_sq")
+            if "rest" in chunk.state and second is not None and second.is_floating_point():
+                second.abs_()
 
         self._engine.apply(name, function, step=step, gradient=values)
 
@@ -146,8 +149,12 @@ class Updates:
             if kept.step == 0:
                 return master
             return {**generic.export_state(layout, state), **master}
-        whole = master_of(values, state)
+        given = self._arithmetic.format_of(kept.place.parameter)
+        whole = master_of(values, state) if given is None else decode_state(values, state, given)
         master = {"master": whole.pop("master")}
         if kept.step == 0:
             return master
+        if "momentum_buffer" in whole:
+            # SGD counts no steps.
+            return {**whole, **master}
         return {"step": torch.tensor(float(kept.step), dtype=torch.float32, device="cpu"), **whole, **master}

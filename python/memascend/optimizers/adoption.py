@@ -34,9 +34,12 @@ _MISSING = object()
 class Adoption:
     """What the runs of a step changed beside their parameters, until all of them have ended."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, examples: Mapping[SharedName, Any]) -> None:
-        """`examples` has the values that steps are known to change, as a step leaves them."""
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, examples: Mapping[SharedName, Any], *, runs: bool = True
+    ) -> None:
+        """`examples`: values that steps are known to change, as a step leaves them; `runs`: its own code does run."""
         self._optimizer = optimizer
+        self._changes = runs and not known(optimizer)
         self.examples = dict(examples)
         # By the parameter: the number of its group, and what its last run changed.
         self._ends: dict[str, tuple[int, Mapping[SharedName, Any]]] = {}
@@ -68,7 +71,7 @@ class Adoption:
         Raises:
             UsageError: they did not end alike; nothing was set.
         """
-        if known(self._optimizer):
+        if not self._changes:
             # It changes nothing, and nobody waits.
             return functools.partial(self._give_back, [])
         finish()

@@ -33,6 +33,7 @@ __all__ = [
     "Chunk",
     "Given",
     "StateLayout",
+    "adam_options",
     "describe",
     "elementwise",
     "export_state",
@@ -59,13 +60,19 @@ def rust_options(
         return None
     if dtype != torch.float32 and (master_dtype != torch.float32 or dtype not in {torch.bfloat16, torch.float16}):
         return None
+    return adam_options(optimizer, group)
+
+
+def adam_options(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers of `engine.Adam` for a group of Adam or AdamW, torch's or those of bitsandbytes."""
     beta1, beta2 = group["betas"]
     return {
         "lr": float(group["lr"]),
         "betas": (float(beta1), float(beta2)),
         "eps": float(group["eps"]),
         "weight_decay": float(group["weight_decay"]),
-        "decoupled": type(optimizer) is torch.optim.AdamW or bool(group.get("decoupled_weight_decay")),
+        # Both of bitsandbytes' decouple it.
+        "decoupled": type(optimizer) is not torch.optim.Adam or bool(group.get("decoupled_weight_decay")),
         "maximize": bool(group.get("maximize")),
     }
 

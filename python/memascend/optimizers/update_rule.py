@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from memascend.optimizers import generic
+from memascend.engine import Adam, Momentum, state_tensors
+from memascend.optimizers import bitsandbytes_state, generic
 from memascend.optimizers.adoption import Adoption
+from memascend.optimizers.state_formats import StateFormats, momentum_options, rule_of
 from memascend.optimizers.state_layout import describe
 from memascend.optimizers.state_trials import StateTrials
 from memascend.pages import whole_pages
 from memascend.residency.placeholder import dense_strides
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from memascend.optimizers.state_layout import StateLayout
 
 __all__ = ["Arithmetic"]
+
+_FORMATS_AS_EVER = StateFormats()
 
 
 class Arithmetic:
@@ -26,16 +33,27 @@ class Arithmetic:
         optimizer: the original.
         master_dtype: of the copies that 16-bit parameters are updated in, or None.
         sparse: the ids of parameters whose gradients may be sparse: those are updated whole.
+        formats: in which formats state is kept.
 
     Raises:
-        ConfigError: the optimizer cannot be streamed; the message says why.
+        ConfigError: the optimizer cannot be streamed, or not in these formats; the message says why.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, master_dtype: torch.dtype | None, sparse: frozenset[int] = frozenset()
+        self,
+        optimizer: torch.optim.Optimizer,
+        master_dtype: torch.dtype | None,
+        sparse: frozenset[int] = frozenset(),
+        formats: StateFormats = _FORMATS_AS_EVER,
     ) -> None:
+        # By parameter, where they are not as ever.
+        self._formats = formats.of(optimizer, master_dtype)
+        self._rule = rule_of(optimizer)
+        self.seed = formats.seed
+        self._taken = bool(self._formats) and bitsandbytes_state.is_8bit_adam(optimizer)
         # What its steps change for all parameters alike.
-        self.shared = Adoption(optimizer, generic.require_streamable(optimizer, master_dtype))
+        examples = {} if self._taken else generic.require_streamable(optimizer, master_dtype)
+        self.shared = Adoption(optimizer, examples, runs=not self._taken)
         self.optimizer = optimizer
         self.master_dtype = master_dtype
         self._sparse = sparse
@@ -44,19 +62,56 @@ class Arithmetic:
         trials = StateTrials(optimizer)
         for group in optimizer.param_groups:
             for parameter in filter(torch.is_floating_point, group["params"]):
-                rust = self.rust_options(group, parameter.dtype)
+                rust = self.rust_options(group, parameter)
                 layout = None if rust is not None else describe(optimizer, parameter, master_dtype, trials)
                 self.layouts[id(parameter)] = layout
 
-    def rust_options(self, group: dict[str, Any], dtype: torch.dtype) -> dict[str, Any] | None:
+    def rust_options(self, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any] | None:
         """The numbers of an update on the engine; None where torch's own code has to run."""
-        return generic.rust_options(self.optimizer, group, dtype=dtype, master_dtype=self.master_dtype)
+        given = self._formats.get(id(parameter))
+        if given is not None and self._rule == "adam":
+            return None if group.get("amsgrad") else generic.adam_options(self.optimizer, group)
+        if given and self._rule == "momentum":
+            return momentum_options(group)
+        return generic.rust_options(self.optimizer, group, dtype=parameter.dtype, master_dtype=self.master_dtype)
+
+    def numbers(self, options: Mapping[str, Any], step: int, scale: float) -> Adam | Momentum:
+        """What the engine is told of update number `step`, by gradients that are multiplied by `scale`."""
+        kind = Momentum if "momentum" in options else Adam
+        return kind(step=step, grad_scale=scale, seed=self.seed, **options)
+
+    def format_of(self, parameter: torch.Tensor) -> str | None:
+        """The name of the engine's format of its state; None where each tensor is what it is called."""
+        return self._formats.get(id(parameter)) or None
+
+    def seeded(self) -> dict[str, int]:
+        """What is committed of the seed: something where it is drawn from."""
+        given = self._formats.values()
+        # A momentum in bfloat16 is rounded to nearest.
+        draws = any(map(_has_no_master, given)) or (self._rule == "adam" and any("bf16" in one for one in given))
+        return {"seed": self.seed} if draws else {}
+
+    def take_seed(self, stored: Mapping[str, Any]) -> None:
+        """Draw from the seed that is stored, where there is one."""
+        if not self.seeded() or "seed" not in stored:
+            return
+        if self.seed not in (0, stored["seed"]):
+            warnings.warn(
+                f"the stored seed stands: {stored['seed']}, and not {self.seed}; another one begins with another store",
+                stacklevel=5,
+            )
+        self.seed = int(stored["seed"])
 
     def describe(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """The state tensors of a parameter, on meta."""
         layout = self.layouts[id(parameter)]
         if layout is not None:
             return dict(layout.tensors)
+        given = self.format_of(parameter)
+        if given is not None:
+            strides = dense_strides(parameter)
+            meta = torch.empty_strided(parameter.shape, strides, dtype=parameter.dtype, device="meta")
+            return state_tensors(meta, given, self._rule or "adam")
         moments = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
         masters = {torch.float32: {}, torch.bfloat16: {"rest": torch.int16}, torch.float16: {"master": torch.float32}}
         strides = dense_strides(parameter)
@@ -70,15 +125,22 @@ class Arithmetic:
         layout = self.layouts[id(parameter)]
         if layout is not None:
             return generic.import_state(self.optimizer, parameter, layout)
-        state = self.optimizer.state.get(parameter) or {}
         strides = dense_strides(parameter)
-        found = {}
-        for name in ("exp_avg", "exp_avg_sq"):
-            if name in state:
-                found[name] = torch.empty_strided(parameter.shape, strides, dtype=torch.float32).copy_(state[name])
-        if found and parameter.dtype != torch.float32:
+        if self._taken:
+            found, step = bitsandbytes_state.state_of(self.optimizer, parameter)
+        else:
+            state = self.optimizer.state.get(parameter) or {}
+            found = {
+                name: torch.empty_strided(parameter.shape, strides, dtype=torch.float32).copy_(state[name])
+                for name in ("exp_avg", "exp_avg_sq", "momentum_buffer")
+                if state.get(name) is not None
+            }
+            # SGD counts no steps; a momentum says that there was one.
+            step = int(state.get("step", "momentum_buffer" in found))
+        has_master = parameter.dtype != torch.float32 and not _has_no_master(self.format_of(parameter) or "")
+        if found and has_master:
             found["master"] = torch.empty_strided(parameter.shape, strides, dtype=torch.float32).copy_(parameter)
-        return found, int(state.get("step", 0))
+        return found, step
 
     @property
     def whole_bytes(self) -> int:
@@ -107,6 +169,10 @@ class Arithmetic:
         }
         if any(layout is not None for layout in self.layouts.values()):
             return "read"
-        if torch.bfloat16 in rust or torch.float32 in rust:
+        if torch.bfloat16 in rust or torch.float32 in rust or any(map(_has_no_master, self._formats.values())):
             return "resident"
         return "never"
+
+
+def _has_no_master(given: str) -> bool:
+    return given.startswith("stochastic")

@@ -30,11 +30,13 @@ _PART = re.compile(r"\s*(\d{1,3}(?:\.\d*)?)\s*%\s*", re.ASCII)
 _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)(?:e\+?(\d{1,2}))?\s*([a-z]*)\s*", re.IGNORECASE | re.ASCII)
 
 _Path = str | os.PathLike[str]
-_CHOICES: dict[str, tuple[str, ...]] = {
+_CHOICES: dict[str, tuple[str | None, ...]] = {
     "existing": ("refuse", "resume", "replace", "previous"),
     "gradients": ("auto", "fused", "ssd", "ram"),
     "durability": ("step", "close", "none"),
     "activations": ("device", "host", "ssd"),
+    "state": (None, "fp32", "bf16", "8bit"),
+    "rounding": ("nearest", "stochastic"),
 }
 
 
@@ -84,6 +86,9 @@ class Options:
     device_memory: float | str | None = None
     activations: Literal["device", "host", "ssd"] = "device"
     durability: Literal["step", "close", "none"] = "step"
+    state: Literal["fp32", "bf16", "8bit"] | None = None
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    seed: int = 0
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -94,6 +99,7 @@ class Options:
         self._check_numbers()
         if self.master_dtype not in (None, torch.float32):
             raise ConfigError(f"master_dtype is torch.float32 or None, not {self.master_dtype!r}")
+        self._check_formats()
         _ = self.host_bytes, self.unit_names
         if self.gradients == "fused" and self.max_grad_norm is not None:
             raise ConfigError(
@@ -139,6 +145,15 @@ class Options:
         if paths is None and self.resumes:
             raise ConfigError(
                 f"existing={self.existing!r} needs storage=: without it the store is a new temporary file each time"
+            )
+
+    def _check_formats(self) -> None:
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed < 1 << 64:
+            raise ConfigError(f"seed is an integer from 0 to 2**64 - 1, not {self.seed!r}")
+        if self.rounding == "stochastic" and self.master_dtype is not None:
+            raise ConfigError(
+                "rounding='stochastic' is for 16-bit parameters without masters: pass master_dtype=None with it, or "
+                "leave it out"
             )
 
     def _check_numbers(self) -> None:

@@ -11,8 +11,9 @@ from memascend.checkpoint.first_values import ModelValues, ValueSource
 from memascend.checkpoint.meta import MetaBuffers
 from memascend.checkpoint.reader import Checkpoint, CheckpointValues
 from memascend.checkpoint.weights import open_weights
-from memascend.errors import ConfigError
+from memascend.errors import ConfigError, StorageError
 from memascend.optimizers.group_options import options_of, require_as_many
+from memascend.optimizers.state_formats import options_of_formats
 from memascend.paths import expanded
 from memascend.progress import Progress
 from memascend.run import open_runs
@@ -49,6 +50,7 @@ def open_store(subject: Subject, entries: list[engines.Entry]) -> tuple[Store, P
     def judge(store: Store) -> None:
         if options.existing != "resume":
             return
+        _require_format(store, entries)
         difference = store.difference(entries, optimizer=kind)
         if difference is not None:
             raise ConfigError(
@@ -59,7 +61,26 @@ def open_store(subject: Subject, entries: list[engines.Entry]) -> tuple[Store, P
         require_as_many(subject.original.param_groups, (store.hyperparameters or {}).get("groups"))
 
     closes = options.existing in ("resume", "replace")
-    return open_runs.open_again(lambda: create(paths), paths, closes=closes, judge=judge), None
+    try:
+        return open_runs.open_again(lambda: create(paths), paths, closes=closes, judge=judge), None
+    except ConfigError:
+        if options.resumes:
+            # Of a format there is more to say than where it differs.
+            with contextlib.suppress(StorageError), engines.Store.open(paths) as store:
+                _require_format(store, entries)
+        raise
+
+
+def _require_format(store: Store, entries: list[engines.Entry]) -> None:
+    """Say how to go on where the store that is there has state in another format."""
+    there = options_of_formats(entry["format"] for entry in store.each_entry())
+    asked = options_of_formats(entry.format for entry in entries)
+    if there != asked:
+        raise ConfigError(
+            f"the store at {store.info()['devices'][0]} was made with {there}, and this call asks for {asked}: pass "
+            f"{there} to go on with it; or convert it: go on with it so, call optimizer.save(folder), and begin "
+            f"another store with offload(checkpoint=folder, {asked}). Nothing was changed"
+        )
 
 
 def end_log(store: Store, engine: Engine) -> None:
@@ -128,7 +149,10 @@ class FirstValues:
                     self._undo.callback(target.copy_, target.clone())
                 source.buffer(name, target)
                 engine.fill(name, subject.buffers.tensor(name), {})
-            hyperparameters = source.hyperparameters([options_of(group) for group in subject.original.param_groups])
+            hyperparameters = {
+                **subject.arithmetic.seeded(),
+                **source.hyperparameters([options_of(group) for group in subject.original.param_groups]),
+            }
             engine.commit(source.step, user_state=source.user_state, hyperparameters=hyperparameters)
         return hyperparameters
 

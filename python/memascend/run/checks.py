@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from memascend.planning.units import Unit
 
-__all__ = ["Owned", "find_owned", "refuse_sizes", "refuse_spilled_doubles", "sparse_ids"]
+__all__ = ["Owned", "embedding_ids", "find_owned", "refuse_sizes", "refuse_spilled_doubles", "sparse_ids"]
 
 
 _TRAINED = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
@@ -173,4 +173,11 @@ def sparse_ids(model: torch.nn.Module) -> Iterator[int]:
     """Parameters whose gradients are sparse."""
     for module in model.modules():
         if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
+            yield id(module.weight)
+
+
+def embedding_ids(model: torch.nn.Module) -> Iterator[int]:
+    """The weights of embeddings, also where a head is tied to them."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag):
             yield id(module.weight)

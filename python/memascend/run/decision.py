@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -15,7 +15,8 @@ from memascend.checkpoint.meta import require_plain
 from memascend.device.download import WINDOWS
 from memascend.device.recurrent import copied_bytes
 from memascend.device.upload import CHUNKS
-from memascend.errors import ConfigError
+from memascend.errors import BudgetError, ConfigError
+from memascend.optimizers.state_formats import StateFormats
 from memascend.optimizers.update_rule import Arithmetic
 from memascend.optimizers.wrappers import unwrapped
 from memascend.planning.embeddings import find_row_embeddings
@@ -26,7 +27,7 @@ from memascend.planning.units import find_units
 from memascend.residency.placeholder import dense_strides
 from memascend.residency.rows import CHUNKS as ROW_CHUNKS
 from memascend.residency.rows import window_bytes
-from memascend.run.checks import find_owned, refuse_sizes, refuse_spilled_doubles, sparse_ids
+from memascend.run.checks import embedding_ids, find_owned, refuse_sizes, refuse_spilled_doubles, sparse_ids
 from memascend.run.locations import folders_of
 
 if TYPE_CHECKING:
@@ -38,7 +39,10 @@ if TYPE_CHECKING:
     from memascend.planning.plan import Plan
     from memascend.planning.units import Unit
 
-__all__ = ["Decision", "Planned", "Subject", "decide", "planned"]
+__all__ = ["Decision", "Planned", "Subject", "decide", "planned", "planned_formats"]
+
+
+_STATES: tuple[Literal["fp32", "bf16", "8bit"], ...] = ("fp32", "bf16", "8bit")
 
 
 class Subject:
@@ -67,7 +71,13 @@ class Subject:
         require_plain(self.named)
         if options.weights is not None and not any(parameter.is_meta for parameter in self.named.values()):
             raise ConfigError("weights= is for parameters on meta, and the model has none there: leave it out")
-        self.arithmetic = Arithmetic(self.original, options.master_dtype, frozenset(sparse_ids(model)))
+        formats = StateFormats(
+            state=options.state,
+            stochastic=options.rounding == "stochastic",
+            seed=options.seed,
+            whole=frozenset(embedding_ids(model)),
+        )
+        self.arithmetic = Arithmetic(self.original, options.master_dtype, frozenset(sparse_ids(model)), formats)
         self.buffers = Buffers(model)
 
     @property
@@ -127,6 +137,20 @@ def planned(model: torch.nn.Module, optimizer: torch.optim.Optimizer, options: O
         for name, tensor in entry.state.items()
     )
     return Planned(decision.plan, sum(state))
+
+
+def planned_formats(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, options: Options, budget: int
+) -> dict[str, Planned]:
+    """What it would do with state in each format that goes with the optimizer, and the same budget of host memory."""
+    found: dict[str, Planned] = {}
+    for state in _STATES:
+        try:
+            found[state] = planned(model, optimizer, replace(options, state=state, host_memory=budget))
+        except (ConfigError, BudgetError):
+            # What does not go is no choice.
+            continue
+    return found
 
 
 def decide(subject: Subject) -> Decision:
@@ -224,6 +248,7 @@ def _entries(subject: Subject, units: Sequence[Unit]) -> list[Entry]:
                     order=engines.order_of(meta),
                     # Also where gradients stay in memory: a store may be resumed in another mode.
                     spill=parameter.dtype if trained else None,
+                    format=subject.arithmetic.format_of(parameter) if trained else None,
                 )
             )
     return entries + subject.buffers.entries(engines.Entry)

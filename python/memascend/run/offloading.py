@@ -62,6 +62,9 @@ def offload(  # noqa: PLR0913 - options are keywords
     device_memory: float | str | None = None,
     activations: Literal["device", "host", "ssd"] = "device",
     durability: Literal["step", "close", "none"] = "step",
+    state: Literal["fp32", "bf16", "8bit"] | None = None,
+    rounding: Literal["nearest", "stochastic"] = "nearest",
+    seed: int = 0,
 ) -> tuple[_Model, OffloadedOptimizer]:
     """Move a model's parameters and an optimizer's state to storage, and train on as before.
 
@@ -105,6 +108,14 @@ def offload(  # noqa: PLR0913 - options are keywords
             where that is given). On the CPU, "host" is "device".
         durability: "step": every step survives a loss of power; "close": the death of the process; "none": nothing is
             kept before `close()`.
+        state: in which format the moments of Adam, AdamW and SGD with momentum are kept. None: as the optimizer has
+            them, exact. "bf16" and "8bit" move fewer bytes and are other numerics: 16 bits, of which the second moment
+            is rounded stochastically, or bitsandbytes' blocks of 8 bits, but for embeddings and parameters of fewer
+            than 4,096 elements, which keep 32. "fp32": 32 bits, said explicitly. A store is resumed in its own format;
+            `checkpoint` converts.
+        rounding: "stochastic": 16-bit parameters have no masters (`master_dtype=None`), and an update rounds them up
+            or down by chance, so that small steps are not lost.
+        seed: of what is rounded stochastically; kept in the store and in checkpoints, whose own stands.
 
     Returns:
         The model, and a `memascend.OffloadedOptimizer` that shares the original's `param_groups`.
@@ -132,6 +143,9 @@ def offload(  # noqa: PLR0913 - options are keywords
         device_memory=device_memory,
         activations=activations,
         durability=durability,
+        state=state,
+        rounding=rounding,
+        seed=seed,
     )
     # A default device (torch.set_default_device) is for the user's tensors.
     with torch.no_grad(), torch.device("cpu"):
@@ -179,6 +193,7 @@ def _offloaded(subject: Subject) -> OffloadedOptimizer:
             first.prepare(created=store.created)
         stored = first.write(engine, decision) if store.created else first.read(store, plan.held)
         shared = subject.arithmetic.shared
+        subject.arithmetic.take_seed(stored)
         take_options(subject.original.param_groups, stored.get("groups"), undo, shared.examples)
         shared.restore(stored.get("attributes") or {}, undo)
         first.let_go()

@@ -35,6 +35,7 @@ class Record:
         # The optimizer's own, which a scheduler changes.
         self.groups = arithmetic.optimizer.param_groups
         self.shared = arithmetic.shared
+        self._seed = arithmetic.seeded()
         self.scale = scale
         self.user_state: Any = store.user_state
 
@@ -46,6 +47,7 @@ class Record:
         return {
             **found,
             **({"attributes": attributes} if attributes else {}),
+            **self._seed,
             **({} if line is None else {"line": line}),
         }
 

@@ -43,6 +43,8 @@ class Way(NamedTuple):
 SYSTEMS = {
     "memascend": Way("ours", {}, "everything on SSD, the default budget"),
     "memascend-smallest": Way("ours", {"smallest": True}, "everything on SSD, the smallest budget"),
+    "memascend-bf16": Way("ours", {"state": "bf16"}, "everything on SSD, moments of 16 bits"),
+    "memascend-8bit": Way("ours", {"state": "8bit"}, "everything on SSD, moments of 8 bits"),
     "torch": Way("in_ram", {}, "in memory: fp32 masters, fused AdamW"),
     "zero-infinity": Way(
         "zero", {"stage": 3, "parameters": "nvme", "state": "nvme"}, "DeepSpeed, parameters and state on SSD", True

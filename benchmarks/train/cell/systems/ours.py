@@ -32,7 +32,7 @@ def begin(work: Workload, settings: dict[str, Any], storage: Path) -> Ours:
 
     Settings: `smallest`: the smallest budget that works; `host_memory`: a budget, or as `"1.5x"` a multiple of the
     smallest; `lean`: the model is made on "meta" and its values in the store, so that it is never in memory as a whole;
-    `trace`: a file for a trace of what follows.
+    `state`: the format of the optimizer's state; `trace`: a file for a trace of what follows.
     """
     import torch
     import transformers
@@ -53,6 +53,8 @@ def begin(work: Workload, settings: dict[str, Any], storage: Path) -> Ours:
     if work.dtype == "float16":
         # Where the dynamic scale begins is no option of ours; both begin at 2^16.
         assert LOSS_SCALE_POWER == 16
+    if settings.get("state"):
+        options["state"] = settings["state"]
     budget = "1x" if settings.get("smallest") else settings.get("host_memory")
     if isinstance(budget, str) and budget.endswith("x"):
         budget = int(smallest_budget(model, optimizer, options) * float(budget.removesuffix("x")))

@@ -49,6 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--gradients", choices=("auto", "fused", "ssd", "ram"), default="auto")
     run.add_argument("--max-grad-norm", metavar="N", type=float, help="clip the global norm")
     run.add_argument("--accumulation-steps", metavar="N", type=int, default=1, help="backwards that make one step")
+    run.add_argument(
+        "--state", choices=("fp32", "bf16", "8bit"), help="moments of the optimizer; default: as it has them"
+    )
     run.add_argument("--optimizer", metavar="NAME", default="AdamW", help="a class of torch.optim (%(default)s)")
     run.add_argument("--dtype", choices=_TYPES, help="of the parameters; default: as the model says, else bfloat16")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -64,23 +67,25 @@ def _count(text: str) -> int:
 
 def run(options: argparse.Namespace) -> int:
     """Print the plan; 1 where it does not fit the GPU or the storage that is named."""
-    from memascend.cli.plan import text
+    from memascend.cli.plan import formats, text
     from memascend.cli.plan.answer import answer, larger
 
     source, question, speeds = _asked(options)
     if options.fit:
         return _fit(options, question)
     found = answer(question)
+    compared = formats.compared(question, found.plan.budget)
     more = None if found.plan.all_held <= found.plan.budget else larger(question, found)
     if options.picture is not None:
         from memascend.cli.plan.picture import draw
 
         draw(options.picture, found)
     if options.json:
-        print(json.dumps(_values(options, source, question, found, more, speeds), indent=2))
+        described = _values(options, source, question, found, more, speeds)
+        print(json.dumps({**described, "formats": formats.values(compared)}, indent=2))
     else:
         head = f"{options.model}: {{parameters}}, described by {source.by}; {options.optimizer}"
-        print(text.shown(head, question, found, more, speeds))
+        print(text.shown(head, question, found, more, speeds) + formats.shown(compared, found.plan.budget))
     return int(bool(found.problems))
 
 
@@ -103,6 +108,7 @@ def _asked(options: argparse.Namespace) -> tuple[DescribedModel, Question, dict[
         gradients=options.gradients,
         max_grad_norm=options.max_grad_norm,
         accumulation_steps=options.accumulation_steps,
+        state=options.state,
     )
     if gpu is not None and asked.where.type == "cpu":
         raise ConfigError("--gpu names what computes, and --device says that the CPU does: give one of them")

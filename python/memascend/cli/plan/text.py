@@ -44,7 +44,7 @@ def _lines(question: Question) -> str:
     options = question.options
     given = [f'storage="{options.paths[0] if options.paths else "/mnt/nvme/run"}"']
     # What nobody gave is left to offload(), which takes the same.
-    for name in ("host_memory", "device_memory", "max_grad_norm"):
+    for name in ("host_memory", "device_memory", "max_grad_norm", "state"):
         value = getattr(options, name)
         if value is not None:
             given.append(f"{name}={value!r}")

@@ -1,0 +1,246 @@
+"""Trains a small language model with the moments of AdamW in several formats, and shows where the losses end.
+
+Each run is a process of its own on one thread, in RAM: fp32, bf16, 8bit, bitsandbytes' own AdamW8bit, and as a warning
+bf16 with a second moment that is rounded to nearest. Streamed runs have the bits of these (`tests/parity`). What was
+run already is not run again: remove its file to begin anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+LAYERS, WIDTH, ROWS, LENGTH = 3, 384, 1, 64
+STEPS, WARM, LR, DECAY = 2_000, 100, 1e-3, 0.1
+FORMATS = {
+    "fp32": "32 bits, as torch has them",
+    "bf16": "bf16, second moment rounded stochastically",
+    "8bit": "8 bits",
+    "bitsandbytes": "bitsandbytes.optim.AdamW8bit in RAM",
+    "nearest": "warning: bf16, second moment rounded to nearest",
+}
+SEEDS = (0, 1, 2)
+_EVERY = 20
+# Of the text, what no step learns from.
+_KEPT = 1 / 16
+
+
+def main() -> None:
+    """Run what is missing, then draw the picture and the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results" / "state_formats")
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
+    parser.add_argument("--python", default=sys.executable, help="an interpreter that has bitsandbytes, for its runs")
+    parser.add_argument("--show", action="store_true", help="run nothing: picture and table of what is there")
+    parser.add_argument("--one", nargs=2, metavar=("FORMAT", "SEED"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.results.mkdir(parents=True, exist_ok=True)
+    if options.one:
+        name, seed = options.one
+        _write(_file(options.results, name, int(seed)), _run(name, int(seed)))
+        return
+    for seed in SEEDS if not options.show else ():
+        for name in options.formats:
+            if not _file(options.results, name, seed).exists():
+                _start(options, name, seed)
+    _show(options.results)
+
+
+def _file(results: Path, name: str, seed: int) -> Path:
+    return results / f"{name}-{seed}.json"
+
+
+def _write(path: Path, value: Any) -> None:
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(value) + "\n")
+    new.replace(path)
+
+
+def _start(options: argparse.Namespace, name: str, seed: int) -> None:
+    python = options.python if name == "bitsandbytes" else sys.executable
+    command = [python, __file__, "--results", str(options.results), "--one", name, str(seed)]
+    path = os.pathsep.join([str(ROOT / "python"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path})
+
+
+def _run(name: str, seed: int) -> dict[str, Any]:
+    """Train one model; its losses, and a checksum of its weights at the end."""
+    import torch
+
+    from memascend.cli.demo.model import ByteModel
+    from memascend.cli.demo.text import batch, read_text
+
+    torch.set_num_threads(1)
+    text = read_text()
+    cut = int(len(text) * (1 - _KEPT))
+    torch.manual_seed(seed)
+    model = ByteModel(LAYERS, WIDTH, LENGTH)
+    optimizers = _optimizers(model, name)
+    losses, summed, begun = [], 0.0, time.process_time()
+    for step in range(STEPS):
+        rate = LR * min(1.0, (step + 1) / WARM) * (0.55 + 0.45 * math.cos(math.pi * step / STEPS))
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+        loss = _loss(model, batch(text[:cut], seed * 1_000_000 + step, ROWS, LENGTH))
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad()
+        summed += loss.item()
+        if (step + 1) % _EVERY == 0:
+            losses.append(summed / _EVERY)
+            summed = 0.0
+    with torch.no_grad():
+        kept = [_loss(model, batch(text[cut:], number, 16, LENGTH)).item() for number in range(16)]
+    check = 0
+    for parameter in model.parameters():
+        check = zlib.crc32(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes(), check)
+    return {
+        "format": name,
+        "seed": seed,
+        "losses": losses,
+        "kept": statistics.mean(kept),
+        "weights": check,
+        "cpu_seconds": time.process_time() - begun,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+    }
+
+
+def _loss(model: Any, tokens: Any) -> Any:
+    """The model's loss without its checkpoints: so few tokens need none."""
+    import torch
+
+    hidden = model.bytes(tokens[:, :-1]) + model.places(torch.arange(tokens.shape[1] - 1))
+    for block in model.blocks:
+        hidden = block(hidden)
+    logits = model.head(model.norm(hidden))
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def _optimizers(model: Any, name: str) -> list[Any]:
+    """What updates the model: of bitsandbytes two, since what it leaves at 32 bits is ours to update."""
+    import torch
+    from support.moments import MomentsInRam, exact_root
+
+    embeddings = {id(model.bytes.weight), id(model.places.weight)}
+    kept = [p for p in model.parameters() if p.numel() < 4096 or id(p) in embeddings]
+    others = [p for p in model.parameters() if not any(p is other for other in kept)]
+    numbers = {"lr": LR, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": DECAY}
+    if name == "fp32":
+        return [torch.optim.AdamW(model.parameters(), fused=True, **numbers)]
+    names = {id(p): given for given, p in model.named_parameters()}
+    if name == "bf16":
+        return [_reduced({names[id(p)]: p for p in model.parameters()}, name, numbers)]
+    if name == "nearest":
+        # What nobody should want has no kernel.
+        groups, widths = [{"params": list(model.parameters()), **numbers}], dict.fromkeys(model.parameters(), "bf16")
+        return [MomentsInRam(groups, widths=widths, keys={}, second=name)]
+    plain = torch.optim.AdamW(kept, fused=True, **numbers)
+    if name == "8bit":
+        return [plain, _reduced({names[id(p)]: p for p in others}, name, numbers)]
+    import bitsandbytes
+
+    # A library's square root may be a unit off; ours never is.
+    torch.Tensor.sqrt = exact_root  # type: ignore[method-assign, assignment]
+    return [plain, bitsandbytes.optim.AdamW8bit(others, **numbers)]
+
+
+def _reduced(named: dict[str, Any], form: str, numbers: dict[str, Any]) -> Any:
+    """Our kernel, as an optimizer in RAM."""
+    import torch
+
+    from memascend import engine, kernels
+
+    class Reduced(torch.optim.Optimizer):
+        def __init__(self) -> None:
+            super().__init__([{"params": list(named.values()), **numbers}], {})
+            self.names = {parameter: name for name, parameter in named.items()}
+            self.steps = 0
+
+        @torch.no_grad()
+        def step(self) -> None:
+            self.steps += 1
+            (group,) = self.param_groups
+            options = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
+            for parameter, name in self.names.items():
+                state = self.state[parameter]
+                if not state:
+                    state.update(engine.encode_state(parameter.detach(), {}, form))
+                kernels.adamw_reduced(
+                    parameter.detach(), state, parameter.grad, form=form, name=name, step=self.steps, **options
+                )
+
+    return Reduced()
+
+
+def _show(results: Path) -> None:
+    found: dict[str, list[dict[str, Any]]] = {}
+    for name in FORMATS:
+        files = [_file(results, name, seed) for seed in SEEDS]
+        found[name] = [json.loads(file.read_text()) for file in files if file.exists()]
+    what = f"{LAYERS} blocks of width {WIDTH}, {ROWS} x {LENGTH} bytes a step, {STEPS} steps, AdamW"
+    lines = [
+        f"{what}, lr {LR} falling to a tenth, weight decay {DECAY}.",
+        "Loss of text that no step saw, at the end; one column a seed.",
+        "",
+        "| moments | " + " | ".join(f"seed {seed}" for seed in SEEDS) + " | mean |",
+        "|---|" + "---|" * (len(SEEDS) + 1),
+    ]
+    for name, runs in found.items():
+        ends = {run["seed"]: run["kept"] for run in runs}
+        cells = [f"{ends[seed]:.4f}" if seed in ends else "" for seed in SEEDS]
+        mean = f"{statistics.mean(ends.values()):.4f}" if ends else ""
+        lines.append(f"| {FORMATS[name]} | {' | '.join(cells)} | {mean} |")
+    pairs = [
+        (one["weights"], other["weights"])
+        for one in found["8bit"]
+        for other in found["bitsandbytes"]
+        if one["seed"] == other["seed"]
+    ]
+    if pairs:
+        equal = sum(one == other for one, other in pairs)
+        lines += ["", f"Weights of 8bit and of bitsandbytes at the end: the same bits in {equal} of {len(pairs)} runs."]
+    text = "\n".join(lines) + "\n"
+    print(text)
+    results.with_suffix(".txt").write_text(text)
+    _draw(found, results.with_suffix(".png"))
+
+
+def _draw(found: dict[str, list[dict[str, Any]]], path: Path) -> None:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print("no picture: matplotlib is not installed")
+        return
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for number, (name, runs) in enumerate(found.items()):
+        for run in runs:
+            # The mean of 100 steps, so that lines can be told apart.
+            smooth = [statistics.mean(run["losses"][max(0, at - 4) : at + 1]) for at in range(len(run["losses"]))]
+            axes.plot(
+                [(at + 1) * _EVERY for at in range(len(smooth))],
+                smooth,
+                color=f"C{number}",
+                linewidth=1,
+                linestyle=":" if name == "bitsandbytes" else "-",
+                label=FORMATS[name] if run is runs[0] else None,
+            )
+    axes.set(xlabel="step", ylabel="loss (mean of 100 steps)", ylim=(None, 4.5))
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=150)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""Cases of training with moments of 16 and 8 bits, and with parameters that are rounded by chance."""
+
+from __future__ import annotations
+
+import torch
+from parity import loops
+from parity.harness import KEPT, Case
+from parity.zoo_loops import BF16, FP16, WHOLE
+from parity.zoo_plain import next_token
+from torch import nn
+
+VOCABULARY, WIDTH, WIDE = 64, 320, 313
+
+
+class Mixed(nn.Module):
+    """Parameters of more than one chunk, of blocks in part, of fewer elements than are quantised, and an embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, WIDE)
+        self.down = nn.Linear(WIDE, WIDTH, bias=False)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        return self.head(x + self.down(torch.nn.functional.silu(self.up(self.norm(x)))))
+
+
+def tokens(generator, batches=4):
+    return [torch.randint(0, VOCABULARY, (2, 9), generator=generator) for _ in range(batches)]
+
+
+def mixed(name, state, loop=None, *, rounding="nearest", seed=7, options=None, **fields):
+    given = {"seed": seed, **({} if state is None else {"state": state}), **(options or {})}
+    if rounding == "stochastic":
+        given |= {"rounding": rounding, "master_dtype": None}
+    more = {"loop": loop} if loop else {}
+    return Case(name=name, model=Mixed, batches=tokens, loss=next_token, options=given, **more, **fields)
+
+
+def adam(model):
+    return torch.optim.Adam(model.parameters(), lr=1e-2, weight_decay=0.1, betas=(0.8, 0.95), maximize=True)
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01, dampening=0.25)
+
+
+def nesterov(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
+
+
+def _of(state):
+    clipped = {"max_grad_norm": loops.CLIPPED}
+    return [
+        mixed(f"{state}-fp32", state),
+        mixed(f"{state}-bf16", state, dtype=BF16),
+        mixed(f"{state}-fp16", state, loops.scales, dtype=FP16),
+        mixed(f"{state}-clipped", state, loops.clips_in_step, dtype=BF16, gradients=WHOLE, options=clipped),
+        mixed(f"{state}-accumulates", state, loops.accumulates, dtype=BF16, gradients=KEPT),
+        mixed(f"{state}-drops", state, loops.drops_some, dtype=BF16),
+        mixed(f"{state}-adam", state, optimizer=adam, dtype=BF16),
+        mixed(f"{state}-sgd", state, optimizer=sgd, dtype=BF16),
+        mixed(f"{state}-nesterov", state, optimizer=nesterov),
+        mixed(f"{state}-stochastic", state, dtype=BF16, rounding="stochastic"),
+        mixed(f"{state}-stochastic-fp16", state, loops.scales, dtype=FP16, rounding="stochastic"),
+        mixed(f"{state}-stochastic-sgd", state, optimizer=nesterov, dtype=BF16, rounding="stochastic"),
+    ]
+
+
+FORMATS = [
+    *_of("bf16"),
+    *_of("8bit"),
+    mixed("stochastic", None, dtype=BF16, rounding="stochastic"),
+    mixed("stochastic-clipped", "fp32", loops.clips_in_step, dtype=BF16, rounding="stochastic", gradients=WHOLE,
+          options={"max_grad_norm": loops.CLIPPED}),
+    mixed("stochastic-sgd", None, loops.scales, optimizer=sgd, dtype=FP16, rounding="stochastic",
+          options={"loss_scale": 128.0}),
+    mixed("fp32", "fp32", dtype=BF16),
+]  # fmt: skip

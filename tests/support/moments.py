@@ -1,0 +1,174 @@
+"""Trains in RAM with moments of 16 or 8 bits, in plain torch: the reference of `memascend.offload(state=...)`.
+
+What a format is made of stands in `docs/state-formats.md`; nothing of memascend is used here.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from support.blockwise import BLOCK, dequantized, quantized
+
+__all__ = ["SECOND_MOMENT", "VALUES", "MomentsInRam", "drawn", "exact_root", "rounded"]
+
+
+# -- 16 bits: to nearest, or by bits that only the parameter, its step and the element's place decide
+
+_WORD = 0xFFFFFFFF
+_LANES = BLOCK // 8
+SECOND_MOMENT, VALUES = 0, 1
+
+
+def _philox(counters, key):
+    """Philox4x32-10 of four int64 tensors that hold 32 bits each."""
+    a, b, c, d = counters
+    low, high = key & _WORD, key >> 32
+    for _ in range(10):
+        one, two = a * 0xD2511F53, c * 0xCD9E8D57
+        a, b, c, d = (two >> 32 & _WORD) ^ b ^ low, two & _WORD, (one >> 32 & _WORD) ^ d ^ high, one & _WORD
+        low, high = low + 0x9E3779B9 & _WORD, high + 0xBB67AE85 & _WORD
+    return a, b, c, d
+
+
+def drawn(key, step, count, purpose):
+    """16 bits for each of the first elements of a parameter, as int32.
+
+    `key` is XXH3-64 of its name with the seed, `step` its own, from 1.
+    """
+    blocks = -(-count // BLOCK)
+    counter = torch.arange(blocks * _LANES)
+    same = torch.ones_like(counter)
+    words = _philox((counter & _WORD, counter >> 32 | purpose << 28, same * (step & _WORD), same * (step >> 32)), key)
+    halves = [half.view(blocks, _LANES) for word in words for half in (word & 0xFFFF, word >> 16)]
+    return torch.stack(halves, 1).view(-1)[:count].to(torch.int32)
+
+
+def rounded(values, bits, dtype=torch.bfloat16):
+    """float32 values in 16 bits, up or down: `bits` is the chance, of 65,536, that they leave to the number below."""
+    nearest = values.to(dtype)
+    magnitude = values.abs()
+    if dtype == torch.bfloat16:
+        up = ((magnitude.view(torch.int32) + bits) >> 16).to(torch.int16).view(dtype)
+    else:
+        normal = (magnitude.view(torch.int32) - (112 << 23) + (bits >> 3)) >> 13
+        # Below 2**-14 numbers are multiples of 2**-24, of which there are 2**16 parts.
+        small = ((torch.where(magnitude < 2.0**-14, magnitude, 0.0) * 2.0**40).to(torch.int32) + bits) >> 16
+        up = torch.where(magnitude < 2.0**-14, small, normal).to(torch.int16).view(dtype)
+    # What nearest keeps finite stays finite.
+    up = torch.where(up.isfinite(), up, torch.finfo(dtype).max)
+    return torch.where(nearest.isfinite(), torch.where(values.signbit(), -up, up), nearest)
+
+
+# -- one update
+
+
+def exact_root(values):
+    # torch's own may be a library's, which is a unit off; twice the digits and one rounding are not.
+    return torch.sqrt(values.double()).float()
+
+
+def adam_of_bitsandbytes(p, g, m, v, group, step):
+    """Bitsandbytes' update with moments of 8 bits, on float32 tensors, in place."""
+    beta1, beta2 = group["betas"]
+    m.mul_(beta1).add_(g, alpha=1.0 - beta1)
+    v.mul_(beta2).addcmul_(g, g, value=1.0 - beta2)
+    first, root = 1.0 - beta1**step, math.sqrt(1.0 - beta2**step)
+    denominator = (exact_root(v) / root).add_(group["eps"])
+    lr = float(group["lr"])
+    if group["weight_decay"] > 0.0:
+        p.mul_(1.0 - lr * group["weight_decay"])
+    p.addcdiv_(m, denominator, value=-lr / first)
+
+
+def adam_of_torch(p, g, m, v, group, step, *, decoupled):
+    """Torch's fused update on float32 tensors, in place; sizes are multiples of 16, and torch has one thread."""
+    update = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    update(
+        [p], [g], [m], [v], [], [torch.tensor(float(step - 1)).add_(1)],
+        lr=float(group["lr"]), beta1=group["betas"][0], beta2=group["betas"][1], weight_decay=group["weight_decay"],
+        eps=group["eps"], amsgrad=False, maximize=group.get("maximize", False), grad_scale=None, found_inf=None,
+    )  # fmt: skip
+
+
+def momentum_of_torch(p, g, buffer, group, step):
+    """Torch's SGD with momentum on float32 tensors; the direction is added to `p`, and `buffer` is changed in place."""
+    if group["weight_decay"]:
+        g = g.add(p, alpha=group["weight_decay"])
+    if step == 1:
+        buffer.copy_(g)
+    else:
+        buffer.mul_(group["momentum"]).add_(g, alpha=1 - group["dampening"])
+    p.add_(g.add(buffer, alpha=group["momentum"]) if group["nesterov"] else buffer, alpha=-float(group["lr"]))
+
+
+_NAMES = {"adamw": ("exp_avg", "exp_avg_sq"), "adam": ("exp_avg", "exp_avg_sq"), "momentum": ("momentum_buffer",)}
+
+
+class MomentsInRam(torch.optim.Optimizer):
+    """Adam, AdamW or SGD whose moments are kept in another format between steps, on flat float32 parameters."""
+
+    def __init__(self, groups, *, widths, keys, rule="adamw", second="stochastic"):
+        """Keeps what it is told.
+
+        Args:
+            groups: with all options of torch's optimizer.
+            widths: by parameter, "fp32", "bf16" or "8bit".
+            keys: by parameter, of what is drawn.
+            rule: "adamw", "adam" or "momentum".
+            second: "nearest" rounds the second moment of bf16 to nearest, too.
+        """
+        super().__init__(groups, {})
+        self.widths, self.keys, self.rule, self.second = widths, keys, rule, second
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._update(p, group)
+
+    def _update(self, p, group):
+        state = self.state[p]
+        step = state["step"] = state.get("step", 0) + 1
+        flat, g = p.detach().view(-1), p.grad.reshape(-1)
+        moments = self.moments(p)
+        if self.rule == "momentum" or self.widths[p] == "8bit":
+            g = -g if group.get("maximize") else g
+        if self.rule == "momentum":
+            momentum_of_torch(flat, g, *moments, group, step)
+        elif self.widths[p] == "8bit":
+            if self.rule == "adam" and group["weight_decay"]:
+                g, group = g.add(flat, alpha=group["weight_decay"]), {**group, "weight_decay": 0.0}
+            adam_of_bitsandbytes(flat, g, *moments, group, step)
+        else:
+            adam_of_torch(flat, g, *moments, group, step, decoupled=self.rule == "adamw")
+        for name, moment in zip(_NAMES[self.rule], moments, strict=True):
+            self._keep(p, name, moment, step)
+
+    def _keep(self, p, name, moment, step):
+        state, second = self.state[p], name == "exp_avg_sq"
+        if self.widths[p] == "8bit":
+            state[name], state[f"{name}_absmax"] = quantized(moment, signed=not second)
+        elif self.widths[p] == "bf16" and second and self.second == "stochastic":
+            state[name] = rounded(moment, drawn(self.keys[p], step, moment.numel(), SECOND_MOMENT))
+        else:
+            state[name] = moment.to(torch.bfloat16 if self.widths[p] == "bf16" else torch.float32)
+
+    def moments(self, p):
+        """Them in float32."""
+        state = self.state[p]
+        return [self._moment(p, state, name) for name in _NAMES[self.rule]]
+
+    def _moment(self, p, state, name):
+        if name not in state:
+            return torch.zeros(p.numel())
+        if f"{name}_absmax" in state:
+            return dequantized(state[name], state[f"{name}_absmax"], signed=name != "exp_avg_sq")
+        return state[name].float()
+
+    def moments_by_name(self, p):
+        """Them in float32, by torch's names; none before the first step."""
+        if "step" not in self.state.get(p, {}):
+            return {}
+        return dict(zip(_NAMES[self.rule], self.moments(p), strict=True))
