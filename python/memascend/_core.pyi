@@ -152,7 +152,8 @@ def io_uring_why_not() -> str | None: ...
 _Tensor: TypeAlias = tuple[str, str, list[int]]
 # An entry: whether it is a buffer, its unit, its values, its state, the order of its dimensions, the dtype of spills.
 _Described: TypeAlias = tuple[bool, int, _Tensor, list[_Tensor], list[int], str | None, str | None]
-# lr, betas, eps, weight decay, decoupled, step, gradient scale, maximize, seed; of momentum: lr, (momentum, dampening), None,
+# lr, betas, eps, weight decay, decoupled, step, gradient scale, maximize, seed; of momentum: lr, (momentum, dampening),
+# None,
 # weight decay, nesterov, and so on.
 _Numbers: TypeAlias = tuple[float, tuple[float, float], float | None, float, bool, int, float, bool, int]
 

@@ -14,7 +14,7 @@ SQRT = torch.Tensor.sqrt
 
 
 def exact_sqrt(tensor):
-    """torch computes it with a library, one unit off in places that differ by machine; so does bitsandbytes."""
+    """Torch computes it with a library, one unit off in places that differ by machine; so does bitsandbytes."""
     return SQRT(tensor.double()).float()
 
 
