@@ -1,7 +1,9 @@
 """Tests functions applied to streamed state: against torch in memory, whole and in chunks, failing."""
 
+import ctypes
 import gc
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -244,3 +246,32 @@ def test_it_is_closed_in_the_middle(tmp_path):
         applying.close()
         for name, values in held.items():
             assert same_bits(store.read(name)[0], values)
+
+
+@pytest.fixture
+def openmp():
+    """The library that torch's operations divide their work with."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    paths = sorted({line.split(maxsplit=5)[5] for line in maps if line.endswith((".so", ".1")) and "omp" in line})
+    (path,) = [path for path in paths if Path(path).name.startswith(("libgomp", "libiomp"))]
+    before = torch.get_num_threads()
+    yield ctypes.CDLL(path)
+    torch.set_num_threads(before)
+
+
+def test_what_is_applied_has_as_many_threads_as_the_caller(tmp_path, openmp):
+    store, held, _ = made(tmp_path / "store")
+    seen = []
+    (name, values), *_ = ((name, values) for name, values in held.items() if values.numel() == 13)
+    with store, engine.Engine(store, chunks=2, queue=100_000) as applying:
+        # Where a new thread would have as many as there are processors, and what it had before.
+        for step, threads in enumerate((1, 3, 1), 1):
+            torch.set_num_threads(threads)
+            applying.apply(
+                name,
+                lambda _: seen.append(openmp.omp_get_max_threads()),
+                step=step,
+                gradient=torch.zeros(values.shape).bfloat16(),
+            )
+            applying.commit(step)
+    assert seen == [1, 3, 1]

@@ -53,10 +53,12 @@ def adapter(
     import torch
 
     part_of = _parts(gradient, entry["order"], whole=whole)
+    threads = torch.get_num_threads()
 
     def call(values: Any, spilled: Any, state: Sequence[Any], start: int, count: int, last: bool) -> None:
         if before is not None:
             before()
+        _take_threads(threads)
 
         def tensor(lent: Any, dtype: str, shape: Sequence[int]) -> torch.Tensor:
             flat, is_own = _tensor_on(lent, dtype), list(shape) == list(entry["shape"])
@@ -78,6 +80,17 @@ def adapter(
             function(chunk)
 
     return call
+
+
+def _take_threads(threads: int) -> None:
+    """Compute with so many threads, as the caller does: LAPACK's last bits depend on how many there are.
+
+    Each thread has a number of its own, all processors until torch is asked for it there.
+    """
+    import torch
+
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
 
 
 def _tensor_on(lent: Any, dtype: str) -> torch.Tensor:
