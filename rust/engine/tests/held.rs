@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use memascend_engine::{By, Engine, First, Gradient, Hyperparameters, Options};
+use memascend_engine::{By, Engine, First, Gradient, Hyperparameters, Options, WideState};
 use memascend_mem::{Pin, Wait};
 use memascend_nvme::{
     Options as VolumeOptions, Volume,
@@ -70,7 +70,8 @@ impl Life {
         let store = ok(Store::create_on(volume(&disk), 8192, description(), &how(durability)));
         let life = Self { engine: engine(store, held), disk, durability };
         for entry in 0..NAMES.len() {
-            let first = First { values: Box::new(bytes(0.5)), state: vec![None, None], master: None, step: 0 };
+            let first =
+                First { values: Box::new(bytes(0.5)), state: vec![None, None], wide: WideState::default(), step: 0 };
             ok(life.engine.fill(entry, first, Wait::forever()));
         }
         ok(life.engine.commit(Commit::default(), Wait::forever()));
@@ -121,6 +122,7 @@ fn numbers(step: u64) -> Hyperparameters {
         step,
         grad_scale: 0.25,
         maximize: false,
+        seed: 0,
     }
 }
 
@@ -134,15 +136,19 @@ fn step(life: &Life, step: u64, rng: &mut Rng) {
         match rng.below(5) {
             // An idle one.
             0 => continue,
-            1 | 2 => ok(engine.update(entry, By::Given(gradient(value)), None, &numbers(count), Wait::forever())),
+            1 | 2 => ok(engine.update(entry, By::Given(gradient(value)), None, numbers(count), Wait::forever())),
             3 => {
                 ok(engine.spill(entry, gradient(value), false, Wait::forever()));
                 ok(engine.spill(entry, gradient(0.5), true, Wait::forever()));
-                ok(engine.update(entry, By::Spilled(vec![0.3, 0.7]), None, &numbers(count), Wait::forever()));
+                ok(engine.update(entry, By::Spilled(vec![0.3, 0.7]), None, numbers(count), Wait::forever()));
             }
             _ => {
-                let first =
-                    First { values: Box::new(bytes(value)), state: vec![None, None], master: None, step: count };
+                let first = First {
+                    values: Box::new(bytes(value)),
+                    state: vec![None, None],
+                    wide: WideState::default(),
+                    step: count,
+                };
                 ok(engine.fill(entry, first, Wait::forever()));
             }
         }
@@ -195,7 +201,7 @@ const ALL: [usize; 4] = [0, 1, 2, 3];
 
 fn updated(life: &Life, count: u64) {
     for entry in ALL {
-        ok(life.engine.update(entry, By::Given(gradient(0.1)), None, &numbers(count), Wait::forever()));
+        ok(life.engine.update(entry, By::Given(gradient(0.1)), None, numbers(count), Wait::forever()));
     }
 }
 

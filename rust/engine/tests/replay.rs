@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use memascend_engine::{By, Engine, First, Gradient, Hyperparameters, Options, adam_rule};
+use memascend_engine::{By, Engine, First, Gradient, Hyperparameters, Options, WideState, adam_rule};
 use memascend_mem::Wait;
 use memascend_nvme::{
     Options as VolumeOptions, Volume,
@@ -68,7 +68,7 @@ fn filled(disks: &[SimDisk]) -> Engine {
         let first = First {
             values: Box::new(numbers(&mut rng, described.dtype, described.elements())),
             state,
-            master: None,
+            wide: WideState::default(),
             step: 0,
         };
         ok(engine.fill(entry, first, Wait::forever()));
@@ -102,6 +102,7 @@ fn hyperparameters(step: u64) -> Hyperparameters {
         step,
         grad_scale: 0.25,
         maximize: false,
+        seed: 0,
     }
 }
 
@@ -146,7 +147,7 @@ fn streamed() -> Vec<Contents> {
                 ok(engine.spill(entry, gradient, false, Wait::forever()));
                 By::Spilled(factors(entry))
             };
-            ok(engine.update(entry, by, None, &numbers, Wait::forever()));
+            ok(engine.update(entry, by, None, numbers, Wait::forever()));
         }
         ok(engine.commit(Commit { step, ..Commit::default() }, Wait::forever()));
         left.push(contents(engine.store()));

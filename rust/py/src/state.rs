@@ -26,7 +26,6 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 /// Writes the fp32 tensors that are given (master, first and second moment) in a format, rounded to nearest.
 #[pyfunction]
 #[expect(clippy::too_many_arguments, reason = "a format, its tensors and those in fp32")]
-#[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
 fn state_encode(
     py: Python<'_>,
     of_state: &str,
@@ -50,7 +49,6 @@ fn state_encode(
 /// Writes the fp32 tensors that are asked for.
 #[pyfunction]
 #[expect(clippy::too_many_arguments, reason = "a format, its tensors and those in fp32")]
-#[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
 fn state_decode(
     py: Python<'_>,
     of_state: &str,
@@ -74,7 +72,6 @@ fn state_decode(
 /// One step, of elements from number `first` of the parameter `name` on.
 #[pyfunction]
 #[expect(clippy::too_many_arguments, reason = "a format, its tensors, a gradient and an optimizer's numbers")]
-#[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
 fn state_update(
     py: Python<'_>,
     of_state: &str,
