@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from memascend import _core
 from memascend.closing import Closing
@@ -72,7 +72,7 @@ _of_both = attrgetter("step", "grad_scale", "maximize", "seed")
 
 def _listed(numbers: Adam | Momentum) -> tuple[Any, ...]:
     if isinstance(numbers, Adam):
-        return cast("tuple[Any, ...]", _of_adam(numbers))
+        return _of_adam(numbers)
     of_momentum = (numbers.momentum, numbers.dampening)
     return (numbers.lr, of_momentum, None, numbers.weight_decay, numbers.nesterov, *_of_both(numbers))
 
