@@ -244,3 +244,32 @@ def test_a_checkpoint_of_what_only_memory_has_is_that_of_a_run_on_storage(tmp_pa
         assert optimizer.steps == 3
         for name, values in model.state_dict().items():
             assert torch.equal(values, saved["none"][name]), name
+
+
+def test_parameters_that_were_on_meta_are_held_one_by_one(tmp_path):
+    """Where they are away they are made of one tensor; what a step does to one is not what somebody does to another."""
+    torch.manual_seed(8)
+    trained = torch.nn.Sequential(*(torch.nn.Linear(16, 16, bias=False) for _ in range(4)))
+    values = {name: tensor.clone() for name, tensor in trained.state_dict().items()}
+    plain = torch.nn.Sequential(*(torch.nn.Linear(16, 16, bias=False) for _ in range(4)))
+    plain.load_state_dict(values)
+    trained = trained.to("meta")
+    in_memory = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
+    trained, streamed = memascend.offload(
+        trained,
+        torch.optim.AdamW(trained.parameters(), lr=1e-2, fused=True),
+        weights=lambda name, _: values[name],
+        storage=tmp_path / "store",
+        host_memory="64MiB",
+    )
+    with streamed:
+        assert held_part(streamed) == "all"
+        for step in range(3):
+            for model, optimizer in ((plain, in_memory), (trained, streamed)):
+                for half in range(2):
+                    inputs = torch.randn(3, 16, generator=torch.Generator().manual_seed(2 * step + half))
+                    model(inputs).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        found = trained.state_dict()
+        assert all(torch.equal(tensor, found[name]) for name, tensor in plain.state_dict().items())

@@ -39,7 +39,8 @@ def require_plain(named: Mapping[str, torch.nn.Parameter]) -> None:
 
 def embody(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
     """Let a parameter on meta be on the CPU, with `values`; it stays the object that module and optimizer hold."""
-    other = torch.nn.Parameter(values, requires_grad=parameter.requires_grad)
+    # `.data` begins a version counter of its own: `values` may be what many parameters are made of.
+    other = torch.nn.Parameter(values.data, requires_grad=parameter.requires_grad)
     other.__class__ = parameter.__class__
     other.__dict__.update(parameter.__dict__)
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
