@@ -178,7 +178,7 @@ class CheckpointValues:
         """What of the state does not fit; fills in what is converted."""
         there: dict[str, dict[str, torch.Tensor]] = {}
         for key in () if self._state is None else self._state.keys:
-            name, _, of = key.rpartition(".")
+            name, of = self._divided(key)
             there.setdefault(name, {})[of] = self._described(key)
         problems = []
         for name in self._trained:
@@ -186,6 +186,12 @@ class CheckpointValues:
         for name, tensors in there.items():
             problems += [f"{state_key(name, of)}, which the optimizer does not keep" for of in sorted(tensors)]
         return problems
+
+    def _divided(self, key: str) -> tuple[str, str]:
+        """A parameter's name and that of its state, which may both have dots."""
+        ends = [end for end, letter in enumerate(key) if letter == "." and key[:end] in self._named]
+        end = ends[-1] if ends else key.rfind(".")
+        return key[:end], key[end + 1 :]
 
     def _problems_of(self, name: str, found: dict[str, torch.Tensor]) -> list[str]:
         wanted = self._kept(name)
