@@ -80,8 +80,6 @@ class Settings:
             raise ConfigError(f"--max-grad-norm is a number above 0, or 0 for no clipping, not {self.max_grad_norm}")
         if self.lora is not None and self.lora < 1:
             raise ConfigError(f"--lora is the rank of the adapters, at least 1, not {self.lora}")
-        if self.state is not None and "state" not in Options.__dataclass_fields__:
-            raise ConfigError("--state: this version keeps the exact state only; leave it out")
         # Those of offload() are refused before any data is read.
         self.offload_options()
 
@@ -91,7 +89,7 @@ class Settings:
 
     def offloaded(self) -> dict[str, Any]:
         """The keywords for `offload()` that do not depend on what is there already."""
-        found: dict[str, Any] = {
+        return {
             "storage": list(self.storage),
             "host_memory": self.host_memory,
             "device": self.device,
@@ -99,10 +97,8 @@ class Settings:
             "activations": self.activations,
             "max_grad_norm": self.max_grad_norm or None,
             "accumulation_steps": self.accumulate,
+            "state": self.state,
         }
-        if self.state is not None:
-            found["state"] = self.state
-        return found
 
     def of_the_result(self) -> dict[str, Any]:
         """By their flags: those that a run keeps as it began."""
