@@ -88,6 +88,37 @@ def test_a_view_that_is_kept_follows_loads_and_what_was_discarded(training):
     one_step(model, offloaded, torch.float32)
 
 
+@pytest.mark.parametrize("first", ["state dict", "view"])
+def test_no_step_changes_a_state_dict(training, first):
+    """It has no memory that a view had before, which follows the steps."""
+    model, offloaded = training(units=2)
+    view = model[1].weight.detach() if first == "view" else None
+    state = model.state_dict()
+    before = {name: values.clone() for name, values in state.items()}
+    for _ in range(2):
+        one_step(model, offloaded, torch.float32)
+        assert all(same_bits(state[name], before[name]) for name in before)
+        assert not same_bits(model.state_dict()["1.weight"], before["1.weight"])
+        if view is not None:
+            assert same_bits(view, model.state_dict()["1.weight"])
+    state["1.weight"].zero_()
+    model(batch()).square().mean().backward()
+    with pytest.raises(UsageError, match=r"1\.weight.*zero_grad"):
+        offloaded.step()
+    offloaded.zero_grad()
+    one_step(model, offloaded, torch.float32)
+    assert not state["1.weight"].any()
+
+
+def test_a_view_after_a_state_dict_that_is_gone_follows_the_steps(training):
+    model, offloaded = training(units=2)
+    state = model.state_dict()
+    del state
+    view = model[1].weight.detach()
+    one_step(model, offloaded, torch.float32)
+    assert same_bits(view, model.state_dict()["1.weight"])
+
+
 def test_a_graph_of_a_view_from_before_a_step_is_refused(training):
     """As in memory, where the step has written to what the graph saved."""
     model, offloaded = training(units=2)

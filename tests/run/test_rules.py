@@ -53,20 +53,37 @@ def counters(optimizer):
 # --- leases ------------------------------------------------------------------------------------
 
 
-def test_a_view_keeps_its_bytes_when_the_unit_is_away_and_after_the_step(tmp_path):
+def view_of_a_forward(model, optimizer):
+    """What was taken inside of a forward, after a step and more forwards."""
     kept = []
-    model, optimizer = offloaded(tmp_path, host_memory="64MiB")
+    handle = model[1][0].register_forward_hook(lambda module, *_: kept.append(module.weight.detach()))
+    model(x()).square().mean().backward()
+    handle.remove()
+    optimizer.step()
+    for seed in range(3):
+        model(x(seed))
+    return kept[0]
+
+
+def test_a_view_of_a_forward_keeps_its_bytes_when_the_unit_is_away_and_after_the_step(tmp_path):
+    model, optimizer = offloaded(tmp_path, more=1 << 16)
     expected = blocks()[1][0].weight.detach()
     with optimizer:
-        handle = model[1][0].register_forward_hook(lambda module, *_: kept.append(module.weight.detach()))
-        model(x()).square().mean().backward()
-        handle.remove()
-        optimizer.step()
-        for seed in range(3):
-            model(x(seed))
-        assert torch.equal(kept[0], expected)
+        assert not optimizer._session.run.residency.units.home_of["1.0.weight"].held
+        assert torch.equal(view_of_a_forward(model, optimizer), expected)
         with memascend.materialized(model):
             assert not torch.equal(model[1][0].weight, expected)
+
+
+def test_a_view_of_a_forward_has_the_steps_values_where_they_are_held(tmp_path):
+    """As in memory: the update is done where the values lie."""
+    model, optimizer = offloaded(tmp_path, host_memory="64MiB")
+    with optimizer:
+        assert optimizer._session.run.residency.units.home_of["1.0.weight"].held
+        found = view_of_a_forward(model, optimizer)
+        with memascend.materialized(model):
+            assert torch.equal(model[1][0].weight, found)
+            assert not torch.equal(blocks()[1][0].weight, found)
 
 
 def test_bytes_that_a_view_kept_alive_are_taken_again(tmp_path):

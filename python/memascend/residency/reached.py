@@ -3,7 +3,8 @@
 Outside of forward and backward a parameter may be reached in every way that torch has. What is handed out is a file of
 its own (on a device: memory there), and it is looked at before each forward: changed values are what the model computes
 with from then on. They are written to storage with the next update, `save()` or `close()`, where they still differ.
-Memory that somebody keeps over a step gets the values of the step, as the parameter's own would.
+Memory that somebody keeps over a step gets the values of the step, as the parameter's own would; but what a state dict
+has stays as it is, and a write to it after the step is refused.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from memascend.engine import checksum_of
 from memascend.errors import UsageError
 from memascend.residency.copies import bytes_of
+from memascend.residency.unit_slot import alive
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -41,7 +44,7 @@ _STAGED = "a step is staged, and its updates began from other values: call step(
 class _Reached:
     """Real memory of one parameter."""
 
-    __slots__ = ("committed", "old", "place", "seen", "settled", "stand_in", "values")
+    __slots__ = ("committed", "in_state_dict", "old", "place", "seen", "settled", "stand_in", "values")
 
     def __init__(self, place: Place, values: torch.Tensor) -> None:
         self.place = place
@@ -52,6 +55,8 @@ class _Reached:
         self.settled = False
         # Storage has other values by now, which are to come here.
         self.old = False
+        # A state dict has this memory, which later steps do not change.
+        self.in_state_dict = False
 
     def hold(self, values: torch.Tensor) -> None:
         """Have this memory from now on."""
@@ -110,6 +115,28 @@ def _uses_of_two() -> tuple[int, int]:
         return uses
 
 
+class _Outlived:
+    """Memory of a state dict that somebody kept, and that is no parameter's any more."""
+
+    __slots__ = ("_shape", "_weak", "place", "seen")
+
+    def __init__(self, place: Place, values: torch.Tensor) -> None:
+        self.place = place
+        self.seen = _checksum(values, place)
+        self._weak = StorageWeakRef(values.untyped_storage())
+        self._shape = (values.dtype, values.storage_offset(), tuple(values.shape), values.stride())
+
+    def checksum(self) -> str | None:
+        """Of what it holds now; None where it is gone."""
+        storage = alive(self._weak)
+        if storage is None:
+            return None
+        dtype, offset, shape, stride = self._shape
+        with torch.inference_mode(mode=False), torch.no_grad():
+            values = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)
+            return _checksum(values, self.place)
+
+
 class ReachedWeights:
     """The parameters of one model that were reached since the last commit that changed them."""
 
@@ -120,6 +147,7 @@ class ReachedWeights:
         self._moment = moment
         self._is_staged = moment.staged
         self._now: dict[str, _Reached] = {}
+        self._outlived: list[_Outlived] = []
         self._told = False
         # Parameters that were written to too late for the forward that a step is made of.
         self._late: set[str] = set()
@@ -145,6 +173,18 @@ class ReachedWeights:
             if stand_in.requires_grad != wanted:
                 stand_in.requires_grad_(wanted)
             return stand_in
+
+    def for_state_dict(self, place: Place) -> torch.Tensor:
+        """Memory for a state dict that is being made: what is written there counts, but no later step changes it."""
+        with self._residency.lock, torch.inference_mode(mode=False), torch.no_grad():
+            one = self._reach(place)
+            if one.is_shared and not one.in_state_dict:
+                # Somebody's view, which follows the steps.
+                values = self._copies.of_values(place, _laid_out(one.values, place))
+                self._outlived.append(_Outlived(place, values))
+                return values
+            one.in_state_dict = True
+            return one.stand_in
 
     @contextmanager
     def bound(self, places: list[Place]) -> Iterator[None]:
@@ -205,6 +245,8 @@ class ReachedWeights:
             one = self._now.get(place.name)
             if one is None:
                 one = self._now[place.name] = _Reached(place, self._copy(place))
+            elif one.in_state_dict:
+                one.in_state_dict = one.is_shared
             one.settled = False
             return one
 
@@ -254,6 +296,14 @@ class ReachedWeights:
             for one in self._now.values():
                 if not one.settled and one.checksum() != one.seen:
                     self._late.add(one.place.name)
+            outlived, self._outlived = self._outlived, []
+            for other in outlived:
+                now = other.checksum()
+                if now is None:
+                    continue
+                self._outlived.append(other)
+                if now != other.seen:
+                    self._late.add(other.place.name)
             if self._late:
                 raise UsageError(
                     f"{', '.join(sorted(self._late))} were written to through a view or .data that was taken before "
@@ -268,6 +318,8 @@ class ReachedWeights:
         with self._residency.lock:
             late, self._late = self._late, set()
             self.forget(late)
+            for other in self._outlived:
+                other.seen = other.checksum() or other.seen
 
     # --- what becomes of it -------------------------------------------------------------------
 
@@ -307,10 +359,13 @@ class ReachedWeights:
                     continue
                 if one.changed:
                     self._residency.units.override(one.place, None)
-                if one.is_shared and one.is_writable:
+                shared = one.is_shared
+                if shared and one.is_writable and not one.in_state_dict:
                     one.old = True
-                else:
-                    del self._now[name]
+                    continue
+                if shared:
+                    self._outlived.append(_Outlived(one.place, one.values))
+                del self._now[name]
             self._renew()
 
     def _renew(self) -> None:
@@ -333,6 +388,7 @@ class ReachedWeights:
         """Let go of all memory."""
         with self._residency.lock:
             self._now.clear()
+            self._outlived.clear()
 
 
 def _laid_out(values: torch.Tensor, place: Place) -> torch.Tensor:

@@ -72,7 +72,7 @@ class Residency:
         self.turns = Turns(self.lock)
         self.units = ResidentUnits(memory, limits, copies, self.turns, moment.busy, sums)
         self.hooks = SavedTensorHooks(self, keeper)
-        self.transfers = Transfers(self.copy_of)
+        self.transfers = Transfers()
         self.reached = ReachedWeights(self, copies, moment)
 
     # --- binding ---------------------------------------------------------------
@@ -188,11 +188,11 @@ class Residency:
             return rows.look_up(home.name, place, indices, padding, self.units.overrides.get(place.name))
 
     def detached(self, place: Place) -> torch.Tensor | None:
-        """A private copy of a parameter's values where a state dict is made inside of a forward; None elsewhere."""
+        """A copy of a parameter's values where a state dict is made; None elsewhere."""
         if place.device.type == "cpu" and not self.reached.computes:
-            # Memory that is watched, as everybody gets it.
-            return None
-        return self.transfers.detached(place)
+            # Memory that is watched.
+            return self.transfers.detached(place, self.reached.for_state_dict)
+        return self.transfers.detached(place, self.copy_of)
 
     def assigned(self, place: Place, values: torch.Tensor) -> bool:
         """Write values through to storage where a state dict is being loaded; False elsewhere."""

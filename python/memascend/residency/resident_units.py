@@ -237,12 +237,14 @@ class ResidentUnits:
             home = self.homes[index]
             if (
                 home.by_rows
+                or home.bound
                 or home.base is not None
                 or home.fetch is not None
                 or is_useless(home, self.order)
                 or self._adopt(home)
             ):
                 # One that is useless now is read when the commit has made its values new.
+                # One that is bound without bytes of ours is materialized: they could not leave before it is no more.
                 continue
             room = count < near or self._arena.free_slots(home.nbytes) or has_useless(home, self.homes, self.order)
             if not room:

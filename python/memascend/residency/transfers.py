@@ -17,9 +17,8 @@ __all__ = ["Transfers"]
 class Transfers:
     """What detach() and copy_() of a parameter do while torch makes or loads a state dict."""
 
-    def __init__(self, copy: Callable[[Place], torch.Tensor]) -> None:
-        """`copy` makes a private copy of a parameter's committed values."""
-        self._copy = copy
+    def __init__(self) -> None:
+        """Begin with none."""
         # Of the state dict that is being made, by name: parameters that are tied are one tensor in it.
         self._copies: dict[str, torch.Tensor] | None = None
         self._write: Callable[[Place, torch.Tensor], None] | None = None
@@ -31,12 +30,12 @@ class Transfers:
         if self._settle is not None:
             self._settle()
 
-    def detached(self, place: Place) -> torch.Tensor | None:
-        """A private copy of a parameter where a state dict is being made; see `Residency`."""
+    def detached(self, place: Place, copy: Callable[[Place], torch.Tensor]) -> torch.Tensor | None:
+        """What `copy` makes of a parameter where a state dict is being made; see `Residency`."""
         if self._copies is None:
             return None
         if place.name not in self._copies:
-            self._copies[place.name] = self._copy(place)
+            self._copies[place.name] = copy(place)
         return self._copies[place.name].detach()
 
     def assigned(self, place: Place, values: torch.Tensor) -> bool:
