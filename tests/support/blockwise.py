@@ -5,6 +5,7 @@ The square root is rounded once, as IEEE says: torch's own is one unit off now a
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -29,16 +30,20 @@ def dynamic_map(*, signed: bool) -> torch.Tensor:
     return torch.tensor(sorted(numbers), dtype=torch.float32)
 
 
-def _codes_of_points(numbers: torch.Tensor) -> torch.Tensor:
+# Not computed when this is loaded: a process from which children are forked must not have begun torch's threads.
+@functools.cache
+def _numbers(*, signed: bool) -> torch.Tensor:
+    return dynamic_map(signed=signed)
+
+
+@functools.cache
+def _codes_of_points(*, signed: bool) -> torch.Tensor:
+    numbers = _numbers(signed=signed)
     middles = 0.5 * (numbers[:-1] + numbers[1:])
     points = torch.arange(_POINTS, dtype=torch.float32)
     shares = (points + points) / float(_POINTS - 1) - 1.0
     # How many middles are below the share.
     return torch.bucketize(shares, middles, right=False).to(torch.uint8)
-
-
-_SIGNED, _UNSIGNED = dynamic_map(signed=True), dynamic_map(signed=False)
-_CODES = {True: _codes_of_points(_SIGNED), False: _codes_of_points(_UNSIGNED)}
 
 
 def _blocks(flat: torch.Tensor) -> torch.Tensor:
@@ -54,13 +59,13 @@ def quantized(flat: torch.Tensor, *, signed: bool) -> tuple[torch.Tensor, torch.
     shares = blocks * (1.0 / absmax)[:, None]
     places = _fma(((shares.clamp(-1.0, 1.0) + 1.0) * 0.5), 65_535.0, 0.5)
     points = torch.where(places.isnan(), 0.0, places).long()
-    codes = torch.where(absmax[:, None] == 0, 0, _CODES[signed][points])
+    codes = torch.where(absmax[:, None] == 0, 0, _codes_of_points(signed=signed)[points])
     return codes.flatten()[: flat.numel()].to(torch.uint8), absmax
 
 
 def dequantized(codes: torch.Tensor, absmax: torch.Tensor, *, signed: bool) -> torch.Tensor:
     """The numbers that codes stand for."""
-    numbers = (_SIGNED if signed else _UNSIGNED)[codes.long()]
+    numbers = _numbers(signed=signed)[codes.long()]
     return numbers * absmax.repeat_interleave(BLOCK)[: codes.numel()]
 
 
