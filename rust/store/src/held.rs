@@ -10,7 +10,7 @@ use std::{
     sync::{Arc, Mutex, MutexGuard},
 };
 
-use memascend_mem::{Arena, KeepGoing, OnFork, Pin, Region, Wait, locked};
+use memascend_mem::{Arena, KeepGoing, OnFork, Pin, Region, Wait, fork_generation, locked};
 
 use crate::{
     Buffer, Content, Description, Error, Layout, Result, Shared, Store, buffer::bytes_of, holds::Hold, index::Index,
@@ -27,6 +27,8 @@ pub(crate) struct Held {
     entries: BTreeMap<usize, HeldEntry>,
     /// Where the values of each unit lie of which all entries are held.
     units: BTreeMap<usize, Range<usize>>,
+    /// The process that has it: a forked child sees zeros there.
+    generation: u32,
 }
 
 #[derive(Debug)]
@@ -90,10 +92,12 @@ impl Store {
             end += self.layout.held_bytes(&self.description, entry).0 as usize;
         }
         let units = (0..self.description.units.len()).filter_map(|unit| {
-            let entries = self.entries_of(unit);
-            let first = held.get(&entries.start)?.values;
+            // An entry without values needs no place: whoever chooses what is held may leave it out.
+            let valued = |&entry: &usize| self.layout.held_bytes(&self.description, entry).0 > 0;
+            let mut entries = self.entries_of(unit).filter(valued).peekable();
+            let first = held.get(entries.peek()?)?.values;
             let nbytes = self.layout.unit_bytes(unit) as usize;
-            let whole = nbytes > 0 && entries.clone().all(|entry| held.contains_key(&entry));
+            let whole = entries.all(|entry| held.contains_key(&entry));
             whole.then_some((unit, first..first + nbytes))
         });
         let units = units.collect();
@@ -107,7 +111,7 @@ impl Store {
         let region = Region::interruptible(end, pin, OnFork::Wipe, "held entries", keep_going)?;
         let arena = Arena::new(&region, &[(end, 1)])?;
         let memory = Shared::new(arena.lease(end, arena.owner("held entries")?, Wait::never())?);
-        Ok(Some(Held { memory, entries: held, units }))
+        Ok(Some(Held { memory, entries: held, units, generation: fork_generation() }))
     }
 
     /// Whether an entry is held.
@@ -230,9 +234,9 @@ impl Store {
         now.versions[piece as usize] = version;
     }
 
-    /// Where entries are held now.
+    /// Where entries are held now. Nowhere in a forked child, which reads storage then, and is refused.
     pub(crate) fn held(&self) -> Option<Arc<Held>> {
-        self.index.lock().held.clone()
+        self.index.lock().held.clone().filter(|held| held.generation == fork_generation())
     }
 
     /// That a piece of values in memory is what its version was left as.
