@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -78,6 +79,7 @@ class ResidentUnits:
         # The places of units that are held: they are always there.
         self._held: set[int] = set()
         self.closed: str | None = None
+        self._process = os.getpid()
         self.written: set[str] = set()
         self.overrides: dict[str, torch.Tensor] = {}
         self.counters = {"fetches": 0, "hits": 0, "adopted": 0, "evictions": 0}
@@ -102,9 +104,14 @@ class ResidentUnits:
         self.home_of.update((place.name, home) for place in places)
 
     def require_open(self) -> None:
-        """Refuse what comes after the end."""
+        """Refuse what comes after the end, and what a forked child asks: it sees zeros where units are."""
         if self.closed:
             raise UsageError(self.closed)
+        if os.getpid() != self._process:
+            raise UsageError(
+                "the model belongs to the process that offloaded it, and this process is a fork of it: compute there, "
+                "or offload a model here"
+            )
 
     # --- reading ------------------------------------------------------------------------
 
