@@ -248,7 +248,8 @@ def others(model, optimizer, batch, phase):
     phase("change")
     model.load_state_dict(state)
     phase("load_state_dict() of others")
-    del state
+    # A view that is kept over a step is warned of.
+    del state, tensor
     with memascend.materialized(model, modify=True), torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(0.5)

@@ -222,6 +222,8 @@ def test_what_was_added_is_logged_and_in_the_plan(tmp_path, caplog, request, dev
 @pytest.mark.parametrize("gradients", ["ssd", "fused"])
 def test_a_given_budget_is_kept_and_the_one_that_the_error_names_works(tmp_path, in_memory, case, gradients):
     make, loss = CASES[case]
+    # First: it sets the threads that both compute with.
+    wanted = in_memory(make, loss)
     model, optimizer = made(make)
     model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "one", gradients=gradients)
     budget = optimizer.plan.smallest
@@ -244,5 +246,4 @@ def test_a_given_budget_is_kept_and_the_one_that_the_error_names_works(tmp_path,
     )
     with optimizer:
         train(model, optimizer, loss)
-        wanted = in_memory(make, loss)
         assert all(same_bits(value, wanted[name]) for name, value in model.state_dict().items())

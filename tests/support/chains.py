@@ -21,12 +21,14 @@ def loss_of(model, seed=1):
     return model(batch(seed)).square().mean()
 
 
-def twins(tmp_path, gradients="ssd", make=chain, rate=0.1, kind=torch.optim.SGD, **options):
+def twins(
+    tmp_path, gradients="ssd", make=chain, rate=0.1, kind=torch.optim.SGD, host_memory: str | None = "64MiB", **options
+):
     """The same model twice: in RAM, and offloaded."""
     plain, model = make(), make()
     ours = kind(model.parameters(), lr=rate)
     model, ours = memascend.offload(
-        model, ours, storage=tmp_path / "twin.store", gradients=gradients, host_memory="64MiB", **options
+        model, ours, storage=tmp_path / "twin.store", gradients=gradients, host_memory=host_memory, **options
     )
     return plain, kind(plain.parameters(), lr=rate), model, ours
 

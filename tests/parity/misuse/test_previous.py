@@ -109,7 +109,8 @@ def test_closing_a_run_that_is_flushed_then_commits_once_more(offloaded):
 def test_what_was_begun_to_be_written_over_is_refused_and_nothing_changed(offloaded, tmp_path):
     path = tmp_path / "run.store"
     model = Noted()
-    training = offloaded(model, adamw(model), gradients="fused", steps=3)
+    # At a budget that holds nothing: the backward writes.
+    training = offloaded(model, adamw(model), gradients="fused", steps=3, host_memory=None)
     training.loss(3).backward()
     training.optimizer.close()
     before = path.read_bytes()
@@ -212,7 +213,8 @@ def test_verify_names_what_is_damaged_where(offloaded, tmp_path, capsys):
 def test_a_store_in_the_middle_of_a_step_is_fine(offloaded, tmp_path, capsys):
     path = tmp_path / "run.store"
     model = Noted()
-    training = offloaded(model, adamw(model), gradients="fused", steps=2)
+    # At a budget that holds nothing: the backward writes.
+    training = offloaded(model, adamw(model), gradients="fused", steps=2, host_memory=None)
     training.loss(3).backward()
     training.optimizer.close()
     status, text, wrong, _ = verified(path, capsys)
