@@ -85,13 +85,18 @@ def test_workers_of_a_loader_are_forked_from_it(offloaded):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_child_may_not_train(offloaded):
-    training = offloaded(steps=1)
+@pytest.mark.parametrize("host_memory", [None, "64MiB"], ids=["streamed", "held"])
+@pytest.mark.parametrize("what", ["weights", "bound weights", "state"])
+def test_a_forked_child_may_not_train(offloaded, what, host_memory):
+    training = offloaded(steps=1, host_memory=host_memory)
+    head = training.model.head.weight
+    if what == "bound weights":
+        head.norm()
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            training.model.head.weight.norm()
+            training.optimizer.state_of(head) if what == "state" else head.norm()
             said = "it read"
         except MemascendError as error:
             said = f"{type(error).__name__}: {error}"
