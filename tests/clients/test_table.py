@@ -13,7 +13,9 @@ def name(case):
 @pytest.mark.parametrize("case", [case for library in LIBRARIES for case in cases(library)], ids=name)
 def test_the_page_says_what_becomes_of_it(case):
     if case.name == "SWATS":
-        pytest.skip("when it turns to SGD, and keeps other state, depends on the last bits of the processor's arithmetic")
+        pytest.skip(
+            "when it turns to SGD, and keeps other state, depends on the last bits of the processor's arithmetic"
+        )
     assert row(case) in written()[heading(case.library)], "make clients-table"
 
 
