@@ -1,0 +1,107 @@
+//! Runs fio over the same bytes, with huge pages where they can be reserved.
+
+use std::{error::Error, fs, path::PathBuf, process::Command};
+
+use crate::{Sample, target::MARK, wishes::Pattern};
+
+const HUGE_PAGES: &str = "/proc/sys/vm/nr_hugepages";
+const HUGE_PAGE_BYTES: usize = 2 << 20;
+
+/// fio, and the huge pages that it was promised. Dropping gives them back.
+pub(crate) struct Fio {
+    before: Option<usize>,
+}
+
+impl Fio {
+    /// Reserves huge pages for `nbytes` of buffers; without them fio runs on pages of 4 KiB, and its name says so.
+    pub(crate) fn new(nbytes: usize) -> Result<Self, Box<dyn Error>> {
+        Command::new("fio").arg("--version").output().map_err(|_| "fio is not installed: apt-get install fio")?;
+        let count = || fs::read_to_string(HUGE_PAGES).ok()?.trim().parse::<usize>().ok();
+        // fio rounds up, and takes some for itself.
+        let wanted = nbytes.div_ceil(HUGE_PAGE_BYTES) + 4;
+        let before = count().filter(|before| {
+            let asked = fs::write(HUGE_PAGES, (before + wanted).to_string()).is_ok();
+            let got = asked && count().is_some_and(|now| now >= before + wanted);
+            if asked && !got {
+                drop(fs::write(HUGE_PAGES, before.to_string()));
+            }
+            got
+        });
+        Ok(Self { before })
+    }
+
+    pub(crate) fn name(&self) -> &'static str {
+        if self.before.is_some() { "fio, huge pages" } else { "fio, 4 KiB pages" }
+    }
+
+    /// One pass over `nbytes` of each path together.
+    pub(crate) fn run(
+        &self,
+        paths: &[PathBuf],
+        pattern: Pattern,
+        (block, depth): (usize, usize),
+        nbytes: u64,
+    ) -> Result<Sample, Box<dyn Error>> {
+        let names: Vec<_> = paths.iter().map(|path| path.display().to_string().replace(':', "\\:")).collect();
+        let mut command = Command::new("fio");
+        command.args([
+            "--name=peer",
+            "--ioengine=io_uring",
+            "--direct=1",
+            "--output-format=terse",
+            "--terse-version=3",
+        ]);
+        command.arg(format!("--filename={}", names.join(":")));
+        command.arg(format!("--rw={}", if pattern == Pattern::Mixed { "rw" } else { pattern.name() }));
+        command.args([format!("--bs={block}"), format!("--iodepth={depth}"), format!("--size={nbytes}")]);
+        command.arg(format!("--buffer_pattern=\"{}\"", MARK.escape_ascii()));
+        if self.before.is_some() {
+            command.arg("--iomem=shmhuge");
+        }
+        let done = command.output()?;
+        let said = String::from_utf8_lossy(&done.stdout);
+        if !done.status.success() {
+            return Err(format!("fio failed: {}{said}", String::from_utf8_lossy(&done.stderr)).into());
+        }
+        let line = said.lines().find(|line| line.starts_with("3;")).ok_or("fio gave no line of version 3")?;
+        parsed(&line.split(';').collect::<Vec<_>>())
+    }
+}
+
+impl Drop for Fio {
+    fn drop(&mut self) {
+        if let Some(before) = self.before {
+            drop(fs::write(HUGE_PAGES, before.to_string()));
+        }
+    }
+}
+
+/// A sample of fio's terse line of version 3: 41 fields of reads from the sixth on, 41 of writes, processor time.
+fn parsed(fields: &[&str]) -> Result<Sample, Box<dyn Error>> {
+    let number = |index: usize| -> Result<f64, Box<dyn Error>> {
+        let field = fields.get(index).ok_or("fio's line is too short")?;
+        Ok(field.trim_end_matches('%').parse()?)
+    };
+    let [mut kib, mut milliseconds, mut sum, mut count, mut slowest] = [0.0_f64; 5];
+    for start in [5, 46] {
+        let moved = number(start)?;
+        if moved > 0.0 {
+            let requests = number(start + 2)? * number(start + 3)? / 1e3;
+            kib += moved;
+            milliseconds = milliseconds.max(number(start + 3)?);
+            sum += number(start + 34)? * requests;
+            count += requests;
+            let percentile = |field: &&&str| field.starts_with("99.000000%=");
+            let field = fields[start + 12..start + 32].iter().find(percentile).ok_or("fio gave no percentiles")?;
+            slowest = slowest.max(field["99.000000%=".len()..].parse()?);
+        }
+    }
+    let gigabytes = kib * 1024.0 / 1e9;
+    let seconds = milliseconds / 1e3;
+    Ok(Sample {
+        speed: gigabytes / seconds,
+        cpu: (number(87)? + number(88)?) / 100.0 * seconds * 1e3 / gigabytes,
+        latency: sum / count / 1e3,
+        slowest: slowest / 1e3,
+    })
+}
