@@ -13,6 +13,7 @@ transformers = pytest.importorskip("transformers")
 from support.bits import same_states  # noqa: E402
 from support.small_folder import make_model, write_rows  # noqa: E402
 from support.train_command import events, run_until  # noqa: E402
+from transformers.models.llama.modeling_llama import LlamaMLP  # noqa: E402
 
 from memascend.cli import main  # noqa: E402
 from memascend.cli.train.batches import seed_of  # noqa: E402
@@ -277,9 +278,13 @@ def test_options_of_the_machine_may_change(folders, tmp_path, capfd, monkeypatch
 
 # peft asks transformers for what later versions call otherwise.
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-def test_adapters(folders, tmp_path, capfd):
+def test_adapters(folders, tmp_path, capfd, monkeypatch):
     peft = pytest.importorskip("peft")
+    own, calls = LlamaMLP.forward, []
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: (calls.append(torch.is_grad_enabled()), own(self, x))[1])
     lines, err = ran(capfd, *arguments(folders, tmp_path, "--lora", 4, "--save-every", 1, "--epochs", 1))
+    # Five batches, two blocks, and each is computed again in the backward: its activations are not kept.
+    assert calls == [True] * 20
     assert "adapters of rank 4" in err
     assert (tmp_path / "out/adapter_model.safetensors").is_file()
     assert not (tmp_path / "out/model.safetensors").exists()

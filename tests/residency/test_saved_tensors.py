@@ -1,8 +1,13 @@
 """Tests that tensors which autograd saves, and which lie in a unit, come back as the views that they were."""
 
+import copy
+import functools
+
 import pytest
 import torch
+from support.bits import same_bits
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import memascend
 
@@ -69,3 +74,82 @@ def test_a_saved_view_of_a_weight_has_the_same_gradient(tmp_path, view):
         with memascend.materialized(model):
             for wanted, got in zip(plain.parameters(), model.parameters(), strict=True):
                 assert torch.equal(wanted, got)
+
+
+class Adapted(nn.Module):
+    """A frozen norm and a frozen matrix, and factors beside it that learn, as adapters do."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.frozen = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.scale = nn.Parameter(torch.rand(WIDTH))
+        self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+        for parameter in (self.scale, self.norm.weight, self.frozen.weight):
+            parameter.requires_grad_(False)
+
+    def forward(self, x):
+        # Each product with a parameter saves the parameter itself, and no view of it.
+        y = self.scale * self.norm(x)
+        return x + torch.tanh(self.frozen(y) + self.up(self.down(y)))
+
+
+class Recomputed(nn.Module):
+    """Blocks that the backward computes again, when they are away."""
+
+    def __init__(self, compute):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Adapted() for _ in range(3))
+        self.compute = compute
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = self.compute(block, x)
+        return x.float().square().sum()
+
+
+def keep_products(context, func, *args, **kwargs):
+    del context, args, kwargs
+    return CheckpointPolicy.MUST_SAVE if func is torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def nested(block, x):
+    inner = functools.partial(checkpoint, block, use_reentrant=False)
+    return checkpoint(inner, x, use_reentrant=False)
+
+
+WAYS = {
+    "reentrant": functools.partial(checkpoint, use_reentrant=True),
+    "not reentrant": functools.partial(checkpoint, use_reentrant=False),
+    "to the end": functools.partial(checkpoint, use_reentrant=False, early_stop=False),
+    "nested": nested,
+    "selective": functools.partial(
+        checkpoint,
+        use_reentrant=False,
+        context_fn=functools.partial(create_selective_checkpoint_contexts, keep_products),
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_recomputed_block_with_frozen_weights_has_the_same_gradients(tmp_path, way, dtype):
+    plain = Recomputed(WAYS[way]).to(dtype)
+    model = copy.deepcopy(plain)
+    theirs, own = (torch.optim.SGD([p for p in of.parameters() if p.requires_grad], lr=0.1) for of in (plain, model))
+    model, optimizer = memascend.offload(model, own, storage=tmp_path / "s", gradients="fused", master_dtype=None)
+    with optimizer:
+        for seed in range(2):
+            values = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed)).to(dtype)
+            inputs = [values.clone().requires_grad_() for _ in range(2)]
+            losses = []
+            for x, of, step in zip(inputs, (plain, model), (theirs, optimizer), strict=True):
+                losses.append(of(x))
+                losses[-1].backward()
+                step.step()
+                step.zero_grad()
+            assert same_bits(*losses)
+            assert same_bits(inputs[0].grad, inputs[1].grad)
+        with memascend.materialized(model):
+            for wanted, got in zip(plain.parameters(), model.parameters(), strict=True):
+                assert same_bits(wanted, got)

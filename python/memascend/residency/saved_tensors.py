@@ -70,21 +70,20 @@ class SavedTensorHooks:
         return self._note(tensor) is not None
 
     def push(self) -> bool:
-        """Push the hooks where they are needed; whether they were pushed.
-
-        Not where ours are on top already, nor over a checkpoint's: it keeps views, which keep their bytes alive.
-        """
+        """Push the hooks where they are needed, which is not where ours are on top; whether they were pushed."""
         top = torch._C._autograd._top_saved_tensors_default_hooks(False)  # noqa: SLF001
         if top is None:
             torch._C._autograd._push_saved_tensors_default_hooks(*self._pair)  # noqa: SLF001
             return True
         pack, unpack = top
-        if getattr(pack, "__self__", None) is self or isinstance(getattr(pack, "__self__", None), _Delegating):
+        if _owner(pack) is self:
             return False
-        if getattr(pack, "__module__", "") == _CHECKPOINT:
-            return False
-        theirs = _Delegating(self, pack, unpack)
-        torch._C._autograd._push_saved_tensors_default_hooks(theirs.pack, theirs.unpack)  # noqa: SLF001
+        if isinstance(pack, _OverCheckpoint) or getattr(pack, "__module__", "") == _CHECKPOINT:
+            pack = _OverCheckpoint(self, pack)
+        else:
+            theirs = _Delegating(self, pack, unpack)
+            pack, unpack = theirs.pack, theirs.unpack
+        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)  # noqa: SLF001
         return True
 
     @staticmethod
@@ -98,8 +97,7 @@ class SavedTensorHooks:
         """Pop what an interrupt left on top, where this thread computes nothing."""
         while torch._C._current_graph_task_id() == -1:  # noqa: SLF001
             top = torch._C._autograd._top_saved_tensors_default_hooks(False)  # noqa: SLF001
-            owner = None if top is None else getattr(top[0], "__self__", None)
-            if owner is not self and not (isinstance(owner, _Delegating) and owner.hooks is self):
+            if top is None or _owner(top[0]) is not self:
                 return
             self.pop()
 
@@ -154,3 +152,35 @@ class _Delegating:
             return self.hooks._tensor(what)  # noqa: SLF001
         tensor: torch.Tensor = self._unpack(what)
         return tensor
+
+
+class _OverCheckpoint:
+    """Ours over a checkpoint's, which keeps what is saved as it is: a view keeps its bytes alive, a parameter does not.
+
+    Of what needs a gradient it makes a view itself; a frozen parameter that it kept would be away in the backward.
+    """
+
+    __slots__ = ("_pack", "hooks")
+
+    # So torch finds the hooks of users beneath: what a selective checkpoint caches is not for these.
+    _checkpoint_internal = True
+
+    def __init__(self, hooks: SavedTensorHooks, pack: Callable[..., Any]) -> None:
+        self.hooks = hooks
+        self._pack = pack
+
+    @property
+    def _user_hooks(self) -> Any:
+        return getattr(self._pack, "_user_hooks", None)
+
+    def __call__(self, tensor: torch.Tensor) -> Any:
+        bare = isinstance(tensor, torch.nn.Parameter) and self.hooks.lies_in_unit(tensor)
+        return self._pack(tensor.detach() if bare else tensor)
+
+
+def _owner(pack: Callable[..., Any]) -> SavedTensorHooks | None:
+    """Whose a pack hook is, where it is one of this module's."""
+    owner = pack if isinstance(pack, _OverCheckpoint) else getattr(pack, "__self__", None)
+    if isinstance(owner, (_Delegating, _OverCheckpoint)):
+        return owner.hooks
+    return owner if isinstance(owner, SavedTensorHooks) else None

@@ -105,9 +105,7 @@ def describe_model(folder: Path, rank: int | None, seed: int) -> Described:
     with contextlib.suppress(OSError):
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
     model.train()
-    if rank is None:
-        # Under adapters a block that is computed again meets frozen weights that are away, and the backward ends there.
-        _recompute(model)
+    _recompute(model)
     if rank is None:
         files.check(Names(model), dict(model.named_parameters()))
         return Described(model, str(folder), adapted=False)
