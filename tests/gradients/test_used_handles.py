@@ -69,6 +69,17 @@ def test_a_used_gradient_refuses_what_it_cannot_do(call, words):
     assert handle.operations == ()
 
 
+def test_a_module_with_used_gradients_goes_to_where_it_is():
+    """Lightning does so when training has ended: each gradient's `.data` becomes that gradient."""
+    module = torch.nn.Linear(3, 3)
+    for parameter in module.parameters():
+        parameter.grad = fused_of(torch.ones_like(parameter))
+    kept = module.weight.grad
+    assert module.cpu() is module
+    assert module.weight.grad is kept
+    assert kept.operations == ()
+
+
 def test_a_second_backward_on_a_used_gradient_is_refused():
     parameter = torch.nn.Parameter(torch.zeros(3))
     parameter.grad = fused_of(torch.ones(3))

@@ -339,6 +339,9 @@ def _change(handle: GradientHandle, operation: Operation) -> GradientHandle:
         argument = [gradient] if operation.listed else gradient
         addition = Operation(operation.function, name, (argument,), listed=operation.listed)
         handle.gradient.accumulate(addition, gradient)
+    elif name == "copy_" and isinstance(values[0], GradientHandle) and values[0].gradient is handle.gradient:
+        # On itself, as a module's `.cpu()` does where nothing moves: it may be of a gradient that was used.
+        pass
     elif name == "copy_":
         handle.gradient.overwrite(_plain(values[0]), name)
     elif is_recordable(name, [*values, *options.values()]):
