@@ -52,8 +52,15 @@ def test_memory_is_flat_up_to_48_blocks(measure, gradients):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("start", [{"in_heap": True}, {"meta": True}], ids=["ram", "meta"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("start", "dtype"),
+    [
+        pytest.param({"in_heap": True}, "float32", id="ram-float32"),
+        pytest.param({"meta": True}, "float32", id="meta-float32", marks=pytest.mark.slow),
+        pytest.param({"in_heap": True}, "bfloat16", id="ram-bfloat16", marks=pytest.mark.slow),
+        pytest.param({"meta": True}, "bfloat16", id="meta-bfloat16", marks=pytest.mark.slow),
+    ],
+)
 def test_where_a_model_was_made_does_not_matter(measure, dtype, start):
     """What it leaves in the heap is not filled by the tensors of the steps that follow."""
     work = {**start, "dtype": dtype, "options": {"gradients": "fused"}, "steps": 3}
@@ -81,6 +88,7 @@ def test_nothing_holds_the_model(measure):
         assert peak - at_return < room(run["model_bytes"]), (phase, peak - at_return, run["model_bytes"])
 
 
+@pytest.mark.slow
 @pytest.mark.root
 @pytest.mark.timeout(300)
 def test_a_limit_that_the_kernel_enforces(measure, cgroup):

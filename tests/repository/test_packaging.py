@@ -149,6 +149,7 @@ def run(python, *arguments, cwd):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_wheel_works_in_a_bare_environment(bare, tmp_path):
     where = run(bare, "-c", "import memascend; print(memascend.__file__, memascend.__version__)", cwd=tmp_path)
     assert str(bare.parent.parent) in where

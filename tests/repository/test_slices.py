@@ -91,6 +91,7 @@ sys.exit(slices.main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_slices_go_on_where_they_stopped(tmp_path):
     tests = tmp_path / "test_some.py"

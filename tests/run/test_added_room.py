@@ -144,7 +144,14 @@ def test_room_is_made_where_nobody_gave_a_budget(tmp_path, in_memory, case):
 
 
 @pytest.mark.usefixtures("fake")
-@pytest.mark.parametrize("case", ["checkpoint segments", "view kept by a function", "gradient penalty"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "checkpoint segments",
+        pytest.param("view kept by a function", marks=pytest.mark.slow),
+        pytest.param("gradient penalty", marks=pytest.mark.slow),
+    ],
+)
 def test_room_is_made_on_a_device(tmp_path, in_memory, case):
     make, loss = CASES[case]
     wanted = in_memory(make, loss)

@@ -118,7 +118,7 @@ ENDS = {
 
 
 # The others are the same fault by other ways, and each is a process of its own.
-USUAL = ("uncaught", "closed", "recomputed")
+USUAL = ("uncaught", "recomputed")
 
 
 @pytest.mark.parametrize("end", [pytest.param(end, marks=() if end in USUAL else pytest.mark.slow) for end in ENDS])
