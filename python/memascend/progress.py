@@ -62,7 +62,7 @@ class Progress(Closing):
 
     def reached(self, done: int, nbytes: int) -> None:
         """So many bytes are done, of so many in all."""
-        self._nbytes = nbytes
+        self._total = nbytes
         self.add(done - self._done)
 
     def close(self) -> None:

@@ -2,7 +2,9 @@
 
 import ctypes
 import gc
+import signal
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 from support.bits import same_bits
 
 from memascend import engine
-from memascend.errors import ConfigError, UsageError
+from memascend.errors import ConfigError, StorageError, UsageError
 
 CHUNK = 2048
 SIZES = [(1,), (13,), (2048,), (2049,), (3, 1741), (0, 5), (), (30_001,)]
@@ -275,3 +277,80 @@ def test_what_is_applied_has_as_many_threads_as_the_caller(tmp_path, openmp):
             )
             applying.commit(step)
     assert seen == [1, 3, 1]
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("spilled", [False, True])
+def test_late_calls_are_applied_to_held_entries_in_memory(tmp_path, whole, spilled):
+    store, held, states = made(tmp_path / "store", spill=torch.bfloat16, durability="none")
+    room = 30_001 * (4 + 4 + 2 + 2) + 4 * 64 if whole else 0
+    with store, engine.Engine(store, chunks=4, queue=100_000, whole=room) as applying:
+        store.hold(list(held))
+        store.refresh(list(held))
+        for step in range(1, 4):
+            for name, values in held.items():
+                gradient = torch.randn(values.shape).bfloat16()
+                if spilled:
+                    applying.spill(name, gradient)
+                    applying.apply(name, on_chunk, step=step, whole=whole, late=True)
+                else:
+                    applying.apply(name, on_chunk, step=step, gradient=gradient, whole=whole, late=True)
+                arithmetic(values, gradient, states[name], first=True, last=True)
+            applying.commit(step)
+        counters = applying.counters()
+        assert counters["state_written"] == counters["values_written"] == 0
+        assert applying.counters()["applied"] == 3 * len(held)
+        for name, values in held.items():
+            stored, state = store.read(name)
+            assert same_bits(stored, values), name
+            for of, tensor in states[name].items():
+                assert same_bits(state[of], tensor), (name, of)
+    with engine.Store.open(tmp_path / "store") as store:
+        store.verify()
+        assert all(same_bits(store.read(name)[0], values) for name, values in held.items())
+
+
+def test_a_late_call_that_fails_ends_the_run(tmp_path):
+    store, held, _ = made(tmp_path / "store", durability="none")
+    first, second = list(held)[-2:]
+
+    def fails(_):
+        raise ArithmeticError("at the end")
+
+    with engine.Engine(store, chunks=2) as applying:
+        store.hold([first, second])
+        store.refresh([first, second])
+        applying.apply(first, on_chunk, step=1, gradient=torch.ones(held[first].shape).bfloat16(), late=True)
+        applying.apply(second, fails, step=1, gradient=torch.ones(held[second].shape).bfloat16(), late=True)
+        with pytest.raises(UsageError, match="at the end"):
+            applying.commit(1)
+        with pytest.raises(StorageError, match="was not applied to its end"):
+            store.commit(2)
+    store.close()
+    with pytest.raises(StorageError, match="not closed"):
+        engine.Store.open(tmp_path / "store")
+
+
+def commit_and_wait(applying):
+    applying.commit(1)
+    time.sleep(1)
+
+
+def test_ctrl_c_does_not_split_what_is_called_late(tmp_path):
+    store, held, states = made(tmp_path / "store", durability="none")
+    gradients = {name: torch.randn(values.shape).bfloat16() for name, values in held.items()}
+
+    def interrupted(chunk):
+        signal.raise_signal(signal.SIGINT)
+        on_chunk(chunk)
+
+    with store, engine.Engine(store, chunks=2, queue=100_000) as applying:
+        store.hold(list(held))
+        store.refresh(list(held))
+        for name, gradient in gradients.items():
+            applying.apply(name, interrupted, step=1, gradient=gradient, late=True)
+            arithmetic(held[name], gradient, states[name], first=True, last=True)
+        with pytest.raises(KeyboardInterrupt):
+            commit_and_wait(applying)
+        assert store.info()["step"] == 1
+        assert all(same_bits(store.read(name)[0], values) for name, values in held.items())

@@ -15,6 +15,8 @@ from parity.reference import Reference, threads_of_torch
 from support.bits import same_bits
 
 import memascend
+from memascend.planning.options import Options
+from memascend.run.decision import planned
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -23,6 +25,8 @@ GRADIENTS = ("fused", "ssd", "ram", "auto")
 KEPT = ("ssd", "ram")
 # What "large" means: every model here fits many times.
 LARGE = "1GiB"
+# How much of the state may be held in memory.
+PARTS = ("none", "some", "all")
 # Times that a run may find out in its first step that it needs more (API.md): segments, then views.
 BUDGETS_MAX = 4
 
@@ -32,11 +36,13 @@ class Mode:
     """A combination in which a case is run."""
 
     gradients: str
-    budget: str
+    budget: str  # "smallest" or "large"; or what is held by it, of PARTS
     threads: int
+    durability: str = "step"
 
     def __str__(self):
-        return f"{self.gradients}-{self.budget}-{self.threads}"
+        durability = "" if self.durability == "step" else f"-{self.durability}"
+        return f"{self.gradients}-{self.budget}-{self.threads}{durability}"
 
 
 @dataclass
@@ -207,10 +213,25 @@ def smallest_budget(case, **options):
     return refused.value.smallest
 
 
+def held_budget(case, part, **options):
+    """The budget at which this part of the state is held."""
+    with torch.random.fork_rng():
+        model = case.model().to(case.dtype)
+        plan = planned(model, case.optimizer(model), Options(host_memory=LARGE, **options, **case.options)).plan
+    assert plan.all_held > plan.comfortable
+    return {"none": plan.comfortable, "some": (plan.comfortable + plan.all_held) // 2, "all": plan.all_held}[part]
+
+
+def budget_of(case, mode, options):
+    if mode.budget in PARTS:
+        return held_budget(case, mode.budget, **options)
+    return LARGE if mode.budget == "large" else smallest_budget(case, **options)
+
+
 def offloaded(case, mode, folder):
-    options = {"storage": folder / "run.store", "gradients": mode.gradients}
+    options = {"storage": folder / "run.store", "gradients": mode.gradients, "durability": mode.durability}
     with threads_of_torch(mode.threads):
-        budget = LARGE if mode.budget == "large" else smallest_budget(case, **options)
+        budget = budget_of(case, mode, options)
     taken = []
 
     def take(model, original):
@@ -218,6 +239,9 @@ def offloaded(case, mode, folder):
             model, original, **options, host_memory=budget, existing="replace" if taken else "refuse", **case.options
         )
         taken.append(made[1])
+        if mode.budget in PARTS and len(taken) == 1:
+            held, stored = set(made[1].plan.held), {name for unit in made[1].plan.units for name in unit.parameters}
+            assert mode.budget == ("none" if not held else "all" if held >= stored else "some")
         return made
 
     for _ in range(BUDGETS_MAX):

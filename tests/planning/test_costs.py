@@ -20,6 +20,7 @@ def plan(**changes):
     given = {
         "units": UNITS,
         "resident": {"block6", "block7"},
+        "held_part": 0.0,
         "gradients": "auto",
         "read_bytes": {"values, forward": 8 * GB, "values, backward": 6 * GB, "state": 40 * GB},
         "written_bytes": {"values": 8 * GB, "state": 40 * GB},

@@ -5,6 +5,8 @@ import dataclasses
 import pytest
 from planning.test_budget import PAGE, model, sizes_of
 
+from memascend.planning.costs import Drive, assumed_host, storage_seconds
+from memascend.planning.forecast import forecast, said
 from memascend.planning.plan import make_plan
 from memascend.planning.requirements import Requirements
 
@@ -106,13 +108,13 @@ def test_the_table_says_what_is_held_and_what_more_would_move():
     first = make_plan(run)
     assert list(first.larger)[-1] == first.all_held
     for budget, moved in first.larger.items():
-        assert make_plan(run, budget=budget).moved_bytes <= moved
+        assert make_plan(run, budget=budget).moved_bytes <= moved.total
         assert f"host_memory={budget}" in str(first)
-        assert f"{budget} (" in first.said
+        assert f"{budget} (" in said(first, None)
     everything = make_plan(run, budget=first.all_held)
     assert "held entries" in str(everything)
     assert "a larger budget would save nothing" in str(everything)
-    assert everything.said.startswith(f"{len(everything.held)} parameters are held")
+    assert said(everything, None).startswith(f"{len(everything.held)} parameters are held")
     assert everything.to_dict()["held_units"] == sorted(each.name for each in run.units)
     assert everything.saved_bytes == first.moved_bytes - everything.moved_bytes
 
@@ -127,3 +129,32 @@ def test_frozen_values_are_held_too():
     assert first.all_held - first.comfortable == sum(each.nbytes for each in units) >= PAGE
     plan = make_plan(run, budget=first.all_held)
     assert plan.read_bytes.get("values, forward", 0) + plan.read_bytes.get("values, backward", 0) == 0
+
+
+@pytest.mark.parametrize("applies", [False, True])
+def test_seconds_of_larger_budgets_are_those_of_their_plans(applies):
+    run = dataclasses.replace(run_of(model()), applies=applies)
+    drive, host = Drive(read=5e6, write=4e6), assumed_host(None, threads=2, shared=True)
+
+    def reckon(plan):
+        return storage_seconds(plan, drive, host)
+
+    first = make_plan(run)
+    seconds = forecast(first, reckon)
+    assert seconds.now == seconds.without == reckon(first)
+    assert list(seconds.larger) == list(first.larger)
+    for budget, took in seconds.larger.items():
+        own = forecast(make_plan(run, budget=budget), reckon)
+        assert own.now == pytest.approx(took, rel=0.01)
+        assert own.without == pytest.approx(seconds.now)
+    last = list(seconds.larger.values())[-1]
+    assert seconds.now > last
+    # All is updated in step(), by two threads; under durability "none" nothing else is left.
+    elements = sum(each.elements for each in run.units)
+    assert last >= elements * host.update / 2
+    if applies:
+        assert last == pytest.approx(elements * host.update / 2)
+    everything = make_plan(run, budget=first.all_held)
+    text = said(everything, forecast(everything, reckon))
+    assert " instead of " in text.partition("which takes")[2]
+    assert forecast(first, lambda _: None) is None

@@ -4,6 +4,7 @@ import io
 import json
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -125,6 +126,20 @@ def test_the_picture(tmp_path):
         assert max(sample.units for sample in report.samples) <= report.owners["units"].bytes
         report.plot(tmp_path / "new" / "picture.png")
     assert (tmp_path / "new" / "picture.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_picture_has_what_is_held_and_its_gradients(tmp_path):
+    _, optimizer = trained(tmp_path, gradients="fused", host_memory="64MiB")
+    with optimizer:
+        report = optimizer.report()
+        waiting = [sample.waiting for sample in report.samples]
+        assert waiting[0] == 0
+        assert max(waiting) == report.in_memory.gradients == report.owners["held gradients"].peak
+        drawn = {}
+        axis = SimpleNamespace(stackplot=lambda _, layers, labels, **__: drawn.update(zip(labels, layers, strict=True)))
+        report._draw(axis)
+        assert min(drawn["held entries"]) > 0
+        assert max(drawn["held gradients"]) == max(waiting) / 2**20
 
 
 @pytest.mark.parametrize("gradients", ["ssd", "ram"])

@@ -246,6 +246,7 @@ class Engine(Closing):
         step: int,
         gradient: torch.Tensor | Lent | None = None,
         whole: bool = False,
+        late: bool = False,
     ) -> None:
         """Queue arithmetic that is not ours, and return when its gradient has room in the queue.
 
@@ -259,6 +260,8 @@ class Engine(Closing):
             step: the entry's count of updates, this one included.
             gradient: held until it was used, and must not change meanwhile; None takes the one that is spilled.
             whole: give all of the entry in one piece, of its shape, in the memory that `Engine(whole=)` set aside.
+            late: where nothing is durable before the end, and the entry is held, it may be called once the step is
+                committed, on the entry in memory, of which then nothing is written. What it raises ends the run.
 
         Raises:
             ConfigError: the gradient does not fit, or the entry takes more than `Engine(whole=)`; the message has both
@@ -274,7 +277,15 @@ class Engine(Closing):
             nbytes = gradient.held
         before = gradient.order if isinstance(gradient, Lent) else None
         call = adapter(function, entry, given, whole=whole, before=before)
-        self._core.apply(index, call, nbytes, step, gradient is None, whole)
+        self._core.apply(index, call, nbytes, step, gradient is None, (whole, late))
+
+    def probe(self, nbytes: int, seconds: float) -> tuple[int, float]:
+        """Read what storage has of the state, for at most so many bytes and seconds, while nothing else is begun.
+
+        Returns:
+            The bytes that were read, and how long that took.
+        """
+        return self._core.probe(nbytes, seconds)
 
     def finish(self) -> None:
         """Wait until every update is staged."""
@@ -304,6 +315,11 @@ class Engine(Closing):
     def queued_bytes(self) -> int:
         """Bytes of gradients that wait or are being used now, "queued" of `counters()`."""
         return self._core.queued_bytes
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes of gradients of held entries that wait for their step, "waiting" of `counters()`."""
+        return self._core.waiting_bytes
 
     def trace(self, path: _Path) -> None:
         """Record what happens to the store, until `trace_end`, into a new file for Perfetto or chrome://tracing.

@@ -291,6 +291,10 @@ class Store(Closing):
         """Write what only memory has of held entries, as a part of the last step; `close()` does so, too."""
         self._core.write_applied(progress)
 
+    def give_up(self) -> None:
+        """Give up what only memory has, where it has something: the store stays unclosed, which opening it says."""
+        self._core.give_up()
+
     def held_unit(self, unit: str) -> torch.Tensor | None:
         """The values of a unit where they are held, as the last commit left them; None where not all of it is held.
 

@@ -15,7 +15,7 @@ from memascend.errors import UsageError
 from memascend.gradients.state import State
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Container, Iterator, Sequence
 
     from memascend.gradients.arrivals import Arrivals
     from memascend.gradients.gradient import Gradient
@@ -35,7 +35,9 @@ class Gradients:
         rule: the arithmetic of an update.
     """
 
-    def __init__(self, arrivals: Arrivals) -> None:
+    def __init__(self, arrivals: Arrivals, held: Container[str] = ()) -> None:
+        """`held` are the names of parameters whose gradients wait in memory, with room for one of each."""
+        self._held = held
         self.rule = arrivals.rule
         self._engine = arrivals.engine
         self._scale = arrivals.scale
@@ -115,10 +117,17 @@ class Gradients:
                     'call zero_grad() after each step, or pass gradients="ssd"'
                 )
             factors = gradient.handle.factors()
-            if factors is None:
-                self._stage(gradient, gradient.handle.materialize(), factor)
-            else:
+            if factors is not None:
                 gradient.stage_stored(factors, factor)
+                continue
+            changed = gradient.handle.materialize()
+            if gradient.name in self._held:
+                # In place of the one that it was made of: there is no room for both.
+                gradient.handle.gradient.assign(changed)
+                gradient.stage_stored((), factor)
+                self._norms.measure_once(gradient, changed)
+            else:
+                self._stage(gradient, changed, factor)
 
     def _require_same_options(self, gradient: Gradient) -> None:
         now = self.rule.options(gradient)

@@ -93,7 +93,8 @@ class Updates:
         sparse = gradient.cpu() if gradient.is_sparse else None
         function = self._run(kept, layout, generic.Given(gradient=sparse, grad_scale=scale))
         dense = gradient.to_dense() if gradient.is_sparse else gradient
-        self._engine.apply(kept.name, function, step=step, gradient=dense, whole=layout.whole or sparse is not None)
+        whole, late = layout.whole or sparse is not None, self._arithmetic.ends_alike
+        self._engine.apply(kept.name, function, step=step, gradient=dense, whole=whole, late=late)
 
     def update_spilled(self, kept: Gradient, factors: Sequence[float], scale: float) -> None:
         """Begin the update by the gradient that was spilled."""
@@ -104,7 +105,8 @@ class Updates:
             self._engine.update_spilled(kept.name, numbers, factors=factors)
             return
         function = self._run(kept, layout, generic.Given(factors=tuple(factors), grad_scale=scale))
-        self._engine.apply(kept.name, function, step=step, whole=layout.whole)
+        late = self._arithmetic.ends_alike
+        self._engine.apply(kept.name, function, step=step, whole=layout.whole, late=late)
 
     def switch(self, mode: str, parameters: Iterable[Gradient]) -> list[str]:
         """Stage what `train()` or `eval()` of the optimizer does to its parameters; the names of those."""

@@ -44,6 +44,11 @@ class Adoption:
         # By the parameter: the number of its group, and what its last run changed.
         self._ends: dict[str, tuple[int, Mapping[SharedName, Any]]] = {}
 
+    @property
+    def waits(self) -> bool:
+        """Whether a commit has to wait for the runs, since they may change what is committed with it."""
+        return self._changes
+
     def ended(self, name: str, group: int) -> Callable[[dict[SharedName, Any]], None]:
         """What hears of the end of a parameter's run, on the engine's thread."""
         self._ends.pop(name, None)

@@ -154,9 +154,9 @@ class Arithmetic:
         return whole_pages(max(whole) + 64 * 16) if whole else 0
 
     @property
-    def is_adam(self) -> bool:
-        """Whether every update is the engine's own."""
-        return not any(layout is not None for layout in self.layouts.values())
+    def ends_alike(self) -> bool:
+        """Whether an update changes its parameter alone, so that a step may be committed before it has run."""
+        return not self.shared.waits
 
     @property
     def update_values(self) -> Literal["resident", "read", "never"]:

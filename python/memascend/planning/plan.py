@@ -10,6 +10,7 @@ from memascend.planning.held import NOTHING, choose_held
 from memascend.planning.ladder import choose, rungs
 from memascend.planning.memory_split import MemoryPlanner
 from memascend.planning.table import Plan
+from memascend.planning.traffic import Traffic
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -54,8 +55,8 @@ def make_plan(run: Requirements, *, budget: int | None = None, device_budget: in
     if run.staging is None and chosen.peak >= comfortable.peak:
         chosen = holding.widened(chosen, budget)
     now = holding.count_reads(chosen.classes)
-    read, written = _moved(run, chosen, now, held)
-    moved = sum(read.values()) + sum(written.values())
+    moved = _traffic(run, chosen, now, held)
+    without = _traffic_with(run, comfortable, NOTHING)
     larger = [comfortable.peak + everything.room * part // _PARTS for part in range(1, _PARTS + 1)]
     return Plan(
         units=tuple(run.units),
@@ -86,22 +87,24 @@ def make_plan(run: Requirements, *, budget: int | None = None, device_budget: in
         ample=ample.peak,
         all_held=comfortable.peak + everything.room,
         disk_bytes=run.sizes.total_bytes,
-        read_bytes=read,
-        written_bytes=written,
-        saved_bytes=max(0, _bytes_with(run, comfortable, NOTHING) - moved),
-        larger={nbytes: _bytes_at(run, comfortable, nbytes) for nbytes in larger if nbytes > budget},
+        read_bytes=moved.read,
+        written_bytes=moved.written,
+        held_part=moved.held,
+        saved_bytes=max(0, without.total - moved.total),
+        without=without,
+        larger={nbytes: _traffic_at(run, comfortable, nbytes) for nbytes in larger if nbytes > budget},
         device_savable_bytes=max(0, now.total - planner.count_reads(ample.classes).total) if run.staging else 0,
     )
 
 
-def _bytes_at(run: Requirements, comfortable: MemorySplit, budget: int) -> int:
+def _traffic_at(run: Requirements, comfortable: MemorySplit, budget: int) -> Traffic:
     """About what a step moves with another budget, from the comfortable one on."""
-    return _bytes_with(run, comfortable, choose_held(run, budget - comfortable.peak))
+    return _traffic_with(run, comfortable, choose_held(run, budget - comfortable.peak))
 
 
-def _bytes_with(run: Requirements, comfortable: MemorySplit, held: Held) -> int:
-    moved = _moved(run, comfortable, MemoryPlanner(run, held).count_reads(comfortable.classes), held)
-    return sum(nbytes for kinds in moved for nbytes in kinds.values())
+def _traffic_with(run: Requirements, comfortable: MemorySplit, held: Held) -> Traffic:
+    reads = MemoryPlanner(run, held).count_reads(comfortable.classes)
+    return _traffic(run, comfortable, reads, held)
 
 
 def _require_room(
@@ -132,8 +135,8 @@ def _owners(split: Mapping[str, int]) -> str:
     return ", ".join(f"{owner} {bytes_shown(nbytes)}" for owner, nbytes in ranked if nbytes)
 
 
-def _moved(run: Requirements, chosen: MemorySplit, reads: Reads, held: Held) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes that a step reads and writes, by kind."""
+def _traffic(run: Requirements, chosen: MemorySplit, reads: Reads, held: Held) -> Traffic:
+    """What a step reads and writes."""
     trained = sum(map(run.trained_bytes, run.units))
     by_rows = [unit for unit in run.units if unit.name in run.by_rows]
     # Below the comfortable window, a unit may have made room before its update is done.
@@ -157,7 +160,8 @@ def _moved(run: Requirements, chosen: MemorySplit, reads: Reads, held: Held) -> 
     }
     spared = (held.update, held.state) if run.applies else (0, 0)
     written = {"values": trained - spared[0], "state": state - spared[1], "gradients": spilled}
-    return (
+    return Traffic(
         {kind: nbytes for kind, nbytes in read.items() if nbytes},
         {kind: nbytes for kind, nbytes in written.items() if nbytes},
+        held.update / trained if trained else 0.0,
     )

@@ -11,6 +11,7 @@ from memascend.formatting import bytes_shown
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from memascend.planning.traffic import Traffic
     from memascend.planning.units import Unit
 
 __all__ = ["OBJECT_BYTES", "Plan"]
@@ -56,8 +57,10 @@ class Plan:
         disk_bytes: the store, with both slots.
         read_bytes: per step, by kind.
         written_bytes: per step, by kind.
+        held_part: of what is trained, the part that is held.
         saved_bytes: of what a step moves at the comfortable budget, those that this budget saves.
-        larger: what a step moves, in all, by larger budgets, up to the one that holds all entries.
+        without: what a step moves with nothing held.
+        larger: what a step moves by larger budgets, up to the one that holds all entries.
         device_savable_bytes: reads of a step that the device's ample budget would save in addition.
         recurrent_bytes: what cuDNN copies of the weights of LSTM, GRU and RNN modules, each from its forward to its
             backward; torch's own memory of the device, and in no budget.
@@ -93,8 +96,10 @@ class Plan:
     disk_bytes: int
     read_bytes: dict[str, int]
     written_bytes: dict[str, int]
+    held_part: float
     saved_bytes: int
-    larger: dict[int, int]
+    without: Traffic
+    larger: dict[int, Traffic]
     device_savable_bytes: int
     recurrent_bytes: int = 0
 
@@ -108,13 +113,9 @@ class Plan:
         """All that a step reads and writes."""
         return sum(self.read_bytes.values()) + sum(self.written_bytes.values())
 
-    @property
-    def said(self) -> str:
-        """In one line what the budget does, and what more of it would buy."""
-        held = f"{len(self.held)} parameters are held in memory, and " if self.held else ""
-        more = [f"{nbytes} ({bytes_shown(nbytes)}): {bytes_shown(moved)}" for nbytes, moved in self.larger.items()]
-        instead = f"; with host_memory={', '.join(more)}" if more else ""
-        return f"{held}a step moves {bytes_shown(self.moved_bytes)}{instead}"
+    def moving(self, traffic: Traffic) -> Plan:
+        """The plan, if a step moved this."""
+        return replace(self, read_bytes=traffic.read, written_bytes=traffic.written, held_part=traffic.held)
 
     def larger_budget(self, nbytes: int) -> int:
         """A budget that works where the model holds more units together than a plan can know: all of them, if need be.
@@ -150,7 +151,11 @@ class Plan:
         plain = asdict(self)
         plain["classes"] = [{"bytes": nbytes, "count": count} for nbytes, count in sorted(self.classes.items())]
         plain["held_units"] = sorted(self.held_units)
-        plain["larger"] = [{"budget": nbytes, "moved_bytes": moved} for nbytes, moved in self.larger.items()]
+        plain["larger"] = [
+            {"budget": nbytes, "moved_bytes": moved.total, "held_part": moved.held}
+            for nbytes, moved in self.larger.items()
+        ]
+        plain["without"] = {"moved_bytes": self.without.total}
         plain["resident"] = [unit.name for unit in self.units if unit.name in self.resident]
         return plain
 
@@ -253,7 +258,8 @@ def _advice(plan: Plan) -> str:
     if not plan.larger:
         return f"{saved}a larger budget would save nothing"
     lines = [
-        f"  host_memory={nbytes} ({bytes_shown(nbytes)}): {bytes_shown(moved)}" for nbytes, moved in plan.larger.items()
+        f"  host_memory={nbytes} ({bytes_shown(nbytes)}): {bytes_shown(moved.total)}"
+        for nbytes, moved in plan.larger.items()
     ]
     return "\n".join([f"{saved}a step moves {bytes_shown(plan.moved_bytes)}, and would move with", *lines])
 

@@ -97,7 +97,12 @@ class Assembly:
         # What lives as long as the run holds these, and not all that is known of each parameter here.
         subject, plan, resources = self.subject, self.decision.plan, self.resources
         engine, arena, mode = resources.engine, resources.units.arena, subject.options.gradients
-        meter = Meter(lambda: arena.in_use_bytes, lambda: engine.queued_bytes, keeps_all=mode == "ram")
+        meter = Meter(
+            lambda: arena.in_use_bytes,
+            lambda: engine.queued_bytes,
+            lambda: engine.waiting_bytes,
+            keeps_all=mode == "ram",
+        )
 
         def borrowed(places: Iterable[Place]) -> None:
             gradients.touched(places)
@@ -213,7 +218,8 @@ class Assembly:
         loop = Loop(options.gradients, options.accumulation_steps, keeps=options.keeps)
         rule = Updates(subject.arithmetic, engine, resources.store, resident)
         norms = Norms(kernels.check_and_unscale)
-        return Gradients(Arrivals(engine, rule, scale, loop, norms, arrived, backward_begins))
+        held = frozenset(self.decision.plan.held)
+        return Gradients(Arrivals(engine, rule, scale, loop, norms, arrived, backward_begins), held)
 
     def _frames(self, residency: Residency, gradients: Gradients, newcomers: Newcomers) -> Frames:
         model, on_device = self.subject.model, self._on_device

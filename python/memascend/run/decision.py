@@ -210,7 +210,7 @@ def _requirements(
         update_values=subject.arithmetic.update_values,
         trained=subject.trained,
         gradient_bytes=gradients,
-        applies=options.durability == "none" and subject.arithmetic.is_adam,
+        applies=options.durability == "none" and subject.arithmetic.ends_alike,
     )
 
 

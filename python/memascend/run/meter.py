@@ -23,12 +23,14 @@ class Sample(NamedTuple):
         units: bytes of the arena that were lent.
         gradients: bytes of gradients that were held.
         arrived: bytes of all gradients of the step so far, which training in memory holds.
+        waiting: bytes of gradients of held parameters that waited for `step()`.
     """
 
     seconds: float
     units: int
     gradients: int
     arrived: int
+    waiting: int
 
 
 class Meter:
@@ -47,19 +49,29 @@ class Meter:
         "_samples",
         "_stale",
         "_units",
+        "_waiting",
         "handing_seconds",
     )
 
-    def __init__(self, units: Callable[[], int], queued: Callable[[], int], *, keeps_all: bool = False) -> None:
+    def __init__(
+        self,
+        units: Callable[[], int],
+        queued: Callable[[], int],
+        waiting: Callable[[], int] = int,
+        *,
+        keeps_all: bool = False,
+    ) -> None:
         """Begin.
 
         Args:
             units: bytes of the arena that are lent now.
             queued: bytes of gradients that wait for the engine now.
+            waiting: bytes of gradients of held parameters that wait for `step()` now.
             keeps_all: gradients stay in memory until step().
         """
         self._units = units
         self._queued = queued
+        self._waiting = waiting
         self._keeps_all = keeps_all
         # What backward spent in handing on gradients, waiting for room among them.
         self.handing_seconds = 0.0
@@ -113,8 +125,7 @@ class Meter:
         """Of the last whole step; of the one that runs, while there is none."""
         numbers = iter(self._last or self._samples)
         return [
-            Sample(seconds, int(units), int(gradients), int(arrived))
-            for seconds, units, gradients, arrived in zip(numbers, numbers, numbers, numbers, strict=True)
+            Sample(sample[0], *map(int, sample[1:])) for sample in zip(*[numbers] * len(Sample._fields), strict=True)
         ]
 
     @property
@@ -140,4 +151,4 @@ class Meter:
             self._samples = array("d", (number for sample in zip(*kept, strict=True) for number in sample))
             self._every *= 2
         now = time.perf_counter() - self._began
-        self._samples.extend((now, self._units(), self.gradients, self._arrived_bytes))
+        self._samples.extend((now, self._units(), self.gradients, self._arrived_bytes, self._waiting()))

@@ -15,6 +15,7 @@ from memascend.device import device as devices
 from memascend.device.unit_memory import DeviceUnits, HostUnits
 from memascend.optimizers.group_options import take_options
 from memascend.optimizers.wrappers import wrap_again
+from memascend.planning.forecast import said
 from memascend.planning.options import Options
 from memascend.run import open_runs
 from memascend.run.assembly import Assembly
@@ -23,6 +24,7 @@ from memascend.run.decision import Subject, decide
 from memascend.run.locations import folders_of, scratch_of
 from memascend.run.process_hooks import ProcessHooks
 from memascend.run.resources import Resources
+from memascend.run.watch import Watch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 
     from memascend.device.unit_memory import UnitMemory
     from memascend.engine import Engine, Store
+    from memascend.planning.forecast import Forecast
     from memascend.run.decision import Decision
     from memascend.run.optimizer import OffloadedOptimizer
 
@@ -151,22 +154,20 @@ def offload(  # noqa: PLR0913 - options are keywords
     with torch.no_grad(), torch.device("cpu"):
         opened = devices.open_device(options.where)
         subject = Subject(model, optimizer, options, opened, staged=opened is not None)
-        offloaded = _offloaded(subject)
+        offloaded, seconds = _offloaded(subject)
     if device is None and opened is not None:
         _log.info("device: %s, since there is one; device='cpu' computes without it", opened.torch_device)
-    if host_memory is None:
-        _log.info(
-            "host_memory: %d bytes, the smallest that keeps disk and compute busy; %s",
-            offloaded.plan.budget,
-            offloaded.plan.said,
-        )
-    else:
-        _log.info("host_memory: %d bytes; %s", offloaded.plan.budget, offloaded.plan.said)
+    smallest = ", the smallest that keeps disk and compute busy" if host_memory is None else ""
+    _log.info("host_memory: %d bytes%s; %s", offloaded.plan.budget, smallest, said(offloaded.plan, seconds))
     return model, offloaded
 
 
-def _offloaded(subject: Subject) -> OffloadedOptimizer:
-    """Decide, open the store, and let the parameters go; a call that fails leaves everything as it was."""
+def _offloaded(subject: Subject) -> tuple[OffloadedOptimizer, Forecast | None]:
+    """Decide, open the store, and let the parameters go; a call that fails leaves everything as it was.
+
+    Returns:
+        What the user gets, and how long steps take with this and other budgets, where that can be told.
+    """
     options = subject.options
     decision = decide(subject)
     with contextlib.ExitStack() as undo:
@@ -191,7 +192,9 @@ def _offloaded(subject: Subject) -> OffloadedOptimizer:
         end_log(store, engine)
         if options.resumes:
             first.prepare(created=store.created)
-        stored = first.write(engine, decision) if store.created else first.read(store, plan.held)
+        with Watch(store) as watch:
+            stored = first.write(engine, decision) if store.created else first.read(store, plan.held)
+        seconds = watch.forecast(plan, engine, host_computes=subject.device is None)
         shared = subject.arithmetic.shared
         subject.arithmetic.take_seed(stored)
         take_options(subject.original.param_groups, stored.get("groups"), undo, shared.examples)
@@ -206,7 +209,7 @@ def _offloaded(subject: Subject) -> OffloadedOptimizer:
     wrap_again(subject.given, offloaded)
     session.measurements.heap.model_left()
     open_runs.note(offloaded)
-    return offloaded
+    return offloaded, seconds
 
 
 def _resources(

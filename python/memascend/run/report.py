@@ -201,6 +201,8 @@ class Report:
                 layers["units, free"] = [owner.bytes / _MIB - used for used in lent]
             elif name == "gradients":
                 layers[name] = [sample.gradients / _MIB for sample in self.samples]
+            elif name == "held gradients":
+                layers[name] = [sample.waiting / _MIB for sample in self.samples]
             elif owner.bytes:
                 layers[name] = [owner.bytes / _MIB] * len(seconds)
         axis.stackplot(seconds, list(layers.values()), labels=list(layers), step="post", alpha=0.85)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import warnings
 from typing import TYPE_CHECKING
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from memascend.engine import Engine, Store
 
 __all__ = ["CLOSED", "Resources"]
+
+_log = logging.getLogger("memascend")
 
 CLOSED = "this model was offloaded, and its optimizer has been closed; open its storage again to go on"
 
@@ -60,10 +63,26 @@ class Resources:
 
     def _close_store(self) -> None:
         try:
-            with Progress("writing what is held to storage", 0) as progress:
-                self.store.write_applied(progress.reached)
+            self._write_held()
         finally:
             self.store.close()
+
+    def _write_held(self) -> None:
+        """Write what only memory has; one Ctrl-C does not end that, for then all of the training would be lost."""
+        with Progress("writing what is held to storage", 0) as progress:
+            try:
+                self.store.write_applied(progress.reached)
+            except KeyboardInterrupt:
+                _log.warning(
+                    "interrupted while trained parameters are written to storage, and nothing else has them: that goes "
+                    "on; another Ctrl-C gives them up, and the store with them"
+                )
+                try:
+                    self.store.write_applied(progress.reached)
+                except KeyboardInterrupt:
+                    self.store.give_up()
+                    raise
+                raise
 
     def require_open(self) -> None:
         """Refuse what comes after close()."""

@@ -56,6 +56,8 @@ pub struct Application {
     pub spilled: bool,
     /// Whether it is called once, with all of the entry.
     pub whole: bool,
+    /// Whether it may be called after the step is committed: where nothing else decides whether there is a step.
+    pub late: bool,
 }
 
 /// Memory of one size, leased again and again.
@@ -121,6 +123,8 @@ pub(crate) struct Apply {
     asked: Application,
     /// The gradient that is kept in memory instead of spilled, where the entry is held.
     kept: Option<Arc<Kept>>,
+    /// It is applied to the entry in memory, and neither read nor staged.
+    in_memory: bool,
     /// The tensors of other shapes, once it has begun.
     others: RefCell<Option<Shared>>,
     /// All of the entry, once it has begun, where it is wanted whole.
@@ -143,18 +147,27 @@ impl Apply {
                 "{name:?} in one piece takes {needed} bytes, and the engine has {whole_bytes} for that; start it with whole={needed}"
             )));
         }
-        Ok(Self { asked, kept: None, others: RefCell::default(), all: RefCell::default() })
+        Ok(Self { asked, kept: None, in_memory: false, others: RefCell::default(), all: RefCell::default() })
     }
 
     /// The same, with a gradient that is kept in memory instead of spilled.
     pub(crate) fn by_kept(self, kept: Option<Arc<Kept>>) -> Self {
         Self { kept, ..self }
     }
+
+    /// The same, on an entry that is held, once its step is committed.
+    pub(crate) fn in_memory(self) -> Self {
+        Self { in_memory: true, ..self }
+    }
 }
 
 impl Work for Apply {
     fn nbytes(&self) -> usize {
         self.asked.nbytes
+    }
+
+    fn is_ours(&self) -> bool {
+        false
     }
 
     /// Takes the memory that it needs beside staging chunks; `false` if that is not free.
@@ -179,6 +192,9 @@ impl Work for Apply {
         if self.asked.spilled && self.kept.is_none() {
             required(bench.store, entry)?;
         }
+        if self.in_memory {
+            return Ok(());
+        }
         bench.begin(entry, self.asked.step)
     }
 
@@ -191,18 +207,21 @@ impl Work for Apply {
     fn reads<'a>(&self, bench: &Bench<'a>, turn: &Turn) -> Result<Vec<Read<'a>>> {
         let &Turn { entry, index, ref memory } = turn;
         let mut reads = Vec::new();
-        if index == 0 {
-            for (piece, part) in self.other_pieces(bench, entry)? {
+        let mut pieces = if index == 0 { self.other_pieces(bench, entry)? } else { Vec::new() };
+        if index < bench.chunks_of(entry) {
+            for piece in bench.pieces_of_chunk(entry, index) {
+                pieces.push((piece, bench.part(entry, piece, memory)?));
+            }
+        }
+        for (piece, part) in pieces {
+            if self.in_memory {
+                bench.take_held(entry, piece, &part)?;
+            } else {
                 reads.push(bench.read_into(entry, piece, part)?);
             }
         }
-        if index < bench.chunks_of(entry) {
-            for piece in bench.pieces_of_chunk(entry, index) {
-                reads.push(bench.read(entry, piece, memory)?);
-            }
-            if self.asked.spilled && self.kept.is_none() {
-                reads.push(bench.read_spill(entry, index, memory)?);
-            }
+        if index < bench.chunks_of(entry) && self.asked.spilled && self.kept.is_none() {
+            reads.push(bench.read_spill(entry, index, memory)?);
         }
         Ok(reads)
     }
@@ -237,15 +256,21 @@ impl Work for Apply {
     fn writes<'a>(&self, bench: &mut Bench<'a>, turn: &Turn) -> Result<Vec<Write<'a>>> {
         let &Turn { entry, index, ref memory } = turn;
         let chunks = bench.chunks_of(entry);
-        let mut writes = Vec::new();
+        let mut pieces = Vec::new();
         let chunk = if self.asked.whole { index.checked_sub(chunks + 1) } else { Some(index) };
         if let Some(chunk) = chunk.filter(|&chunk| chunk < chunks) {
             for piece in bench.pieces_of_chunk(entry, chunk) {
-                writes.push(bench.stage(entry, piece, memory)?);
+                pieces.push((piece, bench.part(entry, piece, memory)?));
             }
         }
         if index + 1 == self.turns(bench, entry) {
-            for (piece, part) in self.other_pieces(bench, entry)? {
+            pieces.extend(self.other_pieces(bench, entry)?);
+        }
+        let mut writes = Vec::new();
+        for (piece, part) in pieces {
+            if self.in_memory {
+                bench.put_held(entry, piece, &part)?;
+            } else {
                 writes.push(bench.stage_from(entry, piece, part)?);
             }
         }

@@ -135,8 +135,7 @@ impl<'a> Bench<'a> {
     /// The part of a staging chunk that is for a piece.
     pub(crate) fn part(&self, entry: usize, piece: u32, memory: &Shared) -> Result<Shared> {
         if self.in_place {
-            let held = self.store.held_piece(entry, piece);
-            return held.ok_or_else(|| Error::Invalid("an entry that is not held".into()));
+            return self.held_piece(entry, piece);
         }
         let place = self.store.layout().piece(self.store.description(), entry, piece);
         let start = if matches!(place.content, Content::Values { .. }) { self.parts.values_at } else { 0 };
@@ -153,6 +152,31 @@ impl<'a> Bench<'a> {
     pub(crate) fn read_into(&self, entry: usize, piece: u32, part: Shared) -> Result<Read<'a>> {
         let read = self.store.read(entry, piece, part)?;
         Ok(if piece < self.chunks_of(entry) { Read::Values(read) } else { Read::State(read) })
+    }
+
+    /// Copies a piece from where it is held to memory of its size.
+    pub(crate) fn take_held(&self, entry: usize, piece: u32, part: &Shared) -> Result<()> {
+        let held = self.held_piece(entry, piece)?;
+        // SAFETY: nobody changes what is held but an update, and this is one.
+        let from = unsafe { bytes_mut(&held) };
+        // SAFETY: the part is the caller's, and apart from what is held.
+        unsafe { bytes_mut(part) }.copy_from_slice(from);
+        Ok(())
+    }
+
+    /// Copies a piece to where it is held.
+    pub(crate) fn put_held(&self, entry: usize, piece: u32, part: &Shared) -> Result<()> {
+        let held = self.held_piece(entry, piece)?;
+        // SAFETY: as above.
+        let into = unsafe { bytes_mut(&held) };
+        // SAFETY: as above.
+        into.copy_from_slice(unsafe { bytes_mut(part) });
+        Ok(())
+    }
+
+    fn held_piece(&self, entry: usize, piece: u32) -> Result<Shared> {
+        let held = self.store.held_piece(entry, piece);
+        held.ok_or_else(|| Error::Invalid("an entry that is not held".into()))
     }
 
     /// Waits for a read, checks it, and counts it.

@@ -219,14 +219,15 @@ impl Engine {
     /// staged after the last.
     pub fn apply(&self, entry: usize, application: Application, mut wait: Wait<'_>) -> Result<()> {
         self.known(entry)?;
-        let (spilled, step) = (application.spilled, application.step);
+        let Application { spilled, step, late, .. } = application;
         let apply = Apply::new(&self.shared.store, entry, application, self.whole_bytes)?;
         if spilled {
             self.will_be_spilled(entry)?;
         }
         if self.shared.store.is_held(entry) {
             let apply = apply.by_kept(self.held.kept(entry).filter(|_| spilled));
-            return self.wait_for_step(entry, step, apply, false);
+            let applies = late && self.shared.store.applies();
+            return self.wait_for_step(entry, step, if applies { apply.in_memory() } else { apply }, applies);
         }
         self.shared.queue.push(Job::new(entry, apply), &mut wait)
     }
@@ -274,6 +275,12 @@ impl Engine {
         entries.get(entry).ok_or_else(|| Error::Invalid(format!("entry {entry} of {}", entries.len())))
     }
 
+    /// The store, and what reads of it pass through.
+    pub(crate) fn for_probe(&self) -> (&Store, &ChunkRing, OwnerId, usize) {
+        let Shared { store, ring, owner, chunks, .. } = &*self.shared;
+        (store, ring, *owner, *chunks)
+    }
+
     pub(crate) fn push(&self, job: Job, wait: &mut Wait<'_>) -> Result<()> {
         self.shared.queue.push(job, wait)
     }
@@ -305,13 +312,41 @@ impl Engine {
         workers.check(&applying)?;
         let generation = store.commit(commit, wait)?;
         let began = Instant::now();
-        let updates = applying.len() as u64;
-        let chunks = workers.apply(self.held.take_applying())?;
+        let (ours, calls) = self.held.take_applying();
+        let updates = ours.len() as u64;
+        let chunks = workers.apply(ours)?;
+        self.call_late(calls)?;
         let mut state = self.shared.queue.lock();
         state.counters.updates += updates;
         state.counters.chunks += chunks;
         state.counters.applying += began.elapsed();
         Ok(generation)
+    }
+
+    /// Has functions applied to held entries in memory, by the pipeline's thread, and waits for all of them: Ctrl-C would
+    /// split a step that is committed. Where one fails, the run is at its end, which the store says from then on.
+    fn call_late(&self, waiting: Vec<Waiting>) -> Result<()> {
+        let Some(first) = waiting.first().map(|job| job.entry) else { return Ok(()) };
+        let store = &self.shared.store;
+        let called = || {
+            let mut applications = Vec::with_capacity(waiting.len());
+            for job in waiting {
+                applications.push((job.entry, store.application(job.entry)?));
+                self.shared.queue.push(Job::boxed(job.entry, job.work), &mut Wait::forever())?;
+            }
+            self.shared.queue.wait(&mut Wait::forever(), "updates", State::is_idle)?.failure()?;
+            for (entry, application) in applications {
+                (0..store.layout().chunks_of(entry)).for_each(|chunk| application.chunk_applied(chunk));
+                application.applied();
+            }
+            Ok(())
+        };
+        let called = called();
+        if let Err(error) = &called {
+            let error: &Error = error;
+            store.fail_application(first, &error.to_string());
+        }
+        called
     }
 
     /// Drops what waits, drains what is in flight, and forgets what was staged. A step that failed is over.
@@ -362,6 +397,12 @@ impl Engine {
     #[must_use]
     pub fn queued_bytes(&self) -> usize {
         self.shared.queue.lock().held_bytes
+    }
+
+    /// Bytes of gradients of held entries that wait for their step.
+    #[must_use]
+    pub fn waiting_bytes(&self) -> usize {
+        self.held.lock().bytes()
     }
 
     /// What it has done.

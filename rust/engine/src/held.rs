@@ -82,11 +82,12 @@ impl HeldGradients {
         self.lock().jobs.iter().filter(|job| job.applies).map(|job| (job.entry, job.step)).collect()
     }
 
-    pub(crate) fn take_applying(&self) -> Vec<Waiting> {
+    /// Takes these: those of our own arithmetic, and calls of a function.
+    pub(crate) fn take_applying(&self) -> (Vec<Waiting>, Vec<Waiting>) {
         let mut state = self.lock();
-        let (applying, through) = state.jobs.drain(..).partition(|job| job.applies);
+        let (applying, through): (Vec<_>, Vec<_>) = state.jobs.drain(..).partition(|job| job.applies);
         state.jobs = through;
-        applying
+        applying.into_iter().partition(|job| job.work.is_ours())
     }
 
     /// Drops what waits, of one entry alone if one is given. What is kept stays.

@@ -24,6 +24,11 @@ pub(crate) trait Work: Send {
         true
     }
 
+    /// Whether it is arithmetic of ours, which several threads may do on one held entry, where that lies.
+    fn is_ours(&self) -> bool {
+        true
+    }
+
     /// What it leaves in its entry's room for a gradient if it succeeds.
     fn leaves(&self) -> Leaves {
         Leaves::Same

@@ -17,6 +17,7 @@ mod held;
 mod job;
 mod live;
 mod pipeline;
+mod probe;
 mod queue;
 mod reduced;
 mod replay;

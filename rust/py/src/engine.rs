@@ -1,6 +1,6 @@
 //! Translates `rust/engine` for Python: the pipelined update.
 
-use std::{num::NonZeroUsize, sync::Arc};
+use std::{num::NonZeroUsize, sync::Arc, time::Duration};
 
 use memascend_engine::{Application, By, First, Gradient, Hyperparameters, Momentum, Options, Rule, WideState};
 use memascend_store::{Buffer, Commit};
@@ -141,10 +141,18 @@ impl Engine {
         nbytes: usize,
         step: u64,
         spilled: bool,
-        whole: bool,
+        how: (bool, bool),
     ) -> PyResult<()> {
-        let application = Application { function: Box::new(Applied { adapter }), nbytes, step, spilled, whole };
+        let (whole, late) = how;
+        let application = Application { function: Box::new(Applied { adapter }), nbytes, step, spilled, whole, late };
         waiting(py, None, |wait| self.inner.apply(entry, application, wait))?.map_err(|error| engine_error(py, &error))
+    }
+
+    /// Reads what storage has for at most so many bytes and seconds: how many bytes that were, and the seconds.
+    fn probe(&self, py: Python<'_>, nbytes: u64, seconds: f64) -> PyResult<(u64, f64)> {
+        let most = Duration::try_from_secs_f64(seconds).unwrap_or_default();
+        let (read, took) = py.detach(|| self.inner.probe(nbytes, most)).map_err(|error| engine_error(py, &error))?;
+        Ok((read, took.as_secs_f64()))
     }
 
     fn finish(&self, py: Python<'_>) -> PyResult<()> {
@@ -184,6 +192,11 @@ impl Engine {
     #[getter]
     fn queued_bytes(&self) -> usize {
         self.inner.queued_bytes()
+    }
+
+    #[getter]
+    fn waiting_bytes(&self) -> usize {
+        self.inner.waiting_bytes()
     }
 
     fn counters<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {

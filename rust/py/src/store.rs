@@ -215,6 +215,11 @@ impl Store {
         watched(py, progress, |progress| self.inner.write_applied(progress))
     }
 
+    /// Gives up what only memory has.
+    fn give_up(&self, py: Python<'_>) {
+        py.detach(|| self.inner.give_up_applied());
+    }
+
     /// The values of a unit where they are held, all of them, as the last commit left them; None where they are not.
     fn held_unit(&self, py: Python<'_>, unit: usize) -> PyResult<Option<Py<LentBuffer>>> {
         let entries: Vec<usize> = self.inner.entries_of(unit).collect();

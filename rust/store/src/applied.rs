@@ -77,15 +77,14 @@ impl Store {
     pub fn fail_application(&self, entry: usize, why: &str) {
         let name = &self.description.entries[entry].name;
         let error = Error::Usage(format!(
-            "the update of {name:?} in memory was not applied to its end ({why}): go back to a checkpoint, or open the \
-             store again"
+            "the update of {name:?} in memory was not applied to its end ({why}): go back to a checkpoint"
         ));
         self.index.lock().broken.get_or_insert_with(|| Arc::new(error));
         self.index.notify_all();
     }
 
     /// Writes the entries of which memory has the only copy, and commits that as a part of the last step. `progress` hears
-    /// of bytes done and of all, and ends it by `false`.
+    /// of bytes done and of all, and ends it by `false`; called again, it goes on where it was.
     pub fn write_applied(&self, progress: &mut dyn FnMut(u64, u64) -> bool) -> Result<()> {
         let step = self.index.lock().step;
         let alone: Vec<usize> = {
@@ -125,6 +124,11 @@ impl Store {
         let (all, mut done) = (alone.iter().map(|&(entry, _)| bytes(entry)).sum(), 0);
         let mut flying: VecDeque<(crate::PieceWrite<'_, Shared>, u64)> = VecDeque::with_capacity(DEPTH);
         for &(entry, step) in &alone {
+            if self.is_whole(entry) {
+                done += bytes(entry);
+                continue;
+            }
+            self.index.lock().forget(entry);
             self.refresh(&[entry], &mut |_, _| true)?;
             self.begin(entry, step, Wait::forever())?;
             for piece in 0..self.layout.pieces_of(entry) {
@@ -149,6 +153,22 @@ impl Store {
             write.wait()?;
         }
         Ok(!alone.is_empty())
+    }
+
+    /// Whether all of an entry is staged.
+    fn is_whole(&self, entry: usize) -> bool {
+        let slots = &self.index.lock().entries[entry];
+        slots.staged && slots.missing == 0
+    }
+
+    /// Gives up what only memory has, where it has something: nothing is committed any more, and the store stays unclosed,
+    /// which whoever opens it is told.
+    pub fn give_up_applied(&self) {
+        let mut index = self.index.lock();
+        if index.entries.iter().any(|slots| slots.applied.is_some()) {
+            let error = Error::Usage("its close was interrupted, and what only memory had was given up".into());
+            index.broken.get_or_insert_with(|| Arc::new(error));
+        }
     }
 
     /// Before the end: writes what only memory has, and makes it durable.

@@ -29,6 +29,7 @@ _MEMORY_FILE_SYSTEMS = {"tmpfs", "ramfs"}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what may be changed."""
     parser.add_argument("--storage", metavar="FOLDER", type=Path, help="where the offloaded training lives meanwhile")
+    parser.add_argument("--host-memory", metavar="B", help='budget, as "200MiB"; default: the smallest that is fast')
     parser.add_argument("--picture", metavar="PNG", type=Path, help="the picture of host memory over a step")
     parser.add_argument("--steps", metavar="N", type=_from_two, default=_STEPS, help="how many (default: %(default)s)")
     parser.add_argument("--layers", metavar="N", type=_from_two, default=_LAYERS, help="of the model (%(default)s)")
@@ -46,6 +47,7 @@ def run(options: argparse.Namespace) -> int:
             length=_LENGTH,
             storage=folder,
             picture=str(picture.absolute()),
+            host_memory=options.host_memory,
         )
         return _Demonstration(settings, options.steps).run()
 
@@ -58,13 +60,14 @@ class _Demonstration:
         self._steps = steps
         self._screen = Screen()
         self._rows: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._held, self._parameters = 0, 1
 
     def run(self) -> int:
         with ExitStack() as stack:
             memory = stack.enter_context(Side(replace(self._settings, storage=None)))
             offloaded = stack.enter_context(Side(self._settings))
             self._introduce(memory.answer()["parameters"])
-            offloaded.answer()
+            self._tell_held(offloaded.answer())
             self._screen.head()
             killed_at = self._steps // 2 + 1
             for step in range(1, self._steps + 1):
@@ -85,6 +88,14 @@ class _Demonstration:
             "AdamW, and once offloaded.\nThey take turns, each in a process of its own on one thread. "
             "What each holds is without its imports.\n"
         )
+
+    def _tell_held(self, ready: dict[str, Any]) -> None:
+        self._held, self._parameters = ready["in_memory"], ready["parameters"]
+        if self._held:
+            part = self._held / self._parameters
+            self._screen.say(
+                f"Of the offloaded parameters {part:.0%} are held in memory with their state: they are read once.\n"
+            )
 
     def _step(self, side: Side, step: int, before: dict[str, Any] | None) -> dict[str, Any]:
         """One step of one side; `before` is what the other side answered, if it went first."""
@@ -129,6 +140,7 @@ class _Demonstration:
             ("  of it parameters, state, gradients", *map(bytes_shown, counted.values()), "in the picture"),
             ("whole process, peak", *(bytes_shown(a + b) for a, b in zip(peaks, imported, strict=True)), ""),
             ("a step, median", *map(seconds_shown, times), f"{times[1] / times[0]:.2f} times"),
+            ("held in memory", "", f"{self._held / self._parameters:.0%}", "of the parameters, with their state"),
             ("on storage", "", bytes_shown(offloaded["disk"]), ""),
             ("read for each step", "", bytes_shown(moved[0] // steps), ""),
             ("written for each step", "", bytes_shown(moved[1] // steps), ""),

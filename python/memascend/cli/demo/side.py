@@ -48,12 +48,20 @@ def _train(settings: Settings) -> None:
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=_LR, fused=True)
     offloaded: OffloadedOptimizer | None = None
     if settings.storage is not None:
-        model, offloaded = offload(model, optimizer, storage=settings.storage, existing="resume", device="cpu")
+        model, offloaded = offload(
+            model,
+            optimizer,
+            storage=settings.storage,
+            existing="resume",
+            device="cpu",
+            host_memory=settings.host_memory,
+        )
         optimizer = offloaded
     _reset_peak()
     done = offloaded.steps if offloaded else 0
     last = (offloaded.user_state or {}) if offloaded else {}
-    _answer(steps=done, last_loss=last.get("loss"), parameters=sum(one.numel() for one in model.parameters()))
+    parameters, held = (sum(one.numel() for one in some) for some in (model.parameters(), _held(model, offloaded)))
+    _answer(steps=done, last_loss=last.get("loss"), parameters=parameters, in_memory=held)
     for line in sys.stdin:
         if line.strip() != "step":
             break
@@ -69,6 +77,12 @@ def _train(settings: Settings) -> None:
         held, peak = (max(0, _memory(line) - imported) for line in ("VmRSS", "VmHWM"))
         _answer(step=done, loss=loss.item(), seconds=seconds, held=held, peak=peak, imported=imported)
     _answer(digest=_digest(model), **_reported(offloaded, settings.picture))
+
+
+def _held(model: torch.nn.Module, offloaded: OffloadedOptimizer | None) -> list[torch.nn.Parameter]:
+    """Parameters that are held in memory with their state."""
+    held = offloaded.plan.held if offloaded else ()
+    return [parameter for name, parameter in model.named_parameters() if name in held]
 
 
 def _reported(offloaded: OffloadedOptimizer | None, picture: str | None) -> dict[str, Any]:

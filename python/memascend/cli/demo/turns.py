@@ -27,6 +27,7 @@ class Settings:
         length: bytes in each.
         storage: a folder; None trains in memory.
         picture: a file for the picture of the report.
+        host_memory: the budget of the offloaded training; None: the smallest that is fast.
     """
 
     layers: int
@@ -35,6 +36,7 @@ class Settings:
     length: int
     storage: str | None
     picture: str | None
+    host_memory: str | None = None
 
 
 class Side(Closing):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -187,7 +187,7 @@ def _values(
     more: Answer | None,
     speeds: dict[str, float],
 ) -> dict[str, Any]:
-    from memascend.cli.plan.answer import described, disk_seconds
+    from memascend.cli.plan.answer import described, disk_seconds, forecast_of
 
     plan, trace = found.plan, question.trace
     written = sum(plan.written_bytes.values())
@@ -210,6 +210,7 @@ def _values(
             **step,
             "tokens_per_second": None if found.seconds is None or tokens is None else tokens / found.seconds,
         },
+        "forecast": None if (forecast := forecast_of(question, plan)) is None else asdict(forecast),
         "with_16_gib_more": None if more is None else described(more),
         "disk": {
             "bytes": plan.disk_bytes,

@@ -6,10 +6,22 @@ import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from memascend.cli.plan.machine import ENDURANCE_PER_TB, IMPORTS, Gpu, assumed_host
+from memascend.cli.plan.machine import ENDURANCE_PER_TB, IMPORTS, Gpu
 from memascend.cli.storage import bandwidth
 from memascend.formatting import bytes_shown
-from memascend.planning.costs import Drive, Host, Phase, Work, drive_days, phases, seconds, update_seconds
+from memascend.planning.costs import (
+    Drive,
+    Host,
+    Phase,
+    Work,
+    assumed_host,
+    drive_days,
+    phases,
+    seconds,
+    storage_seconds,
+    update_seconds,
+)
+from memascend.planning.forecast import Forecast, forecast
 from memascend.run.decision import planned
 
 if TYPE_CHECKING:
@@ -23,7 +35,17 @@ if TYPE_CHECKING:
     from memascend.planning.options import Options
     from memascend.planning.plan import Plan
 
-__all__ = ["Answer", "Question", "answer", "described", "disk_seconds", "drive_at", "free_bytes", "larger"]
+__all__ = [
+    "Answer",
+    "Question",
+    "answer",
+    "described",
+    "disk_seconds",
+    "drive_at",
+    "forecast_of",
+    "free_bytes",
+    "larger",
+]
 
 _MORE = 16 << 30
 _TB = 10**12
@@ -175,8 +197,7 @@ def disk_seconds(question: Question, plan: Plan) -> float | None:
     if question.drive is None:
         return None
     idle = Host(update=0.0, check=0.0, threads=1, shared=False)
-    work = Work(forward=0.0, backward=0.0, backwards=question.options.accumulation_steps)
-    return seconds(phases(plan, work, question.drive, idle, kept=plan.gradients in ("ssd", "ram")))
+    return storage_seconds(plan, question.drive, idle, backwards=question.options.accumulation_steps)
 
 
 def _usual_endurance(disk_bytes: int) -> int:
@@ -187,6 +208,16 @@ def _usual_endurance(disk_bytes: int) -> int:
 def larger(question: Question, now: Answer) -> Answer:
     """The same with 16 GiB more of host memory."""
     return answer(replace(question, options=replace(question.options, host_memory=now.plan.budget + _MORE)))
+
+
+def forecast_of(question: Question, plan: Plan) -> Forecast | None:
+    """Seconds of a step with this and with larger budgets: of all of it, or else of the drive; None: not known."""
+
+    def reckon(plan: Plan) -> float | None:
+        parts = _phases(question, plan)
+        return disk_seconds(question, plan) if parts is None else seconds(parts)
+
+    return forecast(plan, reckon)
 
 
 def drive_at(paths: Sequence[Path]) -> tuple[Drive | None, dict[str, float]]:

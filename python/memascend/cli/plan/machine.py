@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memascend.errors import ConfigError
-from memascend.planning.costs import Drive, Host
+from memascend.planning.costs import Drive
 
-__all__ = ["ENDURANCE_PER_TB", "IMPORTS", "REACHED", "Gpu", "assumed_host", "parse_drive", "parse_gpu"]
+__all__ = ["ENDURANCE_PER_TB", "IMPORTS", "REACHED", "Gpu", "parse_drive", "parse_gpu"]
 
 _GB, _GIB, _T = 10**9, 1 << 30, 10**12
 
@@ -21,9 +21,6 @@ IMPORTS = 800 << 20
 # Terabytes written that consumer drives are warranted for, for each terabyte of size; those of servers have 2 to 10
 # times as much.
 ENDURANCE_PER_TB = 600
-# One thread's seconds for AdamW on a parameter and for the checksum of a byte, where nobody measured them. Measured on
-# a server's processor of 2023 in training: 1.9 ns a parameter for both.
-_UPDATE_SECONDS, _CHECK_SECONDS = 1.1e-9, 0.03e-9
 
 
 @dataclass(frozen=True)
@@ -92,8 +89,3 @@ def _positive(text: str, count: int) -> list[float]:
     if len(values) != count or not all(0 < value < float("inf") for value in values):
         raise ValueError(text)
     return values
-
-
-def assumed_host(link: float | None) -> Host:
-    """A processor that nobody measured: the update's one thread beside a device that computes."""
-    return Host(update=_UPDATE_SECONDS, check=_CHECK_SECONDS, threads=1, shared=False, link=link)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from memascend.cli.plan.answer import disk_seconds
+from memascend.cli.plan.answer import disk_seconds, forecast_of
 from memascend.cli.plan.machine import ENDURANCE_PER_TB, IMPORTS, REACHED
 from memascend.cli.show import bytes_shown, seconds_shown, table
 
@@ -102,7 +102,7 @@ def _room(question: Question, found: Answer) -> list[Row]:
 
 
 def _time(question: Question, found: Answer, more: Answer | None, speeds: Mapping[str, float]) -> list[Row]:
-    rows = [_disk(question, found, speeds)]
+    rows = [_disk(question, found, speeds), *_held(question, found)]
     if found.phases is None or found.seconds is None:
         why = _unknown(question)
         return [*rows, ("a step", "not known", why)]
@@ -122,6 +122,19 @@ def _time(question: Question, found: Answer, more: Answer | None, speeds: Mappin
         gained = 1 - more.seconds / found.seconds
         rows.append(("16 GiB more of host memory", seconds_shown(more.seconds), f"a step, {gained:.0%} less"))
     return rows
+
+
+def _held(question: Question, found: Answer) -> list[Row]:
+    """What the budget saves, and what larger ones would."""
+    plan, seconds = found.plan, forecast_of(question, found.plan)
+    if seconds is None:
+        return []
+    what = "a step" if found.phases is not None else "the disk's part"
+    rows = [("  with nothing held", seconds_shown(seconds.without), f"{what}, {bytes_shown(plan.without.total)}")]
+    for budget, took in seconds.larger.items():
+        instead = f"{what} instead of {seconds_shown(seconds.now)}, {bytes_shown(plan.larger[budget].total)}"
+        rows.append((f"  host_memory={budget} ({bytes_shown(budget)})", seconds_shown(took), instead))
+    return rows if plan.held else rows[1:]
 
 
 def _disk(question: Question, found: Answer, speeds: Mapping[str, float]) -> Row:

@@ -1,0 +1,56 @@
+"""Watches how fast storage is while a run begins, and forecasts from that how long its steps take."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from memascend.closing import Closing
+from memascend.planning.costs import Drive, assumed_host, storage_seconds
+from memascend.planning.forecast import Forecast, forecast
+
+if TYPE_CHECKING:
+    from memascend.engine import Engine, Store
+    from memascend.planning.plan import Plan
+
+__all__ = ["Watch"]
+
+# Of what moves less, the time says nothing of storage.
+_BYTES_MIN = 64 << 20
+# Storage is read for a moment: this much, or so long.
+_PROBE_BYTES, _PROBE_SECONDS = 256 << 20, 0.2
+
+
+class Watch(Closing):
+    """The bytes that are written while it is open, and the seconds."""
+
+    def __init__(self, store: Store) -> None:
+        """Begin."""
+        self._store = store
+        self._before = store.counters()["written_bytes"]
+        self._began = time.perf_counter()
+        self._written, self._seconds = 0, 0.0
+
+    def close(self) -> None:
+        """End."""
+        self._written = self._store.counters()["written_bytes"] - self._before
+        self._seconds = time.perf_counter() - self._began
+
+    def forecast(self, plan: Plan, engine: Engine, *, host_computes: bool) -> Forecast | None:
+        """Seconds that storage and the update take of a step; None where too little was moved to tell.
+
+        Storage is read for a moment. Where nothing was written, as in a run that is resumed, it is taken to be written
+        as fast as it is read.
+        """
+        if plan.disk_bytes < 2 * _BYTES_MIN:
+            return None
+        read, took = engine.probe(_PROBE_BYTES, _PROBE_SECONDS)
+        reads = read / took if read >= _BYTES_MIN // 2 else None
+        writes = self._written / self._seconds if self._written >= _BYTES_MIN else None
+        if reads is None and writes is None:
+            return None
+        drive = Drive(read=reads or writes or 1.0, write=writes or reads or 1.0)
+        host = assumed_host(None, threads=torch.get_num_threads() if host_computes else 1, shared=host_computes)
+        return forecast(plan, lambda plan: storage_seconds(plan, drive, host))

@@ -1,0 +1,34 @@
+"""Tests that what is held in memory takes what the plan says: by the kernel's count, and in a cgroup of that size."""
+
+import pytest
+from memory.measured import SQUARES
+
+MIB = 1 << 20
+BLOCKS, WIDTH, VOCABULARY = 8, 512, 64
+BLOCK_BYTES = SQUARES * WIDTH * WIDTH * 4
+# All of it, many times.
+HELD = {"blocks": BLOCKS, "width": WIDTH, "vocabulary": VOCABULARY, "steps": 2}
+OPTIONS = {"gradients": "fused", "host_memory": "1GiB"}
+
+
+@pytest.mark.timeout(300)
+def test_what_is_held_takes_what_the_plan_says(measure):
+    run = measure(**HELD, options={**OPTIONS, "durability": "none"})
+    plan = run["plan"]["host"]
+    assert plan["held entries"] == pytest.approx(3 * run["model_bytes"], rel=0.03)
+    assert plan["held gradients"] == run["model_bytes"]
+    held = run["trained"]["RssAnon"] - run["before"]["RssAnon"]
+    # Between steps no gradient waits, nor is one on its way.
+    planned = run["plan"]["host_peak"] - plan["held gradients"] - plan["gradients"]
+    assert held == pytest.approx(planned, rel=0.03)
+    peak = run["peaks"]["train"] - run["before"]["RssAnon"] - run["activation_bytes"]
+    # What torch holds is a gradient that is being made.
+    assert peak <= run["plan"]["host_peak"] * 1.03 + WIDTH * WIDTH * 4
+
+
+@pytest.mark.root
+@pytest.mark.timeout(300)
+def test_a_cgroup_of_the_plan_is_enough(measure, cgroup):
+    # After offload() all is there but gradients: the process would be killed, and the status says so.
+    waiting = BLOCKS * BLOCK_BYTES
+    measure(**HELD, options=OPTIONS, cgroup=str(cgroup), grow_bytes=waiting + waiting * 3 // 100 * 4)

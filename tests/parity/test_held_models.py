@@ -1,0 +1,35 @@
+"""Tests all models, loops and optimizers with none, some and all of their state held: the bits of training in RAM."""
+
+import itertools
+import zlib
+
+import pytest
+from parity.harness import PARTS, Mode, check
+from parity.zoo_compiled import COMPILED
+from parity.zoo_formats import FORMATS
+from parity.zoo_loops import LOOPS, OPTIMIZERS
+from parity.zoo_plain import PLAIN
+from parity.zoo_rows import ROWS
+from parity.zoo_transformers import TRANSFORMERS
+
+# These run in the fast set, all of them held and nothing durable, where most of what is held happens.
+FAST = {"idle-experts", "lora", "scheduler"}
+
+
+def held():
+    """Each case at each part and durability; over these, each way to keep gradients that it has."""
+    for case in [*PLAIN, *TRANSFORMERS, *ROWS, *LOOPS, *OPTIMIZERS, *FORMATS, *COMPILED]:
+        turn = zlib.crc32(case.name.encode())
+        for part, durability in itertools.product(PARTS, ("step", "none")):
+            turn += 1
+            mode = Mode(case.gradients[turn % len(case.gradients)], part, 1 + turn // 4 % 2, durability)
+            fast = case.name in FAST and (part, durability) == ("all", "none")
+            marks = [*case.marks, *([] if fast else [pytest.mark.slow])]
+            yield pytest.param(case, mode, id=f"{case.name}-{mode}", marks=marks)
+
+
+# Dynamo warns of what each version of torch finds worth it.
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("case", "mode"), list(held()))
+def test_a_run_with_held_entries_equals_itself_in_ram(case, mode, tmp_path):
+    check(case, mode, tmp_path)
