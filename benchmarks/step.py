@@ -315,7 +315,7 @@ class _Worker:
         options |= {"storage": self.work["storage"], "device": "cpu"}
         part = options.get("host_memory")
         if isinstance(part, int):
-            plan = planned(model, optimizer, Options(**options)).plan
+            plan = planned(model, optimizer, Options(**{**options, "host_memory": None})).plan
             options["host_memory"] = plan.comfortable + (plan.all_held - plan.comfortable) * part // 100
         if part == "smallest":
             options["host_memory"] = smallest_budget(model, optimizer, options)

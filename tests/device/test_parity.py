@@ -1,5 +1,7 @@
 """Tests whole training runs with the model on a device."""
 
+import zlib
+
 import pytest
 from device.training import check
 from parity.zoo_loops import LOOPS, OPTIMIZERS
@@ -31,3 +33,22 @@ def test_the_same_bits(case, gradients, device, tmp_path):
     if device.type == "posing" and case.name in BEYOND_POSING:
         pytest.skip("the device that poses does not compute it")
     check(case, device, gradients, tmp_path)
+
+
+def held():
+    """Each case with one way to keep gradients and one durability."""
+    for case in [*LOOPS, *OPTIMIZERS, *PLAIN, *TRANSFORMERS]:
+        turn = zlib.crc32(case.name.encode())
+        gradients, durability = case.gradients[turn % len(case.gradients)], ("none", "step")[turn // 4 % 2]
+        if case.name not in OF_THE_CPU:
+            yield pytest.param(
+                case, gradients, durability, id=f"{case.name}-{gradients}-{durability}", marks=case.marks
+            )
+
+
+@pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract:UserWarning")
+@pytest.mark.parametrize(("case", "gradients", "durability"), list(held()))
+def test_the_same_bits_where_all_state_is_held(case, gradients, durability, device, tmp_path):
+    if device.type == "posing" and case.name in BEYOND_POSING:
+        pytest.skip("the device that poses does not compute it")
+    check(case, device, gradients, tmp_path, {"host_memory": "1GiB", "durability": durability})

@@ -121,9 +121,9 @@ def reference(case, device, gradients):
     return outcome
 
 
-def offloaded(case, device, gradients, folder):
-    """With the smallest budgets that work, found as a user would find them."""
-    budgets = {"host_memory": 1, "device_memory": 1}
+def offloaded(case, device, gradients, folder, held=None):
+    """With the smallest budgets that work, found as a user would find them; `held` are options that hold all state."""
+    budgets = {"host_memory": 1, "device_memory": 1, **(held or {})}
 
     def take(model):
         original = case.optimizer(model)
@@ -148,6 +148,7 @@ def offloaded(case, device, gradients, folder):
         report = optimizer.report().to_dict()
         assert report["host"]["peak"] <= report["host"]["budget"], report["host"]
         assert report["device"]["peak"] <= report["device"]["budget"], report["device"]
+        assert bool(optimizer.plan.held) == bool(held)
         optimizer.close()
 
     # What a first step shows that no plan could know.
@@ -161,6 +162,6 @@ def offloaded(case, device, gradients, folder):
     raise AssertionError("the budget was still too small")
 
 
-def check(case, device, gradients, folder):
-    lines = differences(reference(case, device, gradients), offloaded(case, device, gradients, folder))
+def check(case, device, gradients, folder, held=None):
+    lines = differences(reference(case, device, gradients), offloaded(case, device, gradients, folder, held))
     assert not lines, f"{len(lines)} differences:\n" + "\n".join(lines[:20])
