@@ -54,8 +54,9 @@ class LendingEngine(ABC):
         step: int,
         gradient: torch.Tensor | None = None,
         whole: bool = False,
+        late: bool = False,
     ) -> None:
         """See `Engine.apply`."""
         given = None if gradient is None else self.lend(name, gradient)
-        self._engine.apply(name, function, step=step, gradient=given, whole=whole)
+        self._engine.apply(name, function, step=step, gradient=given, whole=whole, late=late)
         self.settle(given)
