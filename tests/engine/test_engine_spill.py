@@ -187,3 +187,41 @@ def test_staging_memory_does_not_grow_with_what_is_spilled(tmp_path):
         wanted = engine.sizes(entries).chunk_bytes
         assert wanted == 86_016 * (12 + 2 + 4), "as many elements as have their state in 1 MiB"
         assert updates.staging_bytes == 12 * wanted
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_float64_waits_and_adds_up_as_it_is(tmp_path, held):
+    torch.manual_seed(4)
+    total = torch.randn(3, 1741, dtype=torch.float64)
+    entry = engine.Entry(name="double", values=torch.zeros_like(total), state={}, spill=torch.float64)
+    with engine.Store.create(tmp_path / "store", [entry], chunk_elements=CHUNK) as store:
+        store.hold(["double"] if held else [])
+        store.refresh(["double"] if held else [])
+        with engine.Engine(store) as updates:
+            updates.spill("double", total.clone())
+            for _ in range(2):
+                more = torch.randn(3, 1741, dtype=torch.float64)
+                updates.spill("double", more, add=True)
+                total.add_(more)
+            back = torch.empty_like(total)
+            updates.read_spilled("double", back)
+            assert same_bits(back, total)
+            nonfinite, squared = updates.spilled("double")
+            assert not nonfinite
+            assert squared == pytest.approx(float(total.square().sum()), rel=1e-14)
+            # The last of the second chunk.
+            more[0, 0] = 0
+            more.view(-1)[2 * CHUNK - 1] = torch.inf
+            updates.spill("double", more, add=True)
+            assert updates.spilled("double")[0]
+
+
+def test_the_kernel_has_no_update_by_float64(tmp_path):
+    values = torch.zeros(CHUNK)
+    entry = engine.Entry(name="single", values=values, state=engine.adam_state(values), spill=torch.float64)
+    with engine.Store.create(tmp_path / "store", [entry]) as store, engine.Engine(store) as updates:
+        updates.spill("single", values.double())
+        with pytest.raises(ConfigError, match="float64: float32, bfloat16 and float16 have an update"):
+            updates.update_spilled("single", engine.Adam(step=1, **NUMBERS))
+        with pytest.raises(ConfigError, match="float64: float32, bfloat16 and float16 have an update"):
+            updates.update("single", values.double(), engine.Adam(step=1, **NUMBERS))

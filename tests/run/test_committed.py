@@ -98,6 +98,23 @@ def test_a_buffer_that_the_model_has_no_more_stays_as_it_was_committed(tmp_path,
         assert torch.equal(again[1].running_mean, model[1].running_mean)
 
 
+@pytest.mark.parametrize("other", [torch.zeros(6), torch.zeros(4, dtype=torch.float64)])
+def test_a_buffer_of_another_shape_or_dtype_is_refused_before_the_step_and_put_back(tmp_path, other):
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4))
+    model.register_buffer("counts", torch.ones(4))
+    model, optimizer = memascend.offload(model, torch.optim.SGD(model.parameters(), lr=0.1), storage=tmp_path / "store")
+    own, before = model.counts, model[0].weight.detach().clone()
+    model(torch.ones(2, 8)).sum().backward()
+    model.counts = other
+    with pytest.raises(memascend.ConfigError, match=r"buffer 'counts' .* was torch.float32 of \[4\].*set it back"):
+        optimizer.step()
+    model.counts = own
+    optimizer.step()
+    assert optimizer.steps == 1
+    assert not torch.equal(model[0].weight, before)
+    optimizer.close()
+
+
 def test_a_loss_scale_goes_on_where_it_was(tmp_path):
     model, optimizer = opened(tmp_path / "s", Counting().half())
     scales = [optimizer.loss_scale]

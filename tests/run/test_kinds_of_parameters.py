@@ -24,22 +24,27 @@ class Odd(torch.nn.Module):
         return self.last(self.first(inputs) * (1 + odd.to(inputs.dtype)))
 
 
-def train(trained, optimizer, steps):
+def train(trained, optimizer, steps, *, clipped=False, accumulated=1):
     dtype = trained.last.weight.dtype
     for step in range(steps):
+        for part in range(accumulated - 1):
+            inputs = torch.randn(3, 8, generator=torch.Generator().manual_seed(100 * part + step)).to(dtype)
+            trained(inputs).square().mean().backward()
         inputs = torch.randn(3, 8, generator=torch.Generator().manual_seed(step)).to(dtype)
         loss = trained(inputs).square().mean()
         if loss.requires_grad:
             loss.backward()
+        if clipped:
+            torch.nn.utils.clip_grad_norm_(trained.parameters(), 0.1)
         optimizer.step()
         optimizer.zero_grad()
 
 
-def same_run(tmp_path, plain, make, **options):
-    trained = copy.deepcopy(plain)
-    train(plain, make(plain), 4)
+def same_run(tmp_path, plain, make, loop=None, **options):
+    trained, loop = copy.deepcopy(plain), loop or {}
+    train(plain, make(plain), 4, **loop)
     trained, optimizer = memascend.offload(trained, make(trained), storage=tmp_path / "store", **options)
-    train(trained, optimizer, 4)
+    train(trained, optimizer, 4, **loop)
     with memascend.materialized(trained):
         assert all(map(same_bits, list(trained.parameters()), list(plain.parameters())))
     optimizer.close()
@@ -53,23 +58,39 @@ def sgd(trained):
     return torch.optim.SGD(trained.parameters(), lr=0.1, momentum=0.9)
 
 
-@pytest.mark.parametrize("gradients", ["fused", "ram"])
-@pytest.mark.parametrize("make", [sgd, lambda trained: torch.optim.AdamW(trained.parameters(), lr=0.01)])
+def adamw(trained):
+    return torch.optim.AdamW(trained.parameters(), lr=0.01)
+
+
+@pytest.mark.parametrize("gradients", ["fused", "ram", "ssd", "auto"])
+@pytest.mark.parametrize("make", [sgd, adamw])
 def test_float64_trains_by_torchs_own_code(tmp_path, make, gradients):
     plain = Odd(torch.randn(3, dtype=torch.float64), trained=True).double()
     same_run(tmp_path, plain, make, gradients=gradients)
 
 
-@pytest.mark.parametrize("gradients", ["auto", "ssd"])
-def test_float64_whose_gradients_would_wait_on_storage_is_refused_by_name(tmp_path, gradients):
-    trained = Odd(torch.randn(3, dtype=torch.float64), trained=True)
-    with pytest.raises(memascend.ConfigError, match="odd is float64, and gradients of float64 do not wait on storage"):
-        memascend.offload(trained, sgd(trained), storage=tmp_path / "store", gradients=gradients)
-    assert not (tmp_path / "store").exists()
-    frozen = Odd(torch.randn(3, dtype=torch.float64), trained=False)
-    # Nor is one that the optimizer does not own.
-    optimizer = torch.optim.SGD([*frozen.first.parameters(), *frozen.last.parameters()], lr=0.1)
-    _, optimizer = memascend.offload(frozen, optimizer, storage=tmp_path / "store", gradients=gradients)
+@pytest.mark.parametrize("make", [sgd, adamw, adam])
+@pytest.mark.parametrize("host_memory", [None, "64MiB"])
+def test_gradients_of_float64_wait_on_storage_as_they_are(tmp_path, make, host_memory):
+    """Clipped and accumulated, and beside parameters of float32; in memory where a budget holds them."""
+    loop = {"clipped": True, "accumulated": 3}
+    plain = Odd(torch.randn(5000, dtype=torch.float64).mul(1e-4), trained=True)
+    # In float32, AdamW has the bits of its fused kernel.
+    plain = plain if host_memory and make is not adamw else plain.double()
+    same_run(tmp_path, plain, make, loop, gradients="ssd", host_memory=host_memory)
+
+
+def test_a_norm_of_float64_is_that_of_float64(tmp_path):
+    """Squares that float32 has no number for."""
+    plain = Odd(torch.randn(3, dtype=torch.float64), trained=True).double()
+    _, optimizer = memascend.offload(plain, sgd(plain), storage=tmp_path / "store", gradients="ssd", max_grad_norm=1e-3)
+    loss = plain(torch.ones(3, 8, dtype=torch.float64)).square().mean() * 1e60
+    gradients = torch.autograd.grad(loss, list(plain.parameters()), retain_graph=True)
+    loss.backward()
+    optimizer.step()
+    wanted = torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt().item()
+    assert wanted > 1e50
+    assert optimizer.grad_norm == pytest.approx(wanted, rel=1e-12)
     optimizer.close()
 
 

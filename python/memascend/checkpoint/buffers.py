@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from memascend.errors import ConfigError
+
 if TYPE_CHECKING:
     from memascend.engine import Entry, Store
 
@@ -24,6 +26,7 @@ class Buffers:
         # The tensor that was committed, which may be gone and another be where it was, and its version then.
         self._seen: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._staged: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._kinds = {name: _kind(self._tensor(name)) for name in self._owners}
         self._always = sum(self._tensor(name).nbytes for name in self._owners) <= _ALWAYS_BYTES_MAX
 
     def _tensor(self, name: str) -> torch.Tensor:
@@ -62,6 +65,21 @@ class Buffers:
             with torch.no_grad():
                 self._tensor(name).copy_(values)
 
+    def require_same_kinds(self) -> None:
+        """Before a step: refuse buffers that storage has no room for any more.
+
+        Raises:
+            ConfigError: one has another shape or dtype than when it was offloaded; nothing was changed.
+        """
+        for name in self.names:
+            now, then = _kind(self._tensor(name)), self._kinds[name]
+            if now != then:
+                raise ConfigError(
+                    f"buffer {name!r} is {now[0]} of shape {list(now[1])}, and was {then[0]} of {list(then[1])} when "
+                    "the model was offloaded, which its store keeps: set it back, and step() goes on. What changes its "
+                    "shape is registered with persistent=False before offload(), or is a plain attribute"
+                )
+
     def stage(self, store: Store, step: int) -> None:
         """Stage those that changed."""
         self._staged = {}
@@ -83,6 +101,10 @@ class Buffers:
     def committed(self) -> None:
         """What was staged is on storage."""
         self._seen.update(self._staged)
+
+
+def _kind(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size]:
+    return tensor.dtype, tensor.shape
 
 
 def persistent_buffers(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module, str]]:

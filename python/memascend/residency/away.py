@@ -65,6 +65,22 @@ class Away:
             memo[id(self)] = place.source.reached.duplicate(place)
         return memo[id(self)]
 
+    # torch asks no class before it does these.
+
+    def set_(self, *_: Any, **__: Any) -> Any:
+        raise UsageError(
+            f"{self._memascend.name!r} is offloaded and cannot be given other memory by set_(), as a parametrization "
+            "does it: parametrize before offload() (now save(), do it in a plain model with those weights, and "
+            "offload() anew); p.data.copy_(values) changes its values"
+        )
+
+    def as_subclass(self, _: type) -> Any:
+        raise _refused(self._memascend, "seen as another class; p.detach() can")
+
+    def is_shared(self) -> bool:
+        """Whether other processes see the memory."""
+        return False
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         place = self._memascend
         _require_outside(place, "pickled")
@@ -309,13 +325,14 @@ def _cast(func: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> A
     )
     if isinstance(asked, str):
         return asked
-    if asked.dtype == place.dtype and asked.device == place.device:
-        if not kwargs.get("copy"):
+    if asked.device == place.device:
+        if asked.dtype == place.dtype and not kwargs.get("copy"):
             return tensor
+        # A copy; a module that is cast assigns it to `.data`, which is refused.
         return _apply(func, [place], (tensor, *args), kwargs)
     raise UsageError(
-        f"the values of {place.name!r} are on storage and cannot be moved or cast to {asked.device} {asked.dtype} "
-        "here: cast the model before offload(), or a copy of the parameter, p.clone()"
+        f"the values of {place.name!r} are on storage and cannot be moved to {asked.device} here: give offload() "
+        "device=, or move a copy of the parameter, p.clone()"
     )
 
 

@@ -65,12 +65,12 @@ class Moment:
     Attributes:
         busy: updates are under way, which may hold units until they are done.
         computes: this thread is inside of the model's forward.
-        staged: gradients have arrived that no step has used.
+        updates: an update has begun of a step that is not committed.
     """
 
     busy: Callable[[], bool]
     computes: Callable[[], bool]
-    staged: Callable[[], bool]
+    updates: Callable[[], bool]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from memascend.residency.residency import Residency
     from memascend.residency.unit_slot import Home
 
-__all__ = ["COPIED", "Frames", "Gate", "close_gates", "gated", "open_gates", "refuse_wrapper"]
+__all__ = ["COPIED", "Frames", "Gate", "close_gates", "gated", "open_gates", "refuse_moved", "refuse_wrapper"]
 
 _KEY = "memascend"
 # What TorchScript calls first.
@@ -298,9 +298,32 @@ def _refuse_script() -> Any:
 
 def _replaced(name: str) -> UsageError:
     return UsageError(
-        f"parameter {name!r} of a module is not the one that was offloaded (torch.func.functional_call puts others "
-        "there for a call); change values within memascend.materialized(model, modify=True), and parameters before "
-        "offload()"
+        f"parameter {name!r} of a module is not the one that was offloaded: it was deleted, replaced or tied to another "
+        "after offload(), or torch.func.functional_call put another there for a call. Undo that; or save(), do it in a "
+        "plain model with those weights, and offload() anew. Values are changed within memascend.materialized(model, "
+        "modify=True)"
+    )
+
+
+def refuse_moved(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
+    """Refuse an offloaded parameter in another place of a model, as pruning, parametrizing and tying put it there."""
+    place: Any = None if parameter is None else parameter.__dict__.get("_memascend")
+    if place is None:
+        return
+    gate = _gate_of(module)
+    table: dict[str, Any] = module._parameters  # noqa: SLF001
+    if gate is None:
+        # Others' modules may have it, as a head outside of the model does.
+        if not isinstance(module, torch.nn.utils.parametrize.ParametrizationList):
+            return
+    elif any(where is table and of == name and one is parameter for where, of, one in gate.owned):
+        return
+    else:
+        # Some take it from its own place first.
+        table.update({of: one for where, of, one in gate.owned if where is table and of not in table})
+    raise UsageError(
+        f"{place.name!r} is offloaded and cannot become {name!r} of a {type(module).__name__}: parametrize, prune, "
+        "normalise and tie before offload(); now save(), do it in a plain model with those weights, and offload() anew"
     )
 
 

@@ -145,7 +145,7 @@ class ReachedWeights:
         self._residency = residency
         self._copies = copies
         self._moment = moment
-        self._is_staged = moment.staged
+        self._has_updates = moment.updates
         self._now: dict[str, _Reached] = {}
         self._outlived: list[_Outlived] = []
         self._told = False
@@ -255,15 +255,15 @@ class ReachedWeights:
         return values if place.device.type == "cpu" else values.to(place.device)
 
     def require_writable(self, place: Place) -> None:
-        """Refuse a write while a step is staged."""
+        """Refuse a write once an update has begun from the values."""
         self._residency.units.require_open()
-        if self._is_staged():
+        if self._has_updates():
             raise UsageError(f"{place.name!r} cannot be changed now: {_STAGED}")
 
     # --- what was written -------------------------------------------------------------------
 
     def look(self) -> None:
-        """Before a forward: let the model compute with what was written."""
+        """Before a forward, or the updates of a step: let the model have what was written."""
         if not self._now:
             return
         with self._residency.lock:
@@ -278,7 +278,7 @@ class ReachedWeights:
         shared = one.is_shared
         now = one.checksum()
         if now != one.seen:
-            if self._is_staged():
+            if self._has_updates():
                 self._late.add(one.place.name)
                 return
             one.seen = now
@@ -289,13 +289,20 @@ class ReachedWeights:
         if one.settled and not one.changed:
             del self._now[one.place.name]
 
+    def note_late(self) -> None:
+        """Before a backward: what was written after its forward is refused by the step."""
+        if not self._now:
+            return
+        with self._residency.lock:
+            for one in self._now.values():
+                if not one.settled and one.checksum() != one.seen:
+                    self._late.add(one.place.name)
+
     def require_seen(self) -> None:
         """Before a step: refuse what was written after the forward that it is made of."""
         with self._residency.lock:
             self._renew()
-            for one in self._now.values():
-                if not one.settled and one.checksum() != one.seen:
-                    self._late.add(one.place.name)
+            self.note_late()
             outlived, self._outlived = self._outlived, []
             for other in outlived:
                 now = other.checksum()

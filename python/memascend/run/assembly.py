@@ -109,12 +109,12 @@ class Assembly:
 
         def begins() -> None:
             residency.transfers.settle()
-            reached_values.write_before_updates()
+            reached_values.write_before_backward()
 
-        def staged() -> bool:
-            return gradients.is_staged()
+        def updates() -> bool:
+            return gradients.has_updates
 
-        moment = Moment(busy=lambda: engine.queued_bytes > 0, computes=lambda: frames.inside, staged=staged)
+        moment = Moment(busy=lambda: engine.queued_bytes > 0, computes=lambda: frames.inside, updates=updates)
         residency = self._residency(Listener(borrowed=borrowed, used=meter.used), moment)
         scale = self._scale()
         gradients = self._gradients(residency, meter, scale, begins)

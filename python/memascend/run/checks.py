@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from memascend.planning.units import Unit
 
-__all__ = ["Owned", "embedding_ids", "find_owned", "refuse_sizes", "refuse_spilled_doubles", "sparse_ids"]
+__all__ = ["Owned", "embedding_ids", "find_owned", "refuse_sizes", "sparse_ids"]
 
 
 _TRAINED = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
@@ -145,18 +145,6 @@ def _refuse_shared(model: torch.nn.Module) -> None:
             parameter = max(parameter, (end, name))
         else:
             other = max(other, (end, name))
-
-
-def refuse_spilled_doubles(owned: Mapping[str, Owned], gradients: str) -> None:
-    """Gradients of float64 do not wait on storage: refuse where they would have to."""
-    if gradients not in ("auto", "ssd"):
-        return
-    for name, each in owned.items():
-        if each.group is not None and each.parameter.dtype == torch.float64:
-            raise ConfigError(
-                f"{name} is float64, and gradients of float64 do not wait on storage: pass gradients='fused', or 'ram' "
-                "where they are clipped or accumulated"
-            )
 
 
 def refuse_sizes(unit_bytes: Mapping[str, int], units: Iterable[Unit]) -> None:

@@ -27,7 +27,7 @@ from memascend.planning.units import find_units
 from memascend.residency.placeholder import dense_strides
 from memascend.residency.rows import CHUNKS as ROW_CHUNKS
 from memascend.residency.rows import window_bytes
-from memascend.run.checks import embedding_ids, find_owned, refuse_sizes, refuse_spilled_doubles, sparse_ids
+from memascend.run.checks import embedding_ids, find_owned, refuse_sizes, sparse_ids
 from memascend.run.locations import folders_of
 
 if TYPE_CHECKING:
@@ -66,7 +66,6 @@ class Subject:
         self.staged = staged
         self.owned = find_owned(model, self.original, None if device is None else device.torch_device)
         self.named = {name: owned.parameter for name, owned in self.owned.items()}
-        refuse_spilled_doubles(self.owned, options.gradients)
         self.trained = {name for name, owned in self.owned.items() if owned.group is not None}
         require_plain(self.named)
         if options.weights is not None and not any(parameter.is_meta for parameter in self.named.values()):

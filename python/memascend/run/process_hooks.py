@@ -11,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memascend.errors import UsageError
 from memascend.gradients.handle import GradientHandle
-from memascend.residency.gates import refuse_wrapper
+from memascend.residency.gates import refuse_moved, refuse_wrapper
 from memascend.run.optimizer import OffloadedOptimizer
 from memascend.run.plain_copy import copy_module
 
@@ -43,6 +43,7 @@ class ProcessHooks:
                 ProcessHooks._handles = (
                     torch.nn.modules.module.register_module_module_registration_hook(refuse_wrapper),
                     torch.nn.modules.module.register_module_module_registration_hook(_note_registration),
+                    torch.nn.modules.module.register_module_parameter_registration_hook(refuse_moved),
                     torch.nn.modules.module.register_module_parameter_registration_hook(_note_registration),
                     register_optimizer_step_pre_hook(_refuse_foreign_step),
                 )

@@ -16,15 +16,30 @@ class ReachedValues:
     def __init__(self, run: Run) -> None:
         self._run = run
 
-    def write_before_updates(self) -> None:
-        """Let the updates of a step begin from the values that its forward computed with."""
+    def write_before_backward(self) -> None:
+        """Let updates that the backward begins start from the values that its forward computed with.
+
+        Where gradients wait until step(), so do the values: they may be put back before.
+        """
+        self._run.residency.reached.note_late()
+        if self._run.gradients.mode == "fused":
+            self._write_before_updates()
+
+    def write_before_step(self) -> None:
+        """Let the updates that step() begins start from the values that the model has now."""
+        if not self._run.gradients.has_updates:
+            self._run.residency.reached.look()
+        self._run.residency.reached.require_seen()
+        self._write_before_updates()
+
+    def _write_before_updates(self) -> None:
         if not self._run.gradients.has_updates:
             # Persistent buffers are ahead of the step that is committed: they are of the next one.
             self._write(buffers=False)
 
     def write_between_steps(self) -> None:
-        """Let storage have what the model has now, unless a step is staged."""
-        if not self._run.gradients.is_staged():
+        """Let storage have what the model has now, unless updates have begun from what it had before."""
+        if not self._run.gradients.has_updates:
             self._run.residency.reached.look()
             self._write(buffers=True)
 

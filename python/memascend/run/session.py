@@ -107,10 +107,9 @@ class Session:
                 "step, and backward() before the next"
             )
         run.residency.require_idle("step()")
+        record.buffers.require_same_kinds()
         self._refuse_written()
-        run.residency.reached.require_seen()
-        # For gradients that no backward brought.
-        self.reached_values.write_before_updates()
+        self.reached_values.write_before_step()
         factor = 1.0
         if self._norm_comes_first:
             finite, norm = gradients.measured(present)

@@ -129,6 +129,14 @@ impl Gradient {
         Ok(unsafe { floats_at(first, self.dtype, 0, count) })
     }
 
+    /// As [`Gradient::part`], of a gradient of float64.
+    pub(crate) fn doubles(&self, bench: &Bench<'_>, entry: usize, start: usize, count: usize) -> Result<&[f64]> {
+        assert_eq!(self.dtype, Dtype::F64, "a gradient of another dtype");
+        let first = self.at(bench, entry, start * size_of::<f64>(), count * size_of::<f64>())?;
+        // SAFETY: as above.
+        Ok(unsafe { elements(first, 0, count) })
+    }
+
     /// Where `nbytes` from byte `start` on lie.
     fn at(&self, bench: &Bench<'_>, entry: usize, start: usize, nbytes: usize) -> Result<*const u8> {
         assert!(start + nbytes <= self.nbytes(), "bytes past the end of a gradient");
@@ -153,15 +161,27 @@ impl Gradient {
     }
 }
 
-/// The bytes of an element of a dtype that has an update.
+/// The bytes of an element of a dtype that gradients have.
 fn require_float(dtype: Dtype) -> Result<usize> {
-    if !matches!(dtype, Dtype::F32 | Dtype::Bf16 | Dtype::F16) {
-        return Err(Error::Invalid(format!(
-            "a gradient of {}: float32, bfloat16 and float16 have an update",
-            dtype.name()
-        )));
+    if dtype != Dtype::F64 {
+        require_update(dtype)?;
     }
     Ok(usize::try_from(dtype.bytes()).unwrap_or(usize::MAX))
+}
+
+/// Refuses a gradient of a dtype that the kernels do not update by.
+pub(crate) fn require_update(dtype: Dtype) -> Result<()> {
+    if matches!(dtype, Dtype::F32 | Dtype::Bf16 | Dtype::F16) {
+        return Ok(());
+    }
+    Err(Error::Invalid(format!("a gradient of {}: float32, bfloat16 and float16 have an update", dtype.name())))
+}
+
+/// As [`floats`], of memory that holds float64.
+pub(crate) fn doubles(memory: &dyn Buffer, start: usize, count: usize) -> &[f64] {
+    assert!((start + count) * size_of::<f64>() <= memory.len(), "elements past the end of a tensor");
+    // SAFETY: as in `floats`.
+    unsafe { elements(memory.as_ptr().as_ptr(), start, count) }
 }
 
 /// `count` elements from `start` on of memory that is aligned for its dtype, one of the three that kernels know.

@@ -7,7 +7,7 @@ use std::{
     sync::{Arc, Mutex, MutexGuard},
 };
 
-use memascend_math::{Exec, FloatsMut, add, check};
+use memascend_math::{Exec, FloatsMut, add, add_doubles};
 use memascend_mem::locked;
 use memascend_store::{Buffer, Dtype, Spilled, Store};
 
@@ -15,8 +15,9 @@ use crate::{
     Error, Gradient, Result,
     bench::{Bench, bytes_mut, floats},
     fill::copied,
+    gradient::doubles,
     job::{Turn, Work},
-    spill::spill_dtype,
+    spill::{measure, spill_dtype},
 };
 
 /// An update of a held entry that waits for its step.
@@ -123,8 +124,12 @@ impl HeldGradients {
     /// The sum of what is kept and what is given. What is kept may be the caller's, so it stays as it is.
     fn sum(&self, store: &Store, entry: usize, given: &dyn Buffer, dtype: Dtype) -> Result<Box<Own>> {
         let kept = self.kept(entry).ok_or_else(|| crate::spill::nothing(store, entry))?;
-        let own = Own::copy_of(&*kept.memory);
+        let mut own = Own::copy_of(&*kept.memory);
         let count = own.len() / usize::try_from(dtype.bytes()).unwrap_or(1);
+        if dtype == Dtype::F64 {
+            add_doubles(own.doubles(), doubles(given, 0, count))?;
+            return Ok(Box::new(own));
+        }
         add(own.floats(dtype, count), floats(given, dtype, 0, count), Exec::new(NonZeroUsize::MIN)?)?;
         Ok(Box::new(own))
     }
@@ -178,7 +183,7 @@ fn measured(store: &Store, entry: usize, memory: &dyn Buffer, dtype: Dtype) -> R
     let mut start = 0;
     for chunk in 0..store.layout().chunks_of(entry) {
         let count = store.description().elements_of_chunk(entry, chunk);
-        let of_chunk = check(floats(memory, dtype, start, count), exec);
+        let of_chunk = measure(memory, dtype, start, count, exec);
         found.nonfinite |= of_chunk.nonfinite;
         found.squared_norm += of_chunk.squared_norm;
         start += count;
@@ -200,6 +205,11 @@ impl Own {
         let bytes = unsafe { std::slice::from_raw_parts_mut(words.as_mut_ptr().cast::<u8>(), nbytes) };
         copied(memory, 0, bytes);
         Self { words, nbytes }
+    }
+
+    fn doubles(&mut self) -> &mut [f64] {
+        // SAFETY: words are as long and aligned as a float64, of which any bits are one; they are ours alone.
+        unsafe { std::slice::from_raw_parts_mut(self.words.as_mut_ptr().cast(), self.words.len()) }
     }
 
     fn floats(&self, dtype: Dtype, count: usize) -> FloatsMut<'_> {

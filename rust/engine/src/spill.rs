@@ -2,12 +2,13 @@
 
 use std::cell::Cell;
 
-use memascend_math::{add, check};
+use memascend_math::{Check, Exec, add, add_doubles, check, check_doubles};
 use memascend_store::{Buffer, Dtype, Spilled, Store};
 
 use crate::{
     Counters, Error, Gradient, Result,
-    bench::{Bench, Read, Write, bytes_mut, clear_from, floats, floats_mut},
+    bench::{Bench, Read, Write, bytes_mut, clear_from, elements_mut, floats, floats_mut},
+    gradient::doubles,
     job::{Leaves, Turn, Work},
 };
 
@@ -71,7 +72,11 @@ impl Work for Spill {
         let dtype = self.gradient.dtype();
         // SAFETY: nothing is in flight of this chunk, which is this turn's.
         unsafe { clear_from(&part, used) };
-        if self.adds {
+        if self.adds && dtype == Dtype::F64 {
+            let given = self.gradient.doubles(bench, entry, elements.start, elements.len())?;
+            // SAFETY: as above; a part begins on a page.
+            add_doubles(unsafe { elements_mut(&part, 0, elements.len()) }, given)?;
+        } else if self.adds {
             let given = self.gradient.part(bench, entry, elements.start, elements.len())?;
             // SAFETY: as above.
             add(unsafe { floats_mut(&part, dtype, elements.len()) }, given, bench.exec)?;
@@ -81,7 +86,7 @@ impl Work for Spill {
             let size = used / elements.len().max(1);
             bytes[..used].copy_from_slice(self.gradient.bytes(bench, entry, elements.start * size, used)?);
         }
-        let found = check(floats(&part, dtype, 0, elements.len()), bench.exec);
+        let found = measure(&part, dtype, 0, elements.len(), bench.exec);
         let mut so_far = self.so_far.get();
         so_far.nonfinite |= found.nonfinite;
         so_far.squared_norm += found.squared_norm;
@@ -163,14 +168,22 @@ impl Work for Forget {
     }
 }
 
+/// Measures `count` elements from `start` on of a gradient.
+pub(crate) fn measure(memory: &dyn Buffer, dtype: Dtype, start: usize, count: usize, exec: Exec) -> Check {
+    if dtype == Dtype::F64 {
+        return check_doubles(doubles(memory, start, count));
+    }
+    check(floats(memory, dtype, start, count), exec)
+}
+
 /// The dtype of gradients that an entry has room for, if it is one that can be computed with.
 pub(crate) fn spill_dtype(store: &Store, entry: usize) -> Result<Dtype> {
     let described = &store.description().entries[entry];
     let name = &described.name;
     match described.spill {
-        Some(dtype @ (Dtype::F32 | Dtype::Bf16 | Dtype::F16)) => Ok(dtype),
+        Some(dtype @ (Dtype::F64 | Dtype::F32 | Dtype::Bf16 | Dtype::F16)) => Ok(dtype),
         Some(dtype) => Err(Error::Invalid(format!(
-            "the gradients of {name:?} spill as {}: float32, bfloat16 and float16 can be computed with",
+            "the gradients of {name:?} spill as {}: float64, float32, bfloat16 and float16 can be computed with",
             dtype.name()
         ))),
         None => Err(Error::Invalid(format!("{name:?} was described without room for gradients that spill"))),

@@ -9,6 +9,7 @@ use crate::{
     Counters, Error, Gradient, Result,
     bench::{Bench, Read, Write, clear_from, elements_mut, floats, floats_mut},
     compact,
+    gradient::require_update,
     held::Kept,
     job::{Turn, Work},
     live::{self, Live},
@@ -42,9 +43,10 @@ impl Update {
         values: Option<Box<dyn Buffer>>,
         rule: Rule,
     ) -> Result<Self> {
-        if matches!(by, By::Spilled(_)) {
-            spill_dtype(store, entry)?;
-        }
+        require_update(match &by {
+            By::Given(gradient) => gradient.dtype(),
+            By::Spilled(_) => spill_dtype(store, entry)?,
+        })?;
         let description = store.description();
         require_state(description, entry, &rule)?;
         let live = values.map(|values| Live::new(store, entry, values)).transpose()?.flatten();

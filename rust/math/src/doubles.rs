@@ -1,0 +1,68 @@
+//! Adds and measures gradients of float64, which torch's own code updates with.
+//!
+//! They are rare, so these are plain loops: one thread, one order, the same bits everywhere.
+
+use crate::{Check, Error, Result};
+
+/// Sums that run side by side.
+const LANES: usize = 8;
+
+/// `total += other`: torch's `total.add_(other)`.
+pub fn add_doubles(total: &mut [f64], other: &[f64]) -> Result<()> {
+    if other.len() != total.len() {
+        return Err(Error::Length { name: "other", len: other.len(), other: "total", other_len: total.len() });
+    }
+    for (total, other) in total.iter_mut().zip(other) {
+        *total += other;
+    }
+    Ok(())
+}
+
+/// As [`crate::check`], in float64 throughout: the sum of squares is an infinity where it has no number, too.
+#[must_use]
+pub fn check_doubles(data: &[f64]) -> Check {
+    let mut sums = [0.0_f64; LANES];
+    let mut nonfinite = false;
+    for group in data.chunks(LANES) {
+        for (sum, value) in sums.iter_mut().zip(group) {
+            *sum += value * value;
+            nonfinite |= !value.is_finite();
+        }
+    }
+    Check { nonfinite, squared_norm: sums.iter().sum() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sums_and_squares_are_those_of_float64() {
+        // Of these, float32 has neither the numbers nor the sums.
+        let mut total: Vec<f64> = (0..21).map(|i| 1.0 + f64::from(i) * 1e-12).collect();
+        let other: Vec<f64> = (0..21).map(|i| 1e-15 * f64::from(i) - 1e200).collect();
+        let wanted: Vec<f64> = total.iter().zip(&other).map(|(a, b)| a + b).collect();
+        assert_eq!(add_doubles(&mut total, &other), Ok(()));
+        assert_eq!(total, wanted);
+        assert!(add_doubles(&mut total, &other[1..]).is_err());
+
+        let found = check_doubles(&[3e100, 4e100, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 12e100]);
+        assert!(!found.nonfinite);
+        assert!((found.squared_norm.sqrt() / 1.3e101 - 1.0).abs() < 1e-15);
+        assert_eq!(check_doubles(&[]), Check { nonfinite: false, squared_norm: 0.0 });
+    }
+
+    #[test]
+    fn what_is_not_finite_is_told_from_a_sum_that_is_too_large() {
+        for bad in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
+            for place in 0..11 {
+                let mut data = [1.0; 11];
+                data[place] = bad;
+                let found = check_doubles(&data);
+                assert!(found.nonfinite && !found.squared_norm.is_finite(), "{bad} at {place}");
+            }
+        }
+        let large = check_doubles(&[1e200]);
+        assert!(!large.nonfinite && large.squared_norm.is_infinite());
+    }
+}

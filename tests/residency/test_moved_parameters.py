@@ -1,0 +1,87 @@
+"""Tests what would give an offloaded parameter another place: pruned, parametrized, normalised, tied, fused."""
+
+import pytest
+import torch
+from support.reached import OPTIMIZERS, batch, same_bits, stack, taken
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize, prune
+
+from memascend import MemascendError, UsageError, materialized
+
+
+def tied(model):
+    model[1].weight = model[0].weight
+
+
+WAYS = {
+    "orthogonal": lambda model: parametrizations.orthogonal(model[0]),
+    "spectral norm": lambda model: parametrizations.spectral_norm(model[0]),
+    "old spectral norm": lambda model: nn.utils.spectral_norm(model[0]),
+    "weight norm": lambda model: parametrizations.weight_norm(model[0]),
+    "parametrization": lambda model: parametrize.register_parametrization(model[0], "weight", nn.Identity()),
+    "unsafe parametrization": lambda model: parametrize.register_parametrization(
+        model[0], "weight", nn.Identity(), unsafe=True
+    ),
+    "prune": lambda model: prune.l1_unstructured(model[0], "weight", 0.5),
+    "prune identity": lambda model: prune.identity(model[0], "weight"),
+    "prune all": lambda model: prune.global_unstructured(
+        [(model[0], "weight")], pruning_method=prune.L1Unstructured, amount=0.3
+    ),
+    "tie": tied,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_another_place_is_refused_and_the_model_as_it_was(training, way):
+    model, offloaded = training(units=2)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with pytest.raises(MemascendError, match=r"0\.weight.*(before offload\(\)|offload\(\) anew)"):
+        WAYS[way](model)
+    assert {name for name, _ in model.named_parameters()} == before.keys()
+    assert all(same_bits(p, before[name]) for name, p in model.named_parameters())
+    model(batch()).pow(2).mean().backward()
+    offloaded.step()
+    assert offloaded.steps == 2
+
+
+def test_a_parameter_that_is_put_back_is_its_own(training):
+    model, offloaded = training(units=2)
+    weight = model[0].weight
+    del model[0].weight
+    with pytest.raises(UsageError, match="deleted, replaced or tied"):
+        model[0](batch())
+    model[0].weight = weight
+    # Outside of the model it may be used as it likes.
+    head = nn.Linear(64, 64)
+    head.weight = weight
+    assert same_bits(head(batch()), nn.functional.linear(batch(), weight, head.bias))
+    model(batch()).pow(2).mean().backward()
+    offloaded.step()
+
+
+def test_what_is_pruned_for_good_within_materialized_trains_on(training, tmp_path):
+    model, offloaded = training(units=2)
+    with materialized(model, modify=True):
+        prune.l1_unstructured(model[0], "weight", 0.5)
+        prune.remove(model[0], "weight")
+        expected = model[0].weight.detach().clone()
+    assert int((expected == 0).sum()) == expected.numel() // 2
+    assert same_bits(model[0].weight, expected)
+    model(batch()).pow(2).mean().backward()
+    offloaded.step()
+    offloaded.close()
+    again = stack(2)
+    _, offloaded = taken(again, OPTIMIZERS["adamw"](again.parameters()), tmp_path, existing="resume")
+    offloaded.close()
+
+
+@pytest.mark.parametrize("cast", [torch.Tensor.half, torch.Tensor.double, lambda p: p.to(torch.bfloat16)])
+def test_a_cast_of_a_weight_is_a_copy_and_has_its_gradient(training, cast):
+    model, offloaded = training(units=2)
+    plain = model[0].weight.detach().clone().requires_grad_()
+    assert same_bits(cast(model[0].weight), cast(plain))
+    (cast(model[0].weight).square().sum() + model(batch()).sum() * 0).backward()
+    cast(plain).square().sum().backward()
+    offloaded.step()
+    # Of the weight and of the rest, which is zeros.
+    assert offloaded.grad_norm == pytest.approx(float(plain.grad.norm()), rel=1e-6)
