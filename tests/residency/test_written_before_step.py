@@ -69,6 +69,26 @@ def test_weights_that_are_put_back_before_step_count(tmp_path, monkeypatch, opti
         assert all(map(same_bits, model.parameters(), expected))
 
 
+def test_auto_learns_that_weights_are_written_before_step(tmp_path):
+    """Nothing reads a gradient here: a weight decay by hand."""
+
+    def decayed(model, optimizer):
+        for _ in range(3):
+            model(batch()).pow(2).mean().backward()
+            for p in model.parameters():
+                p.data.mul_(0.99)
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach().clone() for p in model.parameters()]
+
+    model = stack(4)
+    expected = decayed(model, OPTIMIZERS["adamw"](model.parameters()))
+    model = stack(4)
+    model, offloaded = taken(model, OPTIMIZERS["adamw"](model.parameters()), tmp_path)
+    with offloaded:
+        assert all(map(same_bits, decayed(model, offloaded), expected))
+
+
 def test_masters_stay_where_weights_are_put_back(training):
     model, offloaded = training(units=4, dtype=torch.bfloat16, master_dtype=torch.float32, gradients="ssd")
     before = [offloaded.state_of(p)["master"] for p in model.parameters()]
@@ -81,15 +101,26 @@ def test_masters_stay_where_weights_are_put_back(training):
     assert all(map(same_bits, before, [offloaded.state_of(p)["master"] for p in model.parameters()]))
 
 
-@pytest.mark.parametrize("gradients", ["ssd", "ram"])
-def test_a_write_between_forward_and_backward_is_refused_by_step(training, gradients):
+def backward(loss, model):
+    del model
+    loss.backward()
+
+
+def by_hand(loss, model):
+    parameters = list(model.parameters())
+    for p, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+        p.grad = gradient
+
+
+@pytest.mark.parametrize(("gradients", "walk"), [("ssd", backward), ("ram", backward), ("ssd", by_hand)])
+def test_a_write_between_forward_and_backward_is_refused_by_step(training, gradients, walk):
     """In memory the backward computes with what was written, and here with what the forward had."""
     model, offloaded = training(units=4, gradients=gradients)
     expected = [p.detach().clone() for p in model.parameters()]
     views = [p.data for p in model.parameters()]
     loss = model(batch()).pow(2).mean()
     views[0].mul_(0.5)
-    loss.backward()
+    walk(loss, model)
     with pytest.raises(UsageError, match=r"0\.weight were written to .* too late"):
         offloaded.step()
     offloaded.zero_grad()

@@ -46,6 +46,7 @@ class Gradients:
         self._arrivals = arrivals
         self.by_name = self._arrivals.by_name
         self.learn = self._loop.learn
+        self.noticed = self._loop.notice
         self.entered = self._arrivals.entered
         self.touched = self._arrivals.touched
         self.unwatch = self._arrivals.unwatch

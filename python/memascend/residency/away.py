@@ -68,6 +68,7 @@ class Away:
     # torch asks no class before it does these.
 
     def set_(self, *_: Any, **__: Any) -> Any:
+        """Refused: other memory would be another parameter's."""
         raise UsageError(
             f"{self._memascend.name!r} is offloaded and cannot be given other memory by set_(), as a parametrization "
             "does it: parametrize before offload() (now save(), do it in a plain model with those weights, and "
@@ -75,6 +76,7 @@ class Away:
         )
 
     def as_subclass(self, _: type) -> Any:
+        """Refused: there is no memory to be seen."""
         raise _refused(self._memascend, "seen as another class; p.detach() can")
 
     def is_shared(self) -> bool:

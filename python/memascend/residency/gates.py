@@ -298,10 +298,10 @@ def _refuse_script() -> Any:
 
 def _replaced(name: str) -> UsageError:
     return UsageError(
-        f"parameter {name!r} of a module is not the one that was offloaded: it was deleted, replaced or tied to another "
-        "after offload(), or torch.func.functional_call put another there for a call. Undo that; or save(), do it in a "
-        "plain model with those weights, and offload() anew. Values are changed within memascend.materialized(model, "
-        "modify=True)"
+        f"parameter {name!r} of a module is not the one that was offloaded: it was deleted, replaced or tied to "
+        "another after offload(), or torch.func.functional_call put another there for a call. Undo that; or save(), do "
+        "it in a plain model with those weights, and offload() anew. Values are changed within "
+        "memascend.materialized(model, modify=True)"
     )
 
 

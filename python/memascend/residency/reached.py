@@ -151,6 +151,8 @@ class ReachedWeights:
         self._told = False
         # Parameters that were written to too late for the forward that a step is made of.
         self._late: set[str] = set()
+        # The backward that was looked at last.
+        self._walked = -1
 
     @property
     def computes(self) -> bool:
@@ -262,25 +264,26 @@ class ReachedWeights:
 
     # --- what was written -------------------------------------------------------------------
 
-    def look(self) -> None:
-        """Before a forward, or the updates of a step: let the model have what was written."""
+    def look(self) -> bool:
+        """Before a forward, or the updates of a step: let the model have what was written; whether anything was."""
         if not self._now:
-            return
+            return False
         with self._residency.lock:
             # Where an error or an interrupt came between.
             self._renew()
-            for one in list(self._now.values()):
-                if not one.settled:
-                    self._look_at(one)
+            written = [self._look_at(one) for one in list(self._now.values()) if not one.settled]
+            return any(written)
 
-    def _look_at(self, one: _Reached) -> None:
+    def _look_at(self, one: _Reached) -> bool:
+        """Whether it was written since the last look."""
         # Asked first: who has it now may write to it later.
         shared = one.is_shared
         now = one.checksum()
-        if now != one.seen:
+        written = now != one.seen
+        if written:
             if self._has_updates():
                 self._late.add(one.place.name)
-                return
+                return True
             one.seen = now
             # A view in a graph shares the parameter's counter: what was written through it is seen.
             one.place.note_version()
@@ -288,11 +291,16 @@ class ReachedWeights:
         one.settled = not shared
         if one.settled and not one.changed:
             del self._now[one.place.name]
+        return written
 
-    def note_late(self) -> None:
-        """Before a backward: what was written after its forward is refused by the step."""
-        if not self._now:
-            return
+    def note_walk(self) -> None:
+        """A graph is walked, or about to be: what was written after its forward is refused by the step."""
+        task = torch._C._current_graph_task_id()  # noqa: SLF001
+        if self._now and task != self._walked:
+            self._note_late()
+        self._walked = task
+
+    def _note_late(self) -> None:
         with self._residency.lock:
             for one in self._now.values():
                 if not one.settled and one.checksum() != one.seen:
@@ -302,7 +310,7 @@ class ReachedWeights:
         """Before a step: refuse what was written after the forward that it is made of."""
         with self._residency.lock:
             self._renew()
-            self.note_late()
+            self._note_late()
             outlived, self._outlived = self._outlived, []
             for other in outlived:
                 now = other.checksum()
@@ -315,7 +323,7 @@ class ReachedWeights:
                 raise UsageError(
                     f"{', '.join(sorted(self._late))} were written to through a view or .data that was taken before "
                     "the model computed, too late for this step: call zero_grad(), take the view again before the "
-                    "forward, and write to it there"
+                    "forward, and write to it there; between backward and step() it counts with gradients='ssd'"
                 )
 
     def forget_late(self) -> None:

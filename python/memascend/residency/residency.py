@@ -248,6 +248,7 @@ class Residency:
         """The bytes of a unit as they were at `version`."""
         self._memory.require_usable()
         self.transfers.settle()
+        self.reached.note_walk()
         with self.lock:
             if home.version != version:
                 raise UsageError(

@@ -21,14 +21,14 @@ class ReachedValues:
 
         Where gradients wait until step(), so do the values: they may be put back before.
         """
-        self._run.residency.reached.note_late()
+        self._run.residency.reached.note_walk()
         if self._run.gradients.mode == "fused":
             self._write_before_updates()
 
     def write_before_step(self) -> None:
         """Let the updates that step() begins start from the values that the model has now."""
-        if not self._run.gradients.has_updates:
-            self._run.residency.reached.look()
+        if not self._run.gradients.has_updates and self._run.residency.reached.look():
+            self._run.gradients.noticed("weights that are written before step()")
         self._run.residency.reached.require_seen()
         self._write_before_updates()
 
