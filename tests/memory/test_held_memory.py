@@ -4,7 +4,7 @@ import pytest
 from memory.measured import SQUARES
 
 MIB = 1 << 20
-BLOCKS, WIDTH, VOCABULARY = 8, 512, 64
+BLOCKS, WIDTH, VOCABULARY = 4, 512, 64
 BLOCK_BYTES = SQUARES * WIDTH * WIDTH * 4
 # All of it, many times.
 HELD = {"blocks": BLOCKS, "width": WIDTH, "vocabulary": VOCABULARY, "steps": 2}

@@ -34,6 +34,7 @@ def held():
 
 # Dynamo warns of what each version of torch finds worth it.
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("case", "mode"), list(held()))
 def test_a_run_with_held_entries_equals_itself_in_ram(case, mode, tmp_path):
     check(case, mode, tmp_path)

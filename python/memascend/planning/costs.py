@@ -72,7 +72,8 @@ class Host:
     Attributes:
         update: the arithmetic of a step.
         check: the checksum of a byte that is read or written.
-        threads: that share the update.
+        threads: that share the update of what streams.
+        held_threads: that share the update of what is held; None: as many.
         shared: whether the model computes on the same processors: what the update takes is taken from it.
         link: bytes a second between host and device, each way; None where the host computes.
     """
@@ -82,6 +83,7 @@ class Host:
     threads: int
     shared: bool
     link: float | None = None
+    held_threads: int | None = None
 
 
 # One thread's seconds for AdamW on a parameter and for the checksum of a byte, where nobody measured them. Measured on
@@ -138,7 +140,9 @@ def phases(plan: Plan, work: Work, drive: Drive, host: Host, *, kept: bool) -> l
     added = spilled * (times - 1)
     # What is held waits for step() in every mode, and all threads share it.
     streamed = host.update * (1 - plan.held_part)
-    held = [Phase(name="step()", parts={"update": (host.update - streamed) / host.threads})] if plan.held_part else []
+    together = host.held_threads or host.threads
+    in_step = Phase(name="step()", parts={"update": (host.update - streamed) / together})
+    held = [in_step] if plan.held_part else []
     forward = _phase("forward", work.forward * times, (into * times, 0), (forward_read * times, 0), drive, host)
     if kept:
         backward = _phase(

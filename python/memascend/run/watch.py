@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -52,5 +53,8 @@ class Watch(Closing):
         if reads is None and writes is None:
             return None
         drive = Drive(read=reads or writes or 1.0, write=writes or reads or 1.0)
-        host = assumed_host(None, threads=torch.get_num_threads() if host_computes else 1, shared=host_computes)
+        # Beside a device one thread updates what streams; what is held has all of them.
+        threads = torch.get_num_threads()
+        host = assumed_host(None, threads=threads if host_computes else 1, shared=host_computes)
+        host = replace(host, held_threads=threads)
         return forecast(plan, lambda plan: storage_seconds(plan, drive, host))
