@@ -24,6 +24,9 @@ class State(Enum):
     # Gone into an update of a step that is over: committed, or skipped for an overflow.
     SPENT = auto()
 
+    # Asked for each parameter many times in a step: Enum's own is a call of Python.
+    __hash__ = object.__hash__
+
     @property
     def staged(self) -> bool:
         """Whether an update is staged and not committed."""
