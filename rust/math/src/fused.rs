@@ -3,6 +3,9 @@
 /// A way to compute a fused multiply-add.
 pub(crate) trait Fused {
     fn fma(a: f32, b: f32, c: f32) -> f32;
+
+    /// `a * b + c` rounded once or twice: for what comes out alike.
+    fn either(a: f32, b: f32, c: f32) -> f32;
 }
 
 /// The processor's instruction; only inside code compiled for it, where `mul_add` is not a call.
@@ -11,6 +14,11 @@ pub(crate) struct Hardware;
 impl Fused for Hardware {
     #[inline(always)]
     fn fma(a: f32, b: f32, c: f32) -> f32 {
+        a.mul_add(b, c)
+    }
+
+    #[inline(always)]
+    fn either(a: f32, b: f32, c: f32) -> f32 {
         a.mul_add(b, c)
     }
 }
@@ -39,6 +47,11 @@ impl Fused for Portable {
         {
             f64::from_bits(chosen) as f32
         }
+    }
+
+    #[inline(always)]
+    fn either(a: f32, b: f32, c: f32) -> f32 {
+        a * b + c
     }
 }
 

@@ -120,9 +120,9 @@ impl Moments<'_> {
                 }
             }
             Self::Blocks(m, v) => {
-                m.load(Map::signed(), at, len, first);
+                m.load(&Map::SIGNED, at, len, first);
                 if let Some(v) = v {
-                    v.load(Map::unsigned(), at, len, second);
+                    v.load(&Map::UNSIGNED, at, len, second);
                 }
             }
         }
@@ -156,9 +156,9 @@ impl Moments<'_> {
                 }
             }
             Self::Blocks(m, v) => {
-                m.store::<F>(Map::signed(), at, len, first);
+                m.store::<F>(&Map::SIGNED, at, len, first);
                 if let Some(v) = v {
-                    v.store::<F>(Map::unsigned(), at, len, second);
+                    v.store::<F>(&Map::UNSIGNED, at, len, second);
                 }
             }
         }

@@ -37,24 +37,19 @@ impl Random {
     #[expect(clippy::cast_possible_truncation, reason = "halves of words are what is wanted")]
     pub(crate) fn block(self, block: u64, purpose: Purpose) -> [u16; BLOCK] {
         let first = block * LANES as u64;
+        let upper = first >> 32 | (purpose as u64) << 28;
+        let keys = self.round_keys();
         let mut words = [[0_u32; LANES]; 4];
         for lane in 0..LANES {
-            // A block begins at a multiple of the lanes: no carry.
-            words[0][lane] = first as u32 + lane as u32;
-        }
-        words[1] = [(first >> 32) as u32 | (purpose as u32) << 28; LANES];
-        words[2] = [self.step as u32; LANES];
-        words[3] = [(self.step >> 32) as u32; LANES];
-        let (mut key_0, mut key_1) = (self.key as u32, (self.key >> 32) as u32);
-        for _ in 0..ROUNDS {
-            for lane in 0..LANES {
-                let (a, b) = (u64::from(words[0][lane]) * MULTIPLIERS.0, u64::from(words[2][lane]) * MULTIPLIERS.1);
-                words[0][lane] = (b >> 32) as u32 ^ words[1][lane] ^ key_0;
-                words[1][lane] = b as u32;
-                words[2][lane] = (a >> 32) as u32 ^ words[3][lane] ^ key_1;
-                words[3][lane] = a as u32;
+            // Of each the lower half counts: multiplications of halves are what vectors of 64 bits have. A block begins at
+            // a multiple of the lanes, so that nothing carries.
+            let (mut a, mut b, mut c, mut d) = (first + lane as u64, upper, self.step, self.step >> 32);
+            for (key_0, key_1) in keys {
+                let (one, two) = (u64::from(a as u32) * MULTIPLIERS.0, u64::from(c as u32) * MULTIPLIERS.1);
+                (a, b, c, d) = (two >> 32 ^ b ^ key_0, two, one >> 32 ^ d ^ key_1, one);
             }
-            (key_0, key_1) = (key_0.wrapping_add(WEYL.0), key_1.wrapping_add(WEYL.1));
+            (words[0][lane], words[1][lane]) = (a as u32, b as u32);
+            (words[2][lane], words[3][lane]) = (c as u32, d as u32);
         }
         let mut drawn = [0; BLOCK];
         for (pair, word) in drawn.chunks_exact_mut(2 * LANES).zip(&words) {
@@ -64,6 +59,17 @@ impl Random {
             }
         }
         drawn
+    }
+
+    #[inline(always)]
+    #[expect(clippy::cast_possible_truncation, reason = "halves of words are what is wanted")]
+    fn round_keys(self) -> [(u64, u64); ROUNDS] {
+        let (mut key_0, mut key_1) = (self.key as u32, (self.key >> 32) as u32);
+        [(); ROUNDS].map(|()| {
+            let keys = (u64::from(key_0), u64::from(key_1));
+            (key_0, key_1) = (key_0.wrapping_add(WEYL.0), key_1.wrapping_add(WEYL.1));
+            keys
+        })
     }
 }
 

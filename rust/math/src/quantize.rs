@@ -7,48 +7,75 @@
 //! A block of zeros has the maximum 0 and the codes 0. A maximum does not see NaNs: their code is 0, the lowest number of
 //! the map. Where the maximum is infinite every other number gets the code of 0; the infinite ones are 0 times that, NaN.
 
-use std::sync::OnceLock;
-
 use crate::{
     dynamic_map::{SIGNED_MAP, UNSIGNED_MAP},
     fused::Fused,
     philox::BLOCK,
 };
 
-const POINTS: usize = 1 << 16;
+/// The number of the last point, and of the middle of all of them, which is none.
+const LAST: f32 = 65_535.0;
+const MIDDLE: f32 = LAST / 2.0;
 
-/// A dynamic map, and the code of each point.
+/// A share is rounded where it is between 1 and 2: some points are below the middle of two numbers that they should reach.
+const LATER: f64 = 1.3 * f32::EPSILON as f64;
+
+/// A dynamic map, and how the code of a point is computed from its distance to the middle.
+///
+/// In each decade codes are a linear function of the distance, rounded down; so they are at the few points below all
+/// decades that are taken.
 pub(crate) struct Map {
     numbers: &'static [f32; 256],
-    codes: Box<[u8]>,
+    signed: bool,
+    below: Line,
+    decades: [Decade; 4],
+    /// From this distance on the code is that of 1.
+    one_from: f32,
+}
+
+#[derive(Clone, Copy)]
+struct Line {
+    slope: f32,
+    offset: f32,
+}
+
+#[derive(Clone, Copy)]
+struct Decade {
+    codes: Line,
+    /// The distance from which on it is this one.
+    from: f32,
+    /// Half a code more than that of its last number. What is beyond has no more, up to where the next one begins.
+    last: f32,
 }
 
 impl Map {
     /// The one for first moments and momentum.
-    pub(crate) fn signed() -> &'static Self {
-        static MAP: OnceLock<Map> = OnceLock::new();
-        MAP.get_or_init(|| Self::new(&SIGNED_MAP))
-    }
-
+    pub(crate) const SIGNED: Self = Self::new(&SIGNED_MAP, true, 64.0, Line { slope: 1.0, offset: 2.6 });
     /// The one for second moments.
-    pub(crate) fn unsigned() -> &'static Self {
-        static MAP: OnceLock<Map> = OnceLock::new();
-        MAP.get_or_init(|| Self::new(&UNSIGNED_MAP))
-    }
+    pub(crate) const UNSIGNED: Self = Self::new(&UNSIGNED_MAP, false, 128.0, Line { slope: 2.2, offset: 6.8 });
 
-    #[expect(clippy::cast_precision_loss, reason = "points have 16 bits")]
-    #[expect(clippy::cast_possible_truncation, reason = "a code has 8 bits")]
-    fn new(numbers: &'static [f32; 256]) -> Self {
-        let mut codes = vec![0; POINTS].into_boxed_slice();
-        let mut code = 0;
-        for (point, found) in codes.iter_mut().enumerate() {
-            let share = 2.0 * point as f32 / (POINTS - 1) as f32 - 1.0;
-            while code < 255 && 0.5 * (numbers[code] + numbers[code + 1]) < share {
-                code += 1;
-            }
-            *found = code as u8;
+    /// `last` numbers are in the last decade, and half as many in each one before.
+    ///
+    /// The decade from `edge` to ten times that has `count` numbers at distances of `step = 9 edge / count`, the first one
+    /// half a step above the edge, and `count - 1` codes are before it. So its codes change at the edge and whole steps
+    /// from it, but the first one does not: half-way to the number before it, a fifth of a step above the edge.
+    #[expect(clippy::cast_possible_truncation, reason = "rounding to fp32 is the purpose")]
+    const fn new(numbers: &'static [f32; 256], signed: bool, last: f64, below: Line) -> Self {
+        let mut decades = [Decade { codes: below, from: 0.0, last: 0.0 }; 4];
+        let (mut count, mut edge, mut place) = (last, 0.1, decades.len());
+        while place > 0 {
+            place -= 1;
+            let step = 9.0 * edge / count;
+            let slope = (1.0 / (MIDDLE as f64 * step)) as f32;
+            decades[place] = Decade {
+                codes: Line { slope, offset: (count - 1.0 - (edge + LATER) / step) as f32 },
+                from: (MIDDLE as f64 * (edge + step / 5.0)) as f32,
+                last: (2.0 * count - 1.5) as f32,
+            };
+            (count, edge) = (count / 2.0, edge / 10.0);
         }
-        Self { numbers, codes }
+        let one_from = (MIDDLE as f64 * (1.0 - 0.9 / last / 4.0)) as f32;
+        Self { numbers, signed, below, decades, one_from }
     }
 
     /// The numbers that codes stand for.
@@ -68,37 +95,59 @@ impl Map {
             return absmax;
         }
         let inverse = 1.0 / absmax;
-        let mut points = [0; BLOCK];
-        for (point, &number) in points.iter_mut().zip(numbers) {
-            *point = nearest_point::<F>(number * inverse);
-        }
-        for (code, &point) in codes.iter_mut().zip(&points) {
-            *code = self.codes[usize::from(point)];
+        for (code, &number) in codes.iter_mut().zip(numbers) {
+            *code = self.code::<F>(nearest_point::<F>(number * inverse));
         }
         absmax
+    }
+
+    /// The code of the number that is nearest to a point.
+    #[inline(always)]
+    #[expect(clippy::cast_precision_loss, reason = "points have 16 bits")]
+    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a code has 8 bits")]
+    fn code<F: Fused>(&self, point: i32) -> u8 {
+        let place = point as f32 - MIDDLE;
+        let distance = place.abs();
+        let [one, two, three, four] = &self.decades;
+        let choose = |decade: &Decade, upper: f32, lower: f32| if distance >= decade.from { upper } else { lower };
+        let least = |one: f32, other: f32| if one < other { one } else { other };
+        let of = |line: Line| F::either(distance, line.slope, line.offset);
+        // Pair by pair, so that little waits for what was chosen before.
+        let lower = least(least(of(self.below), of(one.codes)), one.last);
+        let upper = choose(three, least(of(three.codes), three.last), least(of(two.codes), two.last));
+        let code = whole(choose(four, of(four.codes), choose(two, upper, lower)));
+        let sign = place.to_bits().cast_signed() >> 31;
+        // There is no -1.
+        let code = code + i32::from(place >= self.one_from);
+        // Below the middle of a signed map: 126 less the code.
+        (if self.signed { (code + 128 - sign) ^ sign } else { code & !sign }) as u8
     }
 }
 
 /// The largest magnitude; a NaN is none.
 #[inline(always)]
 fn absmax(numbers: &[f32]) -> f32 {
-    // As bits: magnitudes are ordered like them, and a NaN is above infinity.
-    let magnitude = |number: &f32| {
-        let bits = number.to_bits() & 0x7FFF_FFFF;
-        if bits > 0x7F80_0000 { 0 } else { bits }
-    };
-    f32::from_bits(numbers.iter().map(magnitude).fold(0, u32::max))
+    // As bits, magnitudes are ordered alike. A NaN is above infinity: raised so that infinity is the largest integer, it
+    // is negative.
+    const RAISED: i32 = i32::MAX - 0x7F80_0000;
+    let raised = |number: &f32| (number.to_bits().cast_signed() & i32::MAX).wrapping_add(RAISED);
+    f32::from_bits((numbers.iter().map(raised).fold(RAISED, i32::max) - RAISED).cast_unsigned())
 }
 
 /// A NaN goes to the first one.
 #[inline(always)]
-#[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "from 0 to 65,535 and a half")]
-fn nearest_point<F: Fused>(share: f32) -> u16 {
-    let share = if share < -1.0 { -1.0 } else { share };
-    let share = if share > 1.0 { 1.0 } else { share };
-    let place = F::fma((share + 1.0) * 0.5, 65_535.0, 0.5);
-    let place = if place >= 0.0 { place } else { 0.0 };
-    place as i32 as u16
+fn nearest_point<F: Fused>(share: f32) -> i32 {
+    let share = if share > -1.0 { share } else { -1.0 };
+    let share = if share < 1.0 { share } else { 1.0 };
+    whole(F::fma(share + 1.0, MIDDLE, 0.5))
+}
+
+/// A number from 0 to 65,536, rounded down.
+#[inline(always)]
+fn whole(number: f32) -> i32 {
+    debug_assert!((0.0..65_537.0).contains(&number));
+    // SAFETY: it fits. `as` would look for what does not, in five more instructions.
+    unsafe { number.to_int_unchecked() }
 }
 
 #[cfg(test)]
@@ -107,9 +156,36 @@ mod tests {
     use super::*;
     use crate::fused::{Hardware, Portable};
 
+    const POINTS: usize = 1 << 16;
+    const MAPS: [Map; 2] = [Map::SIGNED, Map::UNSIGNED];
+
+    /// The codes of all points by search: the definition.
+    #[expect(clippy::cast_precision_loss, reason = "points have 16 bits")]
+    fn searched(numbers: &[f32; 256]) -> Vec<u8> {
+        let mut code = 0;
+        let of_point = |point: usize| {
+            let share = 2.0 * point as f32 / (POINTS - 1) as f32 - 1.0;
+            while code < 255 && 0.5 * (numbers[code] + numbers[code + 1]) < share {
+                code += 1;
+            }
+            code as u8
+        };
+        (0..POINTS).map(of_point).collect()
+    }
+
+    #[test]
+    fn each_point_has_the_code_of_the_nearest_number() {
+        for map in MAPS {
+            for (point, code) in (0..).zip(searched(map.numbers)) {
+                assert_eq!(map.code::<Portable>(point), code, "point {point} of {:?}", map.numbers[0]);
+                assert_eq!(map.code::<Hardware>(point), code, "point {point} of {:?}", map.numbers[0]);
+            }
+        }
+    }
+
     #[test]
     fn every_point_comes_from_its_own_share() {
-        for point in 0..=u16::MAX {
+        for point in 0..=i32::from(u16::MAX) {
             let share = (2.0 * f64::from(point) / 65_535.0 - 1.0) as f32;
             assert_eq!(nearest_point::<Portable>(share), point);
             assert_eq!(nearest_point::<Hardware>(share), point);
@@ -120,7 +196,7 @@ mod tests {
 
     #[test]
     fn a_number_that_the_map_has_keeps_its_code() {
-        for (map, smallest) in [(Map::signed(), 1e-4), (Map::unsigned(), 1e-3)] {
+        for (map, smallest) in MAPS.iter().zip([1e-4, 1e-3]) {
             let mut numbers = *map.numbers;
             let mut codes = [0; BLOCK];
             for number in &mut numbers {
@@ -139,18 +215,18 @@ mod tests {
     fn zeros_and_what_is_no_number() {
         let mut codes = [7; BLOCK];
         let mut numbers = [0.0; BLOCK];
-        assert!(Map::signed().quantised::<Portable>(&numbers, &mut codes) == 0.0 && codes == [0; BLOCK]);
-        Map::signed().restored(&codes, 0.0, &mut numbers);
+        assert!(Map::SIGNED.quantised::<Portable>(&numbers, &mut codes) == 0.0 && codes == [0; BLOCK]);
+        Map::SIGNED.restored(&codes, 0.0, &mut numbers);
         assert!(numbers.iter().all(|number| *number == 0.0));
         numbers[3] = f32::NAN;
         numbers[4] = -2.0;
-        assert!(Map::signed().quantised::<Portable>(&numbers, &mut codes) == 2.0);
+        assert!(Map::SIGNED.quantised::<Portable>(&numbers, &mut codes) == 2.0);
         assert_eq!((codes[3], codes[4]), (0, 0));
         numbers = [f32::NAN; BLOCK];
-        assert!(Map::signed().quantised::<Portable>(&numbers, &mut codes) == 0.0);
+        assert!(Map::SIGNED.quantised::<Portable>(&numbers, &mut codes) == 0.0);
         numbers[0] = f32::INFINITY;
         numbers[1] = 1.0;
-        assert!(Map::signed().quantised::<Portable>(&numbers, &mut codes).is_infinite());
-        assert_eq!((codes[0], codes[1]), (0, Map::signed().codes[POINTS / 2]));
+        assert!(Map::SIGNED.quantised::<Portable>(&numbers, &mut codes).is_infinite());
+        assert_eq!((codes[0], codes[1]), (0, searched(Map::SIGNED.numbers)[POINTS / 2]));
     }
 }

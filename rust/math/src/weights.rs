@@ -158,13 +158,15 @@ impl Weights<'_> {
             }
             Self::Compact { values, rest, rounded_up: Some(bits) } => {
                 let (values, rest) = (&mut values[at..][..len], &mut rest[at..][..len]);
-                let mut signs = [0.0_f32; BLOCK];
+                let mut up = [0; BLOCK];
                 for i in 0..len {
-                    (values[i], rest[i], signs[i]) = taken_apart(block[i], 0.0);
+                    let sign;
+                    (values[i], rest[i], sign) = taken_apart(block[i], 0.0);
+                    up[i] = (sign.to_bits() >> 31) as u8;
                 }
-                for (byte, signs) in bits[at / 8..][..len.div_ceil(8)].iter_mut().zip(signs.chunks_exact(8)) {
-                    let bit = |bit: usize| ((signs[bit].to_bits() >> 31) as u8) << bit;
-                    *byte = (0..8).map(bit).fold(0, std::ops::BitOr::bitor);
+                for (byte, &up) in bits[at / 8..][..len.div_ceil(8)].iter_mut().zip(up.as_chunks().0) {
+                    // Brings the lowest bit of each byte to its place in the highest one; nothing carries.
+                    *byte = (u64::from_le_bytes(up).wrapping_mul(0x0102_0408_1020_4080) >> 56) as u8;
                 }
             }
         }

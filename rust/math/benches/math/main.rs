@@ -7,8 +7,8 @@
 use std::{hint::black_box, num::NonZeroUsize, time::Instant};
 
 use memascend_math::{
-    Bf16, CompactState, Exec, F16, Floats, FloatsMut, Hyperparameters, Result, Scalars, Simd, State, accumulate, adam,
-    adam_compact, cast, check, check_and_unscale,
+    Bf16, Codes, CompactState, Exec, F16, Floats, FloatsMut, Hyperparameters, Moments, Place, Reduced, Result, Rule,
+    Scalars, Simd, State, Weights, accumulate, adam, adam_compact, cast, check, check_and_unscale, update,
 };
 
 mod memory;
@@ -108,6 +108,28 @@ const GROUPS: &[Group] = &[
                     ok(adam_compact(state, Floats::Bf16(grad), &d.scalars, exec));
                 }
             }),
+            ("adam bf16, 16-bit moments", |d, exec, _| {
+                let state = d.out.chunks_mut(CHUNK).zip(d.rest.chunks_mut(CHUNK));
+                let moments = d.first.chunks_mut(CHUNK).zip(d.second.chunks_mut(CHUNK));
+                for (((values, rest), (first, second)), grad) in state.zip(moments).zip(d.grad.chunks(CHUNK)) {
+                    let weights = Weights::Compact { values, rest, rounded_up: None };
+                    let state = Reduced { weights, moments: Moments::Bf16(first, Some(second)) };
+                    ok(update(state, Floats::Bf16(grad), &d.rule, Place::default(), exec));
+                }
+            }),
+            ("adam bf16, 8-bit moments", |d, exec, _| {
+                let state = d.out.chunks_mut(CHUNK).zip(d.rest.chunks_mut(CHUNK)).zip(d.up.chunks_mut(CHUNK / 8));
+                let first = d.codes.chunks_mut(CHUNK).zip(d.absmax.chunks_mut(CHUNK / 256));
+                let second = d.codes_sq.chunks_mut(CHUNK).zip(d.absmax_sq.chunks_mut(CHUNK / 256));
+                for (((((values, rest), up), first), second), grad) in
+                    state.zip(first).zip(second).zip(d.grad.chunks(CHUNK))
+                {
+                    let weights = Weights::Compact { values, rest, rounded_up: Some(up) };
+                    let of = |(codes, absmax)| Codes { codes, absmax };
+                    let state = Reduced { weights, moments: Moments::Blocks(of(first), Some(of(second))) };
+                    ok(update(state, Floats::Bf16(grad), &d.rule, Place::default(), exec));
+                }
+            }),
         ],
     },
 ];
@@ -143,7 +165,15 @@ struct Data {
     out: Buffer<Bf16>,
     half: Buffer<F16>,
     rest: Buffer<u16>,
+    first: Buffer<Bf16>,
+    second: Buffer<Bf16>,
+    codes: Buffer<u8>,
+    codes_sq: Buffer<u8>,
+    absmax: Buffer<f32>,
+    absmax_sq: Buffer<f32>,
+    up: Buffer<u8>,
     scalars: Scalars,
+    rule: Rule,
 }
 
 impl Data {
@@ -169,6 +199,14 @@ impl Data {
             out: Buffer::new(len, 5, Bf16(0)),
             half: Buffer::new(len, 6, F16(0x3C00)),
             rest: Buffer::new(len, 7, 0x1234),
+            first: Buffer::new(len, 8, Bf16(0x3C00)),
+            second: Buffer::new(len, 9, Bf16(0x3C00)),
+            codes: Buffer::new(len, 10, 200),
+            codes_sq: Buffer::new(len, 11, 200),
+            absmax: Buffer::new(len / 256, 12, 0.01),
+            absmax_sq: Buffer::new(len / 256, 13, 0.02),
+            up: Buffer::new(len / 8, 14, 0),
+            rule: group.into(),
             scalars: group.scalars().unwrap_or_else(|error| panic!("{error}")),
         }
     }
