@@ -36,8 +36,7 @@ __all__ = [
     "memory_layout",
     "memory_limits",
     "memory_regions",
-    "state_decode",
-    "state_encode",
+    "state_convert",
     "state_update",
     "store_examine",
     "store_look",
@@ -153,8 +152,7 @@ _Tensor: TypeAlias = tuple[str, str, list[int]]
 # An entry: whether it is a buffer, its unit, its values, its state, the order of its dimensions, the dtype of spills.
 _Described: TypeAlias = tuple[bool, int, _Tensor, list[_Tensor], list[int], str | None, str | None]
 # lr, betas, eps, weight decay, decoupled, step, gradient scale, maximize, seed; of momentum: lr, (momentum, dampening),
-# None,
-# weight decay, nesterov, and so on.
+# None, weight decay, nesterov, and so on.
 _Numbers: TypeAlias = tuple[float, tuple[float, float], float | None, float, bool, int, float, bool, int]
 
 @final
@@ -327,23 +325,14 @@ def kernel_cast(source: _Place, out: _Place, numel: int, threads: int) -> None: 
 def kernel_accumulate(grad: _Place, total: _Place, numel: int, threads: int) -> None: ...
 def kernel_split_master(master: int, values: int, rest: int, exp_avg_sq: int, numel: int, threads: int) -> None: ...
 def kernel_join_master(values: int, rest: int, exp_avg_sq: int, master: int, numel: int, threads: int) -> None: ...
-def state_encode(
+def state_convert(
     of_state: str,
     of_values: str,
     momentum: bool,
     values: int,
     state: list[int],
     wide: list[int | None],
-    numel: int,
-    threads: int,
-) -> None: ...
-def state_decode(
-    of_state: str,
-    of_values: str,
-    momentum: bool,
-    values: int,
-    state: list[int],
-    wide: list[int | None],
+    back: bool,
     numel: int,
     threads: int,
 ) -> None: ...

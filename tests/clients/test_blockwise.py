@@ -6,16 +6,11 @@ import torch
 from bitsandbytes.functional import create_dynamic_map
 from support import blockwise
 from support.bits import same_bits
+from support.moments import exact_root
 
 from memascend import engine, kernels
 
 STEPS = 25
-SQRT = torch.Tensor.sqrt
-
-
-def exact_sqrt(tensor):
-    """Torch computes it with a library, one unit off in places that differ by machine; so does bitsandbytes."""
-    return SQRT(tensor.double()).float()
 
 
 def gradient(kind, numel, generator):
@@ -58,7 +53,8 @@ def test_adamw_has_the_bits_of_bitsandbytes(monkeypatch, kind, numel, weight_dec
         grad = gradient(kind, numel, generator)
         theirs.grad = grad.float()
         with monkeypatch.context() as patched:
-            patched.setattr(torch.Tensor, "sqrt", exact_sqrt)
+            # torch's may be a library's, one unit off in places that differ by machine; bitsandbytes takes it.
+            patched.setattr(torch.Tensor, "sqrt", exact_root)
             optimizer.step()
         numbers = {"lr": 3e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": weight_decay, "step": step}
         kernels.adamw_reduced(ours, state, grad, form="8bit", **numbers)

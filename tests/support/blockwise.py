@@ -1,16 +1,12 @@
-"""Computes a step of 8-bit Adam or momentum as bitsandbytes does on a CPU, in plain torch operations.
-
-The square root is rounded once, as IEEE says: torch's own is one unit off now and then, and differs by machine.
-"""
+"""Quantises blocks of 256 numbers to 8 bits as bitsandbytes does on a CPU, in plain torch operations."""
 
 from __future__ import annotations
 
 import functools
-import math
 
 import torch
 
-__all__ = ["BLOCK", "adam_8bit", "dequantized", "dynamic_map", "momentum_8bit", "quantized"]
+__all__ = ["BLOCK", "dequantized", "dynamic_map", "quantized"]
 
 BLOCK = 256
 _POINTS = 1 << 16
@@ -67,53 +63,6 @@ def dequantized(codes: torch.Tensor, absmax: torch.Tensor, *, signed: bool) -> t
     """The numbers that codes stand for."""
     numbers = _numbers(signed=signed)[codes.long()]
     return numbers * absmax.repeat_interleave(BLOCK)[: codes.numel()]
-
-
-def adam_8bit(  # noqa: PLR0913 - an optimizer's numbers
-    p: torch.Tensor,
-    grad: torch.Tensor,
-    state: dict[str, torch.Tensor],
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    step: int,
-) -> None:
-    """One step of AdamW on a flat float32 parameter, in place, and on "exp_avg", "exp_avg_sq" and their "_absmax"."""
-    beta1, beta2 = betas
-    g = grad.float()
-    m = dequantized(state["exp_avg"], state["exp_avg_absmax"], signed=True)
-    v = dequantized(state["exp_avg_sq"], state["exp_avg_sq_absmax"], signed=False)
-    m = _fma(g, 1.0 - beta1, m * beta1)
-    v = _fma(g * (1.0 - beta2), g, v * beta2)
-    first, second = 1.0 - beta1**step, math.sqrt(1.0 - beta2**step)
-    denominator = v.double().sqrt().float() / second + eps
-    if weight_decay > 0:
-        p.mul_(1.0 - lr * weight_decay)
-    p.add_((m * (-lr / first)) / denominator)
-    for name, moment, signed in (("exp_avg", m, True), ("exp_avg_sq", v, False)):
-        state[name], state[f"{name}_absmax"] = quantized(moment, signed=signed)
-
-
-def momentum_8bit(
-    p: torch.Tensor,
-    grad: torch.Tensor,
-    state: dict[str, torch.Tensor],
-    *,
-    lr: float,
-    momentum: float,
-    weight_decay: float,
-    step: int,
-) -> None:
-    """One step of SGD with momentum on a flat float32 parameter and its "momentum_buffer", in place."""
-    g = grad.float()
-    if weight_decay:
-        g = _fma(p, weight_decay, g)
-    m = dequantized(state["momentum_buffer"], state["momentum_buffer_absmax"], signed=True)
-    m = g if step == 1 else m * momentum + g
-    p.copy_(_fma(m, -lr, p))
-    state["momentum_buffer"], state["momentum_buffer_absmax"] = quantized(m, signed=True)
 
 
 def _fma(a: torch.Tensor, b: torch.Tensor | float, c: torch.Tensor | float) -> torch.Tensor:

@@ -107,9 +107,8 @@ def encode_state(values: torch.Tensor, state: Mapping[str, torch.Tensor], form: 
         raise ConfigError("a second moment is negative: exp_avg_sq is a mean of squares")
     if any(tensor is not None for tensor in wide):
         rounded = kept.clone()
-        _core.state_encode(
-            *_form(values, form, rule), rounded.data_ptr(), _addresses(made), _places(wide), *_size(values)
-        )
+        of = _form(values, form, rule)
+        _core.state_convert(*of, rounded.data_ptr(), _addresses(made), _places(wide), False, *_size(values))
         if wide[0] is not None:
             _require_rounded(rounded, kept)
     return {name: back(tensor, order) if _is_own(name) else tensor for name, tensor in made.items()}
@@ -141,7 +140,8 @@ def decode_state(values: torch.Tensor, state: Mapping[str, torch.Tensor], form: 
     wide = {name: torch.empty(kept.shape, dtype=torch.float32) for name in names}
     # Of momentum there is no second one.
     places = _places([*(wide[name] for name in names), None][:3])
-    _core.state_decode(*_form(values, form, rule), kept.data_ptr(), _addresses(tensors), places, *_size(values))
+    of = _form(values, form, rule)
+    _core.state_convert(*of, kept.data_ptr(), _addresses(tensors), places, True, *_size(values))
     return {name: back(tensor, order) for name, tensor in wide.items()}
 
 

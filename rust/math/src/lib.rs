@@ -25,6 +25,7 @@ mod fused;
 mod inplace;
 mod mode;
 mod moments;
+mod narrow;
 mod philox;
 mod quantize;
 mod reduced;

@@ -5,11 +5,12 @@
 //! a parameter that begins with a block can be computed by itself.
 
 use crate::{
-    Bf16, Error, Exec, F16, Floats, Moments, Random, Result, Rule, Weights,
+    Bf16, Error, Exec, F16, Floats, Moments, Random, Result, Rule, Scalars, Weights,
     adam::one,
     exec::Work,
     fused::Fused,
-    philox::BLOCK,
+    narrow::Narrow,
+    philox::{BLOCK, Purpose},
     rule::{Formula, decaying_adam, momentum},
     simd::{Kernel, Simd},
     weights::{Block, widened},
@@ -190,7 +191,7 @@ impl Kernel for Update<'_> {
         let mut blocks = Blocks::ZEROS;
         let mut at = 0;
         while at < len {
-            // Two calls, so that one of them has a constant length.
+            // Calls of their own, so that one has a constant length.
             if len - at >= BLOCK {
                 self.block::<F>(at, BLOCK, decays, &mut blocks);
             } else {
@@ -205,6 +206,11 @@ impl Update<'_> {
     #[inline(always)]
     fn block<F: Fused>(&mut self, at: usize, len: usize, decays: bool, blocks: &mut Blocks) {
         let number = (self.place.first + at as u64) / BLOCK as u64;
+        let (random, (_, grad)) = (self.place.random, self.grad.split_at(at));
+        if let Some((narrow, scalars)) = self.narrow(at, len) {
+            let drawn = random.block(number, Purpose::SecondMoment);
+            return narrow.update::<F>(grad, &drawn, &scalars);
+        }
         self.state.load(at, len, blocks);
         match self.grad {
             Floats::F32(grad) => widened(&grad[at..][..len], &mut blocks.grad),
@@ -233,6 +239,19 @@ impl Update<'_> {
             }
         }
         self.state.store::<F>(at, len, blocks, (Some(self.place.random), number));
+    }
+}
+
+impl Update<'_> {
+    /// What is computed in one pass.
+    #[inline(always)]
+    fn narrow(&mut self, at: usize, len: usize) -> Option<(Narrow<'_>, Scalars)> {
+        let Weights::Compact { values, rest, rounded_up: None } = &mut self.state.weights else { return None };
+        let Moments::Bf16(first, Some(second)) = &mut self.state.moments else { return None };
+        let Formula::Adam { scalars, .. } = self.formula else { return None };
+        let (values, rest) = (&mut values[at..][..len], &mut rest[at..][..len]);
+        let (first, second) = (&mut first[at..][..len], &mut second[at..][..len]);
+        Some((Narrow { values, rest, first, second }, scalars))
     }
 }
 

@@ -18,15 +18,15 @@ use crate::{
 };
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    module.add_function(wrap_pyfunction!(state_encode, module)?)?;
-    module.add_function(wrap_pyfunction!(state_decode, module)?)?;
+    module.add_function(wrap_pyfunction!(state_convert, module)?)?;
     module.add_function(wrap_pyfunction!(state_update, module)?)
 }
 
-/// Writes the fp32 tensors that are given (master, first and second moment) in a format, rounded to nearest.
+/// Writes the fp32 tensors that are given (master, first and second moment) in a format, rounded to nearest; or, `back`,
+/// those that are asked for from it.
 #[pyfunction]
 #[expect(clippy::too_many_arguments, reason = "a format, its tensors and those in fp32")]
-fn state_encode(
+fn state_convert(
     py: Python<'_>,
     of_state: &str,
     of_values: &str,
@@ -34,39 +34,23 @@ fn state_encode(
     values: usize,
     state: Vec<usize>,
     wide: [Option<usize>; 3],
+    back: bool,
     numel: usize,
     threads: NonZeroUsize,
 ) -> PyResult<()> {
     let exec = exec(py, threads)?;
     // SAFETY: the module's contract.
     let reduced = unsafe { reduced(py, (of_state, of_values, momentum), values, state, numel)? };
-    // SAFETY: the module's contract.
-    let [master, first, second] = wide.map(|place| place.map(|place| unsafe { elements::<f32>(place, numel) }));
-    py.detach(|| math::encode(WideState { master, first, second }, reduced, exec))
-        .map_err(|error| math_error(py, &error))
-}
-
-/// Writes the fp32 tensors that are asked for.
-#[pyfunction]
-#[expect(clippy::too_many_arguments, reason = "a format, its tensors and those in fp32")]
-fn state_decode(
-    py: Python<'_>,
-    of_state: &str,
-    of_values: &str,
-    momentum: bool,
-    values: usize,
-    state: Vec<usize>,
-    wide: [Option<usize>; 3],
-    numel: usize,
-    threads: NonZeroUsize,
-) -> PyResult<()> {
-    let exec = exec(py, threads)?;
-    // SAFETY: the module's contract.
-    let reduced = unsafe { reduced(py, (of_state, of_values, momentum), values, state, numel)? };
-    // SAFETY: the module's contract.
-    let [master, first, second] = wide.map(|place| place.map(|place| unsafe { elements_mut::<f32>(place, numel) }));
-    py.detach(|| math::decode(reduced, WideState { master, first, second }, exec))
-        .map_err(|error| math_error(py, &error))
+    if back {
+        // SAFETY: the module's contract.
+        let [master, first, second] = wide.map(|place| place.map(|place| unsafe { elements_mut::<f32>(place, numel) }));
+        py.detach(|| math::decode(reduced, WideState { master, first, second }, exec))
+    } else {
+        // SAFETY: the module's contract.
+        let [master, first, second] = wide.map(|place| place.map(|place| unsafe { elements::<f32>(place, numel) }));
+        py.detach(|| math::encode(WideState { master, first, second }, reduced, exec))
+    }
+    .map_err(|error| math_error(py, &error))
 }
 
 /// One step, of elements from number `first` of the parameter `name` on.

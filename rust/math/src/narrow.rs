@@ -1,0 +1,58 @@
+//! Computes Adam on compact bfloat16 parameters with bfloat16 moments in one pass: the bits of [`update`](crate::update)'s
+//! blocks, without what these write to the stack and read again.
+
+use crate::{
+    Bf16, Element, Floats, Scalars,
+    adam::one,
+    compact::{put_together, taken_apart},
+    fused::Fused,
+    philox::BLOCK,
+    stochastic::Stochastic,
+};
+
+/// Elements that belong together: a block, or the last part of one.
+pub(crate) struct Narrow<'a> {
+    pub(crate) values: &'a mut [Bf16],
+    pub(crate) rest: &'a mut [u16],
+    pub(crate) first: &'a mut [Bf16],
+    pub(crate) second: &'a mut [Bf16],
+}
+
+impl Narrow<'_> {
+    #[inline(always)]
+    pub(crate) fn update<F: Fused>(self, grad: Floats<'_>, drawn: &[u16; BLOCK], s: &Scalars) {
+        let Self { values, rest, first, second } = self;
+        match grad {
+            Floats::F32(grad) => updated::<F, _>(values, rest, first, second, grad, drawn, s),
+            Floats::Bf16(grad) => updated::<F, _>(values, rest, first, second, grad, drawn, s),
+            Floats::F16(grad) => updated::<F, _>(values, rest, first, second, grad, drawn, s),
+        }
+    }
+}
+
+/// The loop. Slices are arguments, and not fields, because only arguments are known not to overlap.
+#[inline(always)]
+fn updated<F: Fused, G: Element>(
+    values: &mut [Bf16],
+    rest: &mut [u16],
+    first: &mut [Bf16],
+    second: &mut [Bf16],
+    grad: &[G],
+    drawn: &[u16; BLOCK],
+    s: &Scalars,
+) {
+    let len = values.len();
+    let (rest, first, second) = (&mut rest[..len], &mut first[..len], &mut second[..len]);
+    let (grad, drawn) = (&grad[..len], &drawn[..len]);
+    // A copy: behind the reference each could change with every store.
+    let s = *s;
+    let l2 = s.l2 != 0.0;
+    for i in 0..len {
+        let (p, v) = put_together(values[i], rest[i], second[i].to_f32());
+        let (p, m, v) = one::<F>(p, grad[i].to_f32(), first[i].to_f32(), v, &s, l2);
+        let signed;
+        (values[i], rest[i], signed) = taken_apart(p, v);
+        first[i] = Bf16::from_f32(m);
+        second[i] = Bf16::rounded(signed, drawn[i]);
+    }
+}
