@@ -109,6 +109,7 @@ test-all: test test-slow test-posing test-valgrind test-oldest test-clients docs
 .PHONY: test-slow
 test-slow: setup ## The tests that take longer than a push can wait
 	$(BIN)/pytest $(PYTEST_OPTIONS) -m "slow and not soak"
+	cargo test --quiet --locked --release -p memascend-math --lib -- --ignored
 
 # Leaks are looked for where nothing forks: a forked child ends with its parent's threads gone and their memory left.
 VALGRIND := valgrind --quiet --error-exitcode=99 --show-leak-kinds=definite

@@ -17,7 +17,8 @@ use crate::{
 const LAST: f32 = 65_535.0;
 const MIDDLE: f32 = LAST / 2.0;
 
-/// A share is rounded where it is between 1 and 2: some points are below the middle of two numbers that they should reach.
+/// What all changes of codes are later than they would be if middles and shares of points were not rounded: between 1.1
+/// and 1.4 units give every point its code.
 const LATER: f64 = 1.3 * f32::EPSILON as f64;
 
 /// A dynamic map, and how the code of a point is computed from its distance to the middle.
@@ -151,7 +152,13 @@ fn whole(number: f32) -> i32 {
 }
 
 #[cfg(test)]
-#[expect(clippy::float_cmp, clippy::cast_possible_truncation, reason = "bits are what is tested")]
+#[expect(
+    clippy::float_cmp,
+    clippy::cast_possible_truncation,
+    clippy::cast_possible_wrap,
+    clippy::cast_sign_loss,
+    reason = "bits are what is tested"
+)]
 mod tests {
     use super::*;
     use crate::fused::{Hardware, Portable};
@@ -192,6 +199,32 @@ mod tests {
         }
         assert_eq!(nearest_point::<Portable>(f32::NAN), 0);
         assert_eq!((nearest_point::<Portable>(-1e9), nearest_point::<Portable>(f32::INFINITY)), (0, 65_535));
+    }
+
+    /// Shares of every so many bits, of both signs: the point as `bitsandbytes` says it, and the code that was searched for.
+    fn shares_have_their_codes(every: usize) {
+        let codes = MAPS.map(|map| searched(map.numbers));
+        for bits in (0..=1.0_f32.to_bits()).step_by(every) {
+            for share in [f32::from_bits(bits), -f32::from_bits(bits)] {
+                // The sum is exact in float64, and rounded once.
+                let point = (f64::from((share + 1.0) * 0.5) * 65_535.0 + 0.5) as f32 as usize;
+                assert_eq!(nearest_point::<Hardware>(share), point as i32, "{share:e}");
+                for (map, codes) in MAPS.iter().zip(&codes) {
+                    assert_eq!(map.code::<Hardware>(nearest_point::<Portable>(share)), codes[point], "{share:e}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn some_shares_have_their_codes() {
+        shares_have_their_codes(9973);
+    }
+
+    #[test]
+    #[ignore = "takes minutes; make test-slow has it"]
+    fn all_shares_have_their_codes() {
+        shares_have_their_codes(1);
     }
 
     #[test]

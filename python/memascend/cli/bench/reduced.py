@@ -1,4 +1,4 @@
-"""Calls of `memascend bench kernels` on state of few bytes: ours, our fp32 kernel, and bitsandbytes where installed."""
+"""Calls of `memascend bench kernels` on state of few bytes: our kernels, and those of torch and bitsandbytes."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ def reduced_calls(numel: int, numbers: dict[str, Any]) -> Iterator[tuple[str, Ca
     def single() -> None:
         kernels.adamw(wide[0], grad, wide[1], wide[2], out, step=_STEP_NUMBER, **numbers)
 
+    fused = _fused(wide, grad, out, numbers)
     for form in FORMS:
         kept = values.clone()
         given = {"master": master, "exp_avg": first, "exp_avg_sq": second}
@@ -39,10 +40,29 @@ def reduced_calls(numel: int, numbers: dict[str, Any]) -> Iterator[tuple[str, Ca
         def ours(kept: torch.Tensor = kept, state: dict[str, torch.Tensor] = state, form: str = form) -> None:
             kernels.adamw_reduced(kept, state, grad, form=form, step=_STEP_NUMBER, **numbers)
 
-        peers: dict[str, Call] = {"adamw with fp32 moments": single}
+        peers: dict[str, Call] = {"adamw with fp32 moments": single, "AdamW(fused=True) and casts": fused}
         if form.endswith("8bit"):
             peers |= _bitsandbytes(master, grad, numbers)
         yield f"adamw {form}", ours, peers
+
+
+def _fused(wide: list[torch.Tensor], grad: torch.Tensor, out: torch.Tensor, numbers: dict[str, Any]) -> Call:
+    """Torch's fused update of a float32 master, which `out` is rounded from."""
+    import torch
+
+    parameter = torch.nn.Parameter(wide[0].clone())
+    parameter.grad = grad.float()
+    optimizer = torch.optim.AdamW([parameter], fused=True, **numbers)
+    moments = {"exp_avg": wide[1].clone(), "exp_avg_sq": wide[2].clone()}
+    optimizer.state[parameter] = {"step": torch.tensor(float(_STEP_NUMBER)), **moments}
+
+    def both() -> None:
+        parameter.grad.copy_(grad)  # type: ignore[union-attr]
+        optimizer.step()
+        with torch.no_grad():
+            out.copy_(parameter)
+
+    return both
 
 
 def _bitsandbytes(master: torch.Tensor, grad: torch.Tensor, numbers: dict[str, Any]) -> dict[str, Call]:
