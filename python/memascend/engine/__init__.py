@@ -14,7 +14,16 @@ from memascend.engine.checksum import Checksum, checksum_of
 from memascend.engine.chunk import Chunk
 from memascend.engine.compact import compact_of, master_of
 from memascend.engine.engine import Adam, Engine, Momentum
-from memascend.engine.entries import CHUNK_ELEMENTS, Entry, Sizes, adam_state, chunk_elements_of, order_of, sizes
+from memascend.engine.entries import (
+    CHUNK_ELEMENTS,
+    Entry,
+    Sizes,
+    adam_state,
+    chunk_elements_of,
+    log_bytes,
+    order_of,
+    sizes,
+)
 from memascend.engine.examination import Commit, examine, look
 from memascend.engine.fetch import Checkers, Fetch, UnitParts
 from memascend.engine.formats import FORMATS, decode_state, encode_state, state_tensors
@@ -45,6 +54,7 @@ __all__ = [
     "decode_state",
     "encode_state",
     "examine",
+    "log_bytes",
     "look",
     "master_of",
     "order_of",

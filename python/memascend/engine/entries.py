@@ -11,7 +11,7 @@ from memascend.errors import ConfigError
 from memascend.pages import PAGE_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
 
@@ -118,6 +118,18 @@ def sizes(
         unit_bytes=dict(zip(units, of_units, strict=True)),
         entry_bytes={entry.name: nbytes for entry, nbytes in zip(entries, of_entries, strict=True)},
     )
+
+
+def log_bytes(entries: Sequence[Entry]) -> Callable[[Sequence[str], int], int]:
+    """What a log of gradients takes on storage, for the names of some of these entries and a number of steps."""
+    units, described = description(entries)
+    chunk = chunk_elements_of(entries)
+    numbers = {entry.name: number for number, entry in enumerate(entries)}
+
+    def taken(names: Sequence[str], steps: int) -> int:
+        return _core.store_log_bytes(described, units, chunk, [numbers[name] for name in names], steps)
+
+    return taken
 
 
 def chunk_elements_of(entries: Sequence[Entry]) -> int:

@@ -287,8 +287,23 @@ class Store(Closing):
         """
         self._core.refresh([self.index(name) for name in names], progress)
 
+    def keep_log(self, names: Sequence[str], steps: int) -> int:
+        """Log the gradients of held entries from now on, instead of writing them each step; how many steps find room.
+
+        Each of these entries is then written whole once in so many steps. Files grow by what the log lacks; with less
+        room there are fewer steps, and 0 means that there is none.
+
+        Args:
+            names: of entries with `spill`, whose gradients have that dtype, and updates of the engine's own kernels.
+            steps: how many are wanted.
+
+        Raises:
+            UsageError: with durability "none" a store keeps no log.
+        """
+        return self._core.keep_log([self.index(name) for name in names], steps)
+
     def write_applied(self, progress: Callable[[int, int], object] | None = None) -> None:
-        """Write what only memory has of held entries, as a part of the last step; `close()` does so, too."""
+        """Write what only memory and the log have of held entries, as a part of the last step: the log ends with it."""
         self._core.write_applied(progress)
 
     def give_up(self) -> None:

@@ -158,6 +158,10 @@ class Arithmetic:
         """Whether an update changes its parameter alone, so that a step may be committed before it has run."""
         return not self.shared.waits
 
+    def is_replayed(self, parameter: torch.Tensor) -> bool:
+        """Whether its updates can be made again from their gradients alone: they are the engine's own."""
+        return self.layouts.get(id(parameter), parameter) is None
+
     @property
     def update_values(self) -> Literal["resident", "read", "never"]:
         """Whether updates need the values, for the plan: "resident", "read" or "never"."""

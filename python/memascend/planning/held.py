@@ -25,6 +25,7 @@ class Held:
         values: by unit, bytes of values that are not read to compute with.
         update: bytes of values that are not read for an update.
         state: bytes of state that are not read for one.
+        logged: names of those whose gradients go to the log; beside it bytes of their values, state and gradients.
     """
 
     names: tuple[str, ...] = ()
@@ -34,6 +35,8 @@ class Held:
     values: Mapping[str, int] = field(default_factory=dict)
     update: int = 0
     state: int = 0
+    logged: tuple[str, ...] = ()
+    logged_bytes: tuple[int, int, int] = (0, 0, 0)
 
     @property
     def room(self) -> int:
@@ -49,6 +52,7 @@ def choose_held(run: Requirements, room: int | None) -> Held:
     names: list[str] = []
     by_unit: dict[str, int] = {}
     nbytes = gradients = update = state = 0
+    logged: dict[str, tuple[int, int, int]] = {}
     for unit in run.units:
         for name in unit.parameters:
             own_values, own_state = run.sizes.entry_bytes.get(name, (0, 0))
@@ -64,7 +68,20 @@ def choose_held(run: Requirements, room: int | None) -> Held:
             if name in run.trained:
                 update += own_values
                 state += own_state
+            if run.log is not None and name in run.log.names:
+                logged[name] = (own_values, own_state, run.gradient_bytes.get(name, 0))
     # On a device units are computed with there.
     here = [] if run.staging is not None else run.units
     whole = frozenset(unit.name for unit in here if 0 < run.stored_bytes(unit) <= by_unit.get(unit.name, 0))
-    return Held(tuple(names), nbytes, gradients, whole, by_unit, update, state)
+    values, states, waiting = (sum(part) for part in zip(*logged.values(), strict=True)) if logged else (0, 0, 0)
+    return Held(
+        tuple(names),
+        nbytes,
+        gradients,
+        whole,
+        by_unit,
+        update,
+        state,
+        logged=tuple(logged),
+        logged_bytes=(values, states, waiting),
+    )

@@ -29,6 +29,9 @@ _UNITS = {
 _PART = re.compile(r"\s*(\d{1,3}(?:\.\d*)?)\s*%\s*", re.ASCII)
 _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)(?:e\+?(\d{1,2}))?\s*([a-z]*)\s*", re.IGNORECASE | re.ASCII)
 
+# More would be replayed for longer than anybody waits, and take more room than anybody has.
+_LOG_STEPS_MAX = 4096
+
 _Path = str | os.PathLike[str]
 _CHOICES: dict[str, tuple[str | None, ...]] = {
     "existing": ("refuse", "resume", "replace", "previous"),
@@ -89,6 +92,7 @@ class Options:
     state: Literal["fp32", "bf16", "8bit"] | None = None
     rounding: Literal["nearest", "stochastic"] = "nearest"
     seed: int = 0
+    log_steps: int | None = None
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -160,6 +164,11 @@ class Options:
         steps = self.accumulation_steps
         if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
             raise ConfigError(f"accumulation_steps is an integer from 1 on, not {steps!r}")
+        logged = self.log_steps
+        if logged is not None and not (
+            isinstance(logged, int) and not isinstance(logged, bool) and 0 <= logged <= _LOG_STEPS_MAX
+        ):
+            raise ConfigError(f"log_steps is an integer from 0 to {_LOG_STEPS_MAX}, or None, not {logged!r}")
         if self.max_grad_norm is not None and not (_is_number(self.max_grad_norm) and self.max_grad_norm > 0):
             raise ConfigError(f"max_grad_norm is a number above 0, or None, not {self.max_grad_norm!r}")
         scale = self.loss_scale

@@ -10,7 +10,7 @@ from memascend.planning.held import NOTHING, choose_held
 from memascend.planning.ladder import choose, rungs
 from memascend.planning.memory_split import MemoryPlanner
 from memascend.planning.table import Plan
-from memascend.planning.traffic import Traffic
+from memascend.planning.traffic import Traffic, with_log
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -57,6 +57,7 @@ def make_plan(run: Requirements, *, budget: int | None = None, device_budget: in
     now = holding.count_reads(chosen.classes)
     moved = _traffic(run, chosen, now, held)
     without = _traffic_with(run, comfortable, NOTHING)
+    log_steps, log_bytes = _log(run, held)
     larger = [comfortable.peak + everything.room * part // _PARTS for part in range(1, _PARTS + 1)]
     return Plan(
         units=tuple(run.units),
@@ -87,6 +88,10 @@ def make_plan(run: Requirements, *, budget: int | None = None, device_budget: in
         ample=ample.peak,
         all_held=comfortable.peak + everything.room,
         disk_bytes=run.sizes.total_bytes,
+        logged=held.logged,
+        logged_bytes=held.logged_bytes,
+        log_steps=log_steps,
+        log_bytes=log_bytes,
         read_bytes=moved.read,
         written_bytes=moved.written,
         held_part=moved.held,
@@ -95,6 +100,10 @@ def make_plan(run: Requirements, *, budget: int | None = None, device_budget: in
         larger={nbytes: _traffic_at(run, comfortable, nbytes) for nbytes in larger if nbytes > budget},
         device_savable_bytes=max(0, now.total - planner.count_reads(ample.classes).total) if run.staging else 0,
     )
+
+
+def _log(run: Requirements, held: Held) -> tuple[int, int]:
+    return (0, 0) if run.log is None else run.log.plan(held.logged)
 
 
 def _traffic_at(run: Requirements, comfortable: MemorySplit, budget: int) -> Traffic:
@@ -159,7 +168,8 @@ def _traffic(run: Requirements, chosen: MemorySplit, reads: Reads, held: Held) -
         "gradients": spilled,
     }
     spared = (held.update, held.state) if run.applies else (0, 0)
-    written = {"values": trained - spared[0], "state": state - spared[1], "gradients": spilled}
+    whole = {"values": trained - spared[0], "state": state - spared[1], "gradients": spilled}
+    written = with_log(whole, held.logged_bytes, _log(run, held)[0])
     return Traffic(
         {kind: nbytes for kind, nbytes in read.items() if nbytes},
         {kind: nbytes for kind, nbytes in written.items() if nbytes},

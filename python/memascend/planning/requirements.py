@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from memascend.engine import Sizes
+    from memascend.planning.log import Log
     from memascend.planning.units import Unit
 
 __all__ = ["Requirements"]
@@ -38,6 +39,7 @@ class Requirements:
         trained: the names of the parameters that a step changes.
         gradient_bytes: of each of those.
         applies: updates of held entries are applied in memory, and nothing of them is written before the end.
+        log: what a log of their gradients could be, where they are durable each step; None where none is kept.
         by_rows: units that are embeddings of which a forward reads the rows that it needs: they have no memory.
         rows_bytes: what those are read through, and their gradients made in.
     """
@@ -57,6 +59,7 @@ class Requirements:
     trained: Collection[str] = ()
     gradient_bytes: Mapping[str, int] = field(default_factory=dict)
     applies: bool = False
+    log: Log | None = None
     by_rows: Collection[str] = ()
     rows_bytes: int = 0
 

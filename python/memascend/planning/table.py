@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from memascend.formatting import bytes_shown
+from memascend.planning.traffic import with_log
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -55,6 +56,11 @@ class Plan:
         ample: a budget with a slot for every unit beside the comfortable one's; it holds entries first.
         all_held: the budget from which on all entries are held, and more of it saves nothing.
         disk_bytes: the store, with both slots.
+        logged: the names of held entries whose gradients go to the log, instead of their values and state each step.
+        logged_bytes: their values, state and gradients.
+        log_steps: so many steps of gradients are in the log, and each of these entries is written whole once in as
+            many; 0: they are written each step.
+        log_bytes: the room of the log behind the store.
         read_bytes: per step, by kind.
         written_bytes: per step, by kind.
         held_part: of what is trained, the part that is held.
@@ -101,6 +107,10 @@ class Plan:
     without: Traffic
     larger: dict[int, Traffic]
     device_savable_bytes: int
+    logged: tuple[str, ...] = ()
+    logged_bytes: tuple[int, int, int] = (0, 0, 0)
+    log_steps: int = 0
+    log_bytes: int = 0
     recurrent_bytes: int = 0
 
     @property
@@ -146,6 +156,14 @@ class Plan:
             budget=self.budget + nbytes,
         )
 
+    def logging(self, steps: int, nbytes: int) -> Plan:
+        """The plan with the log that there is room for, of so many steps."""
+        if steps == self.log_steps:
+            return self
+        whole = with_log(self.written_bytes, self.logged_bytes, self.log_steps, back=True)
+        written = with_log(whole, self.logged_bytes, steps)
+        return replace(self, written_bytes=written, log_steps=steps, log_bytes=nbytes)
+
     def to_dict(self) -> dict[str, Any]:
         """All of it as JSON values."""
         plain = asdict(self)
@@ -181,7 +199,8 @@ def _table(plan: Plan) -> str:
         lines.append(
             f"  beside it cuDNN copies recurrent weights, each until its backward: {bytes_shown(plan.recurrent_bytes)}"
         )
-    lines += ["", f"Storage: {bytes_shown(plan.disk_bytes)}"]
+    log = f"; behind it a log of {plan.log_steps} steps of gradients: {bytes_shown(plan.log_bytes)}"
+    lines += ["", f"Storage: {bytes_shown(plan.disk_bytes)}{log if plan.log_steps else ''}"]
     lines += ["", "Each step moves" + (", in bytes for each parameter" if elements else "")]
     rows = []
     for verb, kinds in (("read", plan.read_bytes), ("written", plan.written_bytes)):

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-__all__ = ["Traffic"]
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["Traffic", "with_log"]
 
 
 @dataclass(frozen=True)
@@ -25,3 +29,19 @@ class Traffic:
     def total(self) -> int:
         """All bytes."""
         return sum(self.read.values()) + sum(self.written.values())
+
+
+def with_log(
+    written: Mapping[str, int], logged: tuple[int, int, int], steps: int, *, back: bool = False
+) -> dict[str, int]:
+    """What a step writes where so many bytes of values, state and gradients are in a log; `back`: without it again."""
+    found = dict(written)
+    if not steps:
+        return found
+    values, state, gradients = logged
+    sign = -1 if back else 1
+    for kind, nbytes in (("values", values), ("state", state)):
+        # A part of them is written whole each step.
+        found[kind] = found.get(kind, 0) - sign * (nbytes - nbytes // steps)
+    found["log"] = found.get("log", 0) + sign * gradients
+    return found

@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from memascend.engine import Engine, Store
+    from memascend.planning.plan import Plan
     from memascend.run.decision import Decision, Subject
 
-__all__ = ["FirstValues", "continued", "end_log", "open_store"]
+__all__ = ["FirstValues", "begin_log", "continued", "end_log", "open_store"]
 
 _log = logging.getLogger("memascend")
 
@@ -92,6 +93,22 @@ def end_log(store: Store, engine: Engine) -> None:
     store.go_back()
     with Progress(f"applying {steps} logged steps", 0) as progress:
         engine.replay(progress.reached)
+
+
+def begin_log(store: Store, plan: Plan) -> Plan:
+    """Make room for the log of what is held; the plan with as much of it as there is."""
+    if not plan.logged or not plan.log_steps:
+        return plan
+    steps = store.keep_log(plan.logged, plan.log_steps)
+    if steps < plan.log_steps:
+        instead = f"one of {steps} steps" if steps else "none, so that what is held is written each step"
+        _log.warning(
+            "there is no room on storage for a log of %d steps of gradients (%d bytes): it is %s",
+            plan.log_steps,
+            plan.log_bytes,
+            instead,
+        )
+    return plan.logging(steps, store.info()["log_bytes"])
 
 
 def continued(subject: Subject, folder: str) -> CheckpointValues:

@@ -20,6 +20,7 @@ from memascend.optimizers.state_formats import StateFormats
 from memascend.optimizers.update_rule import Arithmetic
 from memascend.optimizers.wrappers import unwrapped
 from memascend.planning.embeddings import find_row_embeddings
+from memascend.planning.log import Log
 from memascend.planning.plan import make_plan
 from memascend.planning.requirements import Requirements
 from memascend.planning.slot_classes import arena_bytes
@@ -28,7 +29,7 @@ from memascend.residency.placeholder import dense_strides
 from memascend.residency.rows import CHUNKS as ROW_CHUNKS
 from memascend.residency.rows import window_bytes
 from memascend.run.checks import embedding_ids, find_owned, refuse_sizes, sparse_ids
-from memascend.run.locations import folders_of
+from memascend.run.locations import folders_of, room_beside
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -167,7 +168,7 @@ def decide(subject: Subject) -> Decision:
     sizes = engines.sizes(entries, optimizer=type(subject.original).__name__, devices=devices)
     refuse_sizes(sizes.unit_bytes, units)
     gradients = {name: subject.named[name].nbytes for name in subject.trained}
-    wanted = _requirements(subject, units, sizes, gradients)
+    wanted = _requirements(subject, units, (entries, sizes), gradients)
     make = functools.partial(make_plan, device_budget=options.device_bytes)
     row_bytes = whole_budget = 0
     rows = _by_rows(subject, units)
@@ -190,9 +191,13 @@ def decide(subject: Subject) -> Decision:
 
 
 def _requirements(
-    subject: Subject, units: tuple[Unit, ...], sizes: engines.Sizes, gradients: Mapping[str, int]
+    subject: Subject,
+    units: tuple[Unit, ...],
+    stored: tuple[list[Entry], engines.Sizes],
+    gradients: Mapping[str, int],
 ) -> Requirements:
     """What a plan has to provide, where no embedding is read by rows; `gradients` are bytes by parameter."""
+    entries, sizes = stored
     options, moves = subject.options, subject.moves_activations
     stays = moves and options.activations == "host"
     return Requirements(
@@ -210,7 +215,17 @@ def _requirements(
         trained=subject.trained,
         gradient_bytes=gradients,
         applies=options.durability == "none" and subject.arithmetic.ends_alike,
+        log=_log(subject, entries, sizes),
     )
+
+
+def _log(subject: Subject, entries: list[Entry], sizes: engines.Sizes) -> Log | None:
+    options = subject.options
+    if options.durability == "none":
+        return None
+    names = frozenset(name for name in subject.trained if subject.arithmetic.is_replayed(subject.named[name]))
+    nbytes = engines.log_bytes(entries)
+    return Log(names, nbytes, options.log_steps, room_beside(options.paths, sizes.total_bytes))
 
 
 def _require_folder(subject: Subject) -> None:

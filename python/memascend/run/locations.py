@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,12 +12,12 @@ from memascend.errors import StorageError
 from memascend.paths import expanded
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from memascend.engine import Store
     from memascend.planning.options import Options
 
-__all__ = ["file_of", "folders_of", "scratch_of", "temporary"]
+__all__ = ["file_of", "folders_of", "room_beside", "scratch_of", "temporary"]
 
 
 def file_of(path: str) -> Path:
@@ -45,6 +46,30 @@ def temporary(create: Callable[[str], Store]) -> tuple[Store, Path]:
             (Path(folder) / "memascend.store").unlink(missing_ok=True)
             Path(folder).rmdir()
     raise StorageError(f"there is no place for a temporary store: {refused}; give storage=")
+
+
+def room_beside(paths: Sequence[str] | None, total_bytes: int) -> int | None:
+    """Bytes that there are on storage beside a store of so many, made or not; None where that cannot be found out."""
+    try:
+        places = [file_of(path) for path in paths or (tempfile.gettempdir(),)]
+        systems = [_nearest(place).stat().st_dev for place in places]
+        rooms = []
+        for place, system in zip(places, systems, strict=True):
+            if place.is_block_device():
+                with place.open("rb") as device:
+                    rooms.append(device.seek(0, os.SEEK_END))
+                continue
+            # Several parts on one file system share what is free.
+            free = shutil.disk_usage(_nearest(place)).free // systems.count(system)
+            rooms.append(free + (place.stat().st_size if place.is_file() else 0))
+    except OSError:
+        return None
+    return max(0, min(rooms) * len(rooms) - total_bytes)
+
+
+def _nearest(place: Path) -> Path:
+    """What there is of a path."""
+    return next(path for path in (place, *place.absolute().parents) if path.exists())
 
 
 def folders_of(options: Options) -> list[Path]:

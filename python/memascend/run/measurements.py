@@ -54,7 +54,8 @@ class Measurements:
     ) -> None:
         self._resources = resources
         self._residency = residency
-        self._plan = plan
+        # With the log that the store has room for.
+        self.planned = plan
         self._position = position
         self.meter = meter
         self.heap = heap
@@ -67,7 +68,7 @@ class Measurements:
     def plan(self) -> Plan:
         """The plan in force: with what was added beside it where nobody gave a budget."""
         arena = self._resources.units.arena
-        return self._plan.with_added(arena.added, arena.added_bytes)
+        return self.planned.with_added(arena.added, arena.added_bytes)
 
     def step_ended(self, began: float) -> None:
         """A step was committed, whose `step()` began then."""
@@ -93,6 +94,8 @@ class Measurements:
             read=read,
             written=written,
             held=counted.store["held_bytes"],
+            log_steps=self.plan.log_steps,
+            log_bytes=self.plan.log_bytes,
             seconds={
                 "wall": counted.moment,
                 "waiting for units": counted.store["wait_seconds"] + self._resources.units.wait_seconds,
@@ -120,6 +123,7 @@ class Measurements:
             "values": engine["values_written"],
             "state": engine["state_written"],
             "gradients": engine["spill_written"],
+            "log": engine["log_written"],
         }
         read["other"] = max(0, store["read_bytes"] - sum(read.values()))
         written["other"] = max(0, store["written_bytes"] - sum(written.values()))

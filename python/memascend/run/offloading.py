@@ -19,7 +19,7 @@ from memascend.planning.forecast import said
 from memascend.planning.options import Options
 from memascend.run import open_runs
 from memascend.run.assembly import Assembly
-from memascend.run.beginning import FirstValues, end_log, open_store
+from memascend.run.beginning import FirstValues, begin_log, end_log, open_store
 from memascend.run.decision import Subject, decide
 from memascend.run.locations import folders_of, scratch_of
 from memascend.run.process_hooks import ProcessHooks
@@ -68,6 +68,7 @@ def offload(  # noqa: PLR0913 - options are keywords
     state: Literal["fp32", "bf16", "8bit"] | None = None,
     rounding: Literal["nearest", "stochastic"] = "nearest",
     seed: int = 0,
+    log_steps: int | None = None,
 ) -> tuple[_Model, OffloadedOptimizer]:
     """Move a model's parameters and an optimizer's state to storage, and train on as before.
 
@@ -119,6 +120,8 @@ def offload(  # noqa: PLR0913 - options are keywords
         rounding: "stochastic": 16-bit parameters have no masters (`master_dtype=None`), and an update rounds them up
             or down by chance, so that small steps are not lost.
         seed: of what is rounded stochastically; kept in the store and in checkpoints, whose own stands.
+        log_steps: steps of gradients that the store's log may keep of what is held, which is written whole once in as
+            many; 0: it is written each step. None: 16, or as many as half of the free room has place for.
 
     Returns:
         The model, and a `memascend.OffloadedOptimizer` that shares the original's `param_groups`.
@@ -149,6 +152,7 @@ def offload(  # noqa: PLR0913 - options are keywords
         state=state,
         rounding=rounding,
         seed=seed,
+        log_steps=log_steps,
     )
     # A default device (torch.set_default_device) is for the user's tensors.
     with torch.no_grad(), torch.device("cpu"):
@@ -205,6 +209,7 @@ def _offloaded(subject: Subject) -> tuple[OffloadedOptimizer, Forecast | None]:
         session, offloaded = Assembly(subject, decision, resources, scratch).run()
         # What is refused is refused by now, and the newest commit still there.
         store.go_back()
+        session.measurements.planned = begin_log(store, plan)
         undo.pop_all()
     wrap_again(subject.given, offloaded)
     session.measurements.heap.model_left()

@@ -53,6 +53,8 @@ class Report:
         read: bytes read, by kind; "other" is the catalog and what was read out.
         held: bytes that were taken from held entries in memory, and not read.
         written: bytes written, by kind; "first values" were written by `offload()` itself.
+        log_steps: so many steps of gradients of held entries may be in the store's log; 0: there is none.
+        log_bytes: the room that it has on storage.
         seconds: by stage; stages run beside each other, so they do not add up to "wall".
         steps: committed since `offload()` returned.
         units: how often a unit was read, was there already, and went.
@@ -75,6 +77,8 @@ class Report:
     units: dict[str, int]
     in_memory: TorchBytes
     samples: Sequence[Sample]
+    log_steps: int = 0
+    log_bytes: int = 0
     device: dict[str, Owner] = field(default_factory=dict)
     device_budget: int = 0
     device_torch: Owner | None = None
@@ -91,7 +95,7 @@ class Report:
         return sum(owner.peak for owner in self.owners.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as JSON values; with "device" where that is not the host, "held" where entries are held."""
+        """All of it as JSON values; "device" where that is not the host, "held" and "log" where entries are held."""
         there = {} if self.device_torch is None else {"device": _held(self.device, self.device_budget)}
         if self.device_torch is not None:
             there["device"]["torch"] = {"bytes": self.device_torch.bytes, "peak": self.device_torch.peak}
@@ -104,6 +108,7 @@ class Report:
             "steps": self.steps,
             "beside": {"Python objects": self.object_bytes},
             **({"held": self.held} if self.held else {}),
+            **({"log": {"steps": self.log_steps, "bytes": self.log_bytes}} if self.log_steps else {}),
         }
 
     def __str__(self) -> str:
@@ -139,8 +144,13 @@ class Report:
         """What held entries saved, where there are any."""
         if not self.held:
             return []
+        log = (
+            f" Their gradients go to a log of {self.log_steps} steps ({bytes_shown(self.log_bytes)})."
+            if self.log_steps
+            else ""
+        )
         each = f", {bytes_shown(self.held // self.steps)} for each step" if self.steps else ""
-        return [f"Held entries kept {bytes_shown(self.held)} of reads off storage{each}."]
+        return [f"Held entries kept {bytes_shown(self.held)} of reads off storage{each}.{log}"]
 
     def _traffic(self) -> str:
         rows = []

@@ -5,11 +5,17 @@ use std::{cell::RefCell, num::NonZeroUsize, ops::Range, sync::Arc};
 use memascend_math::{Exec, FloatsMut};
 use memascend_mem::Wait;
 use memascend_store::{
-    Buffer, Content, Description, Dtype, PAGE_BYTES, PieceRead, PieceWrite, Shared, SpillRead, SpillWrite, Store,
+    Buffer, Content, Description, Dtype, LogWrite, PAGE_BYTES, PieceRead, PieceWrite, Shared, SpillRead, SpillWrite,
+    Store,
 };
 
 pub(crate) use crate::gradient::floats;
-use crate::{Counters, Error, Result, apply::Slots, job::Mark};
+use crate::{
+    Counters, Error, Result,
+    apply::Slots,
+    job::{Mark, Turn},
+    logged::paged,
+};
 
 /// Where the parts of a staging chunk are: a chunk's state (or a part of a tensor of another shape), its values, its
 /// gradient where one may spill.
@@ -58,6 +64,7 @@ pub(crate) enum Read<'a> {
 pub(crate) enum Write<'a> {
     Piece(PieceWrite<'a, Shared>),
     Gradient(SpillWrite<Shared>),
+    Log(LogWrite<'a, Shared>),
 }
 
 impl Write<'_> {
@@ -65,6 +72,7 @@ impl Write<'_> {
         match self {
             Self::Piece(write) => drop(write.wait()?),
             Self::Gradient(write) => drop(write.wait()?),
+            Self::Log(write) => drop(write.wait()?),
         }
         Ok(())
     }
@@ -81,8 +89,17 @@ pub(crate) struct Bench<'a> {
     pub(crate) whole: Option<Slots>,
     /// The job that is being begun.
     pub(crate) beginning: RefCell<Option<Arc<Mark>>>,
-    /// Pieces are where they are held, and not in staging chunks.
-    in_place: bool,
+    pieces: Pieces,
+}
+
+/// Where the pieces of an entry are that is worked on.
+enum Pieces {
+    /// In staging chunks.
+    Staged,
+    /// Where they are held.
+    Held,
+    /// The values and the state of the one chunk that there is.
+    Given(Shared, Shared),
 }
 
 impl<'a> Bench<'a> {
@@ -90,18 +107,32 @@ impl<'a> Bench<'a> {
         let parts = Parts::new(store.description());
         let exec = Exec::new(NonZeroUsize::MIN)?;
         let (counters, beginning) = (Counters::default(), RefCell::default());
-        Ok(Self { store, parts, exec, counters, others, whole, beginning, in_place: false })
+        Ok(Self { store, parts, exec, counters, others, whole, beginning, pieces: Pieces::Staged })
     }
 
     /// For work on held entries where they lie: what would be a part of a staging chunk is the held piece.
     pub(crate) fn in_place(store: &'a Store) -> Result<Self> {
-        Ok(Self { in_place: true, ..Self::new(store, None, None)? })
+        Ok(Self { pieces: Pieces::Held, ..Self::new(store, None, None)? })
+    }
+
+    /// For work on one chunk, whose two pieces are given.
+    pub(crate) fn on_chunk(store: &'a Store, values: Shared, state: Shared) -> Result<Self> {
+        Ok(Self { pieces: Pieces::Given(values, state), ..Self::new(store, None, None)? })
     }
 
     /// Begins to stage an entry. Somebody may read its slot for long: a job that is cancelled waits no more.
     pub(crate) fn begin(&self, entry: usize, step: u64) -> Result<()> {
+        self.waiting(|wait| self.store.begin(entry, step, wait))
+    }
+
+    /// Begins to stage a held entry as it is.
+    pub(crate) fn begin_snapshot(&self, entry: usize) -> Result<()> {
+        self.waiting(|wait| self.store.begin_snapshot(entry, wait))
+    }
+
+    fn waiting(&self, begin: impl FnOnce(Wait<'_>) -> memascend_store::Result<()>) -> Result<()> {
         let mut wanted = || self.beginning.borrow().as_ref().is_none_or(|mark| !mark.is_cancelled());
-        Ok(self.store.begin(entry, step, Wait { timeout: None, keep_waiting: Some(&mut wanted) })?)
+        Ok(begin(Wait { timeout: None, keep_waiting: Some(&mut wanted) })?)
     }
 
     pub(crate) fn chunks_of(&self, entry: usize) -> u32 {
@@ -134,8 +165,11 @@ impl<'a> Bench<'a> {
 
     /// The part of a staging chunk that is for a piece.
     pub(crate) fn part(&self, entry: usize, piece: u32, memory: &Shared) -> Result<Shared> {
-        if self.in_place {
-            return self.held_piece(entry, piece);
+        match &self.pieces {
+            Pieces::Staged => {}
+            Pieces::Held => return self.held_piece(entry, piece),
+            Pieces::Given(values, _) if piece < self.chunks_of(entry) => return Ok(values.clone()),
+            Pieces::Given(_, state) => return Ok(state.clone()),
         }
         let place = self.store.layout().piece(self.store.description(), entry, piece);
         let start = if matches!(place.content, Content::Values { .. }) { self.parts.values_at } else { 0 };
@@ -206,13 +240,36 @@ impl<'a> Bench<'a> {
     pub(crate) fn stage_from(&mut self, entry: usize, piece: u32, part: Shared) -> Result<Write<'a>> {
         let bytes = part.len() as u64;
         let write = self.store.stage(entry, piece, part)?;
-        let counted = if piece < self.chunks_of(entry) {
-            &mut self.counters.values_written
-        } else {
-            &mut self.counters.state_written
-        };
-        *counted += bytes;
+        self.count_written(entry, piece, bytes);
         Ok(Write::Piece(write))
+    }
+
+    /// Begins to stage a piece from where it is held.
+    pub(crate) fn stage_held(&mut self, entry: usize, piece: u32) -> Result<Write<'a>> {
+        let write = self.store.stage_held(entry, piece)?;
+        let bytes = self.store.layout().piece(self.store.description(), entry, piece).bytes();
+        self.count_written(entry, piece, bytes);
+        Ok(Write::Piece(write))
+    }
+
+    fn count_written(&mut self, entry: usize, piece: u32, bytes: u64) {
+        let values = piece < self.chunks_of(entry);
+        *(if values { &mut self.counters.values_written } else { &mut self.counters.state_written }) += bytes;
+    }
+
+    /// The part of a turn's staging chunk from which its chunk of a gradient goes to the log, and how many bytes are used.
+    pub(crate) fn log_part(&self, turn: &Turn, dtype: Dtype) -> Result<(Shared, usize)> {
+        let (used, bytes) = paged(self.elements(turn.entry, turn.index).len(), dtype);
+        let part = turn.memory.part(0, bytes);
+        let part = part.ok_or_else(|| Error::Invalid("a gradient is larger than a staging chunk".into()))?;
+        Ok((part, used))
+    }
+
+    /// Begins to append a turn's chunk of a gradient to the log.
+    pub(crate) fn append(&mut self, turn: &Turn, dtype: Dtype) -> Result<Write<'a>> {
+        let (part, _) = self.log_part(turn, dtype)?;
+        self.counters.log_written += part.len() as u64;
+        Ok(Write::Log(self.store.append(turn.entry, turn.index, part)?))
     }
 
     /// The part of a staging chunk that is for a chunk of the spilled gradient, and how many of its bytes are used.

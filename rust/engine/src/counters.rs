@@ -27,6 +27,8 @@ pub struct Counters {
     pub spill_read: u64,
     /// Bytes of spilled gradients written.
     pub spill_written: u64,
+    /// Bytes of gradients written to the log.
+    pub log_written: u64,
     /// Bytes of callers' tensors that wait or are being used now.
     pub queued: u64,
     /// The most of them, those of first values left out.
@@ -58,6 +60,7 @@ impl Counters {
         self.spills += other.spills;
         self.spill_read += other.spill_read;
         self.spill_written += other.spill_written;
+        self.log_written += other.log_written;
         self.chunks += other.chunks;
         self.state_read += other.state_read;
         self.values_read += other.values_read;

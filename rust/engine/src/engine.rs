@@ -6,23 +6,21 @@ use std::{
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{Arc, Mutex},
     thread::JoinHandle,
-    time::Instant,
 };
 
 use memascend_math::Rule;
 use memascend_mem::{ChunkRing, OnFork, OwnerId, Pin, Region, Wait, locked};
-use memascend_store::{Buffer, Commit, Spilled, Store};
+use memascend_store::{Buffer, Spilled, Store};
 
 use crate::{
     Counters, Error, First, Gradient, Result,
-    applied::Workers,
     apply::{self, Application, Apply, Slots},
     bench::{Bench, Parts},
     fill::Fill,
     held::{HeldGradients, Waiting},
-    job::{Job, Leaves, Work},
+    job::{Job, Leaves},
     pipeline::{CHUNKS_DEFAULT, Pipeline, lose_spilled},
-    queue::{Queue, State},
+    queue::Queue,
     spill::{Forget, Spill, Unspill, nothing, spill_dtype},
     update::{By, Update},
 };
@@ -62,20 +60,20 @@ impl Default for Options {
 
 /// Updates of a store. See the crate's description.
 pub struct Engine {
-    shared: Arc<Shared>,
-    held: HeldGradients,
+    pub(crate) shared: Arc<Shared>,
+    pub(crate) held: HeldGradients,
     thread: Mutex<Option<JoinHandle<()>>>,
     staging_bytes: usize,
     whole_bytes: usize,
-    threads: NonZeroUsize,
+    pub(crate) threads: NonZeroUsize,
 }
 
-struct Shared {
-    store: Arc<Store>,
-    queue: Queue,
-    ring: ChunkRing,
-    owner: OwnerId,
-    chunks: usize,
+pub(crate) struct Shared {
+    pub(crate) store: Arc<Store>,
+    pub(crate) queue: Queue,
+    pub(crate) ring: ChunkRing,
+    pub(crate) owner: OwnerId,
+    pub(crate) chunks: usize,
 }
 
 impl Engine {
@@ -89,6 +87,7 @@ impl Engine {
         let region = Region::new(chunks * chunk_bytes, options.pin, OnFork::Wipe, "update staging")?;
         let ring = ChunkRing::new(&region, chunk_bytes, chunks)?;
         let owner = ring.owner("update")?;
+        crate::apply_logs(&store);
         let others = apply::others(store.description())?;
         let whole = Slots::new(options.whole_bytes, 1, "whole parameters")?;
         let shared = Arc::new(Shared { store, queue: Queue::new(options.queue_bytes_max), ring, owner, chunks });
@@ -148,7 +147,7 @@ impl Engine {
         }
         if held {
             let update = update.by_kept(self.held.kept(entry).filter(|_| spilled));
-            return self.wait_for_step(entry, rule.step(), update, self.shared.store.applies());
+            return self.wait_to_update(entry, rule.step(), update, &mut wait);
         }
         self.shared.queue.push(Job::new(entry, update), &mut wait)
     }
@@ -165,7 +164,7 @@ impl Engine {
         }
         if self.shared.store.is_held(entry) {
             Spill::require_fit(&self.shared.store, entry, &gradient)?;
-            return self.held.keep(&self.shared.store, entry, gradient, add);
+            return self.held.keep(&self.shared.store, entry, &gradient, add);
         }
         let spill = Spill::new(&self.shared.store, entry, gradient, add)?;
         self.shared.queue.push(Job::new(entry, spill), &mut wait)
@@ -227,28 +226,10 @@ impl Engine {
         if self.shared.store.is_held(entry) {
             let apply = apply.by_kept(self.held.kept(entry).filter(|_| spilled));
             let applies = late && self.shared.store.applies();
-            return self.wait_for_step(entry, step, if applies { apply.in_memory() } else { apply }, applies);
+            let work = Box::new(if applies { apply.in_memory() } else { apply });
+            return self.wait_for_step(Waiting { entry, step, work, applies, rule: None });
         }
         self.shared.queue.push(Job::new(entry, apply), &mut wait)
-    }
-
-    /// Lets an update of a held entry wait for its step: until then somebody computes with what it changes.
-    fn wait_for_step(&self, entry: usize, step: u64, work: impl Work + 'static, applies: bool) -> Result<()> {
-        self.shared.queue.lock().failure()?;
-        self.held.wait(&self.shared.store, Waiting { entry, step, work: Box::new(work), applies })
-    }
-
-    /// Begins what waits of held entries and goes through the pipeline.
-    fn begin_through(&self, wait: &mut Wait<'_>) -> Result<()> {
-        while let Some(Waiting { entry, work, .. }) = self.held.next_through() {
-            let begun = self.shared.queue.push(Job::boxed(entry, work), wait);
-            if let Err(error) = &begun {
-                // The step lacks it now.
-                self.shared.queue.lock().failed.get_or_insert_with(|| error.clone());
-            }
-            begun?;
-        }
-        Ok(())
     }
 
     /// Refuses what needs a spilled gradient where there is none, nor one on its way.
@@ -270,7 +251,7 @@ impl Engine {
         Err(nothing(&self.shared.store, entry))
     }
 
-    fn known(&self, entry: usize) -> Result<&memascend_store::Entry> {
+    pub(crate) fn known(&self, entry: usize) -> Result<&memascend_store::Entry> {
         let entries = &self.shared.store.description().entries;
         entries.get(entry).ok_or_else(|| Error::Invalid(format!("entry {entry} of {}", entries.len())))
     }
@@ -279,106 +260,6 @@ impl Engine {
     pub(crate) fn for_probe(&self) -> (&Store, &ChunkRing, OwnerId, usize) {
         let Shared { store, ring, owner, chunks, .. } = &*self.shared;
         (store, ring, *owner, *chunks)
-    }
-
-    pub(crate) fn push(&self, job: Job, wait: &mut Wait<'_>) -> Result<()> {
-        self.shared.queue.push(job, wait)
-    }
-
-    /// Waits until every update is staged. The first error of the step is raised here or by an update, once.
-    pub fn finish(&self, mut wait: Wait<'_>) -> Result<()> {
-        self.begin_through(&mut wait)?;
-        self.settle(wait)
-    }
-
-    /// As [`Engine::finish`], but for updates of held entries, which begin with that or with the commit.
-    pub fn settle(&self, mut wait: Wait<'_>) -> Result<()> {
-        let mut state = self.shared.queue.wait(&mut wait, "updates", State::is_idle)?;
-        state.failure()
-    }
-
-    /// Waits for every update, and makes the step live and durable; then applies what is applied in memory. An error before
-    /// that leaves the last commit as it is.
-    pub fn commit(&self, commit: Commit, mut wait: Wait<'_>) -> Result<u64> {
-        self.begin_through(&mut wait)?;
-        self.shared.queue.wait(&mut wait, "updates", State::is_idle)?.failure()?;
-        let Shared { store, ring, owner, chunks, .. } = &*self.shared;
-        let workers = Workers { store, ring, owner: *owner, threads: self.threads.get().min(*chunks) };
-        let applying = self.held.applying();
-        for &(entry, step) in &applying {
-            let keep_waiting = wait.keep_waiting.as_mut().map(|keep| &mut **keep as &mut dyn FnMut() -> bool);
-            store.announce(entry, step, Wait { timeout: wait.timeout, keep_waiting })?;
-        }
-        workers.check(&applying)?;
-        let generation = store.commit(commit, wait)?;
-        let began = Instant::now();
-        let (ours, calls) = self.held.take_applying();
-        let updates = ours.len() as u64;
-        let chunks = workers.apply(ours)?;
-        self.call_late(calls)?;
-        let mut state = self.shared.queue.lock();
-        state.counters.updates += updates;
-        state.counters.chunks += chunks;
-        state.counters.applying += began.elapsed();
-        Ok(generation)
-    }
-
-    /// Has functions applied to held entries in memory, by the pipeline's thread, and waits for all of them: Ctrl-C would
-    /// split a step that is committed. Where one fails, the run is at its end, which the store says from then on.
-    fn call_late(&self, waiting: Vec<Waiting>) -> Result<()> {
-        let Some(first) = waiting.first().map(|job| job.entry) else { return Ok(()) };
-        let store = &self.shared.store;
-        let called = || {
-            let mut applications = Vec::with_capacity(waiting.len());
-            for job in waiting {
-                applications.push((job.entry, store.application(job.entry)?));
-                self.shared.queue.push(Job::boxed(job.entry, job.work), &mut Wait::forever())?;
-            }
-            self.shared.queue.wait(&mut Wait::forever(), "updates", State::is_idle)?.failure()?;
-            for (entry, application) in applications {
-                (0..store.layout().chunks_of(entry)).for_each(|chunk| application.chunk_applied(chunk));
-                application.applied();
-            }
-            Ok(())
-        };
-        let called = called();
-        if let Err(error) = &called {
-            let error: &Error = error;
-            store.fail_application(first, &error.to_string());
-        }
-        called
-    }
-
-    /// Drops what waits, drains what is in flight, and forgets what was staged. A step that failed is over.
-    pub fn discard(&self, mut wait: Wait<'_>) -> Result<()> {
-        self.cancel(None);
-        self.held.discard(None);
-        let mut state = self.shared.queue.wait(&mut wait, "updates", State::is_idle)?;
-        state.failed = None;
-        state.told = false;
-        drop(state);
-        Ok(self.shared.store.discard(wait)?)
-    }
-
-    /// As [`Engine::discard`] for one entry alone: the others go on. A step that failed stays so.
-    pub fn discard_entry(&self, entry: usize, mut wait: Wait<'_>) -> Result<()> {
-        self.known(entry)?;
-        self.cancel(Some(entry));
-        self.held.discard(Some(entry));
-        drop(self.shared.queue.wait(&mut wait, "updates", |state| !state.has(entry))?);
-        Ok(self.shared.store.discard_entry(entry, wait)?)
-    }
-
-    /// Drops what waits and cancels what runs, of one entry alone if one is given.
-    fn cancel(&self, entry: Option<usize>) {
-        let mut state = self.shared.queue.lock();
-        let dropped = state.drop_waiting(entry);
-        state.cancel(entry);
-        drop(state);
-        self.shared.queue.notify();
-        for job in &dropped {
-            lose_spilled(&self.shared.store, &job.mark);
-        }
     }
 
     /// What it works on.

@@ -1,6 +1,6 @@
 //! Gradients: memory held until it is used, or a source that lends it window by window.
 
-use std::{cell::Cell, ptr::NonNull};
+use std::{cell::Cell, ptr::NonNull, sync::Arc};
 
 use memascend_math::{Bf16, F16, Floats};
 use memascend_store::{Buffer, Dtype};
@@ -16,13 +16,33 @@ pub struct Gradient {
 }
 
 enum Memory {
-    Here(Box<dyn Buffer>),
+    Here(Arc<Host>),
     /// Elsewhere, and what of it is here now.
     Away {
         source: Box<dyn Source>,
         nbytes: usize,
         window: Cell<Option<Window>>,
     },
+}
+
+/// A gradient in host memory, which several may read.
+pub(crate) struct Host(Box<dyn Buffer>);
+
+// SAFETY: nobody writes to a gradient that was handed over; it is read from any thread.
+unsafe impl Sync for Host {}
+
+impl Host {
+    pub(crate) fn new(memory: Box<dyn Buffer>) -> Arc<Self> {
+        Arc::new(Self(memory))
+    }
+}
+
+impl std::ops::Deref for Host {
+    type Target = dyn Buffer;
+
+    fn deref(&self) -> &Self::Target {
+        &*self.0
+    }
 }
 
 /// A gradient that lies where the engine cannot read it, on a device.
@@ -66,7 +86,7 @@ impl Gradient {
             return Err(Error::Invalid(format!("the gradient's memory is not aligned for {}", dtype.name())));
         }
         let held = memory.len();
-        Ok(Self { memory: Memory::Here(memory), dtype, held })
+        Ok(Self { memory: Memory::Here(Host::new(memory)), dtype, held })
     }
 
     /// A gradient of `nbytes` of `dtype` that is lent by `source` as it is needed, which holds `held` bytes for it
@@ -88,9 +108,9 @@ impl Gradient {
     }
 
     /// Its memory, where that is the host's.
-    pub(crate) fn memory(self) -> Result<Box<dyn Buffer>> {
-        match self.memory {
-            Memory::Here(memory) => Ok(memory),
+    pub(crate) fn memory(&self) -> Result<Arc<Host>> {
+        match &self.memory {
+            Memory::Here(memory) => Ok(Arc::clone(memory)),
             Memory::Away { .. } => Err(Error::Invalid("a gradient of a held entry lies in host memory".into())),
         }
     }

@@ -1,7 +1,7 @@
 //! Gradients of held entries: they wait in memory until a step is committed, also those that others would spill.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, HashMap},
     num::NonZeroUsize,
     ptr::NonNull,
     sync::{Arc, Mutex, MutexGuard},
@@ -9,13 +9,13 @@ use std::{
 
 use memascend_math::{Exec, FloatsMut, add, add_doubles};
 use memascend_mem::locked;
-use memascend_store::{Buffer, Dtype, Spilled, Store};
+use memascend_store::{Buffer, Dtype, Rule, Spilled, StepHead, Store, Update};
 
 use crate::{
     Error, Gradient, Result,
     bench::{Bench, bytes_mut, floats},
     fill::copied,
-    gradient::doubles,
+    gradient::{Host, doubles},
     job::{Turn, Work},
     spill::{measure, spill_dtype},
 };
@@ -28,6 +28,8 @@ pub(crate) struct Waiting {
     pub(crate) work: Box<dyn Work>,
     /// It is applied in memory once the step is committed; else it goes through the pipeline before.
     pub(crate) applies: bool,
+    /// What the log says of it, where its gradient is appended there.
+    pub(crate) rule: Option<Rule>,
 }
 
 /// What waits of held entries.
@@ -59,16 +61,35 @@ impl HeldGradients {
         locked(&self.0)
     }
 
-    /// Lets an update wait.
-    pub(crate) fn wait(&self, store: &Store, waiting: Waiting) -> Result<()> {
-        let mut state = self.lock();
-        if state.jobs.iter().any(|job| job.entry == waiting.entry) {
-            let name = &store.description().entries[waiting.entry].name;
+    /// Refuses an entry of which an update waits.
+    pub(crate) fn require_none(&self, store: &Store, entry: usize) -> Result<()> {
+        if self.lock().jobs.iter().any(|job| job.entry == entry) {
+            let name = &store.description().entries[entry].name;
             return Err(Error::Usage(format!("{name:?} is staged already; commit or discard that first")));
         }
+        Ok(())
+    }
+
+    /// Lets an update wait.
+    pub(crate) fn wait(&self, waiting: Waiting) {
+        let mut state = self.lock();
         state.jobs.push(waiting);
         state.peak = state.peak.max(state.bytes());
-        Ok(())
+    }
+
+    /// What the log says of the updates whose gradients are appended there, if there are any.
+    pub(crate) fn head(&self) -> Option<StepHead> {
+        let (mut head, mut numbers) = (StepHead::default(), HashMap::new());
+        for Waiting { entry, step, rule, .. } in &self.lock().jobs {
+            let Some(rule) = rule else { continue };
+            let next = u32::try_from(head.rules.len()).unwrap_or(u32::MAX);
+            let number = *numbers.entry(rule.clone()).or_insert(next);
+            if number == next {
+                head.rules.push(rule.clone());
+            }
+            head.updates.push(Update { entry: *entry, rule: number, step: *step });
+        }
+        (!head.updates.is_empty()).then_some(head)
     }
 
     /// Those that go through the pipeline; the next one, so that one that is interrupted takes no other with it.
@@ -106,11 +127,11 @@ impl HeldGradients {
     // --- gradients that others would spill ------------------------------------------
 
     /// Keeps a gradient, or adds it to the one that is kept, in its dtype, computed in fp32 and rounded once.
-    pub(crate) fn keep(&self, store: &Store, entry: usize, gradient: Gradient, adds: bool) -> Result<()> {
+    pub(crate) fn keep(&self, store: &Store, entry: usize, gradient: &Gradient, adds: bool) -> Result<()> {
         let dtype = spill_dtype(store, entry)?;
         let given = gradient.memory()?;
-        let memory: Box<dyn Buffer> = if adds { self.sum(store, entry, &*given, dtype)? } else { given };
-        let spilled = measured(store, entry, &*memory, dtype)?;
+        let memory = if adds { Host::new(self.sum(store, entry, &**given, dtype)?) } else { given };
+        let spilled = measured(store, entry, &**memory, dtype)?;
         let replaced = {
             let mut state = self.lock();
             let replaced = state.kept.insert(entry, Arc::new(Kept { memory, dtype, spilled }));
@@ -124,7 +145,7 @@ impl HeldGradients {
     /// The sum of what is kept and what is given. What is kept may be the caller's, so it stays as it is.
     fn sum(&self, store: &Store, entry: usize, given: &dyn Buffer, dtype: Dtype) -> Result<Box<Own>> {
         let kept = self.kept(entry).ok_or_else(|| crate::spill::nothing(store, entry))?;
-        let mut own = Own::copy_of(&*kept.memory);
+        let mut own = Own::copy_of(&**kept.memory);
         let count = own.len() / usize::try_from(dtype.bytes()).unwrap_or(1);
         if dtype == Dtype::F64 {
             add_doubles(own.doubles(), doubles(given, 0, count))?;
@@ -146,13 +167,10 @@ impl HeldGradients {
 
 /// A gradient that is kept in memory as others are spilled.
 pub(crate) struct Kept {
-    memory: Box<dyn Buffer>,
-    dtype: Dtype,
+    pub(crate) memory: Arc<Host>,
+    pub(crate) dtype: Dtype,
     pub(crate) spilled: Spilled,
 }
-
-// SAFETY: nobody writes to what is kept; it is read from any thread.
-unsafe impl Sync for Kept {}
 
 impl Kept {
     /// Copies a chunk to where a staging chunk has what was read of a spilled gradient.
@@ -161,7 +179,7 @@ impl Kept {
         let element = usize::try_from(self.dtype.bytes()).unwrap_or(1);
         let start = bench.elements(turn.entry, turn.index).start * element;
         // SAFETY: nothing is in flight of this chunk, which is this turn's.
-        copied(&*self.memory, start, &mut unsafe { bytes_mut(&part) }[..used]);
+        copied(&**self.memory, start, &mut unsafe { bytes_mut(&part) }[..used]);
         Ok(())
     }
 

@@ -6,7 +6,7 @@ use memascend_nvme::{
     Options as VolumeOptions, Volume,
     sim::{self, Faults, SimDisk},
 };
-use memascend_store::{Create, Description, Dtype, Entry, Format, Kind};
+use memascend_store::{Commit, Create, Description, Dtype, Entry, Format, Kind};
 
 use super::*;
 use crate::{

@@ -9,18 +9,19 @@ use std::{
     },
 };
 
-use memascend_math::{Scalars, scale};
+use memascend_math::{Rule, scale};
 use memascend_mem::Wait;
-use memascend_store::{Commit, Dtype, PAGE_BYTES, RecordRead, Shared, Store};
+use memascend_store::{Arithmetic, Commit, Dtype, LoggedChunk, RecordRead, Shared, Store};
 
 use crate::{
     Engine, Error, Result,
     apply::{Slots, inside},
     bench::{Bench, Read, Write, floats, floats_mut},
     job::{Job, Turn, Work},
+    logged::paged,
     reduced::is_reduced,
-    rule,
-    update::{has_adam, single},
+    rule::{self, Taken},
+    update::{has_adam, single, stepped},
 };
 
 /// Gradients of a chunk that are read ahead of the one that is applied.
@@ -30,7 +31,7 @@ const AHEAD: usize = 4;
 struct Entry {
     replay: Arc<memascend_store::Replay>,
     /// What each gradient is applied with.
-    rules: Vec<(Scalars, Vec<f32>)>,
+    rules: Vec<(Taken, Vec<f32>)>,
     room: Arc<Slots>,
     /// Bytes of gradients that were applied.
     done: Arc<AtomicU64>,
@@ -52,16 +53,9 @@ impl Engine {
         let room = Slots::new(usize::try_from(chunk).unwrap_or(usize::MAX), AHEAD, "gradients of the log")?;
         let room = Arc::new(room.ok_or_else(|| Error::Invalid("chunks without elements".into()))?);
         for entry in replay.entries() {
-            let described = &store.description().entries[entry];
-            let name = &described.name;
-            if !has_adam(described) || is_reduced(described) {
-                return Err(Error::Invalid(format!(
-                    "the store's log has gradients for {name:?}, which has no moments of float32"
-                )));
-            }
             let (mut rules, mut step) = (Vec::new(), 0);
             for (head, record) in replay.of(entry) {
-                rules.push(rule::taken(&head.rules[record.rule as usize])?);
+                rules.push(fitting(&store, entry, &head.rules[record.rule as usize])?);
                 all += store.gradient_bytes(entry, record.dtype)?;
                 step = record.step;
             }
@@ -103,14 +97,13 @@ impl Work for Entry {
     }
 
     fn compute(&self, bench: &Bench<'_>, turn: &Turn) -> Result<()> {
-        let elements = bench.elements(turn.entry, turn.index).len();
         let mut records = self.replay.of(turn.entry);
         let mut flying: VecDeque<(Dtype, RecordRead<'_, Shared>)> = VecDeque::with_capacity(AHEAD);
-        for (scalars, factors) in &self.rules {
+        for rule in &self.rules {
             while flying.len() < AHEAD
                 && let Some((head, record)) = records.next()
             {
-                let bytes = chunk_bytes(bench.store, turn, record.dtype);
+                let bytes = chunk_bytes(bench, turn, record.dtype);
                 let lease =
                     self.room.lease()?.ok_or_else(|| Error::Invalid("no room for gradients of the log".into()))?;
                 let read = bench.store.read_record(head, record, turn.index, inside(&lease, 0, bytes)?)?;
@@ -118,12 +111,8 @@ impl Work for Entry {
             }
             let Some((dtype, read)) = flying.pop_front() else { break };
             let gradient = read.wait()?;
-            for &factor in factors {
-                // SAFETY: it was read, and is this turn's.
-                scale(unsafe { floats_mut(&gradient, dtype, elements) }, factor, bench.exec);
-            }
-            single(bench, turn, floats(&gradient, dtype, 0, elements), scalars)?;
-            self.done.fetch_add(chunk_bytes(bench.store, turn, dtype) as u64, Relaxed);
+            applied(bench, turn, rule, (&gradient, dtype))?;
+            self.done.fetch_add(chunk_bytes(bench, turn, dtype) as u64, Relaxed);
         }
         Ok(())
     }
@@ -142,7 +131,62 @@ fn interrupted() -> Error {
 }
 
 /// Bytes of a chunk of a gradient in the log: whole pages.
-fn chunk_bytes(store: &Store, turn: &Turn, dtype: Dtype) -> usize {
-    let used = store.description().elements_of_chunk(turn.entry, turn.index) as u64 * dtype.bytes();
-    usize::try_from(used.next_multiple_of(PAGE_BYTES)).unwrap_or(usize::MAX)
+fn chunk_bytes(bench: &Bench<'_>, turn: &Turn, dtype: Dtype) -> usize {
+    paged(bench.elements(turn.entry, turn.index).len(), dtype).1
+}
+
+/// What a rule of the log says for an entry, which has the state for it.
+fn fitting(store: &Store, entry: usize, rule: &memascend_store::Rule) -> Result<(Taken, Vec<f32>)> {
+    let (taken, factors) = rule::taken(rule)?;
+    let described = &store.description().entries[entry];
+    let fits = match taken {
+        Taken::Single(_) => has_adam(described) && !is_reduced(described),
+        Taken::Reduced(Rule::Adam(_)) => has_adam(described) && is_reduced(described),
+        Taken::Reduced(Rule::Momentum(_)) => described.has_momentum() && is_reduced(described),
+    };
+    if fits {
+        return Ok((taken, factors));
+    }
+    let (name, rule) = (&described.name, &rule.name);
+    Err(Error::Invalid(format!("the store's log has gradients for {name:?} by {rule:?}, for which it has no state")))
+}
+
+/// Applies a chunk of a gradient, which is the callee's.
+fn applied(
+    bench: &Bench<'_>,
+    turn: &Turn,
+    (rule, factors): &(Taken, Vec<f32>),
+    (gradient, dtype): (&Shared, Dtype),
+) -> Result<()> {
+    let elements = bench.elements(turn.entry, turn.index).len();
+    for &factor in factors {
+        // SAFETY: it was read, and is this turn's.
+        scale(unsafe { floats_mut(gradient, dtype, elements) }, factor, bench.exec);
+    }
+    let gradient = floats(gradient, dtype, 0, elements);
+    match rule {
+        Taken::Single(scalars) => single(bench, turn, gradient, scalars),
+        Taken::Reduced(rule) => stepped(bench, turn, gradient, rule),
+    }
+}
+
+/// The kernels, for whoever looks at a store that has a log.
+#[derive(Debug)]
+struct Kernels;
+
+impl Arithmetic for Kernels {
+    fn apply(&self, store: &Store, logged: &LoggedChunk<'_>) -> std::result::Result<(), String> {
+        let apply = || {
+            let bench = Bench::on_chunk(store, logged.values.clone(), logged.state.clone())?;
+            let turn = Turn { entry: logged.entry, index: logged.chunk, memory: logged.gradient.clone() };
+            let rule = fitting(store, logged.entry, logged.rule)?;
+            applied(&bench, &turn, &rule, (&logged.gradient, logged.dtype))
+        };
+        apply().map_err(|error| error.to_string())
+    }
+}
+
+/// Has a store apply what its log holds where somebody only looks.
+pub fn apply_logs(store: &Store) {
+    store.apply_with(Arc::new(Kernels));
 }

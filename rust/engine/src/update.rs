@@ -13,7 +13,8 @@ use crate::{
     held::Kept,
     job::{Turn, Work},
     live::{self, Live},
-    reduced,
+    logged::Logged,
+    reduced, rule,
     spill::{required, spill_dtype},
 };
 
@@ -57,6 +58,18 @@ impl Update {
     /// The same, by a gradient that is kept in memory instead of spilled.
     pub(crate) fn by_kept(self, kept: Option<Arc<Kept>>) -> Self {
         Self { kept, ..self }
+    }
+
+    /// What the log keeps of it: its gradient as it came, and what that is applied with. `None` where it reads a spilled
+    /// gradient from storage.
+    pub(crate) fn logged(&self, store: &Store, entry: usize) -> Result<Option<(Logged, memascend_store::Rule)>> {
+        let described = &store.description().entries[entry];
+        let (logged, factors) = match (&self.by, &self.kept) {
+            (By::Given(gradient), _) => (Logged::new(gradient.memory()?, gradient.dtype()), &[][..]),
+            (By::Spilled(factors), Some(kept)) => (Logged::new(Arc::clone(&kept.memory), kept.dtype), &factors[..]),
+            (By::Spilled(_), None) => return Ok(None),
+        };
+        Ok(Some((logged, rule::said(described, &self.rule, factors)?)))
     }
 
     /// Whether it reads a spilled gradient from storage.
@@ -132,7 +145,7 @@ impl Work for Update {
 }
 
 /// The arithmetic on one chunk.
-fn stepped(bench: &Bench<'_>, turn: &Turn, gradient: Floats<'_>, rule: &Rule) -> Result<()> {
+pub(crate) fn stepped(bench: &Bench<'_>, turn: &Turn, gradient: Floats<'_>, rule: &Rule) -> Result<()> {
     match rule {
         Rule::Adam(numbers) if !reduced::is_reduced(&bench.store.description().entries[turn.entry]) => {
             single(bench, turn, gradient, &numbers.scalars()?)

@@ -48,7 +48,7 @@ pub use exec::{Exec, THREAD_ELEMENTS_MIN};
 pub use inplace::{add, scale};
 pub use moments::{Codes, Moments};
 pub use philox::Random;
-pub use reduced::{Place, Reduced, WideState, decode, encode, update};
+pub use reduced::{Place, REDUCED_ARITHMETIC, Reduced, WideState, decode, encode, update};
 pub use rule::{Momentum, Rule};
 pub use scalars::{Hyperparameters, Scalars};
 pub use simd::Simd;

@@ -16,6 +16,9 @@ use crate::{
     weights::{Block, widened},
 };
 
+/// Which arithmetic this is: with the same number, the same state, gradient and rule give the same bits.
+pub const REDUCED_ARITHMETIC: u32 = 1;
+
 /// Where parts are cut: whole blocks, and a multiple of the lines of every type.
 const GRAIN: usize = 1024;
 

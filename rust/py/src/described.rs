@@ -7,7 +7,8 @@ use crate::errors::{config_error, store_error};
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(store_state_in, module)?)?;
-    module.add_function(wrap_pyfunction!(store_sizes, module)?)
+    module.add_function(wrap_pyfunction!(store_sizes, module)?)?;
+    module.add_function(wrap_pyfunction!(store_log_bytes, module)?)
 }
 
 /// A tensor of the description: name, dtype, shape.
@@ -37,6 +38,22 @@ fn store_sizes(
     let other_bytes = memascend_engine::other_bytes(&description);
     let Sizes { total_bytes, slot_bytes, index_bytes, buffer_bytes, unit_bytes, entry_bytes } = sizes;
     Ok((total_bytes, slot_bytes, index_bytes, buffer_bytes, chunk_bytes, other_bytes, unit_bytes, entry_bytes))
+}
+
+/// Bytes of a log of some of these entries, which are written whole every so many steps.
+#[pyfunction]
+#[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
+fn store_log_bytes(
+    py: Python<'_>,
+    entries: Vec<Described>,
+    units: Vec<String>,
+    chunk_elements: u32,
+    logged: Vec<usize>,
+    steps: u32,
+) -> PyResult<u64> {
+    let description = described(py, entries, units, String::new(), chunk_elements)?;
+    let spills = |&entry: &usize| Some((entry, description.entries.get(entry)?.spill?));
+    Ok(description.log_bytes(&logged.iter().filter_map(spills).collect::<Vec<_>>(), steps))
 }
 
 pub(crate) fn described(

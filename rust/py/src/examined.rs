@@ -44,6 +44,7 @@ fn store_look(py: Python<'_>, paths: Vec<PathBuf>, backend: &str) -> PyResult<St
     let how = how(py, backend)?;
     let found = py.detach(|| memascend_store::Store::look(&paths, &how));
     let inner = Arc::new(found.map_err(|error| store_error(py, &error))?);
+    memascend_engine::apply_logs(&inner);
     Ok(Store { inner, created: false })
 }
 

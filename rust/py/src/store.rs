@@ -82,6 +82,7 @@ impl Store {
             Some(description) => memascend_store::Store::create_watched(&paths, description, &how, progress),
             None => memascend_store::Store::open_watched(&paths, &how, progress).map(|store| (store, false)),
         })?;
+        memascend_engine::apply_logs(&inner);
         Ok(Self { inner: Arc::new(inner), created })
     }
 
@@ -135,6 +136,7 @@ impl Store {
         let log = self.inner.log_state();
         dict.set_item("log_steps", log.steps)?;
         dict.set_item("log_entries", log.entries)?;
+        dict.set_item("log_bytes", log.bytes)?;
         dict.set_item("copy_bytes", self.inner.volume().copy_bytes())?;
         dict.set_item("optimizer", &description.optimizer)?;
         dict.set_item("chunk_elements", description.chunk_elements)?;
@@ -208,6 +210,14 @@ impl Store {
     #[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
     fn refresh(&self, py: Python<'_>, entries: Vec<usize>, progress: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
         watched(py, progress, |progress| self.inner.refresh(&entries, progress))
+    }
+
+    /// Makes room for a log of gradients of entries, of so many steps; for how many there is room.
+    fn keep_log(&self, py: Python<'_>, entries: Vec<usize>, steps: u32) -> PyResult<u32> {
+        let described = &self.inner.description().entries;
+        let spills = |entry: usize| Some((entry, described.get(entry)?.spill?));
+        let entries: Vec<_> = entries.into_iter().filter_map(spills).collect();
+        py.detach(|| self.inner.keep_log(&entries, steps)).map_err(|error| store_error(py, &error))
     }
 
     /// Writes what only memory has; `progress(done, all)` may raise.

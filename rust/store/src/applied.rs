@@ -7,7 +7,9 @@ use std::{collections::VecDeque, sync::Arc};
 
 use memascend_mem::Wait;
 
-use crate::{Commit, Durability, Error, Result, Shared, Store, buffer::bytes_of, commit::Reach, held::Held};
+use crate::{
+    Commit, Durability, Error, PieceWrite, Result, Shared, Store, buffer::bytes_of, commit::Reach, held::Held,
+};
 
 /// Pieces that are written at once.
 const DEPTH: usize = 16;
@@ -43,7 +45,7 @@ impl Store {
         let mut index = self.when(&mut wait, "the end of reads of what is held", free)?;
         index.writable()?;
         let slots = &mut index.entries[entry];
-        if slots.staged {
+        if slots.staged && !slots.snapshot {
             let name = &self.description.entries[entry].name;
             return Err(Error::Usage(format!("{name:?} is staged already; commit or discard that first")));
         }
@@ -83,60 +85,45 @@ impl Store {
         self.index.notify_all();
     }
 
-    /// Writes the entries of which memory has the only copy, and commits that as a part of the last step. `progress` hears
-    /// of bytes done and of all, and ends it by `false`; called again, it goes on where it was.
+    /// Writes the entries of which memory has the newest copy, and commits that as a part of the last step; the log ends
+    /// with it. What else is staged is dropped. `progress` hears of bytes done and of all, and ends it by `false`; called
+    /// again, it goes on where it was.
     pub fn write_applied(&self, progress: &mut dyn FnMut(u64, u64) -> bool) -> Result<()> {
-        let step = self.index.lock().step;
-        let alone: Vec<usize> = {
+        let (step, alone) = {
             let index = self.index.lock();
-            index
-                .entries
-                .iter()
-                .enumerate()
-                .filter(|(_, slots)| slots.applied.is_some())
-                .map(|(entry, _)| entry)
-                .collect()
+            (index.step, index.entries.iter().any(|slots| slots.applied.is_some()))
         };
-        if self.stage_applied(progress)? {
-            let version = self.commit(Commit { step, ..Commit::default() }, Wait::forever())?;
-            if let Some(held) = self.held() {
-                // What was written is what is there.
-                for entry in alone {
-                    held.now(entry).versions.fill(version);
-                }
-            }
+        if !alone {
+            return Ok(());
         }
-        Ok(())
+        self.drop_others()?;
+        self.stage_applied(progress)?;
+        self.commit(Commit { step, ..Commit::default() }, Wait::forever()).map(drop)
     }
 
-    /// Stages the entries of which memory has the only copy; whether there were any.
-    fn stage_applied(&self, progress: &mut dyn FnMut(u64, u64) -> bool) -> Result<bool> {
-        let Some(held) = self.held() else { return Ok(false) };
-        let alone: Vec<(usize, u64)> = {
+    /// Stages the entries of which memory has the newest copy.
+    fn stage_applied(&self, progress: &mut dyn FnMut(u64, u64) -> bool) -> Result<()> {
+        let alone: Vec<usize> = {
             let index = self.index.lock();
-            let newest = |(entry, slots): (usize, &crate::index::Slots)| Some((entry, slots.applied?.1));
-            index.entries.iter().enumerate().filter_map(newest).collect()
+            let alone = |(entry, slots): (usize, &crate::index::Slots)| slots.applied.map(|_| entry);
+            index.entries.iter().enumerate().filter_map(alone).collect()
         };
         let bytes = |entry: usize| {
             let (values, state) = self.layout.held_bytes(&self.description, entry);
             values + state
         };
-        let (all, mut done) = (alone.iter().map(|&(entry, _)| bytes(entry)).sum(), 0);
-        let mut flying: VecDeque<(crate::PieceWrite<'_, Shared>, u64)> = VecDeque::with_capacity(DEPTH);
-        for &(entry, step) in &alone {
-            if self.is_whole(entry) {
+        let (all, mut done) = (alone.iter().map(|&entry| bytes(entry)).sum(), 0);
+        let mut flying: VecDeque<(PieceWrite<'_, Shared>, u64)> = VecDeque::with_capacity(DEPTH);
+        for &entry in &alone {
+            if self.is_written(entry) {
                 done += bytes(entry);
                 continue;
             }
             self.index.lock().forget(entry);
             self.refresh(&[entry], &mut |_, _| true)?;
-            self.begin(entry, step, Wait::forever())?;
+            self.begin_snapshot(entry, Wait::forever())?;
             for piece in 0..self.layout.pieces_of(entry) {
-                let part = held.part(self, entry, piece);
                 let nbytes = self.layout.piece(&self.description, entry, piece).bytes();
-                if piece < self.layout.chunks_of(entry) {
-                    self.check_held(&held, entry, piece)?;
-                }
                 if flying.len() == DEPTH
                     && let Some((write, nbytes)) = flying.pop_front()
                 {
@@ -146,19 +133,30 @@ impl Store {
                         return Err(Error::Interrupted("writing what is held"));
                     }
                 }
-                flying.push_back((self.stage(entry, piece, part)?, nbytes));
+                flying.push_back((self.stage_held(entry, piece)?, nbytes));
             }
         }
-        for (write, _) in flying {
-            write.wait()?;
-        }
-        Ok(!alone.is_empty())
+        flying.into_iter().try_for_each(|(write, _)| write.wait().map(drop))
     }
 
-    /// Whether all of an entry is staged.
-    fn is_whole(&self, entry: usize) -> bool {
+    /// Forgets everything that is staged but what is from memory.
+    fn drop_others(&self) -> Result<()> {
+        let mut index = self.when(&mut Wait::forever(), "writes of the step", |index| index.writing == 0)?;
+        index.writable()?;
+        for entry in 0..index.entries.len() {
+            if !index.entries[entry].snapshot {
+                index.forget(entry);
+            }
+        }
+        index.log.discard();
+        index.failed = None;
+        Ok(())
+    }
+
+    /// Whether all of an entry is staged from memory.
+    fn is_written(&self, entry: usize) -> bool {
         let slots = &self.index.lock().entries[entry];
-        slots.staged && slots.missing == 0
+        slots.snapshot && slots.staged && slots.missing == 0
     }
 
     /// Gives up what only memory has, where it has something: nothing is committed any more, and the store stays unclosed,

@@ -8,6 +8,7 @@ use memascend_nvme::Part;
 use crate::{
     Durability, Error, Head, Result, StepHead, Store,
     features::LOG,
+    index::Kept,
     layout::PAGE_BYTES,
     log::Live,
     root::{Root, UNCLOSED, UNFLUSHED},
@@ -111,7 +112,10 @@ impl Store {
             index.writable()?;
             (0..index.entries.len()).for_each(|entry| index.forget(entry));
             drop(index);
-            self.close_applied()?;
+            // Elsewhere the log has it.
+            if self.durability == Durability::None {
+                self.close_applied()?;
+            }
             let mut index = self.index.lock();
             index.closed = true;
             index.held = None;
@@ -157,10 +161,17 @@ impl Store {
                 if let Some(flags) = flags {
                     (index.root_flags, index.root_generation) = (flags, index.generation);
                 }
-                let generation = index.generation;
-                let stale =
-                    index.entries.iter_mut().filter_map(|slots| slots.committed(generation).then_some(())).count();
-                index.held_epoch += stale as u64;
+                let (generation, mut stale, mut written) = (index.generation, 0, Vec::new());
+                for (entry, slots) in index.entries.iter_mut().enumerate() {
+                    match slots.committed(generation) {
+                        Kept::Same => {}
+                        Kept::Written(before) => written.push((entry, before)),
+                        Kept::Older => stale += 1,
+                    }
+                }
+                index.held_epoch += stale;
+                drop(index);
+                self.note_written(&written, generation);
                 Ok(generation)
             }
             Err(error) => {

@@ -20,7 +20,7 @@ pub(crate) const RULE_BYTES_MAX: usize = 512;
 const NAME_BYTES_MAX: usize = 64;
 
 /// What a gradient is applied with: a kernel by its name, and all numbers that it computes with beside state and gradient.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
 pub struct Rule {
     /// The kernel's.
     pub name: String,

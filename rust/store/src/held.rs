@@ -150,7 +150,7 @@ impl Store {
     /// it by `false`.
     pub fn refresh(&self, entries: &[usize], progress: &mut dyn FnMut(u64, u64) -> bool) -> Result<()> {
         let Some(held) = self.held() else { return Ok(()) };
-        let mut stale = Vec::new();
+        let (mut stale, mut lost) = (Vec::new(), Vec::new());
         for &entry in entries {
             let Some(of_entry) = held.entries.get(&entry) else { continue };
             let (version, alone) = {
@@ -158,12 +158,20 @@ impl Store {
                 (slots.newest().0, slots.applied.is_some())
             };
             let now = locked(&of_entry.now);
-            for piece in (0..).zip(&now.versions).filter(|&(_, &has)| has != version).map(|(piece, _)| piece) {
-                if alone {
-                    return Err(self.lost(entry));
-                }
-                stale.push((entry, piece));
+            let pieces = (0..).zip(&now.versions).filter(|&(_, &has)| has != version).map(|(piece, _)| piece);
+            if alone {
+                // The state is as it was: somebody wrote to values.
+                let chunks: Vec<u32> = pieces.filter(|&piece| piece < self.layout.chunks_of(entry)).collect();
+                lost.extend((!chunks.is_empty()).then_some((entry, chunks)));
+            } else {
+                stale.extend(pieces.map(|piece| (entry, piece)));
             }
+        }
+        for (entry, chunks) in lost {
+            if !self.index.lock().log.is_ahead(entry) {
+                return Err(self.lost(entry));
+            }
+            self.rebuild(&held, entry, &chunks)?;
         }
         let bytes = |&(entry, piece): &(usize, u32)| self.layout.piece(&self.description, entry, piece).bytes();
         let all = stale.iter().map(bytes).sum();

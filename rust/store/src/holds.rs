@@ -31,10 +31,22 @@ pub(crate) struct Hold<S: Deref<Target = Store>> {
 impl<S: Deref<Target = Store>> Hold<S> {
     /// A hold on the live slot of an entry, to read some of its pieces.
     pub(crate) fn live(store: S, index: &mut Index, entry: usize, pieces: Range<u32>) -> Self {
+        let slots = &index.entries[entry];
+        let of = (slots.newest().0, slots.applied.is_some());
+        Self::on(store, index, (entry, pieces), of)
+    }
+
+    /// The same, of what the slot holds, though memory or the log has something newer.
+    pub(crate) fn stored(store: S, index: &mut Index, entry: usize, pieces: Range<u32>) -> Self {
+        let slots = &index.entries[entry];
+        let of = (slots.versions[usize::from(slots.live)], false);
+        Self::on(store, index, (entry, pieces), of)
+    }
+
+    fn on(store: S, index: &mut Index, (entry, pieces): (usize, Range<u32>), (version, alone): (u64, bool)) -> Self {
         let slots = &mut index.entries[entry];
         let slot = usize::from(slots.live);
         slots.reads[slot] += 1;
-        let (version, alone) = (slots.newest().0, slots.applied.is_some());
         let (first, start) = (pieces.start, store.layout.entry(entry).first_piece);
         let sums = pieces.map(|piece| index.sum(slot, (start + piece) as usize)).collect();
         Self { store, entry, slot, version, alone, first, sums, open: AtomicBool::new(true) }

@@ -13,6 +13,8 @@ pub(crate) struct Slots {
     pub(crate) live: u8,
     /// Whether the other one is being staged, or is.
     pub(crate) staged: bool,
+    /// It is staged from memory, as it is there.
+    pub(crate) snapshot: bool,
     /// The generation whose commit made (or will make) each slot live.
     pub(crate) versions: [u64; 2],
     /// The entry's own count of updates.
@@ -36,17 +38,26 @@ impl Slots {
         self.applied.unwrap_or((self.versions[live], self.steps[live]))
     }
 
-    /// A commit was made, of this generation; whether what is in memory of the entry is older.
-    pub(crate) fn committed(&mut self, generation: u64) -> bool {
-        let mut stale = false;
+    /// A commit was made, of this generation.
+    pub(crate) fn committed(&mut self, generation: u64) -> Kept {
+        let (mut kept, (before, _)) = (Kept::Same, self.newest());
+        let snapshot = std::mem::take(&mut self.snapshot);
         if std::mem::take(&mut self.staged) {
             self.live ^= 1;
-            stale = self.applied.take().is_some();
+            let alone = self.applied.take().is_some();
+            kept = if snapshot {
+                Kept::Written(before)
+            } else if alone {
+                Kept::Older
+            } else {
+                Kept::Same
+            };
         }
         if let Some(step) = self.announced.take() {
             self.applied = Some((generation, step));
+            kept = Kept::Same;
         }
-        stale
+        kept
     }
 
     /// The slot that is live after the next commit.
@@ -57,6 +68,17 @@ impl Slots {
     pub(crate) fn other_slot(&self) -> usize {
         usize::from(self.live ^ 1)
     }
+}
+
+/// What a commit made of what is in memory of an entry.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Kept {
+    /// What it was: of the newest version, or about to be updated.
+    Same,
+    /// It is what was written now, and had this version before.
+    Written(u64),
+    /// Something else was written.
+    Older,
 }
 
 /// A set of small numbers.
@@ -213,7 +235,10 @@ impl Index {
 
     /// Forgets what was staged of an entry.
     pub(crate) fn forget(&mut self, entry: usize) {
-        if std::mem::take(&mut self.entries[entry].staged) {
+        let slots = &mut self.entries[entry];
+        // A snapshot left memory as it was.
+        let snapshot = std::mem::take(&mut slots.snapshot);
+        if std::mem::take(&mut slots.staged) && !snapshot {
             self.note_stale(entry);
         }
         self.entries[entry].announced = None;

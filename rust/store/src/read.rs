@@ -4,7 +4,7 @@ use std::{mem, ops::Range};
 
 use memascend_nvme::Ticket;
 
-use crate::{Buffer, Error, Result, Store, buffer::bytes_of, held::Held, holds::Hold};
+use crate::{Buffer, Error, Result, Store, buffer::bytes_of, held::Held, holds::Hold, layout::Piece};
 
 /// Where a piece comes from.
 enum Source<B: Buffer> {
@@ -34,13 +34,14 @@ impl Store {
     /// Refuses to take for an entry what its slot holds, where the log has gradients that come after it.
     pub(crate) fn not_ahead(&self, entry: usize) -> Result<()> {
         let is_ahead = self.index.lock().log.is_ahead(entry);
-        if entry < self.description.entries.len() && is_ahead {
-            let name = &self.description.entries[entry].name;
-            return Err(Error::Usage(format!(
-                "the newest state of {name:?} is what its slot holds and then the gradients of the log: replay that first"
-            )));
-        }
-        Ok(())
+        if entry < self.description.entries.len() && is_ahead { Err(self.not_applied(entry)) } else { Ok(()) }
+    }
+
+    pub(crate) fn not_applied(&self, entry: usize) -> Error {
+        let name = &self.description.entries[entry].name;
+        Error::Usage(format!(
+            "the newest state of {name:?} is what its slot holds and then the gradients of the log: replay that first"
+        ))
     }
 
     /// As [`Store::read`], from storage alone where nothing is held.
@@ -51,16 +52,7 @@ impl Store {
         piece: u32,
         buffer: B,
     ) -> Result<PieceRead<'_, B>> {
-        self.known(entry)?;
-        let name = &self.description.entries[entry].name;
-        if piece >= self.layout.pieces_of(entry) {
-            return Err(Error::Invalid(format!("{name:?} has {} pieces, not {piece}", self.layout.pieces_of(entry))));
-        }
-        let layout = self.layout.piece(&self.description, entry, piece);
-        if buffer.len() as u64 != layout.bytes() {
-            let (got, wanted) = (buffer.len(), layout.bytes());
-            return Err(Error::Invalid(format!("piece {piece} of {name:?} has {wanted} bytes, not {got}")));
-        }
+        let layout = self.fitting_piece(entry, piece, buffer.len())?;
         let hold = Hold::live(self, &mut self.index.lock(), entry, piece..piece + 1);
         let place = (self.layout.offset(&layout, hold.slot), layout.bytes());
         let source = if self.copy_held(memory, (entry, piece), hold.version, &buffer) {
@@ -71,6 +63,29 @@ impl Store {
             Source::Storage(self.volume.read(buffer, place.0).map_err(|refused| refused.error)?)
         };
         Ok(PieceRead { source, hold, piece, place })
+    }
+
+    /// Begins to read a piece of an entry as its live slot has it, without what memory or the log has that is newer.
+    pub fn read_slot<B: Buffer>(&self, entry: usize, piece: u32, buffer: B) -> Result<PieceRead<'_, B>> {
+        let layout = self.fitting_piece(entry, piece, buffer.len())?;
+        let hold = Hold::stored(self, &mut self.index.lock(), entry, piece..piece + 1);
+        let place = (self.layout.offset(&layout, hold.slot), layout.bytes());
+        let source = Source::Storage(self.volume.read(buffer, place.0).map_err(|refused| refused.error)?);
+        Ok(PieceRead { source, hold, piece, place })
+    }
+
+    fn fitting_piece(&self, entry: usize, piece: u32, nbytes: usize) -> Result<Piece> {
+        self.known(entry)?;
+        let name = &self.description.entries[entry].name;
+        if piece >= self.layout.pieces_of(entry) {
+            return Err(Error::Invalid(format!("{name:?} has {} pieces, not {piece}", self.layout.pieces_of(entry))));
+        }
+        let layout = self.layout.piece(&self.description, entry, piece);
+        if nbytes as u64 != layout.bytes() {
+            let wanted = layout.bytes();
+            return Err(Error::Invalid(format!("piece {piece} of {name:?} has {wanted} bytes, not {nbytes}")));
+        }
+        Ok(layout)
     }
 
     /// Whether a buffer of whole pages holds a live piece, bit for bit, as if it had been read just now.

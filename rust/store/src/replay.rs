@@ -6,9 +6,10 @@ use memascend_mem::{ChunkRing, OnFork, Pin, Region, Wait};
 use memascend_nvme::Ticket;
 
 use crate::{
-    Buffer, Dtype, Error, Head, PieceRead, Record, Result, Shared, Store, Verified,
+    Buffer, Dtype, Error, Head, Record, Result, Shared, Store, Verified,
     buffer::bytes_of,
     head::{head_bytes, head_bytes_max, head_checksum},
+    index::Index,
     layout::PAGE_BYTES,
     log::{Ahead, Live},
     open::bytes_at,
@@ -36,6 +37,19 @@ pub struct RecordRead<'a, B: Buffer> {
 }
 
 impl Replay {
+    fn of_heads(heads: Vec<Head>, index: &Index) -> Self {
+        let mut entries: BTreeMap<usize, Vec<(usize, usize)>> = BTreeMap::new();
+        for (number, head) in heads.iter().enumerate() {
+            for (place, record) in head.records.iter().enumerate() {
+                let slots = &index.entries[record.entry];
+                if head.generation >= slots.versions[usize::from(slots.live)] {
+                    entries.entry(record.entry).or_default().push((number, place));
+                }
+            }
+        }
+        Self { heads, entries }
+    }
+
     /// The entries that lack gradients.
     pub fn entries(&self) -> impl Iterator<Item = usize> + '_ {
         self.entries.keys().copied()
@@ -60,11 +74,6 @@ impl Store {
     #[must_use]
     pub fn pending_replay(&self) -> Option<Arc<Replay>> {
         self.index.lock().log.found.clone()
-    }
-
-    /// Begins to read a piece of an entry as its live slot has it, without the gradients that the log holds.
-    pub fn read_slot<B: Buffer>(&self, entry: usize, piece: u32, buffer: B) -> Result<PieceRead<'_, B>> {
-        self.read_from(None, entry, piece, buffer)
     }
 
     /// Begins to read a chunk of a gradient, of a head of [`Store::pending_replay`], into a buffer of whole pages.
@@ -149,28 +158,22 @@ impl Store {
             let place = (self.layout.devices.root_offset(root.generation & 1), PAGE_BYTES);
             return Err(self.corrupt("the root".into(), place, why));
         }
-        let heads = self.chain(root, ring)?;
-        let mut replay = Replay::default();
+        let head = (said.head_offset, said.head_checksum);
+        let heads = self.chain(root.generation, head, ring)?;
         let mut index = self.index.lock();
-        let mut live = Live { head: (said.head_offset, said.head_checksum), ..Live::default() };
-        for (number, head) in heads.iter().enumerate() {
-            for (place, record) in head.records.iter().enumerate() {
-                let slots = &index.entries[record.entry];
-                if head.generation < slots.versions[usize::from(slots.live)] {
-                    continue;
-                }
-                replay.entries.entry(record.entry).or_default().push((number, place));
-                let ahead = live.ahead.entry(record.entry).or_insert(Ahead {
-                    since: head.generation,
-                    count: 0,
-                    step: record.step,
-                });
+        let replay = Replay::of_heads(heads, &index);
+        let mut live = Live { head, ..Live::default() };
+        for &entry in replay.entries.keys() {
+            for (head, record) in replay.of(entry) {
+                let first = Ahead { since: head.generation, count: 0, step: record.step };
+                let ahead = live.ahead.entry(entry).or_insert(first);
                 (ahead.count, ahead.step) = (ahead.count + 1, record.step);
             }
         }
+        let heads = &replay.heads;
         // Positions as they would have come, had the log begun with the oldest of them.
         let mut since = heads.first().map_or(0, |head| head.start - ring.offset);
-        for head in &heads {
+        for head in heads {
             since = ring.position(since, head.start).unwrap_or(since);
             live.heads.push_back((head.generation, since));
         }
@@ -179,20 +182,28 @@ impl Store {
             live.next = at + (newest.encode().len() as u64).next_multiple_of(PAGE_BYTES);
         }
         if !live.ahead.is_empty() {
-            replay.heads = heads;
             (index.log.ring, index.log.live) = (ring, live);
             index.log.found = Some(Arc::new(replay));
         }
         Ok(())
     }
 
-    /// The heads that a root needs, the oldest first.
-    fn chain(&self, root: &Root, ring: Ring) -> Result<Vec<Head>> {
-        let mut place = (root.log.head_offset, root.log.head_checksum);
+    /// What live slots lack now of what was committed, read from the log.
+    pub(crate) fn committed_log(&self) -> Result<Replay> {
+        let (generation, head, ring) = {
+            let index = self.index.lock();
+            (index.generation, index.log.live.head, index.log.ring)
+        };
+        let heads = self.chain(generation, head, ring)?;
+        Ok(Replay::of_heads(heads, &self.index.lock()))
+    }
+
+    /// The heads that a commit needs whose newest lies there, the oldest first.
+    fn chain(&self, newest: u64, mut place: (u64, u64), ring: Ring) -> Result<Vec<Head>> {
         let mut heads: Vec<Head> = Vec::new();
         loop {
             let head = self.head_at(place, ring)?;
-            let newer = heads.last().map_or(root.generation + 1, |head| head.generation);
+            let newer = heads.last().map_or(newest + 1, |head| head.generation);
             if head.generation >= newer {
                 let why = format!("it is of generation {}, before one of {newer}", head.generation);
                 return Err(self.corrupt("the head of a step of the log".into(), (place.0, PAGE_BYTES), why));

@@ -5,13 +5,44 @@ use std::{cmp::Reverse, collections::BTreeMap};
 use memascend_mem::Wait;
 
 use crate::{
-    Dtype, Durability, Error, LogState, Result, Store,
+    Description, Dtype, Durability, Error, LogState, Result, Store,
     head::{head_bytes_max, is_gradient},
     layout::PAGE_BYTES,
     log::Member,
     places::paged,
     ring::Ring,
 };
+
+/// What a step takes in a log, at most.
+#[derive(Debug, Clone, Copy)]
+struct StepBytes {
+    /// All of it.
+    all: u64,
+    /// The most of it that lies in one piece.
+    piece: u64,
+    head: u64,
+}
+
+impl Description {
+    /// Bytes of a log in which each of these entries is written whole every `steps` steps, with gradients of these dtypes.
+    #[must_use]
+    pub fn log_bytes(&self, entries: &[(usize, Dtype)], steps: u32) -> u64 {
+        let of_step = self.log_step(entries);
+        if steps == 0 { 0 } else { Ring::bytes_for(u64::from(steps), of_step.all, of_step.piece).unwrap_or(u64::MAX) }
+    }
+
+    fn log_step(&self, entries: &[(usize, Dtype)]) -> StepBytes {
+        let (mut all, mut chunks, mut piece) = (0, 0, 0);
+        for &(entry, dtype) in entries {
+            let elements = self.entries[entry].elements();
+            all += paged(elements * dtype.bytes());
+            chunks += elements.div_ceil(u64::from(self.chunk_elements));
+            piece = piece.max(paged(elements.min(u64::from(self.chunk_elements)) * dtype.bytes()));
+        }
+        let head = head_bytes_max(entries.len() as u64, chunks);
+        StepBytes { all: all + head, piece: piece.max(head), head }
+    }
+}
 
 impl Store {
     /// Bytes of a gradient in the log: whole pages.
@@ -29,17 +60,13 @@ impl Store {
         if self.durability == Durability::None {
             return Err(Error::Usage("with durability \"none\" a store keeps no log".into()));
         }
-        let (mut of_step, mut chunks, mut piece) = (0, 0, 0);
         for &(entry, dtype) in entries {
-            of_step += self.gradient_bytes(entry, dtype)?;
-            chunks += u64::from(self.layout.chunks_of(entry));
-            piece = piece.max(self.chunk_of_gradient(entry, dtype, 0));
+            self.known(entry)?;
             if !is_gradient(dtype) {
                 return Err(Error::Invalid(format!("a gradient of {} has no place in a log", dtype.name())));
             }
         }
-        let head = head_bytes_max(entries.len() as u64, chunks);
-        let (of_step, piece) = (of_step + head, piece.max(head));
+        let StepBytes { all: of_step, piece, head } = self.description.log_step(entries);
         let is_needed = !self.index.lock().log.live.ahead.is_empty();
         let ring = if is_needed || steps == 0 {
             self.index.lock().log.ring
@@ -108,14 +135,5 @@ impl Store {
         let live = &index.log.live;
         let steps = if live.ahead.is_empty() { 0 } else { live.heads.len() as u64 };
         LogState { offset: index.log.ring.offset, bytes: index.log.ring.bytes, steps, entries: live.ahead.len() as u64 }
-    }
-
-    /// The entries that are to be staged whole for the next commit, with the state that they have before it, so that the log
-    /// keeps its room.
-    #[must_use]
-    pub fn due(&self) -> Vec<usize> {
-        let index = self.index.lock();
-        let due = |&(&entry, &member): &(&usize, &Member)| index.log.is_due(entry, member);
-        index.log.members.iter().filter(due).map(|(&entry, _)| entry).collect()
     }
 }

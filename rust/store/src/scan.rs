@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 
 use memascend_mem::{ChunkRing, OnFork, Pin, Region, Wait};
 
-use crate::{Error, PieceRead, Result, Shared, Store, buffer::bytes_of};
+use crate::{Error, PieceRead, Result, Shared, Store, buffer::bytes_of, newest_state::LogRoom};
 
 /// Chunks in flight.
 const DEPTH: usize = 4;
@@ -22,7 +22,13 @@ pub struct Part {
 /// The pieces of a chunk, being read.
 struct Turn<'a> {
     entry: usize,
-    reads: Vec<(u32, PieceRead<'a, Shared>)>,
+    reads: Vec<(u32, Reading<'a>)>,
+}
+
+enum Reading<'a> {
+    Begun(PieceRead<'a, Shared>),
+    /// It was put together with what the log has.
+    Newest(Shared),
 }
 
 impl Store {
@@ -41,25 +47,34 @@ impl Store {
         let ring = ChunkRing::new(&region, chunk, DEPTH)?;
         let owner = ring.owner("scan")?;
         let mut flying: VecDeque<(Turn<'_>, u64)> = VecDeque::with_capacity(DEPTH);
+        let room = self.pending_replay().map(|_| LogRoom::new(self)).transpose()?;
         let mut show = |flying: &mut VecDeque<(Turn<'_>, u64)>| -> Result<()> {
             let Some((turn, version)) = flying.pop_front() else { return Ok(()) };
             let parts = self.arrived(turn.entry, turn.reads, version)?;
             if visit(turn.entry, parts) { Ok(()) } else { Err(Error::Interrupted("a walk over the store")) }
         };
         for (&entry, &version) in entries.iter().zip(&versions) {
+            let lacking = self.lacking(entry);
             for pieces in self.turns(entry) {
                 if flying.len() == DEPTH {
                     show(&mut flying)?;
                 }
                 let memory = Shared::new(ring.lease(owner, Wait::forever())?);
-                let mut reads = Vec::with_capacity(pieces.len());
-                for piece in pieces {
+                let mut parts = Vec::with_capacity(pieces.len());
+                for &piece in &pieces {
                     let at = if piece < self.layout.chunks_of(entry) { values_at } else { 0 };
                     let bytes = self.layout.piece(&self.description, entry, piece).bytes();
                     let part = memory.part(at, usize::try_from(bytes).unwrap_or(usize::MAX));
                     let part = part.ok_or_else(|| Error::Invalid("a piece is larger than a chunk".into()))?;
-                    reads.push((piece, self.read(entry, piece, part)?));
+                    parts.push(part);
                 }
+                let reads = if let (Some(replay), Some(room), [values, state]) = (&lacking, &room, &parts[..]) {
+                    self.read_newest(replay, (entry, pieces[0]), (values, state), room)?;
+                    pieces.into_iter().zip(parts.into_iter().map(Reading::Newest)).collect()
+                } else {
+                    let read = |(piece, part)| Ok((piece, Reading::Begun(self.read(entry, piece, part)?)));
+                    pieces.into_iter().zip(parts).map(read).collect::<Result<_>>()?
+                };
                 flying.push_back((Turn { entry, reads }, version));
             }
         }
@@ -78,10 +93,13 @@ impl Store {
         (0..chunks).map(of_chunk).chain((others..self.layout.pieces_of(entry)).map(|piece| vec![piece]))
     }
 
-    fn arrived(&self, entry: usize, reads: Vec<(u32, PieceRead<'_, Shared>)>, version: u64) -> Result<Vec<Part>> {
+    fn arrived(&self, entry: usize, reads: Vec<(u32, Reading<'_>)>, version: u64) -> Result<Vec<Part>> {
         let mut parts = Vec::new();
         for (number, read) in reads {
-            let (memory, read) = read.wait()?;
+            let (memory, read) = match read {
+                Reading::Begun(read) => read.wait()?,
+                Reading::Newest(memory) => (memory, version),
+            };
             if read != version {
                 let name = &self.description.entries[entry].name;
                 return Err(Error::Usage(format!("{name:?} was committed while it was read; read it again")));

@@ -16,7 +16,12 @@ impl Store {
     /// Begins to stage an entry, as its update number `step`. Every piece of it has to follow before a commit.
     ///
     /// Waits until the devices are done with every read of the slot that it will be written to.
-    pub fn begin(&self, entry: usize, step: u64, mut wait: Wait<'_>) -> Result<()> {
+    pub fn begin(&self, entry: usize, step: u64, wait: Wait<'_>) -> Result<()> {
+        self.begin_as(entry, Some(step), wait)
+    }
+
+    /// The same; without a step, of a snapshot: what is staged is what memory has of the entry.
+    pub(crate) fn begin_as(&self, entry: usize, step: Option<u64>, mut wait: Wait<'_>) -> Result<()> {
         self.known(entry)?;
         let free = |index: &crate::index::Index| {
             let slots = &index.entries[entry];
@@ -46,9 +51,12 @@ impl Store {
         slots.staged = true;
         slots.missing = pieces.len() as u32;
         slots.versions[slot] = version;
-        slots.steps[slot] = step;
-        // What is staged replaces what is held, piece by piece.
-        index.note_stale(entry);
+        slots.snapshot = step.is_none();
+        slots.steps[slot] = step.unwrap_or(slots.newest().1);
+        if step.is_some() {
+            // What is staged replaces what is held, piece by piece.
+            index.note_stale(entry);
+        }
         Ok(())
     }
 
@@ -83,7 +91,8 @@ impl Store {
             index.set_sum(slot, number, sum);
             index.writing += 1;
             index.entries[entry].writing += 1;
-            (slot, index.held.clone())
+            // A snapshot is what is held.
+            (slot, index.held.clone().filter(|_| !index.entries[entry].snapshot))
         };
         // Under the version that its commit makes live: until then, and after a discard, nothing finds it.
         self.keep(held.as_deref(), (entry, piece), version, bytes_of(&buffer));

@@ -2,14 +2,14 @@
 
 use std::{
     path::Path,
-    sync::{Arc, Mutex, MutexGuard},
+    sync::{Arc, Mutex, MutexGuard, OnceLock},
 };
 
 use memascend_mem::{ChunkRing, Guarded, OnFork, OwnerId, Pin, Region, Wait};
 use memascend_nvme::Volume;
 
 use crate::{
-    Counters, Create, Description, Error, Layout, Result,
+    Arithmetic, Counters, Create, Description, Error, Layout, Result,
     boot::Boot,
     buffer::{Buffer, bytes_of},
     checksum::{Subject, Uuid, checksum},
@@ -56,6 +56,8 @@ pub struct Store {
     pub(crate) counters: Counting,
     /// Copies of labels and description that are damaged, until a commit repairs them.
     pub(crate) to_repair: Mutex<Vec<Damage>>,
+    /// Applies gradients of the log.
+    pub(crate) arithmetic: OnceLock<Arc<dyn Arithmetic>>,
 }
 
 /// Memory of the buffers that the catalog is written from, and of the texts.
@@ -142,6 +144,7 @@ impl Store {
             owner,
             counters: Counting::default(),
             to_repair: Mutex::default(),
+            arithmetic: OnceLock::new(),
         })
     }
 

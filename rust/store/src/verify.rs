@@ -62,7 +62,7 @@ impl Store {
             let bytes = self.layout.piece(&self.description, entry, piece).bytes();
             let memory = Shared::new(ring.lease(owner, Wait::forever())?).part(0, bytes as usize);
             let memory = memory.ok_or_else(|| Error::Invalid("a piece is larger than a chunk".into()))?;
-            flying.push_back((self.read_from(None, entry, piece, memory)?, bytes));
+            flying.push_back((self.read_slot(entry, piece, memory)?, bytes));
         }
         while !flying.is_empty() {
             finish(&mut flying)?;

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use memascend_mem::{ChunkRing, Lease, OnFork, OwnerId, Pin, Region, Wait};
 
-use crate::{Content, Error, Result, Shared, Store, buffer::bytes_of, layout::Piece};
+use crate::{Buffer as _, Content, Error, Part, Result, Shared, Store, buffer::bytes_of, layout::Piece};
 
 /// Where bytes of a piece belong: which tensor (0 is the values), its bytes, and where in the piece they are.
 pub(crate) type Run = (usize, Range<usize>, usize);
@@ -63,6 +63,15 @@ impl Store {
         self.fitting(entry, &tensors.iter().map(|tensor| tensor.len()).collect::<Vec<_>>())?;
         let bench = Bench::new(self)?;
         let version = self.entry_state(entry)?.version;
+        if self.lacking(entry).is_some() {
+            self.scan(&[entry], &mut |_, parts| {
+                for Part { tensor, start, memory } in parts {
+                    tensors[tensor][start..start + memory.len()].copy_from_slice(bytes_of(&memory));
+                }
+                true
+            })?;
+            return Ok(version);
+        }
         for index in 0..self.layout.pieces_of(entry) {
             let piece = self.layout.piece(&self.description, entry, index);
             let (memory, read) = self.read(entry, index, part(bench.lease()?, &piece)?)?.wait()?;

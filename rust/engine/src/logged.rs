@@ -1,0 +1,83 @@
+//! Appends the gradient of a held entry to the log, and stages the entry as it is before the step where that is due.
+
+use std::sync::Arc;
+
+use memascend_store::{Dtype, PAGE_BYTES, Store};
+
+use crate::{
+    Result,
+    bench::{Bench, Write, bytes_mut, clear_from},
+    fill::copied,
+    gradient::Host,
+    job::{Turn, Work},
+};
+
+/// A gradient as the log has it: as it came.
+pub(crate) struct Logged {
+    memory: Arc<Host>,
+    pub(crate) dtype: Dtype,
+}
+
+impl Logged {
+    pub(crate) fn new(memory: Arc<Host>, dtype: Dtype) -> Self {
+        Self { memory, dtype }
+    }
+}
+
+/// What is written of a held entry while the backward goes on. Its update is applied in memory after the commit.
+pub(crate) struct Keep {
+    /// The gradient, whose place in the log was begun.
+    pub(crate) gradient: Option<Logged>,
+    /// The entry is written whole, as memory has it.
+    pub(crate) whole: bool,
+}
+
+impl Work for Keep {
+    fn begin(&self, bench: &Bench<'_>, entry: usize) -> Result<()> {
+        if !self.whole {
+            return Ok(());
+        }
+        bench.begin_snapshot(entry)
+    }
+
+    fn compute(&self, bench: &Bench<'_>, turn: &Turn) -> Result<()> {
+        let Some(gradient) = &self.gradient else { return Ok(()) };
+        let (part, used) = bench.log_part(turn, gradient.dtype)?;
+        let start = bench.elements(turn.entry, turn.index).start * bytes_of(gradient.dtype);
+        // SAFETY: nothing is in flight of this chunk, which is this turn's.
+        copied(&**gradient.memory, start, &mut unsafe { bytes_mut(&part) }[..used]);
+        // SAFETY: as above; what fills the last page is written as zeros.
+        unsafe { clear_from(&part, used) };
+        Ok(())
+    }
+
+    fn writes<'a>(&self, bench: &mut Bench<'a>, turn: &Turn) -> Result<Vec<Write<'a>>> {
+        let &Turn { entry, index: chunk, .. } = turn;
+        let mut writes = Vec::with_capacity(3);
+        if let Some(gradient) = &self.gradient {
+            writes.push(bench.append(turn, gradient.dtype)?);
+        }
+        if self.whole {
+            // What was begun is kept if one fails: dropping a write waits for it.
+            for piece in bench.pieces_of_chunk(entry, chunk) {
+                writes.push(bench.stage_held(entry, piece)?);
+            }
+        }
+        Ok(writes)
+    }
+}
+
+/// Whether updates of an entry may be logged: all of its state lies in chunks.
+pub(crate) fn may_log(store: &Store, entry: usize) -> bool {
+    store.description().entries[entry].whole().next().is_none()
+}
+
+pub(crate) fn bytes_of(dtype: Dtype) -> usize {
+    usize::try_from(dtype.bytes()).unwrap_or(usize::MAX)
+}
+
+/// Bytes of so many elements, and the whole pages that they lie in.
+pub(crate) fn paged(elements: usize, dtype: Dtype) -> (usize, usize) {
+    let used = elements * bytes_of(dtype);
+    (used, used.next_multiple_of(usize::try_from(PAGE_BYTES).unwrap_or(1)))
+}

@@ -1,0 +1,175 @@
+//! Makes a step of what was begun: what waits of held entries, the commit, or the end of it.
+
+use std::time::Instant;
+
+use memascend_mem::Wait;
+use memascend_store::Commit;
+
+use crate::{
+    Engine, Error, Result,
+    applied::Workers,
+    engine::Shared,
+    held::Waiting,
+    job::Job,
+    logged::{Keep, may_log},
+    pipeline::lose_spilled,
+    queue::State,
+    update::Update,
+};
+
+impl Engine {
+    pub(crate) fn push(&self, job: Job, wait: &mut Wait<'_>) -> Result<()> {
+        self.shared.queue.push(job, wait)
+    }
+
+    /// Lets an update of a held entry wait for its step: until then somebody computes with what it changes.
+    pub(crate) fn wait_for_step(&self, waiting: Waiting) -> Result<()> {
+        self.shared.queue.lock().failure()?;
+        self.held.require_none(&self.shared.store, waiting.entry)?;
+        self.held.wait(waiting);
+        Ok(())
+    }
+
+    /// The same of one that is applied in memory, where its gradient finds room in the log or nothing is to be durable:
+    /// what is written of it goes on its way now.
+    pub(crate) fn wait_to_update(&self, entry: usize, step: u64, update: Update, wait: &mut Wait<'_>) -> Result<()> {
+        let store = &self.shared.store;
+        self.shared.queue.lock().failure()?;
+        self.held.require_none(store, entry)?;
+        let logged = if store.applies() || !may_log(store, entry) { None } else { update.logged(store, entry)? };
+        let logged = match logged {
+            Some((gradient, rule)) if store.begin_append(entry, gradient.dtype)? => Some((gradient, rule)),
+            _ => None,
+        };
+        let applies = store.applies() || logged.is_some();
+        let (gradient, rule) = logged.unzip();
+        self.held.wait(Waiting { entry, step, work: Box::new(update), applies, rule });
+        if gradient.is_none() {
+            return Ok(());
+        }
+        self.push_of_step(Job::new(entry, Keep { gradient, whole: store.is_due(entry) }), wait)
+    }
+
+    /// Begins a job that the step lacks if that does not come to pass.
+    fn push_of_step(&self, job: Job, wait: &mut Wait<'_>) -> Result<()> {
+        let begun = self.shared.queue.push(job, wait);
+        if let Err(error) = &begun {
+            self.shared.queue.lock().failed.get_or_insert_with(|| error.clone());
+        }
+        begun
+    }
+
+    /// Begins what waits of held entries and goes through the pipeline.
+    fn begin_through(&self, wait: &mut Wait<'_>) -> Result<()> {
+        while let Some(Waiting { entry, work, .. }) = self.held.next_through() {
+            self.push_of_step(Job::boxed(entry, work), wait)?;
+        }
+        Ok(())
+    }
+
+    /// Has everything of the step written but what is applied in memory.
+    fn write_all(&self, wait: &mut Wait<'_>) -> Result<()> {
+        self.begin_through(wait)?;
+        self.shared.queue.wait(wait, "updates", State::is_idle)?.failure()?;
+        // Those without a gradient in this step.
+        for entry in self.shared.store.due() {
+            self.push_of_step(Job::new(entry, Keep { gradient: None, whole: true }), wait)?;
+        }
+        self.shared.queue.wait(wait, "held entries to be written", State::is_idle)?.failure()
+    }
+
+    /// Waits until every update is staged. The first error of the step is raised here or by an update, once.
+    pub fn finish(&self, mut wait: Wait<'_>) -> Result<()> {
+        self.begin_through(&mut wait)?;
+        self.settle(wait)
+    }
+
+    /// As [`Engine::finish`], but for updates of held entries, which begin with that or with the commit.
+    pub fn settle(&self, mut wait: Wait<'_>) -> Result<()> {
+        let mut state = self.shared.queue.wait(&mut wait, "updates", State::is_idle)?;
+        state.failure()
+    }
+
+    /// Waits for every update, and makes the step live and durable; then applies what is applied in memory. An error before
+    /// that leaves the last commit as it is.
+    pub fn commit(&self, commit: Commit, mut wait: Wait<'_>) -> Result<u64> {
+        self.write_all(&mut wait)?;
+        let Shared { store, ring, owner, chunks, .. } = &*self.shared;
+        let workers = Workers { store, ring, owner: *owner, threads: self.threads.get().min(*chunks) };
+        let applying = self.held.applying();
+        for &(entry, step) in &applying {
+            let keep_waiting = wait.keep_waiting.as_mut().map(|keep| &mut **keep as &mut dyn FnMut() -> bool);
+            store.announce(entry, step, Wait { timeout: wait.timeout, keep_waiting })?;
+        }
+        workers.check(&applying)?;
+        let generation = store.commit(Commit { log: self.held.head(), ..commit }, wait)?;
+        let began = Instant::now();
+        let (ours, calls) = self.held.take_applying();
+        let updates = ours.len() as u64;
+        let chunks = workers.apply(ours)?;
+        self.call_late(calls)?;
+        let mut state = self.shared.queue.lock();
+        state.counters.updates += updates;
+        state.counters.chunks += chunks;
+        state.counters.applying += began.elapsed();
+        Ok(generation)
+    }
+
+    /// Has functions applied to held entries in memory, by the pipeline's thread, and waits for all of them: Ctrl-C would
+    /// split a step that is committed. Where one fails, the run is at its end, which the store says from then on.
+    fn call_late(&self, waiting: Vec<Waiting>) -> Result<()> {
+        let Some(first) = waiting.first().map(|job| job.entry) else { return Ok(()) };
+        let store = &self.shared.store;
+        let called = || {
+            let mut applications = Vec::with_capacity(waiting.len());
+            for job in waiting {
+                applications.push((job.entry, store.application(job.entry)?));
+                self.shared.queue.push(Job::boxed(job.entry, job.work), &mut Wait::forever())?;
+            }
+            self.shared.queue.wait(&mut Wait::forever(), "updates", State::is_idle)?.failure()?;
+            for (entry, application) in applications {
+                (0..store.layout().chunks_of(entry)).for_each(|chunk| application.chunk_applied(chunk));
+                application.applied();
+            }
+            Ok(())
+        };
+        let called = called();
+        if let Err(error) = &called {
+            let error: &Error = error;
+            store.fail_application(first, &error.to_string());
+        }
+        called
+    }
+
+    /// Drops what waits, drains what is in flight, and forgets what was staged. A step that failed is over.
+    pub fn discard(&self, mut wait: Wait<'_>) -> Result<()> {
+        self.cancel(None);
+        self.held.discard(None);
+        let mut state = self.shared.queue.wait(&mut wait, "updates", State::is_idle)?;
+        state.failed = None;
+        state.told = false;
+        drop(state);
+        Ok(self.shared.store.discard(wait)?)
+    }
+
+    /// As [`Engine::discard`] for one entry alone: the others go on. A step that failed stays so.
+    pub fn discard_entry(&self, entry: usize, mut wait: Wait<'_>) -> Result<()> {
+        self.known(entry)?;
+        self.cancel(Some(entry));
+        self.held.discard(Some(entry));
+        drop(self.shared.queue.wait(&mut wait, "updates", |state| !state.has(entry))?);
+        Ok(self.shared.store.discard_entry(entry, wait)?)
+    }
+
+    /// Drops what waits and cancels what runs, of one entry alone if one is given.
+    pub(crate) fn cancel(&self, entry: Option<usize>) {
+        let mut state = self.shared.queue.lock();
+        let dropped = state.drop_waiting(entry);
+        state.cancel(entry);
+        drop(state);
+        self.shared.queue.notify();
+        for job in &dropped {
+            lose_spilled(&self.shared.store, &job.mark);
+        }
+    }
+}
