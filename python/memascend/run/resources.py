@@ -68,13 +68,13 @@ class Resources:
             self.store.close()
 
     def _write_held(self) -> None:
-        """Write what only memory has, or the log; where there is no log, one Ctrl-C does not end it: all would be lost."""
+        """Write what only memory and the log have; without a log one Ctrl-C does not end that: all would be lost."""
         with Progress("writing what is held to storage", 0) as progress:
             try:
                 self.store.write_applied(progress.reached)
             except KeyboardInterrupt:
                 if self.store.info()["log_steps"]:
-                    _log.info("interrupted while what is held is written: the store keeps its log, and is whole with it")
+                    _log.info("interrupted while what is held is written: the store is whole with its log, which stays")
                     raise
                 _log.warning(
                     "interrupted while trained parameters are written to storage, and nothing else has them: that goes "

@@ -79,7 +79,12 @@ impl Store {
     pub fn fail_application(&self, entry: usize, why: &str) {
         let name = &self.description.entries[entry].name;
         let error = Error::Usage(format!(
-            "the update of {name:?} in memory was not applied to its end ({why}): go back to a checkpoint"
+            "the update of {name:?} in memory was not applied to its end ({why}): {}",
+            if self.applies() {
+                "go back to a checkpoint"
+            } else {
+                "close the store and open it again: its log has the step"
+            }
         ));
         self.index.lock().broken.get_or_insert_with(|| Arc::new(error));
         self.index.notify_all();
