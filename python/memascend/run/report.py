@@ -142,15 +142,14 @@ class Report:
 
     def _kept_off(self) -> list[str]:
         """What held entries saved, where there are any."""
-        if not self.held:
-            return []
-        log = (
-            f" Their gradients go to a log of {self.log_steps} steps ({bytes_shown(self.log_bytes)})."
-            if self.log_steps
-            else ""
-        )
-        each = f", {bytes_shown(self.held // self.steps)} for each step" if self.steps else ""
-        return [f"Held entries kept {bytes_shown(self.held)} of reads off storage{each}.{log}"]
+        said = []
+        if self.held:
+            each = f", {bytes_shown(self.held // self.steps)} for each step" if self.steps else ""
+            said.append(f"Held entries kept {bytes_shown(self.held)} of reads off storage{each}.")
+        if self.log_steps:
+            room = bytes_shown(self.log_bytes)
+            said.append(f"Gradients of held entries go to a log of {self.log_steps} steps, {room}.")
+        return [" ".join(said)] if said else []
 
     def _traffic(self) -> str:
         rows = []
