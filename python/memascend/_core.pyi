@@ -40,6 +40,7 @@ __all__ = [
     "state_update",
     "store_examine",
     "store_look",
+    "store_log_bytes",
     "store_sizes",
     "store_state_in",
 ]

@@ -19,7 +19,7 @@ IN_FORMATS = {state: mixed(f"killed-{state}", state, dtype=BF16) for state in ("
 def train(storage, log, gradients, steps, state=None):
     """Trains from the last committed step to the end; says each loss before the step that follows from it.
 
-    Of three lives two hold everything, with logs of several lengths; the third resumes what they left with nothing held.
+    Of three lives two hold everything, with logs of several lengths; the third resumes that with nothing held.
     """
     torch.manual_seed(1)
     lived = len(said(log))
