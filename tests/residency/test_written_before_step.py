@@ -89,6 +89,26 @@ def test_auto_learns_that_weights_are_written_before_step(tmp_path):
         assert all(map(same_bits, decayed(model, offloaded), expected))
 
 
+def test_a_write_between_accumulated_backwards_counts(tmp_path):
+    """The update begins with the second one."""
+
+    def accumulated(model, optimizer):
+        for _ in range(2):
+            model(batch()).pow(2).mean().backward()
+            model[1].weight.data.mul_(0.9)
+            model(batch()).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach().clone() for p in model.parameters()]
+
+    model = stack(4)
+    expected = accumulated(model, OPTIMIZERS["sgd"](model.parameters()))
+    model, declared = stack(4), {"gradients": "fused", "accumulation_steps": 2}
+    model, offloaded = taken(model, OPTIMIZERS["sgd"](model.parameters()), tmp_path, **declared)
+    with offloaded:
+        assert all(map(same_bits, accumulated(model, offloaded), expected))
+
+
 def test_masters_stay_where_weights_are_put_back(training):
     model, offloaded = training(units=4, dtype=torch.bfloat16, master_dtype=torch.float32, gradients="ssd")
     before = [offloaded.state_of(p)["master"] for p in model.parameters()]
