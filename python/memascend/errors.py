@@ -12,6 +12,7 @@ __all__ = [
     "DeviceError",
     "MemascendError",
     "MemoryLimitError",
+    "RankError",
     "StorageError",
     "TimeoutExpired",
     "UsageError",
@@ -104,6 +105,23 @@ class StorageError(MemascendError, OSError):
 
 class CorruptionError(StorageError):
     """A checksum or a format is wrong; the message names the parameter, chunk and offset."""
+
+
+class RankError(MemascendError, RuntimeError):
+    """A rank died, hangs or failed, and the step ended on all of them; the message says which and why.
+
+    Attributes:
+        ranks: which, by their numbers.
+    """
+
+    ranks: tuple[int, ...]
+
+    def __init__(self, message: str, *, ranks: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(type(self), *self.args, ranks=self.ranks), ()
 
 
 class DeviceError(MemascendError, RuntimeError):

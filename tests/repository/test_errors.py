@@ -13,6 +13,7 @@ ERRORS = [
     memascend.StorageError("full", errno=28, path="/x", offset=4096, nbytes=512),
     memascend.CorruptionError("flipped", path="/x", offset=0, nbytes=1),
     memascend.DeviceError("lost"),
+    memascend.RankError("gone", ranks=(1, 3)),
     memascend.UsageError("not now"),
     memascend.TimeoutExpired("late"),
 ]
@@ -23,7 +24,7 @@ def test_an_error_survives_pickling(error):
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is type(error)
     assert str(copy) == str(error)
-    attributes = ("smallest", "needed", "available", "errno", "path", "offset", "nbytes")
+    attributes = ("smallest", "needed", "available", "errno", "path", "offset", "nbytes", "ranks")
     assert [getattr(copy, name, None) for name in attributes] == [getattr(error, name, None) for name in attributes]
 
 
@@ -36,6 +37,7 @@ def test_an_error_survives_pickling(error):
         (memascend.StorageError, OSError),
         (memascend.CorruptionError, memascend.StorageError),
         (memascend.DeviceError, RuntimeError),
+        (memascend.RankError, RuntimeError),
         (memascend.UsageError, RuntimeError),
         (memascend.TimeoutExpired, TimeoutError),
     ],

@@ -35,6 +35,7 @@ ROOMS = {
     "device": BASE | {"engine", "residency"},
     "activations": BASE | {"engine", "device"},
     "optimizers": BASE | {"engine", "residency"},
+    "ranks": BASE | {"engine"},
     "gradients": BASE | {"engine", "residency", "optimizers"},
     "checkpoint": BASE | {"engine", "planning", "residency", "optimizers"},
     "run": BASE

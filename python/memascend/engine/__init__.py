@@ -24,9 +24,10 @@ from memascend.engine.entries import (
     order_of,
     sizes,
 )
-from memascend.engine.examination import Commit, examine, look
+from memascend.engine.examination import Commit, NamedCommit, commits, examine, look
 from memascend.engine.fetch import Checkers, Fetch, UnitParts
 from memascend.engine.formats import FORMATS, decode_state, encode_state, state_tensors
+from memascend.engine.shared_commits import SharedCommits
 from memascend.engine.store import Part, Store
 from memascend.pages import PAGE_BYTES
 
@@ -43,13 +44,16 @@ __all__ = [
     "Entry",
     "Fetch",
     "Momentum",
+    "NamedCommit",
     "Part",
+    "SharedCommits",
     "Sizes",
     "Store",
     "UnitParts",
     "adam_state",
     "checksum_of",
     "chunk_elements_of",
+    "commits",
     "compact_of",
     "decode_state",
     "encode_state",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from memascend import _core
 from memascend.closing import Closing
 from memascend.engine.chunk import Chunk, adapter
-from memascend.engine.ffi import Lent, dtype_of, json_of, place_of, require, stored_order
+from memascend.engine.ffi import Lent, dtype_of, place_of, require, stored_order
 from memascend.engine.formats import wide_parts
 from memascend.errors import ConfigError
 
@@ -297,7 +297,7 @@ class Engine(Closing):
 
     def commit(self, step: int, *, user_state: Any = None, hyperparameters: Any = None) -> int:
         """Wait for every update and make the step live, all of it at once. Returns the generation."""
-        return self._core.commit(step, json_of(user_state), json_of(hyperparameters))
+        return self.store.make_live(self._core.commit, step, user_state, hyperparameters)
 
     def discard(self, name: str | None = None) -> None:
         """Drop what waits, drain what is in flight, forget what was staged: all of it, or of one entry alone.

@@ -13,7 +13,7 @@ from memascend.paths import listed
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["Commit", "examine", "look"]
+__all__ = ["Commit", "NamedCommit", "commits", "examine", "look"]
 
 _Path = str | os.PathLike[str]
 
@@ -42,6 +42,41 @@ class Commit:
     def whole(self) -> bool:
         """Whether every byte of it is as it was written."""
         return not self.damages
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedCommit:
+    """A commit as its root names it.
+
+    Attributes:
+        generation: counts commits of this store.
+        run: the run of several ranks that it belongs to; zeros where it belongs to none.
+        number: of this commit, the same on all ranks of that run.
+        kept: False while a run with durability "none" goes on.
+    """
+
+    generation: int
+    run: bytes
+    number: int
+    kept: bool
+
+
+def commits(
+    paths: _Path | Sequence[_Path], *, backend: Literal["auto", "io_uring", "threads"] = "auto"
+) -> tuple[list[NamedCommit], str | None] | None:
+    """The commits that the roots of a store name, the newest first, and what is wrong with a damaged root.
+
+    Nothing else is read, and nothing written. None where there is no store.
+
+    Raises:
+        StorageError: a store is there and cannot be opened: its first write did not finish, a device lacks.
+        CorruptionError: what both commits need is damaged.
+    """
+    found = _core.store_commits(listed(paths), backend)
+    if found is None:
+        return None
+    named, damage = found
+    return [NamedCommit(generation=at, run=run, number=number, kept=kept) for at, run, number, kept in named], damage
 
 
 def examine(

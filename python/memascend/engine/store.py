@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from memascend.engine.shared_commits import CommitOfOne, SharedCommits
+
 __all__ = ["Checkers", "Fetch", "Part", "Store", "UnitParts"]
 
 _RESCUE = "is gone with the end of this run; keep it with optimizer.save(folder)"
@@ -52,12 +54,14 @@ class Part(NamedTuple):
 class Store(Closing):
     """State on SSD: every commit is all of a step or none of it, and every byte that is read was checked."""
 
-    __slots__ = ("_core", "_units", "described", "is_temporary")
+    __slots__ = ("_core", "_units", "described", "is_temporary", "shared")
 
     def __init__(self, core: _core.Store) -> None:
         self._core = core
         # Its file has no name on purpose.
         self.is_temporary = False
+        # Whom commits are made with, where there are several ranks.
+        self.shared: SharedCommits | None = None
         self._units: list[str] = core.info()["units"]
         self.described = Described(self.each_entry())
 
@@ -195,7 +199,10 @@ class Store(Closing):
         return json.loads(text) if text else None
 
     def info(self) -> dict[str, Any]:
-        """What is known of it: "uuid", "generation", "step", "optimizer", "units", "devices" and sizes in bytes."""
+        """What is known of it: "uuid", "generation", "step", "optimizer", "units", "devices" and sizes in bytes.
+
+        Of a store of several ranks also "run" and "common": the run's id, and the commit's number on all ranks.
+        """
         return self._core.info()
 
     def entries(self) -> list[dict[str, Any]]:
@@ -374,7 +381,18 @@ class Store(Closing):
 
     def commit(self, step: int, *, user_state: Any = None, hyperparameters: Any = None) -> int:
         """Make all that is staged live at once; None leaves what was committed before. Returns the generation."""
-        return self._core.commit(step, json_of(user_state), json_of(hyperparameters))
+        return self.make_live(self._core.commit, step, user_state, hyperparameters)
+
+    def make_live(self, commit: CommitOfOne, step: int, user_state: Any, hyperparameters: Any) -> int:
+        """Commit by the store's own `commit` or its engine's; with the other ranks, where it is shared with some."""
+        said = (step, json_of(user_state), json_of(hyperparameters))
+        if self.shared is None:
+            return commit(*said, None, None)
+        return self.shared.commit(lambda run, agree: commit(*said, run, agree))
+
+    def end(self) -> None:
+        """Have nothing written any more, by `close()` either: what is committed stays as it is."""
+        self._core.end()
 
     def discard(self, name: str | None = None) -> None:
         """Forget all that is staged, or what is staged of one entry."""

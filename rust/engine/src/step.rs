@@ -92,7 +92,12 @@ impl Engine {
 
     /// Waits for every update, and makes the step live and durable; then applies what is applied in memory. An error before
     /// that leaves the last commit as it is.
-    pub fn commit(&self, commit: Commit, mut wait: Wait<'_>) -> Result<u64> {
+    pub fn commit(&self, commit: Commit, wait: Wait<'_>) -> Result<u64> {
+        self.commit_agreed(commit, wait, &mut || true)
+    }
+
+    /// The same with others: `agree` is asked when all is flushed and nothing names it yet. `false` ends it as an error does.
+    pub fn commit_agreed(&self, commit: Commit, mut wait: Wait<'_>, agree: &mut dyn FnMut() -> bool) -> Result<u64> {
         self.write_all(&mut wait)?;
         let Shared { store, ring, owner, chunks, .. } = &*self.shared;
         let workers = Workers { store, ring, owner: *owner, threads: self.threads.get().min(*chunks) };
@@ -102,7 +107,7 @@ impl Engine {
             store.announce(entry, step, Wait { timeout: wait.timeout, keep_waiting })?;
         }
         workers.check(&applying)?;
-        let generation = store.commit(Commit { log: self.held.head(), ..commit }, wait)?;
+        let generation = store.commit_agreed(Commit { log: self.held.head(), ..commit }, wait, agree)?;
         let began = Instant::now();
         let (ours, calls) = self.held.take_applying();
         let updates = ours.len() as u64;

@@ -7,8 +7,15 @@ use memascend_store::{Buffer, Commit};
 use pyo3::{prelude::*, types::PyDict};
 
 use crate::{
-    described::dtype, detached::Detached, errors::engine_error, examined::watched, function::Applied, nvme::Held,
-    source::Lending, store::Store, waiting::waiting,
+    described::dtype,
+    detached::Detached,
+    errors::engine_error,
+    examined::watched,
+    function::Applied,
+    nvme::Held,
+    source::Lending,
+    store::{SharedRun, Store, agreed, shared},
+    waiting::waiting,
 };
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -170,9 +177,14 @@ impl Engine {
         step: u64,
         user: Option<String>,
         hyperparameters: Option<String>,
+        run: Option<SharedRun>,
+        agree: Option<Py<PyAny>>,
     ) -> PyResult<u64> {
-        let commit = Commit { step, user, hyperparameters, log: None };
-        waiting(py, None, |wait| self.inner.commit(commit, wait))?.map_err(|error| engine_error(py, &error))
+        let commit = Commit { step, user, hyperparameters, run: Some(shared(run)), ..Commit::default() };
+        agreed(py, agree, |py, agree| {
+            Ok(waiting(py, None, |wait| self.inner.commit_agreed(commit, wait, agree))?
+                .map_err(|error| engine_error(py, &error)))
+        })
     }
 
     /// Forgets the step, or what was staged of one entry.

@@ -7,7 +7,7 @@ use std::{path::PathBuf, slice, sync::Arc};
 
 use memascend_mem::Pin;
 use memascend_nvme::Lost;
-use memascend_store::{Commit, Create, Dtype, Durability, Existing, Kind, Part, StateTensor};
+use memascend_store::{Commit, Create, Dtype, Durability, Existing, Kind, Part, Run, StateTensor};
 use pyo3::{
     exceptions::PyIndexError,
     prelude::*,
@@ -126,6 +126,9 @@ impl Store {
         dict.set_item("uuid", format!("{:032x}", u128::from_be_bytes(info.uuid)))?;
         dict.set_item("generation", info.generation)?;
         dict.set_item("step", info.step)?;
+        let Run { id, commit } = info.run;
+        dict.set_item("run", (info.run != Run::default()).then(|| format!("{:032x}", u128::from_be_bytes(id))))?;
+        dict.set_item("common", commit)?;
         dict.set_item("user", info.user)?;
         dict.set_item("hyperparameters", info.hyperparameters)?;
         dict.set_item("slot_bytes", info.slot_bytes)?;
@@ -269,15 +272,26 @@ impl Store {
         Ok(dict)
     }
 
+    /// `run`: the id and the number that all ranks share; `agree` is called when all is flushed, and ends it by raising.
     fn commit(
         &self,
         py: Python<'_>,
         step: u64,
         user: Option<String>,
         hyperparameters: Option<String>,
+        run: Option<SharedRun>,
+        agree: Option<Py<PyAny>>,
     ) -> PyResult<u64> {
-        let commit = Commit { step, user, hyperparameters, log: None };
-        waiting(py, None, |wait| self.inner.commit(commit, wait))?.map_err(|error| store_error(py, &error))
+        let commit = Commit { step, user, hyperparameters, run: Some(shared(run)), ..Commit::default() };
+        agreed(py, agree, |py, agree| {
+            Ok(waiting(py, None, |wait| self.inner.commit_agreed(commit, wait, agree))?
+                .map_err(|error| store_error(py, &error)))
+        })
+    }
+
+    /// Has nothing be written any more, by `close` either.
+    fn end(&self) {
+        self.inner.end();
     }
 
     #[pyo3(signature = (entry=None))]
@@ -354,6 +368,31 @@ impl Store {
         said??;
         let_go?;
         self.trace_end(py)
+    }
+}
+
+/// The id of a run of several ranks, and the number of a commit that they share.
+pub(crate) type SharedRun = ([u8; 16], u64);
+
+pub(crate) fn shared(run: Option<SharedRun>) -> Run {
+    run.map_or_else(Run::default, |(id, commit)| Run { id, commit })
+}
+
+/// Work that asks `agree`, which ends it by raising: what it raised is raised then.
+#[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
+pub(crate) fn agreed<T>(
+    py: Python<'_>,
+    agree: Option<Py<PyAny>>,
+    work: impl FnOnce(Python<'_>, &mut (dyn FnMut() -> bool + Send)) -> PyResult<PyResult<T>>,
+) -> PyResult<T> {
+    let mut raised = None;
+    let done = work(py, &mut || {
+        let Some(agree) = &agree else { return true };
+        Python::attach(|py| agree.call0(py).map(drop)).map_err(|error| raised = Some(error)).is_ok()
+    });
+    match raised {
+        Some(raised) => Err(raised),
+        None => done?,
     }
 }
 

@@ -96,6 +96,9 @@ impl Store {
     pub fn write_applied(&self, progress: &mut dyn FnMut(u64, u64) -> bool) -> Result<()> {
         let (step, alone) = {
             let index = self.index.lock();
+            if index.closed {
+                return Ok(());
+            }
             (index.step, index.entries.iter().any(|slots| slots.applied.is_some()))
         };
         if !alone {
@@ -179,7 +182,7 @@ impl Store {
         if self.index.lock().entries.iter().any(|slots| slots.applied.is_some()) {
             let step = self.index.lock().step;
             self.stage_applied(&mut |_, _| true)?;
-            self.carry_out(Commit { step, ..Commit::default() }, Reach::Memory)?;
+            self.carry_out(Commit { step, ..Commit::default() }, Reach::Memory, &mut || true)?;
         }
         Ok(())
     }

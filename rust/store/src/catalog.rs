@@ -1,6 +1,10 @@
 //! Exposes the catalog's parsers on plain bytes, for fuzzing.
 
-use crate::{Description, Head, head, label, root, version_1};
+use crate::{
+    Description, Head, head, label,
+    root::{self, Found, Root},
+    version_1,
+};
 
 /// Why bytes are not what the format says.
 type Malformed = String;
@@ -13,14 +17,21 @@ pub fn parse_label(bytes: &[u8]) -> String {
 
 /// Whether a page holds a root of the store `uuid`: its generation, or what is wrong.
 pub fn parse_root(page: &[u8], uuid: &[u8; 16]) -> Result<Option<u64>, Malformed> {
-    root::read(page, uuid).map(|root| root.map(|root| root.generation))
+    Ok(found(page, uuid)?.map(|root| root.generation))
+}
+
+fn found(page: &[u8], uuid: &[u8; 16]) -> Result<Option<Root>, Malformed> {
+    Ok(match root::read(page, uuid)? {
+        Found::Root(root) => Some(*root),
+        Found::Blank | Found::Mark => None,
+    })
 }
 
 /// Reads bytes as the fields of a root, as if its beginning and its checksum were right: its generation, if what it
 /// names is known and can be written again, or what is wrong.
 pub fn parse_root_fields(bytes: &[u8]) -> Result<Option<u64>, Malformed> {
     let uuid = [0; 16];
-    let read = |page: &[u8]| root::read(page, &uuid);
+    let read = |page: &[u8]| found(page, &uuid);
     let root = read(&root::sealed(bytes, &uuid))?;
     if let Some(root) = &root {
         if read(&root.encode())?.as_ref() != Some(root) {

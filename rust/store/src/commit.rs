@@ -7,11 +7,11 @@ use memascend_nvme::Part;
 
 use crate::{
     Durability, Error, Head, Result, StepHead, Store,
-    features::LOG,
+    features::{LOG, RANKS},
     index::Kept,
     layout::PAGE_BYTES,
     log::Live,
-    root::{Root, UNCLOSED, UNFLUSHED},
+    root::{Beside, Root, Run, UNCLOSED, UNFLUSHED},
     store::CATALOG_CHUNK_BYTES,
     table::table_checksum,
 };
@@ -27,6 +27,8 @@ pub struct Commit {
     pub hyperparameters: Option<String>,
     /// The gradients of the step that were appended to the log, if any were.
     pub log: Option<StepHead>,
+    /// The run of several ranks that it belongs to, if that changes.
+    pub run: Option<Run>,
 }
 
 /// How a commit reaches storage.
@@ -44,7 +46,12 @@ impl Store {
     /// Makes everything that is staged live, and durable as the store's durability says. Returns the generation.
     ///
     /// Fails, and changes nothing that a reader sees, where an entry is staged in part or a write failed: discard then.
-    pub fn commit(&self, commit: Commit, mut wait: Wait<'_>) -> Result<u64> {
+    pub fn commit(&self, commit: Commit, wait: Wait<'_>) -> Result<u64> {
+        self.commit_agreed(commit, wait, &mut || true)
+    }
+
+    /// The same with others: `agree` is asked when all is flushed and nothing names it yet. `false` ends it as an error does.
+    pub fn commit_agreed(&self, commit: Commit, mut wait: Wait<'_>, agree: &mut dyn FnMut() -> bool) -> Result<u64> {
         let bounds = [
             ("user value", &commit.user, self.description.user_bytes_max),
             ("hyperparameters", &commit.hyperparameters, self.description.hyperparameters_bytes_max),
@@ -82,7 +89,7 @@ impl Store {
                 Durability::None => Reach::Memory,
             }
         };
-        let result = self.carry_out(commit, reach);
+        let result = self.carry_out(commit, reach, agree);
         let mut index = self.index.lock();
         index.committing = false;
         if let Err(error) = &result {
@@ -129,14 +136,21 @@ impl Store {
             let takes_its_place = (index.generation + 1 - index.root_generation).is_multiple_of(2);
             (index.step, index.root_flags & UNCLOSED != 0, takes_its_place)
         };
-        let carry_out = || self.carry_out(Commit { step, ..Commit::default() }, Reach::Durable(0)).map(drop);
+        let commit = || Commit { step, ..Commit::default() };
+        let carry_out = || self.carry_out(commit(), Reach::Durable(0), &mut || true).map(drop);
         carry_out()?;
         // Commits in memory wrote over what both roots named. Where the one that said so is gone, the other one does not,
         // and names what is live now, too.
         if was_unclosed && takes_its_place { carry_out() } else { Ok(()) }
     }
 
-    pub(crate) fn carry_out(&self, commit: Commit, reach: Reach) -> Result<u64> {
+    /// Has nothing be written any more, by [`Store::close`] either: what is committed stays as it is.
+    pub fn end(&self) {
+        self.index.lock().closed = true;
+        self.index.notify_all();
+    }
+
+    pub(crate) fn carry_out(&self, commit: Commit, reach: Reach, agree: &mut dyn FnMut() -> bool) -> Result<u64> {
         let (mut live, head) = {
             let index = self.index.lock();
             let is_staged = |entry: usize| index.entries[entry].staged;
@@ -149,9 +163,10 @@ impl Store {
             let hyperparameters =
                 commit.hyperparameters.map(|text| std::mem::replace(&mut index.hyperparameters, text));
             self.mark_dirty(&mut index, user.is_some(), hyperparameters.is_some());
-            (user, hyperparameters)
+            let run = commit.run.map(|run| std::mem::replace(&mut index.run, run));
+            (user, hyperparameters, run)
         };
-        let made_durable = self.write_catalog(reach, &mut live, head.as_ref());
+        let made_durable = self.write_catalog(reach, (&mut live, head.as_ref()), agree);
         let mut index = self.index.lock();
         match made_durable {
             Ok(flags) => {
@@ -184,6 +199,9 @@ impl Store {
                 if let Some(text) = before.1 {
                     index.hyperparameters = text;
                 }
+                if let Some(run) = before.2 {
+                    index.run = run;
+                }
                 Err(error)
             }
         }
@@ -215,10 +233,16 @@ impl Store {
     }
 
     /// Writes head, table and root of the next generation; the flags of the root that was written, if one was.
-    fn write_catalog(&self, reach: Reach, live: &mut Live, head: Option<&Head>) -> Result<Option<u32>> {
+    fn write_catalog(
+        &self,
+        reach: Reach,
+        (live, head): (&mut Live, Option<&Head>),
+        agree: &mut dyn FnMut() -> bool,
+    ) -> Result<Option<u32>> {
+        let mut agreed = || if agree() { Ok(()) } else { Err(Error::Interrupted("the others' agreement")) };
         let flags = match reach {
             Reach::Memory if head.is_some() => return Err(Error::Usage("a log is kept on storage alone".into())),
-            Reach::Memory => return Ok(None),
+            Reach::Memory => return agreed().map(|()| None),
             Reach::Unflushed => UNFLUSHED,
             Reach::Durable(flags) => flags,
         };
@@ -241,8 +265,14 @@ impl Store {
                 flags,
                 boot: if flags & UNFLUSHED == 0 { [0; 16] } else { self.boot },
                 places: self.layout.places,
+                beside: index.root_pages[1 - slot as usize],
                 log: live.of_root(index.log.ring),
-                features: if live.ahead.is_empty() { Vec::new() } else { vec![LOG.into()] },
+                run: index.run,
+                features: [(LOG, !live.ahead.is_empty()), (RANKS, index.run != Run::default())]
+                    .into_iter()
+                    .filter(|&(_, used)| used)
+                    .map(|(feature, _)| feature.to_owned())
+                    .collect(),
                 ..Root::default()
             }
         };
@@ -250,6 +280,7 @@ impl Store {
             // Never one flush for data and root together: the root must not come first.
             self.volume.flush(Wait::forever()).map_err(|error| Error::Broken(Arc::new(error.into())))?;
         }
+        agreed()?;
         self.write_root(&root, reach != Reach::Unflushed).map_err(|error| Error::Broken(Arc::new(error)))?;
         Ok(Some(flags))
     }
@@ -288,10 +319,18 @@ impl Store {
     }
 
     pub(crate) fn write_root(&self, root: &Root, durable: bool) -> Result<()> {
+        let slot = root.generation & 1;
+        self.write_root_page(slot, &root.encode(), durable)?;
+        self.index.lock().root_pages[slot as usize] = Beside::Root(root.generation);
+        Ok(())
+    }
+
+    /// Writes what stands in the page of a root.
+    pub(crate) fn write_root_page(&self, slot: u64, page: &[u8], durable: bool) -> Result<()> {
         let mut lease = self.chunks.lease(self.owner, Wait::forever())?;
-        lease.as_mut_slice()[..PAGE_BYTES as usize].copy_from_slice(&root.encode());
+        lease.as_mut_slice()[..PAGE_BYTES as usize].copy_from_slice(page);
         let part = Part::new(lease, 0, PAGE_BYTES as usize)?;
-        let offset = self.layout.devices.root_offset(root.generation & 1);
+        let offset = self.layout.devices.root_offset(slot);
         let begun = if durable { self.volume.write_durable(part, offset) } else { self.volume.write(part, offset) };
         begun.map_err(|refused| refused.error)?.wait().result?;
         Ok(())

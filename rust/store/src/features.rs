@@ -5,7 +5,7 @@ use crate::fields::Unread;
 /// Bytes of a feature's name.
 pub(crate) const FEATURE_BYTES_MAX: usize = 64;
 /// The features that are known here.
-const KNOWN: [&str; 1] = [LOG];
+const KNOWN: [&str; 2] = [LOG, RANKS];
 /// What a root must name before its fields for a log may say something.
 pub(crate) const LOG: &str = "gradient log";
 /// What a root must name before its fields for a run of several ranks may say something.

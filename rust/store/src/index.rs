@@ -4,7 +4,13 @@
 
 use std::{ops::Range, sync::Arc};
 
-use crate::{Description, Error, Layout, Result, held::Held, log::Log, table::Sections};
+use crate::{
+    Description, Error, Layout, Result,
+    held::Held,
+    log::Log,
+    root::{Beside, Run},
+    table::Sections,
+};
 
 /// What is known of an entry.
 #[derive(Debug, Clone, Default)]
@@ -130,10 +136,14 @@ pub(crate) struct Index {
     pub(crate) broken: Option<Arc<Error>>,
     /// The flags of the root on storage.
     pub(crate) root_flags: u32,
-    /// The page of the root that is to be blanked before anything is staged: this is the commit before it.
-    pub(crate) given_up: Option<u64>,
     /// Its generation, which commits in memory leave behind.
     pub(crate) root_generation: u64,
+    /// The run of several ranks that the last commit belongs to.
+    pub(crate) run: Run,
+    /// What the page of each root holds.
+    pub(crate) root_pages: [Beside; 2],
+    /// The page of the root that is to be marked empty before anything is staged: this is the commit before it.
+    pub(crate) given_up: Option<u64>,
     /// Where entries are held in memory, if any are.
     pub(crate) held: Option<Arc<Held>>,
     pub(crate) log: Log,
@@ -168,8 +178,10 @@ impl Index {
             failed: None,
             broken: None,
             root_flags: 0,
-            given_up: None,
             root_generation: 0,
+            run: Run::default(),
+            root_pages: [Beside::Unknown; 2],
+            given_up: None,
             held: None,
             log: Log::default(),
             held_epoch: 0,

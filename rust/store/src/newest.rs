@@ -1,13 +1,16 @@
 //! Selects which commit is opened: the newest, or on request the one before it.
 //!
 //! A root that is damaged may have been the newest, so nothing is opened in its place unasked. `Existing::Previous` asks:
-//! then every byte of the other commit is verified first, and the newer root is blanked after that, before anything can
+//! then every byte of the other commit is verified first, and a mark takes the newer root's place after that, before anything can
 //! be staged. So a death in the middle leaves the store as it was, or at the commit before.
 
-use std::{path::Path, sync::Arc};
+use std::{
+    path::{Path, PathBuf},
+    sync::Arc,
+};
 
 use memascend_mem::Wait;
-use memascend_nvme::{Part, Volume};
+use memascend_nvme::Volume;
 
 use crate::{
     Create, Description, Error, Existing, Result, Store,
@@ -16,9 +19,9 @@ use crate::{
     index::Index,
     layout::PAGE_BYTES,
     open::bytes_at,
-    path::refused,
+    path::{There, look, refused, resolve},
     places::Devices,
-    root::{self, Root, UNCLOSED, UNFLUSHED},
+    root::{self, Beside, Found, Root, Run, UNCLOSED, UNFLUSHED},
 };
 
 /// Whether a store that was opened is the one that the caller meant.
@@ -30,9 +33,21 @@ pub(crate) type Progress<'a> = dyn FnMut(u64, u64) -> bool + 'a;
 #[derive(Debug, Clone)]
 pub(crate) enum Page {
     Blank,
+    /// It says that there is no root.
+    Marked,
     Whole(Root),
     /// Or it cannot be read.
     Damaged(Error),
+}
+
+impl Page {
+    fn held(&self) -> Beside {
+        match self {
+            Self::Blank | Self::Damaged(_) => Beside::Unknown,
+            Self::Marked => Beside::Mark,
+            Self::Whole(root) => Beside::Root(root.generation),
+        }
+    }
 }
 
 /// Both.
@@ -45,20 +60,28 @@ pub(crate) struct Roots {
 impl Roots {
     pub(crate) fn read(volume: &Volume, devices: Devices, uuid: &Uuid, path: &Arc<Path>) -> Self {
         let page = |slot: u64| {
-            let offset = devices.root_offset(slot);
-            let damaged = |why: String| {
-                let (path, what) = (Arc::clone(path), "the root".into());
-                Page::Damaged(Error::Corrupt { path, what, offset, nbytes: PAGE_BYTES, why })
-            };
-            match bytes_at(volume, offset, PAGE_BYTES).map(|page| root::read(&page, uuid)) {
-                Ok(Ok(Some(root))) if root.generation & 1 != slot => damaged("it belongs into the other slot".into()),
-                Ok(Ok(Some(root))) => Page::Whole(root),
-                Ok(Ok(None)) => Page::Blank,
+            let damaged = |why: String| damaged_page(devices, slot, path, why);
+            match bytes_at(volume, devices.root_offset(slot), PAGE_BYTES).map(|page| root::read(&page, uuid)) {
+                Ok(Ok(Found::Root(root))) if root.generation & 1 != slot => {
+                    damaged("it belongs into the other slot".into())
+                }
+                Ok(Ok(Found::Root(root))) => Page::Whole(*root),
+                Ok(Ok(Found::Mark)) => Page::Marked,
+                Ok(Ok(Found::Blank)) => Page::Blank,
                 Ok(Err(why)) => damaged(why),
                 Err(error) => Page::Damaged(error),
             }
         };
-        Self { pages: [page(0), page(1)], path: Arc::clone(path) }
+        let mut pages = [page(0), page(1)];
+        if let Some((slot, why)) = lost(&pages) {
+            pages[slot] = damaged_page(devices, slot as u64, path, why);
+        }
+        Self { pages, path: Arc::clone(path) }
+    }
+
+    /// What each page holds.
+    pub(crate) fn held(&self) -> [Beside; 2] {
+        [self.pages[0].held(), self.pages[1].held()]
     }
 
     /// Those that are whole, the newer one first.
@@ -67,6 +90,12 @@ impl Roots {
         let mut roots: Vec<Root> = self.pages.iter().filter_map(whole).collect();
         roots.sort_by_key(|root| std::cmp::Reverse(root.generation));
         roots
+    }
+
+    fn named(&self) -> Vec<Named> {
+        let named =
+            |root: &Root| Named { generation: root.generation, run: root.run, kept: root.flags & UNCLOSED == 0 };
+        self.whole().iter().map(named).collect()
     }
 
     /// What is wrong with a page that is damaged, and which one it is.
@@ -113,7 +142,56 @@ impl Roots {
     }
 }
 
+/// The page that is blank though the other root says that something was there: that may have been newer than this.
+fn lost(pages: &[Page; 2]) -> Option<(usize, String)> {
+    let (slot, root) = match pages {
+        [Page::Blank, Page::Whole(root)] => (0, root),
+        [Page::Whole(root), Page::Blank] => (1, root),
+        _ => return None,
+    };
+    let was = match root.beside {
+        Beside::Unknown => return None,
+        Beside::Mark => "the mark of an empty one".to_owned(),
+        Beside::Root(generation) => format!("generation {generation}"),
+    };
+    Some((slot, format!("it is blank, where {was} was when the other root was written: what was there is lost")))
+}
+
+fn damaged_page(devices: Devices, slot: u64, path: &Arc<Path>, why: String) -> Page {
+    let (path, what, offset) = (Arc::clone(path), "the root".into(), devices.root_offset(slot));
+    Page::Damaged(Error::Corrupt { path, what, offset, nbytes: PAGE_BYTES, why })
+}
+
+/// A commit as its root names it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Named {
+    /// Counts commits of this store.
+    pub generation: u64,
+    /// The run of several ranks that it belongs to.
+    pub run: Run,
+    /// Whether it is kept: not so while a run with durability "none" goes on.
+    pub kept: bool,
+}
+
 impl Store {
+    /// The commits that the whole roots of a store name, the newest first, and what is wrong with a root that is not
+    /// whole; `None` where there is no store. Reads nothing else, and writes nothing.
+    pub fn commits(paths: &[impl AsRef<Path>], how: &Create) -> Result<Option<(Vec<Named>, Option<Error>)>> {
+        let resolved: Vec<PathBuf> = paths.iter().map(|path| resolve(path.as_ref())).collect();
+        if matches!(look(&resolved)?, There::Nothing) {
+            return Ok(None);
+        }
+        let (_, roots) = Self::prepare_at(paths, how)?;
+        Ok(Some((roots.named(), roots.damaged().map(|(_, error)| error.clone()))))
+    }
+
+    /// The same on an open volume of simulated devices.
+    #[cfg(feature = "sim")]
+    pub fn commits_on(volume: Volume, stripe_bytes: u64, how: &Create) -> Result<(Vec<Named>, Option<Error>)> {
+        let (_, roots) = Self::prepare_on(volume, stripe_bytes, how)?;
+        Ok((roots.named(), roots.damaged().map(|(_, error)| error.clone())))
+    }
+
     /// Takes the catalog of the commit that is asked for, and makes sure that it can be gone on from.
     pub(crate) fn settle(
         &self,
@@ -124,9 +202,11 @@ impl Store {
     ) -> Result<()> {
         if how.existing != Existing::Previous {
             self.settle_on_newest(roots, fits, progress).map_err(|error| self.advised(error, roots))?;
+            self.index.lock().root_pages = roots.held();
             return self.note_damaged_copies();
         }
         self.settle_on_previous(roots, fits, progress)?;
+        self.index.lock().root_pages = roots.held();
         if !how.goes_back_later {
             self.go_back()?;
         }
@@ -194,7 +274,7 @@ impl Store {
     pub fn go_back(&self) -> Result<()> {
         let given_up = self.index.lock().given_up;
         if let Some(slot) = given_up {
-            self.blank_root(slot)?;
+            self.mark_no_root(slot)?;
             self.index.lock().given_up = None;
         }
         Ok(())
@@ -229,13 +309,10 @@ impl Store {
         self.load_table(root)
     }
 
-    /// Makes a page say, for good, that no root was ever written there.
-    fn blank_root(&self, slot: u64) -> Result<()> {
-        let mut lease = self.chunks.lease(self.owner, Wait::forever())?;
-        lease.as_mut_slice()[..PAGE_BYTES as usize].fill(0);
-        let part = Part::new(lease, 0, PAGE_BYTES as usize)?;
-        let offset = self.layout.devices.root_offset(slot);
-        self.volume.write_durable(part, offset).map_err(|refused| refused.error)?.wait().result?;
+    /// Makes a page say, for good, that there is no root in it.
+    pub(crate) fn mark_no_root(&self, slot: u64) -> Result<()> {
+        self.write_root_page(slot, &root::mark(&self.uuid), true)?;
+        self.index.lock().root_pages[slot as usize] = Beside::Mark;
         Ok(())
     }
 }
@@ -247,3 +324,20 @@ pub(crate) const NOT_CLOSED: &str = "it was not closed, and was made with durabi
 
 const NEVER_CLOSED: &str = "the commit before is of a run with durability=\"none\" and was never closed, so there is \
                             nothing to go back to";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_blank_page_beside_a_root_was_lost_unless_an_older_version_wrote_that() {
+        let beside = |beside| Page::Whole(Root { generation: 3, beside, ..Root::default() });
+        assert_eq!(lost(&[Page::Blank, beside(Beside::Unknown)]), None);
+        assert_eq!(lost(&[Page::Blank, Page::Blank]), None);
+        assert_eq!(lost(&[Page::Marked, beside(Beside::Root(2))]), None);
+        let (slot, why) = lost(&[Page::Blank, beside(Beside::Root(2))]).unwrap_or_default();
+        assert!(slot == 0 && why.contains("generation 2 was"), "{why}");
+        let (slot, why) = lost(&[beside(Beside::Mark), Page::Blank]).unwrap_or_default();
+        assert!(slot == 1 && why.contains("mark"), "{why}");
+    }
+}

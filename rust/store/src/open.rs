@@ -208,12 +208,14 @@ impl Store {
         // First the old roots go, so that no crash leaves an old root beside a new description, and so that a second
         // label that a former store left where no new one comes is that of no store any more.
         for slot in 0..2 {
-            store.put(devices.root_offset(slot), &blank)?;
             let (device, offset) = former.on_device(former.root_offset(slot));
             let before = devices.in_volume(device, offset);
             if before + PAGE_BYTES <= store.volume.size_bytes() {
                 store.put(before, &blank)?;
             }
+        }
+        for slot in 0..2 {
+            store.mark_no_root(slot)?;
         }
         store.volume.flush(Wait::forever())?;
         for offset in store.layout.places.description {
@@ -264,7 +266,7 @@ impl Store {
         }
         let mut index = self.index.lock();
         index.generation = root.generation;
-        (index.root_flags, index.root_generation) = (root.flags, root.generation);
+        (index.root_flags, index.root_generation, index.run) = (root.flags, root.generation, root.run);
         index.user_bytes = Vec::with_capacity(self.description.user_bytes_max as usize);
         index.hyperparameters_bytes = Vec::with_capacity(self.description.hyperparameters_bytes_max as usize);
         let pages_at_once = CATALOG_CHUNK_BYTES as u64 / PAGE_BYTES;

@@ -201,7 +201,8 @@ fn second_labels(paths: &[PathBuf], geometries: &[Devices]) -> Vec<Option<Label>
         let is_ours = |label: &Label| {
             let root = |slot| {
                 let (device, offset) = label.devices.on_device(label.devices.root_offset(slot));
-                page(device, offset).is_some_and(|page| matches!(root::read(&page, &label.uuid), Ok(Some(_))))
+                page(device, offset)
+                    .is_some_and(|page| matches!(root::read(&page, &label.uuid), Ok(root::Found::Root(_))))
             };
             let untouched = || {
                 let first = page(label.index, 0);

@@ -2,6 +2,9 @@
 //!
 //! A root fills one sector, and stands in its page twice: in the first sector and in the last. A page that tore between
 //! sectors still has a whole one, and so does a page with a flipped bit; a page with none was damaged in two places.
+//!
+//! A page that holds no root has a mark in its place, and each root says what the other page held. So a page of zeros
+//! beside a root was lost, and the root in it may have been the newest.
 
 use crate::{
     checksum::{Subject, Uuid},
@@ -13,6 +16,9 @@ use crate::{
 };
 
 const MAGIC: [u8; 8] = *b"mascrt02";
+const MAGIC_OF_MARK: [u8; 8] = *b"mascnone";
+/// Where a sector says what the other page held; what has no fixed length ends before.
+const BESIDE_AT: usize = SECTOR_BYTES - 16;
 
 /// A root.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -33,6 +39,29 @@ pub(crate) struct Root {
     pub(crate) log: Log,
     pub(crate) run: Run,
     pub(crate) features: Vec<String>,
+    /// What the other page held when this was written.
+    pub(crate) beside: Beside,
+}
+
+/// What the page of a root holds, as far as it is known.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) enum Beside {
+    /// Zeros, or what a version that did not say left there.
+    #[default]
+    Unknown,
+    /// The mark that there is no root.
+    Mark,
+    /// The root of a generation.
+    Root(u64),
+}
+
+/// What stands in a page.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Found {
+    /// Nothing was ever written there, or it was lost.
+    Blank,
+    Mark,
+    Root(Box<Root>),
 }
 
 /// The log of gradients that live slots lack; all zero without the feature.
@@ -45,12 +74,13 @@ pub(crate) struct Log {
     pub(crate) head_checksum: u64,
 }
 
-/// Which run of several ranks it belongs to; all zero without the feature.
+/// Which run of several ranks a commit belongs to; all zero where it belongs to none.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(crate) struct Run {
-    pub(crate) id: [u8; 16],
-    /// The number of this commit that all ranks share.
-    pub(crate) commit: u64,
+pub struct Run {
+    /// The same in the stores of all ranks.
+    pub id: [u8; 16],
+    /// The number of the commit that all ranks share; generations differ.
+    pub commit: u64,
 }
 
 /// Steps were committed in memory since, and what it names may be overwritten: durability "none".
@@ -74,11 +104,9 @@ impl Root {
         sector.extend(self.run.id);
         sector.extend(self.boot);
         push_texts(&mut sector, &self.features);
-        seal(&mut sector, &self.uuid, Subject::Root);
-        let mut page = sector.clone();
-        page.resize(PAGE_BYTES as usize - SECTOR_BYTES, 0);
-        page.extend(sector);
-        page
+        sector.resize(BESIDE_AT, 0);
+        sector.extend(self.beside.number().to_le_bytes());
+        twice(sector, &self.uuid)
     }
 
     /// Refuses what is not known here.
@@ -91,9 +119,52 @@ impl Root {
     }
 }
 
-/// The newest root of a page; `None` if none was ever written there.
-pub(crate) fn read(page: &[u8], uuid: &Uuid) -> Result<Option<Root>, Malformed> {
-    newest(page, |sector| decode(sector, uuid), |root| root.generation)
+impl Beside {
+    fn number(self) -> u64 {
+        match self {
+            Self::Unknown => 0,
+            Self::Mark => u64::MAX,
+            Self::Root(generation) => generation,
+        }
+    }
+
+    fn of(number: u64) -> Self {
+        match number {
+            0 => Self::Unknown,
+            u64::MAX => Self::Mark,
+            generation => Self::Root(generation),
+        }
+    }
+}
+
+/// A page that says that there is no root in it.
+pub(crate) fn mark(uuid: &Uuid) -> Vec<u8> {
+    twice([&MAGIC_OF_MARK[..], uuid].concat(), uuid)
+}
+
+/// A page with a sector in both of its places.
+fn twice(mut sector: Vec<u8>, uuid: &Uuid) -> Vec<u8> {
+    seal(&mut sector, uuid, Subject::Root);
+    let mut page = sector.clone();
+    page.resize(PAGE_BYTES as usize - SECTOR_BYTES, 0);
+    page.extend(sector);
+    page
+}
+
+/// What stands in a page. A root over a mark counts as soon as one of its sectors is whole, and until it has none.
+pub(crate) fn read(page: &[u8], uuid: &Uuid) -> Result<Found, Malformed> {
+    let found = newest(page, |sector| decode(sector, uuid), |root| root.generation);
+    let is_mark = |sector: Option<&[u8]>| sector.is_some_and(|sector| opened(sector, MAGIC_OF_MARK, uuid).is_ok());
+    match found {
+        Ok(Some(root)) => Ok(Found::Root(Box::new(root))),
+        _ if is_mark(page.first_chunk::<SECTOR_BYTES>().map(|sector| &sector[..]))
+            || is_mark(page.last_chunk::<SECTOR_BYTES>().map(|sector| &sector[..])) =>
+        {
+            Ok(Found::Mark)
+        }
+        Ok(None) => Ok(Found::Blank),
+        Err(why) => Err(why),
+    }
 }
 
 /// The newer of the two roots in a page, whatever its version.
@@ -175,7 +246,17 @@ fn decode(sector: &[u8], uuid: &Uuid) -> Result<Root, Malformed> {
     if root.generation == 0 || root.generation == u64::MAX {
         return Err(format!("generation {}", root.generation));
     }
-    Ok(root)
+    let Some(before) = fields.left().checked_sub(SECTOR_BYTES - BESIDE_AT) else {
+        return Err("its features go over what follows them".into());
+    };
+    fields.take(before)?;
+    root.beside = Beside::of(fields.u64()?);
+    match root.beside {
+        Beside::Root(other) if (other ^ root.generation) & 1 == 0 => {
+            Err(format!("generation {} beside generation {other}", root.generation))
+        }
+        _ => Ok(root),
+    }
 }
 
 #[cfg(test)]
@@ -189,8 +270,10 @@ mod tests {
     }
 
     fn said(root: &Root) -> Result<(), String> {
-        let root = read(&root.encode(), &UUID)?.ok_or("nothing there")?;
-        Ok(root.known()?)
+        match read(&root.encode(), &UUID)? {
+            Found::Root(root) => Ok(root.known()?),
+            other => Err(format!("{other:?}")),
+        }
     }
 
     #[test]
@@ -205,9 +288,10 @@ mod tests {
         of_a_run.run.commit = 1;
         assert!(said(&of_a_run).is_err_and(|why| why.contains("a run")));
         of_a_run.features = vec![RANKS.into()];
-        let wanted =
-            "the store uses \"several ranks\", which this version of memascend does not know: install a newer one";
-        assert_eq!(said(&of_a_run), Err(wanted.into()));
+        assert_eq!(said(&of_a_run), Ok(()));
+        let of_tomorrow = Root { features: vec!["tomorrow".into()], ..root() };
+        let wanted = "the store uses \"tomorrow\", which this version of memascend does not know: install a newer one";
+        assert_eq!(said(&of_tomorrow), Err(wanted.into()));
         let flagged = Root { flags: UNFLUSHED, other_flags: 1 << 40, ..root() };
         assert!(said(&flagged).is_err_and(|why| why.contains("uses flag 0x10000000000, which")));
     }
@@ -229,7 +313,37 @@ mod tests {
             log: Log { offset: 14, bytes: 15, head_offset: 16, head_checksum: 17 },
             run: Run { id: [18; 16], commit: 19 },
             features: vec![LOG.into(), RANKS.into()],
+            beside: Beside::Root(8),
         };
-        assert_eq!(read(&full.encode(), &UUID), Ok(Some(full)));
+        for beside in [Beside::Root(8), Beside::Mark, Beside::Unknown] {
+            let full = Root { beside, ..full.clone() };
+            assert_eq!(read(&full.encode(), &UUID), Ok(Found::Root(Box::new(full))));
+        }
+        let impossible = Root { beside: Beside::Root(7), ..full };
+        assert!(read(&impossible.encode(), &UUID).is_err_and(|why| why.contains("beside generation 7")));
+    }
+
+    #[test]
+    fn a_mark_counts_where_no_root_is_whole() {
+        let (mark, blank, root) = (mark(&UUID), vec![0; PAGE_BYTES as usize], root().encode());
+        let torn = |first: &[u8], last: &[u8]| {
+            let (half, sector) = (PAGE_BYTES as usize / 2, |page: &[u8]| page[PAGE_BYTES as usize / 2..].to_vec());
+            let found = read(&[&first[..half], &sector(last)].concat(), &UUID);
+            found.map(|found| match found {
+                Found::Blank => 'b',
+                Found::Mark => 'm',
+                Found::Root(_) => 'r',
+            })
+        };
+        let damaged = {
+            let mut page = mark.clone();
+            page[30] ^= 1;
+            page[PAGE_BYTES as usize - 30] ^= 1;
+            page
+        };
+        let pages = [&mark, &blank, &root, &damaged];
+        let found = pages.map(|first| pages.map(|last| torn(first, last).unwrap_or('!')));
+        assert_eq!(found, [['m', 'm', 'r', 'm'], ['m', 'b', 'r', 'b'], ['r', 'r', 'r', 'r'], ['m', 'b', 'r', '!']]);
+        assert!(read(&super::mark(&[8; 16]), &UUID).is_err_and(|why| why.contains("does not begin as one")));
     }
 }

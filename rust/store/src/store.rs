@@ -18,6 +18,7 @@ use crate::{
     holds::OpenReads,
     index::Index,
     layout::PAGE_BYTES,
+    root::Run,
     spill::Spill,
     table::Sections,
 };
@@ -94,6 +95,8 @@ pub struct Info {
     pub generation: u64,
     /// Committed steps.
     pub step: u64,
+    /// The run of several ranks that the last commit belongs to.
+    pub run: Run,
     /// The user's value.
     pub user: String,
     /// The hyperparameters, as the last commit saw them.
@@ -192,6 +195,7 @@ impl Store {
             uuid: self.uuid,
             generation: index.generation,
             step: index.step,
+            run: index.run,
             user: index.user.clone(),
             hyperparameters: index.hyperparameters.clone(),
             slot_bytes: self.layout.slot_bytes(),

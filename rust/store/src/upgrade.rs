@@ -22,7 +22,7 @@ use crate::{
     open::bytes_at,
     path::{There, look, refused, resolve},
     places::Devices,
-    root::{self, Root, UNCLOSED, UNFLUSHED},
+    root::{self, Beside, Root, UNCLOSED, UNFLUSHED},
     version_1,
 };
 
@@ -122,11 +122,15 @@ impl Store {
             self.put(offset, &self.description.encode())?;
         }
         self.volume.flush(Wait::forever())?;
-        let step = self.index.lock().step;
-        self.carry_out(Commit { step, ..Commit::default() }, Reach::Durable(0))?;
+        let generation = root.generation + 1;
+        let step = {
+            let mut index = self.index.lock();
+            index.root_pages[(root.generation & 1) as usize] = Beside::Root(root.generation);
+            index.step
+        };
+        self.carry_out(Commit { step, ..Commit::default() }, Reach::Durable(0), &mut || true)?;
         // What it names was flushed with the new root.
         (root.flags, root.boot) = (0, [0; 16]);
-        let generation = root.generation + 1;
         self.finish_upgrade(&Root { generation, ..root.clone() }, Page::New(root))
     }
 
@@ -142,6 +146,7 @@ impl Store {
             description_bytes: self.layout.description_bytes,
             description_checksum: self.description_checksum,
             places: self.layout.places,
+            beside: Beside::Root(old.generation + 1),
             ..Root::default()
         }
     }
@@ -154,7 +159,7 @@ impl Store {
                 let other = Root { flags: 0, boot: [0; 16], ..self.of_version_2(&old) };
                 self.write_root(&other, true)?;
             }
-            _ => self.put(self.layout.devices.root_offset((root.generation + 1) & 1), &vec![0; PAGE_BYTES as usize])?,
+            _ => self.write_root_page((root.generation + 1) & 1, &root::mark(&self.uuid), false)?,
         }
         self.put_second_labels()?;
         self.volume.flush(Wait::forever())?;
@@ -201,9 +206,9 @@ impl Unfinished {
                 Page::Blank => None,
             };
             let page = match (root::read(&bytes, &uuid), version_1::read_root(&bytes, &uuid)) {
-                (Ok(Some(root)), _) => Page::New(root),
+                (Ok(root::Found::Root(root)), _) => Page::New(*root),
                 (_, Ok(Some(root))) => Page::Old(root),
-                (Ok(None), Ok(None)) => Page::Blank,
+                (Ok(root::Found::Mark), _) | (Ok(root::Found::Blank), Ok(None)) => Page::Blank,
                 (_, Err(why)) | (Err(why), _) => return Err(corrupt(&path, "the root", place, why)),
             };
             if generation(&page).is_some_and(|generation| generation & 1 != slot) {

@@ -185,9 +185,7 @@ fn sizes_come_from_the_description_alone() {
         );
         let units: Vec<u64> = (0..3).map(|unit| store.layout().unit_bytes(unit)).collect();
         assert_eq!(sizes.unit_bytes, units);
-        store
-            .commit(Commit { step: 2, user: Some("x".repeat(60)), hyperparameters: None, log: None }, Wait::forever())
-            .ok();
+        store.commit(Commit { step: 2, user: Some("x".repeat(60)), ..Commit::default() }, Wait::forever()).ok();
         assert_eq!(store.info().index_bytes, sizes.index_bytes);
     }
     assert!(toy::description().sizes(0, None).is_err());

@@ -22,7 +22,7 @@ fn a_commit_with_one_piece_missing_is_refused_and_changes_nothing() {
                 let write = store.stage(entry, piece, bytes).unwrap_or_else(|error| panic!("{error}"));
                 write.wait().unwrap_or_else(|error| panic!("{error}"));
             }
-            let commit = Commit { step: 3, user: None, hyperparameters: None, log: None };
+            let commit = Commit { step: 3, ..Commit::default() };
             let Err(Error::Usage(message)) = store.commit(commit, Wait::forever()) else {
                 panic!("entry {entry} was committed without its piece {missing}")
             };

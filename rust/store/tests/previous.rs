@@ -101,6 +101,68 @@ fn a_damaged_root_is_refused_and_the_other_commit_opened_when_asked_for() {
     }
 }
 
+/// The same disk with zeros in the page of its newest root, or of the other one.
+fn without_root(disk: &SimDisk, page: usize) -> SimDisk {
+    let mut bytes = disk.bytes();
+    bytes[page..page + PAGE].fill(0);
+    SimDisk::of(bytes)
+}
+
+/// Refused with the reason, and the advice to open the step that is left.
+fn is_lost(disk: &SimDisk, step: u64) {
+    let before = disk.bytes();
+    let refused = error_of(disk, &newest());
+    let text = refused.to_string();
+    assert!(matches!(refused, Error::Corrupt { .. }) && text.contains("it is blank"), "{text}");
+    assert!(text.contains(&format!("step {step}, is whole: existing=\"previous\"")), "{text}");
+    assert!(disk.bytes() == before, "a refused call changed something");
+    assert_eq!(opened(std::slice::from_ref(disk), &previous()), Ok(step));
+    assert_eq!(opened(std::slice::from_ref(disk), &newest()), Ok(step));
+}
+
+#[test]
+fn a_root_of_zeros_is_found_wherever_it_was() {
+    // The second commit lies where no root was before.
+    for last in [1, 2, 3] {
+        let disk = trained(last, false);
+        is_lost(&without_root(&disk, pages(last).0), last - 1);
+        // The older one: nobody knows that it was, and nothing newer is given up for it.
+        is_lost(&without_root(&disk, pages(last).1), last);
+    }
+    let disk = trained(0, false);
+    let refused = error_of(&without_root(&disk, pages(0).0), &newest()).to_string();
+    assert!(refused.contains("first write did not finish"), "{refused}");
+}
+
+#[test]
+fn a_root_of_zeros_is_found_after_going_back() {
+    let disks = [trained(3, false)];
+    assert_eq!(opened(&disks, &previous()), Ok(2));
+    let store = toy::open(&disks, &newest()).unwrap_or_else(|error| panic!("{error}"));
+    toy::step(&store, 3).unwrap_or_else(|error| panic!("{error}"));
+    drop(store);
+    is_lost(&without_root(&SimDisk::of(disks[0].bytes()), pages(3).0), 2);
+}
+
+#[test]
+fn a_root_of_zeros_is_found_where_commits_in_memory_left_roots_out() {
+    let mut how = toy::how();
+    how.durability = Durability::None;
+    for last in 1..6 {
+        let disks = toy::disks(1);
+        let store = Store::create_on(toy::volume(&disks, &Faults::default()), toy::STRIPE, toy::description(), &how);
+        let store = store.unwrap_or_else(|error| panic!("{error}"));
+        (0..=last).for_each(|step| toy::step(&store, step).unwrap_or_else(|error| panic!("{error}")));
+        store.close(Wait::forever()).unwrap_or_else(|error| panic!("{error}"));
+        drop(store);
+        assert_eq!(opened(&disks, &newest()), Ok(last));
+        for page in ROOTS {
+            let error = error_of(&without_root(&SimDisk::of(disks[0].bytes()), page), &newest());
+            assert!(matches!(error, Error::Corrupt { .. }) && error.to_string().contains("it is blank"), "{error}");
+        }
+    }
+}
+
 #[test]
 fn with_both_whole_it_is_one_commit_back() {
     let disk = trained(3, false);

@@ -5,7 +5,7 @@ mod version_1;
 
 use memascend_mem::Wait;
 use memascend_nvme::sim::{Faults, SimDisk};
-use memascend_store::{Create, Error, Store};
+use memascend_store::{Create, Error, Existing, Store};
 
 /// More than an upgrade needs.
 const ROOM: usize = 64 << 10;
@@ -44,7 +44,7 @@ fn whole(disks: &[SimDisk], step: u64, name: &str) {
     assert_eq!(toy::check(&ok(opened(disks)), name), step + 1, "{name}: a step later");
 }
 
-/// The same devices with the page of the newest root blank, as if its commit had not begun.
+/// The same devices after the newest root was lost and the other one opened in its place.
 fn without_newest_root(disks: &[SimDisk]) -> Vec<SimDisk> {
     let generation = ok(opened(disks)).info().generation;
     // The labels take a stripe of each device, and the roots follow.
@@ -57,7 +57,13 @@ fn without_newest_root(disks: &[SimDisk]) -> Vec<SimDisk> {
         }
         SimDisk::of(bytes)
     };
-    disks.iter().enumerate().map(copy).collect()
+    let left: Vec<SimDisk> = disks.iter().enumerate().map(copy).collect();
+    let refused = opened(&left).map(drop).map_err(|error| error.to_string());
+    assert!(refused.as_ref().is_err_and(|why| why.contains("it is blank")), "{refused:?}");
+    let mut previous = how();
+    previous.existing = Existing::Previous;
+    drop(ok(toy::open(&left, &previous)));
+    left
 }
 
 #[test]

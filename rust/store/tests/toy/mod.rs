@@ -98,7 +98,7 @@ pub(crate) fn step(store: &Store, step: u64) -> Result<(), Error> {
         }
     }
     let hyperparameters = Some("x".repeat(usize::try_from(step).unwrap_or(0) * 700 % 5000));
-    store.commit(Commit { step, user: Some(user(step)), hyperparameters, log: None }, Wait::forever())?;
+    store.commit(Commit { step, user: Some(user(step)), hyperparameters, ..Commit::default() }, Wait::forever())?;
     Ok(())
 }
 

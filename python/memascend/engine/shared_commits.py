@@ -1,0 +1,22 @@
+"""Describes commits that several ranks make together, as store and engine see them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+__all__ = ["Agree", "CommitOfOne", "RunAndNumber", "SharedCommits"]
+
+# What is called before a commit counts; it raises where not all ranks are as far.
+Agree = Callable[[], object]
+# The id of a run, 16 bytes, and the number that all its ranks give a commit.
+RunAndNumber = tuple[bytes, int]
+# A store's own commit, or its engine's: step, user's value, hyperparameters.
+CommitOfOne = Callable[[int, str | None, str | None, RunAndNumber | None, Agree | None], int]
+
+
+class SharedCommits(Protocol):
+    """Makes the commits of a store together with other ranks."""
+
+    def commit(self, make: Callable[[RunAndNumber, Agree], int]) -> int:
+        """Make one by `make`, and return the generation."""
