@@ -138,7 +138,7 @@ def killed_at_random_moments(folder, kills):
     print("seen", len(seen))
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
 def test_killed_at_any_moment_there_is_a_whole_one(tmp_path, loaded, kills):
     program = """
         import pathlib, sys, torch

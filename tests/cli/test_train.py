@@ -189,7 +189,7 @@ def test_ctrl_c_and_the_same_command(folders, tmp_path, capfd, monkeypatch, mome
     assert same_states(weights_of(tmp_path / "out"), weights_of(tmp_path / "whole/out"))
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(12, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [1, pytest.param(12, marks=pytest.mark.slow)])
 def test_kills_change_nothing(folders, tmp_path, monkeypatch, kills):
     more = ["--epochs", 3 * kills, "--save-every", 2, "--eval", folders / "eval.jsonl"]
     calm, log = tmp_path / "calm.log", tmp_path / "killed.log"

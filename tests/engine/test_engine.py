@@ -149,7 +149,15 @@ KILLED = """
 """
 
 
-@pytest.mark.parametrize(("durability", "kills"), [("step", 50), ("close", 20)])
+@pytest.mark.parametrize(
+    ("durability", "kills"),
+    [
+        ("step", 12),
+        ("close", 8),
+        pytest.param("step", 50, marks=pytest.mark.slow),
+        pytest.param("close", 20, marks=pytest.mark.slow),
+    ],
+)
 def test_killed_at_random_moments_it_is_what_was_never_killed(loaded, tmp_path, durability, kills):
     output = loaded(textwrap.dedent(KILLED), tmp_path / "store", kills, durability)
     assert int(output.split()[-1]) > kills  # it got somewhere between the kills

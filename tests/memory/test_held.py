@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from memory.measured import Block
+from support.grids import covered, usual
 from torch import nn
 
 import memascend
@@ -71,8 +72,7 @@ def smallest_of(folder, model, **options):
     return refused.value.smallest
 
 
-@pytest.mark.parametrize("gradients", ["fused", "ssd", "ram"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "gradients"), covered(MODELS, ["fused", "ssd", "ram"]))
 def test_the_smallest_budget_trains_and_a_byte_less_is_refused(disk, name, gradients):
     model = MODELS[name]()
     smallest = smallest_of(disk, model, gradients=gradients)
@@ -94,8 +94,7 @@ def mapped_by_owner():
     return found
 
 
-@pytest.mark.parametrize("gradients", ["fused", "ssd", "ram", "auto"])
-@pytest.mark.parametrize("budget", ["smallest", None, "64MiB"])
+@pytest.mark.parametrize(("gradients", "budget"), covered(["fused", "ssd", "ram", "auto"], ["smallest", None, "64MiB"]))
 def test_what_is_held_is_what_the_plan_says(disk, gradients, budget):
     gc.collect()
     before = mapped_by_owner()
@@ -135,7 +134,7 @@ def test_what_is_held_is_what_the_plan_says(disk, gradients, budget):
     assert mapped_by_owner().get("units", 0) == before.get("units", 0)
 
 
-@pytest.mark.parametrize("gradients", ["fused", "ssd"])
+@pytest.mark.parametrize("gradients", usual(["fused", "ssd"], "ssd"))
 def test_a_larger_budget_reads_less_as_the_plan_says(disk, gradients):
     model = blocks(width=192, count=6)
     model, optimizer = offloaded(disk, model, gradients=gradients)

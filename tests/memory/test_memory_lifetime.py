@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.grids import usual
 
 import memascend
 from memascend.memory import Arena, Region, regions
@@ -221,19 +222,21 @@ def test_a_child_that_exits_neither_unmaps_nor_unpins(loaded):
     loaded(CHILD_THAT_EXITS.replace("import os,", "import warnings; warnings.simplefilter('ignore'); import os,"))
 
 
-@pytest.mark.parametrize(
-    "ending",
-    [
-        "pass",
-        "sys.exit(0)",
-        "del lease, arena, region",
-        "builtins.kept = (tensor, lease, arena, region)",
-        "threading.Thread(target=lambda: arena.lease(4096), daemon=True).start(); time.sleep(0.2)",
-        "atexit.register(lambda: tensor.fill_(1))",
-        "sys.modules['kept'] = tensor; del tensor, lease, arena, region",
-        "tensor.requires_grad_(); builtins.kept = (tensor * 2).sum()",
-    ],
-)
+WAITING = "threading.Thread(target=lambda: arena.lease(4096), daemon=True).start(); time.sleep(0.2)"
+IN_GRAPH = "tensor.requires_grad_(); builtins.kept = (tensor * 2).sum()"
+ENDINGS = [
+    "pass",
+    "sys.exit(0)",
+    "del lease, arena, region",
+    "builtins.kept = (tensor, lease, arena, region)",
+    WAITING,
+    "atexit.register(lambda: tensor.fill_(1))",
+    "sys.modules['kept'] = tensor; del tensor, lease, arena, region",
+    IN_GRAPH,
+]
+
+
+@pytest.mark.parametrize("ending", usual(ENDINGS, "pass", WAITING, IN_GRAPH))
 def test_the_interpreter_ends_cleanly(loaded, ending):
     program = """
 import atexit, builtins, sys, threading, time, torch

@@ -1,6 +1,7 @@
 """Tests that a report's owners add up to what the process grew by."""
 
 import pytest
+from support.grids import usual
 
 MIB = 1 << 20
 # What has no owner: what torch keeps of the first step of a size.
@@ -17,7 +18,7 @@ CASES = {
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", usual(CASES, "deep and narrow", "activations"))
 def test_the_report_is_what_the_process_grew_by(measure, case):
     run = measure(**{"vocabulary": 1024, **CASES[case]})
     owners, total = run["report"]["host"]["owners"], run["report"]["host"]["total"]

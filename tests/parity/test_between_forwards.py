@@ -1,22 +1,24 @@
 """Compares programs that reach weights between forwards with the same programs on plain torch, bit for bit."""
 
 import copy
+import itertools
 
 import pytest
 import torch
 from parity.reference import threads_of_torch
 from support.bits import same_bits, same_states
+from support.grids import covered
 
 import memascend
 
 WIDTH = 64
 FP32 = torch.float32
-MODES = [
-    pytest.param(2, FP32, "adamw", "fused", id="2-fp32-adamw-fused"),
-    pytest.param(16, FP32, "sgd", "ssd", id="16-fp32-sgd-ssd"),
-    pytest.param(16, torch.bfloat16, "adamw", "fused", id="16-bf16-adamw-fused"),
-    pytest.param(2, torch.float16, "adamw", "auto", id="2-fp16-adamw-auto"),
-]
+MODES = {
+    "2-fp32-adamw-fused": (2, FP32, "adamw", "fused"),
+    "16-fp32-sgd-ssd": (16, FP32, "sgd", "ssd"),
+    "16-bf16-adamw-fused": (16, torch.bfloat16, "adamw", "fused"),
+    "2-fp16-adamw-auto": (2, torch.float16, "adamw", "auto"),
+}
 OPTIMIZERS = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-1, momentum=0.9),
@@ -152,10 +154,9 @@ def writing(write):
     return program
 
 
-@pytest.mark.parametrize(("blocks", "dtype", "kind", "gradients"), MODES)
-@pytest.mark.parametrize("write", WRITES)
-def test_a_write_is_computed_with_and_trained_from(tmp_path, write, blocks, dtype, kind, gradients):
-    compared(writing(write), tmp_path, blocks, dtype, kind, gradients)
+@pytest.mark.parametrize(("mode", "write"), covered(MODES, WRITES))
+def test_a_write_is_computed_with_and_trained_from(tmp_path, write, mode):
+    compared(writing(write), tmp_path, *MODES[mode])
 
 
 def ema_swap(run):
@@ -225,31 +226,26 @@ def clipped_weights(run):
             p.data.clamp_(-0.1, 0.1)
 
 
-PROGRAMS = [ema_swap, vector, state_dict_values, rewound, frozen, discarded, clipped_weights]
+PROGRAMS = {
+    program.__name__: program
+    for program in (ema_swap, vector, state_dict_values, rewound, frozen, discarded, clipped_weights)
+}
 
 
-@pytest.mark.parametrize(("blocks", "dtype", "kind", "gradients"), MODES)
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-def test_a_program_of_users(tmp_path, program, blocks, dtype, kind, gradients):
-    compared(program, tmp_path, blocks, dtype, kind, gradients)
+@pytest.mark.parametrize(("mode", "program"), covered(MODES, PROGRAMS))
+def test_a_program_of_users(tmp_path, program, mode):
+    compared(PROGRAMS[program], tmp_path, *MODES[mode])
 
 
 def held():
     """All of these where all state is held; of what says the same in most of it, two in the fast set."""
-    for mode in MODES:
-        for durability in ("none", "step"):
-            fast = mode.id == "16-bf16-adamw-fused"
-            for name in WRITES:
-                marks = [] if fast and name == "data" and durability == "none" else [pytest.mark.slow]
-                yield pytest.param(
-                    writing(name), durability, *mode.values, id=f"{name}-{durability}-{mode.id}", marks=marks
-                )
-            for program in PROGRAMS:
-                marks = [] if fast and program is ema_swap and durability == "none" else [pytest.mark.slow]
-                name = f"{program.__name__}-{durability}-{mode.id}"
-                yield pytest.param(program, durability, *mode.values, id=name, marks=marks)
+    programs = {**{name: writing(name) for name in WRITES}, **PROGRAMS}
+    for mode, durability, name in itertools.product(MODES, ("none", "step"), programs):
+        fast = (mode, durability) == ("16-bf16-adamw-fused", "none") and name in ("data", "ema_swap")
+        marks = [] if fast else [pytest.mark.slow]
+        yield pytest.param(programs[name], durability, mode, id=f"{name}-{durability}-{mode}", marks=marks)
 
 
-@pytest.mark.parametrize(("program", "durability", "blocks", "dtype", "kind", "gradients"), list(held()))
-def test_held_parameters_are_written_to_likewise(tmp_path, program, durability, blocks, dtype, kind, gradients):
-    compared(program, tmp_path, blocks, dtype, kind, gradients, host_memory="64MiB", durability=durability)
+@pytest.mark.parametrize(("program", "durability", "mode"), list(held()))
+def test_held_parameters_are_written_to_likewise(tmp_path, program, durability, mode):
+    compared(program, tmp_path, *MODES[mode], host_memory="64MiB", durability=durability)

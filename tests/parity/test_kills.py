@@ -34,7 +34,7 @@ def run_until(server, arguments, log, seconds=None):
 @pytest.mark.parametrize(
     ("gradients", "kills", "state"),
     [
-        pytest.param("fused", 5, None, marks=pytest.mark.timeout(300)),
+        pytest.param("fused", 3, None, marks=pytest.mark.timeout(300)),
         *(
             pytest.param(mode, 20, state, marks=[pytest.mark.slow, pytest.mark.timeout(1500)])
             for mode, state in (("fused", None), ("ssd", None), ("fused", "bf16"), ("ssd", "8bit"))

@@ -30,8 +30,8 @@ assert "triton" not in sys.modules and not torch.cuda.is_initialized()
     )
 
 
-def test_every_public_name_is_there(python):
-    python(
+def test_every_public_name_is_there(loaded):
+    loaded(
         """
 import memascend
 assert set(memascend.__all__) == set(dir(memascend))
@@ -50,8 +50,8 @@ else:
     )
 
 
-def test_the_function_stays_where_its_module_was_imported_first(python):
-    python(
+def test_the_function_stays_where_its_module_was_imported_first(loaded):
+    loaded(
         "from memascend.run.offloading import offload; import memascend;"
         "assert memascend.offload is offload and callable(memascend.offload);"
         "assert memascend.Report.__name__ == 'Report'"

@@ -19,7 +19,7 @@ import memascend
 """
 
 
-def test_a_training_its_checkpoint_and_its_resume(python, tmp_path):
+def test_a_training_its_checkpoint_its_resume_and_memory_of_a_device(python, tmp_path):
     python(
         WITHOUT
         + """
@@ -45,23 +45,15 @@ assert trained(checkpoint=folder + "/saved-4") == 6
 model = made()[0].to("meta")
 weights = folder + "/saved-6"
 memascend.offload(model, torch.optim.SGD(model.parameters(), lr=0.1), weights=weights)[1].close()
-assert sys.modules["numpy"] is None
-""",
-        tmp_path,
-    )
-
-
-def test_memory_of_a_device_as_a_tensor(python):
-    python(
-        WITHOUT
-        + """
+# Memory of a device, on one that is none, as there is none; the way is the same.
 from types import SimpleNamespace
 from memascend.device.device import Cuda
 there = torch.arange(64, dtype=torch.uint8)
-# On a device that is none, as there is none; the way is the same.
 lent = Cuda.lent(SimpleNamespace(torch_device=torch.device("cpu")), there, 16, 8, object())
 assert lent.tolist() == list(range(16, 24)) and lent.data_ptr() == there.data_ptr() + 16
-"""
+assert sys.modules["numpy"] is None
+""",
+        tmp_path,
     )
 
 
@@ -98,9 +90,9 @@ def test_an_owner_that_nobody_takes_in_goes():
     assert gone() is None
 
 
-def test_a_lent_tensor_at_the_end_of_the_interpreter(python):
+def test_a_lent_tensor_at_the_end_of_the_interpreter(loaded):
     """Its owner is not touched any more."""
-    python(
+    loaded(
         """
 import torch
 from memascend import dlpack

@@ -7,6 +7,7 @@ import pytest
 import torch
 from parity.zoo_rows import CLASSES, PADDING, VOCABULARY, WIDTH, Classifier, UsedElsewhere, classes, words
 from support.bits import same_bits
+from support.grids import covered
 from torch import nn
 
 import memascend
@@ -110,9 +111,13 @@ def test_a_gradient_is_measured_as_a_dense_one_is(spoiled):
 
 
 # Rows that are a part of a piece, that lie in two, and that are longer than one.
-@pytest.mark.parametrize(("rows", "width"), [(VOCABULARY, 96), (30011, 77), (70, 150_001)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_look_up_gives_the_rows(tmp_path, rows, width, dtype):
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    covered([(VOCABULARY, 96), (30011, 77), (70, 150_001)], [torch.bfloat16, torch.float32]),
+)
+def test_a_look_up_gives_the_rows(tmp_path, shape, dtype):
+    rows, width = shape
+
     class Model(nn.Module):
         def __init__(self):
             super().__init__()

@@ -5,6 +5,7 @@ import torch
 from support.bits import same_bits
 from support.blocks import Residual
 from support.fake_device import fake
+from support.grids import usual
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -128,7 +129,7 @@ def in_memory():
     return run
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", usual(CASES, "LSTM", "checkpoint segments", "view kept by a function"))
 def test_room_is_made_where_nobody_gave_a_budget(tmp_path, in_memory, case):
     make, loss = CASES[case]
     wanted = in_memory(make, loss)

@@ -5,6 +5,7 @@ import gc
 import pytest
 import torch
 from support.bits import same_bits
+from support.grids import covered
 from torch import nn
 
 import memascend
@@ -60,16 +61,12 @@ def same(one, other):
     return one.keys() == other.keys() and all(same_bits(one[name], other[name]) for name in one)
 
 
-@pytest.fixture(params=["", "1"])
-def debug(request, monkeypatch):
-    monkeypatch.setenv("MEMASCEND_DEBUG", request.param)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("units", [2, 16])
-@pytest.mark.usefixtures("debug")
-def test_a_load_that_the_optimizer_refuses_changes_nothing(tmp_path, units, optimizer, dtype):
+@pytest.mark.parametrize(
+    ("debug", "units", "optimizer", "dtype"),
+    covered(["", "1"], [2, 16], OPTIMIZERS, [torch.float32, torch.bfloat16, torch.float16]),
+)
+def test_a_load_that_the_optimizer_refuses_changes_nothing(tmp_path, monkeypatch, debug, units, optimizer, dtype):
+    monkeypatch.setenv("MEMASCEND_DEBUG", debug)
     model, optimizer_ = offloaded(tmp_path, units, optimizer, dtype)
     with optimizer_:
         step(model, optimizer_, 1)
@@ -91,10 +88,10 @@ def test_a_load_that_the_optimizer_refuses_changes_nothing(tmp_path, units, opti
         assert same(copied(model), before)
 
 
-@pytest.mark.parametrize(
-    "way", ["forward", "parameter", "state dict", "step", "save", "close", "state", "gone", "zero"]
-)
-@pytest.mark.parametrize("units", [2, 16])
+WAYS = ["forward", "parameter", "state dict", "step", "save", "close", "state", "gone", "zero"]
+
+
+@pytest.mark.parametrize(("way", "units"), covered(WAYS, [2, 16]))
 def test_a_load_is_there_as_soon_as_anybody_looks(tmp_path, way, units):
     model, optimizer = offloaded(tmp_path, units)
     step(model, optimizer, 1)
@@ -216,9 +213,9 @@ def test_a_backward_of_an_older_graph_meets_what_was_loaded(tmp_path):
         assert same(copied(model), copied(plain))
 
 
-@pytest.mark.parametrize("gradients", ["fused", "ssd", "ram", "auto"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("units", [2, 16])
+@pytest.mark.parametrize(
+    ("gradients", "optimizer", "units"), covered(["fused", "ssd", "ram", "auto"], OPTIMIZERS, [2, 16])
+)
 def test_a_second_step_after_one_backward_is_refused(tmp_path, gradients, optimizer, units):
     model, optimizer_ = offloaded(tmp_path, units, optimizer, gradients=gradients)
     with optimizer_:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.bits import same_bits
+from support.grids import covered
 from torch import nn
 
 import memascend
@@ -63,10 +64,10 @@ def assert_same(one, other):
     assert not [name for name in one[0] if not same_bits(one[0][name], other[0][name])]
 
 
-@pytest.mark.parametrize("first", ["model", "optimizer"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize(("units", "debug"), [(2, "1"), (16, "")])
+@pytest.mark.parametrize(
+    ("units", "debug", "optimizer", "dtype", "first"),
+    covered([2, 16], ["1", ""], OPTIMIZERS, [torch.float32, torch.bfloat16, torch.float16], ["model", "optimizer"]),
+)
 def test_what_comes_after_is_what_came_before(tmp_path, monkeypatch, units, debug, optimizer, dtype, first):
     monkeypatch.setenv("MEMASCEND_DEBUG", debug)
     model, made = offloaded(tmp_path, units, optimizer, dtype)

@@ -78,7 +78,7 @@ fn every_crash_point_of_a_short_run() {
             let disks = toy::disks(count);
             let faults = Faults { dies_after: Some(point), ..Faults::default() };
             let ended = run(&disks, &faults, &how, 3);
-            for loss in 0..6 {
+            for loss in 0..toy::many(6, 2) {
                 let left: Vec<SimDisk> = disks.iter().map(|disk| disk.after_power_loss(loss)).collect();
                 reopened(&left, &how, ended, &format!("{count} devices, point {point}, loss {loss}"));
             }
@@ -180,7 +180,7 @@ fn random_lives() {
     if let Some(seed) = number("MEMASCEND_SEED") {
         return life(seed);
     }
-    let seeds = number("MEMASCEND_SEEDS").unwrap_or(1000);
+    let seeds = number("MEMASCEND_SEEDS").unwrap_or(toy::many(1000, 120));
     toy::side_by_side(0..seeds, |seed| {
         let lived = std::panic::catch_unwind(|| life(seed));
         assert!(lived.is_ok(), "run it again with MEMASCEND_SEED={seed}");

@@ -149,7 +149,7 @@ fn power_is_lost_at_every_point() {
         toy::side_by_side(0..points + 1, |point| {
             let disks = toy::disks(count);
             let (known, _) = told(story, &disks, Some(point));
-            for loss in 0..8 {
+            for loss in 0..toy::many(8, 2) {
                 let left: Vec<SimDisk> = disks.iter().map(|disk| disk.after_power_loss(loss)).collect();
                 known.clone().opened(&left, true, &format!("story {number}, point {point}, loss {loss}"));
             }
@@ -194,7 +194,7 @@ fn random_lives() {
     if let Some(seed) = number("MEMASCEND_SEED") {
         return life(seed);
     }
-    toy::side_by_side(0..number("MEMASCEND_SEEDS").unwrap_or(400), |seed| {
+    toy::side_by_side(0..number("MEMASCEND_SEEDS").unwrap_or(toy::many(400, 60)), |seed| {
         let lived = std::panic::catch_unwind(|| life(seed));
         assert!(lived.is_ok(), "run it again with MEMASCEND_SEED={seed}");
     });

@@ -256,7 +256,7 @@ fn it_is_stopped_or_loses_power_at_every_point() {
             let disk = SimDisk::of(image.bytes());
             let done = run(&disk, &Faults { dies_after: Some(point), ..Faults::default() });
             assert!(done.is_ok() == (point >= points) || point.abs_diff(points) <= 2, "{point} of {points}");
-            let mut left: Vec<SimDisk> = (0..20).map(|loss| disk.after_power_loss(loss)).collect();
+            let mut left: Vec<SimDisk> = (0..toy::many(20, 4)).map(|loss| disk.after_power_loss(loss)).collect();
             left.push(SimDisk::of(disk.bytes()));
             for left in left {
                 let name = format!("damaged {damaged}, point {point}");
@@ -306,7 +306,7 @@ fn a_device_that_fails_on_the_way_changes_nothing() {
 fn a_root_that_cannot_be_read_counts_as_damaged() {
     // Of the first requests one reads a root: label, root 0, root 1.
     let mut opened_previous = 0;
-    for seed in 0..200 {
+    for seed in 0..toy::many(200, 60) {
         let disk = trained(3, false);
         let faults = Faults { seed, errors: vec![(Action::Read, libc::EIO, 40)], ..Faults::default() };
         let volume = toy::volume(std::slice::from_ref(&disk), &faults);

@@ -148,6 +148,11 @@ pub(crate) fn open(disks: &[SimDisk], how: &Create) -> Result<Store, Error> {
     Store::open_on(volume(disks, &Faults::default()), STRIPE, how)
 }
 
+/// All of them, or what is enough after every change: `MEMASCEND_TEST_LONG` says which.
+pub(crate) fn many<T>(all: T, few: T) -> T {
+    if std::env::var_os("MEMASCEND_TEST_LONG").is_some() { all } else { few }
+}
+
 /// How many pieces of work go on at a time: most of their time they wait for a simulated device.
 const LANES: usize = 4;
 
