@@ -73,7 +73,7 @@ class Streamed:
         if gradient.is_sparse:
             options["gradient"], whole = gradient, True
         given = generic.Given(**options)
-        function = generic.update(optimizer, group, self.layout, given, first=self.updates == 0)
+        function = generic.Update(optimizer, group, self.layout, given, first=self.updates == 0)
         self.apply(function, gradient, whole)
         self.updates += 1
 

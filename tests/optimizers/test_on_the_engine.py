@@ -51,7 +51,7 @@ def test_a_store_holds_what_torch_has_in_memory(tmp_path, kind, options, dtype):
                     continue
                 gradient = torch.empty_like(first[index]).copy_(torch.randn(first[index].shape))
                 twin.grad = gradient.float()
-                function = generic.update(original, group, kept[index], first=counts[index] == 0)
+                function = generic.Update(original, group, kept[index], first=counts[index] == 0)
                 counts[index] += 1
                 whole_too = kept[index].whole
                 updates.apply(str(index), function, step=counts[index], gradient=gradient, whole=whole_too)

@@ -45,7 +45,7 @@ def test_sparse_gradients_get_the_bits_of_torch(streamed_part, name):
         reference.step()
         streamed.step(original, original.param_groups[0], twin.grad)
     assert same_bits(streamed.shaped(streamed.values), twin.detach())
-    function = generic.update(
+    function = generic.Update(
         original, original.param_groups[0], streamed.layout, generic.Given(twin.grad), first=False
     )
     streamed.chunk = 7
@@ -70,7 +70,7 @@ def test_nothing_of_a_chunk_is_held_after_the_call(name):
     gc.disable()
     try:
         for first in (True, False):
-            function = generic.update(optimizer, optimizer.param_groups[0], kept, first=first)
+            function = generic.Update(optimizer, optimizer.param_groups[0], kept, first=first)
             function(chunk())
             for buffer in buffers.values():
                 buffer.append(0)  # a BufferError while a tensor lies on it
@@ -118,7 +118,7 @@ def test_an_update_has_the_options_of_the_moment_when_it_was_made(streamed_part)
     parameter = torch.nn.Parameter(torch.zeros(5000))
     optimizer = torch.optim.SGD([parameter], lr=lr)
     streamed = streamed_part(optimizer, parameter, None)
-    function = generic.update(optimizer, optimizer.param_groups[0], streamed.layout, first=True)
+    function = generic.Update(optimizer, optimizer.param_groups[0], streamed.layout, first=True)
     lr.fill_(100)
     optimizer.param_groups[0]["weight_decay"] = 9
     streamed.apply(function, torch.ones(5000), whole=False)
@@ -146,13 +146,13 @@ def test_a_gradient_given_whole_is_cut_in_the_order_of_the_bytes(streamed_part):
     parameter = torch.nn.Parameter(values)
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     streamed = streamed_part(optimizer, parameter, None)
-    function = generic.update(
+    function = generic.Update(
         optimizer, optimizer.param_groups[0], streamed.layout, generic.Given(gradient), first=True
     )
     streamed.apply(function, None, whole=False)
     assert same_bits(streamed.shaped(streamed.values), values - gradient)
     with pytest.raises(UsageError, match="without a gradient"):
-        streamed.apply(generic.update(optimizer, optimizer.param_groups[0], streamed.layout, first=True), None, False)
+        streamed.apply(generic.Update(optimizer, optimizer.param_groups[0], streamed.layout, first=True), None, False)
 
 
 def test_rust_options_are_those_of_adam_and_adamw_alone():

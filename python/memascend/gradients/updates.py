@@ -50,7 +50,7 @@ class Updates:
         self, kept: Gradient, layout: StateLayout, given: generic.Given = _AS_IT_COMES, method: str = "step"
     ) -> Callable[[Chunk], None]:
         """A run of the optimizer's own code on one parameter."""
-        return generic.update(
+        return generic.Update(
             self._arithmetic.optimizer,
             self._groups[kept.group],
             layout,

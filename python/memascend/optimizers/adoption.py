@@ -6,9 +6,10 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from memascend.errors import UsageError
-from memascend.optimizers.clone import attributes_of, named, stepped
+from memascend.optimizers.clone import attributes_of, cloned, named, run
 from memascend.optimizers.option_values import copied
 from memascend.optimizers.shared_values import (
+    GONE,
     Disagreement,
     SharedName,
     SharedValues,
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["Adoption"]
-
-_MISSING = object()
 
 
 class Adoption:
@@ -90,7 +89,7 @@ class Adoption:
                 f"{named(self._optimizer)} changed {error.place} in another way for each parameter, so that this step "
                 "would not be torch's: call zero_grad(), and use an optimizer that does not"
             ) from None
-        before = [(place, copied(self._home(place).get(place.name, _MISSING))) for place in changes]
+        before = [(place, copied(self._home(place).get(place.name, GONE))) for place in changes]
         for place, value in changes.items():
             self.examples.setdefault(place, value)
             put(self._home(place), place.name, value)
@@ -101,7 +100,9 @@ class Adoption:
         begin = SharedValues.of(self._optimizer).copy()
         given = begin.copy()
         groups = [{**group, "params": []} for group in given.groups]
-        return begin.changes(SharedValues.of(stepped(self._optimizer, given.attributes, groups, {}, mode)))
+        copy = cloned(self._optimizer, given.attributes, groups, {})
+        run(copy, mode)
+        return begin.changes(SharedValues.of(copy))
 
     def _home(self, place: SharedName) -> dict[str, Any]:
         """Where a value stands."""
@@ -109,10 +110,7 @@ class Adoption:
 
     def _give_back(self, before: list[tuple[SharedName, Any]]) -> None:
         for place, value in before:
-            if value is _MISSING:
-                self._home(place).pop(place.name, None)
-            else:
-                put(self._home(place), place.name, value)
+            put(self._home(place), place.name, value)
 
     def attributes(self) -> dict[str, Any]:
         """The attributes that steps change, as JSON; options of groups are stored with the others."""
@@ -124,7 +122,7 @@ class Adoption:
         """Set attributes that were stored; `undo` gives the optimizer back its own."""
         for name, value in attributes.items():
             place = SharedName(None, name)
-            own = attributes_of(self._optimizer).get(name, _MISSING)
-            undo.callback(self._give_back, [(place, copied(own))])
-            example = self.examples.setdefault(place, None if own is _MISSING else own)
+            own = attributes_of(self._optimizer).get(name, GONE)
+            undo.callback(put, self._home(place), name, copied(own))
+            example = self.examples.setdefault(place, None if own is GONE else own)
             put(self._home(place), name, restored(value, example))

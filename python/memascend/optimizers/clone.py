@@ -21,7 +21,6 @@ __all__ = [
     "named",
     "run",
     "stand_in",
-    "stepped",
     "user_attributes",
 ]
 
@@ -74,30 +73,17 @@ def stand_in(values: torch.Tensor, attributes: Mapping[str, Any] | None = None) 
     return parameter
 
 
-def stepped(
-    optimizer: torch.optim.Optimizer,
-    attributes: Mapping[str, Any],
-    groups: Sequence[dict[str, Any]],
-    state: Mapping[torch.Tensor, Mapping[str, Any]],
-    method: str = "step",
-) -> torch.optim.Optimizer:
-    """Run one step (or another method) of a copy that has these attributes, groups and state, and return the copy.
-
-    It is of the very type of the original. Its `__init__` does not run: what that takes is the class's own business.
-    Hooks do not run either: they are for steps, and this is one parameter's part of a step.
-    """
-    copy = cloned(optimizer, attributes, groups, state)
-    run(copy, method)
-    return copy
-
-
 def cloned(
     optimizer: torch.optim.Optimizer,
     attributes: Mapping[str, Any],
     groups: Sequence[dict[str, Any]],
     state: Mapping[torch.Tensor, Mapping[str, Any]],
 ) -> torch.optim.Optimizer:
-    """A copy that has these attributes, groups and state; see `stepped`."""
+    """A copy that has these attributes, groups and state, of the very type of the original.
+
+    Its `__init__` does not run: what that takes is the class's own business. Hooks do not run either: they are for
+    steps, and a copy makes one parameter's part of a step.
+    """
     copy: Any = object.__new__(type(optimizer))
     copy.__dict__.update(attributes)
     for name, value in vars(optimizer).items():

@@ -4,7 +4,7 @@ For each parameter::
 
     layout = generic.describe(optimizer, parameter, master_dtype)          # the state tensors of its entry
     state, updates = generic.import_state(optimizer, parameter, layout)    # what the optimizer has already
-    function = generic.update(optimizer, group, layout, first=updates == 0)
+    function = generic.Update(optimizer, group, layout, first=updates == 0)
     engine.apply(name, function, step=updates + 1, gradient=gradient, whole=layout.whole)
 """
 
@@ -16,7 +16,7 @@ import torch
 
 from memascend.engine.chunk import Chunk
 from memascend.errors import ConfigError, UsageError
-from memascend.optimizers.clone import named, stand_in, stepped
+from memascend.optimizers.clone import cloned, named, run, stand_in
 from memascend.optimizers.option_values import copied
 from memascend.optimizers.shared_values import SharedName, SharedValues
 from memascend.optimizers.state_layout import StateLayout, describe, in_order
@@ -33,6 +33,7 @@ __all__ = [
     "Chunk",
     "Given",
     "StateLayout",
+    "Update",
     "adam_options",
     "describe",
     "elementwise",
@@ -40,7 +41,6 @@ __all__ = [
     "import_state",
     "require_streamable",
     "rust_options",
-    "update",
 ]
 
 
@@ -94,44 +94,35 @@ class Given(NamedTuple):
 _AS_IT_COMES = Given()
 
 
-def update(
-    optimizer: torch.optim.Optimizer,
-    group: Mapping[str, Any],
-    layout: StateLayout,
-    given: Given = _AS_IT_COMES,
-    *,
-    first: bool,
-    method: str = "step",
-    ended: Ended | None = None,
-) -> Callable[[Chunk], None]:
+class Update:
     """One update of one parameter, as the options stand now, for `Engine.apply` with `whole=layout.whole`.
 
     It runs the optimizer's own step on the memory of the chunks, and writes state that the step makes anew into theirs.
-
-    Args:
-        optimizer: the original; nothing is done to it.
-        group: the group of the parameter, one of the optimizer's own.
-        layout: what `describe` said of the parameter.
-        given: of the gradient.
-        first: whether the parameter has no state yet; what its chunks hold of it is then not read.
-        method: another method than the optimizer's step, which is run without a gradient.
-        ended: is told the options and attributes that the run changed, on the engine's thread; None: it changes none.
     """
-    return _Update(optimizer, group, layout, given, first=first, method=method, ended=ended)
 
-
-class _Update:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         group: Mapping[str, Any],
         layout: StateLayout,
-        given: Given,
+        given: Given = _AS_IT_COMES,
         *,
         first: bool,
-        method: str,
-        ended: Ended | None,
+        method: str = "step",
+        ended: Ended | None = None,
     ) -> None:
+        """Begin with the options as they stand now.
+
+        Args:
+            optimizer: the original; nothing is done to it.
+            group: the group of the parameter, one of the optimizer's own.
+            layout: what `describe` said of the parameter.
+            given: of the gradient.
+            first: whether the parameter has no state yet; what its chunks hold of it is then not read.
+            method: another method than the optimizer's step, which is run without a gradient.
+            ended: is told the options and attributes that the run changed, on the engine's thread; None: it changes
+                none.
+        """
         self._optimizer = optimizer
         self._layout = layout
         self._first = first
@@ -152,6 +143,7 @@ class _Update:
         self._scalars: dict[str, torch.Tensor] = {}
 
     def __call__(self, chunk: Chunk) -> None:
+        """Update the part of the parameter that a chunk has."""
         layout = self._layout
         whole = chunk.start == 0 and chunk.last
         if not whole and (
@@ -170,7 +162,8 @@ class _Update:
         groups: list[dict[str, Any]] = [{**group, "params": []} for group in begin.groups]
         groups[self._place]["params"] = [parameter]
         states: dict[torch.Tensor, dict[str, Any]] = {parameter: state} if state else {}
-        copy = stepped(self._optimizer, begin.attributes, groups, states, self._method)
+        copy = cloned(self._optimizer, begin.attributes, groups, states)
+        run(copy, self._method)
         with torch.no_grad():
             if parameter.data_ptr() != target.data_ptr():
                 target.copy_(parameter)

@@ -7,16 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from memascend.errors import ConfigError
 from memascend.optimizers.option_values import copied
-from memascend.optimizers.shared_values import SharedName, plain, put, restored, storable
+from memascend.optimizers.shared_values import GONE, SharedName, plain, put, restored, storable
 
 if TYPE_CHECKING:
     import contextlib
     from collections.abc import Mapping, Sequence
 
 __all__ = ["options_of", "require_as_many", "take_options"]
-
-# Where a group has no such option.
-_NONE = object()
 
 
 def options_of(group: dict[str, Any]) -> dict[str, Any]:
@@ -66,7 +63,7 @@ def take_options(
                 place = SharedName(number, name)
                 if place not in examples and not _is_scheduled(name, now, options):
                     changed.append((number, name, now.get(name), value))
-                undo.callback(_give_back, group, name, copied(group.get(name, _NONE)))
+                undo.callback(put, group, name, copied(group.get(name, GONE)))
                 put(group, name, restored(value, examples.get(place, group.get(name))))
     if changed:
         number, name, own, _ = changed[0]
@@ -86,11 +83,4 @@ def _is_scheduled(name: str, given: dict[str, Any], stored: dict[str, Any]) -> b
     if name not in given:
         # A scheduler's own: initial_lr, max_lr and their like.
         return True
-    return name == "lr" and stored.get("initial_lr") in (given["lr"], given.get("initial_lr", _NONE))
-
-
-def _give_back(group: dict[str, Any], name: str, value: Any) -> None:
-    if value is _NONE:
-        group.pop(name, None)
-    else:
-        put(group, name, value)
+    return name == "lr" and stored.get("initial_lr") in (given["lr"], given.get("initial_lr", GONE))

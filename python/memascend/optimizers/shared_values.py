@@ -17,11 +17,11 @@ from memascend.optimizers.option_values import copied, same
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["Disagreement", "SharedName", "SharedValues", "common_end", "plain", "put", "restored", "storable"]
+__all__ = ["GONE", "Disagreement", "SharedName", "SharedValues", "common_end", "plain", "put", "restored", "storable"]
 
 _UNCHANGED = object()
-# What a step took away.
-_GONE = object()
+# In the place of a value: there is none, or a step took it away.
+GONE = object()
 
 
 class SharedName(NamedTuple):
@@ -81,7 +81,7 @@ class SharedValues:
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
     every = dict.fromkeys([*before, *after])
     return {
-        name: after.get(name, _GONE)
+        name: after.get(name, GONE)
         for name in every
         if not (name in before and name in after and same(before[name], after[name]))
     }
@@ -130,6 +130,9 @@ def plain(value: Any) -> Any:
 
 def put(home: dict[Any, Any], name: Any, value: Any) -> None:
     """Set a value where it stands; a tensor keeps its place in memory, since groups and schedulers may share it."""
+    if value is GONE:
+        home.pop(name, None)
+        return
     now: Any = home.get(name)
     tensors = type(now) is torch.Tensor and isinstance(value, torch.Tensor)
     if tensors and (now.dtype, now.shape) == (value.dtype, value.shape):

@@ -125,7 +125,8 @@ class ResidentUnits:
             if not home.by_rows:
                 self.order.went_to(home.index)
             if home.in_place and home.epoch != self._memory.held_epoch:
-                self._note_changed(home)
+                # It was changed by a step, and by nobody else.
+                self.sums.note(home)
                 self.evict(home)
             if home.base is None:
                 self._bring(home)
@@ -139,41 +140,39 @@ class ResidentUnits:
 
     def _bring(self, home: Home) -> None:
         if home.held:
-            self._bring_held(home)
-            return
-        if home.by_rows:
-            self._bring_mapped(home)
-            return
-        if home.fetch is None and not self._adopt(home):
-            self._start(home, must=True)
-        fetch, base = home.fetch, home.pending
-        home.fetch = home.pending = None
-        if fetch is not None and base is not None:
+            home.base = self._held_bytes(home)
+        elif home.by_rows:
+            home.base = self._whole_bytes(home)
+        else:
+            if home.fetch is None and not self._adopt(home):
+                self._start(home, must=True)
+            fetch, base = home.fetch, home.pending
+            home.fetch = home.pending = None
+            if fetch is None or base is None:
+                return
             fetch.wait()
             # Not before it was checked: after an error somebody's traceback may hold what it was read into.
             home.weak = (StorageWeakRef(base.untyped_storage()), home.version)
             home.base = base
-            self._at[base.data_ptr()] = (home, home.version)
-            home.overlay(self.overrides)
-            self.sums.note(home)
+        self._at[home.base.data_ptr()] = (home, home.version)
+        home.overlay(self.overrides)
+        self.sums.note(home)
 
-    def _bring_held(self, home: Home) -> None:
+    def _held_bytes(self, home: Home) -> torch.Tensor:
         """A unit whose values are in memory: it is computed with where they lie, but for values that are not stored."""
         # Asked first: what becomes stale in between is brought again.
         home.epoch = self._memory.held_epoch
         held = self._memory.held(home.name)
         home.held_at = held.data_ptr()
         home.in_place = not any(place.name in self.overrides for place in home.places)
-        home.base = held
-        if not home.in_place:
-            # What only the model has is no part of what is held: in a file, as all that user code reached.
-            home.base = self._copies.gathered(home.nbytes, lambda visit: visit(0, held))
-            home.mapped = StorageWeakRef(home.base.untyped_storage())
-        self._at[home.base.data_ptr()] = (home, home.version)
-        home.overlay(self.overrides)
-        self.sums.note(home)
+        if home.in_place:
+            return held
+        # What only the model has is no part of what is held: in a file, as all that user code reached.
+        base = self._copies.gathered(home.nbytes, lambda visit: visit(0, held))
+        home.mapped = StorageWeakRef(base.untyped_storage())
+        return base
 
-    def _bring_mapped(self, home: Home) -> None:
+    def _whole_bytes(self, home: Home) -> torch.Tensor:
         """All of a unit that has no place in memory: in a file, whose pages the kernel keeps or not."""
         (place,) = home.places
         if place.name not in self._told:
@@ -184,11 +183,9 @@ class ResidentUnits:
                 place.name,
                 self._limits.whole,
             )
-        home.base = self.mapped(place)
-        home.mapped = StorageWeakRef(home.base.untyped_storage())
-        self._at[home.base.data_ptr()] = (home, home.version)
-        home.overlay(self.overrides)
-        self.sums.note(home)
+        base = self.mapped(place)
+        home.mapped = StorageWeakRef(base.untyped_storage())
+        return base
 
     def each_part(self, place: Place, visit: Callable[[int, torch.Tensor], None]) -> None:
         """Read all of an embedding that is read by rows: `visit` gets where each part begins, and its bytes."""
@@ -367,13 +364,8 @@ class ResidentUnits:
                 home.trained = True
                 if home.held:
                     home.count_write()
-                    self._note_changed(home)
+                    self.sums.note(home)
                 self.evict(home)
-
-    def _note_changed(self, home: Home) -> None:
-        """What is held of a unit was changed by a step, and by nobody else."""
-        if home.base is not None:
-            self.sums.note(home)
 
     def end_step(self) -> None:
         """Learn the order in which units were used, and begin to fetch the first of the next step."""
