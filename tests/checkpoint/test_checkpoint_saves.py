@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import random
 import shutil
-import signal
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from support.checkpoints import batches, made, trained
+from support.killed_child import kill_after
 
 import memascend
 from memascend.checkpoint import folder_swap
@@ -113,19 +113,7 @@ def killed_at_random_moments(folder, kills):
     dice = random.Random(kills)
     seen = set()
     for _ in range(kills):
-        hears, told = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            try:
-                saves_until_killed(folder, told)
-            finally:
-                os._exit(1)
-        os.close(told)
-        assert os.read(hears, 1) == b"x", "the child ended by itself"
-        time.sleep(dice.uniform(0, 0.2))
-        os.kill(pid, signal.SIGKILL)
-        assert os.waitpid(pid, 0)[1] == signal.SIGKILL, "the child ended by itself"
-        os.close(hears)
+        kill_after(dice.uniform(0, 0.2), functools.partial(saves_until_killed, folder))
         found = checkpoints.Checkpoint(folder)
         found.verify()
         seen.add((found.manifest["store"], found.manifest["step"]))

@@ -1,16 +1,16 @@
 """Tests the update of compact entries: against whole masters, resumed, killed, and by the bytes it moves."""
 
+import functools
 import itertools
 import os
 import random
-import signal
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from support.bits import same_bits
+from support.killed_child import kill_after
 
 from memascend import engine, kernels
 from memascend.errors import ConfigError, UsageError
@@ -272,20 +272,8 @@ def killed_at_random_moments(path, kills):
     dice, at = random.Random(5), 0
     numbers = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
     for _ in range(kills):
-        hears, told = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            try:
-                trains_until_killed(path, told)
-            finally:
-                os._exit(1)
-        os.close(told)
-        # What it may do before it has begun takes as long as the machine is busy.
-        assert dice.random() < 0.1 or os.read(hears, 1) == b"x", "the child ended by itself"
-        os.close(hears)
-        time.sleep(dice.uniform(0.02, 0.2))
-        os.kill(pid, signal.SIGKILL)
-        assert os.waitpid(pid, 0)[1] == signal.SIGKILL, "the child ended by itself"
+        child = functools.partial(trains_until_killed, path)
+        kill_after(dice.uniform(0.02, 0.2), child, begun=dice.random() >= 0.1)
         with engine.Store.open(path) as store:
             assert store.step >= at
             while at < store.step:
@@ -302,7 +290,7 @@ def test_killed_at_random_moments_it_is_what_was_never_killed(loaded, tmp_path):
         torch.set_num_threads(1)
         sys.path.insert(0, sys.argv[1])
         from engine import test_engine_compact
-        test_engine_compact.killed_at_random_moments(sys.argv[2], 15)
+        test_engine_compact.killed_at_random_moments(sys.argv[2], 8)
     """
     output = loaded(textwrap.dedent(program), Path(__file__).parents[1], tmp_path / "store")
     assert int(output.split()[-1]) > 15  # it got somewhere between the kills

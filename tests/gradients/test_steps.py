@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from support.checkpointed import OwnCheckpoint
 from torch import nn
 
 import memascend
@@ -211,25 +212,6 @@ def test_a_part_of_a_backward_is_never_used(tmp_path, gradients):
         assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-class Nested(torch.autograd.Function):
-    """Computes a part of the model again in its backward, by a backward of its own."""
-
-    @staticmethod
-    def forward(ctx, x, layer):
-        ctx.layer = layer
-        ctx.save_for_backward(x)
-        with torch.no_grad():
-            return layer(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (x,) = ctx.saved_tensors
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            ctx.layer(x).backward(gradient)
-        return x.grad, None
-
-
 def test_a_second_piece_that_a_declared_step_cannot_know_of_is_refused_and_never_lost(tmp_path):
     """The last backward of a declared step updates as gradients arrive; what comes after one is no part of it."""
     model, optimizer = offloaded(tmp_path, "fused", accumulation_steps=2)
@@ -238,7 +220,7 @@ def test_a_second_piece_that_a_declared_step_cannot_know_of_is_refused_and_never
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         layer(batch(1)).sum().backward()
         # The gradient of the outer call arrives first, for it is nearer to the loss.
-        inner = Nested.apply(batch(2).requires_grad_(), layer)
+        inner = OwnCheckpoint.apply(layer, batch(2).requires_grad_())
         with pytest.raises(UsageError, match=r"already used the first.*ssd"):
             layer(inner).sum().backward()
         optimizer.zero_grad()

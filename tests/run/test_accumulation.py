@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.chains import WIDTH, batch, loss_of, require_same, twins
+from support.checkpointed import OwnCheckpoint
 
 import memascend
 
@@ -32,25 +33,6 @@ def test_autograd_grad_through_a_checkpoint_is_no_backward(tmp_path):
             loss_of(one, 3).backward()
             opt.step()
         require_same(plain, model)
-
-
-class OwnCheckpoint(torch.autograd.Function):
-    """A reentrant checkpoint that is not torch's, as libraries have them."""
-
-    @staticmethod
-    def forward(ctx, function, tensor):
-        ctx.function = function
-        ctx.save_for_backward(tensor)
-        with torch.no_grad():
-            return function(tensor)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        tensor = ctx.saved_tensors[0].detach().requires_grad_()
-        with torch.enable_grad():
-            out = ctx.function(tensor)
-        torch.autograd.backward(out, gradient)
-        return None, tensor.grad
 
 
 @pytest.mark.parametrize("gradients", ["fused", "auto", "ssd"])

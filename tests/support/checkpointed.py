@@ -1,4 +1,4 @@
-"""Provides a model of checkpointed blocks whose inputs can be watched."""
+"""Provides a model of checkpointed blocks whose inputs can be watched, and a checkpoint that is not torch's."""
 
 import weakref
 
@@ -8,9 +8,28 @@ from torch.utils.checkpoint import checkpoint
 
 import memascend
 
-__all__ = ["WIDTH", "Block", "Model", "keeper", "offloaded", "rows"]
+__all__ = ["WIDTH", "Block", "Model", "OwnCheckpoint", "keeper", "offloaded", "rows"]
 
 WIDTH = 64
+
+
+class OwnCheckpoint(torch.autograd.Function):
+    """A reentrant checkpoint that is not torch's, as libraries have them."""
+
+    @staticmethod
+    def forward(ctx, function, tensor):
+        ctx.function = function
+        ctx.save_for_backward(tensor)
+        with torch.no_grad():
+            return function(tensor)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        tensor = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            out = ctx.function(tensor)
+        torch.autograd.backward(out, gradient)
+        return None, tensor.grad
 
 
 class Block(nn.Module):

@@ -13,13 +13,6 @@ def given_to_data(p):
     return mine
 
 
-def same_bits(one, other):
-    return one.shape == other.shape and torch.equal(
-        one.detach().reshape(-1).contiguous().view(torch.uint8),
-        other.detach().reshape(-1).contiguous().view(torch.uint8),
-    )
-
-
 OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-3, fused=True),
     "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),

@@ -13,6 +13,7 @@ from memascend.device.download import WINDOWS, DeviceEngine
 from memascend.device.host_arena import HostArena
 from memascend.device.upload import CHECKERS, CHUNKS, Staging
 from memascend.engine import Checkers
+from memascend.residency.environment import Memory
 from memascend.residency.rows import CHUNKS as ROW_CHUNKS
 from memascend.residency.rows import Rows, window_bytes
 
@@ -27,31 +28,10 @@ __all__ = ["DeviceUnits", "HostUnits", "UnitMemory"]
 _log = logging.getLogger("memascend")
 
 
-class UnitMemory(Protocol):
-    """The memory of units, and the way there."""
+class UnitMemory(Memory, Protocol):
+    """The memory of units as residency knows it, and what a run does with it beside."""
 
     arena: Any
-    # Looks up embeddings that have no place in the arena.
-    rows: Rows | None
-
-    def begin(self, name: str, base: torch.Tensor) -> Any:
-        """Begin to bring a unit into a lease of the arena: something with `wait()` and `done()`."""
-
-    def used(self, base: torch.Tensor) -> None:
-        """The caller is about to compute with a unit's bytes."""
-
-    def held(self, name: str) -> torch.Tensor:
-        """The bytes of a unit that is held where it is computed with, as the last commit left them."""
-
-    @property
-    def held_epoch(self) -> int:
-        """While it stays the same, what `held` gave is what the last commit left."""
-
-    def spoil(self, name: str) -> None:
-        """Somebody wrote to a parameter of a unit that is held."""
-
-    def require_usable(self) -> None:
-        """Refuse, before anything is done, where nobody may compute with units."""
 
     def engine(self, engine: Engine) -> Any:
         """The engine, for gradients that lie where units do."""
@@ -101,7 +81,7 @@ class HostUnits:
         self.spoil = store.spoil
 
     def held(self, name: str) -> torch.Tensor:
-        """See `UnitMemory`."""
+        """See `Memory`."""
         with torch.inference_mode(mode=False):
             found = self._store.held_unit(name)
         assert found is not None, f"unit {name!r} is not held"
@@ -110,22 +90,22 @@ class HostUnits:
 
     @property
     def held_epoch(self) -> int:
-        """See `UnitMemory`."""
+        """See `Memory`."""
         return self._store.held_epoch
 
     def used(self, base: torch.Tensor) -> None:
-        """See `UnitMemory`."""
+        """See `Memory`."""
 
     def require_usable(self) -> None:
-        """See `UnitMemory`."""
+        """See `Memory`."""
 
     def engine(self, engine: Engine) -> Any:
-        """See `UnitMemory`."""
+        """See `Memory`."""
         return engine
 
     @property
     def host(self) -> dict[str, int]:
-        """See `UnitMemory`."""
+        """See `Memory`."""
         held = {"units": self.arena.held_bytes}
         if self._ring is not None:
             ring = self._ring.region.mapped_bytes + int(self._ring.stats()["tables"])
@@ -134,14 +114,14 @@ class HostUnits:
 
     @property
     def wait_seconds(self) -> float:
-        """See `UnitMemory`."""
+        """See `Memory`."""
         return 0.0
 
     def stop(self) -> None:
         """See `UnitMemory`: reads belong to their tickets, which the store drains."""
 
     def close(self) -> None:
-        """See `UnitMemory`."""
+        """See `Memory`."""
         self._held.clear()
         self.arena.close()
         if self._ring is not None and self.rows is not None:
@@ -176,30 +156,30 @@ class DeviceUnits:
         self.begin = self._staging.begin
 
     def used(self, base: torch.Tensor) -> None:
-        """See `UnitMemory`."""
+        """See `Memory`."""
         if self.arena.used(base):
             # Whoever waited for it may have been on another stream.
             self._staging.order(base)
 
     def held(self, name: str) -> torch.Tensor:
-        """See `UnitMemory`."""
+        """See `Memory`."""
         raise AssertionError(f"unit {name!r} is computed with on the device")
 
     def spoil(self, name: str) -> None:
-        """See `UnitMemory`."""
+        """See `Memory`."""
 
     def require_usable(self) -> None:
-        """See `UnitMemory`."""
+        """See `Memory`."""
         self.device.require_no_capture()
 
     def engine(self, engine: Engine) -> DeviceEngine:
-        """See `UnitMemory`."""
+        """See `Memory`."""
         ((window_bytes, count),) = WINDOWS.items()
         return DeviceEngine(engine, self.device, _all(self._windows, window_bytes, count), self._held)
 
     @property
     def host(self) -> dict[str, int]:
-        """See `UnitMemory`."""
+        """See `Memory`."""
         held = {"unit staging": self._ring, "gradient windows": self._windows}
         return {
             name: 0 if ring.region.closed else ring.region.mapped_bytes + int(ring.stats()["tables"])
@@ -208,7 +188,7 @@ class DeviceUnits:
 
     @property
     def unregistered(self) -> str | None:
-        """See `UnitMemory`."""
+        """See `Memory`."""
         if self.device.torch_device.type != "cuda":
             return None
         regions = (self._ring.region, self._windows.region)
@@ -217,15 +197,15 @@ class DeviceUnits:
 
     @property
     def wait_seconds(self) -> float:
-        """See `UnitMemory`."""
+        """See `Memory`."""
         return self._staging.wait_seconds
 
     def stop(self) -> None:
-        """See `UnitMemory`."""
+        """See `Memory`."""
         self._staging.close()
 
     def close(self) -> None:
-        """See `UnitMemory`."""
+        """See `Memory`."""
         self._ring.close()
         self._windows.close()
 

@@ -9,19 +9,14 @@ has stays as it is, and a write to it after the step is refused.
 
 from __future__ import annotations
 
-import functools
 import logging
-import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from memascend.engine import checksum_of
 from memascend.errors import UsageError
-from memascend.residency.copies import bytes_of
-from memascend.residency.unit_slot import alive
+from memascend.residency.reached_memory import Outlived, Reached, checksum, laid_out, span
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -33,108 +28,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ReachedWeights"]
 
-# What torch calls a tensor with elements that share bytes, as expand() makes it.
-_OVERLAPS = 1
-
 _log = logging.getLogger("memascend")
 
 _STAGED = "a step is staged, and its updates began from other values: call step() or zero_grad() first"
-
-
-class _Reached:
-    """Real memory of one parameter."""
-
-    __slots__ = ("committed", "in_state_dict", "old", "place", "seen", "settled", "stand_in", "values")
-
-    def __init__(self, place: Place, values: torch.Tensor) -> None:
-        self.place = place
-        self.hold(values)
-        # Of the values on storage, and of those that the model computes with.
-        self.committed = self.seen = self.checksum()
-        # Nobody else has the memory, so that it stays as it was seen.
-        self.settled = False
-        # Storage has other values by now, which are to come here.
-        self.old = False
-        # A state dict has this memory, which later steps do not change.
-        self.in_state_dict = False
-
-    def hold(self, values: torch.Tensor) -> None:
-        """Have this memory from now on."""
-        place = self.place
-        with torch.inference_mode(mode=False), torch.no_grad():
-            # No view of another tensor, which would count as somebody who has the memory.
-            self.values = torch.empty(0, dtype=place.dtype, device=values.device).set_(
-                values.untyped_storage(), values.storage_offset(), tuple(values.shape), values.stride()
-            )
-            # In the place of the parameter where a function is called on it.
-            self.stand_in = torch.Tensor._make_subclass(place.kind, self.values, False)  # noqa: SLF001
-
-    def checksum(self) -> str:
-        return _checksum(self.values, self.place)
-
-    def renew(self, values: torch.Tensor) -> None:
-        """Have the values that are on storage now, as an update in memory would have written them here."""
-        with torch.inference_mode(mode=False), torch.no_grad():
-            # Views count it as a write, and so does the parameter: a graph that saved one is not walked any more.
-            self.stand_in.copy_(values)
-            torch.autograd.graph.increment_version(self.place.parameter)
-        self.place.note_version()
-        self.committed = self.seen = self.checksum()
-        self.settled = self.old = False
-
-    @property
-    def changed(self) -> bool:
-        """Whether it is not what is on storage, as far as was seen."""
-        return self.seen != self.committed
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether anybody else has the memory."""
-        return _uses(self.values) != _uses_of_two()
-
-    @property
-    def is_writable(self) -> bool:
-        """Whether each element has bytes of its own; torch's optimizers refuse to update any other tensor."""
-        return bool(torch._debug_has_internal_overlap(self.values) != _OVERLAPS)  # noqa: SLF001
-
-
-def _uses(values: torch.Tensor) -> tuple[int, int]:
-    """How often the memory of a tensor is referred to, from torch and from Python."""
-    storage = values.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)  # noqa: SLF001
-
-
-@functools.cache
-def _uses_of_two() -> tuple[int, int]:
-    """As often as two tensors refer to theirs, which nobody else has; it depends on torch's version."""
-    with torch.inference_mode(mode=False), torch.no_grad():
-        memory = torch.zeros(1, device="cpu")
-        other = torch.Tensor._make_subclass(torch.nn.Parameter, memory, False)  # noqa: SLF001
-        uses = _uses(memory)
-        del other
-        return uses
-
-
-class _Outlived:
-    """Memory of a state dict that somebody kept, and that is no parameter's any more."""
-
-    __slots__ = ("_shape", "_weak", "place", "seen")
-
-    def __init__(self, place: Place, values: torch.Tensor) -> None:
-        self.place = place
-        self.seen = _checksum(values, place)
-        self._weak = StorageWeakRef(values.untyped_storage())
-        self._shape = (values.dtype, values.storage_offset(), tuple(values.shape), values.stride())
-
-    def checksum(self) -> str | None:
-        """Of what it holds now; None where it is gone."""
-        storage = alive(self._weak)
-        if storage is None:
-            return None
-        dtype, offset, shape, stride = self._shape
-        with torch.inference_mode(mode=False), torch.no_grad():
-            values = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)
-            return _checksum(values, self.place)
 
 
 class ReachedWeights:
@@ -146,8 +42,8 @@ class ReachedWeights:
         self._copies = copies
         self._moment = moment
         self._has_updates = moment.updates
-        self._now: dict[str, _Reached] = {}
-        self._outlived: list[_Outlived] = []
+        self._now: dict[str, Reached] = {}
+        self._outlived: list[Outlived] = []
         self._told = False
         # Parameters that were written to too late for the forward that a step is made of.
         self._late: set[str] = set()
@@ -182,8 +78,8 @@ class ReachedWeights:
             one = self._reach(place)
             if one.is_shared and not one.in_state_dict:
                 # Somebody's view, which follows the steps.
-                values = self._copies.of_values(place, _laid_out(one.values, place))
-                self._outlived.append(_Outlived(place, values))
+                values = self._copies.of_values(place, laid_out(one.values, place))
+                self._outlived.append(Outlived(place, values))
                 return values
             one.in_state_dict = True
             return one.stand_in
@@ -215,10 +111,10 @@ class ReachedWeights:
                 f"{list(values.shape)} {values.dtype} on {values.device}: close() and offload() anew for another kind"
             )
         with self._residency.lock:
-            span = _span(values)
+            own = span(values)
             for name, other in self._now.items():
-                theirs = _span(other.values)
-                if name != place.name and span[0] < theirs[1] and theirs[0] < span[1]:
+                theirs = span(other.values)
+                if name != place.name and own[0] < theirs[1] and theirs[0] < own[1]:
                     raise UsageError(
                         f"{place.name!r} and {name!r} would share memory, which storage cannot: give clones to .data"
                     )
@@ -232,13 +128,13 @@ class ReachedWeights:
             if one is None:
                 values = self._copy(place)
             else:
-                values = self._copies.of_values(place, _laid_out(one.values, place)).to(place.device)
+                values = self._copies.of_values(place, laid_out(one.values, place)).to(place.device)
             with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
                 wanted = place.parameter.requires_grad
             made: torch.nn.Parameter = torch.Tensor._make_subclass(place.kind, values, wanted)  # noqa: SLF001
             return made
 
-    def _reach(self, place: Place) -> _Reached:
+    def _reach(self, place: Place) -> Reached:
         residency = self._residency
         with residency.lock:
             residency.units.require_open()
@@ -246,7 +142,7 @@ class ReachedWeights:
             self._renew()
             one = self._now.get(place.name)
             if one is None:
-                one = self._now[place.name] = _Reached(place, self._copy(place))
+                one = self._now[place.name] = Reached(place, self._copy(place))
             elif one.in_state_dict:
                 one.in_state_dict = one.is_shared
             one.settled = False
@@ -274,7 +170,7 @@ class ReachedWeights:
             written = [self._look_at(one) for one in list(self._now.values()) if not one.settled]
             return any(written)
 
-    def _look_at(self, one: _Reached) -> bool:
+    def _look_at(self, one: Reached) -> bool:
         """Whether it was written since the last look."""
         # Asked first: who has it now may write to it later.
         shared = one.is_shared
@@ -341,19 +237,19 @@ class ReachedWeights:
     def unwritten(self) -> list[tuple[Place, torch.Tensor]]:
         """The parameters whose values are not on storage yet, and those values."""
         with self._residency.lock:
-            return [(one.place, _laid_out(one.values, one.place)) for one in self._now.values() if one.changed]
+            return [(one.place, laid_out(one.values, one.place)) for one in self._now.values() if one.changed]
 
     def is_stored(self, place: Place, values: torch.Tensor) -> bool | None:
         """Whether storage has these values of a parameter that was reached; None of others."""
         with self._residency.lock:
             one = self._now.get(place.name)
-            return None if one is None else _checksum(values, place) == one.committed
+            return None if one is None else checksum(values, place) == one.committed
 
     def has_values(self, place: Place, values: torch.Tensor) -> bool:
         """Whether a parameter was reached and its memory has these values now."""
         with self._residency.lock:
             one = self._now.get(place.name)
-            return one is not None and _checksum(values, place) == one.checksum()
+            return one is not None and checksum(values, place) == one.checksum()
 
     def written(self, names: Iterable[str]) -> None:
         """What was unwritten is on storage now."""
@@ -379,7 +275,7 @@ class ReachedWeights:
                     one.old = True
                     continue
                 if shared:
-                    self._outlived.append(_Outlived(one.place, one.values))
+                    self._outlived.append(Outlived(one.place, one.values))
                 del self._now[name]
             self._renew()
 
@@ -404,23 +300,3 @@ class ReachedWeights:
         with self._residency.lock:
             self._now.clear()
             self._outlived.clear()
-
-
-def _laid_out(values: torch.Tensor, place: Place) -> torch.Tensor:
-    """Values with the strides that they have on storage."""
-    if tuple(values.stride()) == place.stride or values.numel() <= 1:
-        return values
-    return torch.empty_strided(place.shape, place.stride, dtype=place.dtype, device=values.device).copy_(values)
-
-
-def _checksum(values: torch.Tensor, place: Place) -> str:
-    with torch.no_grad():
-        return checksum_of(bytes_of(_laid_out(values, place)).cpu())
-
-
-def _span(values: torch.Tensor) -> tuple[int, int]:
-    """The addresses between which a tensor lies."""
-    if not values.numel():
-        return (0, 0)
-    last = sum((size - 1) * stride for size, stride in zip(values.shape, values.stride(), strict=True))
-    return values.data_ptr(), values.data_ptr() + (last + 1) * values.element_size()

@@ -348,9 +348,8 @@ class ResidentUnits:
         written = {*seen, *self.sums.changed(home)}
         if written:
             self.written.update(written)
-            if home.held:
-                for name in written:
-                    self._memory.spoil(name)
+            for name in written if home.held else ():
+                self._memory.spoil(name)
             # What it holds now is no step's: it is read again.
             self.evict(home)
             home.weak = None

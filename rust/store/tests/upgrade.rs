@@ -105,7 +105,7 @@ fn cut(name: &str, step: u64, after: u64) -> bool {
     let disks = version_1::disks(name, ROOM);
     let faults = Faults { dies_after: Some(after), ..Faults::default() };
     let ended = upgraded(&disks, &faults);
-    for loss in 0..8 {
+    for loss in (0..8).step_by(toy::many(1, 7)) {
         // The last is a process that died on a machine that did not.
         let left: Vec<SimDisk> = match loss {
             7 => disks.iter().map(|disk| SimDisk::of(disk.bytes())).collect(),
@@ -141,11 +141,11 @@ fn a_kill_or_a_loss_of_power_at_any_request_leaves_one_version_or_the_other() {
 
 #[test]
 fn an_upgrade_that_is_cut_twice_comes_to_its_end() {
-    for first in (0..200).step_by(3) {
+    for first in (0..200).step_by(toy::many(3, 11)) {
         let disks = version_1::disks("two", ROOM);
         drop(upgraded(&disks, &Faults { dies_after: Some(first), ..Faults::default() }));
         let disks: Vec<SimDisk> = disks.iter().map(|disk| disk.after_power_loss(first)).collect();
-        for second in (0..60).step_by(7) {
+        for second in (0..60).step_by(toy::many(7, 19)) {
             let disks: Vec<SimDisk> = disks.iter().map(|disk| SimDisk::of(disk.bytes())).collect();
             drop(upgraded(&disks, &Faults { dies_after: Some(second), ..Faults::default() }));
             let disks: Vec<SimDisk> = disks.iter().map(|disk| disk.after_power_loss(second)).collect();
