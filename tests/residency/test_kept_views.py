@@ -4,17 +4,8 @@ import copy
 
 import pytest
 import torch
-from support.reached import (
-    OPTIMIZERS,
-    WIDTH,
-    batch,
-    given_to_data,
-    one_step,
-    same_bits,
-    stack,
-    taken,
-    weights,
-)
+from support.bits import same_bits
+from support.reached import OPTIMIZERS, WIDTH, batch, given_to_data, one_step, stack, taken, weights
 
 from memascend import UsageError
 

@@ -4,16 +4,8 @@ import copy
 
 import pytest
 import torch
-from support.reached import (
-    OPTIMIZERS,
-    WIDTH,
-    batch,
-    one_step,
-    same_bits,
-    stack,
-    stored,
-    taken,
-)
+from support.bits import same_bits
+from support.reached import OPTIMIZERS, WIDTH, batch, one_step, stack, stored, taken
 from torch import nn
 
 import memascend

@@ -8,7 +8,8 @@ import zlib
 
 import pytest
 import torch
-from support.reached import OPTIMIZERS, WIDTH, batch, one_step, same_bits, stack, taken, weights
+from support.bits import same_bits
+from support.reached import OPTIMIZERS, WIDTH, batch, one_step, stack, taken, weights
 from torch import nn
 
 

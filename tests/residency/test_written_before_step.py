@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from support.reached import OPTIMIZERS, batch, same_bits, stack, taken
+from support.bits import same_bits
+from support.reached import OPTIMIZERS, batch, stack, taken
 
 from memascend import UsageError
 
