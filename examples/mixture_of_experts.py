@@ -1,64 +1,85 @@
-"""Trains a mixture of experts with clipping: experts that a step does not use are not written.
+"""Trains a mixture of experts from its folder on a text, with clipping and the loss that keeps its experts in use.
 
-    python examples/mixture_of_experts.py --storage /mnt/nvme/run1 --experts 64
+    python examples/small_model.py small --kind mixtral
+    python examples/mixture_of_experts.py --model small/model --data small/data/text.txt --output tuned --storage state
 
-An expert that no token went to has no gradient, so that its moments, its step count and its values stay as they are,
-bit for bit as in torch.
+Weights go from their files to storage one by one. The hub has a tensor for each expert, and transformers one parameter
+for all of a layer: they are put together on the way, and taken apart again when the model is saved. Kill it whenever
+you like: started again, it goes on at the next step with the same bits.
 """
 
 import argparse
+from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, MixtralConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import memascend
 
 
+def read(tokenizer: AutoTokenizer, file: Path, length: int) -> torch.Tensor:
+    """A text in rows of equal length."""
+    text = file.read_text(encoding="utf-8")
+    # In parts: a tokenizer warns of a text that is longer than its model takes.
+    lines = text.splitlines(keepends=True)
+    ids = [token for part in tokenizer(lines, add_special_tokens=False)["input_ids"] for token in part]
+    if len(ids) < length:
+        raise SystemExit(f"{file} has {len(ids)} tokens, and a row takes {length}")
+    return torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
+
+
 def main() -> None:
-    """Train."""
+    """Train, or go on training."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--storage", help="a folder, file or NVMe device; without it a temporary file is used")
+    parser.add_argument("--model", required=True, type=Path, help="a folder with config, safetensors and tokenizer")
+    parser.add_argument("--data", required=True, type=Path, help="a text")
+    parser.add_argument("--output", required=True, type=Path, help="where the trained model is written")
+    parser.add_argument("--storage", required=True, help="a folder, file or NVMe device for the training state")
     parser.add_argument("--host-memory", help='a hard budget such as "8GiB"; else as little as runs at full speed')
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--experts", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--length", type=int, default=128, help="tokens of a row")
     options = parser.parse_args()
 
-    torch.manual_seed(0)
-    config = MixtralConfig(
-        vocab_size=256,
-        hidden_size=options.width,
-        intermediate_size=2 * options.width,
-        num_hidden_layers=options.layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=options.experts,
-        num_experts_per_tok=2,
-        output_router_logits=True,
-    )
-    model = AutoModelForCausalLM.from_config(config).bfloat16()
-    # What a step recomputes need not stay in memory.
-    model.gradient_checkpointing_enable()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    rows = read(tokenizer, options.data, options.length)
+    config = AutoConfig.from_pretrained(options.model)
+    # Its loss on top: without it the router sends all tokens to a few experts.
+    config.output_router_logits = True
+    config.use_cache = False
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
+    model.train()
+    # What a step computes again need not stay in memory.
+    model.activation_checkpointing_enable()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0)
     model, optimizer = memascend.offload(
         model,
         optimizer,
         storage=options.storage,
+        existing="resume",
         host_memory=options.host_memory,
         # Clipping needs all gradients before the first update, so they wait on storage until step().
         max_grad_norm=1.0,
+        # Read where the storage holds nothing yet.
+        weights=options.model,
     )
     with optimizer:
         for step in range(optimizer.steps, options.steps):
-            generator = torch.Generator().manual_seed(step)
-            tokens = torch.randint(256, (2, 64), generator=generator).to(model.device)
-            loss = model(input_ids=tokens, labels=tokens).loss
-            loss.backward()
+            chosen = torch.randint(len(rows), (options.batch,), generator=torch.Generator().manual_seed(step))
+            tokens = rows[chosen].to(model.device)
+            found = model(input_ids=tokens, labels=tokens)
+            found.loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            print(f"step {optimizer.steps}: loss {loss.item():.4f}, norm {optimizer.grad_norm:.3f}")
-        print(f"\n{optimizer.report()}")
+            print(
+                f"step {optimizer.steps}: loss {found.loss.item():.4f}, of which the experts' balance "
+                f"{config.router_aux_loss_coef * found.aux_loss.item():.4f}, norm {optimizer.grad_norm:.3f}",
+                flush=True,
+            )
+        model.save_pretrained(options.output)
+        tokenizer.save_pretrained(options.output)
+        print(f"\n{optimizer.report()}\n\nfrom_pretrained({str(options.output)!r}) loads the trained model")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Trains in a plain PyTorch loop with one more line; runs anywhere, on text of Python's own sources.
 
-    python examples/plain_loop.py --storage /mnt/nvme/run1
-    python examples/plain_loop.py --storage /mnt/nvme/run1 --steps 400    # goes on where the first one ended
+    python examples/plain_loop.py --storage state --steps 20
+    python examples/plain_loop.py --storage state --steps 40    # goes on where the first one ended
 
 Kill it at any moment and start it again: not a step that was printed is lost.
 """

@@ -61,7 +61,7 @@ class Progress(Closing):
                 self._write(f"memascend: {self._what}: {self._figures(now - self._began)}\n")
 
     def reached(self, done: int, nbytes: int) -> None:
-        """So many bytes are done, of so many in all."""
+        """So many bytes are done, of so many in all, which the beginning need not have known."""
         self._total = nbytes
         self.add(done - self._done)
 
@@ -79,6 +79,7 @@ class Progress(Closing):
             self._tqdm = self._begun_tqdm()
         self._drawn = True
         if self._tqdm is not None:
+            self._tqdm.total = self._total
             self._tqdm.update(self._done - self._tqdm.n)
             return
         full = int(self._part * _WIDTH)

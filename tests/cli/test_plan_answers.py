@@ -117,6 +117,18 @@ def test_a_step_is_its_longest_parts(capsys, config):
     assert slow["seconds_per_step"] == pytest.approx(found["torch"]["flops"] / (0.5 * 0.001e12), rel=0.01)
 
 
+def test_what_the_next_format_buys_is_what_it_is_told_to_take(capsys, config):
+    asked = (*MACHINE, "--tokens", 256, "--host-memory", "64MiB")
+    compared = {one["state"]: one["step_seconds"] for one in told(capsys, config, *asked)["formats"]}
+    for state in ("fp32", "bf16", "8bit"):
+        alone = told(capsys, config, *asked, "--state", state)["step"]["seconds_per_step"]
+        assert compared[state] == pytest.approx(alone)
+    for state, following in ((None, "bf16"), ("bf16", "8bit"), ("8bit", None)):
+        assert main(["plan", str(config), *map(str, asked), *(["--state", state] if state else [])]) == 0
+        rows = [line for line in capsys.readouterr().out.splitlines() if "in other numerics" in line]
+        assert [row.split()[0] for row in rows] == ([f'state="{following}"'] if following else [])
+
+
 def test_the_drives_life(capsys, config):
     found = told(capsys, config, *MACHINE, "--tokens", 256, "--endurance", 1200)
     days = 1200e12 / found["written_bytes_per_step"] * found["step"]["seconds_per_step"] / 86400
@@ -130,7 +142,10 @@ def test_a_card_that_is_too_small_is_status_1_and_fit_finds_what_fits(capsys, co
     assert not found["fits"]
     assert "--fit" in found["problems"][0]
     fitting = told(capsys, config, *small, "--fit")
-    assert [(one["fits"], one["length"]) for one in fitting] == [(True, 256)]
+    found = [(one["fits"], one["length"], one["state"]) for one in fitting]
+    assert found == [(True, 256, None), (True, 256, "bf16"), (True, 256, "8bit")]
+    assert fitting[0]["seconds_per_step"] > fitting[1]["seconds_per_step"] > fitting[2]["seconds_per_step"]
+    assert told(capsys, config, *small, "--fit", "--state", "8bit") == fitting[2:]
     batch = fitting[0]["batch"]
     assert told(capsys, config, *small, "--tokens", batch * 256, "--length", 256)["fits"]
     assert not told(capsys, config, *small, "--tokens", 2 * batch * 256, "--length", 256, status=1)["fits"]

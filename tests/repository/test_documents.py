@@ -1,5 +1,6 @@
 """Tests that what README and docs show is so: snippets run, commands and messages exist, links lead somewhere."""
 
+import ast
 import importlib
 import re
 import runpy
@@ -76,8 +77,6 @@ COMMANDS = [
 
 @pytest.mark.parametrize("words", COMMANDS)
 def test_a_command_exists_and_takes_what_it_is_given(words, monkeypatch):
-    if words[0] == "train":
-        pytest.importorskip("memascend.cli.train")
     command = importlib.import_module(f"memascend.cli.{words[0]}")
     taken = []
     monkeypatch.setattr(command, "run", lambda options: taken.append(options) or 0)
@@ -85,20 +84,42 @@ def test_a_command_exists_and_takes_what_it_is_given(words, monkeypatch):
     assert len(taken) == 1
 
 
+def typed(path):
+    """The lines of "console" blocks that are no set-up, in their order."""
+    lines = [line for body in blocks(path, "console") for line in body.replace("\\\n", " ").splitlines()]
+    return [line for line in lines if not line.startswith(("make ", "pip "))]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_every_command_runs_in_a_fresh_folder(tmp_path):
-    """Those of "console" blocks, page by page, from a copy of examples/ alone; nothing is downloaded."""
-    for path in PAGES:
-        folder = tmp_path / path.stem
-        folder.mkdir()
-        shutil.copytree(ROOT / "examples", folder / "examples")
-        for line in (line for body in blocks(path, "console") for line in body.splitlines()):
-            program, *words = shlex.split(line)
-            if program in ("make", "pip"):
-                continue
-            module = ["-m", "memascend"] if program == "memascend" else []
-            subprocess.run([sys.executable, *module, *words], cwd=folder, check=True, timeout=900)
+@pytest.mark.parametrize("path", [page for page in PAGES if typed(page)], ids=name)
+def test_every_command_runs_in_a_fresh_folder(path, tmp_path):
+    """One page's after the other, from a copy of examples/ alone; nothing is downloaded."""
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    for line in typed(path):
+        program, *words = shlex.split(line, comments=True)
+        module = ["-m", "memascend"] if program == "memascend" else []
+        subprocess.run([sys.executable, *module, *words], cwd=tmp_path, check=True, timeout=900)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("example", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
+def test_every_example_runs_as_it_says(example, tmp_path):
+    """The lines of its first paragraphs, in a fresh folder; what it warns of is an error."""
+    if example == "lora.py":
+        pytest.importorskip("peft")
+    said = ast.get_docstring(ast.parse((ROOT / "examples" / example).read_text()))
+    lines = re.findall(r"^ +python (examples/.*)", said, re.MULTILINE)
+    assert lines
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    for line in lines:
+        words = shlex.split(line, comments=True)
+        words += {"hf_trainer.py": ["--steps", "4", "--save-steps", "2"]}.get(Path(words[0]).name, [])
+        done = subprocess.run([sys.executable, "-W", "default", *words], cwd=tmp_path, check=False, timeout=900,
+                              capture_output=True, text=True)  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert "Warning: " not in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-TINY = ("--layers", "2", "--width", "64")
+TINY = TINY_MODEL = ("--layers", "2", "--width", "64")
 
 # What libraries warn of is not what is tested here, nor is the warning of a resume that the stored options stand.
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("default")]
@@ -58,25 +58,29 @@ def test_plain_loop_on_a_file(run, tmp_path, there):
     assert all(value.isfinite().all() for value in torch.load(weights).values())
 
 
-def test_trainer(run, tmp_path):
+def test_trainer(run, small, tmp_path, monkeypatch):
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    options = ("--steps", 4, "--save-steps", 2, "--output", tmp_path / "trained", "--storage", tmp_path / "store")
+    monkeypatch.setitem(globals(), "TINY", ())
+    options = (*small[:2], "--data", write_text(tmp_path), *small[4:], "--steps", 4, "--save-steps", 2)
+    options += ("--output", tmp_path / "trained")
     out = run("hf_trainer.py", *options)
     losses = re.findall(r"'loss': '?([^',]+)", out)
     assert len(losses) == 4
     assert len(re.findall(r"'waiting_seconds'", out)) == 4
-    assert len(re.findall(r"goes on: \[", out)) == 2
+    assert len(re.findall(r"^goes on: '", out, re.MULTILINE)) == 2
     assert "4 steps" in out
     # As if it had been killed before the last checkpoint.
     shutil.rmtree(tmp_path / "trained/checkpoint-4")
     out = run("hf_trainer.py", *options)
     assert re.findall(r"'loss': '?([^',]+)", out) == losses[2:]
-    weights = tmp_path / "trained/model.safetensors"
-    assert weights.stat().st_size > 100_000
-    # What was written are real values, which load as any others do.
-    model = transformers.AutoModelForCausalLM.from_pretrained(weights.parent)
-    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    assert (tmp_path / "trained/tokenizer.json").is_file()
+    # What was written are real values, which load as any others do, and others than the first.
+    trained, first = (
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("trained", "model")
+    )
+    assert all(parameter.isfinite().all() for parameter in trained.parameters())
+    assert not torch.equal(trained.lm_head.weight, first.lm_head.weight)
 
 
 def test_lora(run, small, tmp_path, monkeypatch):
@@ -103,12 +107,33 @@ def size(shown):
     return float(number) * 1024 ** ("bytes", "KiB", "MiB", "GiB").index(unit)
 
 
-def test_mixture_of_experts(run, tmp_path):
-    pytest.importorskip("transformers")
-    out = run("mixture_of_experts.py", "--steps", 3, "--experts", 4, "--storage", tmp_path)
+def test_mixture_of_experts_goes_on_where_it_ended(run, tmp_path, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.setitem(globals(), "TINY", ())
+    run("small_model.py", tmp_path, *TINY_MODEL, "--kind", "mixtral", "--vocabulary", 300, "--rows", 4)
+    given = ("--model", tmp_path / "model", "--data", write_text(tmp_path), "--storage", tmp_path / "store")
+    given += ("--length", 16, "--output", tmp_path / "out")
+    out = "".join(run("mixture_of_experts.py", *given, "--steps", steps) for steps in (1, 3))
     assert [step for step, _ in losses(out)] == list("123")
     assert all(float(norm) > 0 for norm in re.findall(r"norm (\S+)", out))
-    assert (tmp_path / "memascend.store").exists()
+    assert all(float(share) > 0 for share in re.findall(r"balance (\S+),", out))
+    # The experts of a layer were one parameter, and are tensors of their own again.
+    assert tensors(tmp_path / "out/model.safetensors") == tensors(tmp_path / "model/model.safetensors")
+    trained, first = (transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("out", "model"))
+    assert not torch.equal(trained.model.layers[1].mlp.experts.down_proj, first.model.layers[1].mlp.experts.down_proj)
+
+
+def tensors(file):
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as found:
+        return sorted(found.keys())
+
+
+def write_text(folder):
+    """What the small tokenizer has learnt, many times."""
+    (folder / "text.txt").write_text("What is it? It is a test of a small model.\n" * 60, encoding="utf-8")
+    return folder / "text.txt"
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ CRATES = {
 RESERVED = {"pyo3": "memascend-py", "io-uring": "memascend-nvme"}
 
 # The rooms of python/memascend, each with the rooms that it may import: what stands in ARCHITECTURE.md, row by row.
-BASE = {"closing", "errors", "formatting", "pages", "paths", "progress", "memory", "nvme", "dlpack"}
+BASE = {"closing", "drawing", "errors", "formatting", "pages", "paths", "progress", "memory", "nvme", "dlpack"}
 ROOMS = {
     "engine": BASE,
     "kernels": BASE,
@@ -47,6 +47,7 @@ ROOMS = {
 # Who may import whom in the base itself.
 GROUND = {
     "closing": set(),
+    "drawing": {"errors"},
     "errors": set(),
     "formatting": set(),
     "pages": set(),

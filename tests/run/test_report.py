@@ -210,6 +210,17 @@ def test_a_log_gets_a_line_every_quarter_of_a_minute(monkeypatch):
     assert log.getvalue().endswith("memascend: measuring: 1 of 4 operations, 48 s left\n")
 
 
+def test_how_much_there_is_may_be_heard_later(monkeypatch):
+    """What replays, verifies or reads held entries says it with its first call."""
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    log = io.StringIO()
+    with Progress("reading", 0, log) as lines:
+        clock[0] = 20.0
+        lines.reached(10 << 20, 40 << 20)
+    assert log.getvalue() == "memascend: reading: 10 MiB of 40 MiB, 512 KiB/s, 60 s left\n"
+
+
 def test_tqdm_draws_in_a_terminal_and_in_a_notebook(monkeypatch):
     pytest.importorskip("tqdm")
     monkeypatch.setattr("memascend.progress._PATIENCE_SECONDS", 0.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from memascend.errors import ConfigError
+from memascend.drawing import open_pyplot
 from memascend.formatting import bytes_shown, seconds_shown, table
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def bars(path: Path, title: str, unit: str, series: Mapping[str, Mapping[str, fl
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    plt = _pyplot()
+    plt = open_pyplot()
     groups = list(next(iter(series.values())))
     width = 0.84 / len(series)
     figure, axes = plt.subplots(
@@ -94,7 +94,7 @@ def lines(
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    plt = _pyplot()
+    plt = open_pyplot()
     figure, axes = plt.subplots(figsize=(9, 5), layout="constrained")
     for name, words, colour in _styled(series):
         points = series[name]
@@ -118,20 +118,9 @@ def _styled(series: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     return [(name, *(_SYSTEMS.get(name) or (name, next(spare)))) for name in series]
 
 
-def _pyplot() -> Any:
-    try:
-        import matplotlib as mpl
-    except ImportError as error:
-        raise ConfigError("a picture needs matplotlib: pip install 'memascend[plot]'") from error
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    return plt
-
-
 def _saved(path: Path, title: str, figure: Any, axes: Any, series: int) -> None:
     axes.set_title(title)
     figure.legend(loc="outside upper center", ncols=min(series, _LEGEND_COLUMNS))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
-    _pyplot().close(figure)
+    open_pyplot().close(figure)

@@ -120,21 +120,8 @@ def _verify(paths: list[str], *, as_json: bool) -> int:
     from memascend import engine
 
     began = time.perf_counter()
-    # The first call says how much there is.
-    bar: Progress | None = None
-    shown = 0
-
-    def progress(done: int, total: int) -> None:
-        nonlocal bar, shown
-        bar = Progress("verifying the store", total) if bar is None else bar
-        bar.add(done - shown)
-        shown = done
-
-    try:
-        commits = engine.examine(paths, None if as_json else progress)
-    finally:
-        if bar is not None:
-            bar.close()
+    with Progress("verifying the store", 0) as progress:
+        commits = engine.examine(paths, None if as_json else progress.reached)
     seconds = time.perf_counter() - began
     damaged = _damaged_copies(paths)
     if as_json:

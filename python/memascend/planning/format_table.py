@@ -25,7 +25,8 @@ class FormatCost:
     Attributes:
         state: the format, as the option of `offload()` has it.
         bytes_per_parameter: moved in a step.
-        seconds: that the disk takes for a step; None where that is not known.
+        disk_seconds: that the disk takes for a step; None where that is not known.
+        step_seconds: that a step takes; None where that is not known.
         steps_per_100_tb: how many steps write 100 TB.
         disk_bytes: of the store.
         held: the part of the parameters whose state stays in memory with the budget.
@@ -33,20 +34,28 @@ class FormatCost:
 
     state: str
     bytes_per_parameter: float
-    seconds: float | None
+    disk_seconds: float | None
+    step_seconds: float | None
     steps_per_100_tb: int
     disk_bytes: int
     held: float
 
 
-def cost_of_format(state: str, plan: Plan, elements: Mapping[str, int], seconds: float | None = None) -> FormatCost:
+def cost_of_format(
+    state: str,
+    plan: Plan,
+    elements: Mapping[str, int],
+    disk_seconds: float | None = None,
+    step_seconds: float | None = None,
+) -> FormatCost:
     """The row of one plan; `elements` of all parameters, by name."""
     everything = max(1, sum(elements.values()))
     written = sum(plan.written_bytes.values())
     return FormatCost(
         state=state,
         bytes_per_parameter=(sum(plan.read_bytes.values()) + written) / everything,
-        seconds=seconds,
+        disk_seconds=disk_seconds,
+        step_seconds=step_seconds,
         steps_per_100_tb=_WRITTEN_BYTES // max(1, written),
         disk_bytes=plan.disk_bytes,
         held=sum(elements.get(name, 0) for name in plan.held) / everything,
@@ -59,7 +68,7 @@ def format_table(costs: Sequence[FormatCost], budget: int) -> str:
         (
             f'state="{cost.state}"',
             f"{cost.bytes_per_parameter:.1f} bytes",
-            "not known" if cost.seconds is None else seconds_shown(cost.seconds),
+            *("not known" if one is None else seconds_shown(one) for one in (cost.disk_seconds, cost.step_seconds)),
             f"{cost.steps_per_100_tb:,}",
             bytes_shown(cost.disk_bytes),
             f"{cost.held:.0%}",
@@ -70,6 +79,7 @@ def format_table(costs: Sequence[FormatCost], budget: int) -> str:
         "state",
         "moved a parameter",
         "the disk's part of a step",
+        "a step",
         "steps write 100 TB",
         "storage",
         f"held in {bytes_shown(budget)}",

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memascend.errors import ConfigError
+from memascend.drawing import open_pyplot
 from memascend.formatting import bytes_shown, seconds_shown, table
 
 if TYPE_CHECKING:
@@ -170,13 +170,7 @@ class Report:
         Raises:
             ConfigError: matplotlib is not installed.
         """
-        try:
-            import matplotlib as mpl
-        except ImportError as error:
-            raise ConfigError("a picture needs matplotlib: pip install 'memascend[plot]'") from error
-        mpl.use("Agg")
-        from matplotlib import pyplot as plt
-
+        plt = open_pyplot()
         figure, axes = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
         try:
             for axis in axes:

@@ -6,7 +6,6 @@ import json
 import random
 import statistics
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
@@ -22,6 +21,7 @@ from memascend.cli.bench.weights import WEIGHT_CASES, weight_cases
 from memascend.cli.show import bars, bytes_shown, table
 from memascend.cli.transfer import Speed, blocks, transfer
 from memascend.errors import ConfigError
+from memascend.progress import Progress
 
 if TYPE_CHECKING:
     import argparse
@@ -220,12 +220,12 @@ def _loop(backing: Path) -> Iterator[Path]:
 def _medians(cases: dict[str, _Case], rounds: int, what: str) -> dict[str, Speed]:
     """Each case once in every round, shuffled; the medians of bandwidth and of processor time, each by itself."""
     samples: dict[str, list[Speed]] = {name: [] for name in cases}
-    for index in range(rounds):
-        # In another order each time: what a disk still does for the one before is not always borne by the same.
-        order = random.Random(index).sample(list(cases), len(cases))  # noqa: S311
-        for done, name in enumerate(order, index * len(cases) + 1):
-            _progress(f"{what}, {name}", done, rounds * len(cases))
-            samples[name].append(cases[name]())
+    with Progress(what, rounds * len(cases), unit="measurements") as progress:
+        for index in range(rounds):
+            # In another order each time: what a disk still does for the one before is not always borne by the same.
+            for name in random.Random(index).sample(list(cases), len(cases)):  # noqa: S311
+                samples[name].append(cases[name]())
+                progress.add(1)
     return {name: _median(speeds) for name, speeds in samples.items()}
 
 
@@ -236,13 +236,6 @@ def _median(speeds: list[Speed]) -> Speed:
         seconds=nbytes / 1e9 / statistics.median(speed.gb_per_second for speed in speeds),
         cpu_seconds=nbytes / 1e9 * statistics.median(speed.cpu_ms_per_gb for speed in speeds) / 1e3,
     )
-
-
-def _progress(what: str, done: int, total: int) -> None:
-    if sys.stderr.isatty():
-        bar = "#" * (30 * done // total)
-        end = "\n" if done == total else ""
-        print(f"\r[{bar:30}] {done}/{total} {what:50.50}", end=end, file=sys.stderr, flush=True)
 
 
 def _table(cases: dict[str, Speed]) -> str:

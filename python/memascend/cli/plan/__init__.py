@@ -85,7 +85,8 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps({**described, "formats": formats.values(compared)}, indent=2))
     else:
         head = f"{options.model}: {{parameters}}, described by {source.by}; {options.optimizer}"
-        print(text.shown(head, question, found, more, speeds) + formats.shown(compared, found.plan.budget))
+        choices = text.Choices(more=more, fewer=formats.next_format(compared, options.state))
+        print(text.shown(head, question, found, choices, speeds) + formats.shown(compared, found.plan.budget))
     return int(bool(found.problems))
 
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from memascend.cli.plan.trace import Trace
     from memascend.planning.options import Options
     from memascend.planning.plan import Plan
+    from memascend.run.decision import Planned
 
 __all__ = [
     "Answer",
@@ -45,6 +46,7 @@ __all__ = [
     "forecast_of",
     "free_bytes",
     "larger",
+    "step_seconds",
 ]
 
 _MORE = 16 << 30
@@ -119,14 +121,18 @@ class Answer:
         return max(longest, key=lambda part: longest[part])
 
 
-def answer(question: Question) -> Answer:
+def answer(question: Question, found: Planned | None = None) -> Answer:
     """Plan as `offload()` would, and reckon what that takes on the machine.
+
+    Args:
+        question: what is asked.
+        found: what `offload()` would do, where that is known already.
 
     Raises:
         ConfigError: `offload()` would refuse; the message says why.
         BudgetError: the budget is too small; `smallest` is what works.
     """
-    found = planned(question.model, question.optimizer, question.options)
+    found = found or planned(question.model, question.optimizer, question.options)
     plan, trace = found.plan, question.trace
     parameters = list(question.model.parameters())
     torchs = 0 if isinstance(trace, str) else trace.peak
@@ -190,6 +196,12 @@ def _problems(question: Question, plan: Plan, torchs: int) -> list[str]:
             f"the store needs {bytes_shown(plan.disk_bytes)}, and {bytes_shown(question.free)} are free: not enough"
         )
     return found
+
+
+def step_seconds(question: Question, plan: Plan) -> float | None:
+    """What a step of a plan takes; None where a speed is not known."""
+    steps = _phases(question, plan)
+    return None if steps is None else seconds(steps)
 
 
 def disk_seconds(question: Question, plan: Plan) -> float | None:

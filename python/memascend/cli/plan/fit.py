@@ -1,20 +1,26 @@
-"""Finds the length and the batch that fit a GPU, and what each of them takes."""
+"""Finds the format of the state, the length and the batch that fit a GPU, and what each of them takes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from memascend.cli.plan.answer import answer
 from memascend.cli.plan.trace import grown, trace
+from memascend.errors import ConfigError
+from memascend.run.decision import planned
 
 if TYPE_CHECKING:
     from memascend.cli.plan.answer import Answer, Question
+    from memascend.cli.plan.trace import Trace
+    from memascend.run.decision import Planned
 
 __all__ = ["Candidate", "described", "find"]
 
 _LENGTHS = (8192, 2048, 512)
 _BATCH_MAX = 256
+# Where none is asked for: as torch has it, and what moves fewer bytes.
+_STATES: tuple[Literal["bf16", "8bit"] | None, ...] = (None, "bf16", "8bit")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,11 +28,13 @@ class Candidate:
     """A batch, and what it takes.
 
     Attributes:
+        state: the format of the optimizer's state; None: as it has it.
         batch: sequences.
         length: tokens of each.
         answer: of the plan.
     """
 
+    state: str | None
     batch: int
     length: int
     answer: Answer
@@ -43,27 +51,49 @@ class Candidate:
 
 
 def find(question: Question, length: int | None, *, recomputes: bool) -> list[Candidate]:
-    """The largest batch of some lengths, in powers of two.
+    """The largest batch of some lengths, in powers of two, for each format of the state.
 
     Args:
-        question: its trace is replaced.
+        question: its trace is replaced; the format that it asks for is the only one.
         length: tokens of a sequence; None: a long, a usual and a short one.
         recomputes: whether blocks are computed again in the backward.
     """
     most = getattr(getattr(question.model, "config", None), "max_position_embeddings", None)
     most = most if isinstance(most, int) else max(_LENGTHS)
     lengths = [length] if length else [one for one in _LENGTHS if one <= most] or [most]
-    return [_largest(question, one, recomputes=recomputes) for one in lengths]
+    traces = {
+        length: [trace(question.model, batch, length, recomputes=recomputes) for batch in (1, 2)] for length in lengths
+    }
+    found = []
+    for state in _STATES if question.options.state is None else (question.options.state,):
+        asked = replace(question, options=replace(question.options, state=state))
+        try:
+            plan = planned(asked.model, asked.optimizer, asked.options)
+        except ConfigError:
+            if state == question.options.state:
+                raise
+            # What does not go with the optimizer is no choice.
+            continue
+        found += [_largest(asked, plan, length, one, two) for length, (one, two) in traces.items()]
+    return found
 
 
-def _largest(question: Question, length: int, *, recomputes: bool) -> Candidate:
-    """The largest batch of one length that fits; if none does, one sequence."""
-    one, two = (trace(question.model, batch, length, recomputes=recomputes) for batch in (1, 2))
+def _largest(question: Question, plan: Planned, length: int, one: Trace | str, two: Trace | str) -> Candidate:
+    """The largest batch of one length that fits; if none does, one sequence.
+
+    Args:
+        question: what is asked, with the format.
+        plan: what `offload()` would do, which does not depend on the batch.
+        length: tokens of a sequence.
+        one: what torch takes for one sequence.
+        two: for two.
+    """
 
     def candidate(batch: int) -> Candidate:
         # All that a batch takes grows by the same for each sequence.
         traced = one if isinstance(one, str) or isinstance(two, str) else grown(one, two, batch - 1)
-        return Candidate(batch=batch, length=length, answer=answer(replace(question, trace=traced)))
+        found = answer(replace(question, trace=traced), plan)
+        return Candidate(state=question.options.state, batch=batch, length=length, answer=found)
 
     best = candidate(1)
     if isinstance(one, str) or not best.fits:
@@ -79,6 +109,7 @@ def _largest(question: Question, length: int, *, recomputes: bool) -> Candidate:
 def described(one: Candidate) -> dict[str, Any]:
     """As JSON values."""
     return {
+        "state": one.state,
         "batch": one.batch,
         "length": one.length,
         "fits": one.fits,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from memascend.cli.plan.answer import disk_seconds
+from memascend.cli.plan.answer import disk_seconds, step_seconds
 from memascend.planning.format_table import cost_of_format, format_table
 from memascend.run.decision import planned_formats
 
@@ -13,14 +13,24 @@ if TYPE_CHECKING:
     from memascend.cli.plan.answer import Question
     from memascend.planning.format_table import FormatCost
 
-__all__ = ["compared", "shown", "values"]
+__all__ = ["compared", "next_format", "shown", "values"]
 
 
 def compared(question: Question, budget: int) -> list[FormatCost]:
     """What a step costs in each format that goes with the optimizer, with one budget."""
     elements = {name: parameter.numel() for name, parameter in question.model.named_parameters()}
     found = planned_formats(question.model, question.optimizer, question.options, budget)
-    return [cost_of_format(state, one.plan, elements, disk_seconds(question, one.plan)) for state, one in found.items()]
+    return [
+        cost_of_format(state, one.plan, elements, disk_seconds(question, one.plan), step_seconds(question, one.plan))
+        for state, one in found.items()
+    ]
+
+
+def next_format(costs: list[FormatCost], now: str | None) -> FormatCost | None:
+    """The one with the next fewer bits than what the optimizer has, or was asked to have; None after the last."""
+    names = [cost.state for cost in costs]
+    at = names.index(now or "fp32") + 1 if (now or "fp32") in names else len(names)
+    return costs[at] if at < len(costs) else None
 
 
 def shown(costs: list[FormatCost], budget: int) -> str:

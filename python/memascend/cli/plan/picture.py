@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from memascend.errors import ConfigError
+from memascend.drawing import open_pyplot
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,13 +23,7 @@ def draw(path: Path, found: Answer) -> None:
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    try:
-        import matplotlib as mpl
-    except ImportError as error:
-        raise ConfigError("a picture needs matplotlib: pip install 'memascend[plot]'") from error
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
+    plt = open_pyplot()
     plan = found.plan
     figure, axes = plt.subplots(1, 3, figsize=(14, 5), layout="constrained")
     beside, owners, moved = axes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from memascend.cli.plan.answer import disk_seconds, forecast_of
@@ -13,27 +14,41 @@ if TYPE_CHECKING:
 
     from memascend.cli.plan.answer import Answer, Question
     from memascend.cli.plan.fit import Candidate
+    from memascend.planning.format_table import FormatCost
 
-__all__ = ["fitting", "shown"]
+__all__ = ["Choices", "fitting", "shown"]
 
 Row = tuple[str, str, str]
 _YEAR_DAYS = 365
 
 
-def shown(head: str, question: Question, found: Answer, more: Answer | None, speeds: Mapping[str, float]) -> str:
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """What else could be given, and what it would buy; None where it would change nothing.
+
+    Attributes:
+        more: the answer with 16 GiB more of host memory.
+        fewer: state in the format of the next fewer bits.
+    """
+
+    more: Answer | None
+    fewer: FormatCost | None
+
+
+def shown(head: str, question: Question, found: Answer, choices: Choices, speeds: Mapping[str, float]) -> str:
     """All of an answer.
 
     Args:
         head: the model, with a place for the number of its parameters.
         question: what was asked.
         found: the answer.
-        more: the answer with 16 GiB more of host memory; None where that would change nothing.
+        choices: what else could be given.
         speeds: of storage as measured, GB/s by pattern.
     """
     parameters = sum(parameter.numel() for parameter in question.model.parameters())
     parts = [head.format(parameters=f"{parameters:,} parameters")]
     parts.append("It does not fit: " + "; ".join(found.problems) if found.problems else _lines(question))
-    rows = [*_memory(question, found), *_room(question, found), *_time(question, found, more, speeds)]
+    rows = [*_memory(question, found), *_room(question, found), *_time(question, found, choices, speeds)]
     parts.append(table(("what", "how much", "note"), rows))
     parts.append(str(found.plan))
     return "\n\n".join(parts)
@@ -101,7 +116,7 @@ def _room(question: Question, found: Answer) -> list[Row]:
     ]
 
 
-def _time(question: Question, found: Answer, more: Answer | None, speeds: Mapping[str, float]) -> list[Row]:
+def _time(question: Question, found: Answer, choices: Choices, speeds: Mapping[str, float]) -> list[Row]:
     rows = [_disk(question, found, speeds), *_held(question, found)]
     if found.phases is None or found.seconds is None:
         why = _unknown(question)
@@ -118,9 +133,20 @@ def _time(question: Question, found: Answer, more: Answer | None, speeds: Mappin
         rows.append(("tokens a second", f"{tokens / found.seconds:,.0f}", _wider(found)))
     if found.days is not None:
         rows.append(("the drive lasts", _days(found.days), _wear(question, found)))
+    return [*rows, *_bought(found.seconds, choices)]
+
+
+def _bought(now: float, choices: Choices) -> list[Row]:
+    """What else could be given, with the seconds of a step."""
+    rows: list[Row] = []
+    more, fewer = choices.more, choices.fewer
     if more is not None and more.seconds is not None:
-        gained = 1 - more.seconds / found.seconds
+        gained = 1 - more.seconds / now
         rows.append(("16 GiB more of host memory", seconds_shown(more.seconds), f"a step, {gained:.0%} less"))
+    if fewer is not None and fewer.step_seconds is not None:
+        gained = 1 - fewer.step_seconds / now
+        note = f"a step, {gained:.0%} less, in other numerics (below)"
+        rows.append((f'state="{fewer.state}"', seconds_shown(fewer.step_seconds), note))
     return rows
 
 
@@ -184,9 +210,10 @@ def _wear(question: Question, found: Answer) -> str:
 
 
 def fitting(found: Sequence[Candidate]) -> str:
-    """The batches that fit, one row a length."""
+    """The batches that fit, one row for a format of the state and a length."""
     rows = [
         (
+            "exact" if one.state is None else f'"{one.state}"',
             f"{one.batch} x {one.length:,}",
             bytes_shown(one.answer.device_bytes),
             bytes_shown(one.answer.host_bytes),
@@ -198,5 +225,15 @@ def fitting(found: Sequence[Candidate]) -> str:
         )
         for one in found
     ]
-    head = ("batch x tokens", "GPU memory", "host memory", "storage", "a step", "mostly", "tokens a second", "")
+    head = (
+        "state=",
+        "batch x tokens",
+        "GPU memory",
+        "host memory",
+        "storage",
+        "a step",
+        "mostly",
+        "tokens a second",
+        "",
+    )
     return table(head, rows)

@@ -1,0 +1,25 @@
+"""Opens matplotlib, which is installed by those who want pictures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from memascend.errors import ConfigError
+
+__all__ = ["open_pyplot"]
+
+
+def open_pyplot() -> Any:
+    """`matplotlib.pyplot`, which draws into files and opens no window.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib as mpl
+    except ImportError as error:
+        raise ConfigError("a picture needs matplotlib: pip install 'memascend[plot]'") from error
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    return plt
