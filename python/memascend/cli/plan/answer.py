@@ -226,8 +226,8 @@ def forecast_of(question: Question, plan: Plan) -> Forecast | None:
     """Seconds of a step with this and with larger budgets: of all of it, or else of the drive; None: not known."""
 
     def reckon(plan: Plan) -> float | None:
-        parts = _phases(question, plan)
-        return disk_seconds(question, plan) if parts is None else seconds(parts)
+        whole = step_seconds(question, plan)
+        return disk_seconds(question, plan) if whole is None else whole
 
     return forecast(plan, reckon)
 

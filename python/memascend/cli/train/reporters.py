@@ -32,7 +32,7 @@ def require_reporters(names: Sequence[str]) -> None:
     for name in names:
         try:
             if name == "tensorboard":
-                from torch.utils import tensorboard  # noqa: F401
+                from torch.utils.tensorboard import SummaryWriter  # noqa: F401
             else:
                 import wandb  # noqa: F401
         except ImportError as error:
