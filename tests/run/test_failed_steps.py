@@ -102,3 +102,25 @@ def test_an_update_that_could_not_begin_is_no_part_of_the_next_step(tmp_path, mo
         loss_of(plain).backward()
         theirs.step()
         require_same(plain, model)
+
+
+def test_a_commit_that_failed_does_not_count_towards_a_larger_loss_scale(tmp_path, monkeypatch):
+    model = torch.nn.Linear(16, 16).half()
+    model, optimizer = memascend.offload(model, torch.optim.AdamW(model.parameters()), storage=tmp_path / "store")
+    session = optimizer._session
+
+    def failing(*_, **__):
+        raise memascend.StorageError("no room")
+
+    with optimizer:
+        before = session.run.record.scale.state()
+        optimizer.backward(model(torch.ones(2, 16).half()).float().mean())
+        with monkeypatch.context() as patch:
+            patch.setattr(session.run.resources, "engine", Commits(session.run.resources.engine, failing))
+            with pytest.raises(memascend.StorageError, match="no room"):
+                optimizer.step()
+        assert session.run.record.scale.state() == before
+        optimizer.zero_grad()
+        optimizer.backward(model(torch.ones(2, 16).half()).float().mean())
+        optimizer.step()
+        assert session.run.record.scale.state() != before
