@@ -2,15 +2,17 @@
 
 import hashlib
 import logging
+import os
 import shutil
 import signal
+import subprocess
 
 import pytest
 import torch
 
 import memascend
 from memascend import cli, engine
-from memascend.run import beginning, resources
+from memascend.run import beginning, decision, resources
 
 WIDTH, LAYERS, ALL = 128, 6, "64MiB"
 
@@ -198,3 +200,34 @@ def test_half_of_the_free_room_is_left_to_others(tmp_path, monkeypatch):
 def test_a_number_of_steps_is_one(tmp_path, steps):
     with pytest.raises(memascend.ConfigError, match="log_steps is an integer"):
         begun(tmp_path / "store", log_steps=steps)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 24 MiB."""
+    image, folder = tmp_path / "disk.image", tmp_path / "disk"
+    folder.mkdir()
+    with image.open("wb") as file:
+        file.truncate(24 << 20)
+    subprocess.run(["mkfs.ext4", "-q", "-F", "-m", "0", image], check=True)
+    subprocess.run(["mount", "-o", "loop", image, folder], check=True)
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts")
+def test_a_disk_that_fills_up_while_the_log_grows_has_a_shorter_one(small_disk, monkeypatch, caplog):
+    # Nobody knows of the room before it is taken.
+    monkeypatch.setattr(decision, "room_beside", lambda *_: None)
+    with caplog.at_level(logging.WARNING, "memascend"):
+        model, optimizer = begun(small_disk / "store", log_steps=1000)
+    assert "no room on storage for a log of 1000 steps" in caplog.text
+    assert 1 <= optimizer.plan.log_steps < 100
+    stepped(model, optimizer, 3)
+    expected = state_of(model, optimizer)
+    optimizer.close()
+    (small_disk / "rest").write_bytes(bytes(min(shutil.disk_usage(small_disk).free, 1 << 20)))
+    model, optimizer = begun(small_disk / "store")
+    with optimizer:
+        assert same(state_of(model, optimizer), expected)
