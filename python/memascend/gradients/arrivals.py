@@ -15,7 +15,7 @@ from memascend.gradients.hooks import AccumulationHooks
 from memascend.residency.row_gradient import RowGradient
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from memascend.engine import Engine
     from memascend.gradients.loop import Loop
@@ -70,6 +70,8 @@ class Arrivals:
         self.fresh = False
         self.scaled = False
         self.norms = norms
+        # More parts of the gradient that arrives follow, and it is not the first part.
+        self._more = self._continued = False
         self._on_arrived = on_arrived
         self._on_begins = on_begins
         self._of: dict[int, Gradient] = {}
@@ -100,6 +102,18 @@ class Arrivals:
             elif values is not None:
                 self.backwards.enter()
         self._on_arrived(gradient.name, gradient.place.nothing.nbytes, began)
+
+    def heard_parts(self, parameter: torch.Tensor, before: torch.Tensor | None, parts: Sequence[torch.Tensor]) -> None:
+        """A gradient came in parts, which are added one by one to what was there `before`; None: it is there whole."""
+        if before is not None:
+            with torch.no_grad():
+                try:
+                    for index, part in enumerate(parts):
+                        self._more, self._continued = index + 1 < len(parts), index > 0
+                        before.add_(part)
+                finally:
+                    self._more = self._continued = False
+        self._hear(parameter)
 
     def _arrive(self, gradient: Gradient, values: torch.Tensor) -> None:
         """A gradient came where there was none."""
@@ -137,7 +151,7 @@ class Arrivals:
         inside = self.backwards.inside()
         if inside:
             self.backwards.enter()
-        again = gradient.arrived_in == self.backwards.count and inside
+        again = gradient.arrived_in == self.backwards.count and inside and not self._continued
         if again:
             gradient.in_pieces = True
         if not again:
@@ -152,7 +166,8 @@ class Arrivals:
 
     def _is_whole(self, gradient: Gradient, nested: bool) -> bool:
         """Whether nothing more will come of it in this step, so that it can be used at once."""
-        return self.loop.mode == "fused" and not nested and not gradient.in_pieces and self.backwards.is_last()
+        waits = nested or self._more or gradient.in_pieces
+        return self.loop.mode == "fused" and not waits and self.backwards.is_last()
 
     def _require_declared(self, gradient: Gradient) -> None:
         if self.loop.mode == "fused":

@@ -49,6 +49,7 @@ class Gradients:
         self.noticed = self._loop.notice
         self.entered = self._arrivals.entered
         self.touched = self._arrivals.touched
+        self.heard_parts = self._arrivals.heard_parts
         self.unwatch = self._arrivals.unwatch
 
     def watch(self, place: Place, group: int, step: int) -> None:

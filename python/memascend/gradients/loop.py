@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from memascend.ranks.figures import Figures
+
 __all__ = ["Loop"]
 
 
@@ -13,8 +18,12 @@ class Loop:
         accumulation_steps: backwards that make a step.
     """
 
-    def __init__(self, mode: str, accumulation_steps: int, *, keeps: bool) -> None:
-        """`mode` may be "auto", too; `keeps`: it is known to need its gradients until step(), and nothing is learnt."""
+    def __init__(self, mode: str, accumulation_steps: int, *, keeps: bool, figures: Figures | None = None) -> None:
+        """`mode` may be "auto", too; `keeps`: it is known to need its gradients until step(), and nothing is learnt.
+
+        `figures` is what ranks tell each other, where there are several.
+        """
+        self._figures = figures
         self.mode = "ssd" if mode == "auto" else mode
         self.accumulation_steps = accumulation_steps
         self._learning = mode == "auto"
@@ -30,6 +39,9 @@ class Loop:
         if not self._learning:
             return None
         self._learning = False
+        if self._figures is not None:
+            # All ranks go on in the same way.
+            self._noticed = self._figures.union(self._noticed)
         if self._keeps or self._noticed:
             why = ", ".join(sorted(self._noticed)) or "a declared max_grad_norm or accumulation_steps"
             return f'gradients="auto": kept on storage until step() ("ssd"), because of {why}'

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from memascend.gradients.gradient import Gradient
+    from memascend.ranks.figures import Figures
 
     Check = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
@@ -28,9 +29,10 @@ _FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 class Norms:
     """The norm of all gradients of a step, from a measure that was taken once of each."""
 
-    def __init__(self, check: Check) -> None:
-        """`check` is `kernels.check_and_unscale`."""
+    def __init__(self, check: Check, figures: Figures | None = None) -> None:
+        """`check` is `kernels.check_and_unscale`; `figures` is what ranks tell each other, where there are several."""
         self._check = check
+        self._figures = figures
         # Of gradients that were measured in memory for this step, by name.
         self._measures: dict[str, Measure] = {}
 
@@ -57,7 +59,12 @@ class Norms:
         """
         numbers = read([self._measures.get(gradient.name) or gradient.measure() for gradient, _ in gradients])
         # In the order of the parameters, whichever gradient came first.
-        return not any(bad for bad, _ in numbers), math.sqrt(sum(squared for _, squared in numbers))
+        bad, squares = any(bad for bad, _ in numbers), sum(squared for _, squared in numbers)
+        if self._figures is not None:
+            # Each rank has measured its rows.
+            bads, squares = self._figures.totals(float(bad), squares)
+            bad = bads > 0
+        return not bad, math.sqrt(squares)
 
 
 def measure(gradient: torch.Tensor, check: Check) -> Measure:

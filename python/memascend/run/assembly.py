@@ -89,6 +89,9 @@ class Assembly:
                 group = subject.owned[place.name].group
                 if group is not None:
                     session.run.gradients.watch(place, group, resources.store.entry(place.name)["step"])
+        if subject.sharding is not None:
+            places = {place.name: place for home in session.run.residency.units.homes for place in home.places}
+            subject.sharding.install(session.run.residency, places, session.run.gradients.heard_parts)
         subject.original.state.clear()
         session.attachment.enter(offloaded)
         return session, offloaded
@@ -118,7 +121,9 @@ class Assembly:
         residency = self._residency(Listener(borrowed=borrowed, used=meter.used), moment)
         scale = self._scale()
         gradients = self._gradients(residency, meter, scale, begins)
-        newcomers = Newcomers(subject.model, lambda: ProcessHooks.registrations)
+        # FSDP2 registers parameters all the time.
+        registrations = (lambda: ProcessHooks.registrations) if subject.sharding is None else (lambda: 0)
+        newcomers = Newcomers(subject.model, registrations)
         frames = self._frames(residency, gradients, newcomers)
         position = Position(resources.store, subject.options.checkpoint)
         record = Record(resources.store, position, subject.buffers, subject.arithmetic, scale)
@@ -126,7 +131,7 @@ class Assembly:
         reached_values = ReachedValues(run)
         rewrites = Rewrites(run)
         loads = Loads(run, rewrites)
-        state_dicts = StateDicts(subject.model, run, loads)
+        state_dicts = StateDicts(subject.model, run, loads, sharded=subject.sharding is not None)
         attachment = Attachment(
             subject.model, self._gates(residency), residency, frames, state_dicts, on_device=self._on_device
         )
@@ -138,11 +143,12 @@ class Assembly:
             loads=loads,
             reached_values=reached_values,
             state_dicts=state_dicts,
-            materializer=Materializer(run, rewrites, attachment),
+            materializer=Materializer(run, rewrites, attachment, sharded=subject.sharding is not None),
             rollback=Rollback(subject.model, subject.arithmetic, run),
             attachment=attachment,
             measurements=Measurements(resources, residency, plan, position, meter, heap),
             max_grad_norm=subject.options.max_grad_norm,
+            sharding=subject.sharding,
         )
 
     @property
@@ -215,9 +221,10 @@ class Assembly:
             residency.units.look_ahead()
 
         options = subject.options
-        loop = Loop(options.gradients, options.accumulation_steps, keeps=options.keeps)
+        figures = None if subject.sharding is None else subject.sharding.figures
+        loop = Loop(options.gradients, options.accumulation_steps, keeps=options.keeps, figures=figures)
         rule = Updates(subject.arithmetic, engine, resources.store, resident)
-        norms = Norms(kernels.check_and_unscale)
+        norms = Norms(kernels.check_and_unscale, figures)
         held = frozenset(self.decision.plan.held)
         return Gradients(Arrivals(engine, rule, scale, loop, norms, arrived, backward_begins), held)
 
@@ -240,6 +247,9 @@ class Assembly:
 
     def _gates(self, residency: Residency) -> list[tuple[torch.nn.Module, tuple[Home, ...]]]:
         """Every module that owns a parameter, and every unit that is one module, with the units that it binds."""
+        if self.subject.sharding is not None:
+            # A gather binds what it needs, and only while it copies.
+            return [(self.subject.model, ())]
         homes = {home.name: home for home in residency.units.homes}
         home_of = {id(place.parameter): home for home in homes.values() for place in home.places}
         whole = {unit.module: homes[unit.name] for unit in self.decision.units if unit.module is not None}

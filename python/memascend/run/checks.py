@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from memascend.planning.units import Unit
 
-__all__ = ["Owned", "embedding_ids", "find_owned", "refuse_sizes", "sparse_ids"]
+__all__ = ["Owned", "embeddings", "find_owned", "refuse_sizes", "sparse_weights"]
 
 
 _TRAINED = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
@@ -34,14 +34,16 @@ class Owned:
 
 
 def find_owned(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device | None = None
+    model: torch.nn.Module,
+    named: Mapping[str, torch.nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    device: torch.device | None = None,
 ) -> dict[str, Owned]:
-    """The parameters of a model by name, with their groups; raises `ConfigError` where they cannot be offloaded.
+    """The parameters of a model, with their groups; raises `ConfigError` where they cannot be offloaded.
 
     They are on the CPU, on meta, or on the `device` that is going to compute.
     """
     _refuse_kinds(model, optimizer)
-    named = dict(model.named_parameters())
     if not named:
         raise ConfigError("the model has no parameters: there is nothing to offload")
     groups = {
@@ -56,7 +58,7 @@ def find_owned(
             )
         if torch.nn.parameter.is_lazy(parameter):
             raise ConfigError(f"{name} is not initialised yet: run the model once before offload()")
-    _refuse_shared(model)
+    _refuse_shared(model, named)
     owned = {}
     for name, parameter in named.items():
         # Of whole numbers there is no gradient: torch's optimizers leave them alone.
@@ -83,13 +85,11 @@ def _refuse_kinds(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> N
     if isinstance(optimizer, OffloadedOptimizer) or gated(model) or is_materialized(model):
         raise ConfigError("this model or optimizer is offloaded already; close() it first")
     wrappers = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
-    if isinstance(model, wrappers) or type(model).__name__ in ("FullyShardedDataParallel", "FSDPModule"):
+    if isinstance(model, wrappers) or type(model).__name__ == "FullyShardedDataParallel":
         raise ConfigError(
-            f"{type(model).__name__} does not work with offload(); give the module inside it, on one process"
+            f"{type(model).__name__} does not work with offload(); give the module inside it, on several processes "
+            "after torch.distributed.fsdp.fully_shard() on each block and on the model"
         )
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        raise ConfigError("a world size above 1 is not supported yet: offload() works in one process")
 
 
 def _has_own_step(optimizer: torch.optim.Optimizer) -> bool:
@@ -121,10 +121,10 @@ def _refuse_owners(named: Mapping[str, torch.nn.Parameter], groups: Mapping[int,
         raise ConfigError("the optimizer owns no parameters of this model")
 
 
-def _refuse_shared(model: torch.nn.Module) -> None:
+def _refuse_shared(model: torch.nn.Module, named: Mapping[str, torch.nn.Parameter]) -> None:
     """Tensors that lie in each other's memory change together in torch; on storage they would go apart in silence."""
     spans = []
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+    for name, tensor in [*named.items(), *model.named_buffers()]:
         if tensor.is_meta or tensor.layout != torch.strided or tensor.numel() == 0:
             continue
         # Of what has gaps, others may lie in these.
@@ -157,15 +157,15 @@ def refuse_sizes(unit_bytes: Mapping[str, int], units: Iterable[Unit]) -> None:
             )
 
 
-def sparse_ids(model: torch.nn.Module) -> Iterator[int]:
+def sparse_weights(model: torch.nn.Module) -> Iterator[torch.Tensor]:
     """Parameters whose gradients are sparse."""
     for module in model.modules():
         if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
-            yield id(module.weight)
+            yield module.weight
 
 
-def embedding_ids(model: torch.nn.Module) -> Iterator[int]:
+def embeddings(model: torch.nn.Module) -> Iterator[torch.Tensor]:
     """The weights of embeddings, also where a head is tied to them."""
     for module in model.modules():
         if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag):
-            yield id(module.weight)
+            yield module.weight

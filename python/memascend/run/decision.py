@@ -28,17 +28,18 @@ from memascend.planning.units import find_units
 from memascend.residency.placeholder import dense_strides
 from memascend.residency.rows import CHUNKS as ROW_CHUNKS
 from memascend.residency.rows import window_bytes
-from memascend.run.checks import embedding_ids, find_owned, refuse_sizes, sparse_ids
+from memascend.run.checks import embeddings, find_owned, refuse_sizes, sparse_weights
 from memascend.run.locations import folders_of, room_beside
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from memascend.device.device import Device
     from memascend.engine import Entry
     from memascend.planning.options import Options
     from memascend.planning.plan import Plan
     from memascend.planning.units import Unit
+    from memascend.ranks.sharding import Sharding
 
 __all__ = ["Decision", "Planned", "Subject", "decide", "planned", "planned_formats"]
 
@@ -57,15 +58,21 @@ class Subject:
         device: Device | None,
         *,
         staged: bool,
+        sharding: Sharding | None = None,
     ) -> None:
-        """`device` computes, where that is not the host; `staged`: units reach it through chunks."""
+        """`device` computes, where that is not the host; `staged`: units reach it through chunks.
+
+        `sharding` has the parameters, where ranks share them.
+        """
         self.model = model
         self.given = optimizer
         self.original = unwrapped(optimizer)
         self.options = options
         self.device = device
         self.staged = staged
-        self.owned = find_owned(model, self.original, None if device is None else device.torch_device)
+        self.sharding = sharding
+        named = dict(model.named_parameters()) if sharding is None else dict(sharding.named)
+        self.owned = find_owned(model, named, self.original, None if device is None else device.torch_device)
         self.named = {name: owned.parameter for name, owned in self.owned.items()}
         self.trained = {name for name, owned in self.owned.items() if owned.group is not None}
         require_plain(self.named)
@@ -75,10 +82,17 @@ class Subject:
             state=options.state,
             stochastic=options.rounding == "stochastic",
             seed=options.seed,
-            whole=frozenset(embedding_ids(model)),
+            whole=self._ids(embeddings(model)),
         )
-        self.arithmetic = Arithmetic(self.original, options.master_dtype, frozenset(sparse_ids(model)), formats)
+        self.arithmetic = Arithmetic(self.original, options.master_dtype, self._ids(sparse_weights(model)), formats)
+        if sharding is not None:
+            sharding.require_by_rows(self.arithmetic)
         self.buffers = Buffers(model)
+
+    def _ids(self, weights: Iterable[torch.Tensor]) -> frozenset[int]:
+        """The ids of some of the model's weights, as the optimizer has them."""
+        sharding = self.sharding
+        return frozenset(id(weight if sharding is None else sharding.local_of(weight)) for weight in weights)
 
     @property
     def moves_activations(self) -> bool:
@@ -161,7 +175,8 @@ def decide(subject: Subject) -> Decision:
         BudgetError: the budget is too small.
     """
     options = subject.options
-    units = find_units(subject.model, units=options.unit_names)
+    sharding = subject.sharding
+    units = find_units(subject.model, units=options.unit_names) if sharding is None else sharding.units()
     entries = _entries(subject, units)
     _require_folder(subject)
     devices = max(1, len(options.paths or ()))
@@ -238,7 +253,7 @@ def _require_folder(subject: Subject) -> None:
 
 def _by_rows(subject: Subject, units: Sequence[Unit]) -> tuple[str, ...]:
     """The embeddings that may be read by rows, where the host computes; from a device that takes a wait for it."""
-    if subject.staged or (subject.options.paths and not folders_of(subject.options)):
+    if subject.staged or subject.sharding or (subject.options.paths and not folders_of(subject.options)):
         # What uses all of one needs a folder.
         return ()
     layouts = subject.arithmetic.layouts.items()

@@ -31,7 +31,9 @@ _OPEN: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 class Materializer:
     """Makes an offloaded model a plain one, and takes it back."""
 
-    def __init__(self, run: Run, rewrites: Rewrites, attachment: Attachment) -> None:
+    def __init__(self, run: Run, rewrites: Rewrites, attachment: Attachment, *, sharded: bool) -> None:
+        """`sharded`: ranks share the parameters."""
+        self._sharded = sharded
         self._run = run
         self._rewrites = rewrites
         self._attachment = attachment
@@ -40,6 +42,11 @@ class Materializer:
     def materialized(self, *, modify: bool) -> Iterator[None]:
         """Real parameters inside."""
         model = self._attachment.model
+        if self._sharded:
+            raise UsageError(
+                "materialized() is for a model of one process: under fully_shard(), parameter.full_tensor() gathers the "
+                "values of one, and model.state_dict() has the rows of all"
+            )
         if model in _OPEN:
             raise UsageError("materialized() within materialized(): the parameters are real already")
         if modify:

@@ -14,9 +14,10 @@ from memascend.activations import activations as activation_files
 from memascend.device import device as devices
 from memascend.device.unit_memory import DeviceUnits, HostUnits
 from memascend.optimizers.group_options import take_options
-from memascend.optimizers.wrappers import wrap_again
+from memascend.optimizers.wrappers import unwrapped, wrap_again
 from memascend.planning.forecast import said
 from memascend.planning.options import Options
+from memascend.ranks.beginning import begin
 from memascend.run import open_runs
 from memascend.run.assembly import Assembly
 from memascend.run.beginning import FirstValues, begin_log, end_log, open_store
@@ -27,12 +28,13 @@ from memascend.run.resources import Resources
 from memascend.run.watch import Watch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from memascend.device.unit_memory import UnitMemory
     from memascend.engine import Engine, Store
     from memascend.planning.forecast import Forecast
+    from memascend.ranks.sharding import Sharding
     from memascend.run.decision import Decision
     from memascend.run.optimizer import OffloadedOptimizer
 
@@ -41,6 +43,7 @@ __all__ = ["offload"]
 _Path = str | os.PathLike[str]
 # Type checkers see the model that they gave.
 _Model = TypeVar("_Model", bound=torch.nn.Module)
+_Done = TypeVar("_Done")
 
 _log = logging.getLogger("memascend")
 
@@ -69,6 +72,8 @@ def offload(  # noqa: PLR0913 - options are keywords
     rounding: Literal["nearest", "stochastic"] = "nearest",
     seed: int = 0,
     log_steps: int | None = None,
+    reduction: Literal["ordered", "native"] = "ordered",
+    timeout: float = 600.0,
 ) -> tuple[_Model, OffloadedOptimizer]:
     """Move a model's parameters and an optimizer's state to storage, and train on as before.
 
@@ -122,6 +127,10 @@ def offload(  # noqa: PLR0913 - options are keywords
         seed: of what is rounded stochastically; kept in the store and in checkpoints, whose own stands.
         log_steps: steps of gradients that the store's log may keep of what is held, which is written whole once in as
             many; 0: it is written each step. None: 16, or as many as half of the free room has place for.
+        reduction: how the gradients of several ranks are added under `fully_shard`. "ordered": in the order of ranks,
+            as one process adds them that accumulates, so that the bits do not depend on the number of ranks; "native":
+            as torch's backend adds them.
+        timeout: how many seconds the ranks wait for each other in `offload()` and in `step()`.
 
     Returns:
         The model, and a `memascend.OffloadedOptimizer` that shares the original's `param_groups`.
@@ -153,12 +162,19 @@ def offload(  # noqa: PLR0913 - options are keywords
         rounding=rounding,
         seed=seed,
         log_steps=log_steps,
+        reduction=reduction,
+        timeout=timeout,
     )
     # A default device (torch.set_default_device) is for the user's tensors.
-    with torch.no_grad(), torch.device("cpu"):
+    with torch.no_grad(), torch.device("cpu"), contextlib.ExitStack() as undo:
         opened = devices.open_device(options.where)
-        subject = Subject(model, optimizer, options, opened, staged=opened is not None)
+        sharding, options = begin(model, unwrapped(optimizer), options, undo)
+        own = options
+        subject = _together(
+            sharding, lambda: Subject(model, optimizer, own, opened, staged=opened is not None, sharding=sharding)
+        )
         offloaded, seconds = _offloaded(subject)
+        undo.pop_all()
     if device is None and opened is not None:
         _log.info("device: %s, since there is one; device='cpu' computes without it", opened.torch_device)
     smallest = ", the smallest that keeps disk and compute busy" if host_memory is None else ""
@@ -172,49 +188,61 @@ def _offloaded(subject: Subject) -> tuple[OffloadedOptimizer, Forecast | None]:
     Returns:
         What the user gets, and how long steps take with this and other budgets, where that can be told.
     """
-    options = subject.options
-    decision = decide(subject)
     with contextlib.ExitStack() as undo:
-        first = FirstValues(subject, undo)
-        if not options.resumes:
-            first.prepare(created=True)
-        store, folder = open_store(subject, decision.entries)
-        undo.callback(store.close)
-        if store.created:
-            # A call that fails leaves nothing behind.
-            undo.callback(store.forsake)
-        plan = decision.plan
-        store.hold(plan.held, registered=subject.device is not None)
-        engine = engines.Engine(
-            store,
-            chunks=plan.chunks,
-            queue=plan.queue_bytes,
-            whole=subject.arithmetic.whole_bytes,
-            threads=torch.get_num_threads(),
-        )
-        undo.callback(engine.close)
-        end_log(store, engine)
-        if options.resumes:
-            first.prepare(created=store.created)
-        with Watch(store) as watch:
-            stored = first.write(engine, decision) if store.created else first.read(store, plan.held)
-        seconds = watch.forecast(plan, engine, host_computes=subject.device is None)
-        shared = subject.arithmetic.shared
-        subject.arithmetic.take_seed(stored)
-        take_options(subject.original.param_groups, stored.get("groups"), undo, shared.examples)
-        shared.restore(stored.get("attributes") or {}, undo)
-        first.let_go()
-        resources = _resources(subject, decision, store, engine, folder, undo)
-        scratch = scratch_of(options) or folder
-        session, offloaded = Assembly(subject, decision, resources, scratch).run()
+        assembly, seconds = _together(subject.sharding, lambda: _prepared(subject, undo))
+        session, offloaded = assembly.run()
         # What is refused is refused by now, and the newest commit still there.
+        store = assembly.resources.store
         store.go_back()
-        session.measurements.planned = begin_log(store, plan)
+        session.measurements.planned = begin_log(store, assembly.decision.plan)
         undo.pop_all()
     wrap_again(subject.given, offloaded)
     session.measurements.heap.model_left()
     open_runs.note(offloaded)
     return offloaded, seconds
+
+
+def _together(sharding: Sharding | None, do: Callable[[], _Done]) -> _Done:
+    """Do what may be refused on all ranks or on none."""
+    figures = None if sharding is None else sharding.figures
+    return do() if figures is None else figures.together(do)
+
+
+def _prepared(subject: Subject, undo: contextlib.ExitStack) -> tuple[Assembly, Forecast | None]:
+    """Decide, and open the store with what it begins with; of the model nothing changes."""
+    options = subject.options
+    decision = decide(subject)
+    first = FirstValues(subject, undo)
+    if not options.resumes:
+        first.prepare(created=True)
+    store, folder = open_store(subject, decision.entries)
+    undo.callback(store.close)
+    if store.created:
+        # A call that fails leaves nothing behind.
+        undo.callback(store.forsake)
+    plan = decision.plan
+    store.hold(plan.held, registered=subject.device is not None)
+    engine = engines.Engine(
+        store,
+        chunks=plan.chunks,
+        queue=plan.queue_bytes,
+        whole=subject.arithmetic.whole_bytes,
+        threads=torch.get_num_threads(),
+    )
+    undo.callback(engine.close)
+    end_log(store, engine)
+    if options.resumes:
+        first.prepare(created=store.created)
+    with Watch(store) as watch:
+        stored = first.write(engine, decision) if store.created else first.read(store, plan.held)
+    seconds = watch.forecast(plan, engine, host_computes=subject.device is None)
+    shared = subject.arithmetic.shared
+    subject.arithmetic.take_seed(stored)
+    take_options(subject.original.param_groups, stored.get("groups"), undo, shared.examples)
+    shared.restore(stored.get("attributes") or {}, undo)
+    first.let_go()
+    resources = _resources(subject, decision, store, engine, folder, undo)
+    return Assembly(subject, decision, resources, scratch_of(options) or folder), seconds
 
 
 def _resources(

@@ -84,6 +84,10 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Torch's clipping of all gradients that are kept; bit for bit torch's."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        sharding = self._session.sharding
+        if sharding is not None:
+            # The norm is that of all ranks' rows.
+            parameters = [sharding.leaf_of(parameter) for parameter in parameters]
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def __getattr__(self, name: str) -> Any:

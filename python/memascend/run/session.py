@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from memascend.gradients.gradient import Gradient
+    from memascend.ranks.sharding import Sharding
     from memascend.run.attachment import Attachment
     from memascend.run.loads import Loads
     from memascend.run.materialized import Materializer
@@ -62,6 +63,8 @@ class Session:
     attachment: Attachment
     measurements: Measurements
     max_grad_norm: float | None
+    # Where ranks share the parameters.
+    sharding: Sharding | None = None
     outcome: Outcome = field(default_factory=Outcome)
 
     # --- the loop --------------------------------------------------------------------
@@ -98,18 +101,11 @@ class Session:
         """Whether there was a step, and it did not overflow."""
         run, gradients, record = self.run, self.run.gradients, self.run.record
         engine, store = run.resources.engine, run.resources.store
-        present = gradients.present()
-        if not present:
+        figures = None if self.sharding is None else self.sharding.figures
+        present = self._present() if figures is None else figures.together(self._present, UsageError)
+        # A rank may have no rows of what has gradients.
+        if not (present if figures is None else figures.any(bool(present))):
             return False
-        if not gradients.is_staged():
-            raise UsageError(
-                "step() again, and the gradients in p.grad were used by the last one: call zero_grad() after each "
-                "step, and backward() before the next"
-            )
-        run.residency.require_idle("step()")
-        record.buffers.require_same_kinds()
-        self._refuse_written()
-        self.reached_values.write_before_step()
         factor = 1.0
         if self._norm_comes_first:
             finite, norm = gradients.measured(present)
@@ -138,6 +134,23 @@ class Session:
         if learnt:
             _log.info(learnt)
         return True
+
+    def _present(self) -> Sequence[tuple[Gradient, torch.Tensor]]:
+        """The gradients that there are, where a step may be made of them."""
+        run, gradients = self.run, self.run.gradients
+        present = gradients.present()
+        if not present:
+            return present
+        if not gradients.is_staged():
+            raise UsageError(
+                "step() again, and the gradients in p.grad were used by the last one: call zero_grad() after each "
+                "step, and backward() before the next"
+            )
+        run.residency.require_idle("step()")
+        run.record.buffers.require_same_kinds()
+        self._refuse_written()
+        self.reached_values.write_before_step()
+        return present
 
     @property
     def _norm_comes_first(self) -> bool:
@@ -191,6 +204,11 @@ class Session:
 
     def save(self, folder: str | os.PathLike[str], *, among_others: bool = False) -> None:
         """Write a whole checkpoint of what is committed, with the options that the groups have now."""
+        if self.sharding is not None and self.sharding.world_size > 1:
+            raise UsageError(
+                "save() does not write what several ranks have yet: torch.distributed.checkpoint writes "
+                "model.state_dict(), and each rank's store has its rows with their state"
+            )
         self.run.require_quiet()
         self.loads.settle()
         self.reached_values.write_between_steps()
@@ -211,8 +229,9 @@ class Session:
         """A copy of the state of a parameter."""
         self.run.resources.require_open()
         self.loads.settle()
+        rows = parameter if self.sharding is None else self.sharding.local_of(parameter)
         for kept in self.run.gradients.by_name.values():
-            if kept.place.parameter is parameter:
+            if kept.place.parameter is rows:
                 return self.run.gradients.rule.state(kept)
         raise ConfigError("this tensor is no parameter that the optimizer updates")
 

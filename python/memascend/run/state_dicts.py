@@ -24,8 +24,9 @@ _TABLES = ("_state_dict_pre_hooks", "_state_dict_hooks", "_load_state_dict_pre_h
 class StateDicts:
     """The hooks by which torch makes and loads state dicts of one offloaded model."""
 
-    def __init__(self, model: torch.nn.Module, run: Run, loads: Loads) -> None:
-        """Nothing of the model changes before `install`."""
+    def __init__(self, model: torch.nn.Module, run: Run, loads: Loads, *, sharded: bool) -> None:
+        """Nothing of the model changes before `install`; `sharded`: ranks share its parameters."""
+        self._sharded = sharded
         self._model = model
         self._run = run
         self._loads = loads
@@ -89,6 +90,10 @@ class StateDicts:
         errors: list[str],
     ) -> None:
         del strict, missing, unexpected
+        if self._sharded:
+            raise UsageError(
+                "load_state_dict() cannot change an offloaded model that fully_shard() divides: load before offload()"
+            )
         if local_metadata.get("assign_to_params_buffers"):
             raise UsageError("load_state_dict(assign=True) would replace offloaded parameters; leave assign out")
         if not self._loading:

@@ -1,0 +1,112 @@
+"""Finds out whether several ranks train a model together, and refuses what they cannot do yet."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from memascend.errors import ConfigError
+
+if TYPE_CHECKING:
+    import contextlib
+
+    from memascend.planning.options import Options
+    from memascend.ranks.figures import Figures
+    from memascend.ranks.sharding import Sharding
+
+__all__ = ["begin"]
+
+
+def begin(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, options: Options, undo: contextlib.ExitStack
+) -> tuple[Sharding | None, Options]:
+    """The rows of a model that ranks share, and the options as this rank has them; None for one process's own model.
+
+    One process with a plain model imports and pays nothing.
+
+    Raises:
+        ConfigError: what is asked for does not work with several ranks; the message says what does.
+    """
+    several = _world_size() > 1
+    if not (several or _is_sharded(model)):
+        return None, options
+    _refuse_wrappers(model)
+    if not _is_sharded(model):
+        raise ConfigError(
+            "several ranks train together, and the model is not divided among them: call "
+            "torch.distributed.fsdp.fully_shard() on each block and on the model, then make the optimizer"
+        )
+    if not several:
+        return _sharding(model, optimizer, options, undo, None), options
+    from memascend.ranks.figures import Figures
+    from memascend.ranks.places import places_of_rank, require_own
+
+    figures = Figures(options.timeout)
+
+    def found() -> tuple[Sharding, Options]:
+        sharding = _sharding(model, optimizer, options, undo, figures)
+        return sharding, replace(options, storage=places_of_rank(options))
+
+    sharding, own = figures.together(found)
+    require_own(own.paths or (), figures)
+    return sharding, own
+
+
+def _sharding(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    options: Options,
+    undo: contextlib.ExitStack,
+    figures: Figures | None,
+) -> Sharding:
+    from memascend.ranks.sharding import Sharding
+
+    _refuse_options(options)
+    sharding = Sharding(model, options.reduction, figures)
+    sharding.stand_in(optimizer, undo)
+    return sharding
+
+
+def _world_size() -> int:
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_world_size()
+    return 1
+
+
+def _is_sharded(model: torch.nn.Module) -> bool:
+    if "torch.distributed.fsdp" not in sys.modules:
+        return False
+    from memascend.ranks.fsdp import wrapped
+
+    return wrapped(model)
+
+
+def _refuse_wrappers(model: torch.nn.Module) -> None:
+    """Other ways to train on several ranks."""
+    kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
+    for kind in ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel"):
+        if kind in kinds:
+            raise ConfigError(
+                f"{kind} does not work with offload(): give the module inside it, after "
+                "torch.distributed.fsdp.fully_shard() on each block and on the model"
+            )
+
+
+def _refuse_options(options: Options) -> None:
+    """What this version does with one rank only."""
+    refused = {
+        "activations": (options.activations != "device", "leave it out, and checkpoint activations"),
+        "units": (options.units is not None, "what fully_shard() was called on is a unit: leave it out"),
+        "weights": (options.weights is not None, "load the weights before fully_shard()"),
+        "checkpoint": (options.checkpoint is not None, "load the weights before fully_shard()"),
+        "existing": (options.resumes, "begin anew with 'refuse' or 'replace'"),
+        "state": (options.state in ("bf16", "8bit"), "its formats count elements of whole parameters: leave it out"),
+        "rounding": (options.rounding == "stochastic", "it counts elements of whole parameters: leave it out"),
+    }
+    for name, (is_refused, instead) in refused.items():
+        if is_refused:
+            raise ConfigError(f"{name}={getattr(options, name)!r} does not work under fully_shard(): {instead}")

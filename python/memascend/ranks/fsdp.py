@@ -1,0 +1,209 @@
+"""Reaches into torch's FSDP2: what `fully_shard` keeps of a model, the local tensors, the reduction of gradients.
+
+All private names of torch's that several ranks need are in this file. Where torch has changed, `require_known` says so
+before anything is done.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.tensor import DTensor, Shard
+
+from memascend.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["FsdpGroup", "FsdpParameter", "ReduceScatter", "groups_of", "reshard", "wrapped"]
+
+# What is used of torch's parameter groups, and of the parameters in them.
+_OF_GROUPS = ("fsdp_params", "modules", "mesh_info", "post_forward_mesh_info", "_reset_sharded_params")
+_OF_GROUPS_TOO = ("_reduce_scatter_comm", "gradient_divide_factor", "force_sum_reduction_for_comms", "offload_policy")
+_OF_PARAMETERS = ("sharded_param", "_sharded_param_data", "padded_sharded_param_size", "sharded_size", "mp_policy")
+_CALLED = ("_init_extensions", "to_sharded_dtensor")
+
+
+@dataclass(frozen=True, eq=False)
+class FsdpParameter:
+    """One parameter that `fully_shard` divides.
+
+    Attributes:
+        name: as `model.named_parameters()` gives it.
+        leaf: the DTensor that model and optimizer hold.
+    """
+
+    name: str
+    leaf: torch.nn.Parameter
+    _torch: Any
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's rows."""
+        rows: torch.Tensor = self.leaf._local_tensor  # type: ignore[attr-defined] # noqa: SLF001
+        return rows
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of this rank's rows."""
+        return torch.Size(self._torch.sharded_size)
+
+    @property
+    def padded_shape(self) -> torch.Size:
+        """Of what is gathered from each rank: as many rows as the first has."""
+        return torch.Size(self._torch.padded_sharded_param_size)
+
+    @property
+    def reduce_dtype(self) -> torch.dtype | None:
+        """What `MixedPrecisionPolicy` reduces its gradient in; None: as it comes."""
+        found: torch.dtype | None = self._torch.mp_policy.reduce_dtype
+        return found
+
+    def replace_local(self, rows: torch.Tensor) -> None:
+        """Let the parameter's local tensor be another one, which may have the hooks of an extension."""
+        # What it had lies in here, too.
+        self._torch._sharded_param_data = torch.empty(0, dtype=rows.dtype, device=rows.device)  # noqa: SLF001
+        self.leaf._local_tensor = rows  # type: ignore[attr-defined] # noqa: SLF001
+        self._torch._init_extensions()  # noqa: SLF001
+
+    def as_gradient(self, local: torch.Tensor) -> torch.Tensor:
+        """The DTensor that stands in `.grad` for a local gradient."""
+        with torch.no_grad():
+            found: torch.Tensor = self._torch.to_sharded_dtensor(local)
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class FsdpGroup:
+    """Parameters that are gathered and reduced together.
+
+    Attributes:
+        name: of the module, or the first of the modules, that it was made for.
+        parameters: in the order in which they are gathered.
+    """
+
+    name: str
+    parameters: tuple[FsdpParameter, ...]
+    _torch: Any
+
+    @property
+    def process_group(self) -> Any:
+        """The ranks among which rows are divided."""
+        return self._torch.mesh_info.shard_process_group
+
+    @property
+    def kept_after_forward(self) -> str | None:
+        """What does not work: parts of another number of ranks stay after the forward."""
+        after = self._torch.post_forward_mesh_info
+        if after is not None and after != self._torch.mesh_info:
+            return "reshard_after_forward= is a number of ranks: pass True or False"
+        return None
+
+    @property
+    def divided_twice(self) -> bool:
+        """Whether ranks replicate what others divide (HSDP), or nothing is divided at all."""
+        info = self._torch.mesh_info
+        return type(info).__name__ != "FSDPMeshInfo"
+
+    @property
+    def offloads(self) -> bool:
+        """Whether torch itself keeps the rows on the CPU."""
+        return type(self._torch.offload_policy).__name__ == "CPUOffloadPolicy"
+
+    def settle(self) -> None:
+        """Torch is not to look for parameters that were replaced since: these were."""
+        self._torch._reset_sharded_params = True  # noqa: SLF001
+
+    def reduce_by(self, reduction: Any) -> None:
+        """Let gradients be reduced by this, and divided after it."""
+        self._torch._reduce_scatter_comm = reduction  # noqa: SLF001
+        self._torch.force_sum_reduction_for_comms = True
+
+    def factor_after(self, dtype: torch.dtype, device: torch.device) -> float | None:
+        """What torch divides a sum of this dtype by, after it was made; None: by nothing."""
+        found = _fsdp_collectives._get_gradient_divide_factors(  # noqa: SLF001
+            self.process_group, None, dtype, device.type, self._torch.gradient_divide_factor, True
+        )
+        after: float | None = found[1]
+        return after
+
+    @property
+    def state(self) -> Any:
+        """What tells two groups apart."""
+        return self._torch
+
+
+def wrapped(model: torch.nn.Module) -> bool:
+    """Whether `fully_shard` was applied to a model, or to something in it."""
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """Let every rank have its rows alone; a forward may have left more."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def groups_of(model: torch.nn.Module) -> list[FsdpGroup]:
+    """The groups of a model, in the order of its modules.
+
+    Raises:
+        ConfigError: torch keeps them in another way than is known here.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found: list[FsdpGroup] = []
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        for group in _groups_of_module(module):
+            if id(group) in seen:
+                continue
+            seen.add(id(group))
+            _require_known(group, _OF_GROUPS + _OF_GROUPS_TOO)
+            parameters = []
+            for one in group.fsdp_params:
+                _require_known(one, _OF_PARAMETERS + _CALLED)
+                leaf: Any = one.sharded_param
+                if id(leaf) not in names or not isinstance(leaf, DTensor):
+                    raise ConfigError(
+                        f"a parameter of {name or 'the model'} was replaced after fully_shard(): call offload() before "
+                        "it is, or fully_shard() after it was"
+                    )
+                if tuple(leaf.placements) != (Shard(0),):
+                    raise ConfigError(
+                        f"{names[id(leaf)]} is divided as {leaf.placements}, and offload() takes parameters whose rows "
+                        "are divided (Shard(0)) over one mesh: leave out shard_placement_fn, tensor parallelism and "
+                        "a mesh of two dimensions"
+                    )
+                parameters.append(FsdpParameter(names[id(leaf)], one.sharded_param, one))
+            found.append(FsdpGroup(name or "root", tuple(parameters), group))
+    return found
+
+
+def _groups_of_module(module: Any) -> Iterator[Any]:
+    _require_known(module, ("_get_fsdp_state",))
+    state = module._get_fsdp_state()  # noqa: SLF001
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        # Before torch 2.12 there was one at most.
+        _require_known(state, ("_fsdp_param_group",))
+        one = state._fsdp_param_group  # noqa: SLF001
+        groups = [] if one is None else [one]
+    return iter(groups)
+
+
+def _require_known(kept: Any, names: tuple[str, ...]) -> None:
+    """Refuse a torch whose FSDP2 keeps other things."""
+    missing = [name for name in names if not hasattr(kept, name)]
+    if missing:
+        raise ConfigError(
+            f"FSDP2 of torch {torch.__version__} is not known to this version of memascend: its "
+            f"{type(kept).__name__} has no {', '.join(missing)}; use a torch version that the documentation names"
+        )

@@ -1,0 +1,85 @@
+"""Resolves where each rank's store lies: a folder in the folder that was given, or a path with the rank in it."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import distributed
+
+from memascend.errors import ConfigError, StorageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from memascend.planning.options import Options
+    from memascend.ranks.figures import Figures
+
+__all__ = ["filled", "places_of_rank", "require_own"]
+
+
+def places_of_rank(options: Options) -> list[str] | None:
+    """The paths of this rank's store; None for a temporary one.
+
+    Raises:
+        ConfigError: a path is the same for all ranks, and no folder.
+    """
+    if options.paths is None:
+        return None
+    rank = distributed.get_rank()
+    several = not (options.storage is None or isinstance(options.storage, (str, os.PathLike)))
+    return [_place(path, rank, several=several) for path in options.paths]
+
+
+def filled(path: str, rank: int) -> str:
+    """A path with the rank in it, and its number on its host."""
+    local = os.environ.get("LOCAL_RANK", str(rank))
+    return path.replace("{rank}", str(rank)).replace("{local_rank}", local)
+
+
+def _place(path: str, rank: int, *, several: bool) -> str:
+    place = filled(path, rank)
+    if place != path:
+        return place
+    if several:
+        raise ConfigError(f"storage={path!r} is the same for all ranks: put {{rank}} or {{local_rank}} into each path")
+    found = Path(path)
+    if found.exists() and not found.is_dir():
+        what = "a device" if found.is_block_device() else "a file"
+        raise ConfigError(
+            f"{path} is {what}, and each rank has a store of its own: give a folder, or a path with {{rank}} or "
+            "{local_rank} in it"
+        )
+    # A folder in it that is made where it is missing.
+    found.mkdir(parents=True, exist_ok=True)
+    return os.path.join(path, f"rank-{rank}") + "/"  # noqa: PTH118
+
+
+def require_own(places: Sequence[str], figures: Figures) -> None:
+    """No two ranks have one file or device; asked of all ranks.
+
+    Raises:
+        StorageError: two have; it names both.
+    """
+    owner: dict[str, int] = {}
+    for rank, theirs in enumerate(figures.everyone([_identity(place) for place in places])):
+        for identity in theirs:
+            if identity in owner:
+                path = identity.split(":", 1)[1]
+                raise StorageError(
+                    f"{path} is given to rank {owner[identity]} and to rank {rank}: each has a store of its own; "
+                    "nothing was changed",
+                    path=path,
+                )
+            owner[identity] = rank
+
+
+def _identity(place: str) -> str:
+    """What tells two places apart: on which host, and where a path leads to, or which device that is."""
+    path = os.path.realpath(place)
+    if Path(path).is_block_device():
+        number = Path(path).stat().st_rdev
+        path = f"device {os.major(number)}:{os.minor(number)}"
+    return f"{socket.gethostname()}:{path}"

@@ -1,0 +1,228 @@
+"""A model that `fully_shard` divides, as one rank sees it: its rows are parameters, in a store of its own."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed
+from torch.distributed.tensor import DTensor
+
+from memascend.errors import ConfigError
+from memascend.pages import whole_pages
+from memascend.planning.units import Unit
+from memascend.ranks.fsdp import groups_of, reshard
+from memascend.ranks.local_parameter import LocalParameter
+from memascend.ranks.local_rows import LocalRows, RowSource
+from memascend.ranks.reduction import OrderedReduction
+
+if TYPE_CHECKING:
+    import contextlib
+    from collections.abc import Mapping
+
+    from memascend.optimizers.update_rule import Arithmetic
+    from memascend.ranks.figures import Figures
+    from memascend.ranks.fsdp import FsdpGroup, FsdpParameter
+    from memascend.residency.placeholder import Place
+    from memascend.residency.residency import Residency
+
+__all__ = ["Sharding"]
+
+
+class Sharding:
+    """This rank's rows of a model.
+
+    Attributes:
+        named: by the names of the model's parameters, those of which this rank has rows, in the model's order.
+        figures: what ranks tell each other; None where there is one.
+        world_size: the number of ranks.
+        rank: which one this is.
+    """
+
+    def __init__(self, model: torch.nn.Module, reduction: str, figures: Figures | None = None) -> None:
+        """Nothing of the model has changed; `reduction` is "ordered" or "native", and `figures` None for one rank.
+
+        Raises:
+            ConfigError: it is divided in a way that cannot be offloaded.
+        """
+        self._groups = groups_of(model)
+        self._ordered = reduction == "ordered"
+        sharded = {one.name: one for group in self._groups for one in group.parameters}
+        _refuse_others(model, sharded)
+        self.figures = figures
+        self.world_size = distributed.get_world_size()
+        self.rank = distributed.get_rank()
+        for group in self._groups:
+            _refuse_kind(group, self.world_size, ordered=self._ordered)
+        reshard(model)
+        self._sharded = {name: sharded[name] for name, _ in model.named_parameters()}
+        self.named: dict[str, LocalParameter] = {
+            name: LocalParameter.of(one) for name, one in self._sharded.items() if one.shape.numel()
+        }
+        if not self.named:
+            raise ConfigError(
+                f"rank {self.rank} has no rows of any parameter: the model is too small for {self.world_size} ranks"
+            )
+        self._local = {id(self._sharded[name].leaf): local for name, local in self.named.items()}
+        self._reductions: dict[int, OrderedReduction] = {}
+        self._of: dict[int, FsdpParameter] = {id(one.leaf): one for one in self._sharded.values()}
+        self._heard: Any = None
+
+    # --- before there is a store ---------------------------------------------------------
+
+    def stand_in(self, optimizer: torch.optim.Optimizer, undo: contextlib.ExitStack) -> None:
+        """Give the optimizer this rank's rows for the model's parameters, and their part of its state."""
+        leaves = {id(one.leaf) for one in self._sharded.values()}
+        for group in optimizer.param_groups:
+            given = group["params"]
+            undo.callback(group.__setitem__, "params", given)
+            # Of some this rank has no rows.
+            group["params"] = [
+                self._local.get(id(one), one) for one in given if id(one) in self._local or id(one) not in leaves
+            ]
+        for leaf in [one.leaf for one in self._sharded.values() if one.leaf in optimizer.state]:
+            state = optimizer.state.pop(leaf)
+            undo.callback(optimizer.state.__setitem__, leaf, state)
+            local = self._local.get(id(leaf))
+            if local is not None:
+                optimizer.state[local] = {name: _local_part(value) for name, value in state.items()}
+                undo.callback(optimizer.state.pop, local, None)
+
+    def units(self) -> tuple[Unit, ...]:
+        """What is gathered together travels together. Only the rows of one gather are needed at once."""
+        units, taken = [], set()
+        for group in self._groups:
+            names = [one.name for one in group.parameters if one.name in self.named]
+            if not names:
+                continue
+            name = group.name
+            while name in taken:
+                name += "'"
+            taken.add(name)
+            sizes = {each: whole_pages(self.named[each].nbytes) for each in names}
+            units.append(
+                Unit(
+                    name=name,
+                    parameters=tuple(names),
+                    nbytes=sum(sizes.values()),
+                    module=None,
+                    pinned=False,
+                    frozen_bytes=sum(sizes[each] for each in names if not self.named[each].requires_grad),
+                    elements=sum(self.named[each].numel() for each in names),
+                )
+            )
+        return tuple(units)
+
+    def require_by_rows(self, arithmetic: Arithmetic) -> None:
+        """Refuse an optimizer that needs whole parameters.
+
+        Raises:
+            ConfigError: it does; nothing was changed.
+        """
+        for layout in arithmetic.layouts.values():
+            if layout is not None and layout.whole:
+                raise ConfigError(
+                    f"an update of {type(arithmetic.optimizer).__name__} needs whole parameters, and fully_shard() "
+                    "divides their rows: use an optimizer that works element by element (AdamW, Lion, SGD), or one "
+                    "process"
+                )
+
+    def leaf_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The model's parameter that some rows are of; anything else is itself."""
+        return parameter.sharded.leaf if isinstance(parameter, LocalParameter) else parameter
+
+    def local_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The other way."""
+        return self._local.get(id(parameter), parameter)
+
+    # --- the run ---------------------------------------------------------------------------
+
+    def install(self, residency: Residency, places: Mapping[str, Place], heard: Any) -> None:
+        """Let FSDP2 gather from storage, and hand on what it reduces.
+
+        Args:
+            residency: has the rows.
+            places: of the parameters that this rank has rows of, by name.
+            heard: a bound method, which hears of each gradient: whose it is, what stood in its place before, and the
+                parts that are to be added to that in their order. Where nothing stood there it is complete.
+        """
+        # torch holds hooks where Python's collector does not look.
+        self._heard = weakref.WeakMethod(heard)
+        for group in self._groups:
+            if self._ordered and self.world_size > 1:
+                reduction = OrderedReduction(group)
+                group.reduce_by(reduction)
+                self._reductions.update((id(one.leaf), reduction) for one in group.parameters)
+            for one in group.parameters:
+                place = places.get(one.name)
+                local = one.local
+                source = RowSource(one.name, one.shape, one.padded_shape, local.dtype)
+                source.connect(place, residency)
+                one.replace_local(LocalRows(source, one.leaf.device))
+                one.leaf.__dict__["_memascend"] = place
+                if one.leaf.requires_grad:
+                    one.leaf.register_post_accumulate_grad_hook(self._hear)
+            group.settle()
+
+    def _hear(self, leaf: torch.Tensor) -> None:
+        """FSDP2 has reduced a gradient."""
+        one = self._of[id(leaf)]
+        reduction = self._reductions.get(id(leaf))
+        before, parts = (None, []) if reduction is None else reduction.take(one)
+        local = self._local.get(id(leaf))
+        if local is None:
+            # No rows, no gradient.
+            leaf.grad = None
+            return
+        heard = self._heard()
+        if heard is None:
+            return
+        values = local.grad
+        parts = [part.to(values.dtype) for part in parts]
+        if before is None:
+            for part in parts:
+                values.add_(part)
+            heard(local, None, ())
+            return
+        leaf.grad = before
+        heard(local, local.grad, (values, *parts))
+
+
+def _local_part(value: Any) -> Any:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _refuse_others(model: torch.nn.Module, sharded: Mapping[str, FsdpParameter]) -> None:
+    others = [name for name, _ in model.named_parameters() if name not in sharded]
+    if others:
+        raise ConfigError(
+            f"{', '.join(others[:3])} is not divided by fully_shard() and other parameters are: apply "
+            "fully_shard(model) to the whole model after its blocks, without ignored_params"
+        )
+
+
+def _refuse_kind(group: FsdpGroup, world_size: int, *, ordered: bool) -> None:
+    if group.divided_twice:
+        raise ConfigError(
+            f"{group.name} is on a mesh on which ranks replicate it: offload() works where the rows are divided among "
+            "all ranks: fully_shard(module), without mesh=, or with one of one dimension"
+        )
+    if group.process_group.size() != world_size:
+        raise ConfigError(
+            f"{group.name} is divided among {group.process_group.size()} of {world_size} ranks: offload() works where "
+            "the rows are divided among all of them: fully_shard(module) without mesh="
+        )
+    if group.offloads:
+        raise ConfigError("offload() does what CPUOffloadPolicy does, and more: leave offload_policy out")
+    kept = group.kept_after_forward
+    if kept is not None:
+        raise ConfigError(f"{group.name}: {kept}")
+    for one in group.parameters:
+        wide = one.reduce_dtype
+        if ordered and wide is not None and wide.itemsize > one.leaf.dtype.itemsize:
+            raise ConfigError(
+                f"{one.name} is {one.leaf.dtype} and its gradient is reduced in {wide}: in the order of ranks it is "
+                "added in its own type, as one process accumulates: leave reduce_dtype out, or pass "
+                "reduction='native'"
+            )

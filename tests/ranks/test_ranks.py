@@ -1,0 +1,246 @@
+"""Tests training on several ranks under `fully_shard` against one process that accumulates, and against DDP."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from support.bits import same_bits
+from support.ranks import on_ranks
+from torch import distributed, nn
+from torch.distributed.fsdp import fully_shard
+
+import memascend
+
+STEPS = 3
+
+
+def model(dtype):
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(16, 48), nn.GELU(), nn.Linear(48, 16)) for _ in range(2)]
+    return nn.Sequential(nn.Embedding(32, 16), *blocks, nn.Linear(16, 32)).to(dtype)
+
+
+def batch(step, micro):
+    """Micro-batch `micro` of a step, of whatever rank."""
+    generator = torch.Generator().manual_seed(1000 * step + micro)
+    tokens = torch.randint(0, 32, (4, 6), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def loss_of(trained, step, micro):
+    inputs, targets = batch(step, micro)
+    return nn.functional.cross_entropy(trained(inputs).float().flatten(0, 1), targets.flatten())
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
+
+
+def sharded(dtype):
+    trained = model(dtype)
+    for block in trained:
+        fully_shard(block)
+    return fully_shard(trained)
+
+
+def on_storage(folder, dtype, options, rounds):
+    """What the ranks train together: this rank's losses, and all values."""
+    trained = sharded(dtype)
+    trained, optimizer = memascend.offload(trained, adamw(trained.parameters()), storage=folder, **options)
+    rank, count = distributed.get_rank(), distributed.get_world_size()
+    # FSDP2 divides by the number of ranks, which is exact for powers of two: else the loss is divided.
+    parts = rounds
+    if count == 3:
+        parts = rounds * count
+        for module in (trained, *trained):
+            module.set_gradient_divide_factor(1.0)
+    losses = []
+    for step in range(STEPS):
+        for turn in range(rounds):
+            loss = loss_of(trained, step, turn * count + rank)
+            (loss / parts).backward()
+            losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    values = [parameter.full_tensor() for parameter in trained.parameters()]
+    optimizer.close()
+    return losses, values
+
+
+def accumulated(dtype, micros):
+    """What one process does: it accumulates micro-batches."""
+    trained = model(dtype)
+    masters = [p.detach().float().clone().requires_grad_() for p in trained.parameters()]
+    optimizer = adamw(masters)
+    losses = []
+    for step in range(STEPS):
+        for micro in range(micros):
+            loss = loss_of(trained, step, micro)
+            (loss / micros).backward()
+            losses.append(loss.detach())
+        _step(trained, masters, optimizer)
+    return losses, [parameter.detach() for parameter in trained.parameters()]
+
+
+def _step(trained, masters, optimizer):
+    with torch.no_grad():
+        for master, parameter in zip(masters, trained.parameters(), strict=True):
+            master.grad = parameter.grad.float()
+            parameter.grad = None
+        optimizer.step()
+        for master, parameter in zip(masters, trained.parameters(), strict=True):
+            parameter.copy_(master)
+
+
+def beside_ddp(dtype):
+    """What DDP does with the same loop."""
+    trained = model(dtype)
+    masters = [p.detach().float().clone().requires_grad_() for p in trained.parameters()]
+    optimizer = adamw(masters)
+    wrapped = nn.parallel.DistributedDataParallel(trained)
+    for step in range(STEPS):
+        loss_of(wrapped, step, distributed.get_rank()).backward()
+        _step(trained, masters, optimizer)
+    return [parameter.detach() for parameter in trained.parameters()]
+
+
+def train_all(folder, cases):
+    count = distributed.get_world_size()
+    found = []
+    for number, (name, options, rounds) in enumerate(cases):
+        dtype = getattr(torch, name)
+        losses, values = on_storage(f"{folder}/{number}", dtype, options, rounds)
+        other_losses, others = accumulated(dtype, rounds * count)
+        found.append((losses, values, other_losses, others))
+    return found
+
+
+def train_beside_ddp(folder):
+    found = []
+    for name in ("float32", "bfloat16"):
+        dtype = getattr(torch, name)
+        found.append((on_storage(f"{folder}/{name}", dtype, {}, 1)[1], beside_ddp(dtype)))
+    return found
+
+
+def what_is_refused(folder):
+    """The words of every error, and whether nothing was left."""
+    found = {}
+    rank = distributed.get_rank()
+
+    def refused(name, make, **options):
+        try:
+            trained, optimizer = make()
+            memascend.offload(trained, optimizer, **{"storage": f"{folder}/{name}", **options})
+        except (memascend.ConfigError, memascend.StorageError) as error:
+            found[name] = str(error)
+
+    def whole(kind=adamw):
+        trained = sharded(torch.float32)
+        return trained, kind(trained.parameters())
+
+    plain = model(torch.float32)
+    refused("plain", lambda: (plain, adamw(plain.parameters())))
+    refused("resume", whole, existing="resume")
+    refused("8bit", whole, state="8bit")
+    refused("one file", whole, storage=[f"{folder}/same.store"])
+    # As if each were on a host of its own.
+    os.environ["LOCAL_RANK"] = "0"
+    refused("twice", whole, storage=f"{folder}/twice-{{local_rank}}")
+    os.environ["LOCAL_RANK"] = str(rank)
+    refused("adafactor", lambda: whole(torch.optim.Adafactor))
+    # What one rank refuses, none does.
+    refused("budget", whole, host_memory=1 if rank else None)
+    found["left"] = sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*.store"))
+
+    # What is offloaded is read, and not written to.
+    trained, optimizer = whole()
+    values = [parameter.full_tensor() for parameter in trained.parameters()]
+    trained, optimizer = memascend.offload(trained, optimizer, storage=f"{folder}/run")
+    found["read"] = all(map(same_bits, values, (one.full_tensor() for one in trained.parameters())))
+    rows = [one.to_local() for one in trained.state_dict().values()]
+    found["rows"] = all(same_bits(one.to_local().clone(), local.clone()) for one, local in zip(trained.parameters(), rows, strict=True))
+
+    def raised(name, call):
+        try:
+            call()
+        except (memascend.UsageError, RuntimeError) as error:
+            found[name] = f"{type(error).__name__}: {error}"
+
+    first = next(iter(trained.parameters()))
+    with torch.no_grad():
+        raised("write", lambda: first.mul_(2.0))
+        raised("view", lambda: first.to_local()[0].zero_())
+    raised("load", lambda: trained.load_state_dict(trained.state_dict()))
+    raised("materialized", lambda: memascend.materialized(trained).__enter__())
+    raised("save", lambda: optimizer.save(f"{folder}/saved"))
+    # torch's own clipping goes by all ranks' norm.
+    loss_of(trained, 0, rank).backward()
+    found["norm"] = optimizer.clip_grad_norm_(0.01).full_tensor()
+    whole_model = model(torch.float32)
+    sum(loss_of(whole_model, 0, micro) / 2 for micro in range(2)).backward()
+    found["norm of one"] = torch.nn.utils.clip_grad_norm_(whole_model.parameters(), 0.01)
+    optimizer.step()
+    optimizer.close()
+    raised("closed", lambda: loss_of(trained, 0, rank))
+    return found
+
+
+def require_same(results, cases):
+    for rank, found in enumerate(results):
+        for (name, options, rounds), (losses, values, other_losses, others) in zip(cases, found, strict=True):
+            case = (rank, name, options, rounds)
+            assert all(map(same_bits, values, others)), case
+            # Micro-batch j W + r is rank r's in round j.
+            theirs = [other_losses[index * len(results) + rank] for index in range(STEPS * rounds)]
+            assert all(map(same_bits, losses, theirs)), case
+
+
+def test_two_ranks_have_the_bits_of_one_process_that_accumulates(tmp_path):
+    cases = [
+        ("float32", {"gradients": "fused"}, 1),
+        ("bfloat16", {"gradients": "ssd"}, 2),
+        ("bfloat16", {"gradients": "ram"}, 2),
+        ("float32", {}, 1),
+        ("bfloat16", {"gradients": "fused", "accumulation_steps": 2}, 2),
+    ]
+    require_same(on_ranks(2, train_all, str(tmp_path), cases), cases)
+
+
+def test_what_does_not_work_is_refused_on_all_ranks(tmp_path):
+    for rank, found in enumerate(on_ranks(2, what_is_refused, str(tmp_path))):
+        assert "fully_shard() on each block" in found["plain"]
+        assert "existing='resume'" in found["resume"]
+        assert "state='8bit'" in found["8bit"]
+        assert "put {rank}" in found["one file"]
+        assert "rank 0 and to rank 1" in found["twice"]
+        assert "Adafactor needs whole parameters" in found["adafactor"]
+        assert ("rank 1 refused" in found["budget"]) == (rank == 0)
+        assert found["left"] == []
+        assert found["read"]
+        assert found["rows"]
+        assert "cannot be written to by mul_()" in found["write"]
+        assert "inference" in found["view"].lower()
+        for name in ("load", "materialized", "save", "closed"):
+            assert found[name].startswith("UsageError"), found[name]
+        assert torch.allclose(found["norm"], found["norm of one"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [3, 4])
+def test_more_ranks_have_them_too(tmp_path, count):
+    cases = [
+        (name, options, rounds)
+        for name in ("float32", "bfloat16")
+        for options in ({"gradients": "ssd"}, {"gradients": "ram"}, {})
+        for rounds in (1, 2)
+    ]
+    require_same(on_ranks(count, train_all, str(tmp_path), cases, seconds=110), cases)
+
+
+@pytest.mark.slow
+def test_two_ranks_have_the_bits_of_ddp(tmp_path):
+    for found in on_ranks(2, train_beside_ddp, str(tmp_path)):
+        for values, others in found:
+            assert all(map(same_bits, values, others))
