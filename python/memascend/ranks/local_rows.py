@@ -136,7 +136,7 @@ class LocalRows(torch.Tensor):
         options = kwargs or {}
         schema = func._schema  # noqa: SLF001
         name = schema.name.removeprefix("aten::")
-        if name in _SAME:
+        if name in _SAME or (name == "view" and torch.Size(args[1]) == args[0].shape):
             return LocalRows(args[0].source, args[0].device)
         named = zip(schema.arguments, args, strict=False)
         written = [value for argument, value in named if argument.alias_info and argument.alias_info.is_write]
@@ -158,7 +158,7 @@ class LocalRows(torch.Tensor):
             f"{self.source.name!r} is offloaded and cannot be copied with its model: save() and load it elsewhere"
         )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> Any:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         del tensor_contents
         return f"LocalRows({self.source.name}, {list(self.shape)}, {self.dtype})"
 
