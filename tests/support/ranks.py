@@ -1,4 +1,7 @@
-"""Runs a function on several gloo ranks, each a process of its own; none outlives the call, also where it fails."""
+"""Runs a function on several gloo ranks, each a process of its own; none outlives the call, also where it fails.
+
+One process imports what all need and forks the ranks: importing torch takes longer than most of what they do.
+"""
 
 import ctypes
 import importlib.util
@@ -7,90 +10,69 @@ import pickle
 import signal
 import subprocess
 import sys
-import tempfile
 import time
+import traceback
 from pathlib import Path
 
 import torch
 
-__all__ = ["on_ranks", "rank_main"]
+__all__ = ["on_ranks"]
 
 ROOT = Path(__file__).resolve().parents[2]
+# How long the others may still say something when a rank has failed.
+LAST_WORDS_SECONDS = 2.0
 
 
-def on_ranks(count, function, *arguments, seconds=100, expect=0):
-    """What `function(*arguments)`, of a module of tests, returned on each rank.
+def on_ranks(count, function, folder, *arguments, seconds=100, ends=(0,)):
+    """What `function(str(folder), *arguments)`, of a module of tests, returned on each rank; None where one was killed.
 
     Args:
         count: of ranks.
         function: is imported by its module's file and its name.
+        folder: where it may write.
         arguments: are pickled.
         seconds: after which all are killed, and the test fails.
-        expect: the exit status of every rank; None: any.
+        ends: how a rank may end: its exit status, or a signal as a negative number.
     """
-    folder = Path(tempfile.mkdtemp(prefix="memascend-ranks-"))
-    task = folder / "task"
+    place = folder / f"ranks-{len(list(folder.glob('ranks-*')))}"
+    place.mkdir()
     source = sys.modules[function.__module__].__file__
-    task.write_bytes(pickle.dumps((source, function.__name__, arguments)))
-    processes = [_start(folder, task, rank, count) for rank in range(count)]
+    (place / "task").write_bytes(pickle.dumps((source, function.__name__, (str(folder), *arguments), count)))
+    parent = subprocess.Popen(
+        [sys.executable, __file__, str(place)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "tests")},
+        stdout=(place / "parent").open("w"),
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
     try:
-        deadline = time.monotonic() + seconds
-        while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
-            if expect is not None and any(process.poll() not in (None, expect) for process in processes):
-                # The others wait for the one that is gone: a moment for their words, and no more.
-                deadline = min(deadline, time.monotonic() + 2.0)
-            time.sleep(0.01)
-        ends = [process.poll() for process in processes]
+        parent.wait(seconds)
+    except subprocess.TimeoutExpired:
+        pass
     finally:
-        for process in processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    words = [(folder / f"words-{rank}").read_text() for rank in range(count)]
-    told = "\n".join(f"--- rank {rank} ended with {ends[rank]}\n{text[-4000:]}" for rank, text in enumerate(words))
-    assert None not in ends, told
-    assert expect is None or set(ends) == {expect}, told
-    return [_result(folder / f"result-{rank}") for rank in range(count)]
+        # With all that it forked, whatever has become of the test.
+        os.killpg(parent.pid, signal.SIGKILL)
+        parent.wait()
+    told = "\n".join(
+        f"--- {path.name}\n{path.read_text()[-4000:]}" for path in sorted(place.glob("*")) if _is_text(path)
+    )
+    found = place / "ends"
+    assert found.exists(), f"the ranks did not end within {seconds} s\n{told}"
+    status = pickle.loads(found.read_bytes())
+    assert set(status) <= set(ends), f"{status}\n{told}"
+    return [_result(place / f"result-{rank}") for rank in range(count)]
 
 
-def _start(folder, task, rank, count):
-    environment = {
-        **os.environ,
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(count),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]),
-    }
-    with (folder / f"words-{rank}").open("w") as words:
-        return subprocess.Popen(
-            [sys.executable, "-W", "ignore::FutureWarning", __file__, str(folder), str(task)],
-            env=environment,
-            stdout=words,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+def _is_text(path):
+    return path.name == "parent" or path.name.startswith("words-")
 
 
 def _result(path):
     return torch.load(path, weights_only=True) if path.exists() else None
 
 
-def rank_main(folder, task):
-    """What each rank runs."""
-    from torch import distributed
-
-    # Where the test's own process is killed, this one goes with it.
+def _die_with_parent():
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    torch.set_num_threads(1)
-    source, name, arguments = pickle.loads(Path(task).read_bytes())
-    rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = distributed.FileStore(str(Path(folder) / "meeting"), count)
-    distributed.init_process_group("gloo", store=store, rank=rank, world_size=count)
-    namespace = _imported(source)
-    result = getattr(namespace, name)(*arguments)
-    torch.save(result, Path(folder) / f"result-{rank}")
-    distributed.destroy_process_group()
 
 
 def _imported(source):
@@ -101,5 +83,58 @@ def _imported(source):
     return module
 
 
+def _run(place):
+    """Fork the ranks and wait for them; the first that fails is the end of all."""
+    # Where the test's own process is killed, this one goes with it, and so do its children.
+    _die_with_parent()
+    torch.set_num_threads(1)
+    source, name, arguments, count = pickle.loads((place / "task").read_bytes())
+    function = getattr(_imported(source), name)
+    running = {_forked(place, rank, count, function, arguments): rank for rank in range(count)}
+    ends = [None] * count
+    deadline = None
+    while running:
+        process, status = os.waitpid(-1, os.WNOHANG)
+        if process:
+            rank = running.pop(process)
+            ends[rank] = os.waitstatus_to_exitcode(status)
+            if ends[rank] > 0 and deadline is None:
+                deadline = time.monotonic() + LAST_WORDS_SECONDS
+        elif deadline is not None and time.monotonic() > deadline:
+            for left in running:
+                os.kill(left, signal.SIGKILL)
+            deadline = None
+        else:
+            time.sleep(0.01)
+    unfinished = place / "ends-unfinished"
+    unfinished.write_bytes(pickle.dumps(ends))
+    unfinished.rename(place / "ends")
+
+
+def _forked(place, rank, count, function, arguments):
+    process = os.fork()
+    if process:
+        return process
+    status = 1
+    try:
+        _die_with_parent()
+        with (place / f"words-{rank}").open("w") as words:
+            os.dup2(words.fileno(), 1)
+            os.dup2(words.fileno(), 2)
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count))
+        distributed = torch.distributed
+        meeting = distributed.FileStore(str(place / "meeting"), count)
+        distributed.init_process_group("gloo", store=meeting, rank=rank, world_size=count)
+        torch.save(function(*arguments), place / f"result-{rank}")
+        distributed.destroy_process_group()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
 if __name__ == "__main__":
-    rank_main(*sys.argv[1:])
+    _run(Path(sys.argv[1]))

@@ -34,21 +34,23 @@ def begin(
     if not (several or _is_sharded(model)):
         return None, options
     _refuse_wrappers(model)
-    if not _is_sharded(model):
-        raise ConfigError(
-            "several ranks train together, and the model is not divided among them: call "
-            "torch.distributed.fsdp.fully_shard() on each block and on the model, then make the optimizer"
-        )
     if not several:
         return _sharding(model, optimizer, options, undo, None), options
     from memascend.ranks.figures import Figures
     from memascend.ranks.places import places_of_rank, require_own
 
     figures = Figures(options.timeout)
+    if figures.any(not _is_sharded(model)):
+        from memascend.ranks.division import divide
+
+        figures.together(lambda: _refuse_options(replace(options, units=None)))
+        divide(model, optimizer, options.unit_names, figures, undo)
+        options = replace(options, units=None)
+    asked = options
 
     def found() -> tuple[Sharding, Options]:
-        sharding = _sharding(model, optimizer, options, undo, figures)
-        return sharding, replace(options, storage=places_of_rank(options))
+        sharding = _sharding(model, optimizer, asked, undo, figures)
+        return sharding, replace(asked, storage=places_of_rank(asked))
 
     sharding, own = figures.together(found)
     require_own(own.paths or (), figures)

@@ -78,6 +78,13 @@ class RowSource:
             "save() and offload() anew with other values"
         )
 
+    def refuse_view(self, what: str) -> NoReturn:
+        """Raise what says that nobody can have a view of the rows."""
+        raise UsageError(
+            f"the values of {self.name!r} are on storage, on each rank its rows, and {what}() would be a view of them: "
+            "clone() them first"
+        )
+
 
 class LocalRows(torch.Tensor):
     """This rank's rows without their memory. What reads them gets a copy, and what writes to them raises."""
@@ -144,11 +151,10 @@ class LocalRows(torch.Tensor):
         for leaf in tree_leaves(written):
             if isinstance(leaf, LocalRows):
                 leaf.source.refuse(f"{name}()")
-        result = func(*tree_map(_copy, args), **tree_map(_copy, options))
         if any(one.alias_info for one in schema.returns):
-            # A view of a copy: what was written to it would be lost.
-            return tree_map(_unwritable, result)
-        return result
+            # Of a copy, where what is written would be lost.
+            args[0].source.refuse_view(name)
+        return func(*tree_map(_copy, args), **tree_map(_copy, options))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.source.copy().__reduce_ex__(protocol)
@@ -169,10 +175,3 @@ def _writes(argument: Any, options: dict[str, Any]) -> bool:
 
 def _copy(leaf: Any) -> Any:
     return leaf.source.copy() if isinstance(leaf, LocalRows) else leaf
-
-
-def _unwritable(leaf: Any) -> Any:
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    with torch.inference_mode():
-        return leaf.clone()

@@ -127,18 +127,6 @@ def test_wrappers_that_train_on_several_devices(tmp_path, unchanged, kind):
             torch.distributed.destroy_process_group()
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_more_processes_than_one(tmp_path, unchanged):
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
-        model = Stack()
-        assert "fully_shard" in refused(tmp_path, unchanged, model, adamw(model))
-    finally:
-        torch.distributed.destroy_process_group()
-
-
 @pytest.mark.parametrize("gradients", ["fused", "ssd", "ram", "auto"])
 def test_the_smallest_budget_is_one_that_works(offloaded, tmp_path, unchanged, gradients):
     model = Stack(depth=6)
