@@ -3,6 +3,7 @@
 One process imports what all need and forks the ranks: importing torch takes longer than most of what they do.
 """
 
+import contextlib
 import ctypes
 import importlib.util
 import os
@@ -46,12 +47,12 @@ def on_ranks(count, function, folder, *arguments, seconds=100, ends=(0,)):
         start_new_session=True,
     )
     try:
-        parent.wait(seconds)
-    except subprocess.TimeoutExpired:
-        pass
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            parent.wait(seconds)
     finally:
         # With all that it forked, whatever has become of the test.
-        os.killpg(parent.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(parent.pid, signal.SIGKILL)
         parent.wait()
     told = "\n".join(
         f"--- {path.name}\n{path.read_text()[-4000:]}" for path in sorted(place.glob("*")) if _is_text(path)

@@ -80,7 +80,7 @@ def _world_size() -> int:
 
 
 def _is_sharded(model: torch.nn.Module) -> bool:
-    if "torch.distributed.fsdp" not in sys.modules:
+    if "torch.distributed.fsdp" not in sys.modules or not isinstance(model, torch.nn.Module):
         return False
     from memascend.ranks.fsdp import wrapped
 
