@@ -180,6 +180,8 @@ def what_is_refused(folder):
     refused("adafactor", lambda: whole(torch.optim.Adafactor))
     # What one rank refuses, none does.
     refused("budget", whole, host_memory=1 if rank else None)
+    # Once the others have taken back what they began, too.
+    distributed.barrier()
     found["left"] = sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*.store"))
     return found
 
