@@ -19,7 +19,7 @@ import torch
 
 __all__ = ["on_ranks"]
 
-ROOT = Path(__file__).resolve().parents[2]
+TESTS = Path(__file__).resolve().parents[1]
 # How long the others may still say something when a rank has failed.
 LAST_WORDS_SECONDS = 2.0
 
@@ -41,7 +41,7 @@ def on_ranks(count, function, folder, *arguments, seconds=100, ends=(0,)):
     (place / "task").write_bytes(pickle.dumps((source, function.__name__, (str(folder), *arguments), count)))
     parent = subprocess.Popen(
         [sys.executable, __file__, str(place)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "tests")},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{TESTS}:{os.environ.get('PYTHONPATH', '')}"},
         stdout=(place / "parent").open("w"),
         stderr=subprocess.STDOUT,
         start_new_session=True,

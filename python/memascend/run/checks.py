@@ -35,15 +35,18 @@ class Owned:
 
 def find_owned(
     model: torch.nn.Module,
-    named: Mapping[str, torch.nn.Parameter],
+    named: Mapping[str, torch.nn.Parameter] | None,
     optimizer: torch.optim.Optimizer,
     device: torch.device | None = None,
 ) -> dict[str, Owned]:
     """The parameters of a model, with their groups; raises `ConfigError` where they cannot be offloaded.
 
-    They are on the CPU, on meta, or on the `device` that is going to compute.
+    They are on the CPU, on meta, or on the `device` that is going to compute. `named` are those that a rank has of a
+    model that others share; None: the model's own.
     """
     _refuse_kinds(model, optimizer)
+    if named is None:
+        named = dict(model.named_parameters())
     if not named:
         raise ConfigError("the model has no parameters: there is nothing to offload")
     groups = {

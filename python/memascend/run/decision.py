@@ -71,7 +71,7 @@ class Subject:
         self.device = device
         self.staged = staged
         self.sharding = sharding
-        named = dict(model.named_parameters()) if sharding is None else dict(sharding.named)
+        named = None if sharding is None else sharding.named
         self.owned = find_owned(model, named, self.original, None if device is None else device.torch_device)
         self.named = {name: owned.parameter for name, owned in self.owned.items()}
         self.trained = {name for name, owned in self.owned.items() if owned.group is not None}
