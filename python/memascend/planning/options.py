@@ -95,7 +95,7 @@ class Options:
     seed: int = 0
     log_steps: int | None = None
     reduction: Literal["ordered", "native"] = "ordered"
-    timeout: float = 600.0
+    timeout: float | None = None
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -174,8 +174,8 @@ class Options:
             raise ConfigError(f"log_steps is an integer from 0 to {_LOG_STEPS_MAX}, or None, not {logged!r}")
         if self.max_grad_norm is not None and not (_is_number(self.max_grad_norm) and self.max_grad_norm > 0):
             raise ConfigError(f"max_grad_norm is a number above 0, or None, not {self.max_grad_norm!r}")
-        if not (_is_number(self.timeout) and 0 < self.timeout < math.inf):
-            raise ConfigError(f"timeout is a number of seconds above 0, not {self.timeout!r}")
+        if self.timeout is not None and not (_is_number(self.timeout) and 0 < self.timeout < math.inf):
+            raise ConfigError(f"timeout is a number of seconds above 0, or None, not {self.timeout!r}")
         scale = self.loss_scale
         if scale not in (None, "dynamic") and not (_is_number(scale) and 0 < scale < math.inf):  # type: ignore[operator]
             raise ConfigError(f"loss_scale is None, 'dynamic' or a finite number above 0, not {scale!r}")

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 __all__ = ["begin"]
 
+# How long ranks wait for each other where nobody says.
+_TIMEOUT_SECONDS = 600.0
+
 
 def begin(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, options: Options, undo: contextlib.ExitStack
@@ -39,7 +42,7 @@ def begin(
     from memascend.ranks.figures import Figures
     from memascend.ranks.places import places_of_rank, require_own
 
-    figures = Figures(options.timeout)
+    figures = Figures(options.timeout or _TIMEOUT_SECONDS)
     if figures.any(not _is_sharded(model)):
         from memascend.ranks.division import divide
 

@@ -73,7 +73,7 @@ def offload(  # noqa: PLR0913 - options are keywords
     seed: int = 0,
     log_steps: int | None = None,
     reduction: Literal["ordered", "native"] = "ordered",
-    timeout: float = 600.0,
+    timeout: float | None = None,
 ) -> tuple[_Model, OffloadedOptimizer]:
     """Move a model's parameters and an optimizer's state to storage, and train on as before.
 
@@ -130,7 +130,7 @@ def offload(  # noqa: PLR0913 - options are keywords
         reduction: how the gradients of several ranks are added under `fully_shard`. "ordered": in the order of ranks,
             as one process adds them that accumulates, so that the bits do not depend on the number of ranks; "native":
             as torch's backend adds them.
-        timeout: how many seconds the ranks wait for each other in `offload()` and in `step()`.
+        timeout: how many seconds the ranks wait for each other in `offload()` and in `step()`; None: ten minutes.
 
     Returns:
         The model, and a `memascend.OffloadedOptimizer` that shares the original's `param_groups`.
