@@ -71,6 +71,9 @@ def test_defaults_are_the_interface():
         "state": None,
         "rounding": "nearest",
         "seed": 0,
+        "log_steps": None,
+        "reduction": "ordered",
+        "timeout": None,
     }
     with pytest.raises(dataclasses.FrozenInstanceError):
         Options().gradients = "ssd"

@@ -194,9 +194,14 @@ impl Store {
         }
     }
 
-    /// That values in memory, the only ones, were written to.
+    /// That values in memory, the only ones, were written to; or are another process's.
     pub(crate) fn lost(&self, entry: usize) -> Error {
         let name = &self.description.entries[entry].name;
+        if self.index.lock().held.as_ref().is_some_and(|held| held.generation != fork_generation()) {
+            return Error::Usage(format!(
+                "{name:?} is in the memory of the process that opened the store, and this one was forked from it: use it there"
+            ));
+        }
         Error::Usage(format!(
             "the values of {name:?} were written to in place while the model computed, and there is no other copy of them: \
              go back to a checkpoint. durability=\"step\" or \"close\" keeps one"
