@@ -67,7 +67,12 @@ def _sharding(
     undo: contextlib.ExitStack,
     figures: Figures | None,
 ) -> Sharding:
-    from memascend.ranks.sharding import Sharding
+    try:
+        from memascend.ranks.sharding import Sharding
+    except ImportError as error:
+        raise ConfigError(
+            f"torch {torch.__version__} keeps what fully_shard() divides in another way: {error}"
+        ) from error
 
     _refuse_options(options)
     sharding = Sharding(model, options.reduction, figures)
@@ -83,11 +88,11 @@ def _world_size() -> int:
 
 
 def _is_sharded(model: torch.nn.Module) -> bool:
-    if "torch.distributed.fsdp" not in sys.modules or not isinstance(model, torch.nn.Module):
+    # Whoever divided a model has imported it.
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None or not isinstance(model, torch.nn.Module):
         return False
-    from memascend.ranks.fsdp import wrapped
-
-    return wrapped(model)
+    return any(isinstance(module, fsdp.FSDPModule) for module in model.modules())
 
 
 def _refuse_wrappers(model: torch.nn.Module) -> None:

@@ -20,7 +20,7 @@ from memascend.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["FsdpGroup", "FsdpParameter", "ReduceScatter", "groups_of", "reshard", "wrapped"]
+__all__ = ["FsdpGroup", "FsdpParameter", "ReduceScatter", "groups_of", "reshard"]
 
 # What is used of torch's parameter groups, and of the parameters in them.
 _OF_GROUPS = ("fsdp_params", "modules", "mesh_info", "post_forward_mesh_info", "_reset_sharded_params")
@@ -136,11 +136,6 @@ class FsdpGroup:
     def state(self) -> Any:
         """What tells two groups apart."""
         return self._torch
-
-
-def wrapped(model: torch.nn.Module) -> bool:
-    """Whether `fully_shard` was applied to a model, or to something in it."""
-    return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 def reshard(model: torch.nn.Module) -> None:
