@@ -39,13 +39,14 @@ def on_ranks(count, function, folder, *arguments, seconds=100, ends=(0,)):
     place.mkdir()
     source = sys.modules[function.__module__].__file__
     (place / "task").write_bytes(pickle.dumps((source, function.__name__, (str(folder), *arguments), count)))
-    parent = subprocess.Popen(
-        [sys.executable, __file__, str(place)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{TESTS}:{os.environ.get('PYTHONPATH', '')}"},
-        stdout=(place / "parent").open("w"),
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
+    with (place / "parent").open("w") as words:
+        parent = subprocess.Popen(
+            [sys.executable, __file__, str(place)],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{TESTS}:{os.environ.get('PYTHONPATH', '')}"},
+            stdout=words,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
     try:
         with contextlib.suppress(subprocess.TimeoutExpired):
             parent.wait(seconds)

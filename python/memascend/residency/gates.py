@@ -318,6 +318,9 @@ def refuse_moved(module: torch.nn.Module, name: str, parameter: torch.nn.Paramet
             return
     elif any(where is table and of == name and one is parameter for where, of, one in gate.owned):
         return
+    elif all(of != name and one is not parameter for _, of, one in gate.owned):
+        # Nothing of this module's own goes, and the parameter stays where it is.
+        return
     else:
         # Some take it from its own place first.
         table.update({of: one for where, of, one in gate.owned if where is table and of not in table})
