@@ -155,10 +155,10 @@ def test_a_card_that_is_too_small_is_status_1_and_fit_finds_what_fits(capsys, co
 
 def test_the_table_answers_in_words(capsys, config):
     # Little more than the least, which holds nothing and waits for the disk.
-    assert main(["plan", str(config), *MACHINE, "--host-memory", "6MiB", "--tokens", "256"]) == 0
+    assert main(["plan", str(config), *MACHINE, "--host-memory", "26MiB", "--tokens", "256"]) == 0
     out = capsys.readouterr().out
     for words in (
-        "memascend.offload(model, optimizer, storage=", "host_memory='6MiB'", "gradient_checkpointing_enable()",
+        "memascend.offload(model, optimizer, storage=", "host_memory='26MiB'", "gradient_checkpointing_enable()",
         "mostly disk", "tokens a second", "the drive lasts", "TB are written (assumed", "RTX 4090 reaches 50%",
         "model.layers.0 .. model.layers.3 (4)",
     ):  # fmt: skip
