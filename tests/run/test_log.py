@@ -5,7 +5,6 @@ import logging
 import os
 import shutil
 import signal
-import subprocess
 
 import pytest
 import torch
@@ -200,19 +199,6 @@ def test_half_of_the_free_room_is_left_to_others(tmp_path, monkeypatch):
 def test_a_number_of_steps_is_one(tmp_path, steps):
     with pytest.raises(memascend.ConfigError, match="log_steps is an integer"):
         begun(tmp_path / "store", log_steps=steps)
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 24 MiB."""
-    image, folder = tmp_path / "disk.image", tmp_path / "disk"
-    folder.mkdir()
-    with image.open("wb") as file:
-        file.truncate(24 << 20)
-    subprocess.run(["mkfs.ext4", "-q", "-F", "-m", "0", image], check=True)
-    subprocess.run(["mount", "-o", "loop", image, folder], check=True)
-    yield folder
-    subprocess.run(["umount", "--lazy", folder], check=True)
 
 
 @pytest.mark.slow
