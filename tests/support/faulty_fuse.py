@@ -1,6 +1,7 @@
 """A FUSE file system with one file, `disk`, that fails on command, so that faults are real to the kernel.
 
-`python faulty_fuse.py MOUNTPOINT BYTES CONTROL` serves until it is killed. CONTROL is a JSON file, read before each
+`python faulty_fuse.py MOUNTPOINT BYTES CONTROL` serves until it is killed, or until the tests that began it are; these
+leave no mount behind. CONTROL is a JSON file, read before each
 request: {"read": {"errno": 5}, "write": {"errno": 5, "torn": true}, "fsync": {"errno": 5}, "delay": 0.5}. A torn write
 stores the first half of its bytes and fails.
 """
@@ -9,6 +10,7 @@ import ctypes
 import errno
 import json
 import os
+import signal
 import stat
 import struct
 import sys
@@ -24,6 +26,8 @@ INTERRUPT, BATCH_FORGET, FALLOCATE = 36, 42, 43
 ROOT, DISK = 1, 2
 WRITE_BYTES_MAX = 128 << 10
 DIRECT_IO = 1
+MNT_DETACH = 2
+PR_SET_PDEATHSIG = 1
 
 
 # Answers that depend on nothing.
@@ -41,6 +45,8 @@ class Faulty:
         self.control = Path(control)
         self.device = os.open("/dev/fuse", os.O_RDWR)
         libc = ctypes.CDLL(None, use_errno=True)
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(libc.umount2(mountpoint.encode(), MNT_DETACH)))
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         options = f"fd={self.device},rootmode=40000,user_id=0,group_id=0".encode()
         if libc.mount(b"faulty", mountpoint.encode(), b"fuse", 6, options) != 0:
             raise OSError(ctypes.get_errno(), "mount")
