@@ -34,8 +34,8 @@ def with_lines(file):
     return {line for one in statements for line in range(one.lineno, one.body[0].lineno)}
 
 
-def interrupted(run, line):
-    """Whether `run` was interrupted at this line of the package, counted as they come.
+def interrupted(run, line, functions=None):
+    """Whether `run` was interrupted at this line of the package, or of these functions, counted as they come.
 
     At a `with` it comes one line later: a trace function is called there between the end of the block and its
     `__exit__`, where no signal is, and what it raises would leave out the exit.
@@ -49,7 +49,7 @@ def interrupted(run, line):
         file = frame.f_code.co_filename
         if not file.startswith(PACKAGE):
             return None
-        if event in ("call", "line"):
+        if event in ("call", "line") and (functions is None or frame.f_code.co_name in functions):
             due |= next(lines) == line
             if due and frame.f_lineno not in with_lines(file):
                 due = False
@@ -73,11 +73,8 @@ def drop_each(model):
         parameter.grad = None
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize(
-    ("first", "way", "gradients"), [(1, "optimizer", "ram"), (33, "model", "ssd"), (65, "each", "fused")]
-)
-def test_after_an_interrupt_at_any_line_the_next_step_is_as_in_memory(tmp_path, first, way, gradients):
+def goes_on(tmp_path, way, gradients, lines, functions=None):
+    """Interrupts a backward at each of some lines; a way back to the last step later, training goes on as in memory."""
     plain, model = chain(), chain()
     theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
     ours = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -85,9 +82,10 @@ def test_after_an_interrupt_at_any_line_the_next_step_is_as_in_memory(tmp_path, 
         model, ours, storage=tmp_path / "run.store", gradients=gradients, host_memory="64MiB"
     )
     ways = {"optimizer": ours.zero_grad, "model": model.zero_grad, "each": lambda: drop_each(model)}
+    count = 0
     with ours:
-        for line in itertools.count(first, STRIDE):
-            more = interrupted(lambda line=line: loss_of(model, line).backward(), line)
+        for line in lines:
+            more = interrupted(lambda line=line: loss_of(model, line).backward(), line, functions)
             ways[way]()
             for one, optimizer in ((plain, theirs), (model, ours)):
                 loss_of(one, line + 1).backward()
@@ -98,6 +96,21 @@ def test_after_an_interrupt_at_any_line_the_next_step_is_as_in_memory(tmp_path, 
                     assert torch.equal(wanted, got), f"interrupted at line {line}"
             if not more:
                 break
-        assert line > STRIDE
+            count += 1
     # Else every later test of this process would compute past the parameters' class.
     assert torch._C._is_torch_function_enabled()
+    return count
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(
+    ("first", "way", "gradients"), [(1, "optimizer", "ram"), (33, "model", "ssd"), (65, "each", "fused")]
+)
+def test_after_an_interrupt_at_any_line_the_next_step_is_as_in_memory(tmp_path, first, way, gradients):
+    assert goes_on(tmp_path, way, gradients, itertools.count(first, STRIDE)) > 1
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_at_any_line_of_binding_leaves_nothing_half_bound(tmp_path):
+    binding = {"count", "_bring", "bind", "unbind", "_take_away"}
+    assert goes_on(tmp_path, "each", "fused", itertools.count(1), binding) > 50

@@ -123,7 +123,8 @@ class Residency:
                     continue
                 if home.holders.keys() <= {holder}:
                     self._take_away(home)
-                home.count(holder, -home.bound)
+                # Not the sum: an interrupt may have come between the two.
+                home.count(holder, -home.holders.get(holder, 0))
 
     def _take_away(self, home: Home) -> None:
         """Let the parameters of a unit be away; done again after an interrupt it does the rest."""

@@ -140,22 +140,25 @@ class ResidentUnits:
 
     def _bring(self, home: Home) -> None:
         if home.held:
-            home.base = self._held_bytes(home)
+            base = self._held_bytes(home)
         elif home.by_rows:
-            home.base = self._whole_bytes(home)
+            base = self._whole_bytes(home)
         else:
             if home.fetch is None and not self._adopt(home):
                 self._start(home, must=True)
-            fetch, base = home.fetch, home.pending
+            fetch, pending = home.fetch, home.pending
             home.fetch = home.pending = None
-            if fetch is None or base is None:
+            if fetch is None or pending is None:
                 return
             fetch.wait()
             # Not before it was checked: after an error somebody's traceback may hold what it was read into.
+            base = pending
             home.weak = (StorageWeakRef(base.untyped_storage()), home.version)
-            home.base = base
-        self._at[home.base.data_ptr()] = (home, home.version)
-        home.overlay(self.overrides)
+        self._at[base.data_ptr()] = (home, home.version)
+        home.overlay(base, self.overrides)
+        self.sums.forget(home)
+        # The last thing: an interrupt before it leaves a unit that is brought again.
+        home.base = base
         self.sums.note(home)
 
     def _held_bytes(self, home: Home) -> torch.Tensor:

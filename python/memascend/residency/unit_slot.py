@@ -111,14 +111,14 @@ class Home:
             self.holders.pop(holder, None)
         self.bound = sum(self.holders.values())
 
-    def overlay(self, overrides: Mapping[str, torch.Tensor]) -> None:
-        """Let it have values that are not on storage, by the names of their parameters."""
-        if overrides and self.base is not None:
+    def overlay(self, base: torch.Tensor, overrides: Mapping[str, torch.Tensor]) -> None:
+        """Let the bytes that it gets have values that are not on storage, by the names of their parameters."""
+        if overrides:
             with torch.inference_mode(mode=False), torch.no_grad():
                 for place in self.places:
                     values = overrides.get(place.name)
                     if values is not None:
-                        view(self.base, place).copy_(values)
+                        view(base, place).copy_(values)
 
     def count_write(self) -> None:
         """Its values were updated where they lie, as by an optimizer in place: a graph that saved a view is refused."""

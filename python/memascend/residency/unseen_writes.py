@@ -40,10 +40,15 @@ class Sums:
 
     def note(self, home: Home) -> None:
         """A unit was read."""
+        self.forget(home)
+        if self._everything:
+            for place in home.places:
+                self.take(home, place)
+
+    def forget(self, home: Home) -> None:
+        """What was read is not compared any more."""
         for place in home.places:
             self._read.pop(place.name, None)
-            if self._everything:
-                self.take(home, place)
 
     def take(self, home: Home, place: Place) -> None:
         """Somebody is about to have a parameter's memory."""
