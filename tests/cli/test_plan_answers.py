@@ -71,7 +71,8 @@ def test_torchs_memory_is_what_a_run_allocates(config):
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
         tokens = torch.zeros(2, 128, dtype=torch.long)
-        with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        cpu = [torch.profiler.ProfilerActivity.CPU]
+        with torch.profiler.profile(profile_memory=True, activities=cpu, acc_events=True) as profile:
             model(input_ids=tokens, labels=tokens).loss.backward()
         # Its timeline has what was there before, which is nothing of ours.
         held = peak = 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
+import logging
 import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -143,7 +145,10 @@ def _unmasked(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
 
 
 def _flops(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    count = flop_registry.get(function.overloadpacket)
+    packet = function.overloadpacket
+    # Attention on a CPU has no formula in torch 2.11; others' is the same.
+    alike = getattr(torch.ops.aten, packet.__name__.replace("_for_cpu", ""), None)
+    count = flop_registry.get(packet) or flop_registry.get(alike)
     if count is None:
         return 0
     flops = int(count(*args, **kwargs, out_val=out))
@@ -212,18 +217,34 @@ def trace(model: nn.Module, batch: int, length: int, *, recomputes: bool) -> Tra
         _recompute(model)
     watch = _Watch(model)
     forward, backward = Pass(), Pass()
-    with fake, _without_gradients_kept(model), watch:
+    failed = ""
+    with fake, _without_gradients_kept(model), watch, _without_torchs_log():
         watch.now = forward
         try:
             tokens = torch.zeros(batch, length, dtype=torch.long)
             loss = model(input_ids=tokens, labels=tokens).loss
             watch.now = backward
             loss.backward()
+            del loss
         except Exception as error:  # noqa: BLE001
             # Whatever a model's code does that depends on values (the routes of some mixtures of experts).
-            return f"{type(model).__name__} cannot be traced without values ({type(error).__name__})"
-    del loss
+            failed = f"{type(model).__name__} cannot be traced without values ({type(error).__name__})"
+    if failed:
+        # A checkpoint in which it ended leaves its hooks to all that is saved later, until it is collected.
+        gc.collect()
+        return failed
     return Trace(batch * length, forward, backward, watch.peak, _kinds(model, watch.at_peak), recomputes)
+
+
+@contextlib.contextmanager
+def _without_torchs_log() -> Iterator[None]:
+    """What cannot be traced is told in one line. Who keeps the stack that torch logs keeps a checkpoint's hooks."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def grown(one: Trace, two: Trace, times: int) -> Trace:
