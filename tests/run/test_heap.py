@@ -10,6 +10,8 @@ import pytest
 from memascend.run import heap
 
 MODEL_BYTES = 1 << 20
+# A large one, some of a middle size, small ones.
+GRADIENTS = [1 << 19, *[1 << 17] * 3, *[1 << 10] * 64]
 MMAP, TRIM = -3, -1
 
 
@@ -61,6 +63,16 @@ def trims(clock: _Clock, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return seconds
 
 
+def _top(monkeypatch: pytest.MonkeyPatch, address: int) -> None:
+    """How far the heap goes."""
+
+    class Library:
+        def sbrk(self, _more: int) -> int:
+            return address
+
+    monkeypatch.setattr(heap, "c_library", Library)
+
+
 def _steps(watched: heap.Heap, monkeypatch: pytest.MonkeyPatch, mapped: list[int], clock: _Clock | None = None) -> None:
     """Steps of a second each."""
     faults = 0
@@ -82,14 +94,32 @@ def _steps(watched: heap.Heap, monkeypatch: pytest.MonkeyPatch, mapped: list[int
 
 
 def test_a_step_of_gradients_leaves_it_fixed(options: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    watched = heap.Heap(MODEL_BYTES)
-    _steps(watched, monkeypatch, [100 * MODEL_BYTES, 2 * MODEL_BYTES, 7 * MODEL_BYTES])
+    """Below all of them until what the model left is taken, then below nearly all."""
+    watched = heap.Heap(MODEL_BYTES, GRADIENTS)
+    _steps(watched, monkeypatch, [100 * MODEL_BYTES])
     assert options == [(MMAP, 32 << 10)]
+    _steps(watched, monkeypatch, [2 * MODEL_BYTES, 7 * MODEL_BYTES])
+    assert options == [(MMAP, 32 << 10), (MMAP, 1 << 17), (TRIM, -1)]
     assert watched.steady
 
 
+@pytest.mark.parametrize(
+    ("gradients", "threshold"),
+    [
+        pytest.param([1 << 20] * 20, 1 << 20, id="all-alike"),
+        pytest.param([100] * 10_000, 32 << 10, id="all-small"),
+        pytest.param([1 << 10] * 10 + [1 << 24], 1 << 24, id="one"),
+        pytest.param([1 << 30], 32 << 20, id="larger-than-glibc-goes"),
+        # Most of the model is frozen.
+        pytest.param([1 << 12] * 16, 32 << 20, id="adapters"),
+    ],
+)
+def test_a_tenth_of_the_model_may_come_from_the_heap(gradients: list[int], threshold: int) -> None:
+    assert heap._threshold(sorted(gradients), MODEL_BYTES // 10) == threshold
+
+
 def test_a_step_of_activations_lets_it_go(options: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    watched = heap.Heap(MODEL_BYTES)
+    watched = heap.Heap(MODEL_BYTES, GRADIENTS)
     _steps(watched, monkeypatch, [100 * MODEL_BYTES, 9 * MODEL_BYTES, 9 * MODEL_BYTES])
     assert options == [(MMAP, 32 << 10), (MMAP, 32 << 20), (TRIM, -1)]
     assert not watched.steady
@@ -99,9 +129,16 @@ def test_a_step_of_activations_lets_it_go(options: list[tuple[int, int]], monkey
 def test_what_is_free_is_given_back_after_each_step(
     trims: list[float], clock: _Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trims += [0.0004, 0.009, 0.0004]
-    _steps(heap.Heap(MODEL_BYTES), monkeypatch, [MODEL_BYTES] * 3, clock)
-    assert trims == []
+    """While the heap grows: later steps need what is free in it again."""
+    trims += [0.0004] * 5
+    watched = heap.Heap(MODEL_BYTES, GRADIENTS)
+    left = []
+    for top in (10, 9, 9, 8, 9, 12, 12):
+        _top(monkeypatch, top)
+        _steps(watched, monkeypatch, [MODEL_BYTES], clock)
+        left.append(len(trims))
+    # The first two end what made the model; the third is the first as all that follow.
+    assert left == [4, 3, 2, 2, 2, 1, 1]
 
 
 @pytest.mark.usefixtures("options")
@@ -110,9 +147,10 @@ def test_a_heap_that_takes_long_to_look_through_waits(
 ) -> None:
     """What a trim takes is at most a hundredth of the time, and one that took long is not the last."""
     trims += [0.025, 0.0004, 0.0004]
-    watched = heap.Heap(MODEL_BYTES)
+    watched = heap.Heap(MODEL_BYTES, GRADIENTS)
     left = []
-    for _ in range(5):
+    for top in range(1, 6):
+        _top(monkeypatch, top)
         _steps(watched, monkeypatch, [MODEL_BYTES], clock)
         left.append(len(trims))
     assert left == [2, 2, 2, 1, 0]
@@ -123,14 +161,14 @@ def test_a_heap_that_keeps_is_not_given_back(
     trims: list[float], clock: _Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trims += [0.0004] * 3
-    _steps(heap.Heap(MODEL_BYTES), monkeypatch, [MODEL_BYTES, 9 * MODEL_BYTES, MODEL_BYTES], clock)
+    _steps(heap.Heap(MODEL_BYTES, GRADIENTS), monkeypatch, [MODEL_BYTES, 9 * MODEL_BYTES, MODEL_BYTES], clock)
     assert len(trims) == 2
 
 
 @pytest.mark.parametrize("name", ["MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"])
 def test_what_the_user_chose_stands(options: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, "1")
-    watched = heap.Heap(MODEL_BYTES)
+    watched = heap.Heap(MODEL_BYTES, GRADIENTS)
     _steps(watched, monkeypatch, [100 * MODEL_BYTES] * 3)
     assert options == []
 
@@ -152,7 +190,7 @@ def test_what_a_freed_model_leaves_in_the_heap_is_used_by_nobody(loaded: Any) ->
 
         # As glibc has it once something large was freed.
         assert _set(-3, 32 << 20)
-        heap = Heap(1)
+        heap = Heap(1, [1])
         assert _set(-3, 32 << 20)
         before = resident()
         model, kept = [], []

@@ -135,7 +135,9 @@ class Assembly:
         attachment = Attachment(
             subject.model, self._gates(residency), residency, frames, state_dicts, on_device=self._on_device
         )
-        heap = Heap(sum(self.decision.sizes.unit_bytes.values()))
+        heap = Heap(
+            sum(self.decision.sizes.unit_bytes.values()), (subject.named[name].nbytes for name in subject.trained)
+        )
         return Session(
             run=run,
             newcomers=newcomers,

@@ -8,8 +8,12 @@ import mmap
 import os
 import resource
 import time
+from typing import TYPE_CHECKING
 
 from memascend.run.holes import SMALLEST, Holes, c_library
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 __all__ = ["Heap", "trim"]
 
@@ -29,24 +33,30 @@ _TRIM_SHARE = 0.01
 _TAKING_STEPS = 2
 # A step that maps so many times the model's own bytes is one of activations: the heap's holes are small beside them.
 _ACTIVATIONS = 8
+# Gradients of so much of a model may come from the heap, where they leave holes.
+_HEAP_SHARE = 0.1
 
 
 class Heap:
-    """How the heap of this process treats tensors, while a model of so many bytes is trained.
+    """How the heap of this process treats tensors, while a model is trained.
 
     glibc raises its threshold for mappings of their own with each one that is freed, up to 32 MiB. From then on
     gradients come from the heap, where what little stays between them keeps it from shrinking: it would grow with the
-    depth of the model. So the threshold is fixed, and what is free in the heap after a step is given back. But a
-    mapping is zeroed page by page each time: where batches are large, and with them the activations, that takes long,
-    and the heap keeps what is freed as it would by itself.
+    depth of the model. But a mapping is zeroed page by page each time, which can take longer than computing. So the
+    threshold is fixed: below all gradients at first, until what the model left is taken, then below nearly all of them
+    by bytes. What is smaller, activations above all, comes from the heap, which keeps it for the next step. Where
+    batches are large, activations are larger than gradients: then the heap keeps what is freed as it would by itself.
     """
 
-    def __init__(self, model_bytes: int) -> None:
+    def __init__(self, model_bytes: int, gradients: Iterable[int]) -> None:
+        """Of a model of so many bytes, and of those that each gradient has."""
         self._model_bytes = model_bytes
+        self._threshold = _threshold(sorted(gradients), int(model_bytes * _HEAP_SHARE))
         self._steps = 0
         self._faults = 0
-        # When the last trim ended, and what it took of the processor.
+        # When the last trim ended, what it took of the processor, and how far the heap went at most.
         self._trimmed = self._took = 0.0
+        self._top = 0
         self._holes = Holes()
         chosen = "MALLOC_MMAP_THRESHOLD_" in os.environ or "GLIBC_TUNABLES" in os.environ
         self.steady = not chosen and _set(_M_MMAP_THRESHOLD, _STEADY_BYTES)
@@ -75,14 +85,33 @@ class Heap:
             _set(_M_TRIM_THRESHOLD, _NEVER)
             _log.info("activations of %d MB a step: the heap keeps freed memory from now on", mapped // 1_000_000)
             return
-        now = time.perf_counter()
-        if self._took <= (now - self._trimmed) * _TRIM_SHARE:
+        top = c_library().sbrk(0)
+        if self._steps <= _TAKING_STEPS or top > self._top:
+            self._trim()
+        if self._steps <= _TAKING_STEPS:
+            self._holes.take()
+        if self._steps == _TAKING_STEPS:
+            _set(_M_MMAP_THRESHOLD, self._threshold)
+            _set(_M_TRIM_THRESHOLD, _NEVER)
+        elif self._steps > _TAKING_STEPS:
+            # The next step needs as much again; only what goes beyond is a hole more.
+            self._top = max(self._top, top)
+
+    def _trim(self) -> None:
+        if self._took <= (time.perf_counter() - self._trimmed) * _TRIM_SHARE:
             began = time.thread_time()
             trim()
             self._took = time.thread_time() - began
-            self._trimmed = now
-        if self._steps <= _TAKING_STEPS:
-            self._holes.take()
+            self._trimmed = time.perf_counter()
+
+
+def _threshold(gradients: Iterable[int], from_heap: int) -> int:
+    """The bytes from which on gradients are mapped, of these in rising order: so many may come from the heap."""
+    for size in gradients:
+        from_heap -= size
+        if from_heap < 0:
+            return min(max(size, _STEADY_BYTES), _KEPT_BYTES)
+    return _KEPT_BYTES
 
 
 def _set(option: int, value: int) -> bool:
