@@ -170,7 +170,6 @@ def what_is_refused(folder):
         with torch.no_grad():
             plain[0].weight.add_(1)
     refused("plain", lambda: (plain, adamw(plain.parameters())))
-    refused("resume", whole, existing="resume")
     refused("8bit", whole, state="8bit")
     refused("one file", whole, storage=[f"{folder}/same.store"])
     # As if each were on a host of its own.
@@ -253,7 +252,6 @@ def test_two_ranks_have_the_bits_of_one_process_that_accumulates(tmp_path):
 def test_what_does_not_work_is_refused_on_all_ranks(tmp_path):
     for rank, found in enumerate(on_ranks(2, both, tmp_path)):
         assert "rank 1 has other values" in found["plain"]
-        assert "existing='resume'" in found["resume"]
         assert "state='8bit'" in found["8bit"]
         assert "put {rank}" in found["one file"]
         assert "rank 0 and to rank 1" in found["twice"]

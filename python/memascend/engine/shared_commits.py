@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
 
 __all__ = ["Agree", "CommitOfOne", "RunAndNumber", "SharedCommits"]
 
@@ -17,6 +20,9 @@ CommitOfOne = Callable[[int, str | None, str | None, RunAndNumber | None, Agree 
 
 class SharedCommits(Protocol):
     """Makes the commits of a store together with other ranks."""
+
+    def step(self) -> AbstractContextManager[None]:
+        """Around what leads to a commit: the others hear where it fails."""
 
     def commit(self, make: Callable[[RunAndNumber, Agree], int]) -> int:
         """Make one by `make`, and return the generation."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -19,6 +20,7 @@ from memascend.paths import listed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     import torch
 
@@ -389,6 +391,10 @@ class Store(Closing):
         if self.shared is None:
             return commit(*said, None, None)
         return self.shared.commit(lambda run, agree: commit(*said, run, agree))
+
+    def preparing(self) -> AbstractContextManager[None]:
+        """Around all that leads to a commit: where it fails here, the other ranks do not wait for this one."""
+        return contextlib.nullcontext() if self.shared is None else self.shared.step()
 
     def end(self) -> None:
         """Have nothing written any more, by `close()` either: what is committed stays as it is."""

@@ -39,10 +39,14 @@ def begin(
     _refuse_wrappers(model)
     if not several:
         return _sharding(model, optimizer, options, undo, None), options
+    from memascend.ranks.exchange import Exchange
     from memascend.ranks.figures import Figures
+    from memascend.ranks.opening import choose
     from memascend.ranks.places import places_of_rank, require_own
 
-    figures = Figures(options.timeout or _TIMEOUT_SECONDS)
+    exchange = Exchange(options.timeout or _TIMEOUT_SECONDS)
+    undo.callback(exchange.close)
+    figures = Figures(exchange)
     if figures.any(not _is_sharded(model)):
         from memascend.ranks.division import divide
 
@@ -57,7 +61,9 @@ def begin(
 
     sharding, own = figures.together(found)
     require_own(own.paths or (), figures)
-    return sharding, own
+    sharding.opening = choose(own.paths, exchange, own.existing)
+    # A rank that is ahead of others goes back.
+    return sharding, replace(own, existing=sharding.opening.existing)
 
 
 def _sharding(
@@ -113,7 +119,6 @@ def _refuse_options(options: Options) -> None:
         "units": (options.units is not None, "what fully_shard() was called on is a unit: leave it out"),
         "weights": (options.weights is not None, "load the weights before fully_shard()"),
         "checkpoint": (options.checkpoint is not None, "load the weights before fully_shard()"),
-        "existing": (options.resumes, "begin anew with 'refuse' or 'replace'"),
         "state": (options.state in ("bf16", "8bit"), "its formats count elements of whole parameters: leave it out"),
         "rounding": (options.rounding == "stochastic", "it counts elements of whole parameters: leave it out"),
     }

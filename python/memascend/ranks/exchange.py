@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed
 
 from memascend.errors import RankError
 
-__all__ = ["Exchange"]
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
-# Bytes of a message: a few numbers, and the text of an error.
+__all__ = ["DISCARDED", "Exchange", "shortened"]
+
+# The way on after a step that no rank has committed.
+DISCARDED = "the step is discarded on all ranks: call zero_grad() on each, and go on"
+
+# Bytes of a message that is sent as one: a few numbers, and the text of an error. What is longer follows.
 _MESSAGE_BYTES = 4096
+# In front of it: how many bytes there are in all.
+_LENGTH_BYTES = 8
 _TEXT_CHARACTERS_MAX = 600
 # How often a wait for others looks whether somebody pressed Ctrl-C.
 _LOOK_SECONDS = 0.05
@@ -46,25 +55,50 @@ class Exchange:
         self._group: Any = distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         self._others = [rank for rank in range(self.size) if rank != self.rank]
         self.broken: RankError | None = None
+        # How often some rank told the others of a failure, and what was said of the last one.
+        self.failures = 0
+        self.reasons = ""
         self._count = 0
 
-    def tell(self, about: str, said: Any) -> list[Any]:
+    def tell(self, about: str, said: Any, *, remedy: str = DISCARDED) -> list[Any]:
         """Send `said` to all others, and return what each rank said, by rank, once all of them have heard this one.
 
         Args:
             about: what for: all ranks must talk of the same.
-            said: a small JSON value.
+            said: a JSON value.
+            remedy: what an error says of the way on, where another rank failed.
 
         Raises:
-            RankError: a rank did not answer in time, is gone, or speaks of something else.
+            RankError: a rank did not answer in time, is gone, or speaks of something else; or it failed, after which
+                they talk on.
         """
+        told = self._told({"about": about, "said": said, "failed": None})
+        failed = tuple(rank for rank, one in enumerate(told) if one["failed"] is not None)
+        if failed:
+            raise RankError(f"{_named(failed)} failed, and {remedy} ({self.reasons})", ranks=failed)
+        return [one["said"] for one in told]
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the others what happened here, whatever they wait for; it is raised anyway, and nothing by this."""
+        if self.broken is not None:
+            return
+        try:
+            told = self._told({"about": None, "said": None, "failed": shortened(error)})
+        except RankError as others:
+            error.add_note(f"the other ranks: {others}")
+            return
+        if sum(one["failed"] is not None for one in told) > 1:
+            error.add_note(f"several ranks failed: {self.reasons}")
+
+    def _told(self, message: dict[str, Any]) -> list[dict[str, Any]]:
+        """What each rank has sent as its message of this number."""
         if self.broken is not None:
             raise self.broken
         self._count += 1
+        own = {"count": self._count, **message}
         heard: dict[int, dict[str, Any]] = {}
         lost: dict[int, str] = {}
-        message = {"count": self._count, "about": about, "said": said}
-        talk = threading.Thread(target=self._talk, args=(_encoded(message), heard, lost), daemon=True)
+        talk = threading.Thread(target=self._talk, args=(_encoded(own), heard, lost), daemon=True)
         talk.start()
         try:
             while talk.is_alive():
@@ -72,28 +106,38 @@ class Exchange:
         except BaseException:
             self.broken = RankError(f"rank {self.rank} was interrupted while all ranks talked", ranks=(self.rank,))
             raise
+        heard[self.rank] = own
+        asked = {one["about"] for one in heard.values() if one["failed"] is None}
         strange = {
-            rank: f"it is at message {one['count']}, {one['about']!r}, and this one, {self.rank}, at {self._count}: "
-            "every rank must make the same calls"
+            rank: f"it is at message {one['count']}, {one['about']!r}, and this one, {self.rank}, at {self._count}, "
+            f"{own['about']!r}: every rank must make the same calls"
             for rank, one in heard.items()
-            if (one["count"], one["about"]) != (self._count, about)
+            if one["count"] != self._count or (len(asked) > 1 and one["about"] != own["about"])
         }
         if lost or strange:
-            self.broken = self._gone(lost or strange, about)
+            self.broken = self._gone(lost or strange, str(message["about"]))
             raise self.broken
-        return [said if rank == self.rank else heard[rank]["said"] for rank in range(self.size)]
+        failed = [f"rank {rank}: {one['failed']}" for rank, one in sorted(heard.items()) if one["failed"] is not None]
+        if failed:
+            self.failures += 1
+            self.reasons = "; ".join(failed)
+        return [heard[rank] for rank in range(self.size)]
 
     def close(self) -> None:
-        """Let the group go; only where all ranks do so."""
-        if self.broken is None:
-            distributed.destroy_process_group(self._group)
-            self.broken = RankError("the ranks do not talk any more: the run was closed", ranks=())
+        """Let the group go: others that still talk hear that this rank is gone."""
+        if self._group is None:
+            return
+        group, self._group = self._group, None
+        self.broken = self.broken or RankError("the ranks do not talk any more: the run was closed", ranks=())
+        # Of what the user destroyed nothing is left.
+        with contextlib.suppress(ValueError, AssertionError):
+            distributed.destroy_process_group(group)
 
     def _gone(self, lost: dict[int, str], about: str) -> RankError:
         if len(self._others) > 1 and len(lost) == len(self._others):
             named = "every other rank is gone: this one came too late, or its network failed"
         else:
-            named = "rank " + ", rank ".join(map(str, sorted(lost)))
+            named = _named(lost)
         reasons = "; ".join(f"{rank}: {why}" for rank, why in sorted(lost.items()))
         return RankError(
             f"{named} did not take part within {self.timeout:g} s ({about}): the step ended on all ranks, and none "
@@ -105,15 +149,25 @@ class Exchange:
         """Fill `heard` and `lost`; a thread of its own, as gloo's waits do not look at signals."""
         until = time.monotonic() + self.timeout
         rooms = {rank: torch.empty(_MESSAGE_BYTES, dtype=torch.uint8) for rank in self._others}
-        receiving: _Works = {rank: self._begun(distributed.irecv, rooms[rank], rank) for rank in self._others}
-        sending: _Works = {rank: self._begun(distributed.isend, message, rank) for rank in self._others}
+        first, rest = message[:_MESSAGE_BYTES], message[_MESSAGE_BYTES:]
+        self._move(rooms, dict.fromkeys(self._others, first), lost, until)
+        lengths = {rank: _length(rooms[rank]) - _MESSAGE_BYTES for rank in rooms if rank not in lost}
+        rests = {rank: torch.empty(length, dtype=torch.uint8) for rank, length in lengths.items() if length > 0}
+        self._move(rests, dict.fromkeys(lengths, rest) if rest.numel() else {}, lost, until)
+        for rank in lengths.keys() - lost.keys():
+            heard[rank] = _decoded(torch.cat([rooms[rank], *([rests[rank]] if rank in rests else [])]))
+
+    def _move(
+        self, into: dict[int, torch.Tensor], out: dict[int, torch.Tensor], lost: dict[int, str], until: float
+    ) -> None:
+        """Receive from some ranks and send to some; those with whom it failed are `lost`."""
+        receiving: _Works = {rank: self._begun(distributed.irecv, room, rank) for rank, room in into.items()}
+        sending: _Works = {rank: self._begun(distributed.isend, message, rank) for rank, message in out.items()}
         for works in (receiving, sending):
             for rank, work in works.items():
                 why = _waited(work, until)
                 if why is not None:
                     lost.setdefault(rank, why)
-                elif works is receiving:
-                    heard[rank] = _decoded(rooms[rank])
 
     def _begun(self, begin: Any, memory: torch.Tensor, rank: int) -> Any:
         try:
@@ -136,14 +190,23 @@ def _waited(work: distributed.Work | RuntimeError | None, until: float) -> str |
 
 def _encoded(message: dict[str, Any]) -> torch.Tensor:
     text = json.dumps(message).encode()
-    if len(text) > _MESSAGE_BYTES:
-        raise ValueError(f"a message of {len(text)} bytes, at most {_MESSAGE_BYTES} are sent")
-    return torch.frombuffer(bytearray(text.ljust(_MESSAGE_BYTES)), dtype=torch.uint8)
+    length = max(_MESSAGE_BYTES, _LENGTH_BYTES + len(text))
+    return torch.frombuffer(
+        bytearray(length.to_bytes(_LENGTH_BYTES, "little") + text.ljust(length - _LENGTH_BYTES)), dtype=torch.uint8
+    )
+
+
+def _length(memory: torch.Tensor) -> int:
+    return int.from_bytes(bytes(memory[:_LENGTH_BYTES].tolist()), "little")
 
 
 def _decoded(memory: torch.Tensor) -> dict[str, Any]:
-    message: dict[str, Any] = json.loads(bytes(memory.tolist()))
+    message: dict[str, Any] = json.loads(memory[_LENGTH_BYTES:].numpy().tobytes())
     return message
+
+
+def _named(ranks: Iterable[int]) -> str:
+    return "rank " + ", rank ".join(map(str, sorted(ranks)))
 
 
 def shortened(error: BaseException) -> str:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import distributed
-
-from memascend.errors import ConfigError
+from memascend.errors import ConfigError, RankError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from typing import TypeVar
 
     from memascend.errors import MemascendError
+    from memascend.ranks.exchange import Exchange
 
     _T = TypeVar("_T")
 
@@ -22,27 +19,20 @@ __all__ = ["Figures"]
 
 
 class Figures:
-    """What ranks tell each other, over a group of processes of its own, on the CPU.
+    """What ranks tell each other of what each has found. Every call is made by all ranks, and waits for all."""
 
-    Every call is made by all ranks, and waits for all.
-    """
-
-    def __init__(self, timeout: float) -> None:
-        """`timeout` is how many seconds a rank waits for the others."""
-        self._group: Any = distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-        self.rank = distributed.get_rank()
-        self.world_size = distributed.get_world_size()
+    def __init__(self, exchange: Exchange) -> None:
+        self.exchange = exchange
+        self.rank = exchange.rank
+        self.world_size = exchange.size
 
     def totals(self, *numbers: float) -> list[float]:
         """The sum over all ranks of each number, added in the order of ranks: the same bits on each."""
-        mine = torch.tensor(numbers, dtype=torch.float64, device="cpu")
-        all_of_them = [torch.empty_like(mine) for _ in range(self.world_size)]
-        distributed.all_gather(all_of_them, mine, group=self._group)
-        return [sum(column) for column in zip(*(row.tolist() for row in all_of_them), strict=True)]
+        return [sum(column) for column in zip(*self.everyone(list(numbers)), strict=True)]
 
     def any(self, flag: bool) -> bool:
         """Whether it is so on some rank."""
-        return self.totals(float(flag))[0] > 0
+        return any(self.everyone(flag))
 
     def union(self, words: Iterable[str]) -> set[str]:
         """What any rank says."""
@@ -54,23 +44,18 @@ class Figures:
         Raises:
             MemascendError: another rank refused; of the class `other`.
         """
-        refused: Exception | None = None
-        done: Any = None
+        known = self.exchange.failures
         try:
             done = do()
-        except Exception as error:  # noqa: BLE001 - handed on below
-            refused = error
-        told = self.everyone(None if refused is None else f"{type(refused).__name__}: {refused}")
-        if refused is not None:
-            raise refused
-        for rank, words in enumerate(told):
-            if words is not None:
-                raise other(f"rank {rank} refused, and so do all ranks: {words}")
-        found: _T = done
-        return found
+            self.everyone(None)
+        except BaseException as error:
+            if self.exchange.failures == known:
+                self.exchange.fail(error)
+            elif isinstance(error, RankError) and self.rank not in error.ranks:
+                raise other(f"{self.exchange.reasons}: refused there, and so by all ranks") from error
+            raise
+        return done
 
     def everyone(self, mine: Any) -> list[Any]:
-        """What each rank says, in the order of ranks."""
-        found: list[Any] = [None] * self.world_size
-        distributed.all_gather_object(found, mine, group=self._group)
-        return found
+        """What each rank says, a JSON value, in the order of ranks."""
+        return self.exchange.tell("what each has found", mine)

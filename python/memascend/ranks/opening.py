@@ -80,8 +80,10 @@ class Opening:
             raise StorageError("the store was changed while the ranks agreed on what to open")
 
 
-def choose(paths: _Path | Sequence[_Path], exchange: Exchange, existing: Existing) -> Opening:
+def choose(paths: _Path | Sequence[_Path] | None, exchange: Exchange, existing: Existing) -> Opening:
     """Look at the stores of all ranks, and say which commit each opens. Writes nothing; all ranks call it together.
+
+    Without `paths` the store is a temporary one.
 
     Raises:
         ConfigError: stores are there on some ranks and not on others, or not of one run; or `existing` refuses them.
@@ -113,9 +115,9 @@ def choose(paths: _Path | Sequence[_Path], exchange: Exchange, existing: Existin
     return Opening(exchange=exchange, existing="resume" if newest else "previous", run=run, number=number)
 
 
-def _seen(paths: _Path | Sequence[_Path]) -> dict[str, Any]:
+def _seen(paths: _Path | Sequence[_Path] | None) -> dict[str, Any]:
     try:
-        found = commits(paths)
+        found = None if paths is None else commits(paths)
     except (MemascendError, OSError) as error:
         return {"there": True, "commits": [], "damage": None, "error": shortened(error)}
     if found is None:

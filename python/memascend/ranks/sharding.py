@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from memascend.optimizers.update_rule import Arithmetic
     from memascend.ranks.figures import Figures
     from memascend.ranks.fsdp import FsdpGroup, FsdpParameter
+    from memascend.ranks.opening import Opening
     from memascend.residency.placeholder import Place
     from memascend.residency.residency import Residency
 
@@ -36,6 +37,7 @@ class Sharding:
     Attributes:
         named: by the names of the model's parameters, those of which this rank has rows, in the model's order.
         figures: what ranks tell each other; None where there is one.
+        opening: how their stores are opened at one commit; None where there is one.
         world_size: the number of ranks.
         rank: which one this is.
     """
@@ -51,6 +53,7 @@ class Sharding:
         sharded = {one.name: one for group in self._groups for one in group.parameters}
         _refuse_others(model, sharded)
         self.figures = figures
+        self.opening: Opening | None = None
         self.world_size = distributed.get_world_size()
         self.rank = distributed.get_rank()
         for group in self._groups:

@@ -23,6 +23,10 @@ class Modes:
             UsageError: a step is staged.
             StorageError: storage failed; what was committed stands.
         """
+        with self._run.resources.store.preparing():
+            self._switch(mode)
+
+    def _switch(self, mode: str) -> None:
         run = self._run
         run.require_quiet()
         record, engine = run.record, run.resources.engine

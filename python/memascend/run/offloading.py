@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from memascend.device.unit_memory import UnitMemory
     from memascend.engine import Engine, Store
     from memascend.planning.forecast import Forecast
+    from memascend.ranks.opening import Existing
     from memascend.ranks.sharding import Sharding
     from memascend.run.decision import Decision
     from memascend.run.optimizer import OffloadedOptimizer
@@ -210,17 +211,43 @@ def _together(sharding: Sharding | None, do: Callable[[], _Done]) -> _Done:
 
 def _prepared(subject: Subject, undo: contextlib.ExitStack) -> tuple[Assembly, Forecast | None]:
     """Decide, and open the store with what it begins with; of the model nothing changes."""
-    options = subject.options
-    decision = decide(subject)
-    first = FirstValues(subject, undo)
-    if not options.resumes:
-        first.prepare(created=True)
-    store, folder = open_store(subject, decision.entries)
+    sharding = subject.sharding
+    decision, first = _together(sharding, lambda: _decided(subject, undo))
+
+    folder: Path | None = None
+
+    def opened(existing: Existing) -> Store:
+        nonlocal folder
+        assert existing == subject.options.existing
+        store, folder = open_store(subject, decision.entries)
+        return store
+
+    opening = None if sharding is None else sharding.opening
+    store = opened(subject.options.existing) if opening is None else opening.open(opened)[0]
     undo.callback(store.close)
     if store.created:
         # A call that fails leaves nothing behind.
         undo.callback(store.forsake)
-    plan = decision.plan
+    return _together(sharding, lambda: _begun(subject, decision, first, (store, folder), undo))
+
+
+def _decided(subject: Subject, undo: contextlib.ExitStack) -> tuple[Decision, FirstValues]:
+    decision = decide(subject)
+    first = FirstValues(subject, undo)
+    if not subject.options.resumes:
+        first.prepare(created=True)
+    return decision, first
+
+
+def _begun(
+    subject: Subject,
+    decision: Decision,
+    first: FirstValues,
+    opened: tuple[Store, Path | None],
+    undo: contextlib.ExitStack,
+) -> tuple[Assembly, Forecast | None]:
+    """Fill the store, or read what it has of the run."""
+    (store, folder), options, plan = opened, subject.options, decision.plan
     store.hold(plan.held, registered=subject.device is not None)
     engine = engines.Engine(
         store,
@@ -269,4 +296,11 @@ def _resources(
         undo.callback(keeper.close, "offload() failed")
     hooks = ProcessHooks()
     undo.callback(hooks.release)
-    return Resources(store, engine, memory, keeper, release=hooks.release, temporary=not options.paths)
+
+    def release() -> None:
+        hooks.release()
+        if figures is not None:
+            figures.exchange.close()
+
+    figures = None if subject.sharding is None else subject.sharding.figures
+    return Resources(store, engine, memory, keeper, release=release, temporary=not options.paths)

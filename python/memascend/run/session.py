@@ -80,6 +80,16 @@ class Session:
     def step(self) -> None:
         """Commit the step, or skip it where a scaled gradient overflowed."""
         self.run.resources.require_open()
+        began = time.perf_counter()
+        with self.run.resources.store.preparing():
+            committed = self._prepared_step()
+        if committed:
+            self.run.residency.units.end_step()
+            self.measurements.step_ended(began)
+            self.run.resources.warn_if_lost()
+
+    def _prepared_step(self) -> bool:
+        """Refuse what has no exact step; whether there was one."""
         self.run.resources.units.require_usable()
         if self.run.frames.inside:
             raise UsageError(
@@ -89,20 +99,15 @@ class Session:
         self.run.frames.unwind()
         self.state_dicts.forget()
         self.loads.settle()
-        began = time.perf_counter()
         with self.run.residency.turns.alone():
-            committed = self._step()
-        if committed:
-            self.run.residency.units.end_step()
-            self.measurements.step_ended(began)
-            self.run.resources.warn_if_lost()
+            return self._step()
 
     def _step(self) -> bool:
         """Whether there was a step, and it did not overflow."""
         run, gradients, record = self.run, self.run.gradients, self.run.record
         engine, store = run.resources.engine, run.resources.store
+        present = self._present()
         figures = None if self.sharding is None else self.sharding.figures
-        present = self._present() if figures is None else figures.together(self._present, UsageError)
         # A rank may have no rows of what has gradients.
         if not (present if figures is None else figures.any(bool(present))):
             return False
