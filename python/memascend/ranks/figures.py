@@ -52,7 +52,8 @@ class Figures:
             if self.exchange.failures == known:
                 self.exchange.fail(error)
             elif isinstance(error, RankError) and self.rank not in error.ranks:
-                raise other(f"{self.exchange.reasons}: refused there, and so by all ranks") from error
+                who = f"rank {error.ranks[0]} refused, and so do all ranks"
+                raise other(f"{who} ({self.exchange.reasons})") from error
             raise
         return done
 
