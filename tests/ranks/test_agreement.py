@@ -1,5 +1,6 @@
 """Tests the commits of several ranks: one step on all or on none, whichever rank dies, hangs or fails where."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -107,11 +108,42 @@ def test_every_point_of_a_step(train, point, faulty_rank, durability):
     )
 
 
+WHOLE = {"whole": True, "world": 2}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_thirty_kills_at_random_moments(train):
+@pytest.mark.parametrize("point", [*POINTS, "between"])
+@pytest.mark.parametrize(
+    "given", [{}, {"host_memory": "1GiB", "log_steps": 3}, {"gradients": "ssd", "max_grad_norm": 0.1}], ids=str
+)
+def test_every_point_of_a_step_of_a_whole_run(train, point, given):
+    options = {**WHOLE, "given": given}
+    reference = whole(lambda **more: train("reference", **more), steps=7, **options)
+    has_it = {"between": 2, "begin": 2, "before staged": 2, "after staged": 2, "before written": 3, "after written": 3}
+    at, common = (5, 5) if point == "close" else (3, has_it[point])
+    cut(train, reference, **options, fault="kill", point=point, at=at, common=common)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("point", ["begin", "between", "before staged", "before written"])
+def test_a_rank_that_hangs_ends_a_whole_run(train, point):
+    ranks, said = train(**{**WHOLE, "world": 3}, fault="stop", point=point, timeout=4.0)
+    survived(ranks, 1)
+    # The machine may be busy.
+    assert all(rank["seconds"] < 30.0 for number, rank in enumerate(ranks) if number != 1), said
+    again = whole(train, steps=7, **{**WHOLE, "world": 3})
+    assert len({rank["opened"] for rank in again}) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("given", [{}, {"whole": True}, {"whole": True, "given": {"host_memory": "1GiB"}}], ids=str)
+def test_thirty_kills_at_random_moments(train, given):
     import random
 
+    train = functools.partial(train, **given)
     reference = whole(lambda **options: train("reference", **options), steps=70, world=3)
     opened = []
     draw = random.Random(23)

@@ -88,3 +88,68 @@ def test_runs_of_three_ranks_are_resumed(tmp_path):
         )
     ]
     assert on_ranks(3, resumes, tmp_path, cases, seconds=300) == [[True] * len(cases)] * 3
+
+
+# --- one rank fails ------------------------------------------------------------------------
+
+
+def raised(call):
+    """The error that a call raises, in words, and the ranks that it names."""
+    try:
+        call()
+    except Exception as error:
+        return [f"{type(error).__name__}: {error}", list(getattr(error, "ranks", []))]
+    return None
+
+
+def failing(*_, **__):
+    raise OSError(5, "as if the drive were gone")
+
+
+def fails(folder):
+    """What ranks meet where rank 1 fails: in step(), in a gather, in a backward; and whether a step is done again."""
+    faulty = distributed.get_rank() == 1
+    found = {}
+    model, optimizer = offloaded(f"{folder}/whole")
+    values = train(model, optimizer, 3)
+    optimizer.close()
+
+    model, optimizer = offloaded(f"{folder}/run", gradients="ssd")
+    train(model, optimizer, 1)
+    backward(model, 1)
+    buffers = optimizer._session.run.record.buffers
+    if faulty:
+        buffers.stage = failing
+    found["step"] = raised(optimizer.step)
+    if faulty:
+        del buffers.stage
+    optimizer.zero_grad()
+    found["again"] = all(map(same_bits, train(model, optimizer, 3), values))
+    residency = optimizer._session.run.residency
+    if faulty:
+        residency.read_into = failing
+    found["gather"] = raised(lambda: backward(model, 3))
+    found["after"] = raised(optimizer.step)
+    optimizer.close()
+
+    model, optimizer = offloaded(f"{folder}/run", existing="resume", gradients="ssd")
+    if faulty:
+        optimizer._session.run.gradients._arrivals._arrive = failing
+    found["backward"] = raised(lambda: backward(model, 3))
+    optimizer.close()
+    model, optimizer = offloaded(f"{folder}/run", existing="resume")
+    found["resumed"] = optimizer.steps
+    optimizer.close()
+    return found
+
+
+def test_a_rank_that_fails_ends_the_step_on_both_by_its_name(tmp_path):
+    for rank, found in enumerate(on_ranks(2, fails, tmp_path)):
+        for where in ("step", "gather", "backward"):
+            words, ranks = found[where]
+            assert "as if the drive were gone" in words, (where, found)
+            assert words.startswith("RankError" if rank == 0 else "OSError"), (where, found)
+            assert ranks == ([1] if rank == 0 else []), (where, found)
+        assert found["again"]
+        assert found["after"][0].startswith("RankError"), found
+        assert found["resumed"] == 3

@@ -1,10 +1,13 @@
-"""Trains a store on each of several gloo ranks, with a fault on one of them; what each rank met is returned as JSON.
+"""Trains on several gloo ranks, with a fault on one of them; what each rank met is returned as JSON.
+
+A store alone, with updates by numbers; or, where it is `whole`, a model under `memascend.offload()`.
 
 `run(options)` is called in a process of its own (see the fixture `loaded`): it forks the ranks, and none outlives it.
 """
 
 import ctypes
 import hashlib
+import importlib
 import json
 import os
 import signal
@@ -31,6 +34,9 @@ DEFAULTS = {
     "seconds": 90,
     "paths": {},
     "retry": False,
+    # A model under `offload()`, and what is given to it.
+    "whole": False,
+    "given": {},
 }
 
 
@@ -40,6 +46,10 @@ def run(folder, **given):
     folder = Path(folder)
     meeting = folder / f"meeting-{time.monotonic_ns()}"
     meeting.mkdir(parents=True)
+    if options["whole"]:
+        # Once for all that are forked.
+        for name in ("torch.distributed.fsdp", "memascend"):
+            importlib.import_module(name)
     pids = [_forked(folder, meeting, rank, options) for rank in range(options["world"])]
     try:
         if options["kill_after"] is not None:
@@ -64,7 +74,7 @@ def _forked(folder, meeting, rank, options):
     try:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
         torch.set_num_threads(1)
-        _rank(folder, meeting, rank, options)
+        (_whole_rank if options["whole"] else _rank)(folder, meeting, rank, options)
         status = 0
     except BaseException:
         traceback.print_exc()
@@ -155,6 +165,81 @@ def _rank(folder, meeting, rank, options):
     (meeting / f"words-{rank}").write_text(json.dumps(told))
 
 
+def _whole_rank(folder, meeting, rank, options):
+    from torch import distributed
+
+    from memascend.errors import MemascendError
+
+    told = {"opened": None, "committed": None, "error": None, "seconds": None, "digests": {}, "ranks": []}
+    meet = distributed.FileStore(str(meeting / "meet"), options["world"])
+    distributed.init_process_group("gloo", store=meet, rank=rank, world_size=options["world"])
+    began = time.monotonic()
+    optimizer = None
+    try:
+        model, optimizer = _offloaded(folder, options)
+        agreement = optimizer._session.run.resources.store.shared
+        told["opened"] = told["committed"] = optimizer.steps
+        told["digests"][optimizer.steps] = _digest_of_rows(optimizer)
+        _watch(agreement, options, rank)
+        while optimizer.steps < options["steps"]:
+            step = optimizer.steps + 1
+            began = time.monotonic()
+            _fault(options, rank, step, "begin")
+            loss = _loss(model, step, rank)
+            _fault(options, rank, step, "between")
+            loss.backward()
+            optimizer.user_state = {"step": step, "rank": rank}
+            optimizer.step()
+            optimizer.zero_grad()
+            told["committed"] = step
+            told["digests"][step] = _digest_of_rows(optimizer)
+            (meeting / "committed").touch()
+        _fault(options, rank, options["at"], "close")
+        optimizer.close()
+        told["closed"] = True
+    except MemascendError as error:
+        told |= {"error": f"{type(error).__name__}: {error}", "ranks": list(getattr(error, "ranks", []))}
+        told["seconds"] = time.monotonic() - began
+        if optimizer is not None:
+            optimizer.close()
+    (meeting / f"words-{rank}").write_text(json.dumps(told))
+
+
+def _offloaded(folder, options):
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+
+    import memascend
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(32, 16), nn.Linear(16, 48), nn.GELU(), nn.Linear(48, 32)).to(torch.bfloat16)
+    for module in (model[0], model[1], model[3], model):
+        fully_shard(module)
+    return memascend.offload(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-2),
+        storage=folder,
+        **{name: options[name] for name in ("existing", "durability", "timeout")},
+        **options["given"],
+    )
+
+
+def _loss(model, step, rank):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    tokens = torch.randint(0, 32, (2, 6), generator=generator)
+    return torch.nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten())
+
+
+def _digest_of_rows(optimizer):
+    store = optimizer._session.run.resources.store
+    digest = hashlib.sha256(json.dumps([store.step, store.user_state]).encode())
+    for entry in store.entries():
+        values, state = store.read(entry["name"])
+        for tensor in (values, *state.values()):
+            digest.update(bytes(tensor.contiguous().reshape(-1).view(torch.uint8).tolist()))
+    return digest.hexdigest()
+
+
 def _entries(rank):
     from memascend import engine as engines
 
@@ -218,10 +303,10 @@ def _watch(agreement, options, rank):
     """Have the fault happen before or after the ranks have agreed."""
     ask = agreement._ask
 
-    def watched(phase, number, error):
+    def watched(phase, number, remedy):
         # The first commit made the store.
         _fault(options, rank, number - 1, f"before {phase}")
-        ask(phase, number, error)
+        ask(phase, number, remedy)
         _fault(options, rank, number - 1, f"after {phase}")
 
     agreement._ask = watched

@@ -55,8 +55,9 @@ class Exchange:
         self._group: Any = distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         self._others = [rank for rank in range(self.size) if rank != self.rank]
         self.broken: RankError | None = None
-        # How often some rank told the others of a failure, and what was said of the last one.
+        # How often some rank told the others of a failure; of the last one, whose it was, and what was said.
         self.failures = 0
+        self.failed: tuple[int, ...] = ()
         self.reasons = ""
         self._count = 0
 
@@ -72,10 +73,9 @@ class Exchange:
             RankError: a rank did not answer in time, is gone, or speaks of something else; or it failed, after which
                 they talk on.
         """
-        told = self._told({"about": about, "said": said, "failed": None})
-        failed = tuple(rank for rank, one in enumerate(told) if one["failed"] is not None)
-        if failed:
-            raise RankError(f"{_named(failed)} failed, and {remedy} ({self.reasons})", ranks=failed)
+        told = self._told({"about": about, "said": said})
+        if any(one["failed"] is not None for one in told):
+            raise RankError(f"{_named(self.failed)} failed, and {remedy} ({self.reasons})", ranks=self.failed)
         return [one["said"] for one in told]
 
     def fail(self, error: BaseException) -> None:
@@ -83,22 +83,42 @@ class Exchange:
         if self.broken is not None:
             return
         try:
-            told = self._told({"about": None, "said": None, "failed": shortened(error)})
+            told = self._told({"failed": shortened(error)})
         except RankError as others:
             error.add_note(f"the other ranks: {others}")
             return
         if sum(one["failed"] is not None for one in told) > 1:
             error.add_note(f"several ranks failed: {self.reasons}")
 
-    def _told(self, message: dict[str, Any]) -> list[dict[str, Any]]:
+    def lost(self, where: str, within: float) -> RankError:
+        """Tell the others that they did not come, and hear within so many seconds where they are; what to raise."""
+        if self.broken is None:
+            try:
+                self._told({"lost": where}, within)
+            except RankError as error:
+                return error
+        assert self.broken is not None
+        return self.broken
+
+    def end(self, why: str) -> None:
+        """Talk no more."""
+        if self.broken is None:
+            self.broken = RankError(
+                "the step ended on all ranks, and none commits any more: start all of them again, and the run goes on "
+                f"at the last step of all ({why})",
+                ranks=self.failed,
+            )
+
+    def _told(self, message: dict[str, Any], within: float | None = None) -> list[dict[str, Any]]:
         """What each rank has sent as its message of this number."""
         if self.broken is not None:
             raise self.broken
         self._count += 1
-        own = {"count": self._count, **message}
+        own = {"count": self._count, "about": None, "said": None, "failed": None, "lost": None, **message}
         heard: dict[int, dict[str, Any]] = {}
         lost: dict[int, str] = {}
-        talk = threading.Thread(target=self._talk, args=(_encoded(own), heard, lost), daemon=True)
+        until = time.monotonic() + (self.timeout if within is None else within)
+        talk = threading.Thread(target=self._talk, args=(_encoded(own), heard, lost, until), daemon=True)
         talk.start()
         try:
             while talk.is_alive():
@@ -107,7 +127,8 @@ class Exchange:
             self.broken = RankError(f"rank {self.rank} was interrupted while all ranks talked", ranks=(self.rank,))
             raise
         heard[self.rank] = own
-        asked = {one["about"] for one in heard.values() if one["failed"] is None}
+        # Who failed, or lost the others, says so whatever they ask.
+        asked = {one["about"] for one in heard.values()} - {None}
         strange = {
             rank: f"it is at message {one['count']}, {one['about']!r}, and this one, {self.rank}, at {self._count}, "
             f"{own['about']!r}: every rank must make the same calls"
@@ -115,12 +136,18 @@ class Exchange:
             if one["count"] != self._count or (len(asked) > 1 and one["about"] != own["about"])
         }
         if lost or strange:
-            self.broken = self._gone(lost or strange, str(message["about"]))
+            self.broken = self._gone(lost or strange, str(own["about"] or own["lost"] or own["failed"]))
             raise self.broken
-        failed = [f"rank {rank}: {one['failed']}" for rank, one in sorted(heard.items()) if one["failed"] is not None]
-        if failed:
+        said = {rank: one["failed"] or one["lost"] for rank, one in sorted(heard.items())}
+        if any(said.values()):
             self.failures += 1
-            self.reasons = "; ".join(failed)
+            self.failed = tuple(rank for rank, one in sorted(heard.items()) if one["failed"] is not None)
+            told = {rank: said[rank] for rank in self.failed or said if said[rank] is not None}
+            self.reasons = "; ".join(f"rank {rank}: {words}" for rank, words in told.items())
+        if any(one["lost"] is not None for one in heard.values()):
+            self.end(self.reasons)
+            assert self.broken is not None
+            raise self.broken
         return [heard[rank] for rank in range(self.size)]
 
     def close(self) -> None:
@@ -145,9 +172,10 @@ class Exchange:
             ranks=tuple(sorted(lost)),
         )
 
-    def _talk(self, message: torch.Tensor, heard: dict[int, dict[str, Any]], lost: dict[int, str]) -> None:
+    def _talk(
+        self, message: torch.Tensor, heard: dict[int, dict[str, Any]], lost: dict[int, str], until: float
+    ) -> None:
         """Fill `heard` and `lost`; a thread of its own, as gloo's waits do not look at signals."""
-        until = time.monotonic() + self.timeout
         rooms = {rank: torch.empty(_MESSAGE_BYTES, dtype=torch.uint8) for rank in self._others}
         first, rest = message[:_MESSAGE_BYTES], message[_MESSAGE_BYTES:]
         self._move(rooms, dict.fromkeys(self._others, first), lost, until)
@@ -201,7 +229,7 @@ def _length(memory: torch.Tensor) -> int:
 
 
 def _decoded(memory: torch.Tensor) -> dict[str, Any]:
-    message: dict[str, Any] = json.loads(memory[_LENGTH_BYTES:].numpy().tobytes())
+    message: dict[str, Any] = json.loads(bytes(memory[_LENGTH_BYTES:].tolist()))
     return message
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor, Shard
 
 from memascend.errors import ConfigError
@@ -20,11 +20,17 @@ from memascend.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["FsdpGroup", "FsdpParameter", "ReduceScatter", "groups_of", "reshard"]
+__all__ = ["AllGather", "FsdpGroup", "FsdpParameter", "ReduceScatter", "groups_of", "reshard"]
 
 # What is used of torch's parameter groups, and of the parameters in them.
 _OF_GROUPS = ("fsdp_params", "modules", "mesh_info", "post_forward_mesh_info", "_reset_sharded_params")
-_OF_GROUPS_TOO = ("_reduce_scatter_comm", "gradient_divide_factor", "force_sum_reduction_for_comms", "offload_policy")
+_OF_GROUPS_TOO = (
+    "_all_gather_comm",
+    "_reduce_scatter_comm",
+    "gradient_divide_factor",
+    "force_sum_reduction_for_comms",
+    "offload_policy",
+)
 _OF_PARAMETERS = ("sharded_param", "_sharded_param_data", "padded_sharded_param_size", "sharded_size", "mp_policy")
 _CALLED = ("_init_extensions", "to_sharded_dtensor")
 
@@ -119,10 +125,15 @@ class FsdpGroup:
         """Torch is not to look for parameters that were replaced since: these were."""
         self._torch._reset_sharded_params = True  # noqa: SLF001
 
-    def reduce_by(self, reduction: Any) -> None:
-        """Let gradients be reduced by this, and divided after it."""
+    def gather_by(self, gather: AllGather) -> None:
+        """Let rows be gathered by this."""
+        self._torch._all_gather_comm = gather  # noqa: SLF001
+
+    def reduce_by(self, reduction: ReduceScatter, *, sums: bool) -> None:
+        """Let gradients be reduced by this; what `sums` has its sum divided after it."""
         self._torch._reduce_scatter_comm = reduction  # noqa: SLF001
-        self._torch.force_sum_reduction_for_comms = True
+        if sums:
+            self._torch.force_sum_reduction_for_comms = True
 
     def factor_after(self, dtype: torch.dtype, device: torch.device) -> float | None:
         """What torch divides a sum of this dtype by, after it was made; None: by nothing."""

@@ -10,7 +10,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from memascend.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
     from memascend.residency.placeholder import Place
     from memascend.residency.residency import Residency
@@ -24,8 +25,16 @@ _SAME = frozenset({"detach", "alias"})
 class RowSource:
     """Where one parameter's rows come from."""
 
-    def __init__(self, name: str, shape: torch.Size, padded_shape: torch.Size, dtype: torch.dtype) -> None:
-        """`padded_shape` is what each rank gives to a gather."""
+    def __init__(
+        self,
+        name: str,
+        shape: torch.Size,
+        padded_shape: torch.Size,
+        dtype: torch.dtype,
+        alone: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """`padded_shape` is what each rank gives to a gather; `alone` is around what it does before."""
+        self._alone = alone
         self.name = name
         self.shape = shape
         self.dtype = dtype
@@ -43,6 +52,10 @@ class RowSource:
 
         They lie in the arena, which has their bytes for as long as the tensor lives.
         """
+        with self._alone():
+            return self._gathered(dtype)
+
+    def _gathered(self, dtype: torch.dtype | None) -> torch.Tensor:
         wanted = self.dtype if dtype is None or not self.dtype.is_floating_point else dtype
         residency, place = self._residency, self._place
         assert residency is not None

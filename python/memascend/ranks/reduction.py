@@ -17,6 +17,7 @@ from memascend.ranks.fsdp import ReduceScatter
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from memascend.ranks.collectives import Collectives
     from memascend.ranks.fsdp import FsdpGroup, FsdpParameter
 
 __all__ = ["OrderedReduction"]
@@ -29,8 +30,9 @@ class OrderedReduction(ReduceScatter):
     ask for the rest. What a round before has left in `.grad` is put aside meanwhile: FSDP2 would add the first part.
     """
 
-    def __init__(self, group: FsdpGroup) -> None:
+    def __init__(self, group: FsdpGroup, collectives: Collectives) -> None:
         self._group = group
+        self._collectives = collectives
         # Of the round that is being reduced: by rank, but for the first one.
         self._rest: torch.Tensor | None = None
         self._at = 0
@@ -46,7 +48,11 @@ class OrderedReduction(ReduceScatter):
         """Leave the first rank's part; the others' are handed out by `take`."""
         del op, async_op
         parts = torch.empty_like(input_tensor)
-        distributed.all_to_all_single(parts, input_tensor, group=group)
+        self._collectives.meet(
+            f"in the reduction of {self._group.name}",
+            group,
+            lambda group: distributed.all_to_all_single(parts, input_tensor, group=group),
+        )
         parts = parts.view(group.size(), -1)
         output_tensor.copy_(parts[0])
         self._rest = parts[1:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from memascend.errors import ConfigError
 from memascend.pages import whole_pages
 from memascend.planning.units import Unit
+from memascend.ranks.collectives import Collectives, Gather, NativeReduction
 from memascend.ranks.fsdp import groups_of, reshard
 from memascend.ranks.local_parameter import LocalParameter
 from memascend.ranks.local_rows import LocalRows, RowSource
@@ -19,7 +21,8 @@ from memascend.ranks.reduction import OrderedReduction
 
 if TYPE_CHECKING:
     import contextlib
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
+    from contextlib import AbstractContextManager
 
     from memascend.optimizers.update_rule import Arithmetic
     from memascend.ranks.figures import Figures
@@ -37,6 +40,7 @@ class Sharding:
     Attributes:
         named: by the names of the model's parameters, those of which this rank has rows, in the model's order.
         figures: what ranks tell each other; None where there is one.
+        collectives: where they meet in a forward and a backward; None where there is one.
         opening: how their stores are opened at one commit; None where there is one.
         world_size: the number of ranks.
         rank: which one this is.
@@ -68,6 +72,11 @@ class Sharding:
                 f"rank {self.rank} has no rows of any parameter: the model is too small for {self.world_size} ranks"
             )
         self._local = {id(self._sharded[name].leaf): local for name, local in self.named.items()}
+        self.collectives: Collectives | None = None
+        if figures is not None:
+            ranks = distributed.get_process_group_ranks(self._groups[0].process_group)
+            device = next(iter(self.named.values())).device
+            self.collectives = Collectives(figures.exchange, ranks, device)
         self._reductions: dict[int, OrderedReduction] = {}
         self._of: dict[int, FsdpParameter] = {id(one.leaf): one for one in self._sharded.values()}
         self._heard: Any = None
@@ -139,6 +148,17 @@ class Sharding:
         """The other way."""
         return self._local.get(id(parameter), parameter)
 
+    def leaving(self) -> Callable[[], None]:
+        """What ends all talk with the other ranks; it knows nothing of the model."""
+        collectives, figures = self.collectives, self.figures
+
+        def leave() -> None:
+            if collectives is not None and figures is not None:
+                collectives.close()
+                figures.exchange.close()
+
+        return leave
+
     # --- the run ---------------------------------------------------------------------------
 
     def install(self, residency: Residency, places: Mapping[str, Place], heard: Any) -> None:
@@ -153,14 +173,11 @@ class Sharding:
         # torch holds hooks where Python's collector does not look.
         self._heard = weakref.WeakMethod(heard)
         for group in self._groups:
-            if self._ordered and self.world_size > 1:
-                reduction = OrderedReduction(group)
-                group.reduce_by(reduction)
-                self._reductions.update((id(one.leaf), reduction) for one in group.parameters)
+            self._let_meet(group)
             for one in group.parameters:
                 place = places.get(one.name)
                 local = one.local
-                source = RowSource(one.name, one.shape, one.padded_shape, local.dtype)
+                source = RowSource(one.name, one.shape, one.padded_shape, local.dtype, self._alone)
                 source.connect(place, residency)
                 one.replace_local(LocalRows(source, one.leaf.device))
                 one.leaf.__dict__["_memascend"] = place
@@ -168,8 +185,27 @@ class Sharding:
                     one.leaf.register_post_accumulate_grad_hook(self._hear)
             group.settle()
 
+    def _let_meet(self, group: FsdpGroup) -> None:
+        """Have the rows of a group gathered, and its gradients reduced, where a rank that is gone is missed by name."""
+        if self.collectives is None:
+            return
+        group.gather_by(Gather(self.collectives, group.name))
+        if not self._ordered:
+            group.reduce_by(NativeReduction(self.collectives, group.name), sums=False)
+            return
+        reduction = OrderedReduction(group, self.collectives)
+        group.reduce_by(reduction, sums=True)
+        self._reductions.update((id(one.leaf), reduction) for one in group.parameters)
+
+    def _alone(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.collectives is None else self.collectives.alone()
+
     def _hear(self, leaf: torch.Tensor) -> None:
         """FSDP2 has reduced a gradient."""
+        with self._alone():
+            self._hand_on(leaf)
+
+    def _hand_on(self, leaf: torch.Tensor) -> None:
         one = self._of[id(leaf)]
         reduction = self._reductions.get(id(leaf))
         before, parts = (None, []) if reduction is None else reduction.take(one)

@@ -297,10 +297,11 @@ def _resources(
     hooks = ProcessHooks()
     undo.callback(hooks.release)
 
+    leave = None if subject.sharding is None else subject.sharding.leaving()
+
     def release() -> None:
         hooks.release()
-        if figures is not None:
-            figures.exchange.close()
+        if leave is not None:
+            leave()
 
-    figures = None if subject.sharding is None else subject.sharding.figures
     return Resources(store, engine, memory, keeper, release=release, temporary=not options.paths)

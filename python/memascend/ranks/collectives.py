@@ -1,0 +1,117 @@
+"""Gathers rows and exchanges gradients among all ranks; a rank that fails, dies or hangs is named on the others."""
+
+from __future__ import annotations
+
+import contextlib
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import distributed
+
+from memascend.ranks.fsdp import AllGather, ReduceScatter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from memascend.ranks.exchange import Exchange
+
+    _Done = TypeVar("_Done")
+
+__all__ = ["Collectives", "Gather", "NativeReduction"]
+
+# The part of the time that is waited for rows; in the rest the ranks say where they are.
+_PART = 0.9
+_SECONDS_MIN = 0.5
+
+
+class Collectives:
+    """Where the ranks of a run meet in a forward and in a backward.
+
+    On the CPU over a group of gloo of its own, with the run's own time to wait. A rank that fails cuts it, so that the
+    others wait no longer for what does not come, and all say what happened. Elsewhere it is the mesh's group.
+    """
+
+    def __init__(self, exchange: Exchange, ranks: Sequence[int], device: torch.device) -> None:
+        """Make the group; all ranks do so together, with the `ranks` of the mesh in its order."""
+        self._exchange = exchange
+        self._group: Any = None
+        if device.type == "cpu":
+            wait = timedelta(seconds=max(_SECONDS_MIN, exchange.timeout * _PART))
+            self._group = distributed.new_group(list(ranks), backend="gloo", timeout=wait)
+
+    def meet(self, what: str, given: Any, do: Callable[[Any], _Done]) -> _Done:
+        """Have all ranks `do` something in a group; `given` is the mesh's.
+
+        Raises:
+            RankError: a rank failed, is gone, or did not come in time; the run has ended.
+        """
+        if self._exchange.broken is not None:
+            raise self._exchange.broken
+        try:
+            return do(given if self._group is None else self._group)
+        except RuntimeError as error:
+            # Whoever waits for this one hears of it.
+            self.close()
+            within = max(_SECONDS_MIN, self._exchange.timeout * (1 - _PART))
+            raise self._exchange.lost(f"{what} ({str(error).splitlines()[0][:200]})", within) from error
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """What this rank does by itself before or after it meets the others: where it fails, they wait no longer."""
+        try:
+            yield
+        except BaseException as error:
+            if self._exchange.broken is None:
+                self.close()
+                self._exchange.fail(error)
+                self._exchange.end("a rank failed in a forward or a backward")
+            raise
+
+    def close(self) -> None:
+        """Let the group go; who waits in it for this rank waits no longer."""
+        group, self._group = self._group, None
+        if group is not None:
+            # Of what the user destroyed nothing is left.
+            with contextlib.suppress(ValueError, AssertionError):
+                distributed.destroy_process_group(group)
+
+
+class _Met:
+    """A collective of FSDP2's that is done by `Collectives`."""
+
+    def __init__(self, collectives: Collectives, name: str) -> None:
+        self._collectives = collectives
+        self._name = name
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for what is sent, or for what comes."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class Gather(_Met, AllGather):
+    """Gathers the rows of one unit."""
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
+    ) -> Any:
+        """As torch's own."""
+        return self._collectives.meet(
+            f"in the gather of {self._name}",
+            group,
+            lambda group: distributed.all_gather_into_tensor(output_tensor, input_tensor, group, async_op),
+        )
+
+
+class NativeReduction(_Met, ReduceScatter):
+    """Reduces the gradients of one unit as torch's backend does."""
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> Any:
+        """As torch's own."""
+        return self._collectives.meet(
+            f"in the reduction of {self._name}",
+            group,
+            lambda group: distributed.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op),
+        )
