@@ -226,9 +226,24 @@ def clipped_weights(run):
             p.data.clamp_(-0.1, 0.1)
 
 
+def penalised(run):
+    """A loss with weights in it that somebody has views of."""
+    run.step(0)
+    first, second = run.model.layers[0].weight, run.model.layers[1].weight
+    views = first.detach(), second.view(-1)
+    for seed in range(1, 3):
+        penalty = first.float().square().sum() + (first @ second.t()).float().abs().sum() + views[1].float().norm()
+        run.optimizer.backward(run.loss(seed) + 1e-3 * penalty)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        with torch.no_grad():
+            views[0].mul_(0.5)
+        views = views[0], second.view(-1)
+
+
 PROGRAMS = {
     program.__name__: program
-    for program in (ema_swap, vector, state_dict_values, rewound, frozen, discarded, clipped_weights)
+    for program in (ema_swap, vector, state_dict_values, rewound, frozen, discarded, clipped_weights, penalised)
 }
 
 

@@ -120,6 +120,34 @@ def test_a_graph_of_a_view_from_before_a_step_is_refused(training):
         loss.backward()
 
 
+@pytest.mark.parametrize("budget", [None, "64MiB"])
+def test_a_graph_through_a_view_of_a_weight_from_before_a_step_is_refused(training, budget):
+    """The view counts writes as the parameter does, whether its unit is held or not."""
+    model, offloaded = training(units=2, host_memory=budget)
+    assert bool(offloaded.plan.held) == (budget is not None)
+    factor = torch.ones(WIDTH * WIDTH, requires_grad=True)
+    loss = (model[0].weight.view(-1) * factor).sum()
+    one_step(model, offloaded, torch.float32)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("budget", [None, "64MiB"])
+def test_a_graph_from_before_a_write_is_refused_once_the_model_computed_with_it(training, budget):
+    """As in memory, where the graph has saved what was written to."""
+    model, offloaded = training(units=2, host_memory=budget)
+    loss = model(batch()).square().mean()
+    model[1].weight.detach().mul_(0.5)
+    expected = weights(model)
+    model(batch())
+    with pytest.raises(RuntimeError, match=r"needs unit '1'.*run the forward again"):
+        loss.backward()
+    offloaded.zero_grad()
+    one_step(model, offloaded, torch.float32)
+    assert offloaded.steps == 2
+    assert not same_bits(model[1].weight, expected["1.weight"])
+
+
 def test_a_view_that_could_not_be_renewed_is_renewed_later(training, monkeypatch):
     model, offloaded = training(units=2)
     view = model[1].weight.detach()

@@ -86,3 +86,47 @@ def test_a_cast_of_a_weight_is_a_copy_and_has_its_gradient(training, cast):
     offloaded.step()
     # Of the weight and of the rest, which is zeros.
     assert offloaded.grad_norm == pytest.approx(float(plain.grad.norm()), rel=1e-6)
+
+
+COPIES = {
+    "copy": lambda p: p.to(copy=True),
+    "dtype": lambda p: p.to(p.dtype, copy=True),
+    "by place": lambda p: p.to(p.dtype, False, True),
+    "device by place": lambda p: p.to("cpu", p.dtype, False, True),
+    "like another by place": lambda p: p.to(torch.zeros(1), False, True),
+    "format": lambda p: p.view(8, 8, 8, 8).to(memory_format=torch.channels_last, copy=True),
+}
+
+
+@pytest.mark.parametrize("way", COPIES)
+def test_a_copy_that_is_asked_for_is_no_parameter(training, way):
+    model, offloaded = training(units=2)
+    weight = model[0].weight
+    before = weight.detach().clone()
+    with torch.no_grad():
+        copied = COPIES[way](weight)
+        assert same_bits(copied.reshape(-1), before.reshape(-1))
+        copied.zero_()
+    assert same_bits(weight, before)
+    model(batch()).pow(2).mean().backward()
+    offloaded.step()
+
+
+def test_a_cast_that_changes_nothing_is_the_parameter(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 3, 3)).to(memory_format=torch.channels_last)
+    model, offloaded = taken(model, OPTIMIZERS["adamw"](model.parameters()), tmp_path)
+    with offloaded:
+        weight = model[0].weight
+        for same in (
+            lambda p: p.to(torch.float32),
+            lambda p: p.to("cpu"),
+            lambda p: p.float(memory_format=torch.preserve_format),
+            lambda p: p.to(memory_format=torch.channels_last),
+            lambda p: p.type(torch.float32),
+        ):
+            assert same(weight) is weight
+        copied = weight.to(memory_format=torch.contiguous_format)
+        assert copied is not weight
+        assert copied.is_contiguous()
+        assert same_bits(copied, weight.contiguous())

@@ -31,10 +31,10 @@ def batch(dtype=torch.float32):
 
 def taken(model, optimizer, folder, **options):
     half = next(model.parameters()).dtype == torch.float16
-    options = {"master_dtype": None, "loss_scale": 1.0 if half else None, **options}
+    options = {"master_dtype": None, "loss_scale": 1.0 if half else None, "host_memory": "64MiB", **options}
     if next(model.parameters()).dtype == torch.float32:
         options.pop("master_dtype")
-    return memascend.offload(model, optimizer, storage=folder / "run.store", host_memory="64MiB", **options)
+    return memascend.offload(model, optimizer, storage=folder / "run.store", **options)
 
 
 def one_step(model, optimizer, dtype):

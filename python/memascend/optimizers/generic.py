@@ -227,7 +227,7 @@ class Update:
         return layout.state_from(state)
 
     def _keep(self, chunk: Chunk, state: Mapping[str, Any], whole: bool) -> None:
-        """Write what the step made anew, and scalars with the last chunk, into the chunk's tensors."""
+        """Write what the step made anew into the chunk's tensors."""
         layout = self._layout
         if self._first and not state and self._method != "step":
             # It has no state before its first step.
@@ -245,8 +245,8 @@ class Update:
                 raise self._unfit(name, value)
             tensors = {name: value} if parts is None else parts.apart(name, value)
             for part, tensor in tensors.items():
-                if not self._shared(part) or chunk.last:
-                    self._keep_tensor(chunk.state[part], part, tensor, whole)
+                # What all chunks share gets the same values from each: each began from a copy.
+                self._keep_tensor(chunk.state[part], part, tensor, whole)
 
     def _keep_tensor(self, into: torch.Tensor, name: str, value: Any, whole: bool) -> None:
         if name in self._layout.numbers:

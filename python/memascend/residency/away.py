@@ -312,6 +312,12 @@ def _embedding(  # noqa: PLR0913, PLR0917 - as torch calls it
     )
 
 
+def _is_laid_out(place: Place, layout: torch.memory_format) -> bool:
+    """Whether a parameter has its elements where a memory format has them."""
+    meta = torch.empty_strided(place.shape, place.stride, dtype=place.dtype, device="meta")
+    return meta.to(memory_format=layout) is meta
+
+
 def _cast(func: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
     """What `to()` and its kin give: the parameter itself where nothing changes."""
     if not isinstance(tensor, Away):
@@ -320,15 +326,13 @@ def _cast(func: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> A
             return func(tensor, *args, **kwargs)
     place = tensor._memascend  # noqa: SLF001
     # A tensor of no elements tells what would come out.
-    asked = func(
-        torch.empty(0, dtype=place.dtype, device=place.device),
-        *args,
-        **{key: value for key, value in kwargs.items() if key != "copy"},
-    )
+    sample = torch.empty(0, dtype=place.dtype, device=place.device)
+    layout = kwargs.get("memory_format", torch.preserve_format)
+    asked = func(sample, *args, **{key: value for key, value in kwargs.items() if key != "memory_format"})
     if isinstance(asked, str):
         return asked
     if asked.device == place.device:
-        if asked.dtype == place.dtype and not kwargs.get("copy"):
+        if asked is sample and _is_laid_out(place, layout):
             return tensor
         # A copy; a module that is cast assigns it to `.data`, which is refused.
         return _apply(func, [place], (tensor, *args), kwargs)

@@ -253,7 +253,7 @@ class Residency:
         with self.lock:
             if home.version != version:
                 raise UsageError(
-                    f"a graph needs unit {home.name!r} as it was before step(); call backward() before step(), or run "
-                    "the forward again"
+                    f"a graph needs unit {home.name!r} as it was before step(), or before it was written to: call "
+                    "backward() before that, or run the forward again"
                 )
             return self.units.use(home).untyped_storage()

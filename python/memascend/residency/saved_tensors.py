@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
+from memascend.errors import UsageError
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
@@ -56,6 +58,8 @@ class SavedTensorHooks:
         note = self._note(tensor)
         if note is not None:
             return note
+        if _is_offloaded(tensor):
+            return _Reached(tensor)
         return tensor if self.keeper is None else self.keeper.save(tensor, sys._getframe(1))  # noqa: SLF001
 
     def unpack(self, saved: Any) -> torch.Tensor:
@@ -132,6 +136,28 @@ class SavedTensorHooks:
             return torch._neg_view(tensor) if note.negative else tensor  # noqa: SLF001
 
 
+class _Reached:
+    """A parameter that was saved while it had memory of its own, between forwards; it is away when the graph is walked.
+
+    Torch looks at no version of what hooks have packed.
+    """
+
+    __slots__ = ("_name", "_values", "_version")
+
+    def __init__(self, parameter: Any) -> None:
+        self._name = parameter._memascend.name  # noqa: SLF001
+        self._values: torch.Tensor = parameter.detach()
+        self._version = self._values._version  # noqa: SLF001
+
+    def tensor(self) -> torch.Tensor:
+        if self._values._version != self._version:  # noqa: SLF001
+            raise UsageError(
+                f"a graph needs {self._name!r} as it was before step(), or before it was written to: call backward() "
+                "before that, or compute what it is of again"
+            )
+        return self._values
+
+
 class _Delegating:
     """Ours over another user's hooks (`save_on_cpu`, say): what is no unit's is handed on."""
 
@@ -144,7 +170,9 @@ class _Delegating:
 
     def pack(self, tensor: torch.Tensor) -> Any:
         note = self.hooks._note(tensor)  # noqa: SLF001
-        return (False, self._pack(tensor)) if note is None else (True, note)
+        if note is not None:
+            return (True, note)
+        return (False, self._pack(tensor.detach() if _is_offloaded(tensor) else tensor))
 
     def unpack(self, saved: Any) -> torch.Tensor:
         ours, what = saved
@@ -174,8 +202,11 @@ class _OverCheckpoint:
         return getattr(self._pack, "_user_hooks", None)
 
     def __call__(self, tensor: torch.Tensor) -> Any:
-        bare = isinstance(tensor, torch.nn.Parameter) and self.hooks.lies_in_unit(tensor)
-        return self._pack(tensor.detach() if bare else tensor)
+        return self._pack(tensor.detach() if _is_offloaded(tensor) else tensor)
+
+
+def _is_offloaded(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, torch.nn.Parameter) and "_memascend" in tensor.__dict__
 
 
 def _owner(pack: Callable[..., Any]) -> SavedTensorHooks | None:
