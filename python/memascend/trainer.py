@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memascend.checkpoint.reader import Checkpoint, identity_of
+from memascend.checkpoint.manifest import Checkpoint, identity_of
 from memascend.errors import ConfigError, MemascendError, UsageError
 from memascend.run.optimizer import OffloadedOptimizer
 from memascend.run.position import shown

@@ -9,7 +9,7 @@ from support.bits import same_states
 from support.checkpoints import everything, made, trained
 
 import memascend
-from memascend.checkpoint import reader as checkpoints
+from memascend.checkpoint import manifest as checkpoints
 from memascend.checkpoint import safetensors_writer as tensorfile
 from memascend.checkpoint import writer as saving
 from memascend.errors import UsageError

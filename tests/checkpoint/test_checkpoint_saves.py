@@ -17,7 +17,7 @@ from support.killed_child import kill_after
 
 import memascend
 from memascend.checkpoint import folder_swap
-from memascend.checkpoint import reader as checkpoints
+from memascend.checkpoint import manifest as checkpoints
 from memascend.errors import ConfigError, StorageError, UsageError
 
 

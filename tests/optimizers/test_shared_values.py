@@ -7,7 +7,7 @@ import torch
 from support.bits import same_bits
 
 import memascend
-from memascend.checkpoint.reader import FOLDER, MANIFEST
+from memascend.checkpoint.manifest import FOLDER, MANIFEST
 
 
 class Counted(torch.optim.Optimizer):

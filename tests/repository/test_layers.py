@@ -37,7 +37,7 @@ ROOMS = {
     "optimizers": BASE | {"engine", "residency"},
     "ranks": BASE | {"engine", "planning", "residency", "optimizers"},
     "gradients": BASE | {"engine", "residency", "optimizers", "ranks"},
-    "checkpoint": BASE | {"engine", "planning", "residency", "optimizers"},
+    "checkpoint": BASE | {"engine", "planning", "residency", "optimizers", "ranks"},
     "run": BASE
     | {
         "engine",

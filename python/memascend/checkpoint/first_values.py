@@ -8,16 +8,17 @@ import torch
 
 from memascend.checkpoint.initialisation import Initialiser
 from memascend.checkpoint.names import Names
+from memascend.ranks.rows import Partition
 from memascend.residency.placeholder import dense_strides, laid_out
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Generator, Mapping, Sequence
+    from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 
     from memascend.checkpoint.weights import Weights
     from memascend.optimizers.update_rule import Arithmetic
     from memascend.planning.units import Unit
 
-__all__ = ["FirstValue", "ModelValues", "ValueSource", "as_laid"]
+__all__ = ["Divided", "FirstValue", "ModelValues", "ValueSource", "as_laid"]
 
 
 class FirstValue(NamedTuple):
@@ -56,6 +57,20 @@ class ValueSource(Protocol):
         """Write the first values of a persistent buffer into it."""
 
 
+class Divided(NamedTuple):
+    """What a model is made of whose parameters ranks share.
+
+    Attributes:
+        partition: what this rank has.
+        named: the model's own parameters, by name.
+        units: those, whole.
+    """
+
+    partition: Partition
+    named: Mapping[str, torch.nn.Parameter]
+    units: Sequence[Unit]
+
+
 class ModelValues:
     """The values that model and optimizer have, and for parameters on meta `weights`, or their initialisation."""
 
@@ -70,8 +85,14 @@ class ModelValues:
         arithmetic: Arithmetic,
         weights: Weights | None,
         meta_buffers: Mapping[str, torch.Tensor],
+        divided: Divided | None = None,
     ) -> None:
-        """`trained` are the names that the optimizer owns, `meta_buffers` the persistent buffers that were on meta."""
+        """`trained` are the names that the optimizer owns, `meta_buffers` the persistent buffers that were on meta.
+
+        `divided` has what the model is made of where `named` are some of its rows.
+        """
+        self._divided = divided
+        self._partition = Partition() if divided is None else divided.partition
         self._model = model
         self._named = named
         self._trained = trained
@@ -82,7 +103,7 @@ class ModelValues:
     def check(self) -> None:
         """Match names, shapes and dtypes with the weights."""
         if self._weights is not None:
-            wanted: dict[str, torch.Tensor] = {name: p for name, p in self._named.items() if p.is_meta}
+            wanted = {name: self._partition.whole(name, p) for name, p in self._named.items() if p.is_meta}
             self._weights.check(Names(self._model), {**wanted, **self._meta_buffers})
 
     def hyperparameters(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
@@ -92,8 +113,7 @@ class ModelValues:
     def parameters(self, units: Sequence[Unit]) -> Generator[FirstValue, None, None]:
         """Those on meta first where they are initialised; then all in the order of the units."""
         if self._weights is None and any(p.is_meta for p in self._named.values()):
-            for name, values in Initialiser(self._model).parameters(units, self._named):
-                yield FirstValue(name, as_laid(values, self._named[name]), {}, 0)
+            yield from self._initialised(units)
         for unit in units:
             for name in unit.parameters:
                 parameter = self._named[name]
@@ -101,7 +121,17 @@ class ModelValues:
                     state, step = self._arithmetic.initial(parameter) if name in self._trained else ({}, 0)
                     yield FirstValue(name, laid_out(parameter.detach().cpu()), state, step)
                 elif self._weights is not None:
-                    yield FirstValue(name, as_laid(self._weights.tensor(name, parameter), parameter), {}, 0)
+                    whole = self._weights.tensor(name, self._partition.whole(name, parameter))
+                    yield FirstValue(name, as_laid(self._partition.part(name, whole), parameter), {}, 0)
+
+    def _initialised(self, units: Sequence[Unit]) -> Iterator[FirstValue]:
+        """What is on meta, by the model's own code, which makes whole parameters."""
+        divided = self._divided
+        whole_units, whole = (units, self._named) if divided is None else (divided.units, divided.named)
+        for name, values in Initialiser(self._model).parameters(whole_units, whole):
+            if name in self._named:
+                part = self._partition.part(name, values)
+                yield FirstValue(name, as_laid(part, self._named[name]), {}, 0)
 
     def buffer(self, name: str, tensor: torch.Tensor) -> None:
         """From the weights, where it was on meta and was not initialised."""

@@ -1,128 +1,30 @@
-"""Reads checkpoints that `OffloadedOptimizer.save` wrote: their layout, their manifest, and a start from one.
-
-The format is in `docs/checkpoint-format.md`.
-"""
+"""Reads the first values of a store from a checkpoint, and converts state of another format."""
 
 from __future__ import annotations
 
-import json
 import warnings
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memascend.checkpoint.file_errors import file_errors
 from memascend.checkpoint.first_values import FirstValue, as_laid
+from memascend.checkpoint.manifest import identity_in, state_key
 from memascend.checkpoint.names import Names
 from memascend.checkpoint.state_forms import StateForm, conversion_warning, form_of, plain_tensors
-from memascend.checkpoint.weights import WeightFiles
-from memascend.engine import Checksum, order_of
-from memascend.errors import ConfigError, CorruptionError, MemascendError
+from memascend.engine import order_of
+from memascend.errors import ConfigError
 from memascend.formatting import listed
-from memascend.progress import Progress
+from memascend.ranks.rows import Partition
 from memascend.residency.placeholder import dense_strides
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Collection, Generator, Mapping, Sequence
 
+    from memascend.checkpoint.manifest import Checkpoint
     from memascend.optimizers.update_rule import Arithmetic
     from memascend.planning.units import Unit
 
-__all__ = [
-    "FOLDER",
-    "MANIFEST",
-    "Checkpoint",
-    "CheckpointValues",
-    "identity_of",
-    "render_manifest",
-    "state_key",
-]
-
-# In the checkpoint's folder: what is ours, out of the way of tools that take every safetensors file for weights.
-FOLDER = "memascend"
-MANIFEST = "manifest.json"
-FORMAT = "memascend checkpoint"
-VERSION = 1
-# Where moments are in formats of fewer bits, which version 1 does not have.
-VERSION_OF_FORMATS = 2
-# A million tensors need less.
-_MANIFEST_BYTES_MAX = 256 << 20
-_READ_BYTES = 8 << 20
-
-
-def identity_of(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """Which step of which store a checkpoint holds; None where there is none, or a damaged one."""
-    try:
-        manifest = _manifest(Path(folder))
-    except MemascendError:
-        return None
-    return _identity(manifest)
-
-
-def _identity(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    # A line only where the store went back to an earlier step before.
-    return {name: manifest[name] for name in ("store", "step", "line") if name in manifest}
-
-
-def state_key(name: str, of: str) -> str:
-    """What a state tensor of a parameter is called."""
-    return f"{name}.{of}"
-
-
-def render_manifest(manifest: Mapping[str, Any]) -> bytes:
-    """The manifest as it stands on disk: one way to write it, so that a change of any byte is seen."""
-    content = {name: value for name, value in manifest.items() if name != "checksum"}
-    checksum = Checksum()
-    checksum.update(torch.frombuffer(bytearray(json.dumps(content, sort_keys=True).encode()), dtype=torch.uint8))
-    return json.dumps({**content, "checksum": str(checksum)}, sort_keys=True, indent=1).encode() + b"\n"
-
-
-class Checkpoint:
-    """One that is there."""
-
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        """Read and check its manifest, and that every file is there, as long as it was.
-
-        Raises:
-            ConfigError: there is none.
-            CorruptionError: it is damaged, partial or of another version; the message says what.
-        """
-        self.folder = Path(folder)
-        self.manifest = _manifest(self.folder)
-        for name, said in self.manifest["files"].items():
-            path = self.folder / name
-            try:
-                nbytes = path.stat().st_size
-            except OSError as error:
-                raise CorruptionError(
-                    f"the checkpoint {self.folder} is partial: {name} is missing", errno=error.errno, path=str(path)
-                ) from error
-            if nbytes != said["bytes"]:
-                raise CorruptionError(
-                    f"{path} has {nbytes} bytes, and the checkpoint's manifest says {said['bytes']}", path=str(path)
-                )
-
-    def verify(self) -> None:
-        """Read every byte and compare it with the manifest.
-
-        Raises:
-            CorruptionError: something differs; it names file and tensor.
-        """
-        total = sum(said["bytes"] for said in self.manifest["files"].values())
-        with Progress("checking the checkpoint", total) as progress:
-            for name, said in self.manifest["files"].items():
-                _verify(self.folder / name, said, progress)
-
-    def weights(self) -> WeightFiles:
-        """Its weights."""
-        return WeightFiles(self.folder)
-
-    def state(self) -> WeightFiles | None:
-        """Its optimizer's state; None where there is none."""
-        names = [name for name in self.manifest["files"] if Path(name).parent.name == FOLDER]
-        return WeightFiles.of([self.folder / name for name in names]) if names else None
+__all__ = ["CheckpointValues"]
 
 
 class CheckpointValues:
@@ -136,8 +38,12 @@ class CheckpointValues:
         buffers: Mapping[str, torch.Tensor],
         arithmetic: Arithmetic,
         trained: Collection[str],
+        partition: Partition | None = None,
     ) -> None:
-        """`trained` are the names that the optimizer owns, `buffers` the persistent ones."""
+        """`trained` are the names that the optimizer owns, `buffers` the persistent ones.
+
+        `partition` says what `named` are of the model's parameters, where ranks share them.
+        """
         self._checkpoint = checkpoint
         self._model = model
         self._named = named
@@ -145,7 +51,8 @@ class CheckpointValues:
         self._arithmetic = arithmetic
         self._trained = trained
         self.step: int = checkpoint.manifest["step"]
-        self.user_state: Any = checkpoint.manifest["user_state"]
+        self._partition = Partition() if partition is None else partition
+        self.user_state: Any = _user_state(checkpoint.manifest, self._partition)
         self._weights = checkpoint.weights()
         self._state = checkpoint.state()
         # By parameter, where state is converted: the form it is in, and the one that the run keeps.
@@ -162,14 +69,15 @@ class CheckpointValues:
             raise ConfigError(
                 f"the checkpoint {where} has {len(manifest['groups'])} parameter groups, the optimizer {len(groups)}"
             )
-        self._weights.check(Names(self._model), {**self._named, **self._buffers})
+        whole = {name: self._partition.whole(name, parameter) for name, parameter in self._named.items()}
+        self._weights.check(Names(self._model), {**whole, **self._buffers})
         problems = self._problems()
         if problems:
             raise ConfigError(
                 f"the state in the checkpoint {where} is not that of this optimizer and master_dtype: "
                 f"{listed(problems, '; ')}"
             )
-        self._checkpoint.verify()
+        self._checkpoint.verify(self._partition.rank, self._partition.count)
         words = conversion_warning(where, self._conversions.values())
         if words is not None:
             warnings.warn(words, stacklevel=6)
@@ -179,7 +87,10 @@ class CheckpointValues:
         there: dict[str, dict[str, torch.Tensor]] = {}
         for key in () if self._state is None else self._state.keys:
             name, of = self._divided(key)
-            there.setdefault(name, {})[of] = self._described(key)
+            there.setdefault(name, {})[of] = self._part(name, of, self._described(key))
+        if self._partition.count > 1:
+            # Of what this rank has no rows, others know.
+            there = {name: tensors for name, tensors in there.items() if name in self._named}
         problems = []
         for name in self._trained:
             problems += self._problems_of(name, there.pop(name, {}))
@@ -219,6 +130,10 @@ class CheckpointValues:
                 problems.append(f"{state_key(name, of)} is {dtype} of shape {list(shape)}, not {wanted[of].dtype}")
         return problems
 
+    def _part(self, name: str, of: str, whole: torch.Tensor) -> torch.Tensor:
+        """What this process has of a tensor of state."""
+        return self._partition.part(name, whole, of)
+
     def _described(self, key: str) -> torch.Tensor:
         assert self._state is not None
         dtype, shape = self._state.described(key)
@@ -246,7 +161,7 @@ class CheckpointValues:
         """The checkpoint's, and which one it was: the first step of the store commits others."""
         del groups
         manifest = self._checkpoint.manifest
-        origin = _identity(manifest)
+        origin = identity_in(manifest)
         said: dict[str, Any] = {
             name: manifest[name] for name in ("groups", "loss_scale", "attributes", "seed") if name in manifest
         }
@@ -258,22 +173,23 @@ class CheckpointValues:
         for unit in units:
             for name in unit.parameters:
                 parameter = self._named[name]
-                values = as_laid(self._weights.tensor(name, parameter), parameter)
+                whole = self._weights.tensor(name, self._partition.whole(name, parameter))
+                values = as_laid(self._partition.part(name, whole), parameter)
                 state: dict[str, torch.Tensor] = {}
                 step = 0
                 if name in trained:
                     assert self._state is not None
                     step = int(self._state.at(state_key(name, "updates")).item())
-                    state = self._state_of(name, values)
+                    state = self._state_of(name, whole)
                 yield FirstValue(name, values, state, step)
 
     def _state_of(self, name: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The state of a parameter, in float32 where it is converted."""
+        """What this process has of a parameter's state, in float32 where it is converted; `values` are all of its."""
         assert self._state is not None
         parameter = self._named[name]
         if name not in self._conversions:
             kept = (of for of in self._kept(name) if of != "updates")
-            found = {of: self._state.at(state_key(name, of)) for of in kept}
+            found = {of: self._part(name, of, self._state.at(state_key(name, of))) for of in kept}
             return {
                 of: as_laid(tensor, parameter) if tensor.shape == parameter.shape else tensor
                 for of, tensor in found.items()
@@ -284,12 +200,13 @@ class CheckpointValues:
         found = {of: self._state.at(state_key(name, of)) for of in names if state_key(name, of) in there}
         order = self._order_of(name) or list(range(parameter.dim()))
         laid = {
-            of: _in_order(tensor, order) if tensor.shape == parameter.shape else tensor for of, tensor in found.items()
+            of: _in_order(tensor, order) if tensor.shape == values.shape else tensor for of, tensor in found.items()
         }
         whole = one.decoded(_in_order(values, order), laid)
         if not other.master:
             whole.pop("master", None)
-        return {of: as_laid(tensor, parameter) for of, tensor in whole.items()}
+        # Blocks may end within rows, so that it is decoded whole.
+        return {of: as_laid(self._part(name, of, tensor), parameter) for of, tensor in whole.items()}
 
     def buffer(self, name: str, tensor: torch.Tensor) -> None:
         """Its values there."""
@@ -308,89 +225,14 @@ def _in_order(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:
     return tensor.permute(order).contiguous().permute(back)
 
 
-def _manifest(folder: Path) -> dict[str, Any]:
-    path = folder / FOLDER / MANIFEST
-    if not path.exists():
-        raise ConfigError(f"{folder} is no checkpoint: it has no {FOLDER}/{MANIFEST}, which optimizer.save() writes")
-    with file_errors(path, "cannot be read"):
-        if path.stat().st_size > _MANIFEST_BYTES_MAX:
-            raise CorruptionError(f"{path} is larger than {_MANIFEST_BYTES_MAX} bytes", path=str(path))
-        text = path.read_bytes()
-    try:
-        manifest: dict[str, Any] = json.loads(text)
-        whole = isinstance(manifest, dict) and render_manifest(manifest) == text
-    except (ValueError, RecursionError) as error:
-        raise CorruptionError(f"{path} is damaged: {error}", path=str(path)) from error
-    if not whole:
-        raise CorruptionError(f"{path} is damaged: its checksum is not that of what it says", path=str(path))
-    if manifest.get("format") != FORMAT or manifest.get("version") not in (VERSION, VERSION_OF_FORMATS):
-        raise CorruptionError(
-            f"{path} is {manifest.get('format')!r} version {manifest.get('version')!r}; this memascend reads "
-            f"{FORMAT!r} versions {VERSION} and {VERSION_OF_FORMATS}",
-            path=str(path),
-        )
-    problem = _malformed(manifest)
-    if problem:
-        raise CorruptionError(f"{path} is malformed: {problem}", path=str(path))
-    return manifest
-
-
-def _malformed(manifest: dict[str, Any]) -> str | None:
-    """What is wrong with the fields, though the checksum is right."""
-    kinds = {"step": int, "store": str, "optimizer": str, "groups": list, "files": dict}
-    wrong = [name for name, kind in kinds.items() if not isinstance(manifest.get(name), kind)]
-    wrong += [name for name in ("loss_scale", "user_state") if name not in manifest]
-    if wrong:
-        return f"no {wrong[0]}"
-    if manifest["step"] < 0 or not all(isinstance(group, dict) for group in manifest["groups"]):
-        return "step or groups"
-    return next(
-        (f"what it says of {name!r}" for name, said in manifest["files"].items() if not _well(name, said)), None
+def _user_state(manifest: Mapping[str, Any], partition: Partition) -> Any:
+    """What this rank kept in `user_state`; of another number of ranks, what the first one did."""
+    states = manifest.get("user_states")
+    if states is None or len(states) == partition.count:
+        return manifest["user_state"] if states is None else states[partition.rank]
+    warnings.warn(
+        f"{len(states)} ranks wrote this checkpoint, each with a user_state of its own, and {partition.count} start "
+        "from it: each has that of rank 0",
+        stacklevel=6,
     )
-
-
-def _well(name: str, said: Any) -> bool:
-    """Whether a file is inside the checkpoint and described."""
-    parts = Path(name).parts
-    inside = parts in ((name,), (FOLDER, parts[-1] if parts else "")) and ".." not in parts and parts[-1] != "/"
-    kinds = {"bytes": int, "header": str, "tensors": dict}
-    return inside and isinstance(said, dict) and all(isinstance(said.get(of), kind) for of, kind in kinds.items())
-
-
-def _verify(path: Path, said: Mapping[str, Any], progress: Progress) -> None:
-    """Compare a safetensors file with what the manifest says of it."""
-    buffer = bytearray(_READ_BYTES)
-    with open(path, "rb", buffering=0) as file:  # noqa: PTH123
-
-        def checksum(start: int, nbytes: int) -> str:
-            done = Checksum()
-            file.seek(start)
-            while nbytes:
-                with memoryview(buffer)[: min(nbytes, len(buffer))] as part:
-                    got = file.readinto(part)
-                if not got:
-                    break
-                done.update(torch.frombuffer(buffer, dtype=torch.uint8)[:got])
-                progress.add(got)
-                nbytes -= got
-            return str(done)
-
-        length = int.from_bytes(file.read(8), "little")
-        if length > said["bytes"] - 8 or checksum(0, 8 + length) != said["header"]:
-            raise CorruptionError(
-                f"the header of {path} is damaged: its checksum is not the manifest's", path=str(path)
-            )
-        file.seek(8)
-        header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        if header.keys() != said["tensors"].keys():
-            raise CorruptionError(f"{path} does not hold the tensors that the manifest names", path=str(path))
-        for name, described in header.items():
-            start, end = described["data_offsets"]
-            if checksum(8 + length + start, end - start) != said["tensors"][name]:
-                raise CorruptionError(
-                    f"{name!r} in {path} is damaged: its checksum is not the manifest's",
-                    path=str(path),
-                    offset=8 + length + start,
-                    nbytes=end - start,
-                )
+    return manifest["user_state"]

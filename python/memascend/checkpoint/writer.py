@@ -13,13 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from memascend.checkpoint.file_errors import file_errors
 from memascend.checkpoint.folder_swap import is_empty, new_folder, put_in_place, sync
 from memascend.checkpoint.hub_names import misread_names
-from memascend.checkpoint.names import Names
-from memascend.checkpoint.reader import (
+from memascend.checkpoint.manifest import (
     FOLDER,
     FORMAT,
     MANIFEST,
@@ -28,18 +25,19 @@ from memascend.checkpoint.reader import (
     render_manifest,
     state_key,
 )
+from memascend.checkpoint.names import Names
 from memascend.checkpoint.safetensors_writer import TensorFile, divide_into_files
-from memascend.checkpoint.state_forms import plain_parts, plain_tensors
-from memascend.engine import master_of
 from memascend.errors import ConfigError, StorageError
 from memascend.paths import expanded
 from memascend.progress import Progress
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping
+    from collections.abc import Mapping
 
+    import torch
+
+    from memascend.checkpoint.contents import Contents
     from memascend.checkpoint.safetensors_writer import FileLayout
-    from memascend.engine import Part, Store
 
 __all__ = ["save"]
 
@@ -49,27 +47,26 @@ _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.ind
 
 def save(
     folder: str | os.PathLike[str],
-    store: Store,
+    contents: Contents,
     model: torch.nn.Module,
-    trained: Collection[str],
     facts: Mapping[str, Any],
     *,
     file_bytes_max: int | None = None,
     among_others: bool = False,
 ) -> None:
-    """Write what the store holds to a folder; the one that is there is replaced at the end, or stays whole.
+    """Write what a store holds to a folder; the one that is there is replaced at the end, or stays whole.
 
     Args:
         folder: where; its parent exists. An earlier checkpoint is replaced, and files of others in it are kept.
-        store: nothing is staged in it.
+        contents: nothing is staged in what they are read from.
         model: whose weights these are, for names and configuration.
-        trained: the names of the parameters that the optimizer updates.
         facts: what the manifest says beside files and format.
         file_bytes_max: of one file of weights or state.
         among_others: the folder may hold files of others and no earlier checkpoint; weights in it are replaced.
     """
     target = Path(os.path.abspath(expanded(folder)))  # noqa: PTH100
-    files = _CheckpointFiles(store, Names(model).tied, trained, file_bytes_max)
+    order = {name: position for position, (name, _) in enumerate(model.named_parameters())}
+    files = _CheckpointFiles(contents, Names(model).tied, order, file_bytes_max)
     _require_place(target, files.nbytes, among_others=among_others)
     with new_folder(target) as new:
         (new / FOLDER).mkdir()
@@ -78,7 +75,7 @@ def save(
         manifest = {
             **facts,
             "format": FORMAT,
-            "version": VERSION_OF_FORMATS if files.has_formats else VERSION,
+            "version": VERSION_OF_FORMATS if contents.has_formats else VERSION,
             **({"orders": files.orders} if files.orders else {}),
             "files": described,
             "beside": [*configured, *files.index(new)],
@@ -92,29 +89,16 @@ def save(
 
 
 class _CheckpointFiles:
-    """The files of one checkpoint, in the order of the store's entries."""
+    """The files of one checkpoint; tensors lie in them in the order of the model's names."""
 
     def __init__(
-        self, store: Store, tied: Mapping[str, str], trained: Collection[str], file_bytes_max: int | None
+        self, contents: Contents, tied: Mapping[str, str], order: Mapping[str, int], file_bytes_max: int | None
     ) -> None:
-        self._store = store
-        self._entries = store.entries()
-        self._by_name = {entry["name"]: entry for entry in self._entries}
-        self._trained = trained
-        values: dict[str, torch.Tensor] = {}
-        state: dict[str, torch.Tensor] = {}
-        for entry in self._entries:
-            name = entry["name"]
-            values[name] = _meta(entry["dtype"], entry["shape"])
-            stored = {of: _meta(dtype, shape) for of, dtype, shape in entry["state"]}
-            # A compact entry's rest is written as the master that it belongs to.
-            for of, tensor in plain_tensors(stored).items():
-                state[state_key(name, of)] = tensor
-            if name in trained:
-                key = state_key(name, "updates")
-                if key in state:
-                    raise ConfigError(f"the optimizer keeps state called 'updates' for {name!r}, which cannot be saved")
-                state[key] = _meta("int64", [])
+        self._contents = contents
+        # However the model was divided into units, its checkpoint is the same.
+        entries = sorted(contents.entries, key=lambda entry: order.get(entry.name, len(order)))
+        values = {entry.name: entry.values for entry in entries}
+        state = {state_key(entry.name, of): tensor for entry in entries for of, tensor in entry.state.items()}
         # Texts as safetensors' own save_model() has them: which name stands for another.
         self._weights = divide_into_files("model", values, {"format": "pt", **tied}, bytes_max=file_bytes_max)
         self._state = divide_into_files(f"{FOLDER}/state", state, {}, bytes_max=file_bytes_max) if state else []
@@ -124,13 +108,7 @@ class _CheckpointFiles:
             for layout in layouts
             for name in layout.tensors
         }
-        self.has_formats = any(_in_fewer_bits(entry) for entry in self._entries)
-        # Blocks are counted as the elements lie, which is not told by row-major tensors.
-        self.orders = {
-            entry["name"]: list(entry["order"])
-            for entry in self._entries
-            if entry["order"] is not None and any(of.endswith("_absmax") for of, _, _ in entry["state"])
-        }
+        self.orders = {entry.name: entry.order for entry in entries if entry.order is not None}
         self.nbytes = sum(layout.nbytes for layout in (*self._weights, *self._state))
         # Files that are being written, and what is left to write of each.
         self._open: dict[str, TensorFile] = {}
@@ -141,9 +119,7 @@ class _CheckpointFiles:
         """Write all files; what the manifest says of them."""
         try:
             with Progress("saving the checkpoint", self.nbytes) as progress:
-                put = partial(self._put, folder, progress)
-                for names in self._runs():
-                    self._write_entries(names, put)
+                self._contents.read(partial(self._put, folder, progress))
             for layout in (*self._weights, *self._state):
                 if layout.name not in self._said:
                     self._file(folder, layout)
@@ -152,45 +128,6 @@ class _CheckpointFiles:
             for file in self._open.values():
                 file.close()
         return self._said
-
-    def _runs(self) -> Iterator[list[str]]:
-        """Entries that are walked over together; one that is not row-major comes alone."""
-        run: list[str] = []
-        for entry in self._entries:
-            if entry["order"] is None:
-                run.append(entry["name"])
-                continue
-            if run:
-                yield run
-            yield [entry["name"]]
-            run = []
-        if run:
-            yield run
-
-    def _write_entries(self, names: list[str], put: Callable[[str, str, int, torch.Tensor], None]) -> None:
-        def visit(name: str, parts: list[Part]) -> None:
-            found = {part.of: part for part in parts}
-            if _is_composed(self._by_name[name]):
-                values = found.pop("")
-                tensors = {of: part.values for of, part in found.items()}
-                put(name, "", values.start, values.values)
-                for of, tensor in _plain(self._by_name[name], values.values, tensors).items():
-                    put(name, of, found[of].start if of in found else values.start, tensor)
-                return
-            for of, part in found.items():
-                put(name, of, part.start, part.values)
-
-        first = self._by_name[names[0]]
-        if first["order"] is None:
-            self._store.scan(names, visit)
-        else:
-            values, state = self._store.read(names[0])
-            put(names[0], "", 0, values.contiguous())
-            for of, tensor in (_plain(first, values, state) if _is_composed(first) else state).items():
-                put(names[0], of, 0, tensor.contiguous())
-        for name in names:
-            if name in self._trained:
-                put(name, "updates", 0, torch.tensor(self._by_name[name]["step"]))
 
     def _put(self, folder: Path, progress: Progress, name: str, of: str, start: int, values: torch.Tensor) -> None:
         """Write elements of an entry's values, or where `of` names it, of its state."""
@@ -219,29 +156,6 @@ class _CheckpointFiles:
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2, sort_keys=True)
         _write(folder / "model.safetensors.index.json", text.encode())
         return ["model.safetensors.index.json"]
-
-
-def _plain(
-    entry: Mapping[str, Any], values: torch.Tensor, state: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """The state of a compact entry, or of a part of it, as a checkpoint has it."""
-    if _in_fewer_bits(entry):
-        return plain_parts(values, state, entry["format"])
-    return master_of(values, state)
-
-
-def _is_composed(entry: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint has other tensors of it than the store."""
-    return entry["compact"] or _in_fewer_bits(entry)
-
-
-def _in_fewer_bits(entry: Mapping[str, Any]) -> bool:
-    """Whether its moments are in a format of their own."""
-    return str(entry["format"] or "").endswith(("bf16", "8bit"))
-
-
-def _meta(dtype: str, shape: list[int]) -> torch.Tensor:
-    return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
 
 
 def _configure(model: torch.nn.Module, folder: Path) -> list[str]:

@@ -60,6 +60,8 @@ def begin(
         return sharding, replace(asked, storage=places_of_rank(asked))
 
     sharding, own = figures.together(found)
+    if options.weights is None and options.checkpoint is None:
+        sharding.require_same_generators()
     require_own(own.paths or (), figures)
     sharding.opening = choose(own.paths, exchange, own.existing)
     # A rank that is ahead of others goes back.
@@ -81,7 +83,7 @@ def _sharding(
         ) from error
 
     _refuse_options(options)
-    sharding = Sharding(model, options.reduction, figures)
+    sharding = Sharding(model, options.reduction, figures, options.timeout or _TIMEOUT_SECONDS)
     sharding.stand_in(optimizer, undo)
     return sharding
 
@@ -117,8 +119,6 @@ def _refuse_options(options: Options) -> None:
     refused = {
         "activations": (options.activations != "device", "leave it out, and checkpoint activations"),
         "units": (options.units is not None, "what fully_shard() was called on is a unit: leave it out"),
-        "weights": (options.weights is not None, "load the weights before fully_shard()"),
-        "checkpoint": (options.checkpoint is not None, "load the weights before fully_shard()"),
         "state": (options.state in ("bf16", "8bit"), "its formats count elements of whole parameters: leave it out"),
         "rounding": (options.rounding == "stochastic", "it counts elements of whole parameters: leave it out"),
     }

@@ -76,8 +76,6 @@ def _found(
             "the optimizer has state of whole parameters: call torch.distributed.fsdp.fully_shard() on each block and "
             "on the model before the optimizer is made"
         )
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise ConfigError("parameters on meta have no rows yet: give each rank the values before offload()")
     found = find_units(model, units=units)
     named = dict(model.named_modules())
     # What is tied to another unit is gathered with the model, as both use it.
@@ -88,6 +86,8 @@ def _found(
 def _checksum(model: torch.nn.Module) -> str:
     checksum = Checksum()
     for parameter in model.parameters():
+        if parameter.is_meta:
+            continue
         values = parameter.detach().cpu().contiguous()
         if values.numel():
             checksum.update(values)

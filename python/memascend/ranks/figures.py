@@ -38,11 +38,11 @@ class Figures:
         """What any rank says."""
         return {word for theirs in self.everyone(sorted(words)) for word in theirs}
 
-    def together(self, do: Callable[[], _T], other: type[MemascendError] = ConfigError) -> _T:
+    def together(self, do: Callable[[], _T], other: Callable[[str], MemascendError] = ConfigError) -> _T:
         """Do what may be refused. Where one rank's is, no rank goes on, and each says whose it was.
 
         Raises:
-            MemascendError: another rank refused; of the class `other`.
+            MemascendError: another rank refused; as `other` makes it.
         """
         known = self.exchange.failures
         try:

@@ -16,6 +16,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.distributed.tensor import DTensor, Shard
 
 from memascend.errors import ConfigError
+from memascend.ranks.rows import Rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -65,6 +66,19 @@ class FsdpParameter:
         return torch.Size(self._torch.padded_sharded_param_size)
 
     @property
+    def rows(self) -> Rows:
+        """Which rows of the parameter this rank has."""
+        shape = self.shape
+        after = int(self.leaf.device_mesh.get_local_rank()) * self.padded_shape[0]  # type: ignore[attr-defined]
+        return Rows(self.leaf.shape, min(after, self.leaf.shape[0]), shape[0])
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        kind: str = self.leaf.device_mesh.device_type  # type: ignore[attr-defined]
+        return torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+    @property
     def reduce_dtype(self) -> torch.dtype | None:
         """What `MixedPrecisionPolicy` reduces its gradient in; None: as it comes."""
         found: torch.dtype | None = self._torch.mp_policy.reduce_dtype
@@ -74,11 +88,16 @@ class FsdpParameter:
         """Let the parameter's local tensor be another one, which may have the hooks of an extension."""
         # What it had lies in here, too.
         self._torch._sharded_param_data = torch.empty(0, dtype=rows.dtype, device=rows.device)  # noqa: SLF001
+        if self.leaf.is_meta:
+            # A DTensor is on the device that it was made with.
+            made = torch.nn.Parameter(self.as_sharded(rows), requires_grad=self.leaf.requires_grad)
+            swap: Any = torch.utils.swap_tensors
+            swap(self.leaf, made)
         self.leaf._local_tensor = rows  # type: ignore[attr-defined] # noqa: SLF001
         self._torch._init_extensions()  # noqa: SLF001
 
-    def as_gradient(self, local: torch.Tensor) -> torch.Tensor:
-        """The DTensor that stands in `.grad` for a local gradient."""
+    def as_sharded(self, local: torch.Tensor) -> torch.Tensor:
+        """A DTensor of the parameter's shape and division, with these rows: what stands in `.grad`."""
         with torch.no_grad():
             found: torch.Tensor = self._torch.to_sharded_dtensor(local)
         return found

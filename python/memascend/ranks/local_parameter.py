@@ -41,7 +41,7 @@ class LocalParameter(torch.nn.Parameter):
 
     @grad.setter
     def grad(self, values: torch.Tensor | None) -> None:
-        self._sharded.leaf.grad = None if values is None else self._sharded.as_gradient(values)
+        self._sharded.leaf.grad = None if values is None else self._sharded.as_sharded(values)
 
     @grad.deleter
     def grad(self) -> None:

@@ -10,14 +10,17 @@ import torch
 from torch import distributed
 from torch.distributed.tensor import DTensor
 
+from memascend.engine.checksum import Checksum
 from memascend.errors import ConfigError
 from memascend.pages import whole_pages
 from memascend.planning.units import Unit
 from memascend.ranks.collectives import Collectives, Gather, NativeReduction
 from memascend.ranks.fsdp import groups_of, reshard
+from memascend.ranks.line import Line
 from memascend.ranks.local_parameter import LocalParameter
 from memascend.ranks.local_rows import LocalRows, RowSource
 from memascend.ranks.reduction import OrderedReduction
+from memascend.ranks.rows import Partition
 
 if TYPE_CHECKING:
     import contextlib
@@ -39,6 +42,7 @@ class Sharding:
 
     Attributes:
         named: by the names of the model's parameters, those of which this rank has rows, in the model's order.
+        rows: by the same names, which rows those are.
         figures: what ranks tell each other; None where there is one.
         collectives: where they meet in a forward and a backward; None where there is one.
         opening: how their stores are opened at one commit; None where there is one.
@@ -46,8 +50,16 @@ class Sharding:
         rank: which one this is.
     """
 
-    def __init__(self, model: torch.nn.Module, reduction: str, figures: Figures | None = None) -> None:
-        """Nothing of the model has changed; `reduction` is "ordered" or "native", and `figures` None for one rank.
+    def __init__(
+        self, model: torch.nn.Module, reduction: str, figures: Figures | None = None, timeout: float = 0.0
+    ) -> None:
+        """Nothing of the model has changed.
+
+        Args:
+            model: is divided.
+            reduction: "ordered" or "native".
+            figures: None for one rank.
+            timeout: how many seconds ranks wait for each other.
 
         Raises:
             ConfigError: it is divided in a way that cannot be offloaded.
@@ -71,6 +83,7 @@ class Sharding:
             raise ConfigError(
                 f"rank {self.rank} has no rows of any parameter: the model is too small for {self.world_size} ranks"
             )
+        self.rows = {name: local.sharded.rows for name, local in self.named.items()}
         self._local = {id(self._sharded[name].leaf): local for name, local in self.named.items()}
         self.collectives: Collectives | None = None
         if figures is not None:
@@ -80,6 +93,8 @@ class Sharding:
         self._reductions: dict[int, OrderedReduction] = {}
         self._of: dict[int, FsdpParameter] = {id(one.leaf): one for one in self._sharded.values()}
         self._heard: Any = None
+        self._timeout = timeout
+        self._line: Line | None = None
 
     # --- before there is a store ---------------------------------------------------------
 
@@ -125,6 +140,62 @@ class Sharding:
                 )
             )
         return tuple(units)
+
+    @property
+    def order(self) -> list[str]:
+        """The parameters that the first rank has rows of, in the order of its units: all that have elements."""
+        return [one.name for group in self._groups for one in group.parameters if one.leaf.shape.numel()]
+
+    def line(self) -> Line:
+        """How rows go to the first rank; all ranks ask for it together.
+
+        Raises:
+            RankError: a rank was gone when rows were gathered before.
+        """
+        assert self.figures is not None
+        if self._line is None:
+            self._line = Line(self._timeout)
+        if self._line.broken is not None:
+            raise self._line.broken
+        return self._line
+
+    @property
+    def partition(self) -> Partition:
+        """What this rank has of the model."""
+        return Partition(self.rows, self.rank, self.world_size)
+
+    @property
+    def leaves(self) -> dict[str, torch.nn.Parameter]:
+        """The model's own parameters, by name."""
+        return {name: one.leaf for name, one in self._sharded.items()}
+
+    def whole_units(self) -> tuple[Unit, ...]:
+        """The units of a process that has all rows."""
+        units = []
+        for group in self._groups:
+            nbytes = sum(whole_pages(one.leaf.nbytes) for one in group.parameters)
+            names = tuple(one.name for one in group.parameters)
+            units.append(Unit(name=group.name, parameters=names, nbytes=nbytes, module=None, pinned=False))
+        return tuple(units)
+
+    def require_same_generators(self) -> None:
+        """What is on meta and initialised here is made by each rank whole, and must be the same; asked of all ranks.
+
+        Raises:
+            ConfigError: torch's generators are in different states.
+        """
+        if self.figures is None or not any(one.leaf.is_meta for one in self._sharded.values()):
+            return
+        state = Checksum()
+        state.update(torch.get_rng_state())
+        told = self.figures.everyone(str(state))
+        other = next((rank for rank, one in enumerate(told) if one != told[0]), None)
+        if other is not None:
+            raise ConfigError(
+                f"the model is on meta and initialised by each rank, and torch's generator of rank {other} is in "
+                "another state than that of rank 0: call torch.manual_seed() with the same number on each just before "
+                "offload(), or give weights="
+            )
 
     def require_by_rows(self, arithmetic: Arithmetic) -> None:
         """Refuse an optimizer that needs whole parameters.
@@ -179,7 +250,7 @@ class Sharding:
                 local = one.local
                 source = RowSource(one.name, one.shape, one.padded_shape, local.dtype, self._alone)
                 source.connect(place, residency)
-                one.replace_local(LocalRows(source, one.leaf.device))
+                one.replace_local(LocalRows(source, one.device))
                 one.leaf.__dict__["_memascend"] = place
                 if one.leaf.requires_grad:
                     one.leaf.register_post_accumulate_grad_hook(self._hear)

@@ -41,6 +41,7 @@ from memascend.run.record import Record
 from memascend.run.rewrites import Rewrites
 from memascend.run.rollback import Rollback
 from memascend.run.run import Run
+from memascend.run.saving import Saving
 from memascend.run.session import Session
 from memascend.run.state_dicts import StateDicts
 
@@ -146,6 +147,7 @@ class Assembly:
             reached_values=reached_values,
             state_dicts=state_dicts,
             materializer=Materializer(run, rewrites, attachment, sharded=subject.sharding is not None),
+            saving=Saving(subject.model, run, loads, reached_values, newcomers, subject.sharding),
             rollback=Rollback(subject.model, subject.arithmetic, run),
             attachment=attachment,
             measurements=Measurements(resources, residency, plan, position, meter, heap),

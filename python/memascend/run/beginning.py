@@ -7,9 +7,10 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from memascend import engine as engines
-from memascend.checkpoint.first_values import ModelValues, ValueSource
+from memascend.checkpoint.first_values import Divided, ModelValues, ValueSource
+from memascend.checkpoint.manifest import Checkpoint
 from memascend.checkpoint.meta import MetaBuffers
-from memascend.checkpoint.reader import Checkpoint, CheckpointValues
+from memascend.checkpoint.reader import CheckpointValues
 from memascend.checkpoint.weights import open_weights
 from memascend.errors import ConfigError, StorageError
 from memascend.optimizers.group_options import options_of, require_as_many
@@ -114,8 +115,15 @@ def begin_log(store: Store, plan: Plan) -> Plan:
 def continued(subject: Subject, folder: str) -> CheckpointValues:
     """What a checkpoint holds for this model and optimizer."""
     buffers = {name: subject.buffers.tensor(name) for name in subject.buffers.names}
+    sharding = subject.sharding
     return CheckpointValues(
-        Checkpoint(folder), subject.model, subject.named, buffers, subject.arithmetic, subject.trained
+        Checkpoint(folder),
+        subject.model,
+        subject.named,
+        buffers,
+        subject.arithmetic,
+        subject.trained,
+        None if sharding is None else sharding.partition,
     )
 
 
@@ -152,7 +160,11 @@ class FirstValues:
         if subject.options.checkpoint is not None:
             return continued(subject, expanded(subject.options.checkpoint))
         saved = self._meta_buffers.saved
-        return ModelValues(subject.model, subject.named, subject.trained, subject.arithmetic, self._weights, saved)
+        sharding = subject.sharding
+        divided = None if sharding is None else Divided(sharding.partition, sharding.leaves, sharding.whole_units())
+        return ModelValues(
+            subject.model, subject.named, subject.trained, subject.arithmetic, self._weights, saved, divided
+        )
 
     def write(self, engine: Engine, decision: Decision) -> dict[str, Any]:
         """Write and commit them; the hyperparameters that were committed."""

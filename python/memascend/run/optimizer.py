@@ -158,13 +158,17 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
         and renamed: whatever happens, either the earlier checkpoint is there or this one. What others put into an
         earlier checkpoint's folder stays. Between steps; `offload(checkpoint=folder)` goes on from it, bit for bit.
 
+        Several ranks call it together, and write one checkpoint: the first rank writes what the others send, piece by
+        piece. Any number of ranks starts from it, and so does one process.
+
         Args:
-            folder: where; its parent must be there.
+            folder: where; its parent must be there, for the first rank.
 
         Raises:
             UsageError: a step is staged.
             ConfigError: the folder holds something else.
             StorageError: there is no room, or the device failed; what was there before is as it was.
+            RankError: another rank could not do its part, which the message says; likewise.
         """
         self._session.save(folder)
 

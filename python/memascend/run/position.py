@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memascend.checkpoint.reader import identity_of
+from memascend.checkpoint.manifest import identity_of
 from memascend.errors import UsageError
 
 if TYPE_CHECKING:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from memascend.checkpoint.reader import Checkpoint, CheckpointValues
+from memascend.checkpoint.manifest import Checkpoint
+from memascend.checkpoint.reader import CheckpointValues
 
 if TYPE_CHECKING:
     import os

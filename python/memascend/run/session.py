@@ -5,15 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memascend.checkpoint.writer import save
 from memascend.errors import ConfigError, MemascendError, UsageError
-from memascend.formatting import listed
 from memascend.residency import leftovers
 from memascend.run.resources import CLOSED
 
@@ -33,6 +30,7 @@ if TYPE_CHECKING:
     from memascend.run.report import Report
     from memascend.run.rollback import Rollback
     from memascend.run.run import Run
+    from memascend.run.saving import Saving
     from memascend.run.state_dicts import StateDicts
 
 __all__ = ["Outcome", "Session"]
@@ -59,6 +57,7 @@ class Session:
     reached_values: ReachedValues
     state_dicts: StateDicts
     materializer: Materializer
+    saving: Saving
     rollback: Rollback
     attachment: Attachment
     measurements: Measurements
@@ -209,26 +208,7 @@ class Session:
 
     def save(self, folder: str | os.PathLike[str], *, among_others: bool = False) -> None:
         """Write a whole checkpoint of what is committed, with the options that the groups have now."""
-        if self.sharding is not None and self.sharding.world_size > 1:
-            raise UsageError(
-                "save() does not write what several ranks have yet: torch.distributed.checkpoint writes "
-                "model.state_dict(), and each rank's store has its rows with their state"
-            )
-        self.run.require_quiet()
-        self.loads.settle()
-        self.reached_values.write_between_steps()
-        trained = self.run.gradients.by_name.keys()
-        model = self.attachment.model
-        save(folder, self.run.resources.store, model, trained, self.run.record.facts(), among_others=among_others)
-        self.run.record.position.save_to(folder)
-        self.run.resources.unread = False
-        missing = self.newcomers.unsaved(self.run.record.buffers.names)
-        if missing:
-            warnings.warn(
-                f"{listed(missing)} came to the model after offload(), and the checkpoint in {folder} has them not: "
-                "save them beside it, by torch.save() of their values",
-                stacklevel=3,
-            )
+        self.saving.save(folder, among_others=among_others)
 
     def state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """A copy of the state of a parameter."""

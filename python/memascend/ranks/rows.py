@@ -1,0 +1,96 @@
+"""Tells which rows of whole parameters a rank has, and where they and their state lie in the whole tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["BLOCK_ELEMENTS", "Partition", "Rows"]
+
+# Elements that have one scale in a format of 8 bits.
+BLOCK_ELEMENTS = 256
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A range of rows of one parameter.
+
+    Attributes:
+        whole: the shape of all of it.
+        first: the first row.
+        count: how many.
+    """
+
+    whole: torch.Size
+    first: int
+    count: int
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of these rows."""
+        return torch.Size((self.count, *self.whole[1:]))
+
+    @property
+    def first_element(self) -> int:
+        """The first one of these rows, in all of the parameter."""
+        return self.first * self.whole[1:].numel()
+
+    def of(self, state: str, tensor: torch.Tensor) -> torch.Tensor:
+        """These rows of a whole tensor; `state` is its name where it is the parameter's state, else ""."""
+        if tensor.shape == self.whole:
+            return tensor[self.first : self.first + self.count]
+        if _is_in_blocks(state):
+            start = self.first_element // BLOCK_ELEMENTS
+            return tensor[start : start + _blocks(self.shape)]
+        return tensor
+
+    def first_of(self, state: str, part: torch.Tensor) -> int | None:
+        """Where the part of a tensor that belongs to these rows begins in all of it; None: it is not divided."""
+        if part.shape == self.shape:
+            return self.first_element
+        return self.first_element // BLOCK_ELEMENTS if _is_in_blocks(state) else None
+
+    def whole_of(self, state: str, part: torch.Tensor) -> torch.Size:
+        """The shape of the tensor of which this is the part that belongs to these rows."""
+        if part.shape == self.shape:
+            return self.whole
+        return torch.Size([_blocks(self.whole)]) if _is_in_blocks(state) else part.shape
+
+
+@dataclass(frozen=True)
+class Partition:
+    """What of a model's parameters a process has.
+
+    Attributes:
+        rows: of those that are divided, by name; empty for one process.
+        rank: which one this is.
+        count: how many share them.
+    """
+
+    rows: Mapping[str, Rows] = field(default_factory=dict)
+    rank: int = 0
+    count: int = 1
+
+    def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        """The parameter on meta that a part is of: itself where it is not divided."""
+        if name not in self.rows:
+            return part
+        whole = torch.empty(self.rows[name].whole, dtype=part.dtype, device="meta")
+        return torch.nn.Parameter(whole, requires_grad=part.requires_grad)
+
+    def part(self, name: str, whole: torch.Tensor, state: str = "") -> torch.Tensor:
+        """What this process has of a parameter, or where `state` names it, of its state."""
+        return self.rows[name].of(state, whole) if name in self.rows else whole
+
+
+def _is_in_blocks(state: str) -> bool:
+    return state.endswith("_absmax")
+
+
+def _blocks(shape: torch.Size) -> int:
+    return -(-shape.numel() // BLOCK_ELEMENTS)

@@ -1,0 +1,239 @@
+"""Tests checkpoints of several ranks: what they write is what one process writes, and everybody starts from it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.ranks import on_ranks
+from torch import distributed, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+import memascend
+
+
+class Odd(nn.Module):
+    """Rows that no number of ranks divides, fewer rows than ranks, a frozen block, a tied head, a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(33, 16)
+        self.narrow = nn.Sequential(nn.Linear(16, 3), nn.GELU(), nn.Linear(3, 16))
+        self.frozen = nn.Linear(16, 16).requires_grad_(False)
+        self.head = nn.Linear(16, 33, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.full((2,), 0.5, device="cpu"))
+
+    def forward(self, tokens):
+        return self.head(self.frozen(self.narrow(self.embed(tokens)))) * self.scale[0]
+
+
+def model(dtype, device="cpu"):
+    torch.manual_seed(0)
+    with torch.device(device):
+        return Odd().to(dtype)
+
+
+def sharded(made):
+    for block in (made.narrow, made.frozen):
+        fully_shard(block)
+    return fully_shard(made)
+
+
+def optimizer_of(trained, kind):
+    parameters = [parameter for parameter in trained.parameters() if parameter.requires_grad]
+    if kind == "sgd":
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    if kind == "radam":
+        return torch.optim.RAdam(parameters, lr=1e-2)
+    return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
+
+
+def step_of(trained, optimizer, step, micros, parts):
+    for micro in micros:
+        generator = torch.Generator().manual_seed(1000 * step + micro)
+        tokens = torch.randint(0, 33, (4, 6), generator=generator)
+        logits = trained(tokens[:, :-1]).float()
+        (nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()) / parts).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def options_of(start, source):
+    """How a run begins on meta."""
+    if start == "checkpoint":
+        return {"checkpoint": source}
+    if start == "weights":
+        return {"weights": source}
+    if start == "function":
+        values = load_file(f"{source}/model.safetensors")
+        return {"weights": lambda name, like: values[name].reshape(like.shape)}
+    return {}
+
+
+def train_and_save(folder, name, case, source, count):
+    """Begin as the case says, train, and save; alone, or what is this rank's part of it."""
+    dtype, kind, start, steps = case
+    rank, several = (distributed.get_rank(), True) if distributed.is_initialized() else (0, False)
+    trained = model(getattr(torch, dtype), "cpu" if start == "values" else "meta")
+    # Where nobody divided a model, offload() does.
+    if several and start != "weights":
+        trained = sharded(trained)
+    torch.manual_seed(1)
+    trained, optimizer = memascend.offload(
+        trained,
+        optimizer_of(trained, kind),
+        storage=f"{folder}/store-{name}",
+        gradients="ssd",
+        **options_of(start, source),
+    )
+    for module in trained.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+    for step in range(optimizer.steps, optimizer.steps + steps):
+        optimizer.user_state = {"position": step}
+        step_of(trained, optimizer, step, [rank] if several else range(count), count)
+    optimizer.save(f"{folder}/{name}")
+    # Twice is fine: the earlier one is replaced.
+    optimizer.save(f"{folder}/{name}")
+    optimizer.close()
+
+
+def train_all(folder, cases, source):
+    for number, case in enumerate(cases):
+        train_and_save(folder, f"{number}", case, source, distributed.get_world_size())
+
+
+def same_checkpoints(one, other):
+    """Whether two checkpoints are the same bytes, but for which store they are of."""
+    files = sorted(str(path.relative_to(one)) for path in one.rglob("*") if path.is_file())
+    assert files == sorted(str(path.relative_to(other)) for path in other.rglob("*") if path.is_file())
+    for name in files:
+        if name != "memascend/manifest.json":
+            assert (one / name).read_bytes() == (other / name).read_bytes(), (one, name)
+    manifests = [json.loads((folder / "memascend/manifest.json").read_bytes()) for folder in (one, other)]
+    for manifest in manifests:
+        del manifest["store"], manifest["checksum"]
+    assert manifests[0] == manifests[1]
+
+
+def what_each_rank_kept(folder):
+    """A checkpoint of ranks that each have their own `user_state`, and what a new run of them finds there."""
+    rank = distributed.get_rank()
+    trained = sharded(model(torch.float32))
+    trained, optimizer = memascend.offload(trained, optimizer_of(trained, "sgd"), storage=f"{folder}/own")
+    optimizer.user_state = {"position": rank}
+    optimizer.save(f"{folder}/own-states")
+    optimizer.close()
+    trained = sharded(model(torch.float32))
+    trained, optimizer = memascend.offload(
+        trained, optimizer_of(trained, "sgd"), storage=f"{folder}/again", checkpoint=f"{folder}/own-states"
+    )
+    found = optimizer.user_state
+    optimizer.close()
+    return found
+
+
+def what_fails(folder):
+    """The words of every error of save(), and whether what was there stayed."""
+    found = {}
+    rank = distributed.get_rank()
+    trained = sharded(model(torch.float32))
+    trained, optimizer = memascend.offload(
+        trained, optimizer_of(trained, "sgd"), storage=f"{folder}/run", gradients="ssd"
+    )
+
+    def raised(name, target):
+        try:
+            optimizer.save(f"{folder}/{target}")
+        except memascend.MemascendError as error:
+            found[name] = f"{type(error).__name__}: {error}"
+
+    if rank == 0:
+        (Path(folder) / "others").mkdir()
+        (Path(folder) / "others" / "file").touch()
+    raised("foreign", "others")
+    generator = torch.Generator().manual_seed(rank)
+    trained(torch.randint(0, 33, (2, 6), generator=generator)).sum().backward()
+    raised("staged", "saved")
+    optimizer.zero_grad()
+    optimizer.save(f"{folder}/saved")
+    if rank == 1:
+        _flip_a_bit(Path(folder) / "run" / "rank-1", trained.embed.weight.detach().to_local().clone())
+    before = (Path(folder) / "saved" / "model.safetensors").read_bytes()
+    distributed.barrier()
+    raised("damaged", "saved")
+    found["stays"] = (Path(folder) / "saved" / "model.safetensors").read_bytes() == before
+    distributed.barrier()
+    found["left"] = sorted(path.name for path in Path(folder).iterdir() if path.name.startswith(".saved"))
+    optimizer.close()
+    return found
+
+
+def _flip_a_bit(folder, values):
+    """Damage these values where a store holds them."""
+    (path,) = folder.iterdir()
+    content = path.read_bytes()
+    at = content.find(values.numpy().tobytes())
+    assert at > 0
+    while at > 0:
+        # In both slots, whichever is valid.
+        content = content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+        at = content.find(values.numpy().tobytes())
+    path.write_bytes(content)
+
+
+def both(folder):
+    return what_fails(folder), what_each_rank_kept(folder)
+
+
+def require_what_one_process_writes(tmp_path, count, cases):
+    source = tmp_path / "source"
+    # One process has written where some of them begin.
+    train_and_save(tmp_path, "source", (cases[0][0], cases[0][1], "values", 1), None, count)
+    on_ranks(count, train_all, tmp_path, cases, source)
+    for number, case in enumerate(cases):
+        train_and_save(tmp_path, f"alone-{number}", case, source, count)
+        same_checkpoints(tmp_path / f"{number}", tmp_path / f"alone-{number}")
+
+
+def test_two_ranks_write_what_one_process_writes_wherever_they_begin(tmp_path):
+    cases = [
+        ("bfloat16", "adamw", "values", 1),
+        ("bfloat16", "adamw", "checkpoint", 1),
+        ("bfloat16", "adamw", "weights", 0),
+        ("bfloat16", "sgd", "function", 1),
+        ("float32", "sgd", "initialised", 0),
+    ]
+    require_what_one_process_writes(tmp_path, 2, cases)
+
+
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_what_was_there(tmp_path):
+    for rank, (found, kept) in enumerate(on_ranks(2, both, tmp_path)):
+        assert "holds something else" in found["foreign"]
+        assert found["foreign"].startswith("ConfigError" if rank == 0 else "RankError: the checkpoint was not written")
+        assert found["staged"].startswith("UsageError")
+        assert found["damaged"].startswith("CorruptionError" if rank == 1 else "RankError"), found["damaged"]
+        assert "rank 1 refused" in found["damaged"] or rank == 1
+        assert found["stays"]
+        assert found["left"] == []
+        assert kept == {"position": rank}
+    trained = model(torch.float32)
+    alone = optimizer_of(trained, "sgd")
+    with pytest.warns(UserWarning, match="2 ranks wrote this checkpoint"):
+        trained, alone = memascend.offload(trained, alone, storage=tmp_path / "one", checkpoint=tmp_path / "own-states")
+    assert alone.user_state == {"position": 0}
+    alone.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [3, 4])
+def test_more_ranks_write_it_too(tmp_path, count):
+    cases = [
+        (dtype, kind, start, 2)
+        for dtype in ("bfloat16", "float32")
+        for kind, start in (("adamw", "values"), ("sgd", "initialised"), ("radam", "values"))
+    ]
+    cases += [("bfloat16", "adamw", "checkpoint", 1), ("bfloat16", "radam", "weights", 1)]
+    require_what_one_process_writes(tmp_path, count, cases)
