@@ -11,6 +11,8 @@ from torch import distributed, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import memascend
+from memascend.planning.options import Options
+from memascend.run.decision import planned
 
 
 class Odd(nn.Module):
@@ -184,8 +186,20 @@ def _flip_a_bit(folder, values):
     path.write_bytes(content)
 
 
-def both(folder):
-    return what_fails(folder), what_each_rank_kept(folder)
+def what_is_planned(folder):
+    """The plan of the first rank where there are ranks, and the one that is made without them."""
+    trained = model(torch.bfloat16)
+    options = {"storage": f"{folder}/planned", "gradients": "ssd", "units": ["narrow", "frozen"]}
+    bare = model(torch.bfloat16, "meta")
+    alone = planned(bare, optimizer_of(bare, "adamw"), Options(**options), distributed.get_world_size())
+    trained, optimizer = memascend.offload(trained, optimizer_of(trained, "adamw"), **options)
+    found = optimizer.plan.to_dict()
+    optimizer.close()
+    return json.dumps(found), json.dumps(alone.plan.to_dict()), alone.network.total
+
+
+def every(folder):
+    return what_fails(folder), what_each_rank_kept(folder), what_is_planned(folder)
 
 
 def require_what_one_process_writes(tmp_path, count, cases):
@@ -209,8 +223,8 @@ def test_two_ranks_write_what_one_process_writes_wherever_they_begin(tmp_path):
     require_what_one_process_writes(tmp_path, 2, cases)
 
 
-def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_what_was_there(tmp_path):
-    for rank, (found, kept) in enumerate(on_ranks(2, both, tmp_path)):
+def test_what_ranks_save_keep_and_plan_where_something_fails_too(tmp_path):
+    for rank, (found, kept, (plan, alone, received)) in enumerate(on_ranks(2, every, tmp_path)):
         assert "holds something else" in found["foreign"]
         assert found["foreign"].startswith("ConfigError" if rank == 0 else "RankError: the checkpoint was not written")
         assert found["staged"].startswith("UsageError")
@@ -219,6 +233,11 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_what_was_there(tm
         assert found["stays"]
         assert found["left"] == []
         assert kept == {"position": rank}
+        # The first rank has the most rows.
+        assert (json.loads(plan) == json.loads(alone)) or rank
+        # As many rows as the first rank has, in 2 bytes: values for a forward, those of blocks once more, gradients.
+        embed, narrow, frozen = 17 * 16, 2 * 16 + 2 + 8 * 3 + 8, 8 * 16 + 8
+        assert received == 2 * (embed + 2 * narrow + 2 * frozen + embed + narrow)
     trained = model(torch.float32)
     alone = optimizer_of(trained, "sgd")
     with pytest.warns(UserWarning, match="2 ranks wrote this checkpoint"):

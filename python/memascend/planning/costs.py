@@ -20,6 +20,7 @@ __all__ = [
     "phases",
     "seconds",
     "storage_seconds",
+    "through_link",
     "update_seconds",
 ]
 
@@ -58,11 +59,13 @@ class Work:
         forward: of the forward.
         backward: of the backward, with what it recomputes.
         backwards: that make one step.
+        exchanged: seconds of the network in a forward and in a backward, where several ranks share the model.
     """
 
     forward: float
     backward: float
     backwards: int = 1
+    exchanged: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +105,7 @@ class Phase:
 
     Attributes:
         name: forward, backward, or update where gradients wait for all others.
-        parts: seconds by what they are spent on: compute, PCIe, disk, update.
+        parts: seconds by what they are spent on: compute, PCIe, disk, update, network.
     """
 
     name: str
@@ -134,7 +137,7 @@ def phases(plan: Plan, work: Work, drive: Drive, host: Host, *, kept: bool) -> l
     spilled = plan.written_bytes.get("gradients", 0)
     update_read = sum(plan.read_bytes.values()) - forward_read - backward_read
     update_written = sum(plan.written_bytes.values()) - spilled
-    into, back, out = _through_link(plan)
+    into, back, out = through_link(plan)
     times = work.backwards
     # Each backward after the first reads what is spilled, and adds to it.
     added = spilled * (times - 1)
@@ -143,22 +146,29 @@ def phases(plan: Plan, work: Work, drive: Drive, host: Host, *, kept: bool) -> l
     together = host.held_threads or host.threads
     in_step = Phase(name="step()", parts={"update": (host.update - streamed) / together})
     held = [in_step] if plan.held_part else []
+    to, fro = (None, None) if work.exchanged is None else (part * times for part in work.exchanged)
     forward = _phase("forward", work.forward * times, (into * times, 0), (forward_read * times, 0), drive, host)
+    forward = _beside(forward, to)
     if kept:
         backward = _phase(
             "backward", work.backward * times, (back * times, out * times),
             (backward_read * times + added, spilled * times), drive, host,
         )  # fmt: skip
         update = _phase("update", 0.0, (0, 0), (update_read, update_written), drive, host, streamed)
-        return [forward, backward, update, *held]
+        return [forward, _beside(backward, fro), update, *held]
     last = _phase(
         "backward and update", work.backward * times, (back * times, out * times),
         (backward_read * times + update_read, update_written), drive, host, streamed,
     )  # fmt: skip
-    return [forward, last, *held]
+    return [forward, _beside(last, fro), *held]
 
 
-def _through_link(plan: Plan) -> tuple[int, int, int]:
+def _beside(phase: Phase, network: float | None) -> Phase:
+    """A phase with what ranks exchange in it."""
+    return phase if network is None else replace(phase, parts={**phase.parts, "network": network})
+
+
+def through_link(plan: Plan) -> tuple[int, int, int]:
     """Bytes that a forward and a backward bring to the device, and gradients that leave it."""
     moving = [unit for unit in plan.units if not unit.pinned]
     into = sum(unit.nbytes for unit in moving)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from memascend.ranks.figures import Figures
     from memascend.ranks.sharding import Sharding
 
-__all__ = ["begin"]
+__all__ = ["begin", "refuse_options"]
 
 # How long ranks wait for each other where nobody says.
 _TIMEOUT_SECONDS = 600.0
@@ -50,7 +50,7 @@ def begin(
     if figures.any(not _is_sharded(model)):
         from memascend.ranks.division import divide
 
-        figures.together(lambda: _refuse_options(replace(options, units=None)))
+        figures.together(lambda: refuse_options(replace(options, units=None)))
         divide(model, optimizer, options.unit_names, figures, undo)
         options = replace(options, units=None)
     asked = options
@@ -82,7 +82,7 @@ def _sharding(
             f"torch {torch.__version__} keeps what fully_shard() divides in another way: {error}"
         ) from error
 
-    _refuse_options(options)
+    refuse_options(options)
     sharding = Sharding(model, options.reduction, figures, options.timeout or _TIMEOUT_SECONDS)
     sharding.stand_in(optimizer, undo)
     return sharding
@@ -114,7 +114,7 @@ def _refuse_wrappers(model: torch.nn.Module) -> None:
             )
 
 
-def _refuse_options(options: Options) -> None:
+def refuse_options(options: Options) -> None:
     """What this version does with one rank only."""
     refused = {
         "activations": (options.activations != "device", "leave it out, and checkpoint activations"),

@@ -7,10 +7,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from memascend.errors import ConfigError
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["BLOCK_ELEMENTS", "Partition", "Rows"]
+    from memascend.optimizers.update_rule import Arithmetic
+
+__all__ = ["BLOCK_ELEMENTS", "Partition", "Rows", "require_rows"]
 
 # Elements that have one scale in a format of 8 bits.
 BLOCK_ELEMENTS = 256
@@ -86,6 +90,20 @@ class Partition:
     def part(self, name: str, whole: torch.Tensor, state: str = "") -> torch.Tensor:
         """What this process has of a parameter, or where `state` names it, of its state."""
         return self.rows[name].of(state, whole) if name in self.rows else whole
+
+
+def require_rows(arithmetic: Arithmetic) -> None:
+    """Refuse an optimizer that needs whole parameters.
+
+    Raises:
+        ConfigError: it does; nothing was changed.
+    """
+    for layout in arithmetic.layouts.values():
+        if layout is not None and layout.whole:
+            raise ConfigError(
+                f"an update of {type(arithmetic.optimizer).__name__} needs whole parameters, and fully_shard() divides "
+                "their rows: use an optimizer that works element by element (AdamW, Lion, SGD), or one process"
+            )
 
 
 def _is_in_blocks(state: str) -> bool:

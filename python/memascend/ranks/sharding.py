@@ -20,7 +20,8 @@ from memascend.ranks.line import Line
 from memascend.ranks.local_parameter import LocalParameter
 from memascend.ranks.local_rows import LocalRows, RowSource
 from memascend.ranks.reduction import OrderedReduction
-from memascend.ranks.rows import Partition
+from memascend.ranks.rows import Partition, require_rows
+from memascend.ranks.units import units_of_gathers
 
 if TYPE_CHECKING:
     import contextlib
@@ -118,28 +119,9 @@ class Sharding:
 
     def units(self) -> tuple[Unit, ...]:
         """What is gathered together travels together. Only the rows of one gather are needed at once."""
-        units, taken = [], set()
-        for group in self._groups:
-            names = [one.name for one in group.parameters if one.name in self.named]
-            if not names:
-                continue
-            name = group.name
-            while name in taken:
-                name += "'"
-            taken.add(name)
-            sizes = {each: whole_pages(self.named[each].nbytes) for each in names}
-            units.append(
-                Unit(
-                    name=name,
-                    parameters=tuple(names),
-                    nbytes=sum(sizes.values()),
-                    module=None,
-                    pinned=False,
-                    frozen_bytes=sum(sizes[each] for each in names if not self.named[each].requires_grad),
-                    elements=sum(self.named[each].numel() for each in names),
-                )
-            )
-        return tuple(units)
+        return units_of_gathers(
+            [(group.name, [one.name for one in group.parameters]) for group in self._groups], self.named
+        )
 
     @property
     def order(self) -> list[str]:
@@ -203,13 +185,7 @@ class Sharding:
         Raises:
             ConfigError: it does; nothing was changed.
         """
-        for layout in arithmetic.layouts.values():
-            if layout is not None and layout.whole:
-                raise ConfigError(
-                    f"an update of {type(arithmetic.optimizer).__name__} needs whole parameters, and fully_shard() "
-                    "divides their rows: use an optimizer that works element by element (AdamW, Lion, SGD), or one "
-                    "process"
-                )
+        require_rows(arithmetic)
 
     def leaf_of(self, parameter: torch.Tensor) -> torch.Tensor:
         """The model's parameter that some rows are of; anything else is itself."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 
@@ -25,6 +25,7 @@ from memascend.planning.plan import make_plan
 from memascend.planning.requirements import Requirements
 from memascend.planning.slot_classes import arena_bytes
 from memascend.planning.units import find_units
+from memascend.ranks.planned import PlannedSharding
 from memascend.residency.placeholder import dense_strides
 from memascend.residency.rows import CHUNKS as ROW_CHUNKS
 from memascend.residency.rows import window_bytes
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from memascend.planning.options import Options
     from memascend.planning.plan import Plan
     from memascend.planning.units import Unit
+    from memascend.ranks.planned import Network
     from memascend.ranks.sharding import Sharding
 
 __all__ = ["Decision", "Planned", "Subject", "decide", "planned", "planned_formats"]
@@ -128,39 +130,53 @@ class Planned:
     Attributes:
         plan: the plan.
         state_bytes: what the same optimizer keeps in memory without offloading.
+        network: what a rank sends and receives; None for one process.
     """
 
     plan: Plan
     state_bytes: int
+    network: Network | None = None
 
 
-def planned(model: torch.nn.Module, optimizer: torch.optim.Optimizer, options: Options) -> Planned:
+def planned(model: torch.nn.Module, optimizer: torch.optim.Optimizer, options: Options, ranks: int = 1) -> Planned:
     """Decide as `offload()` with these options would, from shapes alone: the model may be on "meta"; nothing changes.
+
+    Args:
+        model: that is trained.
+        optimizer: owns its parameters.
+        options: of `offload()`; with several ranks, of each.
+        ranks: how many share the model: the plan is that of one.
 
     Raises:
         ConfigError: it would refuse; the message says why.
         BudgetError: the budget is too small; `smallest` is what works.
     """
     with torch.no_grad():
-        # The device need not be there.
-        decision = decide(Subject(model, optimizer, options, None, staged=options.where.type != "cpu"))
+        sharding = PlannedSharding(model, ranks, options) if ranks > 1 else None
+        if sharding is not None:
+            optimizer = sharding.stand_in(optimizer)
+        # The device need not be there, nor the ranks.
+        staged = options.where.type != "cpu"
+        decision = decide(
+            Subject(model, optimizer, options, None, staged=staged, sharding=cast("Sharding | None", sharding))
+        )
     # The rest of a compact master stands for all of it.
     state = (
         tensor.numel() * (4 if name == "rest" else tensor.element_size())
         for entry in decision.entries
         for name, tensor in entry.state.items()
     )
-    return Planned(decision.plan, sum(state))
+    return Planned(decision.plan, sum(state), None if sharding is None else sharding.network)
 
 
 def planned_formats(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, options: Options, budget: int
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, options: Options, budget: int, ranks: int = 1
 ) -> dict[str, Planned]:
     """What it would do with state in each format that goes with the optimizer, and the same budget of host memory."""
     found: dict[str, Planned] = {}
     for state in _STATES:
         try:
-            found[state] = planned(model, optimizer, replace(options, state=state, host_memory=budget))
+            found[state] = planned(model, optimizer, replace(options, state=state, host_memory=budget), ranks)
         except (ConfigError, BudgetError):
             # What does not go is no choice.
             continue

@@ -44,8 +44,8 @@ class Materializer:
         model = self._attachment.model
         if self._sharded:
             raise UsageError(
-                "materialized() is for a model of one process: under fully_shard(), optimizer.save() writes all values, "
-                "parameter.full_tensor() gathers those of one, and model.state_dict() has this rank's rows of all"
+                "materialized() is for a model of one process: under fully_shard(), optimizer.save() writes all "
+                "values, parameter.full_tensor() gathers those of one, and model.state_dict() has the rows of all"
             )
         if model in _OPEN:
             raise UsageError("materialized() within materialized(): the parameters are real already")

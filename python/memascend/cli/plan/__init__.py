@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where the store would lie; several: given again. Its room is looked up, and its speed measured",
     )
     machine.add_argument("--endurance", metavar="TBW", type=_count, help="terabytes that may be written to the drives")
+    machine.add_argument(
+        "--ranks",
+        metavar="N",
+        type=_count,
+        default=1,
+        help="processes that share the model (fully_shard): all is of one",
+    )
+    machine.add_argument(
+        "--network", metavar="GB_S", type=_speed, help="GB/s that a rank receives while it sends as many"
+    )
     run = parser.add_argument_group("the run")
     run.add_argument("--host-memory", metavar="B", help='the budget, as "32GiB"; default: the smallest that is fast')
     run.add_argument("--tokens", metavar="N", type=_count, default=_TOKENS, help="of one backward (%(default)s)")
@@ -61,6 +72,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _count(text: str) -> int:
     value = int(text)
     if value < 1:
+        raise ValueError(text)
+    return value
+
+
+def _speed(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
         raise ValueError(text)
     return value
 
@@ -111,6 +129,8 @@ def _asked(options: argparse.Namespace) -> tuple[DescribedModel, Question, dict[
         accumulation_steps=options.accumulation_steps,
         state=options.state,
     )
+    if options.network is not None and options.ranks == 1:
+        raise ConfigError("--network is between ranks: give --ranks, too")
     if gpu is not None and asked.where.type == "cpu":
         raise ConfigError("--gpu names what computes, and --device says that the CPU does: give one of them")
     source = describe(options.model, None if options.dtype is None else getattr(torch, _TYPES[options.dtype]))
@@ -127,6 +147,8 @@ def _asked(options: argparse.Namespace) -> tuple[DescribedModel, Question, dict[
         drive=drive,
         free=free_bytes(paths),
         endurance=None if options.endurance is None else options.endurance * 10**12,
+        ranks=options.ranks,
+        network=None if options.network is None else options.network * 1e9,
     )
     return source, _traced(options, question), speeds
 
@@ -188,12 +210,12 @@ def _values(
     more: Answer | None,
     speeds: dict[str, float],
 ) -> dict[str, Any]:
-    from memascend.cli.plan.answer import described, disk_seconds, forecast_of
+    from memascend.cli.plan.answer import described, disk_seconds, forecast_of, moved
 
     plan, trace = found.plan, question.trace
     written = sum(plan.written_bytes.values())
     step = described(found)
-    tokens = None if isinstance(trace, str) else trace.tokens * options.accumulation_steps
+    tokens = None if isinstance(trace, str) else trace.tokens * options.accumulation_steps * options.ranks
     return {
         "model": {"path": str(options.model), "described_by": source.by, "parameters": parameters_of(source.model)},
         "optimizer": options.optimizer,
@@ -211,8 +233,9 @@ def _values(
             **step,
             "tokens_per_second": None if found.seconds is None or tokens is None else tokens / found.seconds,
         },
-        "forecast": None if (forecast := forecast_of(question, plan)) is None else asdict(forecast),
+        "forecast": None if (forecast := forecast_of(question, plan, found.network)) is None else asdict(forecast),
         "with_16_gib_more": None if more is None else described(more),
+        "ranks": None if found.network is None else {"count": options.ranks, **moved(question, found)},
         "disk": {
             "bytes": plan.disk_bytes,
             "free_bytes": question.free,

@@ -19,6 +19,7 @@ from memascend.planning.costs import (
     phases,
     seconds,
     storage_seconds,
+    through_link,
     update_seconds,
 )
 from memascend.planning.forecast import Forecast, forecast
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from memascend.cli.plan.trace import Trace
     from memascend.planning.options import Options
     from memascend.planning.plan import Plan
+    from memascend.ranks.planned import Network
     from memascend.run.decision import Planned
 
 __all__ = [
@@ -46,6 +48,7 @@ __all__ = [
     "forecast_of",
     "free_bytes",
     "larger",
+    "moved",
     "step_seconds",
 ]
 
@@ -68,6 +71,8 @@ class Question:
         free: bytes that storage has; None where none was named.
         endurance: bytes that may be written to storage in its life; None: what is usual for as large a drive as the
             store needs.
+        ranks: how many processes share the model; drive, tokens and memory are those of one.
+        network: bytes a second that a rank receives while it sends as many; None where that is not known.
     """
 
     model: torch.nn.Module
@@ -79,6 +84,8 @@ class Question:
     drive: Drive | None = None
     free: int | None = None
     endurance: int | None = None
+    ranks: int = 1
+    network: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +101,7 @@ class Answer:
         endurance: bytes written in a drive's life.
         days: of training until then; None where the seconds are not known.
         problems: why it does not fit; empty where it does.
+        network: what one of several ranks sends and receives.
     """
 
     plan: Plan
@@ -104,6 +112,7 @@ class Answer:
     endurance: int
     days: float | None
     problems: tuple[str, ...]
+    network: Network | None = None
 
     @property
     def seconds(self) -> float | None:
@@ -132,28 +141,35 @@ def answer(question: Question, found: Planned | None = None) -> Answer:
         ConfigError: `offload()` would refuse; the message says why.
         BudgetError: the budget is too small; `smallest` is what works.
     """
-    found = found or planned(question.model, question.optimizer, question.options)
+    found = found or planned(question.model, question.optimizer, question.options, question.ranks)
     plan, trace = found.plan, question.trace
-    parameters = list(question.model.parameters())
-    torchs = 0 if isinstance(trace, str) else trace.peak
+    # With several ranks each holds what torch has gathered, too, and in memory its part of all of it.
+    gathered = 0 if found.network is None else found.network.gathered
+    torchs = gathered + (0 if isinstance(trace, str) else trace.peak)
     ours = plan.host_peak + plan.object_bytes + IMPORTS
-    steps = _phases(question, plan)
+    steps = _phases(question, plan, found.network)
     endurance = question.endurance or _usual_endurance(plan.disk_bytes)
     return Answer(
         plan=plan,
-        in_memory=sum(one.nbytes for one in parameters)
-        + found.state_bytes
-        + sum(one.nbytes for one in parameters if one.requires_grad),
+        in_memory=_in_memory(question) + found.state_bytes,
         host_bytes=ours + (torchs if question.gpu is None else 0),
         device_bytes=0 if question.gpu is None else plan.device_peak + torchs,
         phases=None if steps is None else tuple(steps),
         endurance=endurance,
         days=None if steps is None else drive_days(plan, seconds(steps), endurance),
         problems=tuple(_problems(question, plan, torchs)),
+        network=found.network,
     )
 
 
-def _phases(question: Question, plan: Plan) -> list[Phase] | None:
+def _in_memory(question: Question) -> int:
+    """Values and gradients, as training in memory holds them; of several ranks one's part."""
+    parameters = list(question.model.parameters())
+    nbytes = sum(one.nbytes for one in parameters) + sum(one.nbytes for one in parameters if one.requires_grad)
+    return -(-nbytes // question.ranks)
+
+
+def _phases(question: Question, plan: Plan, network: Network | None) -> list[Phase] | None:
     trace, drive, processor = question.trace, question.drive, question.processor
     if drive is None or isinstance(trace, str):
         return None
@@ -175,6 +191,9 @@ def _phases(question: Question, plan: Plan) -> list[Phase] | None:
         )
     else:
         return None
+    if network is not None and question.network is not None:
+        backward = network.backward + network.gradients
+        work = replace(work, exchanged=(network.forward / question.network, backward / question.network))
     return phases(plan, work, drive, replace(host, update=update_seconds(plan, host.update)), kept=kept)
 
 
@@ -198,9 +217,9 @@ def _problems(question: Question, plan: Plan, torchs: int) -> list[str]:
     return found
 
 
-def step_seconds(question: Question, plan: Plan) -> float | None:
+def step_seconds(question: Question, plan: Plan, network: Network | None = None) -> float | None:
     """What a step of a plan takes; None where a speed is not known."""
-    steps = _phases(question, plan)
+    steps = _phases(question, plan, network)
     return None if steps is None else seconds(steps)
 
 
@@ -222,11 +241,11 @@ def larger(question: Question, now: Answer) -> Answer:
     return answer(replace(question, options=replace(question.options, host_memory=now.plan.budget + _MORE)))
 
 
-def forecast_of(question: Question, plan: Plan) -> Forecast | None:
+def forecast_of(question: Question, plan: Plan, network: Network | None = None) -> Forecast | None:
     """Seconds of a step with this and with larger budgets: of all of it, or else of the drive; None: not known."""
 
     def reckon(plan: Plan) -> float | None:
-        whole = step_seconds(question, plan)
+        whole = step_seconds(question, plan, network)
         return disk_seconds(question, plan) if whole is None else whole
 
     return forecast(plan, reckon)
@@ -257,6 +276,26 @@ def _free(path: Path) -> int:
             return device.seek(0, os.SEEK_END)
     room = os.statvfs(path if path.is_dir() else path.parent)
     return room.f_bavail * room.f_frsize
+
+
+def moved(question: Question, found: Answer) -> dict[str, int]:
+    """Bytes that one rank moves in a step, by way: received and sent, through PCIe, from and to storage."""
+    plan, network = found.plan, found.network
+    assert network is not None
+    times = question.options.accumulation_steps
+    into, out = 0, 0
+    if question.options.where.type != "cpu":
+        forward, backward, out = through_link(plan)
+        into = forward + backward
+    return {
+        "received_bytes": network.total * times,
+        "sent_bytes": network.total * times,
+        "to_device_bytes": into * times,
+        "from_device_bytes": out * times,
+        "read_bytes": sum(plan.read_bytes.values()),
+        "written_bytes": sum(plan.written_bytes.values()),
+        "gathered_bytes": network.gathered,
+    }
 
 
 def described(one: Answer) -> dict[str, Any]:

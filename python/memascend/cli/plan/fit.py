@@ -68,7 +68,7 @@ def find(question: Question, length: int | None, *, recomputes: bool) -> list[Ca
     for state in _STATES if question.options.state is None else (question.options.state,):
         asked = replace(question, options=replace(question.options, state=state))
         try:
-            plan = planned(asked.model, asked.optimizer, asked.options)
+            plan = planned(asked.model, asked.optimizer, asked.options, asked.ranks)
         except ConfigError:
             if state == question.options.state:
                 raise

@@ -19,7 +19,7 @@ __all__ = ["compared", "next_format", "shown", "values"]
 def compared(question: Question, budget: int) -> list[FormatCost]:
     """What a step costs in each format that goes with the optimizer, with one budget."""
     elements = {name: parameter.numel() for name, parameter in question.model.named_parameters()}
-    found = planned_formats(question.model, question.optimizer, question.options, budget)
+    found = planned_formats(question.model, question.optimizer, question.options, budget, question.ranks)
     return [
         cost_of_format(state, one.plan, elements, disk_seconds(question, one.plan), step_seconds(question, one.plan))
         for state, one in found.items()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from memascend.cli.plan.answer import disk_seconds, forecast_of
+from memascend.cli.plan.answer import disk_seconds, forecast_of, moved
 from memascend.cli.plan.machine import ENDURANCE_PER_TB, IMPORTS, REACHED
 from memascend.cli.show import bytes_shown, seconds_shown, table
 
@@ -48,7 +48,12 @@ def shown(head: str, question: Question, found: Answer, choices: Choices, speeds
     parameters = sum(parameter.numel() for parameter in question.model.parameters())
     parts = [head.format(parameters=f"{parameters:,} parameters")]
     parts.append("It does not fit: " + "; ".join(found.problems) if found.problems else _lines(question))
-    rows = [*_memory(question, found), *_room(question, found), *_time(question, found, choices, speeds)]
+    rows = [
+        *_memory(question, found),
+        *_room(question, found),
+        *_moved(question, found),
+        *_time(question, found, choices, speeds),
+    ]
     parts.append(table(("what", "how much", "note"), rows))
     parts.append(str(found.plan))
     return "\n\n".join(parts)
@@ -116,6 +121,25 @@ def _room(question: Question, found: Answer) -> list[Row]:
     ]
 
 
+def _moved(question: Question, found: Answer) -> list[Row]:
+    """What one of several ranks exchanges with the others, and with its device."""
+    if found.network is None:
+        return []
+    nbytes = moved(question, found)
+    rows = [
+        (
+            "over the network in a step",
+            bytes_shown(nbytes["received_bytes"]),
+            f"received, and as much sent; all of this table is of one of {question.ranks} ranks",
+        )
+    ]
+    if question.gpu is not None:
+        link = f"to the device, {bytes_shown(nbytes['from_device_bytes'])} from it"
+        rows.append(("over PCIe in a step", bytes_shown(nbytes["to_device_bytes"]), link))
+    rows.append(("gathered by torch at once", bytes_shown(nbytes["gathered_bytes"]), "whole values and gradients"))
+    return rows
+
+
 def _time(question: Question, found: Answer, choices: Choices, speeds: Mapping[str, float]) -> list[Row]:
     rows = [_disk(question, found, speeds), *_held(question, found)]
     if found.phases is None or found.seconds is None:
@@ -129,7 +153,7 @@ def _time(question: Question, found: Answer, choices: Choices, speeds: Mapping[s
     rows.append(("a step", seconds_shown(found.seconds), f"mostly {found.bound}{_assumed(question)}"))
     trace = question.trace
     if not isinstance(trace, str):
-        tokens = trace.tokens * question.options.accumulation_steps
+        tokens = trace.tokens * question.options.accumulation_steps * question.ranks
         rows.append(("tokens a second", f"{tokens / found.seconds:,.0f}", _wider(found)))
     if found.days is not None:
         rows.append(("the drive lasts", _days(found.days), _wear(question, found)))
@@ -152,7 +176,7 @@ def _bought(now: float, choices: Choices) -> list[Row]:
 
 def _held(question: Question, found: Answer) -> list[Row]:
     """What the budget saves, and what larger ones would."""
-    plan, seconds = found.plan, forecast_of(question, found.plan)
+    plan, seconds = found.plan, forecast_of(question, found.plan, found.network)
     if seconds is None:
         return []
     what = "a step" if found.phases is not None else "the disk's part"

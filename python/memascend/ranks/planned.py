@@ -1,0 +1,122 @@
+"""Plans for ranks that are not there: what the first one of them would have, and what all tell each other."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from memascend.errors import ConfigError
+from memascend.planning.units import find_units
+from memascend.ranks.beginning import refuse_options
+from memascend.ranks.rows import require_rows
+from memascend.ranks.units import units_of_gathers
+
+if TYPE_CHECKING:
+    from memascend.optimizers.update_rule import Arithmetic
+    from memascend.planning.options import Options
+    from memascend.planning.units import Unit
+
+__all__ = ["Network", "PlannedSharding"]
+
+
+@dataclass(frozen=True)
+class Network:
+    """What one rank receives of the others, and sends to them, for one forward and backward, in bytes.
+
+    Attributes:
+        forward: values that are gathered for the forward.
+        backward: values that are gathered once more; what belongs to no block stays from the forward.
+        gradients: parts of gradients.
+        gathered: whole parameters and gradients that torch holds at once: what belongs to no block, two blocks of
+            values, and the gradients of one with the parts that were received.
+    """
+
+    forward: int
+    backward: int
+    gradients: int
+    gathered: int
+
+    @property
+    def total(self) -> int:
+        """All that is received."""
+        return self.forward + self.backward + self.gradients
+
+
+class PlannedSharding:
+    """The rows of the first of some ranks, as `offload()` divides a model that nobody divided.
+
+    It has the most, where rows cannot be divided evenly.
+
+    Attributes:
+        named: by the names of the model's parameters, on meta.
+        network: what each rank sends and receives.
+    """
+
+    # There is nobody to talk to.
+    figures = None
+
+    def __init__(self, model: torch.nn.Module, count: int, options: Options) -> None:
+        """Divide a model on meta among `count` ranks; `options` are those of `offload()`.
+
+        Raises:
+            ConfigError: a parameter cannot be divided, or an option does not work with several ranks.
+        """
+        refuse_options(replace(options, units=None))
+        whole = dict(model.named_parameters())
+        for name, parameter in whole.items():
+            if not parameter.dim():
+                raise ConfigError(f"{name} is a single number without rows, which fully_shard() does not divide")
+        self.named = {name: _rows(parameter, count) for name, parameter in whole.items()}
+        self._local = {id(parameter): self.named[name] for name, parameter in whole.items()}
+        blocks = [unit for unit in find_units(model, units=options.unit_names) if unit.module and not unit.again]
+        inside = {name for unit in blocks for name in unit.parameters}
+        self._root = [name for name in whole if name not in inside]
+        self._gathers = [*((unit.name, unit.parameters) for unit in blocks), ("root", self._root)]
+        self.network = self._network(count)
+
+    def _network(self, count: int) -> Network:
+        values = {name: self._nbytes(name) for name in self.named}
+        gradients = {name: nbytes for name, nbytes in values.items() if self.named[name].requires_grad}
+        of_blocks = [sum(values[name] for name in names) for name, names in self._gathers if name != "root"]
+        of_gradients = [sum(gradients.get(name, 0) for name in names) for _, names in self._gathers]
+        root = sum(values[name] for name in self._root)
+        others = count - 1
+        return Network(
+            forward=others * sum(values.values()),
+            backward=others * (sum(values.values()) - root),
+            gradients=others * sum(gradients.values()),
+            # Each rank has as many rows of what is gathered as the first.
+            gathered=count * (root + 2 * max(of_blocks, default=0) + 2 * max(of_gradients, default=0)),
+        )
+
+    def _nbytes(self, name: str) -> int:
+        return self.named[name].nbytes
+
+    def stand_in(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """An optimizer like this one, of the rows."""
+        made = copy.copy(optimizer)
+        made.param_groups = [
+            {**group, "params": [self._local[id(one)] for one in group["params"]]} for group in optimizer.param_groups
+        ]
+        return made
+
+    def units(self) -> tuple[Unit, ...]:
+        """What is gathered together."""
+        return units_of_gathers(self._gathers, self.named)
+
+    def require_by_rows(self, arithmetic: Arithmetic) -> None:
+        """Refuse an optimizer that needs whole parameters."""
+        require_rows(arithmetic)
+
+    def local_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The rows of a parameter of the model."""
+        return self._local.get(id(parameter), parameter)
+
+
+def _rows(parameter: torch.nn.Parameter, count: int) -> torch.nn.Parameter:
+    shape = (-(-parameter.shape[0] // count), *parameter.shape[1:])
+    rows = torch.empty(shape, dtype=parameter.dtype, device="meta")
+    return torch.nn.Parameter(rows, requires_grad=parameter.requires_grad)
