@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from memascend.checkpoint.manifest import Checkpoint, identity_of
 from memascend.errors import ConfigError, MemascendError, UsageError
+from memascend.run.offloading import offload
 from memascend.run.optimizer import OffloadedOptimizer
 from memascend.run.position import shown
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     from memascend.run.session import Session
 
-__all__ = ["Callback", "last_checkpoint"]
+__all__ = ["Callback", "Offload", "last_checkpoint"]
 
 # As the Trainer names them.
 _FOLDER = re.compile(r"checkpoint-(\d+)")
@@ -172,6 +173,41 @@ class Callback(TrainerCallback):
         # What offload() itself wrote is not of the training.
         written = sum(nbytes for kind, nbytes in report.written.items() if kind != "first values")
         return sum(report.read.values()), written, sum(report.seconds.get(stage, 0.0) for stage in _WAITING)
+
+
+class Offload(Callback):
+    """For `Trainer(callbacks=[memascend.trainer.Offload(storage=...)])` on several ranks, divided by FSDP2.
+
+    There the Trainer itself makes model and optimizer ready (`fsdp="full_shard"`, `fsdp_config={"fsdp_version": 2}`),
+    so that they can be offloaded only when it begins to train, which this does. Its log gets what `Callback` gives.
+
+    Attributes:
+        optimizer: what `memascend.offload()` returned, once the training has begun.
+    """
+
+    optimizer: OffloadedOptimizer
+
+    def __init__(self, **options: Any) -> None:
+        """`options` are those of `memascend.offload()`."""
+        super().__init__()
+        self._options = options
+
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
+        """Refuse checkpoints that the Trainer cannot write."""
+        del state, control, others
+        if args.save_strategy != "no" and not args.save_only_model:
+            raise ConfigError(
+                "the Trainer's checkpoints want state that torch gathers, and it is on storage: pass "
+                "TrainingArguments(save_strategy='no'), since the store has every step, and call "
+                ".optimizer.save(folder) on each rank for a checkpoint; or save_only_model=True"
+            )
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> None:
+        """Offload what the Trainer has made ready."""
+        _, self.optimizer = offload(others["model"], others["optimizer"], **self._options)
+        super().on_train_begin(args, state, control, **{**others, "optimizer": self.optimizer})
 
 
 class _Saving:

@@ -170,7 +170,7 @@ def what_is_refused(folder):
         with torch.no_grad():
             plain[0].weight.add_(1)
     refused("plain", lambda: (plain, adamw(plain.parameters())))
-    refused("8bit", whole, state="8bit")
+    refused("bf16", whole, state="bf16")
     refused("one file", whole, storage=[f"{folder}/same.store"])
     # As if each were on a host of its own.
     os.environ["LOCAL_RANK"] = "0"
@@ -251,7 +251,7 @@ def test_two_ranks_have_the_bits_of_one_process_that_accumulates(tmp_path):
 def test_what_does_not_work_is_refused_on_all_ranks(tmp_path):
     for rank, found in enumerate(on_ranks(2, both, tmp_path)):
         assert "rank 1 has other values" in found["plain"]
-        assert "state='8bit'" in found["8bit"]
+        assert "state='bf16'" in found["bf16"]
         assert "put {rank}" in found["one file"]
         assert "rank 0 and to rank 1" in found["twice"]
         assert "Adafactor needs whole parameters" in found["adafactor"]

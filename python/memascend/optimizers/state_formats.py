@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -58,12 +58,14 @@ class StateFormats:
         stochastic: 16-bit parameters have no masters, and are rounded stochastically.
         seed: of what is rounded stochastically.
         whole: the ids of parameters that keep 32 bits where others have 8: embeddings.
+        elements: by the ids of parameters that are rows of others, how many those have in all.
     """
 
     state: Literal["fp32", "bf16", "8bit"] | None = None
     stochastic: bool = False
     seed: int = 0
     whole: frozenset[int] = frozenset()
+    elements: Mapping[int, int] = field(default_factory=dict)
 
     def of(self, optimizer: torch.optim.Optimizer, master_dtype: torch.dtype | None) -> dict[int, str]:
         """The engine's format of each parameter, by its id, where the choice is ours; others are as without formats.
@@ -72,6 +74,11 @@ class StateFormats:
             ConfigError: optimizer, options, or a parameter do not go with it.
         """
         taken = bitsandbytes_state.is_8bit_adam(optimizer)
+        if taken and self.elements:
+            raise ConfigError(
+                f"{named(optimizer)} of bitsandbytes decides by whole parameters which have 8 bits, and ranks have "
+                "rows of them: give a torch.optim.AdamW, with state='8bit'"
+            )
         if taken and self.state is None and not self.stochastic and master_dtype is None:
             # As bitsandbytes has it in RAM: its own code.
             return {}
@@ -138,7 +145,8 @@ class StateFormats:
     def _width(self, parameter: torch.Tensor) -> str:
         if self.state in (None, "fp32"):
             return ""
-        small = parameter.numel() < bitsandbytes_state.MIN_8BIT_SIZE or id(parameter) in self.whole
+        elements = self.elements.get(id(parameter), parameter.numel())
+        small = elements < bitsandbytes_state.MIN_8BIT_SIZE or id(parameter) in self.whole
         return "" if self.state == "8bit" and small else str(self.state)
 
     def _format(self, parameter: torch.Tensor, width: str, master_dtype: torch.dtype | None) -> str:

@@ -83,7 +83,7 @@ def _sharding(
         ) from error
 
     refuse_options(options)
-    sharding = Sharding(model, options.reduction, figures, options.timeout or _TIMEOUT_SECONDS)
+    sharding = Sharding(model, options.reduction, figures)
     sharding.stand_in(optimizer, undo)
     return sharding
 
@@ -119,7 +119,10 @@ def refuse_options(options: Options) -> None:
     refused = {
         "activations": (options.activations != "device", "leave it out, and checkpoint activations"),
         "units": (options.units is not None, "what fully_shard() was called on is a unit: leave it out"),
-        "state": (options.state in ("bf16", "8bit"), "its formats count elements of whole parameters: leave it out"),
+        "state": (
+            options.state == "bf16",
+            "it counts elements of whole parameters: pass state='8bit', or leave it out",
+        ),
         "rounding": (options.rounding == "stochastic", "it counts elements of whole parameters: leave it out"),
     }
     for name, (is_refused, instead) in refused.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from memascend.errors import ConfigError, RankError
+from memascend.ranks.line import Line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -25,6 +26,25 @@ class Figures:
         self.exchange = exchange
         self.rank = exchange.rank
         self.world_size = exchange.size
+        self._line: Line | None = None
+
+    def line(self) -> Line:
+        """How rows go to the first rank.
+
+        Raises:
+            RankError: a rank was gone when rows were gathered before.
+        """
+        if self._line is None:
+            self._line = Line(self.exchange.timeout)
+        if self._line.broken is not None:
+            raise self._line.broken
+        return self._line
+
+    def close(self) -> None:
+        """Let all groups go: others that still talk hear that this rank is gone."""
+        if self._line is not None:
+            self._line.close()
+        self.exchange.close()
 
     def totals(self, *numbers: float) -> list[float]:
         """The sum over all ranks of each number, added in the order of ranks: the same bits on each."""

@@ -56,6 +56,14 @@ class Line:
         self.broken: RankError | None = None
         self._memory = torch.empty(0, dtype=torch.uint8)
 
+    def close(self) -> None:
+        """Let the group go."""
+        group, self._group = self._group, None
+        if group is not None:
+            # Of what the user destroyed nothing is left.
+            with contextlib.suppress(ValueError, AssertionError):
+                distributed.destroy_process_group(group)
+
     # --- on each rank but the first ------------------------------------------------------
 
     def send(self, tensor: int, start: int, values: torch.Tensor) -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from memascend.errors import ConfigError
+from memascend.planning.network import Network
 from memascend.planning.units import find_units
 from memascend.ranks.beginning import refuse_options
-from memascend.ranks.rows import require_rows
+from memascend.ranks.rows import require_divisible
 from memascend.ranks.units import units_of_gathers
 
 if TYPE_CHECKING:
@@ -19,30 +20,7 @@ if TYPE_CHECKING:
     from memascend.planning.options import Options
     from memascend.planning.units import Unit
 
-__all__ = ["Network", "PlannedSharding"]
-
-
-@dataclass(frozen=True)
-class Network:
-    """What one rank receives of the others, and sends to them, for one forward and backward, in bytes.
-
-    Attributes:
-        forward: values that are gathered for the forward.
-        backward: values that are gathered once more; what belongs to no block stays from the forward.
-        gradients: parts of gradients.
-        gathered: whole parameters and gradients that torch holds at once: what belongs to no block, two blocks of
-            values, and the gradients of one with the parts that were received.
-    """
-
-    forward: int
-    backward: int
-    gradients: int
-    gathered: int
-
-    @property
-    def total(self) -> int:
-        """All that is received."""
-        return self.forward + self.backward + self.gradients
+__all__ = ["PlannedSharding"]
 
 
 class PlannedSharding:
@@ -70,11 +48,13 @@ class PlannedSharding:
             if not parameter.dim():
                 raise ConfigError(f"{name} is a single number without rows, which fully_shard() does not divide")
         self.named = {name: _rows(parameter, count) for name, parameter in whole.items()}
+        self._whole = {name: parameter.numel() for name, parameter in whole.items()}
         self._local = {id(parameter): self.named[name] for name, parameter in whole.items()}
         blocks = [unit for unit in find_units(model, units=options.unit_names) if unit.module and not unit.again]
         inside = {name for unit in blocks for name in unit.parameters}
         self._root = [name for name in whole if name not in inside]
-        self._gathers = [*((unit.name, unit.parameters) for unit in blocks), ("root", self._root)]
+        # In the order in which torch gathers.
+        self._gathers = [("root", self._root), *((unit.name, unit.parameters) for unit in blocks)]
         self.network = self._network(count)
 
     def _network(self, count: int) -> Network:
@@ -108,8 +88,14 @@ class PlannedSharding:
         return units_of_gathers(self._gathers, self.named)
 
     def require_by_rows(self, arithmetic: Arithmetic) -> None:
-        """Refuse an optimizer that needs whole parameters."""
-        require_rows(arithmetic)
+        """Refuse what needs more than rows."""
+        # The rank after the first begins where that one's rows end.
+        firsts = {name: rows.numel() if rows.numel() < self._whole[name] else 0 for name, rows in self.named.items()}
+        require_divisible(arithmetic, self.named, firsts)
+
+    def elements(self) -> dict[int, int]:
+        """How many elements the parameters have whose rows these are, by the rows' ids."""
+        return {id(rows): self._whole[name] for name, rows in self.named.items()}
 
     def local_of(self, parameter: torch.Tensor) -> torch.Tensor:
         """The rows of a parameter of the model."""

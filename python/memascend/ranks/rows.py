@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from memascend.optimizers.update_rule import Arithmetic
 
-__all__ = ["BLOCK_ELEMENTS", "Partition", "Rows", "require_rows"]
+__all__ = ["BLOCK_ELEMENTS", "Partition", "Rows", "require_divisible"]
 
 # Elements that have one scale in a format of 8 bits.
 BLOCK_ELEMENTS = 256
@@ -92,17 +92,32 @@ class Partition:
         return self.rows[name].of(state, whole) if name in self.rows else whole
 
 
-def require_rows(arithmetic: Arithmetic) -> None:
-    """Refuse an optimizer that needs whole parameters.
+def require_divisible(
+    arithmetic: Arithmetic, named: Mapping[str, torch.nn.Parameter], firsts: Mapping[str, int]
+) -> None:
+    """Refuse what cannot be updated by rows: optimizers that need whole parameters, rows that end within a block.
+
+    Args:
+        arithmetic: of the optimizer.
+        named: rows of parameters, by name.
+        firsts: by the same names, the first element of a rank's rows in the whole parameter.
 
     Raises:
-        ConfigError: it does; nothing was changed.
+        ConfigError: something needs more; nothing was changed.
     """
     for layout in arithmetic.layouts.values():
         if layout is not None and layout.whole:
             raise ConfigError(
                 f"an update of {type(arithmetic.optimizer).__name__} needs whole parameters, and fully_shard() divides "
                 "their rows: use an optimizer that works element by element (AdamW, Lion, SGD), or one process"
+            )
+    for name, parameter in named.items():
+        given = arithmetic.format_of(parameter) if parameter.requires_grad else None
+        if "8bit" in (given or "") and firsts[name] % BLOCK_ELEMENTS:
+            raise ConfigError(
+                f"rows of {name!r} begin at element {firsts[name]} on another rank, within a block of {BLOCK_ELEMENTS} "
+                "that state='8bit' keeps together: leave state= out, or use a number of ranks that divides the rows "
+                "into whole blocks"
             )
 
 

@@ -16,11 +16,10 @@ from memascend.pages import whole_pages
 from memascend.planning.units import Unit
 from memascend.ranks.collectives import Collectives, Gather, NativeReduction
 from memascend.ranks.fsdp import groups_of, reshard
-from memascend.ranks.line import Line
 from memascend.ranks.local_parameter import LocalParameter
 from memascend.ranks.local_rows import LocalRows, RowSource
 from memascend.ranks.reduction import OrderedReduction
-from memascend.ranks.rows import Partition, require_rows
+from memascend.ranks.rows import Partition, require_divisible
 from memascend.ranks.units import units_of_gathers
 
 if TYPE_CHECKING:
@@ -51,16 +50,8 @@ class Sharding:
         rank: which one this is.
     """
 
-    def __init__(
-        self, model: torch.nn.Module, reduction: str, figures: Figures | None = None, timeout: float = 0.0
-    ) -> None:
-        """Nothing of the model has changed.
-
-        Args:
-            model: is divided.
-            reduction: "ordered" or "native".
-            figures: None for one rank.
-            timeout: how many seconds ranks wait for each other.
+    def __init__(self, model: torch.nn.Module, reduction: str, figures: Figures | None = None) -> None:
+        """Nothing of the model has changed; `reduction` is "ordered" or "native", and `figures` None for one rank.
 
         Raises:
             ConfigError: it is divided in a way that cannot be offloaded.
@@ -94,8 +85,6 @@ class Sharding:
         self._reductions: dict[int, OrderedReduction] = {}
         self._of: dict[int, FsdpParameter] = {id(one.leaf): one for one in self._sharded.values()}
         self._heard: Any = None
-        self._timeout = timeout
-        self._line: Line | None = None
 
     # --- before there is a store ---------------------------------------------------------
 
@@ -127,19 +116,6 @@ class Sharding:
     def order(self) -> list[str]:
         """The parameters that the first rank has rows of, in the order of its units: all that have elements."""
         return [one.name for group in self._groups for one in group.parameters if one.leaf.shape.numel()]
-
-    def line(self) -> Line:
-        """How rows go to the first rank; all ranks ask for it together.
-
-        Raises:
-            RankError: a rank was gone when rows were gathered before.
-        """
-        assert self.figures is not None
-        if self._line is None:
-            self._line = Line(self._timeout)
-        if self._line.broken is not None:
-            raise self._line.broken
-        return self._line
 
     @property
     def partition(self) -> Partition:
@@ -180,12 +156,16 @@ class Sharding:
             )
 
     def require_by_rows(self, arithmetic: Arithmetic) -> None:
-        """Refuse an optimizer that needs whole parameters.
+        """Refuse what needs more than rows.
 
         Raises:
-            ConfigError: it does; nothing was changed.
+            ConfigError: the optimizer or the format of its state does; nothing was changed.
         """
-        require_rows(arithmetic)
+        require_divisible(arithmetic, self.named, {name: rows.first_element for name, rows in self.rows.items()})
+
+    def elements(self) -> dict[int, int]:
+        """How many elements the parameters have whose rows these are, by the rows' ids."""
+        return {id(local): self.rows[name].whole.numel() for name, local in self.named.items()}
 
     def leaf_of(self, parameter: torch.Tensor) -> torch.Tensor:
         """The model's parameter that some rows are of; anything else is itself."""
@@ -202,7 +182,7 @@ class Sharding:
         def leave() -> None:
             if collectives is not None and figures is not None:
                 collectives.close()
-                figures.exchange.close()
+                figures.close()
 
         return leave
 

@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
     from memascend.device.device import Device
     from memascend.engine import Entry
+    from memascend.planning.network import Network
     from memascend.planning.options import Options
     from memascend.planning.plan import Plan
     from memascend.planning.units import Unit
-    from memascend.ranks.planned import Network
     from memascend.ranks.sharding import Sharding
 
 __all__ = ["Decision", "Planned", "Subject", "decide", "planned", "planned_formats"]
@@ -85,6 +85,7 @@ class Subject:
             stochastic=options.rounding == "stochastic",
             seed=options.seed,
             whole=self._ids(embeddings(model)),
+            elements={} if sharding is None else sharding.elements(),
         )
         self.arithmetic = Arithmetic(self.original, options.master_dtype, self._ids(sparse_weights(model)), formats)
         if sharding is not None:

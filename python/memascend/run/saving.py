@@ -87,7 +87,7 @@ class Saving:
         # Data positions, random states: each rank has its own.
         states = figures.everyone(self._run.record.user_state)
         more = {} if all(state == states[0] for state in states) else {"user_states": states}
-        line = sharding.line()
+        line = figures.line()
 
         def write() -> None:
             gathered = GatheredContents(own, sharding.rows, line)

@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
     from memascend.cli.plan.replay import Processor
     from memascend.cli.plan.trace import Trace
+    from memascend.planning.network import Network
     from memascend.planning.options import Options
     from memascend.planning.plan import Plan
-    from memascend.ranks.planned import Network
     from memascend.run.decision import Planned
 
 __all__ = [

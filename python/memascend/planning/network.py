@@ -1,0 +1,30 @@
+"""Counts what one of several ranks receives from the others, and what is gathered of all of them at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Network"]
+
+
+@dataclass(frozen=True)
+class Network:
+    """What one rank receives of the others, and sends to them, for one forward and backward, in bytes.
+
+    Attributes:
+        forward: values that are gathered for the forward.
+        backward: values that are gathered once more; what belongs to no block stays from the forward.
+        gradients: parts of gradients.
+        gathered: whole parameters and gradients that torch holds at once: what belongs to no block, two blocks of
+            values, and the gradients of one with the parts that were received.
+    """
+
+    forward: int
+    backward: int
+    gradients: int
+    gathered: int
+
+    @property
+    def total(self) -> int:
+        """All that is received."""
+        return self.forward + self.backward + self.gradients
