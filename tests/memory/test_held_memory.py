@@ -7,7 +7,7 @@ MIB = 1 << 20
 BLOCKS, WIDTH, VOCABULARY = 4, 512, 64
 BLOCK_BYTES = SQUARES * WIDTH * WIDTH * 4
 # All of it, many times.
-HELD = {"blocks": BLOCKS, "width": WIDTH, "vocabulary": VOCABULARY, "steps": 2}
+HELD = {"blocks": BLOCKS, "width": WIDTH, "vocabulary": VOCABULARY, "steps": 4}
 OPTIONS = {"gradients": "fused", "host_memory": "1GiB"}
 
 
@@ -17,10 +17,9 @@ def test_what_is_held_takes_what_the_plan_says(measure):
     plan = run["plan"]["host"]
     assert plan["held entries"] == pytest.approx(3 * run["model_bytes"], rel=0.03)
     assert plan["held gradients"] == run["model_bytes"]
-    held = run["trained"]["RssAnon"] - run["before"]["RssAnon"]
-    # Between steps no gradient waits, nor is one on its way.
+    # No gradient waits yet, nor is one on its way.
     planned = run["plan"]["host_peak"] - plan["held gradients"] - plan["gradients"]
-    assert held == pytest.approx(planned, rel=0.03)
+    assert run["after"]["RssAnon"] - run["before"]["RssAnon"] == pytest.approx(planned, rel=0.03)
     peak = run["peaks"]["train"] - run["before"]["RssAnon"] - run["activation_bytes"]
     # What torch holds is a gradient that is being made.
     assert peak <= run["plan"]["host_peak"] * 1.03 + WIDTH * WIDTH * 4
@@ -29,6 +28,8 @@ def test_what_is_held_takes_what_the_plan_says(measure):
 @pytest.mark.root
 @pytest.mark.timeout(300)
 def test_a_cgroup_of_the_plan_is_enough(measure, cgroup):
-    # After offload() all is there but gradients: the process would be killed, and the status says so.
+    # After offload() all is there but gradients: the process would be killed, and the status says so. Beside them the
+    # heap keeps what torch frees, if that takes no more than a sixteenth.
     waiting = BLOCKS * BLOCK_BYTES
-    measure(**HELD, options=OPTIONS, cgroup=str(cgroup), grow_bytes=waiting + waiting * 3 // 100 * 4)
+    grow_bytes = waiting + (waiting * 3 // 100 + waiting // 16) * 4
+    measure(**HELD, options=OPTIONS, cgroup=str(cgroup), grow_bytes=grow_bytes)

@@ -10,9 +10,8 @@ import pytest
 from memascend.run import heap
 
 MODEL_BYTES = 1 << 20
-# A large one, some of a middle size, small ones.
-GRADIENTS = [1 << 19, *[1 << 17] * 3, *[1 << 10] * 64]
 MMAP, TRIM = -3, -1
+FIXED, KEPT = [(MMAP, 32 << 10)], [(MMAP, 32 << 20), (TRIM, -1)]
 
 
 @pytest.fixture
@@ -63,16 +62,6 @@ def trims(clock: _Clock, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return seconds
 
 
-def _top(monkeypatch: pytest.MonkeyPatch, address: int) -> None:
-    """How far the heap goes."""
-
-    class Library:
-        def sbrk(self, _more: int) -> int:
-            return address
-
-    monkeypatch.setattr(heap, "c_library", Library)
-
-
 def _steps(watched: heap.Heap, monkeypatch: pytest.MonkeyPatch, mapped: list[int], clock: _Clock | None = None) -> None:
     """Steps of a second each."""
     faults = 0
@@ -94,51 +83,102 @@ def _steps(watched: heap.Heap, monkeypatch: pytest.MonkeyPatch, mapped: list[int
 
 
 def test_a_step_of_gradients_leaves_it_fixed(options: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Below all of them until what the model left is taken, then below nearly all."""
-    watched = heap.Heap(MODEL_BYTES, GRADIENTS)
-    _steps(watched, monkeypatch, [100 * MODEL_BYTES])
+    watched = heap.Heap(MODEL_BYTES)
+    _steps(watched, monkeypatch, [100 * MODEL_BYTES, 2 * MODEL_BYTES, 7 * MODEL_BYTES])
     assert options == [(MMAP, 32 << 10)]
-    _steps(watched, monkeypatch, [2 * MODEL_BYTES, 7 * MODEL_BYTES])
-    assert options == [(MMAP, 32 << 10), (MMAP, 1 << 17), (TRIM, -1)]
     assert watched.steady
 
 
-@pytest.mark.parametrize(
-    ("gradients", "threshold"),
-    [
-        pytest.param([1 << 20] * 20, 1 << 20, id="all-alike"),
-        pytest.param([100] * 10_000, 32 << 10, id="all-small"),
-        pytest.param([1 << 10] * 10 + [1 << 24], 1 << 24, id="one"),
-        pytest.param([1 << 30], 32 << 20, id="larger-than-glibc-goes"),
-        # Most of the model is frozen.
-        pytest.param([1 << 12] * 16, 32 << 20, id="adapters"),
-    ],
-)
-def test_a_tenth_of_the_model_may_come_from_the_heap(gradients: list[int], threshold: int) -> None:
-    assert heap._threshold(sorted(gradients), MODEL_BYTES // 10) == threshold
-
-
 def test_a_step_of_activations_lets_it_go(options: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    watched = heap.Heap(MODEL_BYTES, GRADIENTS)
+    watched = heap.Heap(MODEL_BYTES)
     _steps(watched, monkeypatch, [100 * MODEL_BYTES, 9 * MODEL_BYTES, 9 * MODEL_BYTES])
     assert options == [(MMAP, 32 << 10), (MMAP, 32 << 20), (TRIM, -1)]
     assert not watched.steady
+
+
+def _held(
+    monkeypatch: pytest.MonkeyPatch, touched: int, mapped: list[int | None], tops: list[int], *, peak: int = 16 << 20
+) -> heap.Heap:
+    """Steps beside held entries: what each maps at once, and where the heap ends once it is tried and after that."""
+    # A model beside which no step is one of activations.
+    watched = heap.Heap(1 << 30, peak)
+
+    class Library:
+        def sbrk(self, _more: int) -> int:
+            return tops.pop(0)
+
+    class Looked:
+        def step_ended(self) -> None:
+            watched.look()
+            watched.step_ended()
+
+    monkeypatch.setattr(heap, "c_library", Library)
+    monkeypatch.setattr(heap, "trim", lambda: None)
+    monkeypatch.setattr(heap, "mapped_bytes", lambda: mapped.pop(0))
+    looked: Any = Looked()
+    _steps(looked, monkeypatch, [touched] * len(mapped))
+    return watched
+
+
+def test_beside_held_entries_it_keeps_what_is_freed(
+    options: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was mapped at once comes from the heap now, and a sixteenth more of what is held."""
+    watched = _held(monkeypatch, 8 << 20, [9 << 20, 5 << 20, 2 << 20], [100 << 20, 104 << 20])
+    assert options == FIXED + KEPT
+    assert not watched.steady
+
+
+def test_a_heap_that_grows_too_far_is_fixed_again(
+    options: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tops = [100 << 20, (104 << 20) + 1]
+    watched = _held(monkeypatch, 8 << 20, [9 << 20, 5 << 20, 2 << 20], tops)
+    watched.look()
+    watched.step_ended()
+    assert options == FIXED + KEPT + [*FIXED, (TRIM, 128 << 10)]
+    assert watched.steady
+    assert tops == []
+
+
+@pytest.mark.parametrize(
+    ("touched", "peak", "mapped"),
+    [
+        pytest.param((8 << 20) + mmap.PAGESIZE, 16 << 20, 5 << 20, id="it-could-grow-by-much"),
+        pytest.param(8 << 20, 0, 5 << 20, id="nothing-is-held"),
+        # An older C library, or another one.
+        pytest.param(8 << 20, 16 << 20, None, id="not-known"),
+    ],
+)
+def test_it_stays_fixed_where_much_could_come_of_it(
+    options: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch, touched: int, peak: int, mapped: int
+) -> None:
+    watched = _held(monkeypatch, touched, [mapped] * 4, [], peak=peak)
+    assert options == FIXED
+    assert watched.steady
+
+
+def test_glibc_says_what_it_mapped(loaded: Any) -> None:
+    program = """if True:
+        import torch
+        from memascend.run.heap import _set, mapped_bytes
+
+        assert _set(-3, 32 << 10)
+        before = mapped_bytes()
+        if before is not None:
+            kept = torch.empty(5 << 20, dtype=torch.uint8)
+            assert 5 << 20 <= mapped_bytes() - before < 6 << 20
+    """
+    loaded(program)
 
 
 @pytest.mark.usefixtures("options")
 def test_what_is_free_is_given_back_after_each_step(
     trims: list[float], clock: _Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While the heap grows: later steps need what is free in it again."""
-    trims += [0.0004] * 5
-    watched = heap.Heap(MODEL_BYTES, GRADIENTS)
-    left = []
-    for top in (10, 9, 9, 8, 9, 12, 12):
-        _top(monkeypatch, top)
-        _steps(watched, monkeypatch, [MODEL_BYTES], clock)
-        left.append(len(trims))
-    # The first two end what made the model; the third is the first as all that follow.
-    assert left == [4, 3, 2, 2, 2, 1, 1]
+    trims += [0.0004, 0.009, 0.0004]
+    _steps(heap.Heap(MODEL_BYTES), monkeypatch, [MODEL_BYTES] * 3, clock)
+    assert trims == []
 
 
 @pytest.mark.usefixtures("options")
@@ -147,10 +187,9 @@ def test_a_heap_that_takes_long_to_look_through_waits(
 ) -> None:
     """What a trim takes is at most a hundredth of the time, and one that took long is not the last."""
     trims += [0.025, 0.0004, 0.0004]
-    watched = heap.Heap(MODEL_BYTES, GRADIENTS)
+    watched = heap.Heap(MODEL_BYTES)
     left = []
-    for top in range(1, 6):
-        _top(monkeypatch, top)
+    for _ in range(5):
         _steps(watched, monkeypatch, [MODEL_BYTES], clock)
         left.append(len(trims))
     assert left == [2, 2, 2, 1, 0]
@@ -161,14 +200,14 @@ def test_a_heap_that_keeps_is_not_given_back(
     trims: list[float], clock: _Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trims += [0.0004] * 3
-    _steps(heap.Heap(MODEL_BYTES, GRADIENTS), monkeypatch, [MODEL_BYTES, 9 * MODEL_BYTES, MODEL_BYTES], clock)
+    _steps(heap.Heap(MODEL_BYTES), monkeypatch, [MODEL_BYTES, 9 * MODEL_BYTES, MODEL_BYTES], clock)
     assert len(trims) == 2
 
 
 @pytest.mark.parametrize("name", ["MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"])
 def test_what_the_user_chose_stands(options: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, "1")
-    watched = heap.Heap(MODEL_BYTES, GRADIENTS)
+    watched = heap.Heap(MODEL_BYTES)
     _steps(watched, monkeypatch, [100 * MODEL_BYTES] * 3)
     assert options == []
 
@@ -190,7 +229,7 @@ def test_what_a_freed_model_leaves_in_the_heap_is_used_by_nobody(loaded: Any) ->
 
         # As glibc has it once something large was freed.
         assert _set(-3, 32 << 20)
-        heap = Heap(1, [1])
+        heap = Heap(1)
         assert _set(-3, 32 << 20)
         before = resident()
         model, kept = [], []

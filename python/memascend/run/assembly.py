@@ -111,7 +111,10 @@ class Assembly:
         def borrowed(places: Iterable[Place]) -> None:
             gradients.touched(places)
 
+        heap = Heap(sum(self.decision.sizes.unit_bytes.values()), plan.host_peak if plan.held else 0)
+
         def begins() -> None:
+            heap.look()
             residency.transfers.settle()
             reached_values.write_before_backward()
 
@@ -135,9 +138,6 @@ class Assembly:
         state_dicts = StateDicts(subject.model, run, loads, sharded=subject.sharding is not None)
         attachment = Attachment(
             subject.model, self._gates(residency), residency, frames, state_dicts, on_device=self._on_device
-        )
-        heap = Heap(
-            sum(self.decision.sizes.unit_bytes.values()), (subject.named[name].nbytes for name in subject.trained)
         )
         return Session(
             run=run,

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import mmap
 import os
 import resource
 import time
-from typing import TYPE_CHECKING
 
 from memascend.run.holes import SMALLEST, Holes, c_library
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-__all__ = ["Heap", "trim"]
+__all__ = ["Heap", "mapped_bytes", "trim"]
 
 _log = logging.getLogger("memascend")
 # From malloc.h. What a block computes with is mapped from here on (glibc begins with 128 KiB): in the heap it would
@@ -24,6 +21,8 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _STEADY_BYTES = SMALLEST
 # The highest threshold that glibc goes to by itself.
 _KEPT_BYTES = 32 << 20
+# glibc's own, as long as nobody sets it.
+_TRIMMED_BYTES = 128 << 10
 # The top of the heap is what the next step needs again; beside a model in memory, something would lie above it.
 _NEVER = -1
 # How much of the time may go into giving back: less than what a step's time varies by on a machine of one's own. A trim
@@ -33,8 +32,9 @@ _TRIM_SHARE = 0.01
 _TAKING_STEPS = 2
 # A step that maps so many times the model's own bytes is one of activations: the heap's holes are small beside them.
 _ACTIVATIONS = 8
-# Gradients of so much of a model may come from the heap, where they leave holes.
-_HEAP_SHARE = 0.1
+# Where entries are held, of what the plan holds: all that a step maps, which the heap cannot outgrow; and
+# what it may hold beyond what torch needs at once.
+_TRIED_SHARE, _HOLES_SHARE = 1 / 2, 1 / 16
 
 
 class Heap:
@@ -42,21 +42,26 @@ class Heap:
 
     glibc raises its threshold for mappings of their own with each one that is freed, up to 32 MiB. From then on
     gradients come from the heap, where what little stays between them keeps it from shrinking: it would grow with the
-    depth of the model. But a mapping is zeroed page by page each time, which can take longer than computing. So the
-    threshold is fixed: below all gradients at first, until what the model left is taken, then below nearly all of them
-    by bytes. What is smaller, activations above all, comes from the heap, which keeps it for the next step. Where
-    batches are large, activations are larger than gradients: then the heap keeps what is freed as it would by itself.
+    depth of the model. (An aligned allocation needs more than a freed one of its size leaves, so that one small object
+    beside a hole is enough.) So the threshold is fixed, and what is free in the heap after a step is given back.
+
+    But a mapping is zeroed page by page each time, which can take longer than computing. So the heap keeps what is
+    freed, as it would by itself, where batches are large, and with them the activations; and where entries are held,
+    beside which what it grows by is little. That is tried in one step, and taken back if it grew by more.
     """
 
-    def __init__(self, model_bytes: int, gradients: Iterable[int]) -> None:
-        """Of a model of so many bytes, and of those that each gradient has."""
+    def __init__(self, model_bytes: int, held_peak: int = 0) -> None:
+        """Of a model of so many bytes; `held_peak` is what the plan holds at most, where entries are held."""
         self._model_bytes = model_bytes
-        self._threshold = _threshold(sorted(gradients), int(model_bytes * _HEAP_SHARE))
+        self._held_peak = held_peak
         self._steps = 0
         self._faults = 0
-        # When the last trim ended, what it took of the processor, and how far the heap went at most.
+        # When the last trim ended, and what it took of the processor.
         self._trimmed = self._took = 0.0
-        self._top = 0
+        # The most that was mapped at once in the step; of the step before, with where the heap ended, while it is tried
+        # what keeping takes.
+        self._mapped = 0
+        self._before: tuple[int, int] | None = None
         self._holes = Holes()
         chosen = "MALLOC_MMAP_THRESHOLD_" in os.environ or "GLIBC_TUNABLES" in os.environ
         self.steady = not chosen and _set(_M_MMAP_THRESHOLD, _STEADY_BYTES)
@@ -71,47 +76,71 @@ class Heap:
         """Make the holes free for anybody."""
         self._holes.close()
 
+    def look(self) -> None:
+        """How much is mapped: a backward begins, or it has ended."""
+        if self.steady and self._held_peak and self._steps < _TAKING_STEPS + 1:
+            self._mapped = max(self._mapped, mapped_bytes() or 0)
+
     def step_ended(self) -> None:
         """Look at what the step mapped; the first one also warmed everything up."""
         if not self.steady:
             return
         faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        mapped = (faults - self._faults) * mmap.PAGESIZE
+        touched = (faults - self._faults) * mmap.PAGESIZE
         self._faults = faults
         self._steps += 1
-        if self._steps > 1 and mapped > _ACTIVATIONS * self._model_bytes:
-            self.steady = False
-            _set(_M_MMAP_THRESHOLD, _KEPT_BYTES)
-            _set(_M_TRIM_THRESHOLD, _NEVER)
-            _log.info("activations of %d MB a step: the heap keeps freed memory from now on", mapped // 1_000_000)
+        mapped, self._mapped = self._mapped, 0
+        if self._before is not None:
+            self._judge(mapped, *self._before)
             return
-        top = c_library().sbrk(0)
-        if self._steps <= _TAKING_STEPS or top > self._top:
-            self._trim()
-        if self._steps <= _TAKING_STEPS:
-            self._holes.take()
-        if self._steps == _TAKING_STEPS:
-            _set(_M_MMAP_THRESHOLD, self._threshold)
-            _set(_M_TRIM_THRESHOLD, _NEVER)
-        elif self._steps > _TAKING_STEPS:
-            # The next step needs as much again; only what goes beyond is a hole more.
-            self._top = max(self._top, top)
-
-    def _trim(self) -> None:
-        if self._took <= (time.perf_counter() - self._trimmed) * _TRIM_SHARE:
+        if self._steps > 1 and touched > _ACTIVATIONS * self._model_bytes:
+            self._keep()
+            self.steady = False
+            _log.info("activations of %d MB a step: the heap keeps freed memory from now on", touched // 1_000_000)
+            return
+        now = time.perf_counter()
+        if self._took <= (now - self._trimmed) * _TRIM_SHARE:
             began = time.thread_time()
             trim()
             self._took = time.thread_time() - began
-            self._trimmed = time.perf_counter()
+            self._trimmed = now
+        if self._steps <= _TAKING_STEPS:
+            self._holes.take()
+        if self._steps == _TAKING_STEPS and mapped and touched <= self._held_peak * _TRIED_SHARE:
+            self._keep()
+            self._before = mapped, c_library().sbrk(0)
+
+    def _judge(self, mapped: int, mapped_before: int, top_before: int) -> None:
+        """After a step in which the heap kept what was freed: whether it goes on so."""
+        grown = c_library().sbrk(0) - top_before + mapped - mapped_before
+        self._before = None
+        if grown <= self._held_peak * _HOLES_SHARE:
+            self.steady = False
+            _log.info("the heap keeps freed memory from now on, and has grown by %d MB for it", grown // 1_000_000)
+            return
+        _set(_M_MMAP_THRESHOLD, _STEADY_BYTES)
+        _set(_M_TRIM_THRESHOLD, _TRIMMED_BYTES)
+        trim()
+
+    def _keep(self) -> None:
+        _set(_M_MMAP_THRESHOLD, _KEPT_BYTES)
+        _set(_M_TRIM_THRESHOLD, _NEVER)
 
 
-def _threshold(gradients: Iterable[int], from_heap: int) -> int:
-    """The bytes from which on gradients are mapped, of these in rising order: so many may come from the heap."""
-    for size in gradients:
-        from_heap -= size
-        if from_heap < 0:
-            return min(max(size, _STEADY_BYTES), _KEPT_BYTES)
-    return _KEPT_BYTES
+class _Mallinfo(ctypes.Structure):
+    # glibc's own names and order; from glibc 2.33 on.
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = tuple((name, ctypes.c_size_t) for name in _names.split())
+
+
+def mapped_bytes() -> int | None:
+    """Bytes that the C library has in mappings of their own; None where it does not say."""
+    try:
+        ask = c_library().mallinfo2
+    except (OSError, AttributeError):
+        return None
+    ask.restype = _Mallinfo
+    return int(ask().hblkhd)
 
 
 def _set(option: int, value: int) -> bool:

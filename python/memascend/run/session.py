@@ -98,6 +98,7 @@ class Session:
         self.run.frames.unwind()
         self.state_dicts.forget()
         self.loads.settle()
+        self.measurements.heap.look()
         with self.run.residency.turns.alone():
             return self._step()
 
