@@ -50,7 +50,9 @@ class ValueSource(Protocol):
     def hyperparameters(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
         """What is committed of options, where those of the optimizer's groups are `groups`."""
 
-    def parameters(self, units: Sequence[Unit]) -> Generator[FirstValue, None, None]:
+    def parameters(
+        self, units: Sequence[Unit]
+    ) -> Generator[tuple[str, torch.Tensor, dict[str, torch.Tensor], int], None, None]:
         """Each parameter of the units once; what was yielded may go before the next is asked for."""
 
     def buffer(self, name: str, tensor: torch.Tensor) -> None:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from memascend.errors import ConfigError
+from memascend.paths import expanded
 
 if TYPE_CHECKING:
     import contextlib
 
     from memascend.planning.options import Options
+    from memascend.ranks.earlier import Earlier
     from memascend.ranks.figures import Figures
     from memascend.ranks.sharding import Sharding
 
@@ -25,24 +29,25 @@ _TIMEOUT_SECONDS = 600.0
 
 def begin(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, options: Options, undo: contextlib.ExitStack
-) -> tuple[Sharding | None, Options]:
-    """The rows of a model that ranks share, and the options as this rank has them; None for one process's own model.
+) -> tuple[Sharding | None, Options, Earlier | None]:
+    """The rows of a model that ranks share, the options as this rank has them, and what another number of ranks left.
 
-    One process with a plain model imports and pays nothing.
+    None and None for one process's own model: one process with a plain model imports and pays nothing.
 
     Raises:
         ConfigError: what is asked for does not work with several ranks; the message says what does.
     """
     several = _world_size() > 1
     if not (several or _is_sharded(model)):
-        return None, options
+        return None, *_earlier_of_others(options, undo)
     _refuse_wrappers(model)
     if not several:
-        return _sharding(model, optimizer, options, undo, None), options
+        return _sharding(model, optimizer, options, undo, None), *_earlier_of_others(options, undo)
+    from memascend.ranks.earlier import find_earlier
     from memascend.ranks.exchange import Exchange
     from memascend.ranks.figures import Figures
     from memascend.ranks.opening import choose
-    from memascend.ranks.places import places_of_rank, require_own
+    from memascend.ranks.places import places_of_rank, require_own, shared_folder
 
     exchange = Exchange(options.timeout or _TIMEOUT_SECONDS)
     undo.callback(exchange.close)
@@ -63,9 +68,29 @@ def begin(
     if options.weights is None and options.checkpoint is None:
         sharding.require_same_generators()
     require_own(own.paths or (), figures)
+    folder = shared_folder(asked)
+    earlier = None if folder is None else find_earlier(folder, asked.existing, exchange)
+    if earlier is not None:
+        undo.callback(earlier.close)
+        # What lies there of now was never filled.
+        own = replace(own, existing="replace")
     sharding.opening = choose(own.paths, exchange, own.existing)
     # A rank that is ahead of others goes back.
-    return sharding, replace(own, existing=sharding.opening.existing)
+    return sharding, replace(own, existing=sharding.opening.existing), earlier
+
+
+def _earlier_of_others(options: Options, undo: contextlib.ExitStack) -> tuple[Options, Earlier | None]:
+    """The stores that several ranks left in the folder of a single process, which goes on from them."""
+    storage = options.storage
+    if not isinstance(storage, (str, os.PathLike)) or not any(Path(expanded(storage)).glob("rank-*-of-*")):
+        return options, None
+    from memascend.ranks.earlier import find_earlier
+
+    earlier = find_earlier(expanded(storage), options.existing, None)
+    if earlier is None:
+        return options, None
+    undo.callback(earlier.close)
+    return replace(options, existing="replace"), earlier
 
 
 def _sharding(

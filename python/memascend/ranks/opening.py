@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from memascend.engine import Store
     from memascend.ranks.exchange import Exchange
 
-__all__ = ["Existing", "Opening", "choose"]
+__all__ = ["Existing", "Opening", "choose", "common_of", "seen_at"]
 
 Existing = Literal["refuse", "resume", "replace", "previous"]
 _Path = str | os.PathLike[str]
@@ -92,7 +92,7 @@ def choose(paths: _Path | Sequence[_Path] | None, exchange: Exchange, existing: 
     """
     # What only one of them draws is the same for all.
     drawn = exchange.tell("a new run", os.urandom(16).hex())[0]
-    seen = exchange.tell("what is there", _seen(paths))
+    seen = exchange.tell("what is there", seen_at(paths))
     unread = {rank: one["error"] for rank, one in enumerate(seen) if one["error"] is not None}
     if existing == "replace":
         return Opening(exchange=exchange, existing="replace", run=bytes.fromhex(drawn), number=0)
@@ -115,7 +115,8 @@ def choose(paths: _Path | Sequence[_Path] | None, exchange: Exchange, existing: 
     return Opening(exchange=exchange, existing="resume" if newest else "previous", run=run, number=number)
 
 
-def _seen(paths: _Path | Sequence[_Path] | None) -> dict[str, Any]:
+def seen_at(paths: _Path | Sequence[_Path] | None) -> dict[str, Any]:
+    """What the roots of a store name, or why that cannot be said."""
     try:
         found = None if paths is None else commits(paths)
     except (MemascendError, OSError) as error:
@@ -125,6 +126,18 @@ def _seen(paths: _Path | Sequence[_Path] | None) -> dict[str, Any]:
     named, damage = found
     known = [{"run": one.run.hex(), "number": one.number} for one in named]
     return {"there": True, "commits": known, "damage": damage and damage[:400], "error": None}
+
+
+def common_of(seen: list[dict[str, Any]]) -> int:
+    """The newest commit that all of some stores have, by what `seen_at` says of each.
+
+    Raises:
+        RankError, ConfigError, CorruptionError: they have none.
+    """
+    unread = {rank: one["error"] for rank, one in enumerate(seen) if one["error"] is not None}
+    if unread:
+        raise RankError(f"{_listed(unread)}; nothing was changed on any rank", ranks=tuple(unread))
+    return _common(seen, "resume")[1]
 
 
 def _common(seen: list[dict[str, Any]], existing: Existing) -> tuple[bytes, int]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from torch import distributed
 
 from memascend.errors import ConfigError, StorageError
+from memascend.ranks.earlier import file_of_rank
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from memascend.planning.options import Options
     from memascend.ranks.figures import Figures
 
-__all__ = ["filled", "places_of_rank", "require_own"]
+__all__ = ["filled", "places_of_rank", "require_own", "shared_folder"]
 
 
 def places_of_rank(options: Options) -> list[str] | None:
@@ -54,7 +55,16 @@ def _place(path: str, rank: int, *, several: bool) -> str:
         )
     # A folder in it that is made where it is missing.
     found.mkdir(parents=True, exist_ok=True)
-    return os.path.join(path, f"rank-{rank}") + "/"  # noqa: PTH118
+    # Of which number of ranks it is: another number has other rows.
+    return str(file_of_rank(path, rank, distributed.get_world_size()).parent) + "/"
+
+
+def shared_folder(options: Options) -> str | None:
+    """The folder that all ranks have their stores in; None where each is told its own place."""
+    storage = options.storage
+    if not isinstance(storage, (str, os.PathLike)) or options.paths is None or "{" in options.paths[0]:
+        return None
+    return options.paths[0]
 
 
 def require_own(places: Sequence[str], figures: Figures) -> None:

@@ -136,6 +136,11 @@ class Sharding:
             units.append(Unit(name=group.name, parameters=names, nbytes=nbytes, module=None, pinned=False))
         return tuple(units)
 
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """Of whole parameters that have elements, by name, in the model's order: the same on all ranks."""
+        return {name: one.leaf.shape for name, one in self._sharded.items() if one.leaf.shape.numel()}
+
     def require_same_generators(self) -> None:
         """What is on meta and initialised here is made by each rank whole, and must be the same; asked of all ranks.
 

@@ -24,8 +24,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    import torch
+
     from memascend.engine import Engine, Store
     from memascend.planning.plan import Plan
+    from memascend.ranks.earlier import Earlier
     from memascend.run.decision import Decision, Subject
 
 __all__ = ["FirstValues", "begin_log", "continued", "end_log", "open_store"]
@@ -127,6 +130,18 @@ def continued(subject: Subject, folder: str) -> CheckpointValues:
     )
 
 
+def earlier_values(subject: Subject, earlier: Earlier) -> ValueSource:
+    """What the stores of another number of ranks hold for this model and optimizer."""
+    from memascend.ranks.earlier import EarlierValues
+
+    def describe(name: str) -> dict[str, torch.Tensor]:
+        return subject.arithmetic.describe(subject.named[name]) if name in subject.trained else {}
+
+    sharding = subject.sharding
+    shapes = {name: own.shape for name, own in subject.named.items()} if sharding is None else sharding.shapes
+    return EarlierValues(earlier, shapes, subject.named, describe, type(subject.original).__name__)
+
+
 class FirstValues:
     """What a store begins with: looked at before anything is written, then written."""
 
@@ -147,7 +162,8 @@ class FirstValues:
         if created:
             self._source = self._found()
             self._source.check()
-        initialised = created and self._weights is None and subject.options.checkpoint is None
+        given = (self._weights, subject.options.checkpoint, subject.earlier)
+        initialised = created and all(one is None for one in given)
         self._meta_buffers.rebuild(self._weights, saved=initialised)
         count = sum(parameter.is_meta for parameter in subject.named.values())
         if count and initialised:
@@ -157,6 +173,8 @@ class FirstValues:
 
     def _found(self) -> ValueSource:
         subject = self._subject
+        if subject.earlier is not None:
+            return earlier_values(subject, subject.earlier)
         if subject.options.checkpoint is not None:
             return continued(subject, expanded(subject.options.checkpoint))
         saved = self._meta_buffers.saved

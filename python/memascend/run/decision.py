@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from memascend.planning.options import Options
     from memascend.planning.plan import Plan
     from memascend.planning.units import Unit
+    from memascend.ranks.earlier import Earlier
     from memascend.ranks.sharding import Sharding
 
 __all__ = ["Decision", "Planned", "Subject", "decide", "planned", "planned_formats"]
@@ -91,6 +92,8 @@ class Subject:
         if sharding is not None:
             sharding.require_by_rows(self.arithmetic)
         self.buffers = Buffers(model)
+        # The stores of another number of ranks, from which the run goes on.
+        self.earlier: Earlier | None = None
 
     def _ids(self, weights: Iterable[torch.Tensor]) -> frozenset[int]:
         """The ids of some of the model's weights, as the optimizer has them."""

@@ -169,11 +169,12 @@ def offload(  # noqa: PLR0913 - options are keywords
     # A default device (torch.set_default_device) is for the user's tensors.
     with torch.no_grad(), torch.device("cpu"), contextlib.ExitStack() as undo:
         opened = devices.open_device(options.where)
-        sharding, options = begin(model, unwrapped(optimizer), options, undo)
+        sharding, options, earlier = begin(model, unwrapped(optimizer), options, undo)
         own = options
         subject = _together(
             sharding, lambda: Subject(model, optimizer, own, opened, staged=opened is not None, sharding=sharding)
         )
+        subject.earlier = earlier
         offloaded, seconds = _offloaded(subject)
         undo.pop_all()
     if device is None and opened is not None:
@@ -196,7 +197,12 @@ def _offloaded(subject: Subject) -> tuple[OffloadedOptimizer, Forecast | None]:
         store = assembly.resources.store
         store.go_back()
         session.measurements.planned = begin_log(store, assembly.decision.plan)
+        if subject.earlier is not None:
+            # Once no rank gives up its new store any more, nobody needs the earlier ones.
+            _together(subject.sharding, lambda: None)
         undo.pop_all()
+    if subject.earlier is not None:
+        subject.earlier.remove()
     wrap_again(subject.given, offloaded)
     session.measurements.heap.model_left()
     open_runs.note(offloaded)

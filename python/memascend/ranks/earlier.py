@@ -1,0 +1,316 @@
+"""Finds the stores of a run that had another number of ranks, and fills new ones from ranges of them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memascend.engine import Store, order_of
+from memascend.errors import ConfigError
+from memascend.ranks.opening import common_of, seen_at
+from memascend.ranks.rows import BLOCK_ELEMENTS
+from memascend.ranks.transfer import Piece, Transfer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Mapping, Sequence
+
+    from memascend.ranks.exchange import Exchange
+
+    # A parameter's name, values and state, and how many updates made it.
+    First = tuple[str, torch.Tensor, dict[str, torch.Tensor], int]
+
+__all__ = ["Earlier", "EarlierValues", "file_of_rank", "find_earlier"]
+
+_log = logging.getLogger("memascend")
+
+_FOLDER = re.compile(r"rank-(\d{1,5})-of-(\d{1,5})")
+_FILE = "memascend.store"
+# A parameter's count of updates goes with its rows.
+_STEP = "\0step"
+
+
+def file_of_rank(folder: str, rank: int, count: int) -> Path:
+    """The store of one of several ranks in the folder that they share; that of a single process lies in it itself."""
+    return Path(folder, _FILE) if count == 1 else Path(folder, f"rank-{rank}-of-{count}", _FILE)
+
+
+class Earlier:
+    """The stores of another number of ranks, of which each is read by one rank of now.
+
+    Attributes:
+        files: by the old rank.
+        owners: by the old rank, which of now reads it.
+        exchange: how the ranks of now talk; None for one.
+        stores: by the old rank, those that are open here.
+    """
+
+    def __init__(self, files: Sequence[Path], owners: Sequence[int], exchange: Exchange | None) -> None:
+        self.files = files
+        self.owners = owners
+        self.exchange = exchange
+        self.rank, self.count = (0, 1) if exchange is None else (exchange.rank, exchange.size)
+        self.stores: dict[int, Store] = {}
+        self._open = contextlib.ExitStack()
+
+    def open(self) -> None:
+        """Open those that this rank reads, at the newest commit that all have. They are locked until `close()`."""
+        owned = [number for number, owner in enumerate(self.owners) if owner == self.rank]
+        told = self.tell("what earlier stores have", [[number, seen_at(str(self.files[number]))] for number in owned])
+        seen = {number: one for each in told for number, one in each}
+        common = common_of([seen[number] for number in range(len(self.files))]) if len(self.files) > 1 else None
+        for number in owned:
+            newest = common is None or seen[number]["commits"][0]["number"] == common
+            store = Store.open(self.files[number], existing="resume" if newest else "previous")
+            self._open.callback(store.close)
+            self.stores[number] = store
+
+    def tell(self, about: str, said: Any) -> list[Any]:
+        """What each rank says."""
+        return [said] if self.exchange is None else self.exchange.tell(about, said)
+
+    def close(self) -> None:
+        """Let them go."""
+        self._open.close()
+
+    def remove(self) -> None:
+        """Remove them: all ranks have committed the new ones, and none gives them up any more."""
+        owned = list(self.stores)
+        self.close()
+        for number in owned:
+            self.files[number].unlink(missing_ok=True)
+            if len(self.files) > 1:
+                # A folder with files of others stays.
+                with contextlib.suppress(OSError):
+                    self.files[number].parent.rmdir()
+        _log.info("the run goes on with %d ranks, and the stores of %d are removed", self.count, len(self.files))
+
+
+def find_earlier(folder: str, existing: str, exchange: Exchange | None) -> Earlier | None:
+    """The stores that a run is to go on from which had another number of ranks; None where there are none.
+
+    Raises:
+        ConfigError: they are there and cannot be gone on from; nothing was changed.
+    """
+    rank, count = (0, 1) if exchange is None else (exchange.rank, exchange.size)
+    there = _there(folder)
+    told = [there] if exchange is None else exchange.tell("which stores are there", there)
+    sets: dict[int, dict[int, list[int]]] = {}
+    for seer, each in enumerate(told):
+        for number, of in each:
+            sets.setdefault(of, {}).setdefault(number, []).append(seer)
+    others = sorted(of for of in sets if of != count)
+    if not others:
+        return None
+    named = " and of ".join(map(str, others))
+    if existing != "resume":
+        raise ConfigError(
+            f"stores of {named} ranks are in {folder}, and there are {count} now: existing='resume' goes on from them; "
+            "to begin anew, move them away"
+        )
+    if len(others) > 1 or (count in sets and _is_whole(folder, rank, count, exchange)):
+        of = " and of ".join(map(str, sorted(sets)))
+        raise ConfigError(
+            f"stores of {of} ranks are in {folder}: move away those that the run is not to go on from; nothing was "
+            "changed"
+        )
+    of = others[0]
+    missing = [number for number in range(of) if number not in sets[of]]
+    if missing:
+        raise ConfigError(
+            f"the store of rank {missing[0]} of {of} cannot be reached ({file_of_rank(folder, missing[0], of)}): bring "
+            "it back to where one of the ranks sees it; nothing was changed"
+        )
+    owners = [sets[of][number][number % len(sets[of][number])] for number in range(of)]
+    return Earlier([file_of_rank(folder, number, of) for number in range(of)], owners, exchange)
+
+
+def _there(folder: str) -> list[list[int]]:
+    """The stores in a folder: by (rank, number of ranks)."""
+    found = [[0, 1]] if file_of_rank(folder, 0, 1).is_file() else []
+    with contextlib.suppress(OSError):
+        for name in sorted(os.listdir(folder)):  # noqa: PTH208
+            match = _FOLDER.fullmatch(name)
+            if match and Path(folder, name, _FILE).is_file():
+                found.append([int(match[1]), int(match[2])])
+    return found
+
+
+def _is_whole(folder: str, rank: int, count: int, exchange: Exchange | None) -> bool:
+    """Whether the stores of the ranks of now were ever filled; a run that ended before left them unfinished."""
+    seen = seen_at(str(file_of_rank(folder, rank, count)))
+    filled = bool(seen["commits"])
+    return all([filled] if exchange is None else exchange.tell("whether the store was filled", filled))
+
+
+class EarlierValues:
+    """The first values of new stores, from ranges of earlier ones: a source as a checkpoint is one.
+
+    Attributes:
+        step: that they are at.
+        user_state: of the old rank of this rank's number; of the first one where there were fewer.
+    """
+
+    def __init__(
+        self,
+        earlier: Earlier,
+        shapes: Mapping[str, torch.Size],
+        named: Mapping[str, torch.Tensor],
+        describe: Callable[[str], Mapping[str, torch.Tensor]],
+        optimizer: str,
+    ) -> None:
+        """Open the earlier stores.
+
+        Args:
+            earlier: which.
+            shapes: of whole parameters, by name, the same on all ranks.
+            named: this rank's rows of them, by name.
+            describe: the state of a parameter, on meta, by its name.
+            optimizer: whose state it is.
+        """
+        self._earlier = earlier
+        self._shapes = shapes
+        self._named = named
+        self._describe = describe
+        self._optimizer = optimizer
+        earlier.open()
+        said = {
+            str(number): [store.step, store.user_state, store.hyperparameters]
+            for number, store in earlier.stores.items()
+        }
+        of = {int(number): one for each in earlier.tell("where they stand", said) for number, one in each.items()}
+        self.step, self.user_state, self._hyperparameters = of[0]
+        if earlier.rank in of:
+            self.user_state = of[earlier.rank][1]
+
+    def check(self) -> None:
+        """Refuse stores of another model or optimizer, before anything is written."""
+        first = self._earlier.stores.get(0)
+        said = None if first is None else [first.info()["optimizer"], _described(first)]
+        optimizer, there = next(one for one in self._earlier.tell("what they hold", said) if one is not None)
+        if optimizer != self._optimizer:
+            raise ConfigError(f"the earlier stores are of {optimizer}, and the optimizer is {self._optimizer}")
+        for name, own in self._named.items():
+            here = _description(own, self._describe(name))
+            if there.get(name) != here:
+                raise ConfigError(
+                    f"{name!r} is {here} and was {there.get(name)} in the earlier stores: nothing was changed"
+                )
+        gone = there.keys() - self._shapes.keys()
+        if gone:
+            raise ConfigError(f"the model has no {min(gone)!r}, which the earlier stores have: nothing was changed")
+
+    def hyperparameters(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
+        """Those that were committed last."""
+        del groups
+        return {name: value for name, value in (self._hyperparameters or {}).items() if name != "line"}
+
+    def parameters(self, units: Sequence[Any]) -> Generator[First, None, None]:
+        """Each of this rank's parameters once; all ranks move the rows of all parameters in one order."""
+        del units
+        with contextlib.closing(Transfer(self._earlier.exchange)) as transfer:
+            for name, shape in self._shapes.items():
+                into = self._room(name)
+                transfer.move(self._pieces(name, shape, into))
+                if into:
+                    step = int(into.pop(_STEP))
+                    yield name, into.pop(""), into, step
+
+    def buffer(self, name: str, tensor: torch.Tensor) -> None:
+        """Persistent buffers are those of the first old rank."""
+        store, owner = self._earlier.stores.get(0), self._earlier.owners[0]
+        sent = None if store is None else store.read(name)[0]
+        got = torch.empty(tensor.shape, dtype=tensor.dtype)
+        with contextlib.closing(Transfer(self._earlier.exchange)) as transfer:
+            ranks = range(self._earlier.count)
+            transfer.move([Piece(owner, rank, sent, got if rank == self._earlier.rank else None) for rank in ranks])
+        tensor.copy_(got)
+
+    def _room(self, name: str) -> dict[str, torch.Tensor]:
+        """Where this rank's part of a parameter comes to; nothing where it has none."""
+        own = self._named.get(name)
+        if own is None:
+            return {}
+        described = {"": own.detach(), **self._describe(name)}
+        room = {of: torch.empty_like(tensor, device="cpu") for of, tensor in described.items()}
+        return {**room, _STEP: torch.zeros((), dtype=torch.int64)}
+
+    def _pieces(self, name: str, shape: torch.Size, into: Mapping[str, torch.Tensor]) -> list[Piece]:
+        """All that this rank sends or gets of a parameter."""
+        earlier = self._earlier
+        rows = shape[0] if shape else 1
+        olds = [_rows(rows, len(earlier.files), number) for number in range(len(earlier.files))]
+        read = {number: self._read(number, name) for number in earlier.stores if olds[number][0] < olds[number][1]}
+        pieces = []
+        for rank in range(earlier.count):
+            start, end = _rows(rows, earlier.count, rank)
+            first = True
+            for number, (old_start, old_end) in enumerate(olds):
+                low, high = max(start, old_start), min(end, old_end)
+                if low >= high:
+                    continue
+                source = earlier.owners[number]
+                sent = read.get(number, {}) if source == earlier.rank else {}
+                got = into if rank == earlier.rank else {}
+                for of in sorted(sent or got):
+                    if not first and not _is_divided(sent or got, of):
+                        # It is the same in all.
+                        continue
+                    out = _part(sent, of, low - old_start, high - old_start) if sent else None
+                    room = _part(got, of, low - start, high - start) if got else None
+                    pieces.append(Piece(source, rank, out, room))
+                first = False
+        return pieces
+
+    def _read(self, number: int, name: str) -> dict[str, torch.Tensor]:
+        store = self._earlier.stores[number]
+        values, state = store.read(name)
+        return {"": values, **state, _STEP: torch.tensor(store.entry(name)["step"])}
+
+
+def _rows(rows: int, count: int, rank: int) -> tuple[int, int]:
+    """The rows that one of several ranks has, as FSDP2 divides them."""
+    size = -(-rows // count)
+    return min(rows, rank * size), min(rows, (rank + 1) * size)
+
+
+def _is_in_blocks(of: str) -> bool:
+    return of.endswith("_absmax")
+
+
+def _is_divided(tensors: Mapping[str, torch.Tensor], of: str) -> bool:
+    return _is_in_blocks(of) or (bool(tensors[""].shape) and tensors[of].shape == tensors[""].shape)
+
+
+def _part(tensors: Mapping[str, torch.Tensor], of: str, start: int, end: int) -> torch.Tensor:
+    """What belongs to some rows, which begin and end with a block where there are blocks."""
+    tensor, values = tensors[of], tensors[""]
+    if _is_in_blocks(of):
+        elements = values.shape[1:].numel()
+        return tensor[start * elements // BLOCK_ELEMENTS : -(-end * elements // BLOCK_ELEMENTS)]
+    return tensor[start:end] if _is_divided(tensors, of) else tensor
+
+
+def _description(values: torch.Tensor, state: Mapping[str, torch.Tensor]) -> list[Any]:
+    """What is the same of a parameter's rows whatever their number."""
+    kinds = sorted([of, str(tensor.dtype), tensor.shape == values.shape] for of, tensor in state.items())
+    # Blocks of another order are of other elements.
+    reordered = any(map(_is_in_blocks, state)) and order_of(values) is not None
+    return [str(values.dtype), list(values.shape[1:]), kinds, reordered]
+
+
+def _described(store: Store) -> dict[str, list[Any]]:
+    found = {}
+    for entry in store.each_entry():
+        if entry["buffer"]:
+            continue
+        shape, state = list(entry["shape"]), entry["state"]
+        kinds = sorted([of, f"torch.{dtype}", list(own) == shape] for of, dtype, own in state)
+        reordered = any(_is_in_blocks(of) for of, _, _ in state) and entry["order"] is not None
+        found[entry["name"]] = [f"torch.{entry['dtype']}", shape[1:], kinds, reordered]
+    return found

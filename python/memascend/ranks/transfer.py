@@ -1,0 +1,90 @@
+"""Moves pieces of tensors between ranks, each from one rank to one other."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import distributed
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from memascend.ranks.exchange import Exchange
+
+__all__ = ["Piece", "Transfer"]
+
+
+class Piece(NamedTuple):
+    """What goes from one rank to another.
+
+    Attributes:
+        source: the rank that has it.
+        target: the rank that gets it.
+        sent: the tensor, at the source.
+        got: where it comes to, at the target.
+    """
+
+    source: int
+    target: int
+    sent: torch.Tensor | None
+    got: torch.Tensor | None
+
+
+class Transfer:
+    """Moves pieces over a group of gloo of its own; a rank that closes it in the midst is missed by name."""
+
+    def __init__(self, exchange: Exchange | None) -> None:
+        """Make the group; all ranks do so together. `exchange` is None for one rank."""
+        self._exchange = exchange
+        self._rank = 0 if exchange is None else exchange.rank
+        self._group: Any = None
+        if exchange is not None:
+            self._group = distributed.new_group(backend="gloo", timeout=timedelta(seconds=exchange.timeout))
+
+    def move(self, pieces: Sequence[Piece]) -> None:
+        """Move all pieces that this rank sends or gets. Those of two ranks are in the same order on both.
+
+        Raises:
+            RankError: a rank failed, or is gone.
+        """
+        works, coming = [], []
+        tags: Counter[tuple[int, int]] = Counter()
+        try:
+            for piece in pieces:
+                if piece.source == piece.target:
+                    if piece.source == self._rank and piece.got is not None and piece.sent is not None:
+                        piece.got.copy_(piece.sent)
+                    continue
+                tag = tags[piece.source, piece.target]
+                tags[piece.source, piece.target] += 1
+                if piece.source == self._rank and piece.sent is not None:
+                    memory = _bytes(piece.sent.contiguous())
+                    works.append((distributed.isend(memory, piece.target, group=self._group, tag=tag), memory))
+                elif piece.target == self._rank and piece.got is not None:
+                    memory = torch.empty(piece.got.nbytes, dtype=torch.uint8)
+                    works.append((distributed.irecv(memory, piece.source, group=self._group, tag=tag), memory))
+                    coming.append((piece.got, memory))
+            for work, _ in works:
+                if work is not None:
+                    work.wait()
+        except RuntimeError as error:
+            self.close()
+            assert self._exchange is not None
+            raise self._exchange.lost(f"moving rows ({str(error).splitlines()[0][:200]})", 5.0) from error
+        for got, memory in coming:
+            got.copy_(memory.view(got.dtype).view(got.shape))
+
+    def close(self) -> None:
+        """Let the group go; who waits in it for this rank waits no longer."""
+        group, self._group = self._group, None
+        if group is not None:
+            with contextlib.suppress(ValueError, AssertionError):
+                distributed.destroy_process_group(group)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)

@@ -1,0 +1,189 @@
+"""Tests runs that go on with another number of ranks: the bits of the run that never stopped, and what is refused."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from support.bits import same_bits
+from support.ranks import on_ranks
+from torch import distributed, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+import memascend
+
+MICRO_BATCHES = 12
+
+
+class Uneven(nn.Module):
+    """Rows that no number of ranks divides, fewer rows than ranks, a frozen block, a head that is the embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(33, 16)
+        self.narrow = nn.Sequential(nn.Linear(16, 3), nn.GELU(), nn.Linear(3, 16))
+        self.frozen = nn.Linear(16, 16).requires_grad_(False)
+        self.head = nn.Linear(16, 33, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("seen", torch.zeros(2))
+
+    def forward(self, tokens):
+        self.seen += 1
+        return self.head(self.frozen(self.narrow(self.embed(tokens))))
+
+
+def offloaded(folder, plain, dtype="bfloat16", **options):
+    torch.manual_seed(0)
+    model = Uneven().to(getattr(torch, dtype))
+    if not plain:
+        for module in (model.narrow, model.frozen, model):
+            fully_shard(module)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    kind = {"AdamW": torch.optim.AdamW, "RMSprop": torch.optim.RMSprop}[options.pop("kind", "AdamW")]
+    optimizer = kind(trained, lr=1e-2)
+    options = {"existing": "resume", "gradients": "ssd", "timeout": 60.0, **options}
+    return memascend.offload(model, optimizer, storage=folder, **options)
+
+
+def train(folder, name, until, plain, options):
+    """Go on to a step: from which one, all values then, and which stores there are."""
+    folder = Path(folder, name)
+    folder.mkdir(exist_ok=True)
+    model, optimizer = offloaded(folder, plain, **options)
+    rank, count = distributed.get_rank(), distributed.get_world_size()
+    began, user_state = optimizer.steps, optimizer.user_state
+    while optimizer.steps < until:
+        for micro in range(rank, MICRO_BATCHES, count):
+            generator = torch.Generator().manual_seed(1000 * optimizer.steps + micro)
+            tokens = torch.randint(0, 33, (2, 6), generator=generator)
+            loss = nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten())
+            (loss / MICRO_BATCHES).backward()
+        optimizer.user_state = {"rank": rank, "step": optimizer.steps}
+        optimizer.step()
+        optimizer.zero_grad()
+    values = [(one if plain else one.full_tensor()).detach().clone() for one in model.parameters()]
+    optimizer.close()
+    distributed.barrier()
+    return began, user_state, values, there(folder)
+
+
+def there(folder):
+    """The stores in a folder, as paths in it."""
+    return sorted(str(file.relative_to(folder)) for file in Path(folder).rglob("*.store"))
+
+
+def stores(count):
+    return ["memascend.store"] if count == 1 else [f"rank-{rank}-of-{count}/memascend.store" for rank in range(count)]
+
+
+def go_on(tmp_path, counts, options):
+    """A run with one number of ranks after the other has the bits of one process that never stops."""
+    ((_, _, whole, _),) = on_ranks(1, train, tmp_path, "whole", len(counts), True, options)
+    for step, (count, plain) in enumerate(counts):
+        found = on_ranks(count, train, tmp_path, "run", step + 1, plain, options)
+        for rank, (began, user_state, _, left) in enumerate(found):
+            assert began == step
+            if step:
+                old = rank if rank < counts[step - 1][0] else 0
+                assert user_state == {"rank": old, "step": step - 1}
+            assert left == stores(count)
+    for _, _, values, _ in found:
+        assert all(map(same_bits, values, whole))
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(tmp_path):
+    go_on(tmp_path, [(1, True), (2, False)], {})
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"dtype": "float32", "gradients": "ram"},
+        {"host_memory": "1GiB", "log_steps": 3},
+        {"kind": "RMSprop", "durability": "none"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("last", [True, False], ids=["plain", "divided"])
+def test_runs_go_on_with_four_two_three_and_one(tmp_path, options, last):
+    go_on(tmp_path, [(4, False), (2, False), (3, False), (1, last), (2, False)], options)
+
+
+# --- what goes wrong -------------------------------------------------------------------------
+
+
+def killed(folder, name, until, plain, options):
+    """Rank 1 is killed where all have written the first root of the new stores but itself."""
+    if distributed.get_rank() == 1:
+        from memascend.ranks.exchange import Exchange
+
+        tell = Exchange.tell
+
+        def told(self, about, said, **given):
+            answers = tell(self, about, said, **given)
+            if about == "staged":
+                os.kill(os.getpid(), signal.SIGKILL)
+            return answers
+
+        Exchange.tell = told
+    return refused(folder, name, until, plain, options)
+
+
+def unreadable(folder, name, until, plain, options):
+    """Rank 1 cannot read what it has of the earlier stores."""
+    if distributed.get_rank() == 1:
+        from memascend.ranks.earlier import EarlierValues
+
+        def failing(*_):
+            raise OSError(5, "as if the drive were gone")
+
+        EarlierValues._read = failing
+    return refused(folder, name, until, plain, options)
+
+
+def refused(folder, name, until, plain, options):
+    """The error that a rank meets, and which stores there are then."""
+    error = None
+    try:
+        train(folder, name, until, plain, options)
+    except (memascend.MemascendError, OSError) as met:
+        error = f"{type(met).__name__}: {met}"
+    return error, there(Path(folder, name))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_what_goes_wrong_leaves_the_earlier_stores(tmp_path):
+    def run(count, function, step, **options):
+        return on_ranks(count, function, tmp_path, "run", step, False, {"timeout": 20.0, **options}, ends=(0, -9))
+
+    ((_, _, whole, _),) = on_ranks(1, train, tmp_path, "whole", 2, True, {})
+    run(3, train, 1)
+    for error, left in run(2, unreadable, 2):
+        assert "as if the drive were gone" in error
+        assert set(stores(3)) <= set(left)
+    first, _ = run(2, killed, 2)
+    assert first[0].startswith("RankError"), first
+    assert set(stores(3)) <= set(first[1])
+    for existing, words in (("refuse", "existing='resume' goes on"), ("replace", "move them away")):
+        for error, left in run(2, refused, 2, existing=existing):
+            assert words in error, error
+            assert set(stores(3)) <= set(left)
+    gone = tmp_path / "run" / stores(3)[2]
+    gone.rename(tmp_path / "elsewhere")
+    for error, _ in run(2, refused, 2):
+        assert "the store of rank 2 of 3 cannot be reached" in error
+    (tmp_path / "elsewhere").rename(gone)
+    for error, left in run(2, refused, 2, kind="RMSprop"):
+        assert "the earlier stores are of AdamW" in error
+        assert set(stores(3)) <= set(left)
+    for _, _, values, left in run(2, train, 2):
+        assert all(map(same_bits, values, whole))
+        assert left == stores(2)
