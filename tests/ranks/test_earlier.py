@@ -80,16 +80,22 @@ def stores(count):
     return ["memascend.store"] if count == 1 else [f"rank-{rank}-of-{count}/memascend.store" for rank in range(count)]
 
 
+def train_whole(folder, until, options):
+    """One process that never stops: its values, and what one has that stops after the first step."""
+    whole = train(folder, "whole", until, True, options)[2]
+    train(folder, "run", 1, True, options)
+    return whole
+
+
 def go_on(tmp_path, counts, options):
     """A run with one number of ranks after the other has the bits of one process that never stops."""
-    ((_, _, whole, _),) = on_ranks(1, train, tmp_path, "whole", len(counts), True, options)
-    for step, (count, plain) in enumerate(counts):
+    (whole,) = on_ranks(1, train_whole, tmp_path, len(counts), options)
+    for step, (count, plain) in list(enumerate(counts))[1:]:
         found = on_ranks(count, train, tmp_path, "run", step + 1, plain, options)
         for rank, (began, user_state, _, left) in enumerate(found):
             assert began == step
-            if step:
-                old = rank if rank < counts[step - 1][0] else 0
-                assert user_state == {"rank": old, "step": step - 1}
+            old = rank if rank < counts[step - 1][0] else 0
+            assert user_state == {"rank": old, "step": step - 1}
             assert left == stores(count)
     for _, _, values, _ in found:
         assert all(map(same_bits, values, whole))
@@ -113,7 +119,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path):
 )
 @pytest.mark.parametrize("last", [True, False], ids=["plain", "divided"])
 def test_runs_go_on_with_four_two_three_and_one(tmp_path, options, last):
-    go_on(tmp_path, [(4, False), (2, False), (3, False), (1, last), (2, False)], options)
+    go_on(tmp_path, [(1, True), (4, False), (2, False), (3, False), (1, last), (2, False)], options)
 
 
 # --- what goes wrong -------------------------------------------------------------------------

@@ -165,7 +165,7 @@ def what_fails(folder):
     optimizer.zero_grad()
     optimizer.save(f"{folder}/saved")
     if rank == 1:
-        _flip_a_bit(Path(folder) / "run" / "rank-1", trained.embed.weight.detach().to_local().clone())
+        _flip_a_bit(Path(folder) / "run" / "rank-1-of-2", trained.embed.weight.detach().to_local().clone())
     before = (Path(folder) / "saved" / "model.safetensors").read_bytes()
     distributed.barrier()
     raised("damaged", "saved")

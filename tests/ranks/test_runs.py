@@ -70,11 +70,6 @@ def resumes(folder, cases):
     return found
 
 
-def test_a_run_of_two_ranks_is_resumed(tmp_path):
-    cases = [{}, {"durability": "none", "host_memory": "1GiB"}, {"host_memory": "1GiB", "log_steps": 3}]
-    assert on_ranks(2, resumes, tmp_path, cases) == [[True] * len(cases)] * 2
-
-
 @pytest.mark.slow
 def test_runs_of_three_ranks_are_resumed(tmp_path):
     cases = [
@@ -143,8 +138,14 @@ def fails(folder):
     return found
 
 
-def test_a_rank_that_fails_ends_the_step_on_both_by_its_name(tmp_path):
-    for rank, found in enumerate(on_ranks(2, fails, tmp_path)):
+def resumes_and_fails(folder, cases):
+    return resumes(folder, cases), fails(folder)
+
+
+def test_a_run_is_resumed_and_a_rank_that_fails_ends_its_step_on_both_by_its_name(tmp_path):
+    cases = [{}, {"durability": "none", "host_memory": "1GiB"}, {"host_memory": "1GiB", "log_steps": 3}]
+    for rank, (resumed, found) in enumerate(on_ranks(2, resumes_and_fails, tmp_path, cases)):
+        assert resumed == [True] * len(cases)
         for where in ("step", "gather", "backward"):
             words, ranks = found[where]
             assert "as if the drive were gone" in words, (where, found)
