@@ -8,7 +8,9 @@ import torch
 from support.bits import same_bits
 from support.ranks import on_ranks
 from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import memascend
 
@@ -170,6 +172,13 @@ def what_is_refused(folder):
         with torch.no_grad():
             plain[0].weight.add_(1)
     refused("plain", lambda: (plain, adamw(plain.parameters())))
+    wrapped = nn.parallel.DistributedDataParallel(model(torch.float32))
+    refused("ddp", lambda: (wrapped, adamw(wrapped.parameters())))
+    columns = parallelize_module(model(torch.float32), init_device_mesh("cpu", (2,)), {"3": ColwiseParallel()})
+    refused("tensor parallel", lambda: (columns, adamw(columns.parameters())))
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    hybrid = fully_shard(model(torch.float32), mesh=mesh)
+    refused("hsdp", lambda: (hybrid, adamw(hybrid.parameters())))
     refused("bf16", whole, state="bf16")
     refused("one file", whole, storage=[f"{folder}/same.store"])
     # As if each were on a host of its own.
@@ -251,6 +260,9 @@ def test_two_ranks_have_the_bits_of_one_process_that_accumulates(tmp_path):
 def test_what_does_not_work_is_refused_on_all_ranks(tmp_path):
     for rank, found in enumerate(on_ranks(2, both, tmp_path)):
         assert "rank 1 has other values" in found["plain"]
+        assert "give the module inside it" in found["ddp"]
+        assert "tensor parallelism" in found["tensor parallel"]
+        assert "a mesh on which ranks replicate it" in found["hsdp"] or "a mesh of two dimensions" in found["hsdp"]
         assert "state='bf16'" in found["bf16"]
         assert "put {rank}" in found["one file"]
         assert "rank 0 and to rank 1" in found["twice"]

@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from memascend.engine.checksum import Checksum
 from memascend.errors import ConfigError
@@ -48,8 +49,8 @@ def divide(
     other = next((rank for rank, checksum in enumerate(told) if checksum != told[0]), None)
     if other is not None:
         raise ConfigError(
-            f"rank {other} has other values in its model than rank 0: every rank begins with the same ones (the same "
-            "seed, or the same files)"
+            f"rank {other} has other values in its model than rank 0: every rank begins with the whole model and the "
+            "same values (the same seed, or the same files); stages of a pipeline do not work with offload()"
         )
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for module in modules:
@@ -75,6 +76,13 @@ def _found(
         raise ConfigError(
             "the optimizer has state of whole parameters: call torch.distributed.fsdp.fully_shard() on each block and "
             "on the model before the optimizer is made"
+        )
+    divided = next((name for name, one in model.named_parameters() if isinstance(one, DTensor)), None)
+    if divided is not None:
+        raise ConfigError(
+            f"{divided} is a DTensor that fully_shard() did not make: tensor parallelism (tp_plan=, "
+            "parallelize_module()) does not work with offload(): leave it out, and call "
+            "torch.distributed.fsdp.fully_shard() on each block and on the model"
         )
     found = find_units(model, units=units)
     named = dict(model.named_modules())

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memascend.run.report import Owner, Report, TorchBytes
+from memascend.run.report import AllRanks, Owner, Report, TorchBytes
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
 
     from memascend.planning.plan import Plan
     from memascend.residency.residency import Residency
@@ -63,6 +63,8 @@ class Measurements:
         self._before = _Counters.of(resources)
         self._step_seconds = 0.0
         self._last: Report | None = None
+        # As it was told in the last step.
+        self._all_ranks: AllRanks | None = None
 
     @property
     def plan(self) -> Plan:
@@ -75,6 +77,16 @@ class Measurements:
         self._step_seconds += time.perf_counter() - began
         self.meter.step_ended()
         self.heap.step_ended()
+
+    def told(self) -> list[int]:
+        """What a rank tells the others of itself: the peak of host memory, bytes read and written."""
+        store = _Counters.of(self._resources).since(self._before).store
+        return [sum(owner.peak for owner in self._owners().values()), store["read_bytes"], store["written_bytes"]]
+
+    def hear(self, told: Sequence[Sequence[int]]) -> None:
+        """Remember what all ranks have told, so that no report has to ask them."""
+        peak, read, written = map(sum, zip(*told, strict=True))
+        self._all_ranks = AllRanks(len(told), peak, read, written)
 
     def report(self, trained: Collection[str]) -> Report:
         """What was measured so far; `trained` are the names that the optimizer owns."""
@@ -107,6 +119,7 @@ class Measurements:
             units=dict(self._residency.units.counters),
             in_memory=self._in_memory(trained),
             samples=tuple(self.meter.samples),
+            ranks=self._all_ranks,
             **self._on_device(),
         )
 

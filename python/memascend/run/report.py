@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from memascend.run.meter import Sample
 
-__all__ = ["Owner", "Report", "TorchBytes"]
+__all__ = ["AllRanks", "Owner", "Report", "TorchBytes"]
 
 _MIB = 1 << 20
 
@@ -42,6 +42,23 @@ class TorchBytes:
         return self.values + self.state + self.gradients
 
 
+@dataclass(frozen=True)
+class AllRanks:
+    """What all ranks together held and moved, up to the beginning of the last `step()`, in which they told each other.
+
+    Attributes:
+        count: how many there are.
+        peak: of host memory, the sum of their peaks.
+        read: bytes read from storage since `offload()` returned.
+        written: bytes written to it since then.
+    """
+
+    count: int
+    peak: int
+    read: int
+    written: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Report:
     """What a run held in memory, read, wrote and waited for since `offload()` returned. `str()` is a table.
@@ -64,6 +81,7 @@ class Report:
         device_budget: the limit in force there; 0 where the host computes.
         device_torch: all that torch holds there, the owners' and beside them activations and the user's own tensors.
         device_copies: why copies there and back are slower than they could be; None where they are not.
+        ranks: of several ranks, what all have; everything else is this one's. None before their first step.
     """
 
     owners: dict[str, Owner]
@@ -83,6 +101,7 @@ class Report:
     device_budget: int = 0
     device_torch: Owner | None = None
     device_copies: str | None = None
+    ranks: AllRanks | None = None
 
     @property
     def total(self) -> int:
@@ -95,7 +114,10 @@ class Report:
         return sum(owner.peak for owner in self.owners.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as JSON values; "device" where that is not the host, "held" and "log" where entries are held."""
+        """All of it as JSON values; "device" where that is not the host, "held" and "log" where entries are held.
+
+        "ranks" where there are several.
+        """
         there = {} if self.device_torch is None else {"device": _held(self.device, self.device_budget)}
         if self.device_torch is not None:
             there["device"]["torch"] = {"bytes": self.device_torch.bytes, "peak": self.device_torch.peak}
@@ -108,6 +130,7 @@ class Report:
             "steps": self.steps,
             "beside": {"Python objects": self.object_bytes},
             **({"held": self.held} if self.held else {}),
+            **({"ranks": asdict(self.ranks)} if self.ranks is not None else {}),
             **({"log": {"steps": self.log_steps, "bytes": self.log_bytes}} if self.log_steps else {}),
         }
 
@@ -126,6 +149,7 @@ class Report:
             self._traffic(),
             *self._kept_off(),
             table(("stage", "time"), [(name, seconds_shown(taken)) for name, taken in self.seconds.items()]),
+            *self._of_all_ranks(),
             f"{self.steps} steps. Units were read {self.units['fetches']} times and were there already {here} times.",
         ]
         return "\n\n".join(parts)
@@ -150,6 +174,16 @@ class Report:
             room = bytes_shown(self.log_bytes)
             said.append(f"Gradients of held entries go to a log of {self.log_steps} steps, {room}.")
         return [" ".join(said)] if said else []
+
+    def _of_all_ranks(self) -> list[str]:
+        """What several ranks have together."""
+        if self.ranks is None:
+            return []
+        count, peak = self.ranks.count, bytes_shown(self.ranks.peak)
+        moved = (
+            f"read {bytes_shown(self.ranks.read)} and wrote {bytes_shown(self.ranks.written)}, up to the last step()"
+        )
+        return [f"This is one of {count} ranks. Together they held at most {peak}, {moved}."]
 
     def _traffic(self) -> str:
         rows = []

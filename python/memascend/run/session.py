@@ -107,9 +107,7 @@ class Session:
         run, gradients, record = self.run, self.run.gradients, self.run.record
         engine, store = run.resources.engine, run.resources.store
         present = self._present()
-        figures = None if self.sharding is None else self.sharding.figures
-        # A rank may have no rows of what has gradients.
-        if not (present if figures is None else figures.any(bool(present))):
+        if not self._is_anywhere(bool(present)):
             return False
         factor = 1.0
         if self._norm_comes_first:
@@ -139,6 +137,15 @@ class Session:
         if learnt:
             _log.info(learnt)
         return True
+
+    def _is_anywhere(self, present: bool) -> bool:
+        """Whether any rank has gradients: one may have no rows of what has. They tell more by the way, for the report."""
+        figures = None if self.sharding is None else self.sharding.figures
+        if figures is None:
+            return present
+        told = figures.everyone([present, *self.measurements.told()])
+        self.measurements.hear([moved for _, *moved in told])
+        return any(is_there for is_there, *_ in told)
 
     def _present(self) -> Sequence[tuple[Gradient, torch.Tensor]]:
         """The gradients that there are, where a step may be made of them."""

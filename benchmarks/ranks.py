@@ -1,0 +1,133 @@
+"""Measures several ranks on this machine: `python -m benchmarks.ranks [--ranks 1 2 4] [--storage FOLDER]`.
+
+For each number of ranks, gloo processes on the CPU train the same model by turns: under plain FSDP2 in memory, and
+under memascend with its reduction in the order of ranks and with the backend's. The tables have the bytes that a rank
+moves in a step beside 1/W of what one process moves, the memory that it held beside its plan, and the median seconds of
+a step, whose ratios alone mean something: all ranks share the processors and the disk of one machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from memascend.formatting import bytes_shown, seconds_shown, table
+
+WARM = 2
+WIDTH, BLOCKS, ROWS = 512, 6, 64
+
+
+def main() -> None:
+    """Run every number of ranks, or be one rank."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--storage", type=Path, default=Path(), help="a folder on the disk (here)")
+    parser.add_argument("--rank-of", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank_of:
+        be_rank(Path(options.rank_of), options.steps)
+        return
+    found = {count: measured(count, options) for count in options.ranks}
+    print(shown(found))
+
+
+def measured(count: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """What each rank has found, by rank."""
+    with tempfile.TemporaryDirectory(dir=options.storage, prefix="memascend-bench-") as folder:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+        command += ["-m", "benchmarks.ranks", "--steps", str(options.steps), "--rank-of", folder]
+        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=sys.stderr)
+        return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(count)]
+
+
+def be_rank(folder: Path, steps: int) -> None:
+    """Train each way by turns, and write what was found."""
+    import torch
+    from torch import distributed
+
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo")
+    rank, count = distributed.get_rank(), distributed.get_world_size()
+    ways = {
+        name: begun(name, folder, count) for name in ("FSDP2", "ordered", "native") if count > 1 or name != "native"
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for step in range(WARM + steps):
+        inputs = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step * count + rank)).bfloat16()
+        for name, (model, optimizer) in ways.items():
+            distributed.barrier()
+            began = time.perf_counter()
+            model(inputs).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seconds[name].append(time.perf_counter() - began)
+    found: dict[str, Any] = {"seconds": {name: statistics.median(took[WARM:]) for name, took in seconds.items()}}
+    report = ways["ordered"][1].report().to_dict()
+    moved = sum(report["read"].values()) + sum(report["written"].values()) - report["written"]["first values"]
+    found["moved"] = moved / (WARM + steps)
+    found["planned"], found["held"] = ways["ordered"][1].plan.host_peak, report["host"]["peak"]
+    for name, (_, optimizer) in ways.items():
+        if name != "FSDP2":
+            optimizer.close()
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    distributed.destroy_process_group()
+
+
+def begun(name: str, folder: Path, count: int) -> tuple[Any, Any]:
+    """A model and its optimizer, trained in this way."""
+    import torch
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+
+    import memascend
+
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(BLOCKS)]
+    model = nn.Sequential(*blocks).bfloat16()
+    if count > 1:
+        for block in model:
+            fully_shard(block)
+        fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    if name == "FSDP2":
+        return model, optimizer
+    reduction: Any = name
+    where = folder / name if count > 1 else folder / f"{name}.store"
+    return memascend.offload(model, optimizer, storage=where, gradients="ssd", reduction=reduction)
+
+
+def shown(found: dict[int, list[dict[str, Any]]]) -> str:
+    """The tables."""
+    alone = found[1][0]["moved"] if 1 in found else None
+    rows = []
+    for count, ranks in found.items():
+        moved, held, planned = (max(rank[name] for rank in ranks) for name in ("moved", "held", "planned"))
+        part = "" if alone is None else f"{moved * count / alone - 1:+.1%}"
+        rows.append((str(count), bytes_shown(int(moved)), part, bytes_shown(held), f"{held / planned - 1:+.1%}"))
+    head = ("ranks", "bytes a rank moves in a step", "beside 1/W", "host memory held", "beside its plan")
+    times = []
+    for count, ranks in found.items():
+        seconds = ranks[0]["seconds"]
+        plain = seconds["FSDP2"]
+        times.append(
+            (
+                str(count),
+                seconds_shown(plain),
+                *(f"{seconds[name] / plain:.2f}" if name in seconds else "" for name in ("ordered", "native")),
+            )
+        )
+    times_head = ("ranks", "a step in memory", "memascend, ordered: times that", "native")
+    return table(head, rows) + "\n\n" + table(times_head, times)
+
+
+if __name__ == "__main__":
+    main()
