@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.bits import same_bits
 from support.ranks import on_ranks
 from torch import distributed, nn
+from torch.distributed import checkpoint as torch_checkpoints
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import memascend
@@ -137,9 +139,9 @@ def what_each_rank_kept(folder):
     )
     found = optimizer.user_state
     before = optimizer.report().to_dict()
-    for step in range(2):
-        step_of(trained, optimizer, step, [rank], 2)
-        own = optimizer.report() if step == 0 else own
+    step_of(trained, optimizer, 0, [rank], 2)
+    own = optimizer.report()
+    step_of(trained, optimizer, 1, [rank], 2)
     after = optimizer.report()
     optimizer.close()
     moved = [sum(own.read.values()), sum(own.written.values()) - own.written["first values"]]
@@ -274,6 +276,38 @@ def test_what_ranks_save_keep_and_plan_where_something_fails_too(tmp_path):
         trained, alone = memascend.offload(trained, alone, storage=tmp_path / "one", checkpoint=tmp_path / "own-states")
     assert alone.user_state == {"position": 0}
     alone.close()
+
+
+def read_by_torch(folder):
+    """Whether torch's distributed checkpoints hold, and read, the values that ranks saved."""
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+    trained = sharded(model(torch.float32))
+    trained, optimizer = memascend.offload(trained, optimizer_of(trained, "sgd"), storage=f"{folder}/run")
+    step_of(trained, optimizer, 0, [distributed.get_rank()], 2)
+    optimizer.save(f"{folder}/ours")
+    torch_checkpoints.save({"model": trained.state_dict()}, checkpoint_id=f"{folder}/torchs")
+    saved = [parameter.full_tensor() for parameter in trained.parameters()]
+    optimizer.close()
+    found = []
+    for source in (
+        {"checkpoint_id": f"{folder}/torchs"},
+        {"storage_reader": HuggingFaceStorageReader(f"{folder}/ours")},
+    ):
+        other = sharded(model(torch.float32))
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.zero_()
+        state = dict(other.named_parameters())
+        torch_checkpoints.load({"model": state} if "checkpoint_id" in source else state, **source)
+        values = [parameter.full_tensor() for parameter in other.parameters()]
+        found.append(all(map(same_bits, values, saved)))
+    return found
+
+
+@pytest.mark.slow
+def test_torchs_distributed_checkpoints_hold_and_read_the_values(tmp_path):
+    assert on_ranks(2, read_by_torch, tmp_path) == [[True, True]] * 2
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
 
 import memascend
 
@@ -35,11 +36,19 @@ class Odd(nn.Module):
         return iter((self.narrow, self.frozen))
 
 
+class Checkpointed(nn.Sequential):
+    """Recomputed in the backward."""
+
+    def forward(self, values):
+        return checkpoint(super().forward, values, use_reentrant=False)
+
+
 def model(dtype, kind="plain"):
     torch.manual_seed(0)
     if kind == "odd":
         return Odd().to(dtype)
-    blocks = [nn.Sequential(nn.Linear(16, 48), nn.GELU(), nn.Linear(48, 16)) for _ in range(2)]
+    block = Checkpointed if kind == "checkpointed" else nn.Sequential
+    blocks = [block(nn.Linear(16, 48), nn.GELU(), nn.Linear(48, 16)) for _ in range(2)]
     return nn.Sequential(nn.Embedding(32, 16), *blocks, nn.Linear(16, 32)).to(dtype)
 
 
@@ -295,6 +304,12 @@ def test_more_ranks_have_them_too(tmp_path, count):
 def test_uneven_rows_frozen_and_tied_parameters_have_them(tmp_path, count):
     cases = [("bfloat16", {"gradients": "ssd"}, 2), ("float32", {"gradients": "fused"}, 1)]
     require_same(on_ranks(count, train_all, tmp_path, cases, "odd"), cases)
+
+
+@pytest.mark.slow
+def test_blocks_that_are_recomputed_have_them(tmp_path):
+    cases = [("bfloat16", {"gradients": "ssd"}, 2), ("float32", {"gradients": "fused"}, 1)]
+    require_same(on_ranks(2, train_all, tmp_path, cases, "checkpointed"), cases)
 
 
 @pytest.mark.slow

@@ -139,7 +139,7 @@ class Session:
         return True
 
     def _is_anywhere(self, present: bool) -> bool:
-        """Whether any rank has gradients: one may have no rows of what has. They tell more by the way, for the report."""
+        """Whether any rank has gradients: one may have no rows of what has. What they moved, they tell with it."""
         figures = None if self.sharding is None else self.sharding.figures
         if figures is None:
             return present
