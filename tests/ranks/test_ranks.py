@@ -152,6 +152,33 @@ def train_all(folder, cases, kind="plain"):
     return found
 
 
+def train_by_the_mean(folder):
+    """FSDP2's own mean, against a process that divides the sum once."""
+    found = []
+    count = distributed.get_world_size()
+    for name in ("float32", "bfloat16"):
+        dtype = getattr(torch, name)
+        trained = sharded(dtype)
+        options = {"storage": f"{folder}/{name}", "gradients": "ssd"}
+        trained, optimizer = memascend.offload(trained, adamw(trained.parameters()), **options)
+        whole = model(dtype)
+        masters = [p.detach().float().clone().requires_grad_() for p in whole.parameters()]
+        other = adamw(masters)
+        for step in range(STEPS):
+            loss_of(trained, step, distributed.get_rank()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for micro in range(count):
+                loss_of(whole, step, micro).backward()
+            for parameter in whole.parameters():
+                parameter.grad.div_(count)
+            _step(whole, masters, other)
+        values = [parameter.full_tensor() for parameter in trained.parameters()]
+        optimizer.close()
+        found.append(all(map(same_bits, values, (parameter.detach() for parameter in whole.parameters()))))
+    return found
+
+
 def train_beside_ddp(folder):
     found = []
     for name in ("float32", "bfloat16"):
@@ -317,6 +344,11 @@ def test_blocks_that_are_recomputed_have_them(tmp_path):
 def test_a_model_that_nobody_divided_has_them(tmp_path, count):
     cases = [("bfloat16", {"gradients": "ssd"}, 2), ("float32", {"units": ["1"]}, 1)]
     require_same(on_ranks(count, train_all, tmp_path, cases, "undivided"), cases)
+
+
+@pytest.mark.slow
+def test_three_ranks_divide_a_sum_once(tmp_path):
+    assert on_ranks(3, train_by_the_mean, tmp_path) == [[True, True]] * 3
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ what the rounds before have left.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import distributed
@@ -23,18 +23,49 @@ if TYPE_CHECKING:
 __all__ = ["OrderedReduction"]
 
 
+class Taken(NamedTuple):
+    """A parameter's gradient in one round.
+
+    Attributes:
+        before: what stood in its `.grad`.
+        parts: of all ranks, in their order.
+        factor: what FSDP2 divides by.
+    """
+
+    before: torch.Tensor | None
+    parts: list[torch.Tensor]
+    factor: float
+
+    def sum_into(self, values: torch.Tensor) -> None:
+        """Leave the sum of all parts, divided once."""
+        first, *others = self.parts
+        values.copy_(first)
+        for part in others:
+            values.add_(part.to(values.dtype))
+        if self.factor != 1.0:
+            values.div_(self.factor)
+
+    def divided(self, dtype: torch.dtype) -> list[torch.Tensor]:
+        """The parts for what is divided already."""
+        if self.factor != 1.0:
+            for part in self.parts:
+                part.div_(self.factor)
+        return [part.to(dtype) for part in self.parts]
+
+
 class OrderedReduction(ReduceScatter):
-    """Exchanges the parts of one group's gradients, and lets each parameter have those of the other ranks.
+    """Exchanges the parts of one group's gradients, and lets each parameter have those of all ranks.
 
     FSDP2 takes what the call leaves for the whole gradient, and calls the hooks of one parameter after the other. Those
-    ask for the rest. What a round before has left in `.grad` is put aside meanwhile: FSDP2 would add the first part.
+    ask for the parts. What a round before has left in `.grad` is put aside meanwhile: FSDP2 would add the first part.
     """
 
     def __init__(self, group: FsdpGroup, collectives: Collectives) -> None:
         self._group = group
         self._collectives = collectives
-        # Of the round that is being reduced: by rank, but for the first one.
-        self._rest: torch.Tensor | None = None
+        # Of the round that is being reduced, by rank; and what its sum is divided by.
+        self._parts: torch.Tensor | None = None
+        self._factor: float | None = None
         self._at = 0
         self._before: dict[int, torch.Tensor] = {}
 
@@ -53,34 +84,32 @@ class OrderedReduction(ReduceScatter):
             group,
             lambda group: distributed.all_to_all_single(parts, input_tensor, group=group),
         )
-        parts = parts.view(group.size(), -1)
-        output_tensor.copy_(parts[0])
-        self._rest = parts[1:]
-        factor = self._group.factor_after(parts.dtype, parts.device)
-        if factor is not None and factor != 1.0:
-            # As FSDP2 divides what it takes for the sum.
-            self._rest.div_(factor)
+        self._parts = parts.view(group.size(), -1)
+        # FSDP2 divides this as if it were the sum.
+        output_tensor.copy_(self._parts[0])
+        self._factor = self._group.factor_after(parts.dtype, parts.device)
         self._at = 0
         for one in self._group.parameters:
             if one.leaf.grad is not None:
                 self._before[id(one)] = one.leaf.grad
                 one.leaf.grad = None
 
-    def take(self, one: FsdpParameter) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-        """What stood in a parameter's `.grad` before this round, and the other ranks' parts of it, in their order."""
+    def take(self, one: FsdpParameter) -> Taken | None:
+        """What came of a parameter in this round; None where FSDP2 has reduced nothing."""
         before = self._before.pop(id(one), None)
-        if self._rest is None:
-            return before, []
+        if self._parts is None:
+            return None
         end = self._at + one.padded_shape.numel()
-        parts = [row[self._at : self._at + one.shape.numel()].view(one.shape) for row in self._rest]
+        parts = [row[self._at : self._at + one.shape.numel()].view(one.shape) for row in self._parts]
+        factor = 1.0 if self._factor is None else self._factor
         self._at = end
-        if end == self._rest.shape[1]:
+        if end == self._parts.shape[1]:
             self._end()
-        return before, parts
+        return Taken(before, parts, factor)
 
     def _end(self) -> None:
         """All parameters that this round has gradients of were asked for: others keep what they had."""
-        self._rest = None
+        self._parts = None
         for one in self._group.parameters:
             before = self._before.pop(id(one), None)
             if before is not None:

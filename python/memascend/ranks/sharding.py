@@ -240,7 +240,7 @@ class Sharding:
     def _hand_on(self, leaf: torch.Tensor) -> None:
         one = self._of[id(leaf)]
         reduction = self._reductions.get(id(leaf))
-        before, parts = (None, []) if reduction is None else reduction.take(one)
+        taken = None if reduction is None else reduction.take(one)
         local = self._local.get(id(leaf))
         if local is None:
             # No rows, no gradient.
@@ -249,15 +249,14 @@ class Sharding:
         heard = self._heard()
         if heard is None:
             return
-        values = local.grad
-        parts = [part.to(values.dtype) for part in parts]
-        if before is None:
-            for part in parts:
-                values.add_(part)
+        if taken is None or taken.before is None:
+            if taken is not None:
+                taken.sum_into(local.grad)
             heard(local, None, ())
             return
-        leaf.grad = before
-        heard(local, local.grad, (values, *parts))
+        parts = taken.divided(local.grad.dtype)
+        leaf.grad = taken.before
+        heard(local, local.grad, parts)
 
 
 def _local_part(value: Any) -> Any:
