@@ -283,16 +283,23 @@ def _is_in_blocks(of: str) -> bool:
     return of.endswith("_absmax")
 
 
+def _together(of: str) -> int:
+    """How many elements have one number of this state; 0 where each has its own, or all have one."""
+    # A bit for each: which way a compact master was rounded.
+    return BLOCK_ELEMENTS if _is_in_blocks(of) else 8 if of == "rounded_up" else 0
+
+
 def _is_divided(tensors: Mapping[str, torch.Tensor], of: str) -> bool:
-    return _is_in_blocks(of) or (bool(tensors[""].shape) and tensors[of].shape == tensors[""].shape)
+    return bool(_together(of)) or (bool(tensors[""].shape) and tensors[of].shape == tensors[""].shape)
 
 
 def _part(tensors: Mapping[str, torch.Tensor], of: str, start: int, end: int) -> torch.Tensor:
     """What belongs to some rows, which begin and end with a block where there are blocks."""
     tensor, values = tensors[of], tensors[""]
-    if _is_in_blocks(of):
+    together = _together(of)
+    if together:
         elements = values.shape[1:].numel()
-        return tensor[start * elements // BLOCK_ELEMENTS : -(-end * elements // BLOCK_ELEMENTS)]
+        return tensor[start * elements // together : -(-end * elements // together)]
     return tensor[start:end] if _is_divided(tensors, of) else tensor
 
 
