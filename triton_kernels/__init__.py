@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from .adamw import adam, adamw
 from .casts import accumulate, cast
-from .check import check_and_unscale
+from .check import check_and_unscale, checked
 from .reduced import adamw_reduced
 from .routes import Route, route
 
-__all__ = ["Route", "accumulate", "adam", "adamw", "adamw_reduced", "cast", "check_and_unscale", "route"]
+__all__ = ["Route", "accumulate", "adam", "adamw", "adamw_reduced", "cast", "check_and_unscale", "checked", "route"]

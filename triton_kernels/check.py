@@ -15,7 +15,7 @@ from .routes import route
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = ["check_and_unscale", "check_and_unscale_reference"]
+__all__ = ["check_and_unscale", "check_and_unscale_reference", "checked"]
 
 # What the reference turns into float64 at a time: 32 MiB of temporaries, whatever the tensor.
 PIECE_ELEMENTS = 1 << 22
@@ -72,6 +72,13 @@ def check_and_unscale(
     if factor != 1.0:
         torch.autograd.graph.increment_version(filled)
     return result
+
+
+def checked(values: torch.Tensor) -> tuple[bool, float]:
+    """The numbers of `check_and_unscale` for a tensor in host memory, without tensors for them. Nothing is changed."""
+    require("values", values)
+    place = values.data_ptr(), FLOATS.index(values.dtype), values.numel()
+    return _core.kernel_check([place] if values.numel() else [], 1.0, torch.get_num_threads())
 
 
 def _check_rust(tensors: Sequence[torch.Tensor], factor: float, threads: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -96,14 +96,14 @@ def test_each_step_has_its_own_norm(pair):
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 0, 2), (1, 0, 2, 3)])
 def test_a_gradient_is_measured_in_any_order_and_dtype(dtype, order):
     gradient = torch.randn(3, 4, 5, 6, generator=torch.Generator().manual_seed(1)).to(dtype).permute(order)
-    ((bad, squared),) = read([measure(gradient, kernels.check_and_unscale)])
+    ((bad, squared),) = read([measure(gradient, kernels.check_and_unscale, kernels.checked)])
     assert not bad
     assert squared == pytest.approx(float(gradient.abs().double().square().sum()), rel=1e-6)
     gradient[(0,) * 4] = math.nan
-    assert read([measure(gradient, kernels.check_and_unscale)])[0][0]
+    assert read([measure(gradient, kernels.check_and_unscale, kernels.checked)])[0][0]
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch, about torch
 def test_a_sparse_gradient_is_measured():
     gradient = torch.sparse_coo_tensor([[1, 3, 1]], torch.tensor([3.0, 4.0, 1.0]), (5,), check_invariants=True)
-    assert read([measure(gradient, kernels.check_and_unscale)]) == [(False, 32.0)]
+    assert read([measure(gradient, kernels.check_and_unscale, kernels.checked)]) == [(False, 32.0)]

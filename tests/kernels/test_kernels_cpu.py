@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.bits import same_bits
 from support.random_values import randoms
 
-from memascend import kernels
+from memascend import ConfigError, kernels
 from memascend.kernels.adamw import adamw_reference
 from memascend.kernels.check import check_and_unscale_reference
 from memascend.kernels.scalars import checked_scalars
@@ -191,6 +191,26 @@ def test_check_and_unscale_is_its_reference(dtype, numel, factor):
     assert found.item() is reference[0].item() is False
     assert squares.item() == pytest.approx(reference[1].item(), rel=1e-7, abs=0)
     assert (found.dtype, squares.dtype, found.dim(), squares.dim()) == (torch.bool, torch.float64, 0, 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("numel", [0, 1, 2048, LONG])
+@pytest.mark.parametrize("bad", [None, math.inf, math.nan])
+def test_checked_has_the_numbers_of_check_and_unscale(dtype, numel, bad):
+    tensor = randoms(numel, dtype)
+    if bad is not None:
+        tensor[numel // 2 :][:1] = bad
+    before = tensor.clone()
+    found, squares = kernels.checked(tensor)
+    expected = kernels.check_and_unscale(tensor)
+    assert found is expected[0].item() is (bad is not None and numel > 0)
+    assert squares == expected[1].item() or (math.isnan(squares) and math.isnan(expected[1].item()))
+    assert same_bits(tensor, before)
+
+
+def test_checked_refuses_what_it_cannot_read():
+    with pytest.raises(ConfigError, match="not contiguous"):
+        kernels.checked(torch.ones(8, 8).t()[1:])
 
 
 @given(

@@ -76,6 +76,22 @@ def test_groups_with_other_parameters_are_refused(tmp_path, change, gradients):
         assert optimizer.steps == 2
 
 
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("group", [0, 1])
+def test_an_option_that_changed_after_its_update_ran_is_refused_in_each_group(tmp_path, group, kind):
+    model = stack()
+    optimizer = OPTIMIZERS[kind](two_groups(model))
+    model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "s", gradients="fused")
+    with optimizer:
+        model(torch.ones(2, 16)).square().sum().backward()
+        optimizer.param_groups[group]["lr"] *= 2
+        with pytest.raises(UsageError, match=f"options of '{2 * group}.weight' changed between backward and step"):
+            optimizer.step()
+        optimizer.param_groups[group]["lr"] /= 2
+        optimizer.step()
+        assert optimizer.steps == 1
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_hooks_of_steps_are_heard_once_a_step_whoever_has_them(tmp_path, name):
     model, heard = stack(), []

@@ -106,9 +106,14 @@ class Gradients:
 
     def update_all(self, present: Present, factor: float) -> None:
         """Begin every update that did not begin yet; none of those that did may have other options now."""
+        # Parameters of a group share their options: they are looked at once.
+        same: set[tuple[int, int]] = set()
         for gradient, values in present:
             if gradient.state.staged:
-                self._require_same_options(gradient)
+                shared = gradient.group, id(gradient.options)
+                if shared not in same:
+                    self._require_same_options(gradient)
+                    same.add(shared)
                 continue
             if values is not gradient.handle:
                 self._stage(gradient, gradient.laid_out(values), factor)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from memascend.ranks.figures import Figures
 
     Check = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    Checked = Callable[[torch.Tensor], tuple[bool, float]]
 
 __all__ = ["Measure", "Norms", "measure", "read"]
 
@@ -29,9 +30,16 @@ _FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 class Norms:
     """The norm of all gradients of a step, from a measure that was taken once of each."""
 
-    def __init__(self, check: Check, figures: Figures | None = None) -> None:
-        """`check` is `kernels.check_and_unscale`; `figures` is what ranks tell each other, where there are several."""
+    def __init__(self, check: Check, checked: Checked, figures: Figures | None = None) -> None:
+        """Measure by the kernels; `figures` is what ranks tell each other, where there are several.
+
+        Args:
+            check: `kernels.check_and_unscale`.
+            checked: `kernels.checked`.
+            figures: of all ranks.
+        """
         self._check = check
+        self._checked = checked
         self._figures = figures
         # Of gradients that were measured in memory for this step, by name.
         self._measures: dict[str, Measure] = {}
@@ -44,7 +52,7 @@ class Norms:
         """The measure of a gradient in memory."""
         if isinstance(values, RowGradient):
             return values.measured(self._check)
-        return measure(values, self._check)
+        return measure(values, self._check, self._checked)
 
     def measure_once(self, gradient: Gradient, values: torch.Tensor) -> None:
         """Take the measure that this gradient has for this step, of its values in memory."""
@@ -67,15 +75,18 @@ class Norms:
         return not bad, math.sqrt(squares)
 
 
-def measure(gradient: torch.Tensor, check: Check) -> Measure:
-    """Take the measure of a gradient in memory, in whatever order it lies there, by `kernels.check_and_unscale`.
+def measure(gradient: torch.Tensor, check: Check, checked: Checked) -> Measure:
+    """Take the measure of a gradient in memory, in whatever order it lies there, by the kernels.
 
     Numbers where it lies in host memory: two tensors for each parameter would be held otherwise.
     """
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
     if values.dtype in _FLOATS and torch.ops.aten.is_non_overlapping_and_dense(values):
         # Neither the flag nor the norm knows an order of dimensions, and the kernel takes few of them.
-        found, squared = check(values.detach().as_strided((values.numel(),), (1,)))
+        flat = values.detach().as_strided((values.numel(),), (1,))
+        if flat.device.type == "cpu":
+            return checked(flat)
+        found, squared = check(flat)
     else:
         found = ~torch.isfinite(values).all()
         squared = values.detach().abs().double().square_().sum()

@@ -240,6 +240,8 @@ class ResidentUnits:
         places of their own, and the disk is not to wait until they are next.
         """
         near = self._limits.lookahead
+        if len(self._held) == len(self.homes):
+            return
         for count, index in enumerate(self.order.ahead(near + _FARTHER if near else 0, self._held)):
             home = self.homes[index]
             if (

@@ -128,12 +128,19 @@ class SavedTensorHooks:
 
     def _tensor(self, note: Note) -> torch.Tensor:
         storage = self._residency.storage_of(note.home, note.version)
-        with torch.inference_mode(mode=False), torch.no_grad():
-            tensor = torch.empty(0, dtype=note.dtype, device=storage.device)
-            tensor.set_(storage, note.offset // tensor.element_size(), note.size, note.stride)
-            if note.conjugate:
-                tensor = tensor.conj()
-            return torch._neg_view(tensor) if note.negative else tensor  # noqa: SLF001
+        if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            # Elsewhere, as in most backwards, there is nothing to leave.
+            with torch.inference_mode(mode=False), torch.no_grad():
+                return _viewed(storage, note)
+        return _viewed(storage, note)
+
+
+def _viewed(storage: torch.UntypedStorage, note: Note) -> torch.Tensor:
+    tensor = torch.empty(0, dtype=note.dtype, device=storage.device)
+    tensor.set_(storage, note.offset // note.dtype.itemsize, note.size, note.stride)
+    if note.conjugate:
+        tensor = tensor.conj()
+    return torch._neg_view(tensor) if note.negative else tensor  # noqa: SLF001
 
 
 class _Reached:

@@ -228,7 +228,7 @@ class Assembly:
         figures = None if subject.sharding is None else subject.sharding.figures
         loop = Loop(options.gradients, options.accumulation_steps, keeps=options.keeps, figures=figures)
         rule = Updates(subject.arithmetic, engine, resources.store, resident)
-        norms = Norms(kernels.check_and_unscale, figures)
+        norms = Norms(kernels.check_and_unscale, kernels.checked, figures)
         held = frozenset(self.decision.plan.held)
         return Gradients(Arrivals(engine, rule, scale, loop, norms, arrived, backward_begins), held)
 

@@ -34,7 +34,7 @@ _TAKING_STEPS = 2
 _ACTIVATIONS = 8
 # Where entries are held, of what the plan holds: all that a step maps, which the heap cannot outgrow; and
 # what it may hold beyond what torch needs at once.
-_TRIED_SHARE, _HOLES_SHARE = 1 / 2, 1 / 16
+_TRIED_SHARE, _HOLES_SHARE = 1 / 2, 1 / 10
 
 
 class Heap:

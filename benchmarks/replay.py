@@ -1,0 +1,112 @@
+"""Measures how fast a store that was not closed applies its log: updates a second, beside the time of their I/O.
+
+A process of its own trains a model that is held in memory as a whole, and is killed. Opening its store then reads each
+held entry and its gradients, makes the updates that the log has, and writes the entry.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import signal
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+_WIDTH = 1024
+_CHUNKS = 12
+# Of a bf16 parameter: the state that is read and written, and the gradient of each step.
+_STATE_BYTES, _GRADIENT_BYTES = 12, 2
+
+
+def main() -> None:
+    """Measure some rounds, print a line of each and their median."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parameters", type=int, default=25, metavar="MILLIONS")
+    parser.add_argument("--steps", type=int, default=16, help="of the log, and of the run that is killed")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="that replay")
+    parser.add_argument("--storage", default=".", help="a folder on the disk to measure")
+    parser.add_argument("--json", action="store_true", help="print values instead of lines")
+    options = parser.parse_args()
+    rounds = [_measured(options) for _ in range(options.rounds)]
+    speed = statistics.median(one["updates_per_second"] for one in rounds)
+    if options.json:
+        print(json.dumps({"rounds": rounds, "updates_per_second": speed}, indent=1))
+        return
+    for one in rounds:
+        storage = one["bytes"] / one["seconds"] / 1e9
+        print(
+            f"{one['updates'] / 1e6:.0f} M updates of {one['parameters'] / 1e6:.0f} M parameters in "
+            f"{one['seconds']:.2f} s ({one['processor_seconds']:.2f} s of processors): "
+            f"{one['updates_per_second'] / 1e9:.3f} Gparam/s, {storage:.2f} GB/s of storage"
+        )
+    print(f"median: {speed / 1e9:.3f} Gparam/s")
+
+
+def _measured(options: argparse.Namespace) -> dict[str, Any]:
+    from memascend.engine import Engine, Store
+
+    with tempfile.TemporaryDirectory(dir=options.storage, prefix=".memascend-replay-") as folder:
+        path = str(Path(folder, "run.store"))
+        child = multiprocessing.get_context("spawn").Process(
+            target=_train, args=(path, options.parameters, options.steps)
+        )
+        child.start()
+        child.join()
+        if child.exitcode != -signal.SIGKILL:
+            raise SystemExit("the run that was to be killed ended before; what it said is above")
+        with Store.open(path) as store:
+            parameters = sum(_elements(entry["shape"]) for entry in store.each_entry() if entry["state"])
+            store.go_back()
+            heard = [0]
+            with Engine(store, chunks=_CHUNKS, threads=options.threads) as engine:
+                began, busy = time.perf_counter(), time.process_time()
+                if not engine.replay(lambda _done, everything: heard.append(everything)):
+                    raise SystemExit("the store had no log")
+                seconds, busy = time.perf_counter() - began, time.process_time() - busy
+    updates = heard[-1] // _GRADIENT_BYTES
+    return {
+        "parameters": parameters,
+        "updates": updates,
+        "seconds": seconds,
+        "processor_seconds": busy,
+        "updates_per_second": updates / seconds,
+        "bytes": updates * _GRADIENT_BYTES + parameters * 2 * _STATE_BYTES,
+    }
+
+
+def _elements(shape: list[int]) -> int:
+    elements = 1
+    for length in shape:
+        elements *= length
+    return elements
+
+
+def _train(path: str, millions: int, steps: int) -> None:
+    """Make so many durable steps, of which nothing but gradients is written, and die."""
+    import torch
+
+    import memascend
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(millions)]).bfloat16()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    room = 20 * millions * _WIDTH * _WIDTH + (1 << 30)
+    model, optimizer = memascend.offload(
+        model, optimizer, storage=path, gradients="fused", host_memory=room, log_steps=steps, device="cpu"
+    )
+    given = torch.ones(1, _WIDTH, dtype=torch.bfloat16)
+    for _ in range(steps):
+        model(given).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()
