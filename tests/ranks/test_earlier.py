@@ -33,9 +33,24 @@ class Uneven(nn.Module):
         return self.head(self.frozen(self.narrow(self.embed(tokens))))
 
 
+class Blocks(nn.Module):
+    """Rows that four ranks divide into whole blocks of 256 elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(96, 32)
+        self.narrow = nn.Linear(32, 96, bias=False)
+        self.frozen = nn.Linear(96, 32, bias=False)
+        self.head = nn.Linear(32, 64, bias=False)
+
+    def forward(self, tokens):
+        return self.head(torch.tanh(self.frozen(torch.tanh(self.narrow(self.embed(tokens))))))
+
+
 def offloaded(folder, plain, dtype="bfloat16", **options):
     torch.manual_seed(0)
-    model = Uneven().to(getattr(torch, dtype))
+    kind = Blocks if options.get("state") == "8bit" else Uneven
+    model = kind().to(getattr(torch, dtype))
     if not plain:
         for module in (model.narrow, model.frozen, model):
             fully_shard(module)
@@ -120,6 +135,12 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path):
 @pytest.mark.parametrize("last", [True, False], ids=["plain", "divided"])
 def test_runs_go_on_with_four_two_three_and_one(tmp_path, options, last):
     go_on(tmp_path, [(1, True), (4, False), (2, False), (3, False), (1, last), (2, False)], options)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_state_in_blocks_goes_on_with_four_two_and_one(tmp_path):
+    go_on(tmp_path, [(1, True), (4, False), (2, False), (1, False)], {"state": "8bit"})
 
 
 # --- what goes wrong -------------------------------------------------------------------------
