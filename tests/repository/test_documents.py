@@ -119,7 +119,9 @@ def test_every_example_runs_as_it_says(example, tmp_path):
         done = subprocess.run([sys.executable, "-W", "default", *words], cwd=tmp_path, check=False, timeout=900,
                               capture_output=True, text=True)  # fmt: skip
         assert done.returncode == 0, done.stderr
-        assert "Warning: " not in done.stderr, done.stderr
+        told = [line for line in done.stderr.splitlines() if "Warning: " in line]
+        # What other packages tell each other is not the example's.
+        assert all("/site-packages/" in line for line in told), done.stderr
 
 
 @pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])

@@ -162,7 +162,14 @@ def _rank(folder, meeting, rank, options):
         told["seconds"] = time.monotonic() - began
         if store is not None:
             store.close()
-    (meeting / f"words-{rank}").write_text(json.dumps(told))
+    _tell(meeting, rank, told)
+
+
+def _tell(meeting, rank, told):
+    """Write a rank's words at once: it may be killed at any moment."""
+    ready = meeting / f"words-{rank}.new"
+    ready.write_text(json.dumps(told))
+    ready.rename(meeting / f"words-{rank}")
 
 
 def _whole_rank(folder, meeting, rank, options):
@@ -202,7 +209,7 @@ def _whole_rank(folder, meeting, rank, options):
         told["seconds"] = time.monotonic() - began
         if optimizer is not None:
             optimizer.close()
-    (meeting / f"words-{rank}").write_text(json.dumps(told))
+    _tell(meeting, rank, told)
 
 
 def _offloaded(folder, options):
