@@ -1,10 +1,14 @@
 """Tests what would give an offloaded parameter another place: pruned, parametrized, normalised, tied, fused."""
 
+import copy
+import warnings
+
 import pytest
 import torch
 from support.bits import same_bits
 from support.reached import OPTIMIZERS, batch, stack, taken
 from torch import nn
+from torch.ao.quantization import fuse_modules
 from torch.nn.utils import parametrizations, parametrize, prune
 
 from memascend import MemascendError, UsageError, materialized
@@ -12,6 +16,12 @@ from memascend import MemascendError, UsageError, materialized
 
 def tied(model):
     model[1].weight = model[0].weight
+
+
+def old_weight_norm(model):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        nn.utils.weight_norm(model[0])
 
 
 WAYS = {
@@ -29,6 +39,7 @@ WAYS = {
         [(model[0], "weight")], pruning_method=prune.L1Unstructured, amount=0.3
     ),
     "tie": tied,
+    "old weight norm": old_weight_norm,
 }
 
 
@@ -74,6 +85,47 @@ def test_what_is_pruned_for_good_within_materialized_trains_on(training, tmp_pat
     again = stack(2)
     _, offloaded = taken(again, OPTIMIZERS["adamw"](again.parameters()), tmp_path, existing="resume")
     offloaded.close()
+
+
+class Convolving(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.norm, self.head = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.head(self.norm(self.conv(x)).mean((2, 3)))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_fused_modules_are_refused_and_the_model_as_it_was(tmp_path):
+    model, images = Convolving(), torch.ones(2, 3, 8, 8)
+    model, offloaded = taken(model, OPTIMIZERS["adamw"](model.parameters()), tmp_path, host_memory=None)
+    with offloaded:
+        plain = copy.deepcopy(model)
+        theirs = OPTIMIZERS["adamw"](plain.parameters())
+        with torch.no_grad():
+            fused = fuse_modules(model.eval(), [["conv", "norm"]])
+            assert same_bits(fused(images), fuse_modules(plain.eval(), [["conv", "norm"]])(images))
+        with pytest.raises(UsageError, match=r"'conv', a Conv2d, .*fuse before offload"):
+            fuse_modules(model, [["conv", "norm"]], inplace=True)
+        for one, optimizer in ((plain.train(), theirs), (model.train(), offloaded)):
+            for _ in range(2):
+                one(images).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert model.conv._forward_pre_hooks
+        wanted = plain.state_dict()
+        assert all(same_bits(values, wanted[name]) for name, values in model.state_dict().items())
+
+
+def test_hooks_that_were_moved_say_so(training):
+    model, _ = training(units=2)
+    other = nn.Linear(64, 64)
+    for hook in model[0]._forward_pre_hooks.values():
+        other.register_forward_pre_hook(hook)
+    with pytest.raises(UsageError, match="a Linear was given the hooks"):
+        other(batch())
 
 
 @pytest.mark.parametrize("cast", [torch.Tensor.half, torch.Tensor.double, lambda p: p.to(torch.bfloat16)])

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from support.commits import Commits
+from support.reached import stored
 from torch import nn
 
 import memascend
@@ -69,6 +71,52 @@ def test_a_buffer_is_committed_as_it_is_at_each_step(tmp_path, elements, how):
     model, optimizer = opened(tmp_path / "s", Counting(elements), "resume")
     with optimizer:
         assert torch.equal(model.seen, wanted)
+
+
+class Codebook(Counting):
+    """As `vector_quantize_pytorch` and others keep theirs: by `.data`, which counts no writes."""
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("elements", [SMALL, LARGE])
+def test_a_buffer_that_is_written_through_data_alone_is_committed(tmp_path, elements):
+    model, optimizer = opened(tmp_path / "s", Codebook(elements))
+    for index in range(3):
+        step(model, optimizer)
+        model.seen.data.mul_(0.5).add_(index)
+    step(model, optimizer)
+    wanted = model.seen.clone()
+    optimizer.close()
+    model, optimizer = opened(tmp_path / "s", Codebook(elements), "resume")
+    with optimizer:
+        assert torch.equal(model.seen, wanted)
+        assert model.seen[0] == 2.5
+
+
+def test_a_buffer_of_a_step_that_failed_is_committed_with_the_next_one(tmp_path, monkeypatch):
+    model, optimizer = opened(tmp_path / "s", Codebook(LARGE))
+    resources = optimizer._session.run.resources
+    step(model, optimizer)
+    model.seen += 1
+
+    def fails(*_, **__):
+        raise memascend.StorageError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(resources, "engine", Commits(resources.engine, fails))
+        with pytest.raises(memascend.StorageError, match="no room"):
+            step(model, optimizer)
+    optimizer.zero_grad()
+    step(model, optimizer)
+    before = stored(optimizer)
+    step(model, optimizer)
+    assert stored(optimizer) - before < LARGE, "it did not change again"
+    optimizer.close()
+    model, optimizer = opened(tmp_path / "s", Codebook(LARGE), "resume")
+    with optimizer:
+        assert model.seen.eq(1).all()
 
 
 @pytest.mark.parametrize("how", ["deleted", "none"])

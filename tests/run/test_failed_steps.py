@@ -3,19 +3,9 @@
 import pytest
 import torch
 from support.chains import loss_of, require_same, twins
+from support.commits import Commits
 
 import memascend
-
-
-class Commits:
-    """An engine with a commit of its own."""
-
-    def __init__(self, engine, commit):
-        self.engine = engine
-        self.commit = commit
-
-    def __getattr__(self, name):
-        return getattr(self.engine, name)
 
 
 @pytest.mark.parametrize("gradients", ["ssd", "fused", "auto", "ram"])

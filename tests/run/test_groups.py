@@ -92,6 +92,22 @@ def test_an_option_that_changed_after_its_update_ran_is_refused_in_each_group(tm
         assert optimizer.steps == 1
 
 
+@pytest.mark.parametrize(("gradients", "kind"), [("fused", "adamw"), ("fused", "rmsprop"), ("ssd", "adamw")])
+def test_a_group_that_is_taken_out_is_refused_and_may_come_back(tmp_path, gradients, kind):
+    model = stack()
+    original = OPTIMIZERS[kind](two_groups(model))
+    model, optimizer = memascend.offload(model, original, storage=tmp_path / "s", gradients=gradients)
+    with optimizer:
+        step(model, optimizer)
+        taken = optimizer.param_groups.pop()
+        with pytest.raises(UsageError, match=r"param_groups has .*put (it|them) back and call zero_grad"):
+            step(model, optimizer)
+        optimizer.param_groups.append(taken)
+        optimizer.zero_grad()
+        step(model, optimizer)
+        assert optimizer.steps == 2
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_hooks_of_steps_are_heard_once_a_step_whoever_has_them(tmp_path, name):
     model, heard = stack(), []

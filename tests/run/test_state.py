@@ -1,5 +1,8 @@
 """`optimizer.state`: what torch's has, read from storage when it is asked for, and not to be written to."""
 
+import copy
+import io
+
 import pytest
 import torch
 from support.bits import same_bits
@@ -62,13 +65,34 @@ def test_it_is_not_written_to(tmp_path):
             lambda: state["exp_avg"][0].fill_(1),
             lambda: state["exp_avg"].view(-1).mul_(2),
             lambda: torch.mul(before["exp_avg"], 2, out=state["exp_avg"]),
+            state["exp_avg"].data.zero_,
+            lambda: state["exp_avg"].data[0].fill_(1),
+            lambda: setattr(state["exp_avg"], "data", before["exp_avg"] * 2),
+            lambda: state["exp_avg"].detach().mul_(2),
+            lambda: state["exp_avg"].__setitem__(0, 1.0),
+            lambda: state["exp_avg"].__imul__(2),
+            lambda: torch._foreach_zero_([state["exp_avg"], state["exp_avg_sq"]]),
+            lambda: state["step"].fill_(100),
+            state["exp_avg"].unbind()[0].zero_,
         ):
-            with torch.no_grad(), pytest.raises(RuntimeError, match=r"[Ii]nference"):
-                write()
+            for around in (torch.no_grad, torch.inference_mode):
+                with around(), pytest.raises(UsageError, match=r"on storage.*checkpoint="):
+                    write()
+        array = state["exp_avg"].numpy()
+        with pytest.raises(ValueError, match="read-only"):
+            array[:] = 0
         with pytest.raises(UsageError, match=r"on storage.*checkpoint="):
             optimizer.state[weight] = {"exp_avg": torch.ones(16, 16)}
         with pytest.raises(UsageError, match="on storage"):
             optimizer.state.clear()
+        # Copies of it are anybody's.
+        for copied in (state["exp_avg"].clone(), copy.deepcopy(state["exp_avg"]), state["exp_avg"] + 0):
+            assert type(copied) is torch.Tensor
+            assert same_bits(copied.zero_(), torch.zeros(16, 16))
+        file = io.BytesIO()
+        torch.save(dict(state), file)
+        file.seek(0)
+        assert same_bits(torch.load(file, weights_only=True)["exp_avg"], before["exp_avg"])
         # What moves a state to the device that it is on already, as Lightning does.
         for parameter, found in optimizer.state.items():
             optimizer.state[parameter] = {name: value.to("cpu") for name, value in found.items()}

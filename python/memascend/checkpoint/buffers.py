@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import TYPE_CHECKING
 
 import torch
 
+from memascend.engine import checksum_of
 from memascend.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,9 +23,9 @@ class Buffers:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._owners = {name: (module, short) for name, module, short in persistent_buffers(model)}
-        # The tensor that was committed, which may be gone and another be where it was, and its version then.
-        self._seen: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}
-        self._staged: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}
+        # Checksums of what was committed. A codebook that is written through `.data` counts no writes.
+        self._seen: dict[str, str] = {}
+        self._staged: dict[str, str] = {}
         self._kinds = {name: _kind(self._tensor(name)) for name in self._owners}
         self._always = sum(self._tensor(name).nbytes for name in self._owners) <= _ALWAYS_BYTES_MAX
 
@@ -84,13 +84,12 @@ class Buffers:
         """Stage those that changed."""
         self._staged = {}
         for name in self.names:
-            tensor = self._tensor(name)
-            seen = self._seen.get(name)
-            unchanged = seen is not None and seen[0]() is tensor and seen[1] == tensor._version  # noqa: SLF001
-            if self._always or not unchanged:
+            values = self.tensor(name)
+            now = "" if self._always else checksum_of(values)
+            if self._always or self._seen.get(name) != now:
                 store.discard(name)
-                store.stage(name, self.tensor(name), step=step)
-                self._staged[name] = (weakref.ref(tensor), tensor._version)  # noqa: SLF001
+                store.stage(name, values, step=step)
+                self._staged[name] = now
 
     def unstage(self, store: Store) -> None:
         """Forget what was staged."""

@@ -46,13 +46,21 @@ class Updates:
     def _layout(self, kept: Gradient) -> StateLayout | None:
         return self._arithmetic.layouts[id(kept.place.parameter)]
 
+    def _group(self, kept: Gradient) -> dict[str, Any]:
+        if kept.group >= len(self._groups):
+            raise UsageError(
+                f"optimizer.param_groups has lost the group of {kept.name!r}, which it had at offload(): put it back and "
+                "call zero_grad(); freeze parameters with requires_grad_(False)"
+            )
+        return self._groups[kept.group]
+
     def _run(
         self, kept: Gradient, layout: StateLayout, given: generic.Given = _AS_IT_COMES, method: str = "step"
     ) -> Callable[[Chunk], None]:
         """A run of the optimizer's own code on one parameter."""
         return generic.Update(
             self._arithmetic.optimizer,
-            self._groups[kept.group],
+            self._group(kept),
             layout,
             given,
             first=kept.step == 0,
@@ -62,7 +70,7 @@ class Updates:
 
     def options(self, kept: Gradient) -> dict[str, Any]:
         """The options that an update of this parameter would use now."""
-        group = self._groups[kept.group]
+        group = self._group(kept)
         if self._layout(kept) is not None:
             return group_options(group)
         options = self._arithmetic.rust_options(group, kept.place.parameter)

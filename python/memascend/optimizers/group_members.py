@@ -32,9 +32,10 @@ class GroupMembers:
         if groups is self._groups and len(found) == len(self._members) and all(map(_are_same, found, self._members)):
             return
         had = ", ".join(str(len(members)) for members in self._members)
+        has = ", ".join(str(len(params)) for params in found) or "no"
         raise UsageError(
             "optimizer.param_groups has other groups, or other parameters in them, than at offload() "
-            f"({', '.join(str(len(params)) for params in found)} parameters, and had {had}), by which updates go: put "
+            f"({has} parameters, and had {had}), by which updates go: put "
             "them back and call zero_grad(); freeze parameters with requires_grad_(False), set the options of a group "
             "in place, and for other groups save() and offload() anew"
         )

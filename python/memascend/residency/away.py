@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from memascend.residency.placeholder import Place
 
-__all__ = ["Away", "away_class", "dense_strides", "find_away", "row_major", "said"]
+__all__ = ["Away", "away_class", "dense_strides", "find_away", "is_in_place", "row_major", "said"]
 
 # Raised where a parameter that is away is asked for its memory, or written to, and cannot be.
 _HOW = "use memascend.materialized(model) to read it, and materialized(model, modify=True) to change it"
@@ -201,12 +201,13 @@ def _stand_in(func: Callable[..., Any], places: list[Place], args: tuple[Any, ..
 def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Place]:
     """The parameters that a function writes to."""
     written = find_away(kwargs.get("out"))
-    if _is_in_place(func):
+    if is_in_place(func):
         written += find_away(args[0] if args else kwargs)
     return written
 
 
-def _is_in_place(func: Callable[..., Any]) -> bool:
+def is_in_place(func: Callable[..., Any]) -> bool:
+    """Whether a function of torch writes to its first argument."""
     name = getattr(func, "__name__", "")
     if name.startswith("__i") and name.endswith("__"):
         return name not in ("__index__", "__int__", "__invert__", "__iter__")

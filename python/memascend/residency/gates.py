@@ -201,13 +201,17 @@ def open_gates(
         if module._modules:  # noqa: SLF001
             # In others torch stumbles over the hooks.
             module.__dict__[_SCRIPT] = _refuse_script
-        module._forward_pre_hooks[_KEY] = _before  # type: ignore[index] # noqa: SLF001
-        # Before others' hooks: a parametrization computes in its own.
-        module._forward_pre_hooks.move_to_end(_KEY, last=False)  # type: ignore[attr-defined] # noqa: SLF001
-        module._forward_hooks[_KEY] = _after  # type: ignore[index] # noqa: SLF001
+        _hook(module)
         # torch asks for the key alone. An attribute of its own would cost each module a dict that is not shared.
         gate: Any = Gate(homes, owned[homes], residency, frames, root=module is model)
         module._forward_hooks_always_called[_KEY] = gate  # type: ignore[index] # noqa: SLF001
+
+
+def _hook(module: torch.nn.Module) -> None:
+    module._forward_pre_hooks[_KEY] = _before  # type: ignore[index] # noqa: SLF001
+    # Before others' hooks: a parametrization computes in its own.
+    module._forward_pre_hooks.move_to_end(_KEY, last=False)  # type: ignore[attr-defined] # noqa: SLF001
+    module._forward_hooks[_KEY] = _after  # type: ignore[index] # noqa: SLF001
 
 
 def close_gates(modules: Iterable[torch.nn.Module]) -> None:
@@ -241,7 +245,9 @@ def _owners(model: torch.nn.Module) -> dict[int, list[_Owned]]:
 
 def _before(module: torch.nn.Module, args: Any) -> None:
     del args
-    gate: Any = module._forward_hooks_always_called[_KEY]  # type: ignore[index] # noqa: SLF001
+    gate: Any = module._forward_hooks_always_called.get(_KEY)  # type: ignore[call-overload] # noqa: SLF001
+    if gate is None:
+        raise _hooks_moved(module, "")
     if gate.rows and torch.compiler.is_compiling():
         _enter_compiled(module, gate)
         return
@@ -296,6 +302,14 @@ def _refuse_script() -> Any:
     raise UsageError("torch.jit.script would record placeholders; script the model before offload()")
 
 
+def _hooks_moved(module: torch.nn.Module, name: str) -> UsageError:
+    whose = f"{name!r}, a {type(module).__name__}," if name else f"a {type(module).__name__}"
+    return UsageError(
+        f"{whose} was given the hooks of an offloaded module, as fuse_modules() moves them: fuse before offload(), or "
+        "a copy.deepcopy() of the model, which is a plain one"
+    )
+
+
 def _replaced(name: str) -> UsageError:
     return UsageError(
         f"parameter {name!r} of a module is not the one that was offloaded: it was deleted, replaced or tied to "
@@ -306,13 +320,22 @@ def _replaced(name: str) -> UsageError:
 
 
 def refuse_moved(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
-    """Refuse an offloaded parameter in another place of a model, as pruning, parametrizing and tying put it there."""
-    place: Any = None if parameter is None else parameter.__dict__.get("_memascend")
-    if place is None:
+    """Refuse an offloaded parameter in another place of a model, as pruning, parametrizing and tying put it there.
+
+    And what takes the place of one that was taken out, as the older `weight_norm` does it.
+    """
+    if parameter is None:
         return
     gate = _gate_of(module)
     table: dict[str, Any] = module._parameters  # noqa: SLF001
-    if gate is None:
+    gone = {} if gate is None else {of: one for where, of, one in gate.owned if where is table and of not in table}
+    place: Any = parameter.__dict__.get("_memascend")
+    if place is None:
+        # Within materialized() all parameters are plain.
+        place = next((one.__dict__["_memascend"] for one in gone.values() if "_memascend" in one.__dict__), None)
+        if place is None:
+            return
+    elif gate is None:
         # Others' modules may have it, as a head outside of the model does.
         if not isinstance(module, torch.nn.utils.parametrize.ParametrizationList):
             return
@@ -321,9 +344,8 @@ def refuse_moved(module: torch.nn.Module, name: str, parameter: torch.nn.Paramet
     elif all(of != name and one is not parameter for _, of, one in gate.owned):
         # Nothing of this module's own goes, and the parameter stays where it is.
         return
-    else:
-        # Some take it from its own place first.
-        table.update({of: one for where, of, one in gate.owned if where is table and of not in table})
+    # Some take it from its own place first.
+    table.update(gone)
     raise UsageError(
         f"{place.name!r} is offloaded and cannot become {name!r} of a {type(module).__name__}: parametrize, prune, "
         "normalise and tie before offload(); now save(), do it in a plain model with those weights, and offload() anew"
@@ -331,9 +353,18 @@ def refuse_moved(module: torch.nn.Module, name: str, parameter: torch.nn.Paramet
 
 
 def refuse_wrapper(wrapper: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
-    """Refuse wrappers for several devices when they are made: they may call what is in them from anywhere."""
-    del name
-    if module is None or _gate_of(module) is None:
+    """Refuse wrappers for several devices when they are made: they may call what is in them from anywhere.
+
+    And what was given the hooks of an offloaded module, as fusing modules moves them.
+    """
+    if module is None:
+        return
+    if _gate_of(module) is None:
+        if _before in module._forward_pre_hooks.values() or _after in module._forward_hooks.values():  # noqa: SLF001
+            for own in wrapper.modules():
+                if _gate_of(own) is not None:
+                    _hook(own)
+            raise _hooks_moved(module, name)
         return
     kinds = [kind.__name__ for kind in type(wrapper).__mro__]
     for kind in ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"):

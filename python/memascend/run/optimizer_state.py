@@ -6,10 +6,14 @@ from collections.abc import Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
 from memascend.errors import UsageError
+from memascend.residency.away import is_in_place
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
     from memascend.run.session import Session
 
 __all__ = ["StoredState", "refuse_other_state"]
@@ -21,7 +25,7 @@ _OURS = ("master", "rest")
 class StoredState(MutableMapping[torch.Tensor, dict[str, Any]]):
     """The state of each parameter, by the parameter, as torch's optimizers have it.
 
-    What is given are copies that torch lets nobody write to outside of inference mode: a write would be lost.
+    What is given are copies that refuse writes, which would be lost.
     """
 
     def __init__(self, session: Session) -> None:
@@ -32,7 +36,7 @@ class StoredState(MutableMapping[torch.Tensor, dict[str, Any]]):
             return _Read()
         found = self._session.state_of(parameter)
         with torch.inference_mode():
-            return _Read({name: value.clone() for name, value in found.items() if name not in _OURS})
+            return _Read({name: value.clone().as_subclass(_Copy) for name, value in found.items() if name not in _OURS})
 
     def __contains__(self, parameter: object) -> bool:
         return any(known is parameter for known in self)
@@ -53,6 +57,48 @@ class StoredState(MutableMapping[torch.Tensor, dict[str, Any]]):
 
     def __delitem__(self, parameter: torch.Tensor) -> None:
         refuse_other_state()
+
+
+class _Copy(torch.Tensor):
+    """A copy of a state, or a view of one, which refuses to be written to."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        del types
+        kwargs = kwargs or {}
+        written = (kwargs.get("out"), (args[0] if args else kwargs) if is_in_place(func) else None)
+        if func == _SET_DATA or any(isinstance(leaf, _Copy) for leaf in tree_leaves(written)):
+            refuse_other_state()
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            found = func(*args, **kwargs)
+            if func in _GIVES_ARRAY:
+                found.flags.writeable = False
+                return found
+            memory = {_address(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _Copy)}
+            return tree_map(lambda leaf: leaf.as_subclass(_Copy) if _address(leaf) in memory else leaf, found)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            return self.as_subclass(torch.Tensor).clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            return self.as_subclass(torch.Tensor).clone().__reduce_ex__(protocol)
+
+
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_GIVES_ARRAY = (torch.Tensor.numpy, torch.Tensor.__array__)
+
+
+def _address(value: Any) -> int | None:
+    """Where the memory of a tensor begins; None of what has none."""
+    return value.untyped_storage().data_ptr() or None if isinstance(value, torch.Tensor) else None
 
 
 class _Read(dict[str, Any]):
