@@ -49,8 +49,8 @@ class Updates:
     def _group(self, kept: Gradient) -> dict[str, Any]:
         if kept.group >= len(self._groups):
             raise UsageError(
-                f"optimizer.param_groups has lost the group of {kept.name!r}, which it had at offload(): put it back and "
-                "call zero_grad(); freeze parameters with requires_grad_(False)"
+                f"optimizer.param_groups has lost the group of {kept.name!r}, which it had at offload(): put it back "
+                "and call zero_grad(); freeze parameters with requires_grad_(False)"
             )
         return self._groups[kept.group]
 

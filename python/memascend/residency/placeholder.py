@@ -99,12 +99,19 @@ class Place:
 
     def note_version(self) -> None:
         """What was written to the parameter up to here is known."""
-        self.bound_version = self.parameter._version  # noqa: SLF001
+        self.bound_version = _version_of(self.parameter)
 
     @property
     def written(self) -> bool:
         """Whether somebody wrote to the parameter in place since it was bound, or unbound: views outlive both."""
-        return self.bound_version is not None and self.parameter._version != self.bound_version  # noqa: SLF001
+        return self.bound_version is not None and _version_of(self.parameter) != self.bound_version
+
+
+def _version_of(parameter: torch.Tensor) -> int:
+    # Each bind and unbind asks; by the class of what is away the answer takes five times as long.
+    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+        version: int = parameter._version  # noqa: SLF001
+        return version
 
 
 @functools.lru_cache(maxsize=_KINDS_MAX)
