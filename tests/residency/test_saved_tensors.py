@@ -153,3 +153,24 @@ def test_a_recomputed_block_with_frozen_weights_has_the_same_gradients(tmp_path,
         with memascend.materialized(model):
             for wanted, got in zip(plain.parameters(), model.parameters(), strict=True):
                 assert same_bits(wanted, got)
+
+
+class Changed(nn.Module):
+    """A layer whose input is changed in place after the layer saved it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        x = self.first(x)
+        result = self.second(x)
+        x.mul_(2)
+        return result.sum()
+
+
+def test_an_activation_that_was_changed_in_place_is_refused_as_in_memory():
+    model = Changed()
+    model, optimizer = memascend.offload(model, torch.optim.AdamW(model.parameters()))
+    with optimizer, pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        model(torch.randn(2, WIDTH)).backward()

@@ -60,7 +60,8 @@ class SavedTensorHooks:
             return note
         if _is_offloaded(tensor):
             return _Reached(tensor)
-        return tensor if self.keeper is None else self.keeper.save(tensor, sys._getframe(1))  # noqa: SLF001
+        kept = tensor if self.keeper is None else self.keeper.save(tensor, sys._getframe(1))  # noqa: SLF001
+        return _Saved(tensor) if kept is tensor else kept
 
     def unpack(self, saved: Any) -> torch.Tensor:
         """The tensor again."""
@@ -163,6 +164,26 @@ class _Reached:
                 "before that, or compute what it is of again"
             )
         return self._values
+
+
+class _Saved:
+    """What lies in no unit, as it was when it was saved. Torch looks at no version of what hooks have packed."""
+
+    __slots__ = ("_values", "_version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._values = tensor
+        self._version = tensor._version  # noqa: SLF001
+
+    def tensor(self) -> torch.Tensor:
+        values = self._values
+        if values._version != self._version:  # noqa: SLF001
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{list(values.shape)} {values.dtype} is at version {values._version}, and was saved at "  # noqa: SLF001
+                f"version {self._version}"
+            )
+        return values
 
 
 class _Delegating:
