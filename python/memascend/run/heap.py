@@ -32,9 +32,9 @@ _TRIM_SHARE = 0.01
 _TAKING_STEPS = 2
 # A step that maps so many times the model's own bytes is one of activations: the heap's holes are small beside them.
 _ACTIVATIONS = 8
-# Where entries are held, of what the plan holds: all that a step maps, which the heap cannot outgrow; and
-# what it may hold beyond what torch needs at once.
-_TRIED_SHARE, _HOLES_SHARE = 1 / 2, 1 / 10
+# Where entries are held, of what the plan holds: what the heap may hold beyond what torch needs at once. It is tried
+# where a step maps no more than all of that.
+_HOLES_SHARE = 1 / 10
 
 
 class Heap:
@@ -106,7 +106,7 @@ class Heap:
             self._trimmed = now
         if self._steps <= _TAKING_STEPS:
             self._holes.take()
-        if self._steps == _TAKING_STEPS and mapped and touched <= self._held_peak * _TRIED_SHARE:
+        if self._steps == _TAKING_STEPS and mapped and touched <= self._held_peak:
             self._keep()
             self._before = mapped, c_library().sbrk(0)
 
