@@ -59,7 +59,7 @@ class SavedTensorHooks:
         if note is not None:
             return note
         if _is_offloaded(tensor):
-            return _Reached(tensor)
+            return _Saved(tensor.detach(), tensor._memascend.name)  # type: ignore[attr-defined] # noqa: SLF001
         kept = tensor if self.keeper is None else self.keeper.save(tensor, sys._getframe(1))  # noqa: SLF001
         return _Saved(tensor) if kept is tensor else kept
 
@@ -144,46 +144,31 @@ def _viewed(storage: torch.UntypedStorage, note: Note) -> torch.Tensor:
     return torch._neg_view(tensor) if note.negative else tensor  # noqa: SLF001
 
 
-class _Reached:
-    """A parameter that was saved while it had memory of its own, between forwards; it is away when the graph is walked.
-
-    Torch looks at no version of what hooks have packed.
-    """
+class _Saved:
+    """What lies in no unit, as it was when it was saved. Torch looks at no version of what hooks have packed."""
 
     __slots__ = ("_name", "_values", "_version")
 
-    def __init__(self, parameter: Any) -> None:
-        self._name = parameter._memascend.name  # noqa: SLF001
-        self._values: torch.Tensor = parameter.detach()
-        self._version = self._values._version  # noqa: SLF001
+    def __init__(self, values: torch.Tensor, name: str | None = None) -> None:
+        """`name`: of the parameter that it is, which had memory of its own and is away when the graph is walked."""
+        self._values = values
+        self._name = name
+        self._version = values._version  # noqa: SLF001
 
     def tensor(self) -> torch.Tensor:
-        if self._values._version != self._version:  # noqa: SLF001
+        values = self._values
+        version = values._version  # noqa: SLF001
+        if version == self._version:
+            return values
+        if self._name is not None:
             raise UsageError(
                 f"a graph needs {self._name!r} as it was before step(), or before it was written to: call backward() "
                 "before that, or compute what it is of again"
             )
-        return self._values
-
-
-class _Saved:
-    """What lies in no unit, as it was when it was saved. Torch looks at no version of what hooks have packed."""
-
-    __slots__ = ("_values", "_version")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._values = tensor
-        self._version = tensor._version  # noqa: SLF001
-
-    def tensor(self) -> torch.Tensor:
-        values = self._values
-        if values._version != self._version:  # noqa: SLF001
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"{list(values.shape)} {values.dtype} is at version {values._version}, and was saved at "  # noqa: SLF001
-                f"version {self._version}"
-            )
-        return values
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"{list(values.shape)} {values.dtype} is at version {version}, and was saved at version {self._version}"
+        )
 
 
 class _Delegating:
