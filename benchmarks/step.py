@@ -32,8 +32,11 @@ _HELD = {
     **{f"held {part}%": {"gradients": "fused", "host_memory": part} for part in (0, 20, 40, 50, 60, 80, 100)},
     "held 100%, none": {"gradients": "fused", "host_memory": 100, "durability": "none"},
 }
-# What the others are compared with: torch's fused AdamW on float32 masters in memory, and nothing held.
-_RAM, _NONE_HELD = "in RAM", "held 0%"
+# Moments in fewer bits, beside "fused".
+_STATES = {f"state {form}": {"gradients": "fused", "state": form} for form in ("bf16", "8bit")}
+_ALL = _CASES | _HELD | _STATES
+# What the others are compared with: torch's fused AdamW on float32 masters in memory, nothing held, moments of 32 bits.
+_RAM, _NONE_HELD, _FP32 = "in RAM", "held 0%", "fused"
 _WARM_STEPS = 2
 # Bytes of a store for each bf16 parameter.
 _SLOTS_BYTES = 26
@@ -45,7 +48,7 @@ def main() -> None:
     parser.add_argument("--parameters", choices=_SHAPES, default="125M")
     parser.add_argument("--tokens", nargs="+", default=["1x128", "4x512"], metavar="BATCHxLENGTH")
     parser.add_argument(
-        "--cases", nargs="+", choices=_CASES | _HELD, help="default: those without held parameters; long: the first two"
+        "--cases", nargs="+", choices=_ALL, help="default: neither held nor of fewer bits; long: the first two"
     )
     parser.add_argument("--held", action="store_true", help="the cases of held parameters, beside the one in RAM")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each process")
@@ -129,8 +132,9 @@ class _Workload:
         cases = {name: _summary(process, ended[name]) for name, process in processes.items()}
         for name, case in cases.items():
             _compare(name, case, cases.get(_RAM), bandwidth)
-            if name in _HELD and _NONE_HELD in cases:
-                case["of_none_held"] = case["seconds"]["step"] / cases[_NONE_HELD]["seconds"]["step"]
+            like = _FP32 if name in _STATES else _NONE_HELD if name in _HELD else ""
+            if like in cases:
+                case["of_like"] = case["seconds"]["step"] / cases[like]["seconds"]["step"]
         return {
             "tokens": self.tokens,
             "checkpoint": self.options.checkpoint,
@@ -211,7 +215,7 @@ def _shown(result: dict[str, Any]) -> str:
                 f"{bound['step']:.3f}" if bound else "",
                 f"{case['of_bound']:.2f}" if bound else "",
                 f"{case['of_ram']:.2f}" if bound else "",
-                f"{case['of_none_held']:.2f}" if "of_none_held" in case else "",
+                f"{case['of_like']:.2f}" if "of_like" in case else "",
                 f"{case['added_bytes'] / 1e6:.0f}",
                 f"{case['peak_bytes'] / 1e6:.0f}",
                 f"{case['moved_per_parameter']:.2f}",
@@ -225,7 +229,7 @@ def _shown(result: dict[str, Any]) -> str:
         + ", ".join(f"{pattern} {speed:.2f} GB/s" for pattern, speed in result["gb_per_second"].items())
     )
     columns: tuple[str, ...] = ("case", "s/step", "spread", "forward + backward + step()", "bound", "x bound")
-    columns += ("x torch's AdamW in RAM", "x none held")
+    columns += ("x torch's AdamW in RAM", "x none held, or fp32")
     return f"{head}\n\n{table((*columns, 'MB added', 'MB peak', 'SSD B/param', 'planned'), rows)}"
 
 
@@ -279,7 +283,7 @@ class _Worker:
         self.parameters = work.parameters
         self.tokens = torch.randint(0, work.vocabulary, (work.batch, work.length))
         answer: dict[str, Any] = {"parameters": self.parameters, "baseline_bytes": baseline}
-        options = (_CASES | _HELD)[self.case]
+        options = _ALL[self.case]
         if options is None:
             self.optimizer: Any = InRam(model)
         else:
@@ -307,16 +311,13 @@ class _Worker:
         import torch
 
         import memascend
-        from benchmarks.train.cell.systems.ours import smallest_budget
-        from memascend.planning.options import Options
-        from memascend.run.decision import planned
+        from benchmarks.train.cell.systems.ours import held_budget, smallest_budget
 
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         options |= {"storage": self.work["storage"], "device": "cpu"}
         part = options.get("host_memory")
         if isinstance(part, int):
-            plan = planned(model, optimizer, Options(**{**options, "host_memory": None})).plan
-            options["host_memory"] = plan.comfortable + (plan.all_held - plan.comfortable) * part // 100
+            options["host_memory"] = held_budget(model, optimizer, options, part)
         if part == "smallest":
             options["host_memory"] = smallest_budget(model, optimizer, options)
         return memascend.offload(model, optimizer, **options)[1]

@@ -99,11 +99,15 @@ def _beside_memory(result: dict[str, Any], cell: dict[str, Any], reference: dict
 
 
 def _beside_peers(found: dict[str, dict[str, Any]]) -> None:
-    """How many times as fast ours is, and what part of a peer's memory it adds."""
-    ours = found.get("memascend")
-    if ours is None or "error" in ours:
-        return
-    for system, result in found.items():
-        if "error" not in result and not system.startswith("memascend"):
-            result["ours_faster"] = result["seconds"]["step"] / ours["seconds"]["step"]
-            result["ours_of_memory"] = ours["added_bytes"] / result["added_bytes"]
+    """How many times as fast ours is, and what part of a peer's memory it adds.
+
+    A peer's cell has that of memascend at its default, a cell of ours that of itself against ZeRO-Infinity with its
+    fewest buffers.
+    """
+    good = {system: result for system, result in found.items() if "error" not in result}
+    for system, result in good.items():
+        mine = system.startswith("memascend")
+        ours, theirs = (result, good.get("zero-infinity")) if mine else (good.get("memascend"), result)
+        if ours is not None and theirs is not None:
+            result["ours_faster"] = theirs["seconds"]["step"] / ours["seconds"]["step"]
+            result["ours_of_memory"] = ours["added_bytes"] / theirs["added_bytes"]

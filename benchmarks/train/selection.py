@@ -8,10 +8,13 @@ __all__ = ["FULL", "HEADLINE", "LIMITS", "Cells"]
 Cells = dict[str, tuple[str, ...]]
 
 _INFINITY = ("zero-infinity", "zero-infinity-pipelined")
-_ALL = ("torch", "memascend", "memascend-smallest", *_INFINITY, "zero-infinity-params-in-ram", "zero-offload")
+_PEERS = (*_INFINITY, "zero-infinity-params-in-ram", "zero-offload")
+_ALL = ("torch", "memascend", "memascend-smallest", *_PEERS)
+_STATES = ("memascend-bf16", "memascend-8bit")
+_HELD = ("memascend-held-60", "memascend-held", "memascend-held-none")
 
 HEADLINE: Cells = {
-    "125M-1x128": _ALL,
+    "125M-1x128": ("torch", "memascend", "memascend-smallest", *_STATES, *_HELD, *_PEERS),
     "125M-1x128-clip": ("torch", "memascend", "zero-infinity-pipelined"),
     "125M-4x512": ("torch", "memascend", "zero-infinity-pipelined"),
 }

@@ -36,7 +36,8 @@ _COLUMNS = (
 _NOTES = """MB added: the process' peak after set-up, less what importing took; process: its peak, set-up too;
 cgroup: the peak after set-up, with the page cache. computes, waits: seconds of a step that the training thread ran,
 and did not; disk busy: that the device had requests. SSD bytes by the kernel, and as memascend counts them.
-x bound: of max(compute, bytes / bandwidth), for forward and backward."""
+x bound: of max(compute, bytes / bandwidth), for forward and backward. ours is x as fast: memascend at its default
+against the system of the row; in memascend's own rows: that row against zero-infinity."""
 
 
 def workload_table(work: Workload, cells: dict[str, dict[str, Any]]) -> str:

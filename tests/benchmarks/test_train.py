@@ -63,6 +63,20 @@ def test_ratios_are_to_the_peer():
     assert cells["memascend"]["of_memory_bytes"] == pytest.approx(0.1)
     assert cells["zero-offload"]["ours_faster"] == 4
     assert cells["zero-offload"]["ours_of_memory"] == pytest.approx(0.1)
+    assert "ours_faster" not in cells["memascend"]
+
+
+def test_each_system_of_ours_is_compared_with_zero_infinity():
+    cells = judged(
+        {
+            "torch": cell(step=1),
+            "memascend": cell(step=3, added=20),
+            "memascend-held": cell(step=2, added=50),
+            "zero-infinity": cell(step=6, added=100),
+        }
+    )
+    assert (cells["memascend"]["ours_faster"], cells["memascend-held"]["ours_faster"]) == (2, 3)
+    assert cells["memascend-held"]["ours_of_memory"] == pytest.approx(0.5)
     assert cells["torch"]["peak_bytes"] == 2000
 
 

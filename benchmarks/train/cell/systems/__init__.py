@@ -45,6 +45,9 @@ SYSTEMS = {
     "memascend-smallest": Way("ours", {"smallest": True}, "everything on SSD, the smallest budget"),
     "memascend-bf16": Way("ours", {"state": "bf16"}, "everything on SSD, moments of 16 bits"),
     "memascend-8bit": Way("ours", {"state": "8bit"}, "everything on SSD, moments of 8 bits"),
+    "memascend-held-60": Way("ours", {"held": 60}, "60 % of the parameters held in memory, the rest on SSD"),
+    "memascend-held": Way("ours", {"held": 100}, "all held in memory, a log of gradients on SSD"),
+    "memascend-held-none": Way("ours", {"held": 100, "durability": "none"}, "all held in memory, written at the end"),
     "torch": Way("in_ram", {}, "in memory: fp32 masters, fused AdamW"),
     "zero-infinity": Way(
         "zero", {"stage": 3, "parameters": "nvme", "state": "nvme"}, "DeepSpeed, parameters and state on SSD", True

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from memascend.run.optimizer import OffloadedOptimizer
 
-__all__ = ["Ours", "begin", "ready", "smallest_budget"]
+__all__ = ["Ours", "begin", "held_budget", "ready", "smallest_budget"]
 
 
 def ready() -> list[ModuleType]:
@@ -31,8 +31,9 @@ def begin(work: Workload, settings: dict[str, Any], storage: Path) -> Ours:
     """The model in the store.
 
     Settings: `smallest`: the smallest budget that works; `host_memory`: a budget, or as `"1.5x"` a multiple of the
-    smallest; `lean`: the model is made on "meta" and its values in the store, so that it is never in memory as a whole;
-    `state`: the format of the optimizer's state; `trace`: a file for a trace of what follows.
+    smallest; `held`: a budget by the percentage of the parameters that are held; `lean`: the model is made on "meta"
+    and its values in the store, so that it is never in memory as a whole; `state`, `durability`: as of `offload()`;
+    `trace`: a file for a trace of what follows.
     """
     import torch
     import transformers
@@ -53,11 +54,12 @@ def begin(work: Workload, settings: dict[str, Any], storage: Path) -> Ours:
     if work.dtype == "float16":
         # Where the dynamic scale begins is no option of ours; both begin at 2^16.
         assert LOSS_SCALE_POWER == 16
-    if settings.get("state"):
-        options["state"] = settings["state"]
+    options |= {name: settings[name] for name in ("state", "durability") if name in settings}
     budget = "1x" if settings.get("smallest") else settings.get("host_memory")
     if isinstance(budget, str) and budget.endswith("x"):
         budget = int(smallest_budget(model, optimizer, options) * float(budget.removesuffix("x")))
+    if "held" in settings:
+        budget = held_budget(model, optimizer, options, settings["held"])
     if budget is not None:
         options["host_memory"] = budget
     model, offloaded = offload(model, optimizer, **options)
@@ -75,6 +77,15 @@ def smallest_budget(model: Any, optimizer: Any, options: dict[str, Any]) -> int:
         smallest: int = error.smallest
         return smallest
     raise AssertionError("a budget of one byte was taken")
+
+
+def held_budget(model: Any, optimizer: Any, options: dict[str, Any], percent: int) -> int:
+    """The `host_memory` that holds this part of all parameters. Nothing is offloaded."""
+    from memascend.planning.options import Options
+    from memascend.run.decision import planned
+
+    plan = planned(model, optimizer, Options(**{**options, "host_memory": None})).plan
+    return plan.comfortable + (plan.all_held - plan.comfortable) * percent // 100
 
 
 class Ours:

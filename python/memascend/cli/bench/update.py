@@ -37,6 +37,11 @@ SUMMARY = "a step of AdamW on SSD, against pure I/O of the same bytes, fio, and 
 _MEGA = 1_000_000
 _MIB = 1 << 20
 _VALUE_BYTES = 2
+_BLOCK = 4096
+_FORMS = {"own": "", "fp32": "compact", "bf16": "compact bf16", "8bit": "compact 8bit"}
+# What DeepSpeed's parameters are compared with.
+_SHARED = ("own", "fp32")
+_STATE_HELP = "format of the state: as `offload(state=...)` has it, or own: float32 masters beside the values (default)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="interleaved rounds (default 5)")
     parser.add_argument("--chunks", type=int, default=12, metavar="N", help="staging chunks (default 12)")
     parser.add_argument("--chunk-elements", type=int, default=None, metavar="N", help="default: what a store takes")
-    parser.add_argument("--compact", action="store_true", help="the compact layout of bf16 masters")
+    parser.add_argument("--state", choices=_FORMS, default="own", help=_STATE_HELP)
     parser.add_argument("--no-fio", action="store_true", help="leave fio out")
     parser.add_argument("--deepspeed", metavar="PYTHON", help=deepspeed.OPTION_HELP)
 
@@ -68,22 +73,19 @@ def run(options: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class _Bytes:
-    """Bytes of a parameter: of its state, and of the values that a step reads beside writing them."""
+    """Bytes of a chunk, in whole blocks: of its state, and of its values, which a step writes and may also read."""
 
     state: int
-    read_values: int
+    values: int
+    read_values: bool
 
     @property
     def read(self) -> int:
-        return self.state + self.read_values
-
-    @property
-    def written(self) -> int:
-        return self.state + _VALUE_BYTES
+        return self.state + self.values * self.read_values
 
     @property
     def moved(self) -> int:
-        return self.read + self.written
+        return self.read + self.state + self.values
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,7 @@ class _Parameters:
     names: list[str]
     numel: int
     chunk: int
+    form: str
     each: _Bytes
 
     @property
@@ -105,40 +108,52 @@ class _Parameters:
 
     @property
     def nbytes(self) -> int:
-        return self.parameters * self.each.moved
+        return self.chunks * self.each.moved
+
+
+def _entry(name: str, values: torch.Tensor, form: str) -> engine.Entry:
+    state = engine.encode_state(values, {}, form) if form else engine.adam_state(values)
+    return engine.Entry(name=name, values=values, state=state, format=form or None)
 
 
 def _choose_parameters(options: argparse.Namespace) -> _Parameters:
     import torch
 
-    few = torch.zeros(1, dtype=torch.bfloat16)
-    like = engine.Entry(name="", values=few, state=engine.adam_state(few, compact=options.compact))
-    chunk = options.chunk_elements or engine.chunk_elements_of([like])
-    each = _Bytes(state=10, read_values=_VALUE_BYTES) if options.compact else _Bytes(state=12, read_values=0)
+    form = _FORMS[options.state]
+    chunk = options.chunk_elements or engine.chunk_elements_of([_entry("", torch.zeros(1, dtype=torch.bfloat16), form)])
+    whole = _entry("", torch.empty(chunk, dtype=torch.bfloat16, device="meta"), form)
+    each = _Bytes(
+        state=_whole_blocks(sum(tensor.nbytes for tensor in whole.state.values())),
+        values=_whole_blocks(chunk * _VALUE_BYTES),
+        read_values=bool(form),
+    )
     # The size of one gradient is what the queue must take.
     names = [f"weight.{index}" for index in range(bag.PARAMETERS)]
-    return _Parameters(names, max(1, options.parameters * _MEGA // chunk // len(names)) * chunk, chunk, each)
+    return _Parameters(names, max(1, options.parameters * _MEGA // chunk // len(names)) * chunk, chunk, form, each)
 
 
-def _create(folder: Path, subject: _Parameters, *, compact: bool) -> engine.Store:
+def _whole_blocks(nbytes: int) -> int:
+    return -(-nbytes // _BLOCK) * _BLOCK
+
+
+def _create(folder: Path, subject: _Parameters) -> engine.Store:
     values = bag.values(subject.numel)
-    state = engine.adam_state(values, compact=compact)
-    entries = [engine.Entry(name=name, values=values, state=state) for name in subject.names]
+    entries = [_entry(name, values, subject.form) for name in subject.names]
     return engine.Store.create(folder / "store", entries, chunk_elements=subject.chunk)
 
 
 def _measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     subject = _choose_parameters(options)
-    store = _create(folder, subject, compact=options.compact)
+    store = _create(folder, subject)
     gradient = bag.gradient(subject.numel)
     seconds: dict[str, list[float]] = defaultdict(list)
-    block_bytes = subject.chunk * (subject.each.state + _VALUE_BYTES)
+    block_bytes = subject.each.state + subject.each.values
     with ExitStack() as stack:
         volume = stack.enter_context(nvme.open(folder / "pure", size=2 * subject.chunks * block_bytes))
         updates = stack.enter_context(engine.Engine(store, chunks=options.chunks))
         memory = stack.enter_context(blocks(block_bytes, options.chunks))
         peers = _fio_peers(folder, subject, options, stack)
-        python = deepspeed.found(options.deepspeed)
+        python = deepspeed.found(options.deepspeed) if options.state in _SHARED else None
         swapper = Swapper(python, folder / "deepspeed", subject.numel) if python is not None else None
         if swapper is not None:
             stack.enter_context(swapper)
@@ -162,7 +177,7 @@ def _measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
             for what in took if step > 2 else ():
                 seconds[what].append(took[what])
         staging = updates.staging_bytes
-        peer: dict[str, Any] = {"error": deepspeed.MISSING}
+        peer: dict[str, Any] = {"error": deepspeed.MISSING if options.state in _SHARED else "it has no such state"}
         if swapper is not None:
             peer = swapper.compared(store.read(subject.names[0])[0].flatten()[: bag.SAMPLE].float())
     info = store.info()
@@ -221,7 +236,7 @@ def _result(
 def _pure(volume: Volume, memory: list[torch.Tensor], subject: _Parameters, *, slot: int) -> None:
     """Read each chunk's state, write its state and values to the other slot: as many in flight, nothing computed."""
     chunks, each = subject.chunks, subject.each
-    state, values = subject.chunk * each.state, subject.chunk * _VALUE_BYTES
+    state, values = each.state, each.values
     values_at = 2 * chunks * state
     reading: deque[tuple[int, torch.Tensor, list[Ticket]]] = deque()
     writing: deque[tuple[torch.Tensor, Ticket, Ticket]] = deque()
