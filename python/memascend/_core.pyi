@@ -12,6 +12,7 @@ __all__ = [
     "ChunkRing",
     "Engine",
     "Fetch",
+    "FileMemory",
     "Lease",
     "LeaseBuffer",
     "LentBuffer",
@@ -89,6 +90,13 @@ class ChunkRing:
     def __new__(cls, region: Region, chunk_bytes: int, count: int) -> ChunkRing: ...
     def lease(self, seconds: float | None, owner: str) -> Lease: ...
     def stats(self) -> dict[str, Any]: ...
+
+@final
+class FileMemory:
+    def __new__(cls, descriptor: int, nbytes: int) -> FileMemory: ...
+    # The buffer protocol has been visible from Python since 3.12.
+    if sys.version_info >= (3, 12):
+        def __buffer__(self, flags: int, /) -> memoryview: ...
 
 @final
 class Lease:

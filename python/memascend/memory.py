@@ -1,4 +1,4 @@
-"""Allocates host memory that is planned once: regions, arenas, chunk rings, leases.
+"""Allocates host memory that is planned once: regions, arenas, chunk rings, leases; maps files as memory.
 
 Sizes are in bytes and exact; times are in seconds. Errors: `ConfigError` for a wrong argument, `BudgetError` for a
 region too small for its plan, `MemoryLimitError` where the machine or its cgroup does not have the memory,
@@ -27,6 +27,7 @@ __all__ = [
     "Layout",
     "Lease",
     "Region",
+    "file_memory",
     "ignore_captures",
     "layout",
     "limits",
@@ -278,6 +279,18 @@ class ChunkRing(Closing):
     def close(self) -> None:
         """Close the ring's region; see `Region.close`."""
         self.region.close()
+
+
+def file_memory(descriptor: int, nbytes: int) -> torch.Tensor:
+    """The first bytes of a file that is open for reading and writing, as memory; the descriptor may be closed then.
+
+    What is written there goes to the file and leaves memory as the kernel likes. In a child that is forked off, it is
+    the child's alone; what the parent writes later the child may read, unless it wrote to the same page before.
+    """
+    import torch
+
+    with torch.inference_mode(mode=False):
+        return torch.frombuffer(_core.FileMemory(descriptor, nbytes), dtype=torch.uint8)
 
 
 class Layout:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from memascend.errors import ConfigError, StorageError
+from memascend.memory import file_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -46,14 +47,14 @@ class Copies:
                 del values
             if nbytes == 0:
                 return torch.empty(place.shape, dtype=place.dtype, device="cpu")
-            return _mapped(descriptor, nbytes).view(place.dtype).as_strided(place.shape, place.stride)
+            return file_memory(descriptor, nbytes).view(place.dtype).as_strided(place.shape, place.stride)
 
     def gathered(self, nbytes: int, parts: Callable[[Callable[[int, torch.Tensor], None]], None]) -> torch.Tensor:
         """As many bytes, from `parts`, which calls what it is given with each part and where that begins."""
         folder = self._folder
         with _unlinked(folder) as descriptor:
             parts(lambda start, part: _write(descriptor, part[: nbytes - start], folder, start))
-            return _mapped(descriptor, nbytes)
+            return file_memory(descriptor, nbytes)
 
     @property
     def _folder(self) -> Path:
@@ -96,12 +97,6 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor without gaps as bytes, in the order in which they lie."""
     flat = tensor.as_strided((tensor.numel(),), (1,))
     return flat.view(torch.uint8)
-
-
-def _mapped(descriptor: int, nbytes: int) -> torch.Tensor:
-    """The bytes of a file, as memory."""
-    with torch.inference_mode(mode=False):
-        return torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=nbytes, dtype=torch.uint8)
 
 
 def _write(descriptor: int, values: torch.Tensor, folder: Path, begin: int = 0) -> None:

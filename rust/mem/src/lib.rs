@@ -3,10 +3,12 @@
 //! A [`Region`] is page-aligned memory on huge pages, pinned where that can be had. An [`Arena`] divides one into
 //! exact-size slots, once; leasing and returning them never allocates and never fragments. A [`ChunkRing`] is the
 //! arena's special case of one size. A [`Lease`] is an RAII hold on a slot. Every byte is counted under an owner's name.
+//! [`FileMemory`] is none of this: the pages of a file, which the kernel writes back and drops as it likes.
 
 mod arena;
 mod cuda;
 mod error;
+mod file_memory;
 mod fork;
 mod free_list;
 mod guarded;
@@ -23,6 +25,7 @@ mod users;
 pub use arena::{Arena, ArenaStats, ClassStats};
 pub use cuda::ignore_captures;
 pub use error::{Error, Holder, Result};
+pub use file_memory::FileMemory;
 pub use fork::fork_generation;
 pub use guarded::{Ended, Guarded, Wait, locked};
 pub use layout::{ClassLayout, Layout};

@@ -1,16 +1,22 @@
-//! Lists living regions, under a lock that is held around every fork.
+//! Lists living regions and files in memory, under a lock that is held around every fork.
 
 use std::{
     cell::RefCell,
-    sync::{Mutex, MutexGuard, Once},
+    collections::BTreeMap,
+    sync::{Mutex, MutexGuard, Once, Weak},
 };
 
-use crate::guarded::locked;
+use crate::{file_memory::Twins, guarded::locked, region};
 
-/// Weak handles of regions, dead ones included until the next is entered.
-type Living = Vec<std::sync::Weak<crate::region::Inner>>;
+/// What lives.
+pub(crate) struct Living {
+    /// Weak handles of regions, dead ones included until the next is entered.
+    pub(crate) regions: Vec<Weak<region::Inner>>,
+    /// Files in memory, by address.
+    pub(crate) files: BTreeMap<usize, Twins>,
+}
 
-static LIVING: Mutex<Living> = Mutex::new(Vec::new());
+static LIVING: Mutex<Living> = Mutex::new(Living { regions: Vec::new(), files: BTreeMap::new() });
 static HOOK: Once = Once::new();
 
 thread_local! {
@@ -21,9 +27,9 @@ thread_local! {
 /// The list, locked.
 pub(crate) fn living() -> MutexGuard<'static, Living> {
     HOOK.call_once(|| {
-        // SAFETY: the handlers only lock and unlock, on the thread that forks; they are functions of this library, which
-        // is never unloaded.
-        let failed = unsafe { libc::pthread_atfork(Some(before), Some(after), Some(after)) };
+        // SAFETY: the handlers only lock, unlock and ask the kernel, on the thread that forks; they are functions of
+        // this library, which is never unloaded.
+        let failed = unsafe { libc::pthread_atfork(Some(before), Some(in_parent), Some(in_child)) };
         assert_eq!(failed, 0, "pthread_atfork has no memory left");
     });
     locked(&LIVING)
@@ -35,6 +41,13 @@ extern "C" fn before() {
     let _ = AROUND_FORK.try_with(|around| *around.borrow_mut() = Some(guard));
 }
 
-extern "C" fn after() {
+extern "C" fn in_parent() {
     let _ = AROUND_FORK.try_with(|around| around.borrow_mut().take());
+}
+
+extern "C" fn in_child() {
+    let guard = AROUND_FORK.try_with(|around| around.borrow_mut().take()).ok().flatten();
+    if let Some(mut living) = guard.or_else(|| LIVING.try_lock().ok()) {
+        living.files.values_mut().for_each(Twins::part);
+    }
 }

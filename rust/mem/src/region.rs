@@ -146,8 +146,8 @@ impl Region {
             arena: Mutex::new(Weak::new()),
         });
         let mut living = living();
-        living.retain(|region| region.strong_count() > 0);
-        living.push(Arc::downgrade(&inner));
+        living.regions.retain(|region| region.strong_count() > 0);
+        living.regions.push(Arc::downgrade(&inner));
         Ok(Self { inner })
     }
 
@@ -312,7 +312,7 @@ impl Drop for Inner {
 /// The regions that are mapped now: every byte of host memory that the library holds for data.
 #[must_use]
 pub fn regions() -> Vec<RegionStats> {
-    let inners: Vec<Arc<Inner>> = living().iter().filter_map(Weak::upgrade).collect();
+    let inners: Vec<Arc<Inner>> = living().regions.iter().filter_map(Weak::upgrade).collect();
     inners
         .iter()
         .filter(|inner| !inner.forked() && inner.is_mapped())

@@ -2,6 +2,7 @@
 
 use std::{
     ffi::c_int,
+    ptr::NonNull,
     sync::{Arc, Mutex, MutexGuard},
 };
 
@@ -100,13 +101,26 @@ impl LeaseBuffer {
     /// Called by the interpreter with a view to fill.
     unsafe fn __getbuffer__(slf: &Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
         let Some(lease) = &slf.get().lease else { return Err(usage_error(slf.py(), RETURNED)) };
-        // A lease is smaller than isize::MAX: the layout sees to it.
-        let length = ffi::Py_ssize_t::try_from(lease.len())?;
         // SAFETY: the interpreter passes a valid view; the bytes live as long as `slf`, which the view comes to hold.
-        let failed =
-            unsafe { ffi::PyBuffer_FillInfo(view, slf.as_ptr(), lease.as_ptr().as_ptr().cast(), length, 0, flags) };
-        if failed == 0 { Ok(()) } else { Err(PyErr::fetch(slf.py())) }
+        unsafe { fill(slf, view, (lease.as_ptr(), lease.len()), flags) }
     }
+}
+
+/// Fills in the interpreter's view of bytes that can be written.
+///
+/// # Safety
+/// `view` is valid, and the bytes live as long as `owner`.
+pub(crate) unsafe fn fill<T>(
+    owner: &Bound<'_, T>,
+    view: *mut ffi::Py_buffer,
+    (start, bytes): (NonNull<u8>, usize),
+    flags: c_int,
+) -> PyResult<()> {
+    // No memory is larger than isize::MAX.
+    let length = ffi::Py_ssize_t::try_from(bytes)?;
+    // SAFETY: as the caller says.
+    let failed = unsafe { ffi::PyBuffer_FillInfo(view, owner.as_ptr(), start.as_ptr().cast(), length, 0, flags) };
+    if failed == 0 { Ok(()) } else { Err(PyErr::fetch(owner.py())) }
 }
 
 /// Waits for a lease, with the GIL released.

@@ -1,7 +1,13 @@
-//! Translates `rust/mem` for Python: regions, arenas, rings.
+//! Translates `rust/mem` for Python: regions, arenas, rings, files in memory.
+
+use std::{
+    ffi::c_int,
+    os::fd::{BorrowedFd, RawFd},
+};
 
 use memascend_mem::{self as mem, ArenaStats, Layout, OnFork, OwnerStats, Pin, Pinned};
 use pyo3::{
+    ffi,
     prelude::*,
     types::{PyBool, PyDict, PyString},
 };
@@ -10,7 +16,7 @@ use crate::{
     arguments::{Seconds, shown, size},
     detached::Detached,
     errors::{config_error, memory_error},
-    leases::{Lease, leased},
+    leases::{Lease, fill, leased},
     waiting::interruptible,
 };
 
@@ -18,6 +24,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Region>()?;
     module.add_class::<Arena>()?;
     module.add_class::<ChunkRing>()?;
+    module.add_class::<FileMemory>()?;
     module.add_function(wrap_pyfunction!(ignore_captures, module)?)?;
     module.add_function(wrap_pyfunction!(memory_layout, module)?)?;
     module.add_function(wrap_pyfunction!(memory_limits, module)?)?;
@@ -148,6 +155,33 @@ impl ChunkRing {
 
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         stats(py, &self.inner.stats())
+    }
+}
+
+/// The bytes of a file as a writable buffer, which lives as long as this object. See `memascend.memory.file_memory`.
+#[pyclass(frozen, module = "memascend._core")]
+struct FileMemory {
+    inner: Detached<mem::FileMemory>,
+}
+
+#[pymethods]
+impl FileMemory {
+    #[new]
+    fn new(descriptor: &Bound<'_, PyAny>, nbytes: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let py = nbytes.py();
+        let raw = RawFd::try_from(size("descriptor", descriptor)?)?;
+        // SAFETY: not negative; the caller has it open, and the kernel refuses one that is not.
+        let file = unsafe { BorrowedFd::borrow_raw(raw) };
+        let inner = mem::FileMemory::new(file, size("nbytes", nbytes)?);
+        Ok(Self { inner: Detached::new(inner.map_err(|error| memory_error(py, &error))?) })
+    }
+
+    /// # Safety
+    /// Called by the interpreter with a view to fill.
+    unsafe fn __getbuffer__(slf: &Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
+        let memory = &slf.get().inner;
+        // SAFETY: the interpreter passes a valid view; the bytes live as long as `slf`, which the view comes to hold.
+        unsafe { fill(slf, view, (memory.as_ptr(), memory.len()), flags) }
     }
 }
 

@@ -1,0 +1,65 @@
+//! Tests files in memory: what is written goes to the file, and what a forked child writes does not.
+
+use std::{
+    fs::{self, File},
+    os::{fd::AsFd, unix::fs::FileExt},
+    slice,
+};
+
+use memascend_mem::{Error, FileMemory, page_bytes};
+
+const BYTES: usize = 3 * 4096 + 5;
+
+/// A file of sevens that has no name.
+fn sevens() -> File {
+    let path = std::env::temp_dir().join(format!("memascend-file-memory-{}", std::process::id()));
+    let file = File::options().read(true).write(true).create(true).truncate(true).open(&path);
+    let file = file.unwrap_or_else(|error| panic!("{error}"));
+    fs::remove_file(&path).and_then(|()| file.write_all_at(&[7; BYTES], 0)).unwrap_or_else(|error| panic!("{error}"));
+    file
+}
+
+fn bytes(memory: &mut FileMemory) -> &mut [u8] {
+    // SAFETY: as long as the memory is borrowed.
+    unsafe { slice::from_raw_parts_mut(memory.as_ptr().as_ptr(), memory.len()) }
+}
+
+#[test]
+fn what_a_child_writes_reaches_nobody() -> Result<(), Error> {
+    let file = sevens();
+    let mut memory = FileMemory::new(file.as_fd(), BYTES)?;
+    // Dropped before the fork: its addresses are somebody else's.
+    drop(FileMemory::new(file.as_fd(), BYTES)?);
+    bytes(&mut memory)[0] = 8;
+    // SAFETY: the child only touches memory and exits without running anything of the parent's.
+    let pid = unsafe { libc::fork() };
+    assert!(pid >= 0, "fork failed");
+    if pid == 0 {
+        let mine = bytes(&mut memory);
+        let right = mine[0] == 8 && mine[1..].iter().all(|&byte| byte == 7);
+        mine.fill(9);
+        let kept = mine.iter().all(|&byte| byte == 9);
+        drop(memory);
+        // SAFETY: always allowed.
+        unsafe { libc::_exit(i32::from(!(right && kept))) };
+    }
+    let mut status = 0;
+    // SAFETY: `status` is valid for writes; the child is ours.
+    assert_eq!(unsafe { libc::waitpid(pid, &raw mut status, 0) }, pid);
+    assert_eq!(status, 0, "the child did not see what it should");
+    let seen = bytes(&mut memory);
+    assert!(seen[0] == 8 && seen[1..].iter().all(|&byte| byte == 7), "the child wrote into the parent's memory");
+    seen.fill(10);
+    let mut written = [0; BYTES];
+    file.read_exact_at(&mut written, 0).unwrap_or_else(|error| panic!("{error}"));
+    assert_eq!(written, [10; BYTES]);
+    Ok(())
+}
+
+#[test]
+fn a_file_that_is_too_short_is_refused() {
+    let file = sevens();
+    for bytes in [0, BYTES + 1, BYTES + page_bytes()] {
+        assert!(matches!(FileMemory::new(file.as_fd(), bytes), Err(Error::Invalid(_))), "{bytes} bytes");
+    }
+}

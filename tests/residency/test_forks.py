@@ -1,0 +1,97 @@
+"""Tests what a forked child does with the memory of weights: its writes never reach its parent."""
+
+import copy
+import ctypes
+import multiprocessing
+import os
+
+import pytest
+import torch
+from support.bits import same_bits
+from support.forked_child import in_child
+from support.reached import batch, one_step
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+
+# How a program comes to have memory of a weight.
+WAYS = {
+    "state dict": lambda model: model.state_dict()["1.weight"],
+    "view": lambda model: model[1].weight.detach()[1:],
+    "data": lambda model: model[1].weight.data,
+    "numpy": lambda model: torch.from_numpy(model[1].weight.detach().numpy()),
+    "deep copy": lambda model: copy.deepcopy(model)[1].weight.detach(),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_a_child_writes_is_its_own(training, way):
+    model, offloaded = training(units=2)
+    expected = [p.detach().clone() for p in model.parameters()]
+    computed = model(batch()).detach()
+    reached = WAYS[way](model)
+    before = reached.clone()
+
+    def write():
+        read = same_bits(reached, before)
+        reached.fill_(7)
+        # What a child of the child writes is not the child's.
+        in_child(lambda: reached.fill_(9))
+        return read and bool((reached == 7).all())
+
+    for fork in (os.fork, ctypes.CDLL(None).fork):
+        assert in_child(write, fork) == "True"
+        assert same_bits(reached, before)
+    assert same_bits(model(batch()).detach(), computed)
+    assert all(same_bits(one, other) for one, other in zip(model.parameters(), expected, strict=True))
+    # In the parent it is the parameter's memory, as before.
+    reached.mul_(0.5)
+    assert same_bits(reached, before * 0.5)
+    one_step(model, offloaded, torch.float32)
+
+
+class Averaged(torch.utils.data.Dataset):
+    """What a worker computes of weights that it has: it normalises them in place."""
+
+    def __init__(self, model):
+        self.state, self.model = model.state_dict(), copy.deepcopy(model)
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        for values in (*self.state.values(), *self.model.state_dict().values()):
+            values.zero_()
+        with torch.no_grad():
+            return self.model(batch())
+
+
+def test_workers_of_a_loader_have_their_own_weights(training):
+    model, offloaded = training(units=2)
+    data = Averaged(model)
+    before = {name: values.clone() for name, values in data.state.items()}
+    for computed in torch.utils.data.DataLoader(data, num_workers=1, multiprocessing_context="fork"):
+        assert not computed.any()
+    for kept in (data.state, data.model.state_dict(), model.state_dict()):
+        assert all(same_bits(values, before[name]) for name, values in kept.items())
+    one_step(model, offloaded, torch.float32)
+
+
+def test_a_child_keeps_what_its_parent_lets_go(training):
+    model, offloaded = training(units=2)
+    state = model.state_dict()
+    before = {name: values.clone() for name, values in state.items()}
+    context = multiprocessing.get_context("fork")
+    gone, said = context.Event(), context.SimpleQueue()
+
+    def read():
+        gone.wait()
+        said.put(all(same_bits(values, before[name]) for name, values in state.items()))
+
+    child = context.Process(target=read)
+    child.start()
+    state.clear()
+    one_step(model, offloaded, torch.float32)
+    gone.set()
+    assert said.get()
+    child.join()
+    assert child.exitcode == 0
