@@ -231,6 +231,12 @@ TRAIN := $(BIN)/python -m benchmarks.train --results benchmarks/results/train
 bench-train: setup ## The headline cells of training beside its peers: 20 minutes
 	$(TRAIN) --parts cells kept-curves --picture benchmarks/results/train.png | tee benchmarks/results/train.txt
 
+# Sixteen cells, four of them of 504 M parameters.
+.PHONY: bench-readme
+bench-readme: setup ## README's picture and its first table: 25 minutes after `make peers`
+	$(TRAIN) --parts cells curves --workloads 500M-1x128 --systems torch memascend zero-infinity --curves size \
+		--picture benchmarks/results/train.png | tee benchmarks/results/readme.txt
+
 .PHONY: bench-full
 bench-full: setup ## All cells of training, ablation, curves, limits, reach: two hours; goes on where it was interrupted
 	$(TRAIN) --full --picture benchmarks/results/train_full.png | tee benchmarks/results/train_full.txt

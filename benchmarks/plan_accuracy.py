@@ -70,6 +70,7 @@ def measured(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
             order = {"config": str(config), "tokens": tokens, "budget": budget, "storage": folder}
             was = child(["-m", "benchmarks.plan_accuracy", "--run", json.dumps(order)])
             # Imports are measured in the run, and assumed in the plan: what training adds is compared.
+            print(f"{name}, {bytes_shown(budget)}: done", file=sys.stderr, flush=True)
             cells.append({
                 "model": name, "parameters": said["model"]["parameters"], "budget": budget, "tokens": tokens,
                 "said_bytes": said["plan"]["host_peak"] + said["plan"]["objects"] + said["torch"]["peak_bytes"],

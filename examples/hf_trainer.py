@@ -88,13 +88,17 @@ def main() -> None:
     )
     scheduler = get_linear_schedule_with_warmup(optimizer, num_warmup_steps=2, num_training_steps=options.steps)
 
+    # Its name before transformers 5.23, and since.
+    recompute = "gradient_checkpointing"
+    if hasattr(TrainingArguments, "activation_checkpointing"):
+        recompute = "activation_checkpointing"
     arguments = TrainingArguments(
         output_dir=options.output,
         max_steps=options.steps,
         per_device_train_batch_size=4,
         gradient_accumulation_steps=2,
         # Recomputes activations, which are what is left in memory.
-        activation_checkpointing=True,
+        **{recompute: True},
         logging_steps=1,
         eval_strategy="steps",
         eval_steps=options.save_steps,

@@ -51,7 +51,10 @@ def main() -> None:
         model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
     model.train()
     # What a step computes again need not stay in memory.
-    model.activation_checkpointing_enable()
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable()
+    else:  # before transformers 5.23
+        model.gradient_checkpointing_enable()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0)
     model, optimizer = memascend.offload(
         model,

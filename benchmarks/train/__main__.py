@@ -65,6 +65,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "limits: the smallest memory cgroup that three steps fit in; "
         "reach: the longest context and largest batch inside one",
     )
+    parser.add_argument(
+        "--curves", nargs="+", choices=CURVES, metavar="NAME", help="instead of all; then pictures are of these alone"
+    )
     parser.add_argument("--full", action="store_true", help="every workload and part; hours; goes on where it was")
     parser.add_argument("--steps", type=int, default=8, help="measured steps of a cell (default 8; long ones half)")
     parser.add_argument("--storage", default=".", metavar="FOLDER", help="on the disk to measure (default: here)")
@@ -118,7 +121,7 @@ def _cells(bench: Bench, options: argparse.Namespace, printed: Any) -> dict[str,
         printed(workload_table(WORKLOADS[name], measured[name]))
     printed(f"losses are at most {LOSS_TOLERANCE:.0%} from in-memory torch's, at every step\n{notes()}")
     printed(_measured_on(bench.code, measured))
-    if options.picture:
+    if options.picture and not options.curves:
         pictures(Path(options.picture), measured)
     return measured
 
@@ -158,7 +161,8 @@ def _reach(bench: Bench, options: argparse.Namespace, printed: Any) -> dict[str,
 def _curves(bench: Bench, options: argparse.Namespace, printed: Any) -> dict[str, Any]:
     """Each as a table, a CSV beside the results and, where there is a picture of the cells, a picture beside it."""
     found = {}
-    for name, curve in CURVES.items():
+    for name in options.curves or CURVES:
+        curve = CURVES[name]
         rows = points(bench, curve)
         if not rows:
             continue

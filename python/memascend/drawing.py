@@ -1,4 +1,4 @@
-"""Opens matplotlib, which is installed by those who want pictures."""
+"""Opens matplotlib, which is installed by those who want pictures; the colours that all of them share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from typing import Any
 
 from memascend.errors import ConfigError
 
-__all__ = ["open_pyplot"]
+__all__ = ["IN_MEMORY", "OURS", "open_pyplot"]
+
+# In every picture: what memascend has, and what the same training has in memory.
+OURS, IN_MEMORY = "#0b6bcb", "#57606a"
 
 
 def open_pyplot() -> Any:

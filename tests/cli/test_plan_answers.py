@@ -10,6 +10,7 @@ from memascend.cli.plan.machine import parse_gpu
 from memascend.cli.plan.sources import describe
 from memascend.cli.plan.trace import grown, trace
 from memascend.errors import ConfigError
+from memascend.formatting import bytes_shown
 
 LAYERS, HIDDEN, WIDE, VOCABULARY = 4, 64, 160, 512
 CONFIG = {
@@ -137,6 +138,21 @@ def test_the_drives_life(capsys, config):
     assert told(capsys, config, *MACHINE, "--tokens", 256)["drive"]["endurance_bytes"] == 600 * 10**12
 
 
+def test_the_log_of_what_is_held_is_room_on_the_drive(capsys, config):
+    asked = (*MACHINE, "--tokens", 256, "--host-memory", "64MiB")
+    found = told(capsys, config, *asked)
+    log = found["disk"]["log_bytes"]
+    # Sixteen steps of gradients in two bytes, and the one being written.
+    assert 17 * 2 * found["model"]["parameters"] <= log == found["plan"]["log_bytes"]
+    assert main(["plan", str(config), *map(str, asked)]) == 0
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("room on storage")]
+    whole = bytes_shown(found["disk"]["bytes"] + log)
+    assert row.split("  ")[1:]
+    assert whole in row
+    assert f"of it {bytes_shown(log)} a log of 16 steps" in row
+    assert told(capsys, config, *MACHINE, "--tokens", 256)["disk"]["log_bytes"] == 0
+
+
 def test_a_card_that_is_too_small_is_status_1_and_fit_finds_what_fits(capsys, config):
     small = ("--drive", "5,4", "--gpu", "165,1.09,25")
     found = told(capsys, config, *small, "--tokens", 65536, status=1)
@@ -159,7 +175,7 @@ def test_the_table_answers_in_words(capsys, config):
     assert main(["plan", str(config), *MACHINE, "--host-memory", "26MiB", "--tokens", "256"]) == 0
     out = capsys.readouterr().out
     for words in (
-        "memascend.offload(model, optimizer, storage=", "host_memory='26MiB'", "gradient_checkpointing_enable()",
+        "memascend.offload(model, optimizer, storage=", "host_memory='26MiB'", "ion_checkpointing_enable()",
         "mostly disk", "tokens a second", "the drive lasts", "TB are written (assumed", "RTX 4090 reaches 50%",
         "model.layers.0 .. model.layers.3 (4)",
     ):  # fmt: skip

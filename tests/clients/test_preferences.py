@@ -51,8 +51,7 @@ def trained(folder, offloaded, adapters=None, **options):
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
-        gradient_checkpointing=False,
-        **options,
+        **{"gradient_checkpointing": False, **options},
     )
     trainer = trl.DPOTrainer(
         model,
@@ -77,6 +76,9 @@ MODES = {
     "reference": {},
     "synced": {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.6},
     "adapters": {"adapters": CONFIG},
+    # As TRL has it unless it is told otherwise.
+    "checkpointed": {"gradient_checkpointing": True},
+    "checkpointed adapters": {"adapters": CONFIG, "gradient_checkpointing": True},
 }
 
 

@@ -84,6 +84,16 @@ def test_processors_that_compute_the_model_update_in_the_same_time():
     assert "update" not in last.parts
 
 
+def test_what_is_held_is_updated_after_the_commit_by_all_threads():
+    host = Host(update=8.0, check=1e-10, threads=1, shared=False, held_threads=4)
+    *_, last, step = phases(plan(held_part=0.25), Work(forward=2.0, backward=4.0), DRIVE, host, kept=False)
+    # Values of a quarter have their checksums read before it and renewed after it.
+    checked = 2 * (8 * GB + 4096) / 4 * 1e-10
+    assert (step.name, step.parts) == ("step()", {"update": pytest.approx((2.0 + checked) / 4)})
+    streamed = (6 + 40 + 48) * GB * 1e-10
+    assert last.parts["update"] == pytest.approx(6.0 + streamed)
+
+
 def test_a_device_is_beside_the_update_and_behind_a_link():
     host = Host(update=6.0, check=0.1 / GB, threads=1, shared=False, link=2 * GB)
     forward, last = phases(plan(), Work(forward=2.0, backward=4.0), DRIVE, host, kept=False)

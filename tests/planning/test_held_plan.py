@@ -153,7 +153,8 @@ def test_seconds_of_larger_budgets_are_those_of_their_plans(applies):
     elements = sum(each.elements for each in run.units)
     assert last >= elements * host.update / 2
     if applies:
-        assert last == pytest.approx(elements * host.update / 2)
+        values = sum(each.nbytes for each in run.units)
+        assert last == pytest.approx((elements * host.update + 2 * values * host.check) / 2)
     everything = make_plan(run, budget=first.all_held)
     text = said(everything, forecast(everything, reckon))
     assert " instead of " in text.partition("which takes")[2]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from memascend.drawing import open_pyplot
+from memascend.drawing import IN_MEMORY, OURS, open_pyplot
 from memascend.formatting import bytes_shown, seconds_shown, table
 
 if TYPE_CHECKING:
@@ -17,23 +17,23 @@ __all__ = ["bars", "bytes_shown", "lines", "seconds_shown", "table"]
 _LEGEND_COLUMNS = 4
 # One colour for one system in every picture, and the words for it.
 _SYSTEMS = {
-    "memascend": ("memascend", "#0b6bcb"),
+    "memascend": ("memascend", OURS),
     "memascend-smallest": ("memascend, smallest budget", "#7fb3e6"),
-    "torch": ("torch, all in memory", "#57606a"),
-    "peer": ("torch", "#57606a"),
+    "torch": ("torch, all in memory", IN_MEMORY),
+    "peer": ("torch", IN_MEMORY),
     "zero-infinity": ("ZeRO-Infinity, tuned for memory", "#d9822b"),
     "zero-infinity-pipelined": ("ZeRO-Infinity, pipelined", "#f0b775"),
     "zero-infinity-params-in-ram": ("ZeRO-Infinity, parameters in memory", "#a05a12"),
     "zero-offload": ("ZeRO-Offload, all in memory", "#8250df"),
-    "io_uring": ("memascend, io_uring", "#0b6bcb"),
+    "io_uring": ("memascend, io_uring", OURS),
     "threads": ("memascend, threads", "#7fb3e6"),
-    "two files, striped": ("memascend, two files, striped", "#2da3b8"),
-    "unaligned memory": ("memascend, unaligned memory", "#86c5d1"),
-    "unaligned offsets too": ("memascend, unaligned offsets", "#b5dbe2"),
-    "fio": ("fio", "#57606a"),
+    "two files, striped": ("memascend, two files, striped", "#084a8c"),
+    "unaligned memory": ("memascend, unaligned memory", "#a9cdf0"),
+    "unaligned offsets too": ("memascend, unaligned offsets", "#d3e5f7"),
+    "fio": ("fio", IN_MEMORY),
     "fio, huge pages": ("fio, huge pages", "#24292f"),
-    "arena": ("memascend's arena", "#0b6bcb"),
-    "per shape": ("a pool for each shape", "#57606a"),
+    "arena": ("memascend's arena", OURS),
+    "per shape": ("a pool for each shape", IN_MEMORY),
     "one size": ("slots of the largest tensor's size", "#f0b775"),
     "DeepSpeed aio": ("DeepSpeed's aio", "#d9822b"),
     "one size, rounded": ("slots of the next power of two", "#d9822b"),

@@ -29,6 +29,7 @@ class FormatCost:
         step_seconds: that a step takes; None where that is not known.
         steps_per_100_tb: how many steps write 100 TB.
         disk_bytes: of the store.
+        log_bytes: of the log of gradients behind it.
         held: the part of the parameters whose state stays in memory with the budget.
     """
 
@@ -38,6 +39,7 @@ class FormatCost:
     step_seconds: float | None
     steps_per_100_tb: int
     disk_bytes: int
+    log_bytes: int
     held: float
 
 
@@ -58,6 +60,7 @@ def cost_of_format(
         step_seconds=step_seconds,
         steps_per_100_tb=_WRITTEN_BYTES // max(1, written),
         disk_bytes=plan.disk_bytes,
+        log_bytes=plan.log_bytes,
         held=sum(elements.get(name, 0) for name in plan.held) / everything,
     )
 
@@ -70,7 +73,7 @@ def format_table(costs: Sequence[FormatCost], budget: int) -> str:
             f"{cost.bytes_per_parameter:.1f} bytes",
             *("not known" if one is None else seconds_shown(one) for one in (cost.disk_seconds, cost.step_seconds)),
             f"{cost.steps_per_100_tb:,}",
-            bytes_shown(cost.disk_bytes),
+            bytes_shown(cost.disk_bytes + cost.log_bytes),
             f"{cost.held:.0%}",
         )
         for cost in costs

@@ -119,6 +119,11 @@ class Plan:
         return OBJECT_BYTES * sum(len(unit.parameters) for unit in self.units)
 
     @property
+    def storage_bytes(self) -> int:
+        """What lies on storage: the store, and the log behind it."""
+        return self.disk_bytes + self.log_bytes
+
+    @property
     def moved_bytes(self) -> int:
         """All that a step reads and writes."""
         return sum(self.read_bytes.values()) + sum(self.written_bytes.values())

@@ -92,6 +92,8 @@ class Subject:
         if sharding is not None:
             sharding.require_by_rows(self.arithmetic)
         self.buffers = Buffers(model)
+        # Nobody said where the store will lie: how much room there is beside it is not known.
+        self.unplaced = False
         # The stores of another number of ranks, from which the run goes on.
         self.earlier: Earlier | None = None
 
@@ -161,9 +163,9 @@ def planned(model: torch.nn.Module, optimizer: torch.optim.Optimizer, options: O
             optimizer = sharding.stand_in(optimizer)
         # The device need not be there, nor the ranks.
         staged = options.where.type != "cpu"
-        decision = decide(
-            Subject(model, optimizer, options, None, staged=staged, sharding=cast("Sharding | None", sharding))
-        )
+        subject = Subject(model, optimizer, options, None, staged=staged, sharding=cast("Sharding | None", sharding))
+        subject.unplaced = options.paths is None
+        decision = decide(subject)
     # The rest of a compact master stands for all of it.
     state = (
         tensor.numel() * (4 if name == "rest" else tensor.element_size())
@@ -260,7 +262,8 @@ def _log(subject: Subject, entries: list[Entry], sizes: engines.Sizes) -> Log | 
         return None
     names = frozenset(name for name in subject.trained if subject.arithmetic.is_replayed(subject.named[name]))
     nbytes = engines.log_bytes(entries)
-    return Log(names, nbytes, options.log_steps, room_beside(options.paths, sizes.total_bytes))
+    room = None if subject.unplaced else room_beside(options.paths, sizes.total_bytes)
+    return Log(names, nbytes, options.log_steps, room)
 
 
 def _require_folder(subject: Subject) -> None:

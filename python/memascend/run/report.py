@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memascend.drawing import open_pyplot
+from memascend.drawing import IN_MEMORY, open_pyplot
 from memascend.formatting import bytes_shown, seconds_shown, table
 
 if TYPE_CHECKING:
@@ -209,10 +209,10 @@ class Report:
         try:
             for axis in axes:
                 self._draw(axis)
-            axes[0].step(*self._in_memory_line(), where="post", color="black", label="in memory")
+            axes[0].step(*self._in_memory_line(), where="post", color=IN_MEMORY, label="in memory")
             axes[0].set_title("Beside the same training in memory, without activations")
             axes[1].set_title("memascend alone, by owner")
-            axes[1].axhline(self.budget / _MIB, color="grey", linestyle=":", label="budget")
+            axes[1].axhline(self.budget / _MIB, color=IN_MEMORY, linestyle=":", label="budget")
             for axis in axes:
                 axis.set_ylim(bottom=0)
                 axis.margins(x=0)

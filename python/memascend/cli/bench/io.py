@@ -87,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
             print(f"\nleft out: {line}")
     if options.picture:
         series = _series(results["files"])
-        bars(Path(options.picture), "1 MiB, depth 8, one file unless said", "GB/s", series)
+        bars(Path(options.picture), "1 MiB, depth 8, one file unless said", "GB a second", series)
     return 0
 
 

@@ -238,6 +238,7 @@ def _values(
         "ranks": None if found.network is None else {"count": options.ranks, **moved(question, found)},
         "disk": {
             "bytes": plan.disk_bytes,
+            "log_bytes": plan.log_bytes,
             "free_bytes": question.free,
             "fits": question.free is None or question.free >= plan.disk_bytes,
         },

@@ -148,7 +148,7 @@ def answer(question: Question, found: Planned | None = None) -> Answer:
     torchs = gathered + (0 if isinstance(trace, str) else trace.peak)
     ours = plan.host_peak + plan.object_bytes + IMPORTS
     steps = _phases(question, plan, found.network)
-    endurance = question.endurance or _usual_endurance(plan.disk_bytes)
+    endurance = question.endurance or _usual_endurance(plan.storage_bytes)
     return Answer(
         plan=plan,
         in_memory=_in_memory(question) + found.state_bytes,
@@ -180,7 +180,12 @@ def _phases(question: Question, plan: Plan, network: Network | None) -> list[Pha
         work = Work(forward=trace.forward.flops / flops, backward=trace.backward.flops / flops, backwards=times)
         host = assumed_host(question.gpu.link)
         if processor is not None:
-            host = replace(host, update=processor.update_seconds, check=processor.check_seconds)
+            host = replace(
+                host,
+                update=processor.update_seconds,
+                check=processor.check_seconds,
+                held_threads=len(os.sched_getaffinity(0)),
+            )
     elif processor is not None:
         work = Work(forward=processor.forward_seconds, backward=processor.backward_seconds, backwards=times)
         host = Host(
@@ -231,9 +236,9 @@ def disk_seconds(question: Question, plan: Plan) -> float | None:
     return storage_seconds(plan, question.drive, idle, backwards=question.options.accumulation_steps)
 
 
-def _usual_endurance(disk_bytes: int) -> int:
-    """Of a drive of whole terabytes that holds the store."""
-    return -(-disk_bytes // _TB) * ENDURANCE_PER_TB * _TB
+def _usual_endurance(nbytes: int) -> int:
+    """Of a drive of whole terabytes that holds so much."""
+    return -(-nbytes // _TB) * ENDURANCE_PER_TB * _TB
 
 
 def larger(question: Question, now: Answer) -> Answer:

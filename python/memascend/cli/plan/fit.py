@@ -117,6 +117,7 @@ def described(one: Candidate) -> dict[str, Any]:
         "device_bytes": one.answer.device_bytes,
         "host_bytes": one.answer.host_bytes,
         "disk_bytes": one.answer.plan.disk_bytes,
+        "log_bytes": one.answer.plan.log_bytes,
         "seconds_per_step": one.answer.seconds,
         "bound": one.answer.bound,
         "tokens_per_second": one.tokens_per_second,

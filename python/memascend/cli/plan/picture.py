@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from memascend.drawing import open_pyplot
+from memascend.drawing import IN_MEMORY, OURS, open_pyplot
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -27,10 +27,10 @@ def draw(path: Path, found: Answer) -> None:
     plan = found.plan
     figure, axes = plt.subplots(1, 3, figsize=(14, 5), layout="constrained")
     beside, owners, moved = axes
-    beside.bar(["in memory", "memascend"], [found.in_memory / _GIB, plan.host_peak / _GIB], color=["grey", "tab:blue"])
+    beside.bar(["in memory", "memascend"], [found.in_memory / _GIB, plan.host_peak / _GIB], color=[IN_MEMORY, OURS])
     beside.set_title("Host memory, but for activations")
     _stacked(owners, "of host memory", {name: nbytes for name, nbytes in plan.host.items() if nbytes})
-    owners.axhline(plan.budget / _GIB, color="grey", linestyle=":", label="budget")
+    owners.axhline(plan.budget / _GIB, color=IN_MEMORY, linestyle=":", label="budget")
     owners.set_title("memascend, by owner")
     for direction, kinds in (("read", plan.read_bytes), ("written", plan.written_bytes)):
         _stacked(moved, direction, {f"{direction}: {kind}": nbytes for kind, nbytes in kinds.items()})

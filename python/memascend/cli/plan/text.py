@@ -72,7 +72,9 @@ def _lines(question: Question) -> str:
         given.append(f"accumulation_steps={options.accumulation_steps}")
     lines = ["The lines to write:"]
     if not isinstance(question.trace, str) and question.trace.recomputes:
-        lines.append("  model.gradient_checkpointing_enable()")
+        # Its name from transformers 5.23 on.
+        later = hasattr(question.model, "activation_checkpointing_enable")
+        lines.append(f"  model.{'activation' if later else 'gradient'}_checkpointing_enable()")
     lines.append(f"  model, optimizer = memascend.offload(model, optimizer, {', '.join(given)})")
     return "\n".join(lines)
 
@@ -113,9 +115,13 @@ def _fewer(found: Answer) -> str:
 def _room(question: Question, found: Answer) -> list[Row]:
     plan = found.plan
     written = sum(plan.written_bytes.values())
-    free = "" if question.free is None else f"{bytes_shown(question.free)} are free"
+    notes = []
+    if plan.log_steps:
+        notes.append(f"of it {bytes_shown(plan.log_bytes)} a log of {plan.log_steps} steps of gradients")
+    if question.free is not None:
+        notes.append(f"{bytes_shown(question.free)} are free")
     return [
-        ("room on storage", bytes_shown(plan.disk_bytes), free),
+        ("room on storage", bytes_shown(plan.storage_bytes), "; ".join(notes)),
         ("written in a step", bytes_shown(written), f"{10**14 // max(1, written):,} steps write 100 TB"),
         ("read in a step", bytes_shown(sum(plan.read_bytes.values())), ""),
     ]
@@ -241,7 +247,7 @@ def fitting(found: Sequence[Candidate]) -> str:
             f"{one.batch} x {one.length:,}",
             bytes_shown(one.answer.device_bytes),
             bytes_shown(one.answer.host_bytes),
-            bytes_shown(one.answer.plan.disk_bytes),
+            bytes_shown(one.answer.plan.storage_bytes),
             "not known" if one.answer.seconds is None else seconds_shown(one.answer.seconds),
             one.answer.bound or "",
             "" if one.tokens_per_second is None else f"{one.tokens_per_second:,.0f}",

@@ -147,8 +147,9 @@ def _adapted(model: Any, files: WeightFiles, folder: Path, rank: int, seed: int)
         lora_alpha=2 * rank,
         target_modules="all-linear",
         task_type="CAUSAL_LM",
-        base_model_name_or_path=str(folder.absolute()),
     )
+    # The adapters say what they belong to.
+    model.name_or_path = str(folder.absolute())
     with warnings.catch_warnings():
         # peft asks transformers for what later versions call otherwise.
         warnings.simplefilter("ignore", FutureWarning)
