@@ -91,8 +91,10 @@ class _MergedTensor:
         converter = copy.deepcopy(self._converter)
         for key, pattern, source in self._parts:
             converter.add_tensor(self._layer, key, pattern, value_of(source))
-        made: dict[str, Any] = converter.convert(self._layer, config=self._config)
-        return made
+        made: Any = converter.convert(self._layer, config=self._config)
+        # The first versions of transformers 5 tell beside it what went wrong.
+        found: dict[str, Any] = made[0] if isinstance(made, tuple) else made
+        return found
 
 
 def convert_names(model: torch.nn.Module, sources: Mapping[str, WeightTensor]) -> dict[str, WeightTensor] | None:
