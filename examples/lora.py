@@ -57,10 +57,9 @@ def main() -> None:
         model = get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
     # A block is computed again in the backward, so that one block's activations are in memory, and not all.
     model.train()
-    if hasattr(model.base_model.model, "activation_checkpointing_enable"):
-        model.base_model.model.activation_checkpointing_enable()
-    else:  # before transformers 5.23
-        model.base_model.model.gradient_checkpointing_enable()
+    # The second name is that before transformers 5.23.
+    blocks = model.base_model.model
+    (getattr(blocks, "activation_checkpointing_enable", None) or blocks.gradient_checkpointing_enable)()
     model.print_trainable_parameters()
 
     # Only what is trained goes to the optimizer; offload() takes care of the rest of the model all the same. Frozen

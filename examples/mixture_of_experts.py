@@ -51,10 +51,8 @@ def main() -> None:
         model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
     model.train()
     # What a step computes again need not stay in memory.
-    if hasattr(model, "activation_checkpointing_enable"):
-        model.activation_checkpointing_enable()
-    else:  # before transformers 5.23
-        model.gradient_checkpointing_enable()
+    # The second name is that before transformers 5.23.
+    (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0)
     model, optimizer = memascend.offload(
         model,
