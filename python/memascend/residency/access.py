@@ -2,25 +2,58 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from memascend.errors import UsageError
 from memascend.residency.threads import is_autograds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Turns", "count_here"]
+__all__ = ["OwnProcess", "ProcessLock", "Turns", "count_here"]
 
 # How long an operation of another thread on a parameter may take before it is refused as one that does not end.
 _TOUCH_SECONDS = 60.0
 
 
+class OwnProcess:
+    """The process that offloaded a model; its forks have none of the threads, and see zeros where units are."""
+
+    def __init__(self) -> None:
+        self._id = os.getpid()
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the process that asks is a fork of it."""
+        return os.getpid() != self._id
+
+    def require_here(self) -> None:
+        """Refuse what a fork asks."""
+        if self.is_elsewhere:
+            raise UsageError(
+                "the model belongs to the process that offloaded it, and this process is a fork of it: compute there, "
+                "or offload a model here"
+            )
+
+
+class ProcessLock(type(threading.RLock())):  # type: ignore[misc]
+    """A reentrant lock that a fork is refused: it may be held there by a thread that is not there."""
+
+    def __init__(self) -> None:
+        self.process = OwnProcess()
+
+    def __enter__(self) -> bool:
+        self.process.require_here()
+        return bool(super().__enter__())
+
+
 class Turns:
     """Which threads use parameters now, and which one waits to change them; all under the residency's lock."""
 
-    def __init__(self, lock: threading.RLock) -> None:
+    def __init__(self, lock: ProcessLock) -> None:
         self.lock = lock
         # Tells of every change of what follows.
         self._turn = threading.Condition(lock)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from memascend.errors import UsageError
-from memascend.residency.access import Turns
+from memascend.residency.access import ProcessLock, Turns
 from memascend.residency.away import said
 from memascend.residency.reached import ReachedWeights
 from memascend.residency.resident_units import ResidentUnits
@@ -68,7 +68,7 @@ class Residency:
         self._limits = limits
         self._listener = listener
         self._copies = copies
-        self.lock = threading.RLock()
+        self.lock = ProcessLock()
         self.turns = Turns(self.lock)
         self.units = ResidentUnits(memory, limits, copies, self.turns, moment.busy, sums)
         self.hooks = SavedTensorHooks(self, keeper)

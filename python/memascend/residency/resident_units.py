@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -79,7 +78,6 @@ class ResidentUnits:
         # The places of units that are held: they are always there.
         self._held: set[int] = set()
         self.closed: str | None = None
-        self._process = os.getpid()
         self.written: set[str] = set()
         self.overrides: dict[str, torch.Tensor] = {}
         self.counters = {"fetches": 0, "hits": 0, "adopted": 0, "evictions": 0}
@@ -104,14 +102,10 @@ class ResidentUnits:
         self.home_of.update((place.name, home) for place in places)
 
     def require_open(self) -> None:
-        """Refuse what comes after the end, and what a forked child asks: it sees zeros where units are."""
+        """Refuse what comes after the end, and what a forked child asks."""
         if self.closed:
             raise UsageError(self.closed)
-        if os.getpid() != self._process:
-            raise UsageError(
-                "the model belongs to the process that offloaded it, and this process is a fork of it: compute there, "
-                "or offload a model here"
-            )
+        self._lock.process.require_here()
 
     # --- reading ------------------------------------------------------------------------
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import warnings
 from typing import TYPE_CHECKING
 
 from memascend.errors import UsageError
 from memascend.progress import Progress
+from memascend.residency.access import OwnProcess
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,7 +59,7 @@ class Resources:
         self.closed = False
         self._told_of_loss = False
         self._first: Callable[[], None] | None = None
-        self._process = os.getpid()
+        self.process = OwnProcess()
 
     def _close_store(self) -> None:
         try:
@@ -88,9 +88,10 @@ class Resources:
                 raise
 
     def require_open(self) -> None:
-        """Refuse what comes after close()."""
+        """Refuse what comes after close(), and what a forked child asks."""
         if self.closed:
             raise UsageError(CLOSED)
+        self.process.require_here()
 
     def warn_if_lost(self) -> None:
         """Warn once where the store's file lost its name: all goes well until the end of the process."""
@@ -108,7 +109,7 @@ class Resources:
         if self.closed:
             return
         self.closed = True
-        if os.getpid() != self._process:
+        if self.process.is_elsewhere:
             # A forked child has none of the threads, and what it would write is its parent's.
             return
         with contextlib.ExitStack() as last_first:

@@ -190,6 +190,7 @@ class Session:
         """Drop or zero the gradients."""
         if self.run.resources.closed:
             return
+        self.run.resources.process.require_here()
         self.run.frames.unwind()
         self.state_dicts.forget()
         self.loads.settle()
@@ -203,6 +204,7 @@ class Session:
 
     def judge(self, state_dict: Mapping[str, Any]) -> None:
         """Stand where an optimizer's state dict was made; or refuse it, and what was loaded into the model with it."""
+        self.run.resources.process.require_here()
         try:
             folder = self.run.record.find(state_dict)
             if folder is not None:
@@ -230,13 +232,14 @@ class Session:
 
     def report(self) -> Report:
         """What was measured so far."""
+        self.run.resources.process.require_here()
         return self.measurements.report(self.run.gradients.by_name)
 
     # --- the end -------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Keep what was committed, drop the rest, free everything."""
-        if self.run.resources.closed:
+        """Keep what was committed, drop the rest, free everything; nothing in a fork, where all is the parent's."""
+        if self.run.resources.closed or self.run.resources.process.is_elsewhere:
             return
         self.run.frames.unwind(all_of_it=True)
         leftovers.let_go()

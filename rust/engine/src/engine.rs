@@ -9,7 +9,7 @@ use std::{
 };
 
 use memascend_math::Rule;
-use memascend_mem::{ChunkRing, OnFork, OwnerId, Pin, Region, Wait, locked};
+use memascend_mem::{ChunkRing, OnFork, OwnerId, Pin, Region, Wait, fork_generation, locked};
 use memascend_store::{Buffer, Spilled, Store};
 
 use crate::{
@@ -66,6 +66,8 @@ pub struct Engine {
     staging_bytes: usize,
     whole_bytes: usize,
     pub(crate) threads: NonZeroUsize,
+    /// The process that it works in, as far as forks are concerned.
+    generation: u32,
 }
 
 pub(crate) struct Shared {
@@ -100,7 +102,8 @@ impl Engine {
             .spawn(move || theirs.serve(others, whole))
             .map_err(|error| Error::Invalid(format!("no thread could be started: {error}")))?;
         let (held, thread) = (HeldGradients::default(), Mutex::new(Some(thread)));
-        Ok(Self { shared, held, thread, staging_bytes, whole_bytes: options.whole_bytes, threads: options.threads })
+        let (whole_bytes, threads, generation) = (options.whole_bytes, options.threads, fork_generation());
+        Ok(Self { shared, held, thread, staging_bytes, whole_bytes, threads, generation })
     }
 
     /// Begins the first values of an entry, whose update number is then 0. Nothing is read.
@@ -251,7 +254,18 @@ impl Engine {
         Err(nothing(&self.shared.store, entry))
     }
 
+    /// Refuses in a forked child, which has none of the threads, before a lock that one of them held is waited for.
+    pub(crate) fn here(&self) -> Result<()> {
+        if self.generation == fork_generation() {
+            return Ok(());
+        }
+        Err(Error::Usage(
+            "this engine belongs to the process that made it, and this process is a fork of it: update there".into(),
+        ))
+    }
+
     pub(crate) fn known(&self, entry: usize) -> Result<&memascend_store::Entry> {
+        self.here()?;
         let entries = &self.shared.store.description().entries;
         entries.get(entry).ok_or_else(|| Error::Invalid(format!("entry {entry} of {}", entries.len())))
     }
@@ -298,7 +312,11 @@ impl Engine {
     }
 
     /// Drops what waits, drains what is in flight and ends the thread. What was not committed is lost. Twice is fine.
+    /// Nothing in a forked child.
     pub fn close(&self) {
+        if self.here().is_err() {
+            return;
+        }
         self.shared.queue.lock().closing = true;
         self.cancel(None);
         let thread = locked(&self.thread).take();

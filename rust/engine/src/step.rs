@@ -80,12 +80,14 @@ impl Engine {
 
     /// Waits until every update is staged. The first error of the step is raised here or by an update, once.
     pub fn finish(&self, mut wait: Wait<'_>) -> Result<()> {
+        self.here()?;
         self.begin_through(&mut wait)?;
         self.settle(wait)
     }
 
     /// As [`Engine::finish`], but for updates of held entries, which begin with that or with the commit.
     pub fn settle(&self, mut wait: Wait<'_>) -> Result<()> {
+        self.here()?;
         let mut state = self.shared.queue.wait(&mut wait, "updates", State::is_idle)?;
         state.failure()
     }
@@ -98,6 +100,7 @@ impl Engine {
 
     /// The same with others: `agree` is asked when all is flushed and nothing names it yet. `false` ends it as an error does.
     pub fn commit_agreed(&self, commit: Commit, mut wait: Wait<'_>, agree: &mut dyn FnMut() -> bool) -> Result<u64> {
+        self.here()?;
         self.write_all(&mut wait)?;
         let Shared { store, ring, owner, chunks, .. } = &*self.shared;
         let workers = Workers { store, ring, owner: *owner, threads: self.threads.get().min(*chunks) };
@@ -148,6 +151,7 @@ impl Engine {
 
     /// Drops what waits, drains what is in flight, and forgets what was staged. A step that failed is over.
     pub fn discard(&self, mut wait: Wait<'_>) -> Result<()> {
+        self.here()?;
         self.cancel(None);
         self.held.discard(None);
         let mut state = self.shared.queue.wait(&mut wait, "updates", State::is_idle)?;

@@ -6,7 +6,7 @@ use std::{
     thread::{self, JoinHandle},
 };
 
-use memascend_mem::{Guarded, Wait};
+use memascend_mem::{Guarded, Wait, fork_generation};
 
 use crate::{Buffer, Error, PartFetch, Result};
 
@@ -16,6 +16,8 @@ use crate::{Buffer, Error, PartFetch, Result};
 pub struct Checkers<B: Buffer + Sync> {
     line: Arc<Line<B>>,
     threads: Vec<JoinHandle<()>>,
+    /// The process that has the threads, as far as forks are concerned.
+    generation: u32,
 }
 
 struct Line<B: Buffer + Sync> {
@@ -48,7 +50,7 @@ impl<B: Buffer + Sync + 'static> Checkers<B> {
             let line = Arc::clone(&line);
             thread::Builder::new().name("memascend-check".into()).spawn(move || line.serve()).ok()
         });
-        Self { threads: begun.collect(), line }
+        Self { threads: begun.collect(), line, generation: fork_generation() }
     }
 
     /// Threads that were begun.
@@ -89,6 +91,9 @@ impl<B: Buffer + Sync> Line<B> {
 
 impl<B: Buffer + Sync> Drop for Checkers<B> {
     fn drop(&mut self) {
+        if self.generation != fork_generation() {
+            return;
+        }
         self.line.state.lock().closing = true;
         self.line.state.notify_all();
         for thread in self.threads.drain(..) {

@@ -1,0 +1,141 @@
+"""Tests that a forked child of a run is refused by name, at once, and that its end costs the parent nothing."""
+
+import copy
+import multiprocessing
+import threading
+
+import pytest
+import torch
+from support.bits import same_bits
+from support.forked_child import in_child
+from support.reached import OPTIMIZERS, batch, one_step, stack, taken, weights
+
+from memascend import UsageError
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+
+ASKED = {
+    "forward": lambda model, _, __: model(batch()),
+    "step": lambda _, optimizer, __: optimizer.step(),
+    "zero_grad": lambda _, optimizer, __: optimizer.zero_grad(),
+    "load_state_dict": lambda model, _, __: model.load_state_dict(
+        {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
+    ),
+    "the optimizer's": lambda _, optimizer, __: optimizer.load_state_dict(optimizer.state_dict()),
+    "save": lambda _, optimizer, folder: optimizer.save(folder / "saved"),
+    "report": lambda _, optimizer, __: optimizer.report(),
+    "deep copy": lambda model, _, __: copy.deepcopy(model),
+    "read": lambda model, _, __: model[0].weight.sum(),
+    "write": lambda model, _, __: model[0].weight.data.zero_(),
+}
+
+
+def begun(folder):
+    model = stack(2)
+    model, optimizer = taken(model, OPTIMIZERS["adamw"](model.parameters()), folder)
+    one_step(model, optimizer, torch.float32)
+    return model, optimizer
+
+
+def asked(model, optimizer, folder):
+    """What a child hears of everything that is no refusal, for all that it may ask."""
+    wrong = {}
+    for name, ask in ASKED.items():
+        try:
+            ask(model, optimizer, folder)
+            wrong[name] = "nothing"
+        except BaseException as error:
+            if type(error).__name__ != "UsageError" or "fork" not in str(error):
+                wrong[name] = repr(error)
+    # What it ends with, it ends with.
+    optimizer.close()
+    return wrong
+
+
+@pytest.mark.parametrize("when", ["idle", "staged", "loaded", "written"])
+def test_a_child_is_refused_and_the_step_goes_on(tmp_path, when):
+    model, optimizer = begun(tmp_path)
+    with optimizer:
+        expected = weights(model)
+        if when == "staged":
+            model(batch()).pow(2).mean().backward()
+        if when == "loaded":
+            model.load_state_dict({name: values * 0.5 for name, values in expected.items()})
+        if when == "written":
+            model[0].weight.data.mul_(0.5)
+        assert in_child(lambda: asked(model, optimizer, tmp_path)) == "{}"
+        if when == "staged":
+            optimizer.step()
+            optimizer.zero_grad()
+            assert optimizer.steps == 2
+        else:
+            halved = {"idle": (), "loaded": expected, "written": ("0.weight",)}[when]
+            for name, values in weights(model).items():
+                assert same_bits(values, expected[name] * 0.5 if name in halved else expected[name]), name
+        one_step(model, optimizer, torch.float32)
+
+
+def test_a_child_of_a_thread_that_trains_does_not_wait(tmp_path):
+    """Locks may be held as it is forked, by threads that it does not have."""
+    model, optimizer = begun(tmp_path)
+    ended = threading.Event()
+
+    def train():
+        while not ended.is_set():
+            one_step(model, optimizer, torch.float32)
+
+    with optimizer:
+        thread = threading.Thread(target=train)
+        thread.start()
+        try:
+            for _ in range(5):
+                assert in_child(lambda: asked(model, optimizer, tmp_path)) == "{}"
+        finally:
+            ended.set()
+            thread.join()
+        one_step(model, optimizer, torch.float32)
+
+
+def test_a_process_that_is_given_the_model_is_refused(tmp_path):
+    model, optimizer = begun(tmp_path)
+    context = multiprocessing.get_context("fork")
+    said = context.SimpleQueue()
+
+    def evaluate(given):
+        try:
+            said.put(str(given(batch())))
+        except UsageError as error:
+            said.put(str(error))
+
+    with optimizer:
+        child = context.Process(target=evaluate, args=(model,))
+        child.start()
+        assert "this process is a fork of it" in said.get()
+        child.join()
+        assert child.exitcode == 0
+        one_step(model, optimizer, torch.float32)
+
+
+def test_a_child_that_goes_to_the_end_of_the_interpreter(tmp_path, loaded):
+    """It says nothing, and commits nothing: what it would close is its parent's."""
+    program = """if True:
+        import os, sys, torch, memascend
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(2)))
+        optimizer = torch.optim.AdamW(model.parameters())
+        model, optimizer = memascend.offload(model, optimizer, storage=sys.argv[1], host_memory="64MiB")
+        for _ in range(2):
+            model(torch.ones(3, 64)).square().mean().backward()
+            child = os.fork()
+            if child == 0:
+                sys.exit(0)
+            assert os.waitpid(child, 0)[1] == 0
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.close()
+        print("steps", optimizer.steps)
+    """
+    said = loaded(program, tmp_path / "run.store")
+    assert "panicked" not in said
+    assert "Exception" not in said
+    assert "steps 2" in said
