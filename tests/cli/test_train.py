@@ -94,9 +94,9 @@ def plain_loop(folder, steps):
         order = torch.randperm(10, generator=generator)[4 * (step % 3) :][:4].tolist()
         pairs = [one_batch(tokenizer, [ROWS[row] for row in order[at : at + 2]]) for at in range(0, len(order), 2)]
         count = sum(int((labels[:, 1:] >= 0).sum()) for *_, labels in pairs)
-        torch.manual_seed(seed_of(0, "step", step))
         total = 0.0
-        for ids, mask, labels in pairs:
+        for number, (ids, mask, labels) in enumerate(pairs):
+            torch.manual_seed(seed_of(0, f"step {step}", number))
             loss = model(input_ids=ids, attention_mask=mask, labels=labels).loss
             loss = loss * (int((labels[:, 1:] >= 0).sum()) / count)
             loss.backward()
@@ -330,10 +330,12 @@ def test_wrong_options_are_refused_before_anything_is_there(folders, tmp_path, c
     assert not list(tmp_path.iterdir())
 
 
-def test_several_ranks_are_refused(folders, tmp_path, capfd, monkeypatch):
+def test_several_ranks_are_started_by_torchrun(folders, tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("RANK", raising=False)
     _, err = ran(capfd, *arguments(folders, tmp_path), status=1)
-    assert "does not run on several ranks yet" in err
+    assert "start several ranks by torchrun" in err
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_loss_that_is_no_number_is_not_learnt(folders, tmp_path, capfd, monkeypatch):

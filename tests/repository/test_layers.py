@@ -52,7 +52,7 @@ ROOMS = {
         "checkpoint",
     },
     "trainer": BASE | {"checkpoint", "run"},
-    "cli": BASE | {"engine", "kernels", "planning", "checkpoint", "run"},
+    "cli": BASE | {"engine", "kernels", "planning", "checkpoint", "ranks", "run"},
     "__main__": {"cli"},
 }
 # Who may import whom in the base itself.

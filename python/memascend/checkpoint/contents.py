@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     # Takes elements of an entry's values ("") or of a state tensor, from an element on, in their order.
     Put = Callable[[str, str, int, torch.Tensor], object]
 
-__all__ = ["UPDATES", "Content", "Contents", "StoreContents"]
+__all__ = ["UPDATES", "Content", "Contents", "RankContents", "StoreContents", "WeightContents"]
 
 # The count of updates, which stands among the state of a parameter that is trained.
 UPDATES = "updates"
@@ -52,6 +52,13 @@ class Contents(Protocol):
 
     def read(self, put: Put) -> None:
         """Hand out all of it; the parts of a tensor come in their order."""
+
+
+class RankContents(Contents, Protocol):
+    """What one of several ranks has of it."""
+
+    def read_entries(self, names: list[str], put: Put) -> None:
+        """Hand out some entries that are row-major, or a single one."""
 
 
 class StoreContents:
@@ -128,6 +135,32 @@ class StoreContents:
         for name in names:
             if name in self._trained:
                 put(name, UPDATES, 0, torch.tensor(self._by_name[name]["step"]))
+
+
+class WeightContents:
+    """The values alone of what a store has."""
+
+    has_formats = False
+
+    def __init__(self, whole: StoreContents) -> None:
+        self._whole = whole
+        self.entries = [Content(entry.name, entry.values, {}) for entry in whole.entries]
+
+    def read(self, put: Put) -> None:
+        """Walk over all of it."""
+        self._whole.read(_without_state(put))
+
+    def read_entries(self, names: list[str], put: Put) -> None:
+        """Walk over some entries that are row-major, or over a single one."""
+        self._whole.read_entries(names, _without_state(put))
+
+
+def _without_state(put: Put) -> Put:
+    def put_values(name: str, of: str, start: int, values: torch.Tensor) -> None:
+        if not of:
+            put(name, of, start, values)
+
+    return put_values
 
 
 def _plain(

@@ -12,7 +12,7 @@ from memascend.ranks.line import StoppedError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from memascend.checkpoint.contents import Put, StoreContents
+    from memascend.checkpoint.contents import Put, RankContents
     from memascend.ranks.line import Line
     from memascend.ranks.rows import Rows
 
@@ -25,7 +25,7 @@ class GatheredContents:
     They pass through it piece by piece, so that no parameter is whole in anybody's memory.
     """
 
-    def __init__(self, own: StoreContents, rows: Mapping[str, Rows], line: Line) -> None:
+    def __init__(self, own: RankContents, rows: Mapping[str, Rows], line: Line) -> None:
         """`own` is what the first rank has, `rows` which rows of each parameter those are."""
         self._own = own
         self._rows = rows
@@ -61,7 +61,7 @@ class GatheredContents:
             put(entry.name, names[piece.tensor], piece.start, piece.values)
 
 
-def send_contents(own: StoreContents, rows: Mapping[str, Rows], order: Sequence[str], line: Line) -> None:
+def send_contents(own: RankContents, rows: Mapping[str, Rows], order: Sequence[str], line: Line) -> None:
     """Send what a rank has to the first one, which makes `GatheredContents` of it.
 
     Args:
@@ -87,7 +87,7 @@ def send_contents(own: StoreContents, rows: Mapping[str, Rows], order: Sequence[
         raise
 
 
-def _send(own: StoreContents, entry: Content, rows: Rows, line: Line) -> None:
+def _send(own: RankContents, entry: Content, rows: Rows, line: Line) -> None:
     numbers = {of: number for number, of in enumerate(["", *entry.state])}
     tensors = {"": entry.values, **entry.state}
 

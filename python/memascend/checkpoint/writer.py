@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from memascend.checkpoint.contents import Contents
     from memascend.checkpoint.safetensors_writer import FileLayout
 
-__all__ = ["save"]
+__all__ = ["save", "save_weights"]
 
 # Weights as transformers names them, whole or in parts.
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json")
@@ -86,6 +86,21 @@ def save(
         with file_errors(target, "cannot be written"):
             _keep_others(target, new)
         put_in_place(target, new)
+
+
+def save_weights(folder: Path, contents: Contents, model: torch.nn.Module) -> None:
+    """Write values and configuration for `from_pretrained` into a folder that is there.
+
+    Args:
+        folder: where; nothing of this is in it.
+        contents: without state.
+        model: whose weights these are, for names and configuration.
+    """
+    order = {name: position for position, (name, _) in enumerate(model.named_parameters())}
+    files = _CheckpointFiles(contents, Names(model).tied, order, None)
+    files.run(folder)
+    _configure(model, folder)
+    files.index(folder)
 
 
 class _CheckpointFiles:

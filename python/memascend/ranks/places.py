@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from memascend.planning.options import Options
     from memascend.ranks.figures import Figures
 
-__all__ = ["filled", "places_of_rank", "require_own", "shared_folder"]
+__all__ = ["candidates", "filled", "places_of_rank", "require_own", "shared_folder"]
 
 
 def places_of_rank(options: Options) -> list[str] | None:
@@ -65,6 +65,20 @@ def shared_folder(options: Options) -> str | None:
     if not isinstance(storage, (str, os.PathLike)) or options.paths is None or "{" in options.paths[0]:
         return None
     return options.paths[0]
+
+
+def candidates(paths: Sequence[str], rank: int, count: int) -> list[list[str]]:
+    """Where the store of a rank may be, its own place first; then those of other numbers of ranks, by their names."""
+    places = [filled(path, rank) for path in paths] if count > 1 else list(paths)
+    if len(paths) > 1 or places != list(paths):
+        return [places]
+    folder = Path(paths[0])
+    # A single process makes a file where no folder is.
+    own = str(file_of_rank(paths[0], rank, count)) if count > 1 or folder.is_dir() else paths[0]
+    there = [
+        str(file) for pattern in ("rank-*-of-*/memascend.store", "memascend.store") for file in folder.glob(pattern)
+    ]
+    return [[own], *([file] for file in sorted(there) if file != own)]
 
 
 def require_own(places: Sequence[str], figures: Figures) -> None:

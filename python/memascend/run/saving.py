@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from memascend.checkpoint.contents import StoreContents
-from memascend.checkpoint.writer import save
+from memascend.checkpoint.contents import StoreContents, WeightContents
+from memascend.checkpoint.writer import save, save_weights
 from memascend.errors import RankError, UsageError
 from memascend.formatting import listed
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Callable
+    from pathlib import Path
 
     import torch
 
-    from memascend.checkpoint.contents import Contents
+    from memascend.checkpoint.contents import Contents, RankContents
     from memascend.ranks.sharding import Sharding
     from memascend.run.loads import Loads
     from memascend.run.newcomers import Newcomers
@@ -62,6 +64,19 @@ class Saving:
                 stacklevel=4,
             )
 
+    def save_weights(self, folder: Path | None) -> None:
+        """Write weights and configuration alone into a folder that is there; all ranks do so together.
+
+        `folder` is the first rank's; the others have none.
+        """
+        sharding = self._sharding
+        assert sharding is not None
+        figures = sharding.figures
+        assert figures is not None
+        figures.together(self._settle, UsageError)
+        own = figures.together(lambda: WeightContents(self._contents()))
+        self._gather(sharding, own, lambda contents: save_weights(cast("Path", folder), contents, self._model))
+
     def _settle(self) -> None:
         self._run.require_quiet()
         self._loads.settle()
@@ -76,10 +91,6 @@ class Saving:
         save(folder, contents, self._model, {**self._run.record.facts(), **more}, among_others=among_others)
 
     def _save_together(self, sharding: Sharding, folder: str | os.PathLike[str], *, among_others: bool) -> None:
-        # One process needs nothing of these.
-        from memascend.checkpoint.gathered import GatheredContents, send_contents
-        from memascend.ranks.line import StoppedError
-
         figures = sharding.figures
         assert figures is not None
         figures.together(self._settle, UsageError)
@@ -87,12 +98,22 @@ class Saving:
         # Data positions, random states: each rank has its own.
         states = figures.everyone(self._run.record.user_state)
         more = {} if all(state == states[0] for state in states) else {"user_states": states}
+        self._gather(sharding, own, lambda found: self._write(folder, found, more, among_others=among_others))
+
+    def _gather(self, sharding: Sharding, own: RankContents, write: Callable[[Contents], None]) -> None:
+        """Have the first rank write what all have."""
+        # One process needs nothing of these.
+        from memascend.checkpoint.gathered import GatheredContents, send_contents
+        from memascend.ranks.line import StoppedError
+
+        figures = sharding.figures
+        assert figures is not None
         line = figures.line()
 
-        def write() -> None:
+        def receive() -> None:
             gathered = GatheredContents(own, sharding.rows, line)
             try:
-                self._write(folder, gathered, more, among_others=among_others)
+                write(gathered)
             finally:
                 gathered.stop()
 
@@ -102,7 +123,7 @@ class Saving:
                 if sharding.rank:
                     send_contents(own, sharding.rows, sharding.order, line)
                 else:
-                    write()
+                    receive()
             except StoppedError:
                 return False
             return True

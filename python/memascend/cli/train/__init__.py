@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime as dt
-import os
 import sys
 from typing import TYPE_CHECKING
 
 from memascend.cli.train.settings import Settings, add_arguments
-from memascend.errors import ConfigError
 
 if TYPE_CHECKING:
     import argparse
@@ -19,21 +16,20 @@ __all__ = ["add_arguments", "run"]
 
 def run(options: argparse.Namespace) -> int:
     """Train; 0 once OUT holds the model of the last step."""
-    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
-        raise ConfigError(
-            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}: memascend train does not run on several ranks yet; start it "
-            "without torchrun, on one"
-        )
     settings = Settings.of(options)
     from memascend.cli.train.job import Job
+    from memascend.cli.train.ranks import Ranks
 
-    with contextlib.closing(Job(settings, dt.datetime.now().astimezone())) as job:
+    with Ranks() as ranks, ranks.together(lambda: Job(settings, dt.datetime.now().astimezone(), ranks)) as job:
         if settings.dry_run:
-            print(job.plan())
+            plan = ranks.together(job.plan)
+            if not ranks.rank:
+                print(plan)
             return 0
         try:
             job.run()
         except KeyboardInterrupt:
-            print(f"\ninterrupted; {job.position()}", file=sys.stderr)
+            if not ranks.rank:
+                print(f"\ninterrupted; {job.position()}", file=sys.stderr)
             raise
     return 0

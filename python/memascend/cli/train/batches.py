@@ -48,6 +48,12 @@ class Batch:
             made.labels[row, : len(ids)] = labels
         return made
 
+    @classmethod
+    def of_padding(cls, padding: int) -> Batch:
+        """The least that a model computes a loss of, for a rank that has to compute with the others and has no rows."""
+        ids = torch.full((2,), padding)
+        return cls.of([(ids, ids)], padding)
+
     @property
     def tokens(self) -> int:
         """Tokens, without padding."""

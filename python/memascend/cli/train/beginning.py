@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from memascend.engine import look
 from memascend.errors import ConfigError, StorageError
+from memascend.ranks.places import candidates
 from memascend.run.locations import file_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from memascend.cli.train.output import Output, Record
+    from memascend.cli.train.ranks import Ranks
 
 __all__ = ["Beginning", "changes", "find_beginning", "model_digest", "require_same"]
 
@@ -32,23 +34,38 @@ class Beginning:
     Attributes:
         existing: for `offload()`; None where there is nothing left to do.
         next_step: the data's, counted from 0.
-        committed: steps that the store holds.
     """
 
     existing: Literal["refuse", "replace", "resume"] | None
     next_step: int = 0
-    committed: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Found:
+    """What a store says.
+
+    Attributes:
+        uuid: which store it is.
+        run: which run's, where it was trained. Another number of ranks has other stores of the same run.
+        output: its folder.
+        step: committed.
+        next_step: the data's.
+        used: whether anybody left something of his own in it.
+    """
+
     uuid: str
+    run: str | None
+    output: str | None
     step: int
-    user_state: Any
+    next_step: int
+    used: bool
+
+    def is_of(self, record: Record) -> bool:
+        return record.store in (self.uuid, self.run)
 
 
-def find_beginning(output: Output, storage: tuple[str, ...]) -> Beginning:
-    """Look at the folder and at the storage.
+def find_beginning(output: Output, storage: tuple[str, ...], ranks: Ranks) -> Beginning:
+    """Look at the folder and at the storage; all ranks do so together, and find the same.
 
     Raises:
         ConfigError: one of them is of another run.
@@ -56,32 +73,31 @@ def find_beginning(output: Output, storage: tuple[str, ...]) -> Beginning:
     """
     record = output.record
     if record is None:
-        return _first(output, storage)
+        return _first(output, storage, ranks)
     if record.store is None:
         # Nothing of this run was ever trained: whatever of its store is there was not whole yet.
-        found = _look(storage, unfinished=True)
-        if found is not None and (found.step or found.user_state is not None):
+        found = _look(storage, ranks, unfinished=True)
+        if found is not None and (found.step or found.used):
             raise _foreign(storage, found, output)
         return Beginning(existing="replace")
-    found = _look(storage)
+    found = _look(storage, ranks)
     if found is None and record.is_finished:
-        return Beginning(existing=None, next_step=record.steps, committed=record.steps)
+        return Beginning(existing=None, next_step=record.steps)
     if found is None:
         raise ConfigError(
             f"the training state of {output.folder} is not at {_named(storage)}: give the --storage that the run has, "
             f"or {_ANEW.format(output=output.folder)}"
         )
-    if found.uuid != record.store:
+    if not found.is_of(record):
         raise _foreign(storage, found, output)
     if record.is_finished:
-        return Beginning(existing=None, next_step=record.steps, committed=found.step)
-    position = found.user_state or {}
-    return Beginning(existing="resume", next_step=position.get("next_step", 0), committed=found.step)
+        return Beginning(existing=None, next_step=record.steps)
+    return Beginning(existing="resume", next_step=found.next_step)
 
 
-def _first(output: Output, storage: tuple[str, ...]) -> Beginning:
+def _first(output: Output, storage: tuple[str, ...], ranks: Ranks) -> Beginning:
     try:
-        found = _look(storage)
+        found = _look(storage, ranks)
     except StorageError:
         # On a device, only offload() tells none from a foreign one; it refuses both a store and what is foreign.
         if any(Path(path).is_block_device() for path in storage):
@@ -92,15 +108,48 @@ def _first(output: Output, storage: tuple[str, ...]) -> Beginning:
     return Beginning(existing="refuse")
 
 
-def _look(storage: tuple[str, ...], *, unfinished: bool = False) -> _Found | None:
+def _look(storage: tuple[str, ...], ranks: Ranks, *, unfinished: bool = False) -> _Found | None:
+    """What the store says that the first rank sees of those that have one, of whatever number of ranks."""
+    own = _look_at_own(storage, ranks, unfinished=unfinished)
+    told = ranks.everyone(None if own is None else asdict(own))
+    return next((_Found(**one) for one in told if one is not None), None)
+
+
+def _look_at_own(storage: tuple[str, ...], ranks: Ranks, *, unfinished: bool) -> _Found | None:
+    refused: StorageError | None = None
+    for place in candidates(storage, ranks.rank, ranks.count):
+        try:
+            found = _look_at(place, unfinished=unfinished)
+        except StorageError as error:
+            # New stores that are being filled from those of another number of ranks are not whole.
+            refused = refused or error
+            continue
+        if found is not None:
+            return found
+    if refused is not None:
+        raise refused
+    return None
+
+
+def _look_at(places: list[str], *, unfinished: bool) -> _Found | None:
     """What the store at these paths says; None where there is none, and with `unfinished` where it is not whole."""
-    files = [file_of(path) for path in storage]
+    files = [file_of(path) for path in places]
     if not any(file.is_block_device() or (file.is_file() and file.stat().st_size) for file in files):
         return None
     try:
         # What is looked at stays as it is to the byte: it may be another's.
-        with look(list(storage)) as store:
-            return _Found(store.info()["uuid"], store.step, store.user_state)
+        with look(places) as store:
+            state = store.user_state
+            position: dict[str, Any] = state if isinstance(state, dict) else {}
+            run, output, next_step = (position.get(name) for name in ("run", "output", "next_step"))
+            return _Found(
+                uuid=store.info()["uuid"],
+                run=run if isinstance(run, str) else None,
+                output=output if isinstance(output, str) else None,
+                step=store.step,
+                next_step=next_step if isinstance(next_step, int) else 0,
+                used=state is not None,
+            )
     except StorageError as error:
         # With a number the system refused it: in use, not readable. Without one it is no whole store.
         if unfinished and error.errno is None:
@@ -109,8 +158,7 @@ def _look(storage: tuple[str, ...], *, unfinished: bool = False) -> _Found | Non
 
 
 def _foreign(storage: tuple[str, ...], found: _Found, output: Output) -> ConfigError:
-    whose = found.user_state.get("output") if isinstance(found.user_state, dict) else None
-    of = f"the run of --output {whose}" if whose else f"another run (step {found.step})"
+    of = f"the run of --output {found.output}" if found.output else f"another run (step {found.step})"
     return ConfigError(
         f"--storage {_named(storage)} holds the training state of {of}, and not that of {output.folder}: name another "
         "--storage, or remove it if nothing in it is needed"

@@ -72,14 +72,17 @@ class Display(Protocol):
         """Nothing more comes."""
 
 
-def open_display(steps: int, first: int, *, as_json: bool) -> Display:
+def open_display(steps: int, first: int, *, as_json: bool, rank: int = 0) -> Display:
     """What fits where the output goes.
 
     Args:
         steps: of the run.
         first: how many of them are done.
         as_json: lines for machines.
+        rank: the first one tells; what all do is the same.
     """
+    if rank:
+        return _Silence()
     if as_json:
         return _JsonLines()
     if sys.stderr is not None and sys.stderr.isatty():
@@ -90,6 +93,20 @@ def open_display(steps: int, first: int, *, as_json: bool) -> Display:
         else:
             return _Bar(tqdm(total=steps, initial=first, unit="step", dynamic_ncols=True))
     return _Lines()
+
+
+class _Silence:
+    def tell(self, text: str) -> None:
+        pass
+
+    def event(self, name: str, values: Mapping[str, Any], text: str) -> None:
+        pass
+
+    def step(self, step: Step) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 class _Lines:

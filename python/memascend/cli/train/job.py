@@ -19,6 +19,7 @@ from memascend.cli.train.rate import Rate
 from memascend.cli.train.reporters import open_reporters, require_reporters
 from memascend.cli.train.rows import read_rows
 from memascend.cli.train.sequences import Sequences
+from memascend.closing import Closing
 from memascend.errors import ConfigError, MemascendError
 from memascend.run.decision import planned
 from memascend.run.offloading import offload
@@ -26,35 +27,38 @@ from memascend.run.offloading import offload
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from memascend.cli.train.ranks import Ranks
     from memascend.cli.train.settings import Settings
     from memascend.run.optimizer import OffloadedOptimizer
 
 __all__ = ["Job"]
 
 
-class Job:
+class Job(Closing):
     """One start of a run."""
 
-    def __init__(self, settings: Settings, now: dt.datetime) -> None:
-        """Look at everything; nothing is changed.
+    def __init__(self, settings: Settings, now: dt.datetime, ranks: Ranks) -> None:
+        """Look at everything; nothing is changed. All ranks do so together.
 
         Args:
             settings: what is asked for.
             now: when; a run keeps the time of its first start.
+            ranks: who trains together.
 
         Raises:
             ConfigError: something does not fit: an option, a row, the model, the folder or the storage.
         """
-        self._settings = settings
+        self._ranks = ranks
+        self._settings = settings = ranks.of_this(settings)
         self._undo = contextlib.ExitStack()
         require_transformers().utils.logging.disable_progress_bar()
         require_reporters(settings.report)
         if settings.model.resolve() == settings.output.resolve():
             raise ConfigError("--model and --output are one folder, and training would write over what it began from")
-        self._output = Output(settings.output)
+        self._output = Output(settings.output, ranks)
         record = self._output.record
-        self._began = now if record is None else dt.datetime.fromisoformat(record.began)
-        self._beginning = find_beginning(self._output, settings.storage)
+        self._began = dt.datetime.fromisoformat(ranks.everyone(now.isoformat())[0] if record is None else record.began)
+        self._beginning = find_beginning(self._output, settings.storage, ranks)
         self._tokenizer = load_tokenizer(settings.model)
         self._next_step = self._beginning.next_step
         try:
@@ -63,6 +67,7 @@ class Job:
             self._described = describe_model(settings.model, settings.lora, settings.seed)
             self._require_tokens()
             self._digests = {"model": model_digest(settings.model), "data": self._batches.sequences.digest}
+            self._require_same_on_all()
             if record is not None:
                 require_same(record, settings.of_the_result(), self._digests, self._output.folder)
         except BaseException:
@@ -93,6 +98,13 @@ class Job:
         )
         return counts, batches
 
+    def _require_same_on_all(self) -> None:
+        told = self._ranks.everyone(self._digests)
+        for what in self._digests:
+            other = next((rank for rank, one in enumerate(told) if one[what] != told[0][what]), None)
+            if other is not None:
+                raise ConfigError(f"--{what} of rank {other} is another than that of rank 0: all ranks read the same")
+
     def _require_tokens(self) -> None:
         model: Any = self._described.model
         held = model.get_input_embeddings().weight.shape[0]
@@ -106,8 +118,10 @@ class Job:
 
     def plan(self) -> str:
         """What would be done."""
-        found = planned(self._described.model, self._optimizer(), self._settings.offload_options())
-        return f"{self._said()}\n\n{found.plan}\n\nnothing was changed: this was a dry run"
+        options = self._settings.offload_options(self._ranks.count)
+        found = planned(self._described.model, self._optimizer(), options, self._ranks.count)
+        of = f"of each of {self._ranks.count} ranks:\n" if self._ranks.count > 1 else ""
+        return f"{self._said()}\n\n{of}{found.plan}\n\nnothing was changed: this was a dry run"
 
     def _said(self) -> str:
         settings, batches = self._settings, self._batches
@@ -142,16 +156,17 @@ class Job:
         """Train to the end, from where the run stands."""
         settings = self._settings
         if self._beginning.existing is None:
-            print(
-                f"this run is finished: {settings.output} holds the model of step {self._batches.steps:,}, and "
-                f"{' '.join(settings.storage)} can be removed"
-            )
+            if not self._ranks.rank:
+                print(
+                    f"this run is finished: {settings.output} holds the model of step {self._batches.steps:,}, and "
+                    f"{' '.join(settings.storage)} can be removed"
+                )
             return
         optimizer = self._offload()
         with optimizer:
-            display = open_display(self._batches.steps, self._next_step, as_json=settings.json)
+            display = open_display(self._batches.steps, self._next_step, as_json=settings.json, rank=self._ranks.rank)
             reporters = open_reporters(
-                settings.report,
+                () if self._ranks.rank else settings.report,
                 self._output.folder / LOGS,
                 str(self._output.record and self._output.record.store),
                 settings.of_the_result(),
@@ -166,6 +181,7 @@ class Job:
                 rate=self._rate,
                 save_every=settings.save_every,
                 seed=settings.seed,
+                ranks=self._ranks,
                 display=display,
                 reporters=reporters,
             )
@@ -192,15 +208,25 @@ class Job:
         try:
             weights = None if existing == "resume" else self._described.weights
             _, optimizer = offload(
-                self._described.model, self._optimizer(), existing=existing, weights=weights, **settings.offloaded()
+                self._described.model,
+                self._optimizer(),
+                existing=existing,
+                weights=weights,
+                **settings.offloaded(self._ranks.count),
             )
         except MemascendError:
             if is_first:
                 output.give_up()
             raise
         try:
-            if existing != "resume":
-                output.change(store=optimizer.state_dict()["memascend"]["store"])
+            self._ranks.talk_through(optimizer)
+            self._ranks.divide_nothing(self._described.model)
+            if optimizer.user_state is None:
+                # Once it is trained, the store itself says whose it is.
+                own = optimizer.state_dict()["memascend"]["store"]
+                output.change(store=self._ranks.everyone(own)[0])
+            # A rank that was ahead has gone back to where all are.
+            self._next_step = (optimizer.user_state or {}).get("next_step", 0)
         except BaseException:
             optimizer.close()
             raise

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import math
+import operator
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memascend.cli.train.batches import seed_of
+from memascend.cli.train.batches import Batch, seed_of
 from memascend.cli.train.display import Step
 from memascend.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from memascend.cli.train.batches import Batch, Batches
+    from memascend.cli.train.batches import Batches
     from memascend.cli.train.display import Display
     from memascend.cli.train.model import Described
     from memascend.cli.train.output import Output
+    from memascend.cli.train.ranks import Ranks
     from memascend.cli.train.rate import Rate
     from memascend.cli.train.reporters import Reporter
     from memascend.run.optimizer import OffloadedOptimizer
@@ -45,6 +46,7 @@ class Loop:
         rate: the learning rate.
         save_every: steps.
         seed: of what is random in the model.
+        ranks: who computes which micro-batch of a step.
         display: for people.
         reporters: for programs.
     """
@@ -58,6 +60,7 @@ class Loop:
     rate: Rate
     save_every: int
     seed: int
+    ranks: Ranks
     display: Display
     reporters: list[Reporter]
     _times: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_STEPS_OF_SPEED), init=False)
@@ -82,23 +85,32 @@ class Loop:
         """One step; its loss, and its tokens."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate.of_step(step)
-        # Dropout depends on the step alone, so that a run that goes on draws what it would have drawn.
-        torch.manual_seed(seed_of(self.seed, "step", step))
         batches = self.batches.of_step(step)
         learnt = sum(batch.learnt for batch in batches)
-        loss = 0.0
-        for batch in batches:
-            # The mean over all tokens of the step, whichever batch they are in.
-            part = self._loss(batch) * (batch.learnt / learnt)
+        parts = []
+        for number in self.ranks.numbers(len(batches)):
+            # Dropout depends on step and batch alone: a run that goes on draws what it would have drawn, on any rank.
+            torch.manual_seed(seed_of(self.seed, f"step {step}", number))
+            if number < len(batches):
+                # The mean over all tokens of the step, whichever batch they are in.
+                part = self._loss(batches[number]) * (batches[number].learnt / learnt)
+            else:
+                part = self._loss(Batch.of_padding(self.batches.padding)) * 0.0
             self.optimizer.backward(part)
-            loss += part.item()
+            parts.append(part.item())
+        loss = _sum(self.ranks.in_order(parts, len(batches)))
         if not math.isfinite(loss):
             self.optimizer.zero_grad()
             raise UsageError(
                 f"the loss of step {step + 1} is {loss}, and nothing was learnt from it: storage holds step {step}. "
                 "Begin again with a lower --lr or a longer --warmup, in another --output and --storage"
             )
-        self.optimizer.user_state = {"output": str(self.output.folder), "next_step": step + 1}
+        assert self.output.record is not None
+        self.optimizer.user_state = {
+            "output": str(self.output.folder),
+            "run": self.output.record.store,
+            "next_step": step + 1,
+        }
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss, sum(batch.tokens for batch in batches)
@@ -117,7 +129,10 @@ class Loop:
     # --- telling -----------------------------------------------------------------------
 
     def _moved(self) -> tuple[int, int]:
+        """Bytes read and written; of several ranks by all, up to the beginning of their last `step()`."""
         report = self.optimizer.report()
+        if self.ranks.count > 1:
+            return (0, 0) if report.ranks is None else (report.ranks.read, report.ranks.written)
         return sum(report.read.values()), sum(report.written.values())
 
     def _tell(self, step: int, loss: float, tokens: int, before: tuple[int, int]) -> None:
@@ -155,23 +170,33 @@ class Loop:
         if not due or self.output.record.saved == step:
             return
         if self.held_out is not None:
-            loss = self.evaluate(self.held_out.in_file_order())
+            loss = self.evaluate(self.held_out)
             self.display.event("eval", {"step": step, "eval_loss": loss}, f"step {step}: eval loss {loss:.4f}")
             self._report(step, {"eval_loss": loss})
-        self.output.save(self.described, self.tokenizer, step)
+        self.output.save(self.described, self.optimizer, self.tokenizer, step)
         text = f"step {step}: saved to {self.output.folder}"
         self.display.event("save", {"step": step, "folder": str(self.output.folder)}, text)
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[Batch]) -> float:
+    def evaluate(self, held_out: Batches) -> float:
         """The mean loss over all tokens that would be learnt."""
         model = self.described.model
         model.eval()
-        total, learnt = 0.0, 0
+        own: list[float] = []
+        learnt: list[int] = []
         try:
-            for batch in batches:
-                total += self._loss(batch).item() * batch.learnt
-                learnt += batch.learnt
+            for number, batch in enumerate(held_out.in_file_order()):
+                learnt.append(batch.learnt)
+                if number % self.ranks.count == self.ranks.rank:
+                    own.append(self._loss(batch).item() * batch.learnt)
+            if len(own) < len(self.ranks.numbers(len(learnt))):
+                # The others compute one more, and ranks compute together.
+                own.append(self._loss(Batch.of_padding(held_out.padding)).item())
         finally:
             model.train()
-        return total / learnt
+        return _sum(self.ranks.in_order(own, len(learnt))) / sum(learnt)
+
+
+def _sum(numbers: list[float]) -> float:
+    """One after the other: sum() would make up for what each addition rounds."""
+    return reduce(operator.add, numbers, 0.0)

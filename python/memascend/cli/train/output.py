@@ -14,7 +14,11 @@ from memascend.checkpoint.folder_swap import is_empty, new_folder, put_in_place,
 from memascend.errors import ConfigError, CorruptionError
 
 if TYPE_CHECKING:
+    import torch
+
     from memascend.cli.train.model import Described
+    from memascend.cli.train.ranks import Ranks
+    from memascend.run.optimizer import OffloadedOptimizer
 
 __all__ = ["LOGS", "Output", "Record"]
 
@@ -58,23 +62,30 @@ class Record:
 
 
 class Output:
-    """The folder of a run."""
+    """The folder of a run, which the first rank reads and writes; it is there for that one alone."""
 
-    def __init__(self, folder: Path) -> None:
-        """Look whether one is there; nothing is changed.
+    def __init__(self, folder: Path, ranks: Ranks) -> None:
+        """Look whether one is there; nothing is changed. All ranks do so together.
 
         Raises:
             ConfigError: the folder holds something else.
             CorruptionError: its record is damaged.
         """
         self.folder = Path(os.path.abspath(folder))  # noqa: PTH100 - a link stays the link that was named
-        self.record = self._read()
+        self._ranks = ranks
+        found = None if ranks.rank else self._found()
+        told = ranks.everyone(None if found is None else asdict(found))[0]
+        self.record = None if told is None else Record(**told)
+
+    def _found(self) -> Record | None:
+        record = self._read()
         # What a killed process left of its first record is nothing.
         (self.folder / _NEW).unlink(missing_ok=True)
-        if self.record is None and self.folder.exists() and not is_empty(self.folder):
+        if record is None and self.folder.exists() and not is_empty(self.folder):
             raise ConfigError(
-                f"--output {folder} is there, and no run of memascend train wrote it: name another folder"
+                f"--output {self.folder} is there, and no run of memascend train wrote it: name another folder"
             )
+        return record
 
     @property
     def parent(self) -> Path:
@@ -99,55 +110,80 @@ class Output:
 
     def begin(self, record: Record) -> None:
         """Make the folder, with what the run is."""
-        with file_errors(self.folder, "cannot be written"):
-            self.folder.mkdir(parents=True, exist_ok=True)
-        self._write(record)
+        self._ranks.together(lambda: self._begin(record))
+        self.record = record
+
+    def _begin(self, record: Record) -> None:
+        if self._ranks.rank == 0:
+            with file_errors(self.folder, "cannot be written"):
+                self.folder.mkdir(parents=True, exist_ok=True)
+            self._write(record)
 
     def change(self, **values: Any) -> None:
         """Change a part of the record."""
         assert self.record is not None
-        self._write(replace(self.record, **values))
+        changed = replace(self.record, **values)
+        self._ranks.together(lambda: self._write(changed))
+        self.record = changed
 
     def give_up(self) -> None:
         """Take back what `begin` did."""
+        self.record = None
+        if self._ranks.rank:
+            return
         (self.folder / _RECORD).unlink(missing_ok=True)
         if is_empty(self.folder):
             self.folder.rmdir()
-        self.record = None
 
     def _write(self, record: Record) -> None:
+        if self._ranks.rank:
+            return
         new = self.folder / _NEW
         with file_errors(new, "cannot be written"):
             _put(new, record)
             new.rename(self.folder / _RECORD)
             sync(self.folder)
-        self.record = record
 
-    def save(self, described: Described, tokenizer: Any, step: int) -> None:
+    def save(self, described: Described, optimizer: OffloadedOptimizer, tokenizer: Any, step: int) -> None:
         """Put the model as it is now in the place of the one before; whatever happens, one of them is there whole.
 
         Args:
             described: the offloaded model, between two steps.
+            optimizer: of it.
             tokenizer: saved beside it.
             step: of the model.
         """
         assert self.record is not None
         record = replace(self.record, saved=step)
-        with new_folder(self.folder) as new:
-            with file_errors(new, "cannot be written"):
-                if described.adapted:
-                    model = described.model
-                    values = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-                    model.save_pretrained(new, state_dict=values, save_embedding_layers=False)
-                else:
-                    described.model.save_pretrained(new)
-                tokenizer.save_pretrained(new)
-                _put(new / _RECORD, record)
-                for path in new.rglob("*"):
-                    sync(path)
-                self._keep_others(new)
-            put_in_place(self.folder, new)
+
+        def do_part() -> None:
+            if self._ranks.rank:
+                self._write_model(described, optimizer, None)
+                return
+            with new_folder(self.folder) as new:
+                with file_errors(new, "cannot be written"):
+                    self._write_model(described, optimizer, new)
+                    tokenizer.save_pretrained(new)
+                    _put(new / _RECORD, record)
+                    for path in new.rglob("*"):
+                        sync(path)
+                    self._keep_others(new)
+                put_in_place(self.folder, new)
+
+        self._ranks.together(do_part)
         self.record = record
+
+    def _write_model(self, described: Described, optimizer: OffloadedOptimizer, new: Path | None) -> None:
+        """Write what is trained; ranks do so together, and those after the first have no folder."""
+        model = described.model
+        if described.adapted:
+            values = {name: _whole(p) for name, p in model.named_parameters() if p.requires_grad}
+            if new is not None:
+                model.save_pretrained(new, state_dict=values, save_embedding_layers=False)
+        elif self._ranks.count > 1:
+            optimizer._session.saving.save_weights(new)  # noqa: SLF001
+        else:
+            model.save_pretrained(new)
 
     def _keep_others(self, new: Path) -> None:
         """What is not of the model stays: logs, which somebody goes on writing to, and what users put there."""
@@ -158,6 +194,12 @@ class Output:
                 shutil.copytree(path, new / path.name, symlinks=True, copy_function=os.link)
             else:
                 os.link(path, new / path.name, follow_symlinks=False)
+
+
+def _whole(parameter: torch.Tensor) -> torch.Tensor:
+    """A parameter; of a DTensor the rows of all ranks, which meet for them."""
+    gather = getattr(parameter, "full_tensor", None)
+    return parameter.detach() if gather is None else gather().detach()
 
 
 def _put(path: Path, record: Record) -> None:

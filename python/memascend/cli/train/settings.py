@@ -83,20 +83,21 @@ class Settings:
         # Those of offload() are refused before any data is read.
         self.offload_options()
 
-    def offload_options(self) -> Options:
+    def offload_options(self, ranks: int = 1) -> Options:
         """What `offload()` is given of these, with its own checks."""
-        return Options(**self.offloaded())
+        return Options(**self.offloaded(ranks))
 
-    def offloaded(self) -> dict[str, Any]:
-        """The keywords for `offload()` that do not depend on what is there already."""
+    def offloaded(self, ranks: int = 1) -> dict[str, Any]:
+        """The keywords for `offload()` that do not depend on what is there already, on one of so many ranks."""
         return {
-            "storage": list(self.storage),
+            # Ranks share a folder, and divide what is a list.
+            "storage": list(self.storage) if len(self.storage) > 1 else self.storage[0],
             "host_memory": self.host_memory,
             "device": self.device,
             "device_memory": self.device_memory,
             "activations": self.activations,
             "max_grad_norm": self.max_grad_norm or None,
-            "accumulation_steps": self.accumulate,
+            "accumulation_steps": self.accumulate // ranks,
             "state": self.state,
         }
 
@@ -137,7 +138,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     where.add_argument(
         "--storage", metavar="PATH", action="append", required=True,
-        help="a folder, file or NVMe device for the training state; several: given again",
+        help="a folder, file or NVMe device for the training state; several: given again; {rank} is filled in",
     )  # fmt: skip
     where.add_argument(
         "--eval", metavar="FILE", type=Path, help="rows that are held out; their loss is told at each save"
