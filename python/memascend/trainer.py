@@ -205,7 +205,20 @@ class Offload(Callback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
     ) -> None:
-        """Offload what the Trainer has made ready."""
+        """Offload what the Trainer has made ready.
+
+        Raises:
+            ConfigError: the Trainer or the storage is in the midst of a run, and the two would not stand at one place.
+        """
+        existing = self._options.get("existing", "refuse")
+        if state.global_step or existing in ("resume", "previous"):
+            what = "resume_from_checkpoint=" if state.global_step else f"Offload(existing={existing!r})"
+            raise ConfigError(
+                f"{what} does not go on where a Trainer of several ranks ended: the storage has every step, and no "
+                "checkpoint of the Trainer has its data's place and schedule beside it. A loop of your own and "
+                "`torchrun -m memascend train` go on with the same bits; to begin a new training from values and state "
+                "that .optimizer.save(folder) wrote, give Offload(checkpoint=folder, existing='replace')"
+            )
         _, self.optimizer = offload(others["model"], others["optimizer"], **self._options)
         super().on_train_begin(args, state, control, **{**others, "optimizer": self.optimizer})
 

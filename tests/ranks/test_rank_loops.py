@@ -93,6 +93,11 @@ def loop_of_the_trainer(folder):
     values = {name: one.full_tensor().detach() for name, one in trainer.model.named_parameters()}
     steps = offloading.optimizer.steps
     offloading.optimizer.close()
+    try:
+        again = Offload(storage=f"{folder}/run", existing="resume")
+        Trainer(llama(), arguments, train_dataset=data, callbacks=[again]).train()
+    except memascend.ConfigError as error:
+        refused += str(error)
     return refused, steps, values, [said["read_bytes"] for said in trainer.state.log_history if "loss" in said]
 
 
@@ -120,6 +125,7 @@ def test_the_trainer_divides_and_its_callback_offloads(tmp_path):
 
     for refused, steps, values, read in on_ranks(2, loop_of_the_trainer, tmp_path):
         assert "save_strategy='no'" in refused
+        assert "Offload(existing='resume') does not go on where a Trainer of several ranks ended" in refused
         assert steps == 2
         assert all(read)
         saved = LlamaForCausalLM.from_pretrained(Path(tmp_path, "saved"))

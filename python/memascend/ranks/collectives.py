@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import distributed
 
 from memascend.ranks.fsdp import AllGather, ReduceScatter
+from memascend.ranks.groups import let_go, make_group
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -37,8 +37,7 @@ class Collectives:
         self._exchange = exchange
         self._group: Any = None
         if device.type == "cpu":
-            wait = timedelta(seconds=max(_SECONDS_MIN, exchange.timeout * _PART))
-            self._group = distributed.new_group(list(ranks), backend="gloo", timeout=wait)
+            self._group = make_group(max(_SECONDS_MIN, exchange.timeout * _PART), ranks)
 
     def meet(self, what: str, given: Any, do: Callable[[Any], _Done]) -> _Done:
         """Have all ranks `do` something in a group; `given` is the mesh's.
@@ -71,10 +70,7 @@ class Collectives:
     def close(self) -> None:
         """Let the group go; who waits in it for this rank waits no longer."""
         group, self._group = self._group, None
-        if group is not None:
-            # Of what the user destroyed nothing is left.
-            with contextlib.suppress(ValueError, AssertionError):
-                distributed.destroy_process_group(group)
+        let_go(group)
 
 
 class _Met:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import threading
 import time
@@ -13,6 +12,7 @@ import torch
 from torch import distributed
 
 from memascend.errors import RankError
+from memascend.ranks.groups import let_go, make_group
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -52,7 +52,7 @@ class Exchange:
         self.rank = distributed.get_rank()
         self.size = distributed.get_world_size()
         self.timeout = timeout
-        self._group: Any = distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        self._group: Any = make_group(timeout)
         self._others = [rank for rank in range(self.size) if rank != self.rank]
         self.broken: RankError | None = None
         # How often some rank told the others of a failure; of the last one, whose it was, and what was said.
@@ -156,9 +156,7 @@ class Exchange:
             return
         group, self._group = self._group, None
         self.broken = self.broken or RankError("the ranks do not talk any more: the run was closed", ranks=())
-        # Of what the user destroyed nothing is left.
-        with contextlib.suppress(ValueError, AssertionError):
-            distributed.destroy_process_group(group)
+        let_go(group)
 
     def _gone(self, lost: dict[int, str], about: str) -> RankError:
         if len(self._others) > 1 and len(lost) == len(self._others):

@@ -10,6 +10,7 @@ import torch
 from torch import distributed
 
 from memascend.errors import RankError
+from memascend.ranks.groups import bytes_of, let_go, make_group
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -48,7 +49,7 @@ class Line:
     def __init__(self, timeout: float) -> None:
         """Make the group; all ranks do so together. `timeout` is how many seconds one waits for another."""
         self._timeout = timeout
-        self._group: Any = distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        self._group: Any = make_group(timeout)
         self.rank = distributed.get_rank()
         self.world_size = distributed.get_world_size()
         # Of the ranks that send: those that sent their last, could not go on, or are gone.
@@ -59,10 +60,7 @@ class Line:
     def close(self) -> None:
         """Let the group go."""
         group, self._group = self._group, None
-        if group is not None:
-            # Of what the user destroyed nothing is left.
-            with contextlib.suppress(ValueError, AssertionError):
-                distributed.destroy_process_group(group)
+        let_go(group)
 
     # --- on each rank but the first ------------------------------------------------------
 
@@ -74,7 +72,7 @@ class Line:
         """
         self._tell([_PIECE, tensor, start, values.nbytes])
         if values.nbytes:
-            self._waited(0, lambda: distributed.isend(_bytes_of(values), 0, group=self._group))
+            self._waited(0, lambda: distributed.isend(bytes_of(values), 0, group=self._group))
         self._hear_answer()
 
     def end(self) -> None:
@@ -166,7 +164,3 @@ class Line:
                 ranks=(rank,),
             )
             raise self.broken from error
-
-
-def _bytes_of(values: torch.Tensor) -> torch.Tensor:
-    return values.reshape(-1).view(torch.uint8)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import distributed
+
+from memascend.ranks.groups import bytes_of, let_go, make_group
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,7 +43,7 @@ class Transfer:
         self._rank = 0 if exchange is None else exchange.rank
         self._group: Any = None
         if exchange is not None:
-            self._group = distributed.new_group(backend="gloo", timeout=timedelta(seconds=exchange.timeout))
+            self._group = make_group(exchange.timeout)
 
     def move(self, pieces: Sequence[Piece]) -> None:
         """Move all pieces that this rank sends or gets. Those of two ranks are in the same order on both.
@@ -62,7 +62,7 @@ class Transfer:
                 tag = tags[piece.source, piece.target]
                 tags[piece.source, piece.target] += 1
                 if piece.source == self._rank and piece.sent is not None:
-                    memory = _bytes(piece.sent.contiguous())
+                    memory = bytes_of(piece.sent.contiguous())
                     works.append((distributed.isend(memory, piece.target, group=self._group, tag=tag), memory))
                 elif piece.target == self._rank and piece.got is not None:
                     memory = torch.empty(piece.got.nbytes, dtype=torch.uint8)
@@ -81,10 +81,4 @@ class Transfer:
     def close(self) -> None:
         """Let the group go; who waits in it for this rank waits no longer."""
         group, self._group = self._group, None
-        if group is not None:
-            with contextlib.suppress(ValueError, AssertionError):
-                distributed.destroy_process_group(group)
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
+        let_go(group)

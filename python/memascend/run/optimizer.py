@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -98,7 +99,18 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
 
     @property  # type: ignore[override]
     def state(self) -> StoredState:
-        """The state of each parameter, read from storage when it is asked for."""
+        """The state of each parameter, read from storage when it is asked for.
+
+        Raises:
+            UsageError: torch's own get_optimizer_state_dict() or set_optimizer_state_dict() asks for it.
+        """
+        # Where there is none yet, these make a step to have some; and then they would keep none of it.
+        if sys._getframe(1).f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":  # noqa: SLF001
+            raise UsageError(
+                "the optimizer's state is on storage, and torch's get_optimizer_state_dict(), get_state_dict() and "
+                "set_optimizer_state_dict() move none of it: call optimizer.save(folder), on every rank, which writes "
+                "values and state, and begin from it by offload(checkpoint=folder); get_model_state_dict() has the values"
+            )
         return self._state
 
     @state.setter

@@ -1,0 +1,218 @@
+"""Tests faults of whole runs: full disks, flipped bits, ranks killed while they save or while new stores are filled."""
+
+import contextlib
+import os
+import random
+import resource
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from support.bits import same_bits
+from support.ranks import on_ranks
+from torch import distributed, nn
+from torch.distributed.fsdp import fully_shard
+
+import memascend
+from memascend.checkpoint.manifest import identity_of
+from memascend.checkpoint.safetensors_writer import TensorFile
+from memascend.ranks.line import Line
+
+TIMEOUT = 30.0
+STEPS = 4
+
+
+def offloaded(folder, existing="refuse"):
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(32, 96), nn.GELU(), nn.Linear(96, 32)) for _ in range(2)]
+    model = nn.Sequential(nn.Embedding(48, 32), *blocks, nn.Linear(32, 48))
+    for block in model:
+        fully_shard(block)
+    for module in (*model, fully_shard(model)):
+        module.set_gradient_divide_factor(1.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return memascend.offload(model, optimizer, storage=folder, existing=existing, timeout=TIMEOUT, gradients="ssd")
+
+
+def train(model, optimizer, until):
+    """Six micro-batches a step, whatever the number of ranks."""
+    rank, count = distributed.get_rank(), distributed.get_world_size()
+    while optimizer.steps < until:
+        for number in range(rank, 6, count):
+            generator = torch.Generator().manual_seed(100 * optimizer.steps + number)
+            tokens = torch.randint(0, 48, (2, 6), generator=generator)
+            loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+            (loss / 6).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.full_tensor().detach() for parameter in model.parameters()]
+
+
+def whole(folder):
+    model, optimizer = offloaded(f"{folder}/whole")
+    values = train(model, optimizer, STEPS)
+    optimizer.close()
+    return values
+
+
+@contextlib.contextmanager
+def full(here):
+    """No file of this process grows beyond 16 KiB."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if here:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 10, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def met(do):
+    """What was raised, whose it was, and how long that took."""
+    began = time.monotonic()
+    try:
+        do()
+    except memascend.MemascendError as error:
+        took = time.monotonic() - began
+        return [type(error).__name__, *getattr(error, "ranks", ()), took < TIMEOUT]
+    return None
+
+
+def flip(path):
+    """Every bit of the second half of a file; again, and it is as it was."""
+    with path.open("r+b") as file:
+        middle = path.stat().st_size // 2
+        file.seek(middle)
+        values = torch.frombuffer(bytearray(file.read()), dtype=torch.uint8)
+        file.seek(middle)
+        file.write(values.bitwise_not().numpy().tobytes())
+        os.fsync(file.fileno())
+
+
+def full_and_flipped(folder):
+    values, rank, found = whole(folder), distributed.get_rank(), {}
+    run, saved = f"{folder}/run", Path(folder, "saved")
+    with full(rank == 1):
+        found["made"] = met(lambda: offloaded(run))
+    found["left"] = len(list(Path(run).rglob("*.store")))
+    model, optimizer = offloaded(run)
+    train(model, optimizer, 1)
+    optimizer.save(saved)
+    before = str(identity_of(saved))
+    train(model, optimizer, 2)
+    with full(rank == 0):
+        found["saved"] = met(lambda: optimizer.save(saved))
+    found["earlier"] = str(identity_of(saved)) == before
+    train(model, optimizer, 3)
+    store = Path(run, "rank-1-of-2/memascend.store")
+    distributed.barrier()
+    if rank == 1:
+        flip(store)
+    distributed.barrier()
+    found["flipped"] = met(lambda: train(model, optimizer, STEPS))
+    optimizer.close()
+    distributed.barrier()
+    if rank == 1:
+        flip(store)
+    distributed.barrier()
+    model, optimizer = offloaded(run, "resume")
+    found["steps"] = optimizer.steps
+    found["same"] = all(map(same_bits, train(model, optimizer, STEPS), values))
+    optimizer.close()
+    return found
+
+
+def test_a_full_disk_and_flipped_bits_end_on_all_ranks(tmp_path):
+    """Each names its rank in time, nothing is left, and what was committed goes on to the right bits."""
+    first, second = on_ranks(2, full_and_flipped, tmp_path)
+    for found in (first, second):
+        assert (found["left"], found["earlier"], found["steps"], found["same"]) == (0, True, 3, True)
+    assert second["made"] == ["StorageError", True]
+    assert first["made"] == ["RankError", 1, True] or first["made"] == ["ConfigError", True]
+    assert first["saved"] == ["StorageError", True]
+    assert second["saved"][0] == "RankError"
+    assert second["flipped"] == ["CorruptionError", True]
+    assert first["flipped"] == ["RankError", 1, True]
+
+
+def killed_in_save(folder, victim):
+    rank = distributed.get_rank()
+    model, optimizer = offloaded(f"{folder}/run", "resume" if victim else "refuse")
+    train(model, optimizer, 1 + victim)
+    if not victim:
+        optimizer.save(f"{folder}/saved")
+    train(model, optimizer, 2 + victim)
+    owner, name = (TensorFile, "write") if rank == 0 else (Line, "send")
+    own, calls = getattr(owner, name), []
+
+    def killing(*arguments):
+        calls.append(1)
+        if rank == victim and len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return own(*arguments)
+
+    setattr(owner, name, killing)
+    found = met(lambda: optimizer.save(f"{folder}/saved"))
+    optimizer.close()
+    return found
+
+
+def resumed(folder):
+    model, optimizer = offloaded(f"{folder}/run", "resume")
+    steps, values = optimizer.steps, train(model, optimizer, STEPS)
+    optimizer.close()
+    return steps, values
+
+
+@pytest.mark.slow
+def test_a_rank_killed_in_the_midst_of_a_save(tmp_path):
+    """The earlier checkpoint is whole, and the run goes on where it was committed."""
+    values = on_ranks(2, whole, tmp_path)[0]
+    for victim in (0, 1):
+        other = on_ranks(2, killed_in_save, tmp_path, victim, ends=(0, -signal.SIGKILL))[1 - victim]
+        assert other == ["RankError", victim, True]
+        assert identity_of(tmp_path / "saved")["step"] == 1
+    for steps, found in on_ranks(2, resumed, tmp_path):
+        assert steps == 3
+        assert all(map(same_bits, found, values))
+
+
+def killed_at(folder, victim, seconds):
+    """Go on, and be killed so long after the beginning of it; what the others met."""
+    if distributed.get_rank() == victim:
+        timer = threading.Timer(seconds, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        timer.daemon = True
+        timer.start()
+
+    def go_on():
+        _, optimizer = offloaded(f"{folder}/run", "resume")
+        optimizer.close()
+
+    found = met(go_on)
+    if distributed.get_rank() == victim:
+        time.sleep(seconds)
+    return found
+
+
+def begun(folder):
+    model, optimizer = offloaded(f"{folder}/run")
+    train(model, optimizer, 2)
+    optimizer.close()
+
+
+@pytest.mark.slow
+def test_a_rank_killed_while_new_stores_are_filled(tmp_path):
+    """At random moments; the same number of ranks or another one then goes on with the right bits."""
+    values = on_ranks(2, whole, tmp_path)[0]
+    on_ranks(2, begun, tmp_path)
+    generator = random.Random(3)
+    for count in (3, 3, 2, 3, 2, 4):
+        victim, seconds = generator.randrange(count), generator.uniform(0.0, 0.6)
+        for found in on_ranks(count, killed_at, tmp_path, victim, seconds, ends=(0, -signal.SIGKILL)):
+            assert found is None or found[-1], found
+    steps, found = on_ranks(3, resumed, tmp_path)[0]
+    assert steps == 2
+    assert all(map(same_bits, found, values))
