@@ -1,4 +1,4 @@
-"""Measures several ranks on this machine: `python -m benchmarks.ranks [--ranks 1 2 4] [--storage FOLDER]`.
+"""Measures several ranks on this machine: `python -m benchmarks.ranks [--ranks 1 2 4] [--storage D] [--picture F]`.
 
 For each number of ranks, gloo processes on the CPU train the same model by turns: under plain FSDP2 in memory, and
 under memascend with its reduction in the order of ranks and with the backend's. The tables have the bytes that a rank
@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from memascend.drawing import open_pyplot
 from memascend.formatting import bytes_shown, seconds_shown, table
 
 WARM = 2
@@ -31,6 +32,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--storage", type=Path, default=Path(), help="a folder on the disk (here)")
+    parser.add_argument("--picture", type=Path, help="draw bytes and memory of a rank into a .png")
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank_of:
@@ -38,6 +40,8 @@ def main() -> None:
         return
     found = {count: measured(count, options) for count in options.ranks}
     print(shown(found))
+    if options.picture is not None:
+        draw(found, options.picture)
 
 
 def measured(count: int, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -127,6 +131,34 @@ def shown(found: dict[int, list[dict[str, Any]]]) -> str:
         )
     times_head = ("ranks", "a step in memory", "memascend, ordered: times that", "native")
     return table(head, rows) + "\n\n" + table(times_head, times)
+
+
+def draw(found: dict[int, list[dict[str, Any]]], path: Path) -> None:
+    """What the rank with the most moves in a step and holds, beside what it may: bars from zero."""
+    plt = open_pyplot()
+    counts = list(found)
+    moved, held, planned = (
+        [max(rank[name] for rank in found[count]) / (1 << 20) for count in counts]
+        for name in ("moved", "held", "planned")
+    )
+    parts = [moved[0] * counts[0] / count for count in counts]
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6))
+    for axis, title, bars, line, of_line in (
+        (axes[0], "MiB that a rank moves to and from storage in a step", moved, parts, f"1/W of {counts[0]} rank's"),
+        (axes[1], "MiB of host memory that a rank holds", held, planned, "its plan"),
+    ):
+        places = range(len(counts))
+        drawn = axis.bar(places, bars, width=0.6, color="#1f77b4", label="memascend")
+        axis.bar_label(drawn, fmt="%.1f", label_type="center", color="white")
+        edges = [[place + side for place in places] for side in (-0.36, 0.36)]
+        axis.hlines(line, *edges, color="black", label=of_line)
+        axis.set_xticks(places, [f"{count} rank{'s' if count > 1 else ''}" for count in counts])
+        axis.set_ylim(0, 1.2 * max(*bars, *line))
+        axis.set_title(title, fontsize=10)
+        axis.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
 
 
 if __name__ == "__main__":

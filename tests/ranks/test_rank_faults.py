@@ -21,6 +21,10 @@ from memascend.checkpoint.manifest import identity_of
 from memascend.checkpoint.safetensors_writer import TensorFile
 from memascend.ranks.line import Line
 
+# A run takes minutes where ten others want the processors.
+pytestmark = pytest.mark.timeout(900)
+SECONDS = 250
+
 TIMEOUT = 30.0
 STEPS = 4
 
@@ -127,7 +131,7 @@ def full_and_flipped(folder):
 
 def test_a_full_disk_and_flipped_bits_end_on_all_ranks(tmp_path):
     """Each names its rank in time, nothing is left, and what was committed goes on to the right bits."""
-    first, second = on_ranks(2, full_and_flipped, tmp_path)
+    first, second = on_ranks(2, full_and_flipped, tmp_path, seconds=SECONDS)
     for found in (first, second):
         assert (found["left"], found["earlier"], found["steps"], found["same"]) == (0, True, 3, True)
     assert second["made"] == ["StorageError", True]
@@ -170,12 +174,12 @@ def resumed(folder):
 @pytest.mark.slow
 def test_a_rank_killed_in_the_midst_of_a_save(tmp_path):
     """The earlier checkpoint is whole, and the run goes on where it was committed."""
-    values = on_ranks(2, whole, tmp_path)[0]
+    values = on_ranks(2, whole, tmp_path, seconds=SECONDS)[0]
     for victim in (0, 1):
-        other = on_ranks(2, killed_in_save, tmp_path, victim, ends=(0, -signal.SIGKILL))[1 - victim]
+        other = on_ranks(2, killed_in_save, tmp_path, victim, ends=(0, -signal.SIGKILL), seconds=SECONDS)[1 - victim]
         assert other == ["RankError", victim, True]
         assert identity_of(tmp_path / "saved")["step"] == 1
-    for steps, found in on_ranks(2, resumed, tmp_path):
+    for steps, found in on_ranks(2, resumed, tmp_path, seconds=SECONDS):
         assert steps == 3
         assert all(map(same_bits, found, values))
 
@@ -206,13 +210,13 @@ def begun(folder):
 @pytest.mark.slow
 def test_a_rank_killed_while_new_stores_are_filled(tmp_path):
     """At random moments; the same number of ranks or another one then goes on with the right bits."""
-    values = on_ranks(2, whole, tmp_path)[0]
-    on_ranks(2, begun, tmp_path)
+    values = on_ranks(2, whole, tmp_path, seconds=SECONDS)[0]
+    on_ranks(2, begun, tmp_path, seconds=SECONDS)
     generator = random.Random(3)
     for count in (3, 3, 2, 3, 2, 4):
         victim, seconds = generator.randrange(count), generator.uniform(0.0, 0.6)
-        for found in on_ranks(count, killed_at, tmp_path, victim, seconds, ends=(0, -signal.SIGKILL)):
+        for found in on_ranks(count, killed_at, tmp_path, victim, seconds, ends=(0, -signal.SIGKILL), seconds=SECONDS):
             assert found is None or found[-1], found
-    steps, found = on_ranks(3, resumed, tmp_path)[0]
+    steps, found = on_ranks(3, resumed, tmp_path, seconds=SECONDS)[0]
     assert steps == 2
     assert all(map(same_bits, found, values))

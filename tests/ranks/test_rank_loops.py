@@ -1,45 +1,20 @@
 """Tests loops of accelerate and of the Trainer of transformers on several ranks, divided by their own FSDP2."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from support import launched
 from support.bits import same_bits
+from support.launched import as_if_on_gpus, llama, rows
 from support.ranks import on_ranks
 
 import memascend
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif("not __import__('importlib.util').util.find_spec('accelerate')")]
-
-
-def llama():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = LlamaConfig(vocab_size=64, num_key_value_heads=2, max_position_embeddings=64, **sizes)
-    return LlamaForCausalLM(config)
-
-
-def rows():
-    return [torch.randint(0, 64, (16,), generator=torch.Generator().manual_seed(number)) for number in range(12)]
-
-
-def as_if_on_gpus():
-    """Let accelerate divide on the CPU what it divides on GPUs alone."""
-    from accelerate.state import PartialState
-    from accelerate.utils import DistributedType
-
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="1", LOCAL_WORLD_SIZE=os.environ["WORLD_SIZE"])
-    begin = PartialState.__init__
-
-    def begun(self, *values, **options):
-        begin(self, *values, **options)
-        if self.distributed_type == DistributedType.MULTI_CPU:
-            self.distributed_type = DistributedType.MULTI_GPU
-
-    PartialState.__init__ = begun
 
 
 def adamw(trained):
@@ -131,3 +106,43 @@ def test_the_trainer_divides_and_its_callback_offloads(tmp_path):
         saved = LlamaForCausalLM.from_pretrained(Path(tmp_path, "saved"))
         assert all(same_bits(one.detach(), values[name]) for name, one in saved.named_parameters())
         assert not same_bits(values["lm_head.weight"], llama().lm_head.weight.detach())
+
+
+# As docs/ranks.md has it.
+CONFIG = """
+distributed_type: FSDP
+fsdp_config:
+  fsdp_version: 2
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+"""
+
+
+def launch(loop, folder, *command):
+    folder.mkdir()
+    ran = subprocess.run(
+        [*command, launched.__file__, loop, str(folder)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    from transformers import LlamaForCausalLM
+
+    return LlamaForCausalLM.from_pretrained(folder / "saved")
+
+
+@pytest.mark.timeout(900)
+def test_torchrun_and_accelerate_launch_start_it(tmp_path):
+    """The documents' commands; both loops have the same micro-batches, and the same bits."""
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    config = tmp_path / "fsdp.yaml"
+    config.write_text(CONFIG)
+    accelerate = (sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", str(config))
+    first = launch("torchrun", tmp_path / "torchrun", *torchrun)
+    second = launch("accelerate", tmp_path / "accelerate", *accelerate, "--num_processes", "2")
+    assert all(map(same_bits, first.parameters(), second.parameters()))
+    assert not same_bits(first.lm_head.weight, llama().lm_head.weight)
+    trained = launch("trainer", tmp_path / "trainer", *torchrun)
+    assert not same_bits(trained.lm_head.weight, llama().lm_head.weight)

@@ -109,7 +109,7 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
             raise UsageError(
                 "the optimizer's state is on storage, and torch's get_optimizer_state_dict(), get_state_dict() and "
                 "set_optimizer_state_dict() move none of it: call optimizer.save(folder), on every rank, which writes "
-                "values and state, and begin from it by offload(checkpoint=folder); get_model_state_dict() has the values"
+                "values and state, and begin from it by offload(checkpoint=); get_model_state_dict() has the values"
             )
         return self._state
 

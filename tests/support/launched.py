@@ -1,0 +1,107 @@
+"""The loops of docs/ranks.md as a script, which torchrun and `accelerate launch` start; see `main`.
+
+accelerate divides on GPUs alone: `as_if_on_gpus` lets it divide on the CPU what it would divide there.
+"""
+
+import os
+import sys
+
+import torch
+from torch.distributed.fsdp import fully_shard
+
+import memascend
+
+__all__ = ["as_if_on_gpus", "llama", "rows"]
+
+
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=64, num_key_value_heads=2, max_position_embeddings=64, **sizes)
+    return LlamaForCausalLM(config)
+
+
+def rows():
+    return [torch.randint(0, 64, (16,), generator=torch.Generator().manual_seed(number)) for number in range(12)]
+
+
+def as_if_on_gpus():
+    """Let accelerate divide on the CPU what it divides on GPUs alone."""
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    os.environ.setdefault("MASTER_ADDR", "localhost")
+    os.environ.setdefault("MASTER_PORT", "1")
+    os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])
+    begin = PartialState.__init__
+
+    def begun(self, *values, **options):
+        begin(self, *values, **options)
+        if self.distributed_type == DistributedType.MULTI_CPU:
+            self.distributed_type = DistributedType.MULTI_GPU
+
+    PartialState.__init__ = begun
+
+
+def by_torchrun(folder):
+    torch.distributed.init_process_group("gloo")
+    rank, count = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    model = llama()
+    for block in model.model.layers:
+        fully_shard(block)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = memascend.offload(model, optimizer, storage=f"{folder}/run")
+    for batch in list(torch.utils.data.DataLoader(rows(), batch_size=2))[rank::count]:
+        model(input_ids=batch, labels=batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def by_accelerate(folder):
+    as_if_on_gpus()
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.is_fsdp2, (accelerator.state, os.environ.get("ACCELERATE_USE_FSDP"), os.environ.get("FSDP_VERSION"))
+    model = llama()
+    loader = torch.utils.data.DataLoader(rows(), batch_size=2)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loader)
+    model, optimizer = memascend.offload(model, optimizer, storage=f"{folder}/run")
+    for batch in loader:
+        accelerator.backward(model(input_ids=batch, labels=batch).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def by_trainer(folder):
+    as_if_on_gpus()
+    from transformers import Trainer, TrainingArguments
+
+    from memascend.trainer import Offload
+
+    offloading = Offload(storage=f"{folder}/run")
+    arguments = TrainingArguments(
+        f"{folder}/out", fsdp="full_shard", fsdp_config={"fsdp_version": 2}, save_strategy="no", report_to=[],
+        per_device_train_batch_size=2, max_steps=3, use_cpu=True,
+    )  # fmt: skip
+    data = [{"input_ids": tokens, "labels": tokens} for tokens in rows()]
+    Trainer(llama(), arguments, train_dataset=data, callbacks=[offloading]).train()
+    return offloading.optimizer
+
+
+def main(loop, folder):
+    """Train by one of the loops, and save the checkpoint."""
+    torch.set_num_threads(1)
+    optimizer = {"torchrun": by_torchrun, "accelerate": by_accelerate, "trainer": by_trainer}[loop](folder)
+    optimizer.save(f"{folder}/saved")
+    optimizer.close()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
