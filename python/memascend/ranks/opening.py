@@ -107,7 +107,10 @@ def choose(paths: _Path | Sequence[_Path] | None, exchange: Exchange, existing: 
         there = {rank: "a store is there already" for rank, one in enumerate(seen) if one["there"]}
         raise ConfigError(f"{_listed(there)}: open them with existing='resume', or give existing='replace'")
     if missing:
-        raise ConfigError(f"{_listed(missing)}, and others do; nothing was changed: {_ANEW}")
+        raise ConfigError(
+            f"{_listed(missing)}, and others do; nothing was changed. If the run had another number of ranks, start "
+            f"that number: only one folder that is given to all ranks goes on with others. Else {_ANEW}"
+        )
     run, number = _common(seen, existing)
     own = seen[exchange.rank]["commits"]
     # The second root of a run that was closed may be of the same commit as the first.
