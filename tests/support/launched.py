@@ -66,7 +66,7 @@ def by_accelerate(folder):
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
-    assert accelerator.is_fsdp2, (accelerator.state, os.environ.get("ACCELERATE_USE_FSDP"), os.environ.get("FSDP_VERSION"))
+    assert accelerator.is_fsdp2
     model = llama()
     loader = torch.utils.data.DataLoader(rows(), batch_size=2)
     model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loader)
