@@ -85,7 +85,6 @@ def test_what_is_refused_is_refused_on_all(folder, tmp_path, monkeypatch):
     for more, said in (
         (["--accumulate", 3], "--accumulate 3 is not divisible by 2 ranks"),
         (["--host-memory", "16KiB"], "too small"),
-        (["--activations", "ssd"], "activations='ssd' does not work under fully_shard()"),
     ):
         assert run_ranks(monkeypatch, 2, arguments(folder, tmp_path / "run", *more), log) == [1, 1]
         assert all(said in rank(log, number).read_text() for number in range(2))
