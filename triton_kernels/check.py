@@ -8,12 +8,15 @@ import torch
 
 from memascend import _core
 from memascend.errors import ConfigError
+from memascend.squares import summed
 
 from .arguments import FLOATS, factor_of, flat, require, require_apart, threads_of
 from .routes import route
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+    from memascend.squares import Squares
 
 __all__ = ["check_and_unscale", "check_and_unscale_reference", "checked"]
 
@@ -27,10 +30,10 @@ def check_and_unscale(
     """Multiplies gradients by `inv_scale` in place, looks for non-finites and takes their squared norm, in one pass.
 
     Each element is read as fp32, multiplied once, and rounded back to its own dtype; with `inv_scale` 1 nothing is
-    written. Flag and norm are those of the results. The flag is exact. Squares are summed in fp32 over at most a
-    few thousand elements and these sums in float64, in an order that depends on the sizes alone: the same bits on
-    every run of a device and for any number of threads; CPU and GPU differ in the order, and so in the last bits.
-    What would overflow or vanish in fp32 is summed in float64 from the start.
+    written. Flag and norm are those of the results. The flag is exact. On the CPU so is the sum of squares, which is
+    rounded once, at the end: no order, number of threads or division into tensors changes a bit. On a GPU squares are
+    summed in fp32 over at most a few thousand elements and these sums in float64, in an order that depends on the
+    sizes alone: the same bits on every run, and other last bits than the CPU's.
 
     On CUDA the call only queues work: two launches for each dtype in the list, however many tensors there are, and no
     synchronisation until a result is read.
@@ -74,16 +77,17 @@ def check_and_unscale(
     return result
 
 
-def checked(values: torch.Tensor) -> tuple[bool, float]:
-    """The numbers of `check_and_unscale` for a tensor in host memory, without tensors for them. Nothing is changed."""
+def checked(values: torch.Tensor) -> tuple[bool, Squares]:
+    """What `check_and_unscale` finds in a tensor in host memory, without tensors for it and without rounding."""
     require("values", values)
     place = values.data_ptr(), FLOATS.index(values.dtype), values.numel()
-    return _core.kernel_check([place] if values.numel() else [], 1.0, torch.get_num_threads())
+    found, squares = _core.kernel_check([place] if values.numel() else [], 1.0, torch.get_num_threads())
+    return found, summed(*squares)
 
 
 def _check_rust(tensors: Sequence[torch.Tensor], factor: float, threads: int) -> tuple[torch.Tensor, torch.Tensor]:
     places = [(t.data_ptr(), FLOATS.index(t.dtype), t.numel()) for t in tensors]
-    found, squares = _core.kernel_check(places, factor, threads)
+    found, (_, squares) = _core.kernel_check(places, factor, threads)
     # Not where a default device says.
     return torch.tensor(found, device="cpu"), torch.tensor(squares, dtype=torch.float64, device="cpu")
 

@@ -9,6 +9,7 @@ from torch import nn
 import memascend
 from memascend import kernels
 from memascend.gradients.norms import measure, read
+from memascend.squares import rounded, total
 
 WIDTH = 24
 
@@ -98,7 +99,7 @@ def test_a_gradient_is_measured_in_any_order_and_dtype(dtype, order):
     gradient = torch.randn(3, 4, 5, 6, generator=torch.Generator().manual_seed(1)).to(dtype).permute(order)
     ((bad, squared),) = read([measure(gradient, kernels.check_and_unscale, kernels.checked)])
     assert not bad
-    assert squared == pytest.approx(float(gradient.abs().double().square().sum()), rel=1e-6)
+    assert rounded(squared) == pytest.approx(float(gradient.abs().double().square().sum()), rel=1e-6)
     gradient[(0,) * 4] = math.nan
     assert read([measure(gradient, kernels.check_and_unscale, kernels.checked)])[0][0]
 
@@ -106,4 +107,19 @@ def test_a_gradient_is_measured_in_any_order_and_dtype(dtype, order):
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch, about torch
 def test_a_sparse_gradient_is_measured():
     gradient = torch.sparse_coo_tensor([[1, 3, 1]], torch.tensor([3.0, 4.0, 1.0]), (5,), check_invariants=True)
-    assert read([measure(gradient, kernels.check_and_unscale, kernels.checked)]) == [(False, 32.0)]
+    ((bad, squared),) = read([measure(gradient, kernels.check_and_unscale, kernels.checked)])
+    assert not bad
+    assert rounded(squared) == 32.0
+
+
+def test_a_norm_is_that_of_the_exact_sum_in_any_order_and_division():
+    """Of values of which most vanish beside the largest, which any sum of floats would drop."""
+    generator = torch.Generator().manual_seed(3)
+    exponents = torch.randint(-40, 3, (5000,), generator=generator)
+    for dtype in (torch.float32, torch.bfloat16):
+        values = (torch.randn(5000, generator=generator) * 2.0**exponents).to(dtype)
+        wanted = math.fsum(values.double().square().tolist())
+        for piece in (5000, 1, 333, 512):
+            parts = [kernels.checked(part)[1] for part in values[torch.randperm(5000)].split(piece)]
+            assert rounded(total(parts)) == wanted
+        assert float(kernels.check_and_unscale(list(values.clone().split(700)))[1]) == wanted

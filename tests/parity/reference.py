@@ -15,7 +15,7 @@ import torch
 import xxhash
 from support.moments import VALUES, MomentsInRam, drawn, rounded
 
-from memascend import kernels
+from memascend import kernels, squares
 
 # torch.amp.GradScaler's constants.
 SCALE_FIRST, SCALE_GROWTH, SCALE_BACKOFF, SCALE_WINDOW = 65536.0, 2.0, 0.5, 2000
@@ -128,16 +128,22 @@ class Reference(torch.optim.Optimizer):
     def _factor(self, gradients):
         factor = 1.0 if self.loss_scale is None else 1.0 / self.loss_scale
         if self.max_grad_norm is not None:
-            # As memascend's kernel sums it, which is close to the sum in float64 and not the same bits.
-            squares = self._squares(gradients)
-            exact = sum(float(g.double().square().sum()) for g in gradients.values())
-            assert math.isclose(squares, exact, rel_tol=1e-6), "the kernel's norm is wrong"
-            self.grad_norm = math.sqrt(squares) * factor
+            # The sum that is not rounded before its end, which torch's in float64 is close to.
+            summed = self._squares(gradients)
+            close = sum(float(g.double().square().sum()) for g in gradients.values())
+            assert math.isclose(summed, close, rel_tol=1e-12), "the kernel's norm is wrong"
+            self.grad_norm = math.sqrt(summed) * factor
             factor *= min(1.0, self.max_grad_norm / (self.grad_norm + 1e-6))
         return torch.tensor(factor, dtype=torch.float32)
 
     def _squares(self, gradients):
-        return sum(float(kernels.check_and_unscale(g.clone())[1]) for g in gradients.values())
+        parts = [
+            kernels.checked(g.reshape(-1))[1]
+            if g.device.type == "cpu"
+            else float(kernels.check_and_unscale(g.clone())[1])
+            for g in gradients.values()
+        ]
+        return squares.rounded(squares.total(parts))
 
     def _rescale(self):
         if not self.dynamic:

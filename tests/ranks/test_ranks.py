@@ -1,5 +1,6 @@
 """Tests training on several ranks under `fully_shard` against one process that accumulates, and against DDP."""
 
+import math
 import os
 from pathlib import Path
 
@@ -91,38 +92,48 @@ def on_storage(folder, dtype, options, rounds, kind="plain"):
         for module in trained.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
-    losses = []
+    losses, norms = [], []
     for step in range(STEPS):
         for turn in range(rounds):
             loss = loss_of(trained, step, turn * count + rank)
             (loss / parts).backward()
             losses.append(loss.detach())
         optimizer.step()
+        norms.append(optimizer.grad_norm)
         optimizer.zero_grad()
     values = [parameter.full_tensor() for parameter in trained.parameters()]
     optimizer.close()
-    return losses, values
+    return losses, [*values, torch.tensor(norms, dtype=torch.float64)]
 
 
-def accumulated(dtype, micros, kind="plain"):
+def accumulated(dtype, micros, kind="plain", max_grad_norm=None):
     """What one process does: it accumulates micro-batches."""
     trained = model(dtype, kind)
     masters = [p.detach().float().clone().requires_grad_() for p in trainable(trained)]
     optimizer = adamw(masters)
-    losses = []
+    losses, norms = [], []
     for step in range(STEPS):
         for micro in range(micros):
             loss = loss_of(trained, step, micro)
             (loss / micros).backward()
             losses.append(loss.detach())
-        _step(trained, masters, optimizer)
-    return losses, [parameter.detach() for parameter in trained.parameters()]
+        norms.append(_norm(trainable(trained)))
+        factor = 1.0 if max_grad_norm is None else min(1.0, max_grad_norm / (norms[-1] + 1e-6))
+        _step(trained, masters, optimizer, torch.tensor(factor, dtype=torch.float32))
+    values = [parameter.detach() for parameter in trained.parameters()]
+    return losses, [*values, torch.tensor(norms, dtype=torch.float64)]
 
 
-def _step(trained, masters, optimizer):
+def _norm(parameters):
+    """Of all gradients: of the sum of squares that is rounded once, whatever the order."""
+    # A square of fp32 has a float64, and fsum rounds at its end.
+    return math.sqrt(math.fsum(square for p in parameters for square in p.grad.double().square().flatten().tolist()))
+
+
+def _step(trained, masters, optimizer, factor=1.0):
     with torch.no_grad():
         for master, parameter in zip(masters, trainable(trained), strict=True):
-            master.grad = parameter.grad.float()
+            master.grad = parameter.grad.float() * factor
             parameter.grad = None
         optimizer.step()
         for master, parameter in zip(masters, trainable(trained), strict=True):
@@ -147,7 +158,7 @@ def train_all(folder, cases, kind="plain"):
     for number, (name, options, rounds) in enumerate(cases):
         dtype = getattr(torch, name)
         losses, values = on_storage(f"{folder}/{number}", dtype, options, rounds, kind)
-        other_losses, others = accumulated(dtype, rounds * count, kind)
+        other_losses, others = accumulated(dtype, rounds * count, kind, options.get("max_grad_norm"))
         found.append((losses, values, other_losses, others))
     return found
 
@@ -183,7 +194,7 @@ def train_beside_ddp(folder):
     found = []
     for name in ("float32", "bfloat16"):
         dtype = getattr(torch, name)
-        found.append((on_storage(f"{folder}/{name}", dtype, {}, 1)[1], beside_ddp(dtype)))
+        found.append((on_storage(f"{folder}/{name}", dtype, {}, 1)[1][:-1], beside_ddp(dtype)))
     return found
 
 
@@ -289,6 +300,8 @@ def test_two_ranks_have_the_bits_of_one_process_that_accumulates(tmp_path):
         ("bfloat16", {"gradients": "ram"}, 2),
         ("float32", {}, 1),
         ("bfloat16", {"gradients": "fused", "accumulation_steps": 2}, 2),
+        ("float32", {"max_grad_norm": 0.1}, 1),
+        ("bfloat16", {"gradients": "ssd", "max_grad_norm": 0.1}, 2),
     ]
     require_same(on_ranks(2, train_all, tmp_path, cases), cases)
 
@@ -320,7 +333,7 @@ def test_more_ranks_have_them_too(tmp_path, count):
     cases = [
         (name, options, rounds)
         for name in ("float32", "bfloat16")
-        for options in ({"gradients": "ssd"}, {"gradients": "ram"}, {})
+        for options in ({"gradients": "ssd"}, {"gradients": "ram"}, {}, {"max_grad_norm": 0.1})
         for rounds in (1, 2)
     ]
     require_same(on_ranks(count, train_all, tmp_path, cases, seconds=110), cases)
@@ -329,7 +342,11 @@ def test_more_ranks_have_them_too(tmp_path, count):
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 4])
 def test_uneven_rows_frozen_and_tied_parameters_have_them(tmp_path, count):
-    cases = [("bfloat16", {"gradients": "ssd"}, 2), ("float32", {"gradients": "fused"}, 1)]
+    cases = [
+        ("bfloat16", {"gradients": "ssd"}, 2),
+        ("float32", {"gradients": "fused"}, 1),
+        ("bfloat16", {"max_grad_norm": 0.1}, 1),
+    ]
     require_same(on_ranks(count, train_all, tmp_path, cases, "odd"), cases)
 
 

@@ -15,7 +15,7 @@ CRATES = {
     "memascend-mem": ({}, {"libc", "thiserror"}),
     "memascend-math": ({}, {"thiserror"}),
     "memascend-nvme": ({"memascend-mem"}, {"io-uring", "libc", "thiserror"}),
-    "memascend-store": ({"memascend-mem", "memascend-nvme"}, {"libc", "thiserror", "twox-hash"}),
+    "memascend-store": ({"memascend-math", "memascend-mem", "memascend-nvme"}, {"libc", "thiserror", "twox-hash"}),
     "memascend-engine": ({"memascend-math", "memascend-mem", "memascend-store"}, {"thiserror"}),
     "memascend-py": (
         {"memascend-engine", "memascend-math", "memascend-mem", "memascend-nvme", "memascend-store"},
@@ -26,7 +26,19 @@ CRATES = {
 RESERVED = {"pyo3": "memascend-py", "io-uring": "memascend-nvme"}
 
 # The rooms of python/memascend, each with the rooms that it may import: what stands in ARCHITECTURE.md, row by row.
-BASE = {"closing", "drawing", "errors", "formatting", "pages", "paths", "progress", "memory", "nvme", "dlpack"}
+BASE = {
+    "closing",
+    "drawing",
+    "errors",
+    "formatting",
+    "pages",
+    "paths",
+    "progress",
+    "squares",
+    "memory",
+    "nvme",
+    "dlpack",
+}
 ROOMS = {
     "engine": BASE,
     "kernels": BASE,
@@ -64,6 +76,7 @@ GROUND = {
     "pages": set(),
     "paths": set(),
     "progress": {"closing", "formatting"},
+    "squares": set(),
     "memory": {"closing", "errors", "_core"},
     "nvme": {"closing", "errors", "paths", "_core"},
     "dlpack": {"_core"},

@@ -13,6 +13,7 @@ from memascend.engine.chunk import Chunk, adapter
 from memascend.engine.ffi import Lent, dtype_of, place_of, require, stored_order
 from memascend.engine.formats import wide_parts
 from memascend.errors import ConfigError
+from memascend.squares import summed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from memascend.engine.store import Store
+    from memascend.squares import Squares
 
 __all__ = ["Adam", "Engine", "Momentum"]
 
@@ -193,15 +195,16 @@ class Engine(Closing):
         index = self.store.described.gradient(name, gradient)
         self._core.spill(index, place_of(gradient), dtype_of(gradient), add)
 
-    def spilled(self, name: str) -> tuple[bool, float]:
-        """Of the spilled gradient: whether a non-finite is in it, and the sum of its squares (in float64).
+    def spilled(self, name: str) -> tuple[bool, Squares]:
+        """Of the spilled gradient: whether a non-finite is in it, and the sum of its squares, not rounded.
 
         Waits for what is queued of the entry; both were computed as the gradient was written.
 
         Raises:
             UsageError: nothing is spilled of it.
         """
-        return self._core.spilled(self.store.index(name))
+        found, squares = self._core.spilled(self.store.index(name))
+        return found, summed(*squares)
 
     def read_spilled(self, name: str, into: torch.Tensor) -> None:
         """Read the spilled gradient into a tensor of its shape and dtype, after what is queued of the entry.

@@ -10,6 +10,7 @@ import torch
 
 from memascend.gradients.handle import GradientHandle
 from memascend.gradients.state import State, moved
+from memascend.squares import rounded
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -221,11 +222,12 @@ class Gradient:
         factors = self.handle.factors()
         assert factors is not None, "a gradient that was changed in another way is measured in memory"
         bad, squared = self._arrivals.engine.spilled(self.name)
-        return bad, squared * math.prod((*factors, *factors))
+        return bad, rounded(squared) * math.prod((*factors, *factors)) if factors else squared
 
     def norm(self) -> float:
         """Its 2-norm, in double precision."""
-        return math.sqrt(float(self._measured()[1]))
+        squares = self._measured()[1]
+        return math.sqrt(float(squares) if isinstance(squares, torch.Tensor) else rounded(squares))
 
     def nonfinite(self) -> bool:
         """Whether it has a value that is not finite."""
@@ -233,7 +235,7 @@ class Gradient:
 
     def _measured(self) -> Measure:
         """As it was taken, or as it is stored."""
-        return self._arrivals.engine.spilled(self.name) if self.state.stored else self.found or (False, 0.0)
+        return self._arrivals.engine.spilled(self.name) if self.state.stored else self.found or (False, 0)
 
     def noticed(self, what: Notice) -> None:
         """Somebody looked at it, or changed it. A second piece of it is told from accumulation where it is added."""

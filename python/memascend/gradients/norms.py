@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from memascend.residency.row_gradient import RowGradient
+from memascend.squares import Squares, rounded, total
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -16,12 +17,12 @@ if TYPE_CHECKING:
     from memascend.ranks.figures import Figures
 
     Check = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-    Checked = Callable[[torch.Tensor], tuple[bool, float]]
+    Checked = Callable[[torch.Tensor], tuple[bool, Squares]]
 
 __all__ = ["Measure", "Norms", "measure", "read"]
 
 # Whether a gradient has a value that is not finite, and its squared norm: numbers, or tensors without dimensions.
-Measure = tuple[torch.Tensor, torch.Tensor] | tuple[bool, float]
+Measure = tuple[torch.Tensor, torch.Tensor] | tuple[bool, Squares]
 
 # What the kernels compute with.
 _FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
@@ -51,7 +52,7 @@ class Norms:
     def measure(self, values: torch.Tensor) -> Measure:
         """The measure of a gradient in memory."""
         if isinstance(values, RowGradient):
-            return values.measured(self._check)
+            return values.measured(lambda part: read([measure(part, self._check, self._checked)])[0])
         return measure(values, self._check, self._checked)
 
     def measure_once(self, gradient: Gradient, values: torch.Tensor) -> None:
@@ -62,17 +63,18 @@ class Norms:
     def of(self, gradients: Iterable[tuple[Gradient, torch.Tensor]]) -> tuple[bool, float]:
         """Whether all of these are finite, and the norm of them all, in double precision.
 
-        Nothing is read for it: each was measured as it was handed on, written or used. What was done by scalars to one
-        on storage, as clipping does, counts as a factor.
+        Where all were measured in host memory, the sum of all ranks is rounded once: neither order nor the number of
+        ranks changes the norm. Nothing is read for it: each was measured as it was handed on, written or used. What
+        was done by scalars to one on storage, as clipping does, counts as a factor.
         """
         numbers = read([self._measures.get(gradient.name) or gradient.measure() for gradient, _ in gradients])
         # In the order of the parameters, whichever gradient came first.
-        bad, squares = any(bad for bad, _ in numbers), sum(squared for _, squared in numbers)
+        bad, squares = any(bad for bad, _ in numbers), total(squared for _, squared in numbers)
         if self._figures is not None:
             # Each rank has measured its rows.
-            bads, squares = self._figures.totals(float(bad), squares)
-            bad = bads > 0
-        return not bad, math.sqrt(squares)
+            told = self._figures.everyone([bad, squares])
+            bad, squares = any(bad for bad, _ in told), total(squares for _, squares in told)
+        return not bad, math.sqrt(rounded(squares))
 
 
 def measure(gradient: torch.Tensor, check: Check, checked: Checked) -> Measure:
@@ -80,26 +82,31 @@ def measure(gradient: torch.Tensor, check: Check, checked: Checked) -> Measure:
 
     Numbers where it lies in host memory: two tensors for each parameter would be held otherwise.
     """
-    values = gradient.coalesce().values() if gradient.is_sparse else gradient
-    if values.dtype in _FLOATS and torch.ops.aten.is_non_overlapping_and_dense(values):
-        # Neither the flag nor the norm knows an order of dimensions, and the kernel takes few of them.
-        flat = values.detach().as_strided((values.numel(),), (1,))
-        if flat.device.type == "cpu":
-            return checked(flat)
-        found, squared = check(flat)
-    else:
+    values = (gradient.coalesce().values() if gradient.is_sparse else gradient).detach()
+    if values.is_complex():
+        values = torch.view_as_real(values.resolve_conj())
+    if values.dtype not in _FLOATS:
         found = ~torch.isfinite(values).all()
-        squared = values.detach().abs().double().square_().sum()
-    return (bool(found), float(squared)) if values.device.type == "cpu" else (found, squared)
+        squared = values.abs().double().square_().sum()
+        return (bool(found), float(squared)) if values.device.type == "cpu" else (found, squared)
+    if not torch.ops.aten.is_non_overlapping_and_dense(values):
+        values = values.contiguous()
+    # Neither the flag nor the norm knows an order of dimensions, and the kernel takes few of them.
+    flat = values.as_strided((values.numel(),), (1,))
+    return checked(flat) if flat.device.type == "cpu" else check(flat)
 
 
-def read(measures: Sequence[Measure]) -> list[tuple[bool, float]]:
+def read(measures: Sequence[Measure]) -> list[tuple[bool, Squares]]:
     """All of them as numbers."""
     away = [index for index, (_, square) in enumerate(measures) if isinstance(square, torch.Tensor)]
     if not away:
-        return [(bool(bad), float(square)) for bad, square in measures]
+        return [(bool(bad), _number(square)) for bad, square in measures]
     # A flag is exact as a number.
     pairs = [torch.stack([cast("torch.Tensor", part).double() for part in measures[index]]) for index in away]
     numbers = torch.stack(pairs).tolist()
     found = {index: (bool(bad), square) for index, (bad, square) in zip(away, numbers, strict=True)}
-    return [found.get(index) or (bool(bad), float(square)) for index, (bad, square) in enumerate(measures)]
+    return [found.get(index) or (bool(bad), _number(square)) for index, (bad, square) in enumerate(measures)]
+
+
+def _number(square: torch.Tensor | Squares) -> Squares:
+    return float(square) if isinstance(square, torch.Tensor) else square

@@ -1,4 +1,4 @@
-"""Numbers and words that all ranks have to know of each other: sums, flags, what each has found."""
+"""Numbers and words that all ranks have to know of each other: flags, words, what each has found."""
 
 from __future__ import annotations
 
@@ -45,10 +45,6 @@ class Figures:
         if self._line is not None:
             self._line.close()
         self.exchange.close()
-
-    def totals(self, *numbers: float) -> list[float]:
-        """The sum over all ranks of each number, added in the order of ranks: the same bits on each."""
-        return [sum(column) for column in zip(*self.everyone(list(numbers)), strict=True)]
 
     def any(self, flag: bool) -> bool:
         """Whether it is so on some rank."""

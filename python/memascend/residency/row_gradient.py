@@ -6,23 +6,25 @@ torch's dense gradient: each part of it is made by torch's own kernel, in the sa
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from memascend.errors import UsageError
+from memascend.squares import total
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from memascend.squares import Squares
 
 __all__ = ["RowGradient", "Term"]
 
 _aten = torch.ops.aten
 _CPU = torch.device("cpu")
-# Sums of squares are taken over so many elements, or a multiple; see rust/math/src/check.rs.
-_SPAN, _SPANS_MAX, _BLOCK = 1 << 16, 1024, 2048
+# So many elements are made and measured at once.
+_SPAN = 1 << 16
 
 
 class Term(NamedTuple):
@@ -104,21 +106,16 @@ class RowGradient(torch.Tensor):
         first, end = start // width, -(-(start + count) // width)
         return self.window(first, end).view(-1)[start - first * width :][:count]
 
-    def measured(self, check: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]) -> tuple[bool, float]:
-        """Whether all is finite, and the squared norm, as `kernels.check_and_unscale` finds them in a dense one."""
-        span = max(_SPAN, math.ceil(math.ceil(self.numel() / _SPANS_MAX) / _BLOCK) * _BLOCK)
+    def measured(self, measure: Callable[[torch.Tensor], tuple[bool, Squares]]) -> tuple[bool, Squares]:
+        """Whether a value is not finite, and the sum of squares, as `measure` finds them in parts."""
         width = self.shape[1]
         rows = torch.cat([term.rows for term in self.terms])
-        spans = torch.cat([rows * width // span, (rows * width + width - 1) // span]).unique().tolist()
-        found, squared = False, 0.0
-        if width > span:
-            spans = range(-(-self.numel() // span))
-        for number in spans:
-            # What is left out is zeros, which add nothing.
-            bad, square = check(self.elements(number * span, min(span, self.numel() - number * span)))
-            found = found or bool(bad)
-            squared += float(square)
-        return found, squared
+        spans = torch.cat([rows * width // _SPAN, (rows * width + width - 1) // _SPAN]).unique().tolist()
+        if width > _SPAN:
+            spans = range(-(-self.numel() // _SPAN))
+        # What is left out is zeros, which add nothing.
+        parts = [measure(self.elements(at * _SPAN, min(_SPAN, self.numel() - at * _SPAN))) for at in spans]
+        return any(bad for bad, _ in parts), total(square for _, square in parts)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -17,7 +17,7 @@ use crate::{
     fill::copied,
     gradient::{Host, doubles},
     job::{Turn, Work},
-    spill::{measure, spill_dtype},
+    spill::{NOTHING, measure, spill_dtype},
 };
 
 /// An update of a held entry that waits for its step.
@@ -195,15 +195,15 @@ impl Kept {
     }
 }
 
-/// As a spilled gradient is measured: chunk by chunk, in their order.
+/// As a spilled gradient is measured: chunk by chunk.
 fn measured(store: &Store, entry: usize, memory: &dyn Buffer, dtype: Dtype) -> Result<Spilled> {
-    let (mut found, exec) = (Spilled { nonfinite: false, squared_norm: 0.0 }, Exec::new(NonZeroUsize::MIN)?);
+    let (mut found, exec) = (NOTHING, Exec::new(NonZeroUsize::MIN)?);
     let mut start = 0;
     for chunk in 0..store.layout().chunks_of(entry) {
         let count = store.description().elements_of_chunk(entry, chunk);
         let of_chunk = measure(memory, dtype, start, count, exec);
         found.nonfinite |= of_chunk.nonfinite;
-        found.squared_norm += of_chunk.squared_norm;
+        found.squares.merge(&of_chunk.squares);
         start += count;
     }
     Ok(found)

@@ -2,7 +2,7 @@
 
 use std::cell::Cell;
 
-use memascend_math::{Check, Exec, add, add_doubles, check, check_doubles};
+use memascend_math::{Check, Exec, Squares, add, add_doubles, check, check_doubles};
 use memascend_store::{Buffer, Dtype, Spilled, Store};
 
 use crate::{
@@ -11,6 +11,9 @@ use crate::{
     gradient::doubles,
     job::{Leaves, Turn, Work},
 };
+
+/// The measure of a gradient without chunks.
+pub(crate) const NOTHING: Spilled = Spilled { nonfinite: false, squares: Squares::ZERO };
 
 /// A gradient on its way to the room of its entry.
 pub(crate) struct Spill {
@@ -24,7 +27,7 @@ pub(crate) struct Spill {
 impl Spill {
     pub(crate) fn new(store: &Store, entry: usize, gradient: Gradient, adds: bool) -> Result<Self> {
         Self::require_fit(store, entry, &gradient)?;
-        Ok(Self { gradient, adds, so_far: Cell::new(Spilled { nonfinite: false, squared_norm: 0.0 }) })
+        Ok(Self { gradient, adds, so_far: Cell::new(NOTHING) })
     }
 
     /// That a gradient fits the room for it.
@@ -89,7 +92,7 @@ impl Work for Spill {
         let found = measure(&part, dtype, 0, elements.len(), bench.exec);
         let mut so_far = self.so_far.get();
         so_far.nonfinite |= found.nonfinite;
-        so_far.squared_norm += found.squared_norm;
+        so_far.squares.merge(&found.squares);
         self.so_far.set(so_far);
         if chunk + 1 == bench.chunks_of(entry) {
             // A write of it that fails takes this back.

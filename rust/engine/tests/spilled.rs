@@ -111,7 +111,7 @@ fn whole_or_nothing(engine: &Engine, what: &str) {
             Ok(found) => {
                 let sums = [1.0, 9.0, 36.0_f64];
                 let elements = f64::from(u32::try_from(NUMEL).unwrap_or(0));
-                let is = |sum: &f64| (found.squared_norm - sum * elements).abs() < 1.0;
+                let is = |sum: &f64| (found.squares.value() - sum * elements).abs() < 1.0;
                 assert!(sums.iter().any(is), "{what}: {found:?}");
                 let read = engine.read_spilled(entry, Box::new(bytes(0.0)), Wait::forever());
                 read.unwrap_or_else(|error| panic!("{what}: {error}"));
@@ -159,7 +159,7 @@ fn a_read_or_write_that_fails_leaves_whole_sums_or_nothing() {
             for entry in 0..NAMES.len() {
                 if let Ok(found) = engine.spilled(entry, Wait::forever()) {
                     let sums = [1.0, 9.0, 36.0].map(|sum| sum * 5000.0);
-                    assert!(sums.iter().any(|sum| (found.squared_norm - sum).abs() < 1.0), "seed {seed}: {found:?}");
+                    assert!(sums.iter().any(|sum| (found.squares.value() - sum).abs() < 1.0), "seed {seed}: {found:?}");
                 }
             }
         }

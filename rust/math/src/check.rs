@@ -6,36 +6,41 @@
 //! Blocks form spans, whose size depends on the length alone; spans are added in order. The bits therefore do not
 //! depend on threads or instruction set.
 
-use std::sync::atomic::{AtomicBool, Ordering};
-
-use crate::{
-    Element, Error, Exec, Floats, FloatsMut, Result,
-    exec::Work,
-    fused::Fused,
-    simd::{Kernel, Simd},
+use std::{
+    cmp::Ordering::{Equal, Greater, Less},
+    sync::{
+        Mutex, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
 };
 
-/// Elements that are summed in fp32 before float64 takes over, as rows of columns.
-const BLOCK: usize = 2048;
-/// Sums in float64 that run side by side, one for so many columns.
-const LANES: usize = 32;
-/// The smallest span: what a thread takes at least.
-const SPAN_MIN: usize = 1 << 16;
-/// Partial results that a call keeps, on its stack: 16 KiB.
-const SPANS_MAX: usize = 1024;
+use crate::{
+    Element, Error, Exec, Floats, FloatsMut, Result, Squares,
+    exec::Work,
+    fused::Fused,
+    simd::Kernel,
+    squares::{Running, power_of_two},
+};
+
+/// Elements whose squares are summed in float64 before the sum of all grows by them.
+const BLOCK: usize = 512;
+/// Sums in float64 that run side by side, one for so many columns of a block.
+const LANES: usize = 16;
+/// The same of magnitudes, which are half as wide.
+const RANGE_LANES: usize = 32;
+/// A lane adds 2 to the power of this.
+const LANE_BITS: i32 = (BLOCK / LANES).ilog2().cast_signed();
+/// Bits of a float64's significand.
+const DOUBLE_BITS: i32 = 53;
 
 const INFINITY: u32 = 0x7F80_0000;
-/// Largest magnitudes whose block fp32 can sum. From 2^-50 up, what vanishes below 2^-126 weighs nothing beside the
-/// largest square; below 2^50, 2,048 squares stay under 2^111.
-const SAFE: std::ops::Range<u32> = (127 - 50) << 23..(127 + 50) << 23;
-
 /// What one pass found.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Check {
     /// An infinity or a NaN is among the results.
     pub nonfinite: bool,
     /// The sum of the squares of the results; infinity or NaN where one of them is.
-    pub squared_norm: f64,
+    pub squares: Squares,
 }
 
 /// Reads `data` once.
@@ -82,152 +87,210 @@ enum Data<'a, T> {
     Scale(&'a mut [T], f32),
 }
 
-impl<T: Element> Data<'_, T> {
+fn pass<T: Element>(data: Data<'_, T>, exec: Exec) -> Check {
+    let found = Mutex::new((0, Squares::ZERO));
+    exec.run(data, BLOCK, |simd, part| {
+        let (peak, squares) = simd.run(part);
+        let mut found = found.lock().unwrap_or_else(PoisonError::into_inner);
+        found.0 = found.0.max(peak);
+        found.1.merge(&squares);
+    });
+    let (peak, squares) = found.into_inner().unwrap_or_else(PoisonError::into_inner);
+    let squares = match peak.cmp(&INFINITY) {
+        Less => squares,
+        Equal => Squares::rounded(f64::INFINITY),
+        Greater => Squares::rounded(f64::NAN),
+    };
+    Check { nonfinite: peak >= INFINITY, squares }
+}
+
+impl<T: Element> Work for Data<'_, T> {
     fn len(&self) -> usize {
         match self {
             Self::Read(data) => data.len(),
             Self::Scale(data, _) => data.len(),
         }
     }
-}
-
-/// One span's result.
-#[derive(Clone, Copy)]
-struct Partial {
-    squares: f64,
-    peak: u32,
-}
-
-fn pass<T: Element>(data: Data<'_, T>, exec: Exec) -> Check {
-    let span = data.len().div_ceil(SPANS_MAX).next_multiple_of(BLOCK).max(SPAN_MIN);
-    let mut partials = [Partial { squares: 0.0, peak: 0 }; SPANS_MAX];
-    let used = &mut partials[..data.len().div_ceil(span)];
-    exec.run(Spans { data, partials: used, span }, span, Simd::run);
-    // In order: the sum does not depend on who computed what.
-    let total = used_fold(used);
-    Check { nonfinite: total.peak >= INFINITY, squared_norm: total.squares }
-}
-
-fn used_fold(partials: &[Partial]) -> Partial {
-    let start = Partial { squares: 0.0, peak: 0 };
-    partials.iter().fold(start, |a, b| Partial { squares: a.squares + b.squares, peak: a.peak.max(b.peak) })
-}
-
-/// Consecutive spans and the places of their results.
-struct Spans<'a, T> {
-    data: Data<'a, T>,
-    partials: &'a mut [Partial],
-    span: usize,
-}
-
-impl<T: Element> Work for Spans<'_, T> {
-    fn len(&self) -> usize {
-        self.data.len()
-    }
 
     fn split_at(self, middle: usize) -> (Self, Self) {
-        let (left, right) = match self.data {
-            Data::Read(data) => {
+        match self {
+            Self::Read(data) => {
                 let (left, right) = data.split_at(middle);
-                (Data::Read(left), Data::Read(right))
+                (Self::Read(left), Self::Read(right))
             }
-            Data::Scale(data, factor) => {
+            Self::Scale(data, factor) => {
                 let (left, right) = data.split_at_mut(middle);
-                (Data::Scale(left, factor), Data::Scale(right, factor))
-            }
-        };
-        let (first, second) = self.partials.split_at_mut(middle / self.span);
-        (Self { data: left, partials: first, span: self.span }, Self { data: right, partials: second, span: self.span })
-    }
-}
-
-impl<T: Element> Kernel for Spans<'_, T> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run<F: Fused>(self) {
-        match self.data {
-            Data::Read(data) => {
-                for (piece, partial) in data.chunks(self.span).zip(self.partials) {
-                    let mut sum = Sum::new();
-                    for block in piece.chunks(BLOCK) {
-                        sum.add(block);
-                    }
-                    *partial = sum.finish();
-                }
-            }
-            Data::Scale(data, factor) => {
-                for (piece, partial) in data.chunks_mut(self.span).zip(self.partials) {
-                    let mut sum = Sum::new();
-                    for block in piece.chunks_mut(BLOCK) {
-                        // The block stays in the first-level cache between the two loops.
-                        for value in &mut *block {
-                            *value = T::from_f32(value.to_f32() * factor);
-                        }
-                        sum.add(block);
-                    }
-                    *partial = sum.finish();
-                }
+                (Self::Scale(left, factor), Self::Scale(right, factor))
             }
         }
     }
 }
 
-/// The running sum of a span.
+impl<T: Element> Kernel for Data<'_, T> {
+    /// Bits of the largest magnitude, and the sum of squares where that is finite.
+    type Output = (u32, Squares);
+
+    #[inline(always)]
+    fn run<F: Fused>(self) -> Self::Output {
+        let mut sum = Sum { squares: Running::new(), peak: 0 };
+        match self {
+            Self::Read(data) => {
+                for block in data.chunks(BLOCK) {
+                    sum.add::<T, F>(block);
+                }
+            }
+            Self::Scale(data, factor) => {
+                for block in data.chunks_mut(BLOCK) {
+                    // The block stays in the first-level cache between the two loops.
+                    for value in &mut *block {
+                        *value = T::from_f32(value.to_f32() * factor);
+                    }
+                    sum.add::<T, F>(block);
+                }
+            }
+        }
+        (sum.peak, sum.squares.finish())
+    }
+}
+
+/// The running sum of a part.
 struct Sum {
-    squares: [f64; LANES],
+    squares: Running,
     peak: u32,
 }
 
 impl Sum {
-    #[inline(always)]
-    fn new() -> Self {
-        Self { squares: [0.0; LANES], peak: 0 }
-    }
-
     /// Adds at most a block; what is missing of one counts as zeros.
     #[inline(always)]
-    fn add<T: Element>(&mut self, data: &[T]) {
+    fn add<T: Element, F: Fused>(&mut self, data: &[T]) {
         if let Ok(block) = data.try_into() {
-            self.add_block(block);
+            self.add_block::<T, F>(block);
         } else {
             let mut padded = [T::default(); BLOCK];
             padded[..data.len()].copy_from_slice(data);
-            self.add_block(&padded);
+            self.add_block::<T, F>(&padded);
         }
     }
 
     #[inline(always)]
-    fn add_block<T: Element>(&mut self, block: &[T; BLOCK]) {
-        let mut squares = [0.0_f32; LANES];
-        let mut peaks = [0_u32; LANES];
-        for group in block.as_chunks::<LANES>().0 {
-            for lane in 0..LANES {
-                let value = group[lane].magnitude();
-                squares[lane] += value * value;
-                peaks[lane] = peaks[lane].max(value.to_bits());
-            }
-        }
-        let peak = peaks.iter().fold(0, |a, &b| a.max(b));
+    fn add_block<T: Element, F: Fused>(&mut self, block: &[T; BLOCK]) {
+        let (mut peak, low) = range::<T, true>(block, 0);
         self.peak = self.peak.max(peak);
-        if SAFE.contains(&peak) || peak >= INFINITY {
-            for lane in 0..LANES {
-                self.squares[lane] += f64::from(squares[lane]);
+        if self.peak >= INFINITY {
+            return;
+        }
+        let mut all = true;
+        while peak > 0 {
+            if exponent(peak) - exponent(low) <= narrow::<T>() {
+                let lanes = if all { plain::<T, F, true>(block, peak) } else { plain::<T, F, false>(block, peak) };
+                self.squares.add(units(&lanes, grid::<T>(exponent(low))));
+                return;
             }
-        } else if peak > 0 {
-            for group in block.as_chunks::<LANES>().0 {
-                for lane in 0..LANES {
-                    let value = f64::from(group[lane].magnitude());
-                    self.squares[lane] += value * value;
-                }
-            }
+            let least = (exponent(peak) - wide::<T>()).max(1);
+            let floor = if least == 1 { 0 } else { least.unsigned_abs() << 23 };
+            let apart = if all && low >= floor {
+                in_two::<T, F, true>(block, floor, peak)
+            } else {
+                in_two::<T, F, false>(block, floor, peak)
+            };
+            self.squares.add(units(&apart.upper, apart.last));
+            self.squares.add(units(&apart.lower, grid::<T>(least)));
+            // What is so small beside the largest that it has no place in the same float64 comes by itself.
+            peak = if low < floor { range::<T, false>(block, floor).0 } else { 0 };
+            all = false;
         }
     }
+}
 
-    #[inline(always)]
-    fn finish(self) -> Partial {
-        Partial { squares: self.squares.iter().sum(), peak: self.peak }
+/// How far below the largest exponent of a block the smallest may be for lanes to hold sums of squares without
+/// rounding: with e and E the exponents, squares are multiples of the grid of e, and below 2^(2E + 2).
+const fn narrow<T: Element>() -> i32 {
+    (DOUBLE_BITS - LANE_BITS - 2 * T::PRECISION).div_euclid(2)
+}
+
+/// The same where each square is divided in two: into a multiple of g = 2^(2E + 2 + 5 - 53), as a lane adds 2^5 of them,
+/// and what is left of it, at most g / 2.
+const fn wide<T: Element>() -> i32 {
+    (2 * DOUBLE_BITS - 2 * LANE_BITS + 1 - 2 * T::PRECISION).div_euclid(2)
+}
+
+/// The power of two that all squares of an exponent or a larger one are multiples of.
+const fn grid<T: Element>(exponent: i32) -> i32 {
+    2 * (exponent - 127) - 2 * (T::PRECISION - 1)
+}
+
+/// What lanes hold, which are multiples of a power of two, as a number of those.
+#[inline(always)]
+fn units(lanes: &[f64; LANES], power: i32) -> (i64, i32) {
+    let scale = power_of_two(-power);
+    #[expect(clippy::cast_possible_truncation, reason = "whole numbers of at most 53 bits")]
+    (lanes.iter().map(|lane| (lane * scale) as i64).sum(), power)
+}
+
+/// The exponent field of a magnitude, of which that of denormals is 1.
+#[inline(always)]
+fn exponent(magnitude: u32) -> i32 {
+    (magnitude >> 23).cast_signed().max(1)
+}
+
+/// The largest magnitude of a block and the smallest that is not zero, of all or of those below `end`, as bits.
+#[inline(always)]
+fn range<T: Element, const ALL: bool>(block: &[T; BLOCK], end: u32) -> (u32, u32) {
+    let mut peaks = [0_u32; RANGE_LANES];
+    // One less, so that zero is the largest.
+    let mut lows = [u32::MAX; RANGE_LANES];
+    for group in block.as_chunks::<RANGE_LANES>().0 {
+        for lane in 0..RANGE_LANES {
+            let bits = group[lane].magnitude().to_bits();
+            let bits = if ALL || bits < end { bits } else { 0 };
+            peaks[lane] = peaks[lane].max(bits);
+            lows[lane] = lows[lane].min(bits.wrapping_sub(1));
+        }
     }
+    let peak = peaks.iter().fold(0, |a, &b| a.max(b));
+    let low = lows.iter().fold(u32::MAX, |a, &b| a.min(b));
+    (peak, low.wrapping_add(1))
+}
+
+/// The sums of the squares up to a magnitude, which may be that of all.
+#[inline(always)]
+fn plain<T: Element, F: Fused, const ALL: bool>(block: &[T; BLOCK], peak: u32) -> [f64; LANES] {
+    let mut squares = [0.0_f64; LANES];
+    for group in block.as_chunks::<LANES>().0 {
+        for lane in 0..LANES {
+            let value = group[lane].magnitude();
+            let value = f64::from(if ALL || value.to_bits() <= peak { value } else { 0.0 });
+            squares[lane] = F::square_plus(value, squares[lane]);
+        }
+    }
+    squares
+}
+
+/// Sums of squares of which each was divided in two.
+struct Apart {
+    upper: [f64; LANES],
+    lower: [f64; LANES],
+    /// The power of two that the upper parts are multiples of.
+    last: i32,
+}
+
+#[inline(always)]
+fn in_two<T: Element, F: Fused, const ALL: bool>(block: &[T; BLOCK], floor: u32, peak: u32) -> Apart {
+    let last = 2 * (exponent(peak) - 127) + 2 + LANE_BITS - DOUBLE_BITS;
+    // Of what is between it and a third more or less that is the last bit.
+    let large = 1.5 * power_of_two(last + DOUBLE_BITS - 1);
+    let mut apart = Apart { upper: [0.0; LANES], lower: [0.0; LANES], last };
+    for group in block.as_chunks::<LANES>().0 {
+        for lane in 0..LANES {
+            let value = group[lane].magnitude();
+            let inside = ALL || (value.to_bits() >= floor && value.to_bits() <= peak);
+            let value = f64::from(if inside { value } else { 0.0 });
+            let part = F::square_plus(value, large) - large;
+            apart.upper[lane] += part;
+            apart.lower[lane] += F::square_plus(value, -part);
+        }
+    }
+    apart
 }
 
 fn search<T: Element>(data: &[T], exec: Exec) -> bool {

@@ -2,7 +2,7 @@
 //!
 //! They are rare, so these are plain loops: one thread, one order, the same bits everywhere.
 
-use crate::{Check, Error, Result};
+use crate::{Check, Error, Result, Squares};
 
 /// Sums that run side by side.
 const LANES: usize = 8;
@@ -29,7 +29,7 @@ pub fn check_doubles(data: &[f64]) -> Check {
             nonfinite |= !value.is_finite();
         }
     }
-    Check { nonfinite, squared_norm: sums.iter().sum() }
+    Check { nonfinite, squares: Squares::rounded(sums.iter().sum()) }
 }
 
 #[cfg(test)]
@@ -48,8 +48,8 @@ mod tests {
 
         let found = check_doubles(&[3e100, 4e100, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 12e100]);
         assert!(!found.nonfinite);
-        assert!((found.squared_norm.sqrt() / 1.3e101 - 1.0).abs() < 1e-15);
-        assert_eq!(check_doubles(&[]), Check { nonfinite: false, squared_norm: 0.0 });
+        assert!((found.squares.value().sqrt() / 1.3e101 - 1.0).abs() < 1e-15);
+        assert_eq!(check_doubles(&[]), Check { nonfinite: false, squares: Squares::ZERO });
     }
 
     #[test]
@@ -59,10 +59,10 @@ mod tests {
                 let mut data = [1.0; 11];
                 data[place] = bad;
                 let found = check_doubles(&data);
-                assert!(found.nonfinite && !found.squared_norm.is_finite(), "{bad} at {place}");
+                assert!(found.nonfinite && !found.squares.value().is_finite(), "{bad} at {place}");
             }
         }
         let large = check_doubles(&[1e200]);
-        assert!(!large.nonfinite && large.squared_norm.is_infinite());
+        assert!(!large.nonfinite && large.squares.value().is_infinite());
     }
 }

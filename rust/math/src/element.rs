@@ -15,6 +15,9 @@ pub trait Element: Copy + Default + Send + Sync + private::Sealed + 'static {
     /// torch's name of the type.
     const NAME: &'static str;
 
+    /// Bits of a significand, with the one that is not stored.
+    const PRECISION: i32;
+
     /// The value, exactly; a NaN gives a NaN.
     fn to_f32(self) -> f32;
 
@@ -37,6 +40,7 @@ const INFINITY: u32 = 0x7F80_0000;
 
 impl Element for f32 {
     const NAME: &'static str = "float32";
+    const PRECISION: i32 = 24;
 
     #[inline(always)]
     fn to_f32(self) -> f32 {
@@ -56,6 +60,7 @@ impl Element for f32 {
 
 impl Element for Bf16 {
     const NAME: &'static str = "bfloat16";
+    const PRECISION: i32 = 8;
 
     #[inline(always)]
     fn to_f32(self) -> f32 {
@@ -86,6 +91,7 @@ const F16_OVERFLOW: u32 = 0x477F_F000;
 
 impl Element for F16 {
     const NAME: &'static str = "float16";
+    const PRECISION: i32 = 11;
 
     #[inline(always)]
     fn to_f32(self) -> f32 {

@@ -6,6 +6,9 @@ pub(crate) trait Fused {
 
     /// `a * b + c` rounded once or twice: for what comes out alike.
     fn either(a: f32, b: f32, c: f32) -> f32;
+
+    /// `a * a + c` of an fp32, whose square float64 has.
+    fn square_plus(a: f64, c: f64) -> f64;
 }
 
 /// The processor's instruction; only inside code compiled for it, where `mul_add` is not a call.
@@ -20,6 +23,11 @@ impl Fused for Hardware {
     #[inline(always)]
     fn either(a: f32, b: f32, c: f32) -> f32 {
         a.mul_add(b, c)
+    }
+
+    #[inline(always)]
+    fn square_plus(a: f64, c: f64) -> f64 {
+        a.mul_add(a, c)
     }
 }
 
@@ -52,6 +60,11 @@ impl Fused for Portable {
     #[inline(always)]
     fn either(a: f32, b: f32, c: f32) -> f32 {
         a * b + c
+    }
+
+    #[inline(always)]
+    fn square_plus(a: f64, c: f64) -> f64 {
+        a * a + c
     }
 }
 

@@ -32,6 +32,7 @@ mod reduced;
 mod rule;
 mod scalars;
 mod simd;
+mod squares;
 mod stochastic;
 mod stream;
 mod weights;
@@ -52,5 +53,6 @@ pub use reduced::{Place, REDUCED_ARITHMETIC, Reduced, WideState, decode, encode,
 pub use rule::{Momentum, Rule};
 pub use scalars::{Hyperparameters, Scalars};
 pub use simd::Simd;
+pub use squares::Squares;
 pub use stream::STREAM_ELEMENTS_MIN;
 pub use weights::Weights;

@@ -12,6 +12,7 @@ use crate::{
     errors::engine_error,
     examined::watched,
     function::Applied,
+    kernels::{Summed, summed},
     nvme::Held,
     source::Lending,
     store::{SharedRun, Store, agreed, shared},
@@ -122,11 +123,11 @@ impl Engine {
             .map_err(|error| engine_error(py, &error))
     }
 
-    /// Whether a non-finite is in what is spilled, and the sum of its squares.
-    fn spilled(&self, py: Python<'_>, entry: usize) -> PyResult<(bool, f64)> {
+    /// Whether a non-finite is in what is spilled, and the sum of its squares. See `memascend.squares`.
+    fn spilled(&self, py: Python<'_>, entry: usize) -> PyResult<(bool, Summed)> {
         let spilled = waiting(py, None, |wait| self.inner.spilled(entry, wait))?;
         let spilled = spilled.map_err(|error| engine_error(py, &error))?;
-        Ok((spilled.nonfinite, spilled.squared_norm))
+        Ok((spilled.nonfinite, summed(&spilled.squares)))
     }
 
     fn read_spilled(&self, py: Python<'_>, entry: usize, into: Tensor) -> PyResult<()> {

@@ -75,6 +75,13 @@ fn kernel_scalars(
     ))
 }
 
+/// A sum of squares: as whole units, where it is a number of them, and rounded. See `memascend.squares`.
+pub(crate) type Summed = (Option<Vec<u8>>, f64);
+
+pub(crate) fn summed(squares: &math::Squares) -> Summed {
+    (squares.units().map(Vec::from), squares.value())
+}
+
 /// Checks and unscales each of several gradients; the flag of any, the sum of all.
 #[pyfunction]
 fn kernel_check(
@@ -82,19 +89,19 @@ fn kernel_check(
     grads: Vec<(usize, u8, usize)>,
     inv_scale: f32,
     threads: NonZeroUsize,
-) -> PyResult<(bool, f64)> {
+) -> PyResult<(bool, Summed)> {
     let exec = exec(py, threads)?;
     py.detach(|| {
         let mut found = false;
-        let mut squares = 0.0;
+        let mut squares = math::Squares::ZERO;
         for (address, dtype, numel) in grads {
             // SAFETY: the module's contract.
             let grad = unsafe { floats_mut((address, dtype), numel) };
             let one = math::check_and_unscale(grad, inv_scale, exec)?;
             found |= one.nonfinite;
-            squares += one.squared_norm;
+            squares.merge(&one.squares);
         }
-        Ok((found, squares))
+        Ok((found, summed(&squares)))
     })
     .map_err(|error| math_error(py, &error))
 }

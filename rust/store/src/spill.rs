@@ -4,6 +4,7 @@
 
 use std::sync::{Mutex, MutexGuard};
 
+use memascend_math::Squares;
 use memascend_mem::locked;
 use memascend_nvme::Ticket;
 
@@ -20,7 +21,7 @@ pub struct Spilled {
     /// An infinity or a NaN is in it.
     pub nonfinite: bool,
     /// The sum of its squares; infinity or NaN where one of them is.
-    pub squared_norm: f64,
+    pub squares: Squares,
 }
 
 /// What is known of the room of one entry.

@@ -1,0 +1,201 @@
+//! Tests sums of squares against whole numbers: the same for any order, division, instruction set and number of threads.
+
+#![expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_possible_wrap,
+    clippy::cast_precision_loss,
+    clippy::cast_sign_loss,
+    reason = "digits, and numbers that are small"
+)]
+
+use std::num::NonZeroUsize;
+
+use memascend_math::{Bf16, Element, Exec, F16, Floats, Simd, Squares, check};
+use proptest::prelude::*;
+
+/// A number of units of 2^-298, as 16-bit digits, the lowest first.
+#[derive(Clone, PartialEq, Debug)]
+struct Whole(Vec<u64>);
+
+impl Whole {
+    fn zero() -> Self {
+        Self(vec![0; 40])
+    }
+
+    /// Adds the square of a finite fp32, from its fields.
+    fn add_square(&mut self, value: f32) {
+        let bits = value.to_bits() & 0x7FFF_FFFF;
+        let (exponent, fraction) = (bits >> 23, u64::from(bits & 0x7F_FFFF));
+        let (significand, power) =
+            if exponent == 0 { (fraction, 0) } else { (fraction | 1 << 23, 2 * (exponent as usize - 1)) };
+        let square = u128::from(significand * significand) << (power % 16);
+        for digit in 0..5 {
+            self.0[power / 16 + digit] += (square >> (16 * digit) & 0xFFFF) as u64;
+        }
+    }
+
+    fn carried(mut self) -> Self {
+        for digit in 1..self.0.len() {
+            self.0[digit] += self.0[digit - 1] >> 16;
+            self.0[digit - 1] &= 0xFFFF;
+        }
+        self
+    }
+
+    fn of<T: Element>(values: &[T]) -> Self {
+        let mut sum = Self::zero();
+        for value in values {
+            sum.add_square(value.to_f32());
+        }
+        sum.carried()
+    }
+
+    fn from_sum(squares: &Squares) -> Self {
+        let bytes = squares.units().unwrap_or_else(|| panic!("{squares:?} is no number"));
+        Self(bytes.chunks(2).map(|pair| u64::from(pair[0]) | u64::from(pair[1]) << 8).collect())
+    }
+
+    /// Rounded to nearest, ties to even, bit by bit.
+    fn nearest(&self) -> f64 {
+        let bit = |at: usize| self.0[at / 16] >> (at % 16) & 1;
+        let Some(top) = (0..16 * self.0.len()).rev().find(|&at| bit(at) == 1) else { return 0.0 };
+        let last = top.saturating_sub(52);
+        let kept = (last..=top).rev().fold(0_u64, |kept, at| kept << 1 | bit(at));
+        let half = last > 0 && bit(last - 1) == 1;
+        let more = last > 1 && (0..last - 1).any(|at| bit(at) == 1);
+        let rounded = kept + u64::from(half && (more || kept & 1 == 1));
+        rounded as f64 * 2.0_f64.powi(last as i32 - 298)
+    }
+}
+
+/// A type that is known at run time, too.
+trait Wrapped: Element {
+    fn wrap(values: &[Self]) -> Floats<'_>;
+}
+
+impl Wrapped for f32 {
+    fn wrap(values: &[Self]) -> Floats<'_> {
+        Floats::F32(values)
+    }
+}
+
+impl Wrapped for Bf16 {
+    fn wrap(values: &[Self]) -> Floats<'_> {
+        Floats::Bf16(values)
+    }
+}
+
+impl Wrapped for F16 {
+    fn wrap(values: &[Self]) -> Floats<'_> {
+        Floats::F16(values)
+    }
+}
+
+fn execs() -> Vec<Exec> {
+    let exec = Exec::new(NonZeroUsize::MIN).unwrap_or_else(|error| panic!("{error}"));
+    Simd::available().into_iter().map(|simd| exec.with_simd(simd)).collect()
+}
+
+/// Values whose exponents spread over as many powers of two below a largest one; some are zeros.
+fn spread<T: Element>(len: usize, largest: i32, spread: u32, seed: u64) -> Vec<T> {
+    let mut state = seed.wrapping_mul(2).wrapping_add(1);
+    let mut next = || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 33) as u32
+    };
+    (0..len)
+        .map(|_| {
+            let exponent = (largest - (next() % (spread + 1)) as i32 + 127).clamp(0, 254) as u32;
+            let zero = next() % 16 == 0;
+            let bits = (next() & 1) << 31 | exponent << 23 | next() & 0x7F_FFFF;
+            let value = T::from_f32(f32::from_bits(if zero { 0 } else { bits }));
+            if value.to_f32().is_finite() { value } else { T::from_f32(1.0) }
+        })
+        .collect()
+}
+
+fn case<T: Wrapped>(len: usize, largest: i32, spread_over: u32, seed: u64, cut: usize) {
+    let values = spread::<T>(len, largest, spread_over, seed);
+    let wanted = Whole::of(&values);
+    let mut turned = values.clone();
+    turned.reverse();
+    turned.rotate_left(cut.min(len));
+    for exec in execs() {
+        let found = check(T::wrap(&values), exec);
+        assert!(!found.nonfinite);
+        assert_eq!(Whole::from_sum(&found.squares), wanted, "{} {:?}", T::NAME, exec);
+        assert_eq!(found.squares.value().to_bits(), wanted.nearest().to_bits(), "{}", T::NAME);
+        // In another order, and in two parts.
+        assert_eq!(check(T::wrap(&turned), exec).squares, found.squares);
+        let (before, after) = values.split_at(cut.min(len));
+        let mut both = check(T::wrap(after), exec).squares;
+        both.merge(&check(T::wrap(before), exec).squares);
+        assert_eq!(both, found.squares);
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 96, ..ProptestConfig::default() })]
+    #[test]
+    fn a_sum_is_the_whole_number(
+        len in prop_oneof![0..40_usize, 500..530_usize, 1000..3000_usize],
+        largest in -149..128_i32,
+        spread_over in prop_oneof![0..3_u32, 8..30_u32, 30..60_u32, 60..280_u32],
+        seed in any::<u64>(),
+        cut in 0..3000_usize,
+    ) {
+        case::<f32>(len, largest, spread_over, seed, cut);
+        case::<Bf16>(len, largest, spread_over, seed, cut);
+        case::<F16>(len, largest.clamp(-24, 15), spread_over, seed, cut);
+    }
+}
+
+/// Blocks at the ends of what lanes hold without rounding: all elements as large as they can be, and one as small.
+#[test]
+fn the_largest_sums_with_the_smallest_squares() {
+    fn ends<T: Wrapped>(largest: T, precision: i32) {
+        for below in 0..60 {
+            for len in [512, 1024] {
+                let mut values = vec![largest; len];
+                // The last bit of its significand is set.
+                let one = 2.0_f32.powi(-below) * (1.0 + 2.0_f32.powi(1 - precision));
+                values[len / 2 + 3] = T::from_f32(one);
+                for exec in execs() {
+                    let found = check(T::wrap(&values), exec).squares;
+                    assert_eq!(Whole::from_sum(&found), Whole::of(&values), "{} {below} {exec:?}", T::NAME);
+                }
+            }
+        }
+    }
+    ends(f32::from_bits(0x3FFF_FFFF), 24);
+    ends(Bf16(0x3FFF), 8);
+    ends(F16(0x3FFF), 11);
+    ends(f32::MAX, 24);
+    ends(f32::from_bits(0x007F_FFFF), 24);
+}
+
+#[test]
+fn threads_change_nothing() {
+    let values = spread::<f32>((1 << 20) + 4321, 0, 40, 7);
+    let wanted = check(Floats::F32(&values), execs()[0]).squares;
+    for threads in [2, 3] {
+        let exec = execs()[0].with_threads(NonZeroUsize::new(threads).unwrap_or(NonZeroUsize::MIN));
+        assert_eq!(check(Floats::F32(&values), exec).squares, wanted);
+    }
+    assert_eq!(Whole::from_sum(&wanted), Whole::of(&values));
+}
+
+#[test]
+fn what_is_not_finite_is_no_number() {
+    for (bad, is_nan) in [(f32::INFINITY, false), (f32::NEG_INFINITY, false), (f32::NAN, true)] {
+        for place in [0, 511, 512, 1029] {
+            let mut values = vec![1.0_f32; 1030];
+            values[place] = bad;
+            for exec in execs() {
+                let found = check(Floats::F32(&values), exec);
+                assert!(found.nonfinite && found.squares.units().is_none());
+                assert!(found.squares.value().is_nan() == is_nan && !found.squares.value().is_finite());
+            }
+        }
+    }
+}
