@@ -93,7 +93,7 @@ def train_and_save(folder, name, case, source, count):
         optimizer_of(trained, kind),
         storage=f"{folder}/store-{name}",
         gradients="ssd",
-        state=state,
+        **({"state": state} if state != "stochastic" else {"rounding": state, "master_dtype": None, "seed": 3}),
         **options_of(start, source),
     )
     for module in trained.modules():
@@ -239,6 +239,8 @@ def require_what_one_process_writes(tmp_path, count, cases):
 def test_two_ranks_write_what_one_process_writes_wherever_they_begin(tmp_path):
     cases = [
         ("bfloat16", "adamw", "values", 2, "8bit"),
+        ("bfloat16", "adamw", "values", 3, "bf16"),
+        ("bfloat16", "adamw", "values", 3, "stochastic"),
         ("bfloat16", "adamw", "checkpoint", 1, None),
         ("bfloat16", "adamw", "weights", 0, None),
         ("bfloat16", "sgd", "function", 1, None),

@@ -226,7 +226,6 @@ def what_is_refused(folder):
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     hybrid = fully_shard(model(torch.float32), mesh=mesh)
     refused("hsdp", lambda: (hybrid, adamw(hybrid.parameters())))
-    refused("bf16", whole, state="bf16")
     refused("one file", whole, storage=[f"{folder}/same.store"])
     # As if each were on a host of its own.
     os.environ["LOCAL_RANK"] = "0"
@@ -312,7 +311,6 @@ def test_what_does_not_work_is_refused_on_all_ranks(tmp_path):
         assert "give the module inside it" in found["ddp"]
         assert "tensor parallelism" in found["tensor parallel"]
         assert "a mesh on which ranks replicate it" in found["hsdp"] or "a mesh of two dimensions" in found["hsdp"]
-        assert "state='bf16'" in found["bf16"]
         assert "put {rank}" in found["one file"]
         assert "rank 0 and to rank 1" in found["twice"]
         assert "Adafactor needs whole parameters" in found["adafactor"]

@@ -396,6 +396,13 @@ class Store(Closing):
         """Around all that leads to a commit: where it fails here, the other ranks do not wait for this one."""
         return contextlib.nullcontext() if self.shared is None else self.shared.step()
 
+    def set_first_elements(self, firsts: Mapping[str, int]) -> None:
+        """Say, once and before any update, where entries begin that are rows of parameters.
+
+        What is rounded by chance depends on an element's number in the whole parameter.
+        """
+        self._core.set_first_elements([firsts.get(entry["name"], 0) for entry in self.each_entry()])
+
     def end(self) -> None:
         """Have nothing written any more, by `close()` either: what is committed stays as it is."""
         self._core.end()

@@ -144,11 +144,6 @@ def refuse_options(options: Options) -> None:
     refused = {
         "activations": (options.activations != "device", "leave it out, and checkpoint activations"),
         "units": (options.units is not None, "what fully_shard() was called on is a unit: leave it out"),
-        "state": (
-            options.state == "bf16",
-            "it counts elements of whole parameters: pass state='8bit', or leave it out",
-        ),
-        "rounding": (options.rounding == "stochastic", "it counts elements of whole parameters: leave it out"),
     }
     for name, (is_refused, instead) in refused.items():
         if is_refused:

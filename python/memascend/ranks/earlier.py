@@ -179,6 +179,8 @@ class EarlierValues:
         self._describe = describe
         self._optimizer = optimizer
         earlier.open()
+        for number, store in earlier.stores.items():
+            store.set_first_elements({name: self._first_element(name, number) for name in shapes})
         said = {
             str(number): [store.step, store.user_state, store.hyperparameters]
             for number, store in earlier.stores.items()
@@ -230,6 +232,11 @@ class EarlierValues:
             ranks = range(self._earlier.count)
             transfer.move([Piece(owner, rank, sent, got if rank == self._earlier.rank else None) for rank in ranks])
         tensor.copy_(got)
+
+    def _first_element(self, name: str, number: int) -> int:
+        """Where in a whole parameter the rows of an earlier store begin."""
+        shape = self._shapes[name]
+        return _rows(shape[0], len(self._earlier.files), number)[0] * shape[1:].numel() if shape else 0
 
     def _room(self, name: str) -> dict[str, torch.Tensor]:
         """Where this rank's part of a parameter comes to; nothing where it has none."""

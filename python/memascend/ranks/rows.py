@@ -112,12 +112,19 @@ def require_divisible(
                 "their rows: use an optimizer that works element by element (AdamW, Lion, SGD), or one process"
             )
     for name, parameter in named.items():
-        given = arithmetic.format_of(parameter) if parameter.requires_grad else None
-        if "8bit" in (given or "") and firsts[name] % BLOCK_ELEMENTS:
+        given = (arithmetic.format_of(parameter) if parameter.requires_grad else None) or ""
+        block = 1
+        if "8bit" in given:
+            block = BLOCK_ELEMENTS
+        elif given == "compact bf16" and "rounded_up" in arithmetic.describe(parameter):
+            # A byte has a bit for each of eight.
+            block = 8
+        if firsts[name] % block:
+            kept = "8bit" if "8bit" in given else "bf16"
             raise ConfigError(
-                f"rows of {name!r} begin at element {firsts[name]} on another rank, within a block of {BLOCK_ELEMENTS} "
-                "that state='8bit' keeps together: leave state= out, or use a number of ranks that divides the rows "
-                "into whole blocks"
+                f"rows of {name!r} begin at element {firsts[name]} on another rank, within a block of {block} that "
+                f"state={kept!r} keeps together: leave state= out, or use a number of ranks that divides the rows into "
+                "whole blocks"
             )
 
 

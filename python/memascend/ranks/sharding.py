@@ -160,13 +160,18 @@ class Sharding:
                 "offload(), or give weights="
             )
 
+    @property
+    def first_elements(self) -> dict[str, int]:
+        """Where in the whole parameters this rank's rows begin, by name."""
+        return {name: rows.first_element for name, rows in self.rows.items()}
+
     def require_by_rows(self, arithmetic: Arithmetic) -> None:
         """Refuse what needs more than rows.
 
         Raises:
             ConfigError: the optimizer or the format of its state does; nothing was changed.
         """
-        require_divisible(arithmetic, self.named, {name: rows.first_element for name, rows in self.rows.items()})
+        require_divisible(arithmetic, self.named, self.first_elements)
 
     def elements(self) -> dict[int, int]:
         """How many elements the parameters have whose rows these are, by the rows' ids."""

@@ -231,6 +231,8 @@ def _prepared(subject: Subject, undo: contextlib.ExitStack) -> tuple[Assembly, F
     opening = None if sharding is None else sharding.opening
     store = opened(subject.options.existing) if opening is None else opening.open(opened)[0]
     undo.callback(store.close)
+    if sharding is not None:
+        store.set_first_elements(sharding.first_elements)
     if store.created:
         # A call that fails leaves nothing behind.
         undo.callback(store.forsake)

@@ -19,7 +19,8 @@ pub(crate) fn stepped(bench: &Bench<'_>, turn: &Turn, gradient: Floats<'_>, rule
     let described = &bench.store.description().entries[turn.entry];
     let state = chunk(bench, turn)?;
     let random = Random { key: key_of(&described.name, rule.seed()), step: rule.step() };
-    let first = bench.elements(turn.entry, turn.index).start as u64;
+    // What is drawn depends on the place in the whole parameter.
+    let first = bench.store.first_element(turn.entry) + bench.elements(turn.entry, turn.index).start as u64;
     Ok(update(state, gradient, rule, Place { random, first }, bench.exec)?)
 }
 

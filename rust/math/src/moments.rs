@@ -135,7 +135,7 @@ impl Moments<'_> {
         len: usize,
         first: &Block,
         second: &Block,
-        (random, number): (Option<Random>, u64),
+        (random, from): (Option<Random>, u64),
     ) {
         match self {
             Self::Single(m, v) => {
@@ -148,7 +148,7 @@ impl Moments<'_> {
                 rounded(first, &mut m[at..][..len]);
                 match (v, random) {
                     (Some(v), Some(random)) => {
-                        let drawn = random.block(number, Purpose::SecondMoment);
+                        let drawn = random.elements(from, Purpose::SecondMoment);
                         by_chance(second, &drawn, &mut v[at..][..len]);
                     }
                     (Some(v), None) => rounded(second, &mut v[at..][..len]),

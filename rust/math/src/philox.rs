@@ -29,13 +29,26 @@ pub(crate) enum Purpose {
 }
 
 impl Random {
+    /// 16 bits for each of as many elements as a block has, from any one of the whole parameter on.
+    #[inline(always)]
+    #[expect(clippy::cast_possible_truncation, reason = "below 256")]
+    pub(crate) fn elements(self, first: u64, purpose: Purpose) -> [u16; BLOCK] {
+        let (block, within) = (first / BLOCK as u64, (first % BLOCK as u64) as usize);
+        let mut drawn = self.block(block, purpose);
+        if within > 0 {
+            drawn.copy_within(within.., 0);
+            drawn[BLOCK - within..].copy_from_slice(&self.block(block + 1, purpose)[..within]);
+        }
+        drawn
+    }
+
     /// 16 bits for each element of a block, which is counted from the start of the whole parameter.
     ///
     /// Counter `32 block + lane`, of 60 bits, below the purpose, then the step: its output, taken as eight times 16 bits
     /// from the lowest on, is that of the elements `lane`, `32 + lane`, and so on of the block.
     #[inline(always)]
     #[expect(clippy::cast_possible_truncation, reason = "halves of words are what is wanted")]
-    pub(crate) fn block(self, block: u64, purpose: Purpose) -> [u16; BLOCK] {
+    fn block(self, block: u64, purpose: Purpose) -> [u16; BLOCK] {
         let first = block * LANES as u64;
         let upper = first >> 32 | (purpose as u64) << 28;
         let keys = self.round_keys();

@@ -36,7 +36,7 @@ pub struct Reduced<'a> {
 pub struct Place {
     /// What is drawn from.
     pub random: Random,
-    /// The first element's number in the whole parameter, a multiple of 256.
+    /// The first element's number in the whole parameter; with moments of 8 bits a multiple of 256, which have one scale.
     pub first: u64,
 }
 
@@ -86,7 +86,7 @@ pub fn update(state: Reduced<'_>, grad: Floats<'_>, rule: &Rule, place: Place, e
         let (len, other_len) = (grad.len(), state.weights.len());
         return Err(Error::Length { name: "grad", len, other: "the parameter", other_len });
     }
-    if !place.first.is_multiple_of(BLOCK as u64) {
+    if matches!(state.moments, Moments::Blocks(..)) && !place.first.is_multiple_of(BLOCK as u64) {
         return Err(Error::First { first: place.first });
     }
     exec.run(Update { state, grad, formula, place }, GRAIN, Simd::run);
@@ -208,10 +208,10 @@ impl Kernel for Update<'_> {
 impl Update<'_> {
     #[inline(always)]
     fn block<F: Fused>(&mut self, at: usize, len: usize, decays: bool, blocks: &mut Blocks) {
-        let number = (self.place.first + at as u64) / BLOCK as u64;
+        let from = self.place.first + at as u64;
         let (random, (_, grad)) = (self.place.random, self.grad.split_at(at));
         if let Some((narrow, scalars)) = self.narrow(at, len) {
-            let drawn = random.block(number, Purpose::SecondMoment);
+            let drawn = random.elements(from, Purpose::SecondMoment);
             return narrow.update::<F>(grad, &drawn, &scalars);
         }
         self.state.load(at, len, blocks);
@@ -241,7 +241,7 @@ impl Update<'_> {
                 }
             }
         }
-        self.state.store::<F>(at, len, blocks, (Some(self.place.random), number));
+        self.state.store::<F>(at, len, blocks, (Some(self.place.random), from));
     }
 }
 

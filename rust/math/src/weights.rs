@@ -137,7 +137,7 @@ impl Weights<'_> {
         len: usize,
         second: &mut Block,
         block: &Block,
-        (random, number): (Option<Random>, u64),
+        (random, from): (Option<Random>, u64),
     ) {
         match self {
             Self::Single(values) => values[at..][..len].copy_from_slice(&block[..len]),
@@ -145,7 +145,7 @@ impl Weights<'_> {
                 master[at..][..len].copy_from_slice(&block[..len]);
                 nearest(block, values, at, len);
             }
-            Self::Stochastic(values) => match (values, random.map(|random| random.block(number, Purpose::Values))) {
+            Self::Stochastic(values) => match (values, random.map(|random| random.elements(from, Purpose::Values))) {
                 (FloatsMut::Bf16(values), Some(drawn)) => by_chance(block, &drawn, &mut values[at..][..len]),
                 (FloatsMut::F16(values), Some(drawn)) => by_chance(block, &drawn, &mut values[at..][..len]),
                 (values, _) => nearest(block, values, at, len),

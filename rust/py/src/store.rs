@@ -289,6 +289,10 @@ impl Store {
         })
     }
 
+    fn set_first_elements(&self, py: Python<'_>, firsts: Vec<u64>) -> PyResult<()> {
+        self.inner.set_first_elements(firsts).map_err(|error| store_error(py, &error))
+    }
+
     /// Has nothing be written any more, by `close` either.
     fn end(&self) {
         self.inner.end();

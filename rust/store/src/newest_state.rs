@@ -63,6 +63,21 @@ impl Store {
         self.arithmetic.get_or_init(|| arithmetic);
     }
 
+    /// Says, once and before anything is applied, where in whole parameters the entries begin that are rows of them.
+    pub fn set_first_elements(&self, firsts: Vec<u64>) -> Result<()> {
+        let (wanted, got) = (self.description().entries.len(), firsts.len());
+        if got != wanted {
+            return Err(Error::Invalid(format!("{got} first elements for {wanted} entries")));
+        }
+        self.first_elements.set(firsts.into()).map_err(|_| Error::Usage("the first elements were set before".into()))
+    }
+
+    /// The number of an entry's first element in the whole parameter.
+    #[must_use]
+    pub fn first_element(&self, entry: usize) -> u64 {
+        self.first_elements.get().map_or(0, |firsts| firsts[entry])
+    }
+
     /// What the live slot of an entry lacks, where nobody applied that yet.
     pub(crate) fn lacking(&self, entry: usize) -> Option<Arc<Replay>> {
         let index = self.index.lock();

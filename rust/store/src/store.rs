@@ -59,6 +59,8 @@ pub struct Store {
     pub(crate) to_repair: Mutex<Vec<Damage>>,
     /// Applies gradients of the log.
     pub(crate) arithmetic: OnceLock<Arc<dyn Arithmetic>>,
+    /// Of entries that are rows of parameters: where they begin.
+    pub(crate) first_elements: OnceLock<Box<[u64]>>,
 }
 
 /// Memory of the buffers that the catalog is written from, and of the texts.
@@ -148,6 +150,7 @@ impl Store {
             counters: Counting::default(),
             to_repair: Mutex::default(),
             arithmetic: OnceLock::new(),
+            first_elements: OnceLock::new(),
         })
     }
 
