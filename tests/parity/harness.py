@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from parity.reference import Reference, threads_of_torch
+from parity.replayed import require_replay
 from support.bits import same_bits
 
 import memascend
@@ -39,10 +40,12 @@ class Mode:
     budget: str  # "smallest" or "large"; or what is held by it, of PARTS
     threads: int
     durability: str = "step"
+    log_steps: int | None = None
 
     def __str__(self):
         durability = "" if self.durability == "step" else f"-{self.durability}"
-        return f"{self.gradients}-{self.budget}-{self.threads}{durability}"
+        log = "" if self.log_steps is None else f"-log-{self.log_steps}"
+        return f"{self.gradients}-{self.budget}-{self.threads}{durability}{log}"
 
 
 @dataclass
@@ -191,15 +194,28 @@ def reference(case, threads):
 
 
 class Read:
-    """The committed weights, for as long as they are read; the budget was kept; then the store is closed."""
+    """The committed weights, for as long as they are read; the budget was kept; then the store is closed.
 
-    def __init__(self, model, optimizer):
+    Where its log has steps, whoever found it so would come to the same.
+    """
+
+    def __init__(self, model, optimizer, file):
         self.optimizer = optimizer
+        self.file = file
         self.real = memascend.materialized(model)
 
     def __enter__(self):
-        host = self.optimizer.report().to_dict()["host"]
+        report = self.optimizer.report()
+        host = report.to_dict()["host"]
         assert host["peak"] <= host["budget"], host
+        written, planned = report.written, self.optimizer.plan.written_bytes
+        if not planned.get("values") and not planned.get("state"):
+            assert (written["values"], written["state"]) == (0, 0), "nothing before close()"
+        if self.optimizer.plan.logged:
+            assert report.log_steps > 0
+            if self.optimizer.steps:
+                assert written["log"] > 0
+                require_replay(self.optimizer, self.file)
         self.real.__enter__()
 
     def __exit__(self, *error):
@@ -232,7 +248,8 @@ def budget_of(case, mode, options):
 
 
 def offloaded(case, mode, folder):
-    options = {"storage": folder / "run.store", "gradients": mode.gradients, "durability": mode.durability}
+    file = folder / "run.store"
+    options = {"storage": file, "gradients": mode.gradients, "durability": mode.durability, "log_steps": mode.log_steps}
     with threads_of_torch(mode.threads):
         budget = budget_of(case, mode, options)
     taken = []
@@ -249,7 +266,7 @@ def offloaded(case, mode, folder):
 
     for _ in range(BUDGETS_MAX):
         try:
-            return play(case, mode.threads, take, read=Read)
+            return play(case, mode.threads, take, read=lambda model, optimizer: Read(model, optimizer, file))
         except memascend.BudgetError as error:
             if not case.learns_budget or not taken:
                 raise

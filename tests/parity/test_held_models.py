@@ -12,8 +12,19 @@ from parity.zoo_plain import PLAIN
 from parity.zoo_rows import ROWS
 from parity.zoo_transformers import TRANSFORMERS
 
-# These run in the fast set, all of them held and nothing durable, where most of what is held happens.
-FAST = {"idle-experts", "lora", "scheduler"}
+# These run in the fast set: all held and nothing durable, where most of what is held happens, and some under the log.
+FAST = {
+    ("lora", "all", "none"),
+    ("scheduler", "all", "none"),
+    ("idle-experts", "all", "none"),
+    ("scheduler", "all", "step"),
+    ("idle-experts", "some", "step"),
+    ("zero-grad-to-zero", "all", "step"),
+    ("8bit-bf16", "some", "step"),
+    ("fp16-dynamic", "all", "step"),
+}
+# One in which every entry is written whole at each step, and one that no run here gets to the end of.
+LOG_STEPS = (1, 2, 3, None)
 
 OF_ONE_PARAMETER = {"sparse-adam"}
 
@@ -26,8 +37,9 @@ def held():
             turn += 1
             if part == "some" and case.name in OF_ONE_PARAMETER:
                 continue
-            mode = Mode(case.gradients[turn % len(case.gradients)], part, 1 + turn // 4 % 2, durability)
-            fast = case.name in FAST and (part, durability) == ("all", "none")
+            log = None if durability == "none" else LOG_STEPS[turn // 2 % len(LOG_STEPS)]
+            mode = Mode(case.gradients[turn % len(case.gradients)], part, 1 + turn // 4 % 2, durability, log)
+            fast = (case.name, part, durability) in FAST
             marks = [*case.marks, *([] if fast else [pytest.mark.slow])]
             yield pytest.param(case, mode, id=f"{case.name}-{mode}", marks=marks)
 

@@ -45,7 +45,7 @@ def test_bytes_of_a_durable_step_at_six_budgets(dtype):
     elements = sum(parameter.numel() for parameter in model.parameters())
 
     def plan_of(budget):
-        options = Options(host_memory=budget, gradients="fused", device="cpu", log_steps=16)
+        options = Options(host_memory=budget, gradients="fused", device="cpu", storage="store", log_steps=16)
         return planned(model, torch.optim.AdamW(model.parameters()), options).plan
 
     default = plan_of(None)

@@ -26,21 +26,27 @@ class Log:
         nbytes: what it takes for some of these, by the number of its steps, from 1 on.
         asked: how many steps; None: as many as are good.
         room: bytes that there are for it; None where nobody knows.
+        shares: that room is others', too.
     """
 
     names: Collection[str]
     nbytes: Callable[[Sequence[str], int], int]
     asked: int | None = None
     room: int | None = None
+    shares: bool = True
+
+    def wanted(self, names: Sequence[str]) -> int:
+        """How many steps it would keep of these entries if there was room."""
+        return (_STEPS if self.asked is None else self.asked) if names else 0
 
     def plan(self, names: Sequence[str]) -> tuple[int, int]:
         """How many steps it keeps of these entries, and its bytes; 0 where there is no room for one."""
-        wanted = _STEPS if self.asked is None else self.asked
-        if not names or not wanted:
+        wanted = self.wanted(names)
+        if not wanted:
             return 0, 0
         first = self.nbytes(names, 1)
         each = self.nbytes(names, 2) - first
         if self.room is not None:
-            room = self.room // _SHARE if self.asked is None else self.room
+            room = self.room // _SHARE if self.shares and self.asked is None else self.room
             wanted = min(wanted, 1 + (room - first) // each)
         return (wanted, first + (wanted - 1) * each) if wanted > 0 else (0, 0)

@@ -172,6 +172,9 @@ class Options:
             isinstance(logged, int) and not isinstance(logged, bool) and 0 <= logged <= _LOG_STEPS_MAX
         ):
             raise ConfigError(f"log_steps is an integer from 0 to {_LOG_STEPS_MAX}, or None, not {logged!r}")
+        if logged and (self.durability == "none" or not self.paths):
+            why = "with durability='none'" if self.paths else "a temporary store (storage=None) keeps nothing, and"
+            raise ConfigError(f"{why} there is no log: leave log_steps out, or ask for a store that lasts")
         if self.max_grad_norm is not None and not (_is_number(self.max_grad_norm) and self.max_grad_norm > 0):
             raise ConfigError(f"max_grad_norm is a number above 0, or None, not {self.max_grad_norm!r}")
         if self.timeout is not None and not (_is_number(self.timeout) and 0 < self.timeout < math.inf):

@@ -92,6 +92,7 @@ def make_plan(run: Requirements, *, budget: int | None = None, device_budget: in
         logged_bytes=held.logged_bytes,
         log_steps=log_steps,
         log_bytes=log_bytes,
+        log_wanted=0 if run.log is None else run.log.wanted(held.logged),
         read_bytes=moved.read,
         written_bytes=moved.written,
         held_part=moved.held,

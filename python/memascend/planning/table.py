@@ -61,6 +61,7 @@ class Plan:
         log_steps: so many steps of gradients are in the log, and each of these entries is written whole once in as
             many; 0: they are written each step.
         log_bytes: the room of the log behind the store.
+        log_wanted: how many steps it would have if there was room for them.
         read_bytes: per step, by kind.
         written_bytes: per step, by kind.
         held_part: of what is trained, the part that is held.
@@ -111,6 +112,7 @@ class Plan:
     logged_bytes: tuple[int, int, int] = (0, 0, 0)
     log_steps: int = 0
     log_bytes: int = 0
+    log_wanted: int = 0
     recurrent_bytes: int = 0
 
     @property
@@ -204,8 +206,7 @@ def _table(plan: Plan) -> str:
         lines.append(
             f"  beside it cuDNN copies recurrent weights, each until its backward: {bytes_shown(plan.recurrent_bytes)}"
         )
-    log = f"; behind it a log of {plan.log_steps} steps of gradients: {bytes_shown(plan.log_bytes)}"
-    lines += ["", f"Storage: {bytes_shown(plan.disk_bytes)}{log if plan.log_steps else ''}"]
+    lines += ["", f"Storage: {bytes_shown(plan.disk_bytes)}{_log_shown(plan)}"]
     lines += ["", "Each step moves" + (", in bytes for each parameter" if elements else "")]
     rows = []
     for verb, kinds in (("read", plan.read_bytes), ("written", plan.written_bytes)):
@@ -213,6 +214,13 @@ def _table(plan: Plan) -> str:
             rows.append((f"{verb}: {kind}", bytes_shown(nbytes), f"{nbytes / elements:.2f}" if elements else ""))
     lines += [*_rows(rows), "", _advice(plan)]
     return "\n".join(lines)
+
+
+def _log_shown(plan: Plan) -> str:
+    less = f" ({plan.log_wanted} have no room)" if plan.log_steps < plan.log_wanted else ""
+    if plan.log_steps:
+        return f"; behind it a log of {plan.log_steps} steps of gradients{less}: {bytes_shown(plan.log_bytes)}"
+    return "; no room for a log, so that what is held is written each step" if less else ""
 
 
 def _unit_rows(plan: Plan) -> list[tuple[str, ...]]:

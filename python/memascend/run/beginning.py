@@ -43,10 +43,8 @@ def open_store(subject: Subject, entries: list[engines.Entry]) -> tuple[Store, P
     paths = list(options.paths or ())
 
     def create(where: str | list[str]) -> Store:
-        # A temporary store is gone with the machine's power anyway.
-        durability = options.durability if paths else "close"
         return engines.Store.create(
-            where, entries, optimizer=kind, existing=options.existing, durability=durability, fill=False
+            where, entries, optimizer=kind, existing=options.existing, durability=subject.durability, fill=False
         )
 
     if not paths:
@@ -101,18 +99,13 @@ def end_log(store: Store, engine: Engine) -> None:
 
 def begin_log(store: Store, plan: Plan) -> Plan:
     """Make room for the log of what is held; the plan with as much of it as there is."""
-    if not plan.logged or not plan.log_steps:
-        return plan
-    steps = store.keep_log(plan.logged, plan.log_steps)
-    if steps < plan.log_steps:
+    steps = store.keep_log(plan.logged, plan.log_steps) if plan.log_steps else 0
+    if steps < plan.log_wanted:
         instead = f"one of {steps} steps" if steps else "none, so that what is held is written each step"
         _log.warning(
-            "there is no room on storage for a log of %d steps of gradients (%d bytes): it is %s",
-            plan.log_steps,
-            plan.log_bytes,
-            instead,
+            "there is no room on storage for a log of %d steps of gradients: it is %s", plan.log_wanted, instead
         )
-    return plan.logging(steps, store.info()["log_bytes"])
+    return plan.logging(steps, store.info()["log_bytes"]) if plan.log_steps else plan
 
 
 def continued(subject: Subject, folder: str) -> CheckpointValues:

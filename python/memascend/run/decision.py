@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
 import torch
@@ -101,6 +102,11 @@ class Subject:
         """The ids of some of the model's weights, as the optimizer has them."""
         sharding = self.sharding
         return frozenset(id(weight if sharding is None else sharding.local_of(weight)) for weight in weights)
+
+    @property
+    def durability(self) -> Literal["step", "close", "none"]:
+        """Of the store: what is temporary is gone with the process, and nothing of it needs to last."""
+        return self.options.durability if self.options.paths or self.unplaced else "none"
 
     @property
     def moves_activations(self) -> bool:
@@ -220,6 +226,7 @@ def decide(subject: Subject) -> Decision:
         if not enough and make(lean).comfortable < whole_budget:
             wanted = lean
     plan = make(wanted, budget=options.host_bytes)
+    _require_log(options, plan)
     if subject.staged:
         plan = replace(plan, recurrent_bytes=copied_bytes(subject.model))
     return Decision(
@@ -251,19 +258,31 @@ def _requirements(
         update_values=subject.arithmetic.update_values,
         trained=subject.trained,
         gradient_bytes=gradients,
-        applies=options.durability == "none" and subject.arithmetic.ends_alike,
+        applies=subject.durability == "none" and subject.arithmetic.ends_alike,
         log=_log(subject, entries, sizes),
     )
 
 
 def _log(subject: Subject, entries: list[Entry], sizes: engines.Sizes) -> Log | None:
     options = subject.options
-    if options.durability == "none":
+    if subject.durability == "none":
         return None
     names = frozenset(name for name in subject.trained if subject.arithmetic.is_replayed(subject.named[name]))
     nbytes = engines.log_bytes(entries)
+    # A raw device is the store's alone.
+    shares = any(not Path(path).is_block_device() for path in options.paths or ())
     room = None if subject.unplaced else room_beside(options.paths, sizes.total_bytes)
-    return Log(names, nbytes, options.log_steps, room)
+    return Log(names, nbytes, options.log_steps, room, shares=shares)
+
+
+def _require_log(options: Options, plan: Plan) -> None:
+    """Refuse a number of steps that was asked for and has no room; of its own accord a log is as long as may be."""
+    if options.log_steps is not None and plan.log_steps < plan.log_wanted:
+        fits = f"log_steps={plan.log_steps} fits" if plan.log_steps else "not one step fits (log_steps=0 goes without)"
+        raise ConfigError(
+            f"there is no room beside the store for a log of {options.log_steps} steps of the gradients of what is "
+            f"held: {fits}; make room, or leave log_steps out for as many as go well"
+        )
 
 
 def _require_folder(subject: Subject) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from memascend.run.resources import Resources
 
 __all__ = ["Measurements"]
+
+_log = logging.getLogger("memascend")
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ class Measurements:
         self._last: Report | None = None
         # As it was told in the last step.
         self._all_ranks: AllRanks | None = None
+        self._told_of_log = False
 
     @property
     def plan(self) -> Plan:
@@ -77,6 +81,20 @@ class Measurements:
         self._step_seconds += time.perf_counter() - began
         self.meter.step_ended()
         self.heap.step_ended()
+        if self.planned.log_steps and not self._told_of_log:
+            self._tell_of_log()
+
+    def _tell_of_log(self) -> None:
+        """Say once that the log did not take what it is for."""
+        unlogged = self._resources.engine.counters()["unlogged"]
+        if unlogged:
+            self._told_of_log = True
+            _log.warning(
+                "%d gradients found no room in the log of %d steps: the held entries were written whole, as they are "
+                "where that happens again; report() counts them",
+                unlogged,
+                self.planned.log_steps,
+            )
 
     def told(self) -> list[int]:
         """What a rank tells the others of itself: the peak of host memory, bytes read and written."""
@@ -108,6 +126,8 @@ class Measurements:
             held=counted.store["held_bytes"],
             log_steps=self.plan.log_steps,
             log_bytes=self.plan.log_bytes,
+            log_wanted=self.plan.log_wanted,
+            unlogged=counted.engine["unlogged"],
             seconds={
                 "wall": counted.moment,
                 "waiting for units": counted.store["wait_seconds"] + self._resources.units.wait_seconds,

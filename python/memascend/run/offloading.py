@@ -117,7 +117,7 @@ def offload(  # noqa: PLR0913 - options are keywords
             GiB of it where `host_memory` is None), then in files; "ssd": in files beside the store (in `scratch`,
             where that is given). On the CPU, "host" is "device".
         durability: "step": every step survives a loss of power; "close": the death of the process; "none": nothing is
-            kept before `close()`.
+            kept before `close()`. Without `storage` it is "none", and nothing is kept then, either.
         state: in which format the moments of Adam, AdamW and SGD with momentum are kept. None: as the optimizer has
             them, exact. "bf16" and "8bit" move fewer bytes and are other numerics: 16 bits, of which the second moment
             is rounded stochastically, or bitsandbytes' blocks of 8 bits, but for embeddings and parameters of fewer
@@ -126,8 +126,9 @@ def offload(  # noqa: PLR0913 - options are keywords
         rounding: "stochastic": 16-bit parameters have no masters (`master_dtype=None`), and an update rounds them up
             or down by chance, so that small steps are not lost.
         seed: of what is rounded stochastically; kept in the store and in checkpoints, whose own stands.
-        log_steps: steps of gradients that the store's log may keep of what is held, which is written whole once in as
-            many; 0: it is written each step. None: 16, or as many as half of the free room has place for.
+        log_steps: steps of gradients that the store's log keeps of what is held, which is written whole once in as
+            many; 0: it is written each step. None: 16, or as many as half of the free room has place for (on a raw
+            device all of it); fewer are logged. A number that has no room is refused.
         reduction: how the gradients of several ranks are added under `fully_shard`. "ordered": in the order of ranks,
             as one process adds them that accumulates, so that the bits do not depend on the number of ranks; "native":
             as torch's backend adds them.

@@ -72,6 +72,8 @@ class Report:
         written: bytes written, by kind; "first values" were written by `offload()` itself.
         log_steps: so many steps of gradients of held entries may be in the store's log; 0: there is none.
         log_bytes: the room that it has on storage.
+        log_wanted: how many steps it would have if there was room for them.
+        unlogged: updates of held entries that the log had no room for, so that their entries were written whole.
         seconds: by stage; stages run beside each other, so they do not add up to "wall".
         steps: committed since `offload()` returned.
         units: how often a unit was read, was there already, and went.
@@ -97,6 +99,8 @@ class Report:
     samples: Sequence[Sample]
     log_steps: int = 0
     log_bytes: int = 0
+    log_wanted: int = 0
+    unlogged: int = 0
     device: dict[str, Owner] = field(default_factory=dict)
     device_budget: int = 0
     device_torch: Owner | None = None
@@ -116,7 +120,7 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """All of it as JSON values; "device" where that is not the host, "held" and "log" where entries are held.
 
-        "ranks" where there are several.
+        "ranks" where there are several. "log" has "wanted" where it is shorter, and "unlogged" where that is not 0.
         """
         there = {} if self.device_torch is None else {"device": _held(self.device, self.device_budget)}
         if self.device_torch is not None:
@@ -131,8 +135,13 @@ class Report:
             "beside": {"Python objects": self.object_bytes},
             **({"held": self.held} if self.held else {}),
             **({"ranks": asdict(self.ranks)} if self.ranks is not None else {}),
-            **({"log": {"steps": self.log_steps, "bytes": self.log_bytes}} if self.log_steps else {}),
+            **({"log": self._log()} if self.log_wanted else {}),
         }
+
+    def _log(self) -> dict[str, int]:
+        shorter = {"wanted": self.log_wanted} if self.log_steps < self.log_wanted else {}
+        unlogged = {"unlogged": self.unlogged} if self.unlogged else {}
+        return {"steps": self.log_steps, "bytes": self.log_bytes, **shorter, **unlogged}
 
     def __str__(self) -> str:
         rows = [(name, bytes_shown(owner.bytes), bytes_shown(owner.peak)) for name, owner in self.owners.items()]
@@ -172,7 +181,12 @@ class Report:
             said.append(f"Held entries kept {bytes_shown(self.held)} of reads off storage{each}.")
         if self.log_steps:
             room = bytes_shown(self.log_bytes)
-            said.append(f"Gradients of held entries go to a log of {self.log_steps} steps, {room}.")
+            less = f" ({self.log_wanted} had no room)" if self.log_steps < self.log_wanted else ""
+            said.append(f"Gradients of held entries go to a log of {self.log_steps} steps{less}, {room}.")
+        elif self.log_wanted:
+            said.append("Storage has no room for a log of their gradients: held entries are written whole each step.")
+        if self.unlogged:
+            said.append(f"{self.unlogged} updates found no room in it: their entries were written whole.")
         return [" ".join(said)] if said else []
 
     def _of_all_ranks(self) -> list[str]:

@@ -63,7 +63,11 @@ class Resources:
 
     def _close_store(self) -> None:
         try:
-            self._write_held()
+            if self.temporary:
+                # Nobody will read it.
+                self.store.give_up()
+            else:
+                self._write_held()
         finally:
             self.store.close()
 

@@ -29,6 +29,8 @@ pub struct Counters {
     pub spill_written: u64,
     /// Bytes of gradients written to the log.
     pub log_written: u64,
+    /// Updates whose gradients the log is for and did not take, so that their entries were written whole.
+    pub unlogged: u64,
     /// Bytes of callers' tensors that wait or are being used now.
     pub queued: u64,
     /// The most of them, those of first values left out.
@@ -61,6 +63,7 @@ impl Counters {
         self.spill_read += other.spill_read;
         self.spill_written += other.spill_written;
         self.log_written += other.log_written;
+        self.unlogged += other.unlogged;
         self.chunks += other.chunks;
         self.state_read += other.state_read;
         self.values_read += other.values_read;

@@ -1,7 +1,7 @@
 //! Gradients of held entries: they wait in memory until a step is committed, also those that others would spill.
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::{BTreeMap, HashMap, HashSet},
     num::NonZeroUsize,
     ptr::NonNull,
     sync::{Arc, Mutex, MutexGuard},
@@ -39,20 +39,55 @@ pub(crate) struct HeldGradients(Mutex<State>);
 #[derive(Default)]
 pub(crate) struct State {
     jobs: Vec<Waiting>,
+    /// The entries of these: one of thousands is looked for with each gradient.
+    entries: HashSet<usize>,
     kept: BTreeMap<usize, Arc<Kept>>,
+    /// Bytes of gradients of both, kept as they come and go for the same reason.
+    bytes: usize,
     peak: usize,
 }
 
 impl State {
     /// Bytes of gradients.
     pub(crate) fn bytes(&self) -> usize {
-        let waiting = self.jobs.iter().map(|job| job.work.nbytes()).sum::<usize>();
-        waiting + self.kept.values().map(|kept| kept.memory.len()).sum::<usize>()
+        self.bytes
     }
 
     /// The most of them.
     pub(crate) fn peak(&self) -> usize {
         self.peak
+    }
+
+    fn add_bytes(&mut self, bytes: usize) {
+        self.bytes += bytes;
+        self.peak = self.peak.max(self.bytes);
+    }
+
+    /// Takes the jobs that are asked for, in their order.
+    fn take(&mut self, asked: impl Fn(&Waiting) -> bool) -> Vec<Waiting> {
+        let (taken, left): (Vec<_>, Vec<_>) = self.jobs.drain(..).partition(asked);
+        self.jobs = left;
+        for job in &taken {
+            self.went(job);
+        }
+        taken
+    }
+
+    fn went(&mut self, job: &Waiting) {
+        self.bytes -= job.work.nbytes();
+        self.entries.remove(&job.entry);
+    }
+
+    /// Keeps the gradient of an entry, or none; the one that was kept.
+    fn replace_kept(&mut self, entry: usize, kept: Option<Kept>) -> Option<Arc<Kept>> {
+        let bytes = kept.as_ref().map_or(0, |kept| kept.memory.len());
+        let replaced = match kept {
+            Some(kept) => self.kept.insert(entry, Arc::new(kept)),
+            None => self.kept.remove(&entry),
+        };
+        self.bytes -= replaced.as_ref().map_or(0, |replaced| replaced.memory.len());
+        self.add_bytes(bytes);
+        replaced
     }
 }
 
@@ -63,7 +98,7 @@ impl HeldGradients {
 
     /// Refuses an entry of which an update waits.
     pub(crate) fn require_none(&self, store: &Store, entry: usize) -> Result<()> {
-        if self.lock().jobs.iter().any(|job| job.entry == entry) {
+        if self.lock().entries.contains(&entry) {
             let name = &store.description().entries[entry].name;
             return Err(Error::Usage(format!("{name:?} is staged already; commit or discard that first")));
         }
@@ -73,8 +108,9 @@ impl HeldGradients {
     /// Lets an update wait.
     pub(crate) fn wait(&self, waiting: Waiting) {
         let mut state = self.lock();
+        state.add_bytes(waiting.work.nbytes());
+        state.entries.insert(waiting.entry);
         state.jobs.push(waiting);
-        state.peak = state.peak.max(state.bytes());
     }
 
     /// What the log says of the updates whose gradients are appended there, if there are any.
@@ -96,7 +132,9 @@ impl HeldGradients {
     pub(crate) fn next_through(&self) -> Option<Waiting> {
         let mut state = self.lock();
         let at = state.jobs.iter().position(|job| !job.applies)?;
-        Some(state.jobs.remove(at))
+        let job = state.jobs.remove(at);
+        state.went(&job);
+        Some(job)
     }
 
     /// Those that are applied in memory, which stay until they are taken.
@@ -106,20 +144,13 @@ impl HeldGradients {
 
     /// Takes these: those of our own arithmetic, and calls of a function.
     pub(crate) fn take_applying(&self) -> (Vec<Waiting>, Vec<Waiting>) {
-        let mut state = self.lock();
-        let (applying, through): (Vec<_>, Vec<_>) = state.jobs.drain(..).partition(|job| job.applies);
-        state.jobs = through;
+        let applying = self.lock().take(|job| job.applies);
         applying.into_iter().partition(|job| job.work.is_ours())
     }
 
     /// Drops what waits, of one entry alone if one is given. What is kept stays.
     pub(crate) fn discard(&self, entry: Option<usize>) {
-        let dropped: Vec<Waiting> = {
-            let mut state = self.lock();
-            let (dropped, left) = state.jobs.drain(..).partition(|job| entry.is_none_or(|entry| job.entry == entry));
-            state.jobs = left;
-            dropped
-        };
+        let dropped = self.lock().take(|job| entry.is_none_or(|entry| job.entry == entry));
         // A caller's memory is let go without the lock.
         drop(dropped);
     }
@@ -132,12 +163,7 @@ impl HeldGradients {
         let given = gradient.memory()?;
         let memory = if adds { Host::new(self.sum(store, entry, &**given, dtype)?) } else { given };
         let spilled = measured(store, entry, &**memory, dtype)?;
-        let replaced = {
-            let mut state = self.lock();
-            let replaced = state.kept.insert(entry, Arc::new(Kept { memory, dtype, spilled }));
-            state.peak = state.peak.max(state.bytes());
-            replaced
-        };
+        let replaced = self.lock().replace_kept(entry, Some(Kept { memory, dtype, spilled }));
         drop(replaced);
         Ok(())
     }
@@ -160,7 +186,7 @@ impl HeldGradients {
     }
 
     pub(crate) fn forget(&self, entry: usize) {
-        let dropped = self.lock().kept.remove(&entry);
+        let dropped = self.lock().replace_kept(entry, None);
         drop(dropped);
     }
 }

@@ -39,6 +39,10 @@ impl Engine {
         let logged = if store.applies() || !may_log(store, entry) { None } else { update.logged(store, entry)? };
         let logged = match logged {
             Some((gradient, rule)) if store.begin_append(entry, gradient.dtype)? => Some((gradient, rule)),
+            Some(_) if store.is_logged(entry) => {
+                self.shared.queue.lock().counters.unlogged += 1;
+                None
+            }
             _ => None,
         };
         let applies = store.applies() || logged.is_some();

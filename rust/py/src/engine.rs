@@ -227,6 +227,7 @@ impl Engine {
         dict.set_item("spill_read", counters.spill_read)?;
         dict.set_item("spill_written", counters.spill_written)?;
         dict.set_item("log_written", counters.log_written)?;
+        dict.set_item("unlogged", counters.unlogged)?;
         dict.set_item("queued", counters.queued)?;
         dict.set_item("queued_peak", counters.queued_peak)?;
         dict.set_item("waiting", counters.waiting)?;

@@ -58,6 +58,12 @@ impl Store {
         Ok(true)
     }
 
+    /// Whether the log is for gradients of this entry.
+    #[must_use]
+    pub fn is_logged(&self, entry: usize) -> bool {
+        self.index.lock().log.members.contains_key(&entry)
+    }
+
     /// Begins to append a chunk of a gradient that was begun: the whole pages of [`Store::gradient_chunk_bytes`], of which
     /// what fills the last one is no part.
     pub fn append<B: Buffer>(&self, entry: usize, chunk: u32, buffer: B) -> Result<LogWrite<'_, B>> {

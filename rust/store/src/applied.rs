@@ -172,7 +172,7 @@ impl Store {
     pub fn give_up_applied(&self) {
         let mut index = self.index.lock();
         if index.entries.iter().any(|slots| slots.applied.is_some()) {
-            let error = Error::Usage("its close was interrupted, and what only memory had was given up".into());
+            let error = Error::Usage("what only memory had was given up as it was closed".into());
             index.broken.get_or_insert_with(|| Arc::new(error));
         }
     }

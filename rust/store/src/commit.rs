@@ -109,6 +109,7 @@ impl Store {
         let reach = {
             let mut index = self.when(&mut wait, "writes of the step", |index| index.writing == 0)?;
             if index.broken.is_some() || index.closed {
+                index.held = None;
                 return Ok(());
             }
             if index.given_up.is_some() {

@@ -204,7 +204,7 @@ impl Store {
         }
         Error::Usage(format!(
             "the values of {name:?} were written to in place while the model computed, and there is no other copy of them: \
-             go back to a checkpoint. durability=\"step\" or \"close\" keeps one"
+             go back to a checkpoint. A store of one's own (storage=) with durability=\"step\" or \"close\" keeps one"
         ))
     }
 

@@ -1,0 +1,143 @@
+"""Measures the bytes that a durable step moves at six budgets, from the default to all held, beside a line.
+
+The line falls from what a parameter moves with nothing held by what each byte of memory saves: where a parameter is
+held, a step moves its gradient and a sixteenth of its state. Bytes are the kernel's counts for the process, over the
+steps in which each held entry is written whole once, so they are the same on a busy machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+_LOG_STEPS, _WARM_STEPS, _PARTS = 16, 2, 5
+# Of a parameter, by its dtype: what a step moves where it is not held, what it takes where it is.
+_MOVED = {"bfloat16": 26, "float32": 28}
+_TAKEN = {"bfloat16": 14, "float32": 16}
+# What a step still moves where it is: the raw gradient, and 12 bytes of values and state once in so many steps.
+_LOGGED = {"bfloat16": 2 + 12 / _LOG_STEPS, "float32": 4 + 12 / _LOG_STEPS}
+
+
+def main() -> None:
+    """Measure each dtype at each budget, print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parameters", choices=("4M", "25M", "125M", "500M"), default="125M")
+    parser.add_argument("--dtypes", nargs="+", choices=tuple(_MOVED), default=list(_MOVED))
+    parser.add_argument("--tokens", type=int, default=128, help="of a step; they change no byte")
+    parser.add_argument("--steps", type=int, default=_LOG_STEPS, help="that are counted")
+    parser.add_argument("--storage", default=".", help="a folder on the disk to use")
+    parser.add_argument("--json", action="store_true", help="print values instead of tables")
+    options = parser.parse_args()
+    found = {dtype: [_measured(options, dtype, part) for part in range(_PARTS + 1)] for dtype in options.dtypes}
+    if options.json:
+        print(json.dumps(found, indent=1))
+        return
+    from memascend.cli.show import table
+
+    for dtype, rows in found.items():
+        count = rows[0]["parameters"]
+        line = f"{_MOVED[dtype]} P - {(_MOVED[dtype] - _LOGGED[dtype]):.2f} (budget - default) / {_TAKEN[dtype]}"
+        print(f"{count:,} parameters in {dtype}, {options.tokens} tokens, {options.steps} steps; the line is {line}\n")
+        columns = (
+            "held",
+            "budget, MB",
+            "read B/param",
+            "written B/param",
+            "moved B/param",
+            "planned",
+            "the line",
+            "off it",
+        )
+        shown = [
+            (
+                f"{row['held_part']:.0%}",
+                f"{row['budget'] / 1e6:.0f}",
+                f"{row['read'] / count:.2f}",
+                f"{row['written'] / count:.2f}",
+                f"{(row['read'] + row['written']) / count:.2f}",
+                f"{row['planned'] / count:.2f}",
+                f"{row['line'] / count:.2f}",
+                f"{row['off']:+.1%}",
+            )
+            for row in rows
+        ]
+        print(table(columns, shown) + "\n")
+    worst = max(abs(row["off"]) for rows in found.values() for row in rows)
+    print(f"at most {worst:.1%} of the bytes of the default budget off the line")
+
+
+def _measured(options: argparse.Namespace, dtype: str, part: int) -> dict[str, Any]:
+    """One budget, in a process of its own."""
+    with tempfile.TemporaryDirectory(dir=options.storage, prefix=".memascend-line-") as folder:
+        into = Path(folder, "found.json")
+        child = multiprocessing.get_context("spawn").Process(target=_train, args=(options, dtype, part, into))
+        child.start()
+        child.join()
+        if child.exitcode != 0:
+            raise SystemExit("a budget could not be measured; what its process said is above")
+        row: dict[str, Any] = json.loads(into.read_text())
+    moved = _MOVED[dtype] * row["parameters"]
+    saved = (_MOVED[dtype] - _LOGGED[dtype]) / _TAKEN[dtype]
+    row["line"] = moved - saved * (row["budget"] - row["default"])
+    row["off"] = (row["read"] + row["written"] - row["line"]) / moved
+    return row
+
+
+def _train(options: argparse.Namespace, dtype: str, part: int, into: Path) -> None:
+    import torch
+
+    import memascend
+    from benchmarks.train.cell.workload import WORKLOADS, made
+    from memascend.cli.bench import process
+    from memascend.planning.options import Options
+    from memascend.run.decision import planned
+
+    work = replace(WORKLOADS[f"{options.parameters}-1x128"], length=options.tokens, dtype=dtype)
+    model = made(work)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    original = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    given: dict[str, Any] = {
+        "storage": str(into.with_name("run.store")),
+        "gradients": "fused",
+        "device": "cpu",
+        "log_steps": _LOG_STEPS,
+    }
+    plan = planned(model, original, Options(**given)).plan
+    budget = plan.comfortable + (plan.all_held - plan.comfortable) * part // _PARTS
+    model, optimizer = memascend.offload(model, original, host_memory=budget, **given)
+    tokens = torch.randint(0, work.vocabulary, (1, options.tokens))
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    train(_WARM_STEPS)
+    before = process.counts()
+    train(options.steps)
+    moved = process.counts().since(before)
+    into.write_text(
+        json.dumps(
+            {
+                "parameters": parameters,
+                "budget": budget,
+                "default": plan.comfortable,
+                "held_part": optimizer.plan.held_part,
+                "planned": optimizer.plan.moved_bytes,
+                "read": moved["read"] / options.steps,
+                "written": moved["written"] / options.steps,
+            }
+        )
+    )
+    # What is held need not be written for this.
+    optimizer.close()
+
+
+if __name__ == "__main__":
+    main()
