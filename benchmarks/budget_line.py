@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -72,15 +71,9 @@ def main() -> None:
 
 
 def _measured(options: argparse.Namespace, dtype: str, part: int) -> dict[str, Any]:
-    """One budget, in a process of its own."""
+    """One budget."""
     with tempfile.TemporaryDirectory(dir=options.storage, prefix=".memascend-line-") as folder:
-        into = Path(folder, "found.json")
-        child = multiprocessing.get_context("spawn").Process(target=_train, args=(options, dtype, part, into))
-        child.start()
-        child.join()
-        if child.exitcode != 0:
-            raise SystemExit("a budget could not be measured; what its process said is above")
-        row: dict[str, Any] = json.loads(into.read_text())
+        row = _trained(options, dtype, part, str(Path(folder, "run.store")))
     moved = _MOVED[dtype] * row["parameters"]
     saved = (_MOVED[dtype] - _LOGGED[dtype]) / _TAKEN[dtype]
     row["line"] = moved - saved * (row["budget"] - row["default"])
@@ -88,27 +81,25 @@ def _measured(options: argparse.Namespace, dtype: str, part: int) -> dict[str, A
     return row
 
 
-def _train(options: argparse.Namespace, dtype: str, part: int, into: Path) -> None:
+def _trained(options: argparse.Namespace, dtype: str, part: int, store: str) -> dict[str, Any]:
     import torch
 
     import memascend
+    from benchmarks.train.cell.systems.ours import held_budget
     from benchmarks.train.cell.workload import WORKLOADS, made
     from memascend.cli.bench import process
-    from memascend.planning.options import Options
-    from memascend.run.decision import planned
 
     work = replace(WORKLOADS[f"{options.parameters}-1x128"], length=options.tokens, dtype=dtype)
     model = made(work)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     original = torch.optim.AdamW(model.parameters(), lr=1e-4)
     given: dict[str, Any] = {
-        "storage": str(into.with_name("run.store")),
+        "storage": store,
         "gradients": "fused",
         "device": "cpu",
         "log_steps": _LOG_STEPS,
     }
-    plan = planned(model, original, Options(**given)).plan
-    budget = plan.comfortable + (plan.all_held - plan.comfortable) * part // _PARTS
+    default, budget = (held_budget(model, original, given, percent) for percent in (0, 100 * part // _PARTS))
     model, optimizer = memascend.offload(model, original, host_memory=budget, **given)
     tokens = torch.randint(0, work.vocabulary, (1, options.tokens))
 
@@ -118,25 +109,20 @@ def _train(options: argparse.Namespace, dtype: str, part: int, into: Path) -> No
             optimizer.step()
             optimizer.zero_grad()
 
-    train(_WARM_STEPS)
-    before = process.counts()
-    train(options.steps)
-    moved = process.counts().since(before)
-    into.write_text(
-        json.dumps(
-            {
-                "parameters": parameters,
-                "budget": budget,
-                "default": plan.comfortable,
-                "held_part": optimizer.plan.held_part,
-                "planned": optimizer.plan.moved_bytes,
-                "read": moved["read"] / options.steps,
-                "written": moved["written"] / options.steps,
-            }
-        )
-    )
-    # What is held need not be written for this.
-    optimizer.close()
+    with optimizer:
+        train(_WARM_STEPS)
+        before = process.counts()
+        train(options.steps)
+        moved = process.counts().since(before)
+        return {
+            "parameters": parameters,
+            "budget": budget,
+            "default": default,
+            "held_part": optimizer.plan.held_part,
+            "planned": optimizer.plan.moved_bytes,
+            "read": moved["read"] / options.steps,
+            "written": moved["written"] / options.steps,
+        }
 
 
 if __name__ == "__main__":
