@@ -12,7 +12,7 @@ import time
 
 from memascend.run.holes import SMALLEST, Holes, c_library
 
-__all__ = ["Heap", "mapped_bytes", "trim"]
+__all__ = ["ACTIVATIONS", "Heap", "mapped_bytes", "trim"]
 
 _log = logging.getLogger("memascend")
 # From malloc.h. What a block computes with is mapped from here on (glibc begins with 128 KiB): in the heap it would
@@ -31,7 +31,7 @@ _TRIM_SHARE = 0.01
 # Steps after which holes are taken: what the caller of offload() freed once it had returned is free after the first.
 _TAKING_STEPS = 2
 # A step that maps so many times the model's own bytes is one of activations: the heap's holes are small beside them.
-_ACTIVATIONS = 8
+ACTIVATIONS = 8
 # Where entries are held, of what the plan holds: what the heap may hold beyond what torch needs at once. It is tried
 # where a step maps no more than all of that.
 _HOLES_SHARE = 1 / 10
@@ -93,7 +93,7 @@ class Heap:
         if self._before is not None:
             self._judge(mapped, *self._before)
             return
-        if self._steps > 1 and touched > _ACTIVATIONS * self._model_bytes:
+        if self._steps > 1 and touched > ACTIVATIONS * self._model_bytes:
             self._keep()
             self.steady = False
             _log.info("activations of %d MB a step: the heap keeps freed memory from now on", touched // 1_000_000)

@@ -58,6 +58,7 @@ class Trace:
         backward: likewise, with what is recomputed.
         peak: bytes of torch's own memory at its highest, gradients being gone as soon as they are whole.
         held: of these, by what they are: logits, gradients, activations.
+        allocated: bytes of all that was allocated, one after the other.
         recomputes: whether blocks are computed again in the backward.
     """
 
@@ -66,6 +67,7 @@ class Trace:
     backward: Pass
     peak: int
     held: dict[str, int]
+    allocated: int
     recomputes: bool
 
     @property
@@ -81,6 +83,7 @@ class _Watch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = Pass()
         self.peak = 0
+        self.allocated = 0
         self.at_peak: list[tuple[int, tuple[int, ...]]] = []
         self._bytes = 0
         own = (*model.parameters(), *model.buffers())
@@ -115,6 +118,7 @@ class _Watch(TorchDispatchMode):
         nbytes = storage.nbytes()
         self._living[key] = nbytes, tuple(tensor.shape)
         self._bytes += nbytes
+        self.allocated += nbytes
         weakref.finalize(storage, self._gone, key)
         if self._bytes > self.peak:
             self.peak = self._bytes
@@ -233,7 +237,15 @@ def trace(model: nn.Module, batch: int, length: int, *, recomputes: bool) -> Tra
         # A checkpoint in which it ended leaves its hooks to all that is saved later, until it is collected.
         gc.collect()
         return failed
-    return Trace(batch * length, forward, backward, watch.peak, _kinds(model, watch.at_peak), recomputes)
+    return Trace(
+        tokens=batch * length,
+        forward=forward,
+        backward=backward,
+        peak=watch.peak,
+        held=_kinds(model, watch.at_peak),
+        allocated=watch.allocated,
+        recomputes=recomputes,
+    )
 
 
 @contextlib.contextmanager
@@ -259,6 +271,7 @@ def grown(one: Trace, two: Trace, times: int) -> Trace:
         backward=Pass(line(one.backward.flops, two.backward.flops), line(one.backward.nbytes, two.backward.nbytes)),
         peak=line(one.peak, two.peak),
         held={kind: line(nbytes, two.held[kind]) for kind, nbytes in one.held.items()},
+        allocated=line(one.allocated, two.allocated),
         recomputes=one.recomputes,
     )
 
