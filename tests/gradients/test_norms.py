@@ -1,6 +1,7 @@
 """Tests the norm of a step's gradients: there in every mode, whatever was done to them before step()."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 
 import memascend
 from memascend import kernels
-from memascend.gradients.norms import measure, read
+from memascend.gradients.norms import Norms, measure, read
 from memascend.squares import rounded, total
 
 WIDTH = 24
@@ -123,3 +124,14 @@ def test_a_norm_is_that_of_the_exact_sum_in_any_order_and_division():
             parts = [kernels.checked(part)[1] for part in values[torch.randperm(5000)].split(piece)]
             assert rounded(total(parts)) == wanted
         assert float(kernels.check_and_unscale(list(values.clone().split(700)))[1]) == wanted
+
+
+def test_ranks_add_what_none_of_them_has_rounded():
+    """As many ranks as it takes for their roundings to show."""
+    values = torch.randn(999, generator=torch.Generator().manual_seed(5))
+    figures = SimpleNamespace(everyone=lambda mine: [mine] * 1001)
+    norms = Norms(kernels.check_and_unscale, kernels.checked, figures)
+    gradient = SimpleNamespace(name="only")
+    norms.measure_once(gradient, values)
+    wanted = math.fsum(values.double().square().tolist() * 1001)
+    assert norms.of([(gradient, values)]) == (True, math.sqrt(wanted))
