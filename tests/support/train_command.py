@@ -60,7 +60,7 @@ def events(log, name="step"):
 
 def run_until(monkeypatch, arguments, log, seconds=None, weights=None):
     """Runs the command in a process of its own; kills it so long after its next step. The exit status."""
-    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    monkeypatch.setenv("PYTHONPATH", str(TESTS), prepend=os.pathsep)
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(["support.train_command"])
     lines = len(events(log))
@@ -86,7 +86,7 @@ def run_ranks(monkeypatch, count, arguments, log, kill=None):
         log: of each rank, with its number at the end.
         kill: a rank, and how many seconds after the next step of the run it is killed.
     """
-    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    monkeypatch.setenv("PYTHONPATH", str(TESTS), prepend=os.pathsep)
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(["support.train_command"])
     with socket.socket() as free:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed
 
+from memascend.errors import RankError
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -21,9 +23,20 @@ def make_group(timeout: float, ranks: Sequence[int] | None = None) -> Any:
     Args:
         timeout: seconds that one waits for another.
         ranks: in their order; None: all.
+
+    Raises:
+        RankError: they do not meet; torch does not say who is missing.
     """
     members = None if ranks is None else list(ranks)
-    return distributed.new_group(members, backend="gloo", timeout=timedelta(seconds=timeout))
+    try:
+        return distributed.new_group(members, backend="gloo", timeout=timedelta(seconds=timeout))
+    except RuntimeError as error:
+        why = str(error).splitlines()[0][:200]
+        raise RankError(
+            f"a rank is gone, or did not come within {timeout:g} s, before all ranks could talk; nothing was changed "
+            f"({why})",
+            ranks=(),
+        ) from error
 
 
 def let_go(group: Any) -> None:
