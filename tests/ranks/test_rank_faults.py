@@ -1,11 +1,9 @@
-"""Tests faults of whole runs: full disks, flipped bits, ranks killed while they save or while new stores are filled."""
+"""Tests faults of whole runs: full disks, flipped bits, ranks killed while they save."""
 
 import contextlib
 import os
-import random
 import resource
 import signal
-import threading
 import time
 from pathlib import Path
 
@@ -182,47 +180,3 @@ def test_a_rank_killed_in_the_midst_of_a_save(tmp_path):
     for steps, found in on_ranks(2, resumed, tmp_path, seconds=SECONDS):
         assert steps == 3
         assert all(map(same_bits, found, values))
-
-
-def killed_at(folder, victim, seconds):
-    """Go on, and be killed so long after the beginning of it; what the others met."""
-    timer = threading.Timer(seconds, lambda: os.kill(os.getpid(), signal.SIGKILL))
-    timer.daemon = True
-    own = memascend.offload
-
-    def offload(*arguments, **options):
-        if distributed.get_rank() == victim:
-            timer.start()
-        return own(*arguments, **options)
-
-    memascend.offload = offload
-
-    def go_on():
-        _, optimizer = offloaded(f"{folder}/run", "resume")
-        optimizer.close()
-
-    found = met(go_on)
-    if distributed.get_rank() == victim:
-        time.sleep(seconds)
-    return found
-
-
-def begun(folder):
-    model, optimizer = offloaded(f"{folder}/run")
-    train(model, optimizer, 2)
-    optimizer.close()
-
-
-@pytest.mark.slow
-def test_a_rank_killed_while_new_stores_are_filled(tmp_path):
-    """At random moments; the same number of ranks or another one then goes on with the right bits."""
-    values = on_ranks(2, whole, tmp_path, seconds=SECONDS)[0]
-    on_ranks(2, begun, tmp_path, seconds=SECONDS)
-    generator = random.Random(3)
-    for count in (3, 2, 3):
-        victim, seconds = generator.randrange(count), generator.uniform(0.0, 0.6)
-        for found in on_ranks(count, killed_at, tmp_path, victim, seconds, ends=(0, -signal.SIGKILL), seconds=SECONDS):
-            assert found is None or found[-1], found
-    steps, found = on_ranks(3, resumed, tmp_path, seconds=SECONDS)[0]
-    assert steps == 2
-    assert all(map(same_bits, found, values))
