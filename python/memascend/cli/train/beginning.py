@@ -110,9 +110,13 @@ def _first(output: Output, storage: tuple[str, ...], ranks: Ranks) -> Beginning:
 
 def _look(storage: tuple[str, ...], ranks: Ranks, *, unfinished: bool = False) -> _Found | None:
     """What the store says that the first rank sees of those that have one, of whatever number of ranks."""
-    own = _look_at_own(storage, ranks, unfinished=unfinished)
-    told = ranks.everyone(None if own is None else asdict(own))
-    return next((_Found(**one) for one in told if one is not None), None)
+    # One after the other: several may see the same store, and who looks at it locks it.
+    for number in range(ranks.count):
+        own = _look_at_own(storage, ranks, unfinished=unfinished) if number == ranks.rank else None
+        told = ranks.everyone(None if own is None else asdict(own))[number]
+        if told is not None:
+            return _Found(**told)
+    return None
 
 
 def _look_at_own(storage: tuple[str, ...], ranks: Ranks, *, unfinished: bool) -> _Found | None:
