@@ -19,6 +19,11 @@ _LEGEND_COLUMNS = 4
 _SYSTEMS = {
     "memascend": ("memascend", OURS),
     "memascend-smallest": ("memascend, smallest budget", "#7fb3e6"),
+    "memascend-bf16": ("memascend, moments of 16 bits", "#4c97dd"),
+    "memascend-8bit": ("memascend, moments of 8 bits", "#a9cdf0"),
+    "memascend-held-60": ("memascend, 60 % held", "#0b57a4"),
+    "memascend-held": ("memascend, all held", "#084a8c"),
+    "memascend-held-none": ("memascend, all held, no log", "#042b52"),
     "torch": ("torch, all in memory", IN_MEMORY),
     "peer": ("torch", IN_MEMORY),
     "zero-infinity": ("ZeRO-Infinity, tuned for memory", "#d9822b"),
