@@ -4,6 +4,7 @@ use std::{
     fs::{self, File},
     os::{fd::AsFd, unix::fs::FileExt},
     slice,
+    sync::atomic::{AtomicUsize, Ordering},
 };
 
 use memascend_mem::{Error, FileMemory, page_bytes};
@@ -12,8 +13,11 @@ const BYTES: usize = 3 * 4096 + 5;
 
 /// A file of sevens that has no name.
 fn sevens() -> File {
-    let path = std::env::temp_dir().join(format!("memascend-file-memory-{}", std::process::id()));
-    let file = File::options().read(true).write(true).create(true).truncate(true).open(&path);
+    // Tests of one process run side by side: each has a name of its own.
+    static MADE: AtomicUsize = AtomicUsize::new(0);
+    let made = MADE.fetch_add(1, Ordering::Relaxed);
+    let path = std::env::temp_dir().join(format!("memascend-file-memory-{}-{made}", std::process::id()));
+    let file = File::options().read(true).write(true).create_new(true).open(&path);
     let file = file.unwrap_or_else(|error| panic!("{error}"));
     fs::remove_file(&path).and_then(|()| file.write_all_at(&[7; BYTES], 0)).unwrap_or_else(|error| panic!("{error}"));
     file
