@@ -1,10 +1,10 @@
 //! Checks gradients for overflow, sums their squares and unscales them in one pass.
 //!
-//! Squares are summed in fp32, in pairs of pairs, over blocks of 2,048 elements until 32 sums of 64 squares are left:
-//! six roundings on the way of each. From there on float64 is used. A block whose largest magnitude is outside [2^-50, 2^50) is summed in float64 from the
-//! start, so nothing overflows or vanishes. The error stays below 7 * 2^-24 of the sum and in practice far below it, whatever the number of elements.
-//! Blocks form spans, whose size depends on the length alone; spans are added in order. The bits therefore do not
-//! depend on threads or instruction set.
+//! The sum is exact, so it depends neither on the order, nor on threads, nor on the instruction set. Lanes in float64 add
+//! the squares of a block, which rounds nothing as long as the exponents of the block are near enough to each other; how
+//! near, the smallest and the largest magnitude tell. Where they are farther apart each square is divided into two parts
+//! that have lanes of their own, and what is smaller still comes in another round. What lanes hold is then added to a
+//! number that is wide enough for any sum.
 
 use std::{
     cmp::Ordering::{Equal, Greater, Less},
@@ -23,7 +23,7 @@ use crate::{
 };
 
 /// Elements whose squares are summed in float64 before the sum of all grows by them.
-const BLOCK: usize = 512;
+const BLOCK: usize = 2048;
 /// Sums in float64 that run side by side, one for so many columns of a block.
 const LANES: usize = 16;
 /// The same of magnitudes, which are half as wide.
@@ -34,6 +34,7 @@ const LANE_BITS: i32 = (BLOCK / LANES).ilog2().cast_signed();
 const DOUBLE_BITS: i32 = 53;
 
 const INFINITY: u32 = 0x7F80_0000;
+
 /// What one pass found.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Check {
@@ -174,7 +175,7 @@ impl Sum {
 
     #[inline(always)]
     fn add_block<T: Element, F: Fused>(&mut self, block: &[T; BLOCK]) {
-        let (mut peak, low) = range::<T, true>(block, 0);
+        let Survey { mut peak, low, squares } = survey::<T, F>(block);
         self.peak = self.peak.max(peak);
         if self.peak >= INFINITY {
             return;
@@ -182,7 +183,7 @@ impl Sum {
         let mut all = true;
         while peak > 0 {
             if exponent(peak) - exponent(low) <= narrow::<T>() {
-                let lanes = if all { plain::<T, F, true>(block, peak) } else { plain::<T, F, false>(block, peak) };
+                let lanes = if all { squares } else { up_to::<T, F>(block, peak) };
                 self.squares.add(units(&lanes, grid::<T>(exponent(low))));
                 return;
             }
@@ -196,7 +197,7 @@ impl Sum {
             self.squares.add(units(&apart.upper, apart.last));
             self.squares.add(units(&apart.lower, grid::<T>(least)));
             // What is so small beside the largest that it has no place in the same float64 comes by itself.
-            peak = if low < floor { range::<T, false>(block, floor).0 } else { 0 };
+            peak = if low < floor { peak_below(block, floor) } else { 0 };
             all = false;
         }
     }
@@ -208,7 +209,7 @@ const fn narrow<T: Element>() -> i32 {
     (DOUBLE_BITS - LANE_BITS - 2 * T::PRECISION).div_euclid(2)
 }
 
-/// The same where each square is divided in two: into a multiple of g = 2^(2E + 2 + 5 - 53), as a lane adds 2^5 of them,
+/// The same where each square is divided in two: into a multiple of g = 2^(2E + 2 + 7 - 53), as a lane adds 2^7 of them,
 /// and what is left of it, at most g / 2.
 const fn wide<T: Element>() -> i32 {
     (2 * DOUBLE_BITS - 2 * LANE_BITS + 1 - 2 * T::PRECISION).div_euclid(2)
@@ -233,33 +234,58 @@ fn exponent(magnitude: u32) -> i32 {
     (magnitude >> 23).cast_signed().max(1)
 }
 
-/// The largest magnitude of a block and the smallest that is not zero, of all or of those below `end`, as bits.
+/// What is known of a block after it was read once.
+struct Survey {
+    /// Bits of the largest magnitude.
+    peak: u32,
+    /// Bits of the smallest magnitude that is not zero.
+    low: u32,
+    /// The sums of all squares, rounded where exponents are too far apart. Zeros where they nearly always are: in fp32.
+    squares: [f64; LANES],
+}
+
 #[inline(always)]
-fn range<T: Element, const ALL: bool>(block: &[T; BLOCK], end: u32) -> (u32, u32) {
+fn survey<T: Element, F: Fused>(block: &[T; BLOCK]) -> Survey {
     let mut peaks = [0_u32; RANGE_LANES];
     // One less, so that zero is the largest.
     let mut lows = [u32::MAX; RANGE_LANES];
+    let mut squares = [0.0_f64; LANES];
     for group in block.as_chunks::<RANGE_LANES>().0 {
+        let mut values = [0.0_f32; RANGE_LANES];
         for lane in 0..RANGE_LANES {
-            let bits = group[lane].magnitude().to_bits();
-            let bits = if ALL || bits < end { bits } else { 0 };
+            values[lane] = group[lane].magnitude();
+            let bits = values[lane].to_bits();
             peaks[lane] = peaks[lane].max(bits);
             lows[lane] = lows[lane].min(bits.wrapping_sub(1));
+        }
+        if narrow::<T>() >= 0 {
+            for half in values.as_chunks::<LANES>().0 {
+                for lane in 0..LANES {
+                    squares[lane] = F::square_plus(f64::from(half[lane]), squares[lane]);
+                }
+            }
         }
     }
     let peak = peaks.iter().fold(0, |a, &b| a.max(b));
     let low = lows.iter().fold(u32::MAX, |a, &b| a.min(b));
-    (peak, low.wrapping_add(1))
+    Survey { peak, low: low.wrapping_add(1), squares }
 }
 
-/// The sums of the squares up to a magnitude, which may be that of all.
+/// Bits of the largest magnitude below `end`.
 #[inline(always)]
-fn plain<T: Element, F: Fused, const ALL: bool>(block: &[T; BLOCK], peak: u32) -> [f64; LANES] {
+fn peak_below<T: Element>(block: &[T; BLOCK], end: u32) -> u32 {
+    let bits = block.iter().map(|value| value.magnitude().to_bits());
+    bits.fold(0, |peak, bits| peak.max(if bits < end { bits } else { 0 }))
+}
+
+/// The sums of the squares of magnitudes up to `peak`.
+#[inline(always)]
+fn up_to<T: Element, F: Fused>(block: &[T; BLOCK], peak: u32) -> [f64; LANES] {
     let mut squares = [0.0_f64; LANES];
     for group in block.as_chunks::<LANES>().0 {
         for lane in 0..LANES {
             let value = group[lane].magnitude();
-            let value = f64::from(if ALL || value.to_bits() <= peak { value } else { 0.0 });
+            let value = f64::from(if value.to_bits() <= peak { value } else { 0.0 });
             squares[lane] = F::square_plus(value, squares[lane]);
         }
     }
