@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from memascend import _core
 from memascend.closing import Closing
@@ -14,7 +13,9 @@ from memascend.engine.described import Described
 from memascend.engine.entries import CHUNK_ELEMENTS, Entry, chunk_elements_of, description
 from memascend.engine.fetch import Checkers, Fetch, UnitParts
 from memascend.engine.ffi import json_of, require_laid_out
-from memascend.errors import ConfigError, StorageError
+from memascend.engine.loss import loss
+from memascend.engine.scan import Part, scan_of
+from memascend.errors import ConfigError
 from memascend.pages import PAGE_BYTES
 from memascend.paths import listed
 
@@ -25,32 +26,11 @@ if TYPE_CHECKING:
     import torch
 
     from memascend.engine.shared_commits import CommitOfOne, SharedCommits
+    from memascend.errors import StorageError
 
 __all__ = ["Checkers", "Fetch", "Part", "Store", "UnitParts"]
 
-_RESCUE = "is gone with the end of this run; keep it with optimizer.save(folder)"
-_LOST = {
-    "deleted": f"was deleted while its store was in use: what is in it {_RESCUE}",
-    "moved": "was moved while its store was in use: what was committed is in it, under the name that it has now",
-    "truncated": f"was truncated while its store was in use: what was behind its end {_RESCUE}",
-    "replaced": f"is now another file than that of the store in use: unless that was moved, what is in it {_RESCUE}",
-}
-
 _Path = str | os.PathLike[str]
-
-
-class Part(NamedTuple):
-    """A part of a tensor of an entry, in the order in which it is stored.
-
-    Attributes:
-        of: the state tensor's name; "" is the values.
-        start: its first element.
-        values: the elements.
-    """
-
-    of: str
-    start: int
-    values: torch.Tensor
 
 
 class Store(Closing):
@@ -60,10 +40,8 @@ class Store(Closing):
 
     def __init__(self, core: _core.Store) -> None:
         self._core = core
-        # Its file has no name on purpose.
-        self.is_temporary = False
-        # Whom commits are made with, where there are several ranks.
-        self.shared: SharedCommits | None = None
+        self.is_temporary = False  # its file has no name on purpose
+        self.shared: SharedCommits | None = None  # whom commits are made with, where there are several ranks
         self._units: list[str] = core.info()["units"]
         self.described = Described(self.each_entry())
 
@@ -159,12 +137,9 @@ class Store(Closing):
 
     @staticmethod
     def upgrade(paths: _Path | Sequence[_Path], *, backend: Literal["auto", "io_uring", "threads"] = "auto") -> bool:
-        """Convert a store of version 1 of the format, where it is; its files grow a little.
+        """Convert a store of version 1 of the format, where it is; its files grow a little. Whether it was one.
 
         A kill or a loss of power at any moment leaves the store of version 1, or one that another call finishes.
-
-        Returns:
-            Whether it was one: False where nothing was to be done.
 
         Raises:
             StorageError: there is no store, it is in use, or its devices have no room for the new catalog.
@@ -185,20 +160,17 @@ class Store(Closing):
     @property
     def step(self) -> int:
         """Committed steps."""
-        step: int = self._core.info()["step"]
-        return step
+        return int(self._core.info()["step"])
 
     @property
     def user_state(self) -> Any:
         """The JSON value that was committed last; None where there was none."""
-        text = self._core.info()["user"]
-        return json.loads(text) if text else None
+        return json.loads(self._core.info()["user"] or "null")
 
     @property
     def hyperparameters(self) -> Any:
         """The hyperparameters that were committed last; None where there were none."""
-        text = self._core.info()["hyperparameters"]
-        return json.loads(text) if text else None
+        return json.loads(self._core.info()["hyperparameters"] or "null")
 
     def info(self) -> dict[str, Any]:
         """What is known of it: "uuid", "generation", "step", "optimizer", "units", "devices" and sizes in bytes.
@@ -244,43 +216,22 @@ class Store(Closing):
         return values, state
 
     def scan(self, names: Sequence[str], visit: Callable[[str, list[Part]], object]) -> None:
-        """Read entries as the last commit left them, part by part, in memory that does not grow with them.
+        """Read entries in this order, as the last commit left them, in memory that does not grow with them.
 
-        Args:
-            names: which, in the order in which they are read.
-            visit: called with a name and parts that belong together: of a chunk, the values and the state of the same
-                elements; tensors of another shape come by themselves. The parts stand on memory that is taken again
-                after the call. It must not commit.
+        `visit` is called with a name and parts that belong together: of a chunk, the values and the state of the same
+        elements; tensors of another shape come by themselves. The parts stand on memory that is taken again after the
+        call. It must not commit.
 
         Raises:
             CorruptionError: what is on storage is not what was written.
         """
-        import torch
-
-        names_of = {self.index(name): name for name in names}
-        described = {
-            index: [("", entry["dtype"]), *((of, dtype) for of, dtype, _ in entry["state"])]
-            for index, entry in ((index, self.described[index]) for index in names_of)
-        }
-
-        def shown(index: int, lent: list[tuple[int, int, Any]]) -> None:
-            parts = []
-            for tensor, first, memory in lent:
-                of, dtype = described[index][tensor]
-                values = torch.frombuffer(memory, dtype=getattr(torch, dtype))
-                parts.append(Part(of, first // values.itemsize, values))
-            visit(names_of[index], parts)
-
-        self._core.scan(list(described), shown)
+        self._core.scan(*scan_of(self.described, names, visit))
 
     def hold(self, names: Sequence[str], *, registered: bool = False) -> None:
         """Hold entries in memory from now on; what was held before is not any more. Nothing is read before `refresh`.
 
-        It takes "entry_bytes" of `sizes` for each, until the store is closed.
-
-        Args:
-            names: which.
-            registered: in memory that a device copies from, where that can be had.
+        It takes "entry_bytes" of `sizes` for each, until the store is closed: `registered`, in memory that a device
+        copies from, where that can be had.
 
         Raises:
             ConfigError: there is no such entry.
@@ -302,9 +253,7 @@ class Store(Closing):
         Each of these entries is then written whole once in so many steps. Files grow by what the log lacks; with less
         room there are fewer steps, and 0 means that there is none.
 
-        Args:
-            names: of entries with `spill`, whose gradients have that dtype, and updates of the engine's own kernels.
-            steps: how many are wanted.
+        The entries have `spill`, gradients of that dtype, and updates of the engine's own kernels.
 
         Raises:
             UsageError: with durability "none" a store keeps no log.
@@ -341,24 +290,20 @@ class Store(Closing):
     def fetch(self, unit: str, into: torch.Tensor) -> Fetch:
         """Begin to read the values of a unit, as the last commit left them, before all other I/O that waits.
 
-        Args:
-            unit: its name.
-            into: a contiguous uint8 CPU tensor of as many bytes as `sizes` says, which begins on a page. Each entry is
-                at its "unit_offset". It is held until the end, and must not be touched before.
+        They go `into` a contiguous uint8 CPU tensor of as many bytes as `sizes` says, which begins on a page. Each
+        entry is at its "unit_offset". It is held until the end, and must not be touched before.
 
         Raises:
             ConfigError: there is no such unit, or the memory does not fit.
             StorageError: the device refused; or the store is closed (UsageError).
         """
-        units = self._units
-        if unit not in units:
-            raise ConfigError(f"the store has no unit {unit!r}")
+        number = self._number_of(unit)
         if str(into.dtype) != "torch.uint8" or into.device.type != "cpu" or not into.is_contiguous():
             raise ConfigError("a unit is fetched into a contiguous uint8 tensor on the CPU")
         if into.data_ptr() % PAGE_BYTES:
             raise ConfigError(f"the memory that a unit is fetched into must begin on a page of {PAGE_BYTES} bytes")
         keep = into.untyped_storage()
-        return Fetch(self._core.fetch(units.index(unit), into.data_ptr(), into.nbytes, keep))
+        return Fetch(self._core.fetch(number, into.data_ptr(), into.nbytes, keep))
 
     def parts(self, unit: str, bytes_max: int, checkers: Checkers | None = None) -> UnitParts:
         """The values of a unit, as the last commit left them, in parts of at most so many bytes; reads nothing yet.
@@ -368,16 +313,18 @@ class Store(Closing):
         Raises:
             ConfigError: there is no such unit, or a piece of it is larger than a part may be.
         """
+        return UnitParts(_core.Parts(self._core, self._number_of(unit), bytes_max), checkers)
+
+    def _number_of(self, unit: str) -> int:
         if unit not in self._units:
             raise ConfigError(f"the store has no unit {unit!r}")
-        return UnitParts(_core.Parts(self._core, self._units.index(unit), bytes_max), checkers)
+        return self._units.index(unit)
 
     def counters(self) -> dict[str, Any]:
         """Since it was opened: "fetches", "fetched_bytes", "held_bytes", "wait_seconds" in `Fetch.wait`, and all I/O.
 
-        "held_bytes" were taken from held entries, and not read from storage.
-
-        "read_bytes" and "written_bytes" count every transfer of the volume, those of fetches and updates too.
+        "held_bytes" were taken from held entries, and not read from storage. "read_bytes" and "written_bytes" count
+        every transfer of the volume, those of fetches and updates too.
         """
         return self._core.counters()
 
@@ -412,10 +359,7 @@ class Store(Closing):
         self._core.discard(None if name is None else self.index(name))
 
     def verify(self, progress: Callable[[int, int], object] | None = None) -> tuple[int, int]:
-        """Read and check everything that is live; `progress(done, all)` hears of bytes.
-
-        Returns:
-            How many pieces and bytes were found whole.
+        """Read and check everything that is live: pieces and bytes. `progress(done, all)` hears of bytes.
 
         Raises:
             CorruptionError: the first piece that is not.
@@ -447,10 +391,7 @@ class Store(Closing):
     def lost(self) -> StorageError | None:
         """What became of a file of it that its path does not name any more; None where all is as it was."""
         found = None if self.is_temporary else self._core.lost()
-        if found is None:
-            return None
-        path, what = found
-        return StorageError(f"{path} {_LOST[what]}", errno=errno.ENOENT, path=os.fspath(path))
+        return loss(*found) if found else None
 
     def index(self, name: str) -> int:
         """The number of an entry."""

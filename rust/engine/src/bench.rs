@@ -5,8 +5,7 @@ use std::{cell::RefCell, num::NonZeroUsize, ops::Range, sync::Arc};
 use memascend_math::{Exec, FloatsMut};
 use memascend_mem::Wait;
 use memascend_store::{
-    Buffer, Content, Description, Dtype, LogWrite, PAGE_BYTES, PieceRead, PieceWrite, Shared, SpillRead, SpillWrite,
-    Store,
+    Buffer, Content, Description, Dtype, PAGE_BYTES, PieceRead, Shared, SpillRead, SpillWrite, StepWrite, Store,
 };
 
 pub(crate) use crate::gradient::floats;
@@ -62,17 +61,15 @@ pub(crate) enum Read<'a> {
 
 /// A piece that is being written from a part of a staging chunk.
 pub(crate) enum Write<'a> {
-    Piece(PieceWrite<'a, Shared>),
+    Step(StepWrite<'a, Shared>),
     Gradient(SpillWrite<Shared>),
-    Log(LogWrite<'a, Shared>),
 }
 
 impl Write<'_> {
     pub(crate) fn wait(self) -> Result<()> {
         match self {
-            Self::Piece(write) => drop(write.wait()?),
+            Self::Step(write) => drop(write.wait()?),
             Self::Gradient(write) => drop(write.wait()?),
-            Self::Log(write) => drop(write.wait()?),
         }
         Ok(())
     }
@@ -241,7 +238,7 @@ impl<'a> Bench<'a> {
         let bytes = part.len() as u64;
         let write = self.store.stage(entry, piece, part)?;
         self.count_written(entry, piece, bytes);
-        Ok(Write::Piece(write))
+        Ok(Write::Step(write))
     }
 
     /// Begins to stage a piece from where it is held.
@@ -249,7 +246,7 @@ impl<'a> Bench<'a> {
         let write = self.store.stage_held(entry, piece)?;
         let bytes = self.store.layout().piece(self.store.description(), entry, piece).bytes();
         self.count_written(entry, piece, bytes);
-        Ok(Write::Piece(write))
+        Ok(Write::Step(write))
     }
 
     fn count_written(&mut self, entry: usize, piece: u32, bytes: u64) {
@@ -269,7 +266,7 @@ impl<'a> Bench<'a> {
     pub(crate) fn append(&mut self, turn: &Turn, dtype: Dtype) -> Result<Write<'a>> {
         let (part, _) = self.log_part(turn, dtype)?;
         self.counters.log_written += part.len() as u64;
-        Ok(Write::Log(self.store.append(turn.entry, turn.index, part)?))
+        Ok(Write::Step(self.store.append(turn.entry, turn.index, part)?))
     }
 
     /// The part of a staging chunk that is for a chunk of the spilled gradient, and how many of its bytes are used.

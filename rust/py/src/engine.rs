@@ -7,6 +7,7 @@ use memascend_store::{Buffer, Commit};
 use pyo3::{prelude::*, types::PyDict};
 
 use crate::{
+    agreement::{SharedRun, agreed, shared},
     described::dtype,
     detached::Detached,
     errors::engine_error,
@@ -15,7 +16,7 @@ use crate::{
     kernels::{Summed, summed},
     nvme::Held,
     source::Lending,
-    store::{SharedRun, Store, agreed, shared},
+    store::Store,
     waiting::waiting,
 };
 

@@ -3,7 +3,10 @@
 //! Each function extracts its arguments, releases the GIL around the work and wraps the result. One file per crate that
 //! is translated; `errors` is the one place that turns errors into exceptions, `arguments` the one that checks numbers.
 
+mod agreement;
 mod arguments;
+mod bytes;
+mod checksum;
 mod described;
 mod detached;
 mod dlpack;
@@ -11,6 +14,7 @@ mod engine;
 mod errors;
 mod examined;
 mod function;
+mod info;
 mod kernels;
 mod leases;
 mod memory;
@@ -27,6 +31,7 @@ use pyo3::prelude::*;
 #[pymodule]
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    checksum::register(module)?;
     described::register(module)?;
     dlpack::register(module)?;
     engine::register(module)?;

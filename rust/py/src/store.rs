@@ -3,31 +3,32 @@
 //! Tensors arrive as addresses that `memascend.engine` has checked: each points to as many bytes as is said, on the CPU,
 //! alive during the call. Nothing but `memascend.engine` calls them.
 
-use std::{path::PathBuf, slice, sync::Arc};
+use std::{path::PathBuf, sync::Arc};
 
 use memascend_mem::Pin;
 use memascend_nvme::Lost;
-use memascend_store::{Commit, Create, Dtype, Durability, Existing, Kind, Part, Run, StateTensor};
+use memascend_store::{Commit, Create, Durability, Existing, Part};
 use pyo3::{
-    exceptions::PyIndexError,
     prelude::*,
-    types::{PyDict, PyList, PyTuple},
+    types::{PyDict, PyList},
 };
 
 use crate::{
+    agreement::{SharedRun, agreed, shared},
+    bytes::{bytes, bytes_mut},
     described::{Described, described},
     detached::Detached,
     errors::{config_error, nvme_error, store_error},
     examined::watched,
     function::{Lender, LentBuffer},
+    info,
     nvme::Held,
     waiting::{interruptible, waiting},
 };
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Store>()?;
-    module.add_class::<Fetch>()?;
-    module.add_class::<Checksum>()
+    module.add_class::<Fetch>()
 }
 
 /// State on SSD. See `memascend.engine.Store`.
@@ -120,65 +121,20 @@ impl Store {
     }
 
     fn info<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let info = self.inner.info();
-        let description = self.inner.description();
-        let dict = PyDict::new(py);
-        dict.set_item("uuid", format!("{:032x}", u128::from_be_bytes(info.uuid)))?;
-        dict.set_item("generation", info.generation)?;
-        dict.set_item("step", info.step)?;
-        let Run { id, commit } = info.run;
-        dict.set_item("run", (info.run != Run::default()).then(|| format!("{:032x}", u128::from_be_bytes(id))))?;
-        dict.set_item("common", commit)?;
-        dict.set_item("user", info.user)?;
-        dict.set_item("hyperparameters", info.hyperparameters)?;
-        dict.set_item("slot_bytes", info.slot_bytes)?;
-        dict.set_item("total_bytes", info.total_bytes)?;
-        dict.set_item("index_bytes", info.index_bytes)?;
-        dict.set_item("spill_index_bytes", info.spill_index_bytes)?;
-        dict.set_item("buffer_bytes", info.buffer_bytes)?;
-        let log = self.inner.log_state();
-        dict.set_item("log_steps", log.steps)?;
-        dict.set_item("log_entries", log.entries)?;
-        dict.set_item("log_bytes", log.bytes)?;
-        dict.set_item("copy_bytes", self.inner.volume().copy_bytes())?;
-        dict.set_item("optimizer", &description.optimizer)?;
-        dict.set_item("chunk_elements", description.chunk_elements)?;
-        dict.set_item("units", &description.units)?;
-        let devices = self.inner.volume().devices();
-        dict.set_item("devices", devices.iter().map(|device| device.path.as_os_str()).collect::<Vec<_>>())?;
-        Ok(dict)
+        info::of_store(py, &self.inner)
+    }
+
+    fn entry<'py>(&self, py: Python<'py>, index: usize) -> PyResult<Bound<'py, PyDict>> {
+        info::of_entry(py, &self.inner, index)
+    }
+
+    fn counters<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        info::counters(py, &self.inner)
     }
 
     /// How many entries there are.
     fn count(&self) -> usize {
         self.inner.description().entries.len()
-    }
-
-    /// One of them, since all at once would take a kilobyte each: name, whether it is a buffer, unit, dtype, shape, order,
-    /// spill, step, staged, state as (name, dtype, shape).
-    fn entry<'py>(&self, py: Python<'py>, index: usize) -> PyResult<Bound<'py, PyDict>> {
-        let Some(entry) = self.inner.description().entries.get(index) else {
-            return Err(PyIndexError::new_err(format!("there is no entry {index}")));
-        };
-        let state = self.inner.entry_state(index).map_err(|error| store_error(py, &error))?;
-        let dict = PyDict::new(py);
-        dict.set_item("name", &entry.name)?;
-        dict.set_item("buffer", entry.kind == Kind::Buffer)?;
-        dict.set_item("unit", entry.unit)?;
-        dict.set_item("dtype", entry.dtype.name())?;
-        dict.set_item("shape", &entry.shape)?;
-        let order = (!entry.order.is_empty()).then(|| PyTuple::new(py, &entry.order)).transpose()?;
-        dict.set_item("order", order)?;
-        dict.set_item("spill", entry.spill.map(Dtype::name))?;
-        dict.set_item("unit_offset", self.inner.layout().in_unit(index, entry.unit as usize))?;
-        dict.set_item("step", state.step)?;
-        dict.set_item("version", state.version)?;
-        dict.set_item("staged", state.staged)?;
-        dict.set_item("compact", entry.is_compact())?;
-        dict.set_item("format", entry.format.name())?;
-        let tensor = |tensor: &StateTensor| (tensor.name.clone(), tensor.dtype.name(), tensor.shape.clone());
-        dict.set_item("state", entry.state.iter().map(tensor).collect::<Vec<_>>())?;
-        Ok(dict)
     }
 
     /// Stages a whole entry from (address, bytes) of its values and its state tensors.
@@ -257,19 +213,6 @@ impl Store {
         let memory = Held::new(address, nbytes, keep);
         let inner = py.detach(|| self.inner.fetch(unit, memory)).map_err(|error| store_error(py, &error))?;
         Ok(Fetch { inner: Detached::new(inner) })
-    }
-
-    fn counters<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let counters = self.inner.counters();
-        let moved = self.inner.volume().stats();
-        let dict = PyDict::new(py);
-        dict.set_item("fetches", counters.fetches)?;
-        dict.set_item("fetched_bytes", counters.fetched_bytes)?;
-        dict.set_item("held_bytes", counters.held_bytes)?;
-        dict.set_item("wait_seconds", counters.waited.as_secs_f64())?;
-        dict.set_item("read_bytes", moved.read.bytes)?;
-        dict.set_item("written_bytes", moved.written.bytes)?;
-        Ok(dict)
     }
 
     /// `run`: the id and the number that all ranks share; `agree` is called when all is flushed, and ends it by raising.
@@ -375,31 +318,6 @@ impl Store {
     }
 }
 
-/// The id of a run of several ranks, and the number of a commit that they share.
-pub(crate) type SharedRun = ([u8; 16], u64);
-
-pub(crate) fn shared(run: Option<SharedRun>) -> Run {
-    run.map_or_else(Run::default, |(id, commit)| Run { id, commit })
-}
-
-/// Work that asks `agree`, which ends it by raising: what it raised is raised then.
-#[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
-pub(crate) fn agreed<T>(
-    py: Python<'_>,
-    agree: Option<Py<PyAny>>,
-    work: impl FnOnce(Python<'_>, &mut (dyn FnMut() -> bool + Send)) -> PyResult<PyResult<T>>,
-) -> PyResult<T> {
-    let mut raised = None;
-    let done = work(py, &mut || {
-        let Some(agree) = &agree else { return true };
-        Python::attach(|py| agree.call0(py).map(drop)).map_err(|error| raised = Some(error)).is_ok()
-    });
-    match raised {
-        Some(raised) => Err(raised),
-        None => done?,
-    }
-}
-
 fn shown(py: Python<'_>, visit: &Py<PyAny>, entry: usize, parts: Vec<Part>) -> PyResult<()> {
     let lender = Lender::default();
     let lent = PyList::empty(py);
@@ -410,29 +328,6 @@ fn shown(py: Python<'_>, visit: &Py<PyAny>, entry: usize, parts: Vec<Part>) -> P
     lent.call_method0("clear")?;
     result?;
     lender.require_back(py)
-}
-
-/// XXH3-64 of bytes that come one after the other. See `memascend.engine.Checksum`.
-#[pyclass(module = "memascend._core")]
-#[derive(Default)]
-struct Checksum(memascend_store::Checksum);
-
-#[pymethods]
-impl Checksum {
-    #[new]
-    fn new() -> Self {
-        Self::default()
-    }
-
-    fn update(&mut self, py: Python<'_>, address: usize, nbytes: usize) {
-        // SAFETY: the module's contract.
-        let bytes = unsafe { bytes((address, nbytes)) };
-        py.detach(|| self.0.update(bytes));
-    }
-
-    fn value(&self) -> u64 {
-        self.0.value()
-    }
 }
 
 /// A unit on its way into memory. See `memascend.engine.Fetch`.
@@ -456,24 +351,4 @@ fn chosen<T: Copy>(py: Python<'_>, name: &str, asked: &str, choices: &[(&str, T)
     let names: Vec<&str> = choices.iter().map(|(name, _)| *name).collect();
     let found = choices.iter().find(|(choice, _)| *choice == asked).map(|(_, value)| *value);
     found.ok_or_else(|| config_error(py, format!("{name} must be one of {names:?}, not {asked:?}")))
-}
-
-/// # Safety
-/// The module's contract.
-unsafe fn bytes<'a>((address, nbytes): (usize, usize)) -> &'a [u8] {
-    if nbytes == 0 {
-        return &[];
-    }
-    // SAFETY: the caller says so.
-    unsafe { slice::from_raw_parts(std::ptr::with_exposed_provenance(address), nbytes) }
-}
-
-/// # Safety
-/// The module's contract.
-unsafe fn bytes_mut<'a>((address, nbytes): (usize, usize)) -> &'a mut [u8] {
-    if nbytes == 0 {
-        return &mut [];
-    }
-    // SAFETY: the caller says so.
-    unsafe { slice::from_raw_parts_mut(std::ptr::with_exposed_provenance_mut(address), nbytes) }
 }

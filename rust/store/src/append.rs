@@ -1,21 +1,13 @@
 //! Appends gradients to the log, and the head that makes a step of them.
 
-use memascend_nvme::Ticket;
-
 use crate::{
-    Buffer, Dtype, Error, Head, Result, Store,
+    Buffer, Dtype, Error, Head, Result, StepWrite, Store,
     buffer::bytes_of,
     checksum::{Subject, checksum},
+    index::Index,
     log::{Appended, Live},
     places::paged,
 };
-
-/// A chunk of a gradient that is being appended. Waiting for it, or dropping it, settles it.
-pub struct LogWrite<'a, B: Buffer> {
-    store: &'a Store,
-    ticket: Option<Ticket<B>>,
-    entry: usize,
-}
 
 impl Store {
     /// Begins to append the gradient of an entry to the step: every chunk of it has to follow before a commit that names it
@@ -66,7 +58,7 @@ impl Store {
 
     /// Begins to append a chunk of a gradient that was begun: the whole pages of [`Store::gradient_chunk_bytes`], of which
     /// what fills the last one is no part.
-    pub fn append<B: Buffer>(&self, entry: usize, chunk: u32, buffer: B) -> Result<LogWrite<'_, B>> {
+    pub fn append<B: Buffer>(&self, entry: usize, chunk: u32, buffer: B) -> Result<StepWrite<'_, B>> {
         self.known(entry)?;
         let name = &self.description.entries[entry].name;
         let unknown = || Error::Usage(format!("the gradient of {name:?} was not begun, or was discarded"));
@@ -97,14 +89,7 @@ impl Store {
             index.writing += 1;
             place
         };
-        match self.volume.write(buffer, place) {
-            Ok(ticket) => Ok(LogWrite { store: self, ticket: Some(ticket), entry }),
-            Err(refused) => {
-                let error = Error::from(refused.error);
-                self.appended(entry, Err(error.clone()));
-                Err(error)
-            }
-        }
+        self.write_of_step(buffer, place, entry, Self::appended)
     }
 
     /// Bytes of a chunk of a gradient in the log: whole pages.
@@ -113,18 +98,11 @@ impl Store {
         Ok(self.chunk_of_gradient(entry, dtype, chunk))
     }
 
-    fn appended(&self, entry: usize, result: Result<()>) {
-        let mut index = self.index.lock();
-        index.writing -= 1;
+    fn appended(index: &mut Index, entry: usize, is_whole: bool) {
         if let Some(appended) = index.log.appended.get_mut(&entry) {
             appended.writing -= 1;
-            appended.missing = appended.missing.saturating_sub(u32::from(result.is_ok()));
+            appended.missing = appended.missing.saturating_sub(u32::from(is_whole));
         }
-        if let Err(error) = result {
-            index.failed.get_or_insert(error);
-        }
-        drop(index);
-        self.index.notify_all();
     }
 
     /// Where a chunk of a gradient begins in it, its bytes, and the whole pages that they lie in.
@@ -155,33 +133,5 @@ impl Store {
         live.head = (place, crate::head::head_checksum(&self.uuid, place, &bytes));
         live.next = at + paged(bytes.len() as u64);
         self.put(place, &bytes)
-    }
-}
-impl<B: Buffer> LogWrite<'_, B> {
-    /// Whether it has ended.
-    #[must_use]
-    pub fn is_done(&self) -> bool {
-        self.ticket.as_ref().is_none_or(Ticket::is_done)
-    }
-
-    /// Waits for the end and gives the buffer back. A failure also keeps the step from being committed.
-    pub fn wait(mut self) -> Result<B> {
-        match self.settle() {
-            Some((buffer, result)) => result.map(|()| buffer),
-            None => Err(Error::Usage("this write was waited for already".into())),
-        }
-    }
-
-    fn settle(&mut self) -> Option<(B, Result<()>)> {
-        let finished = self.ticket.take()?.wait();
-        let result = finished.result.map(drop).map_err(Error::from);
-        self.store.appended(self.entry, result.clone());
-        Some((finished.buffer, result))
-    }
-}
-
-impl<B: Buffer> Drop for LogWrite<'_, B> {
-    fn drop(&mut self) {
-        drop(self.settle());
     }
 }

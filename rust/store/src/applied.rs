@@ -7,9 +7,7 @@ use std::{collections::VecDeque, sync::Arc};
 
 use memascend_mem::Wait;
 
-use crate::{
-    Commit, Durability, Error, PieceWrite, Result, Shared, Store, buffer::bytes_of, commit::Reach, held::Held,
-};
+use crate::{Commit, Durability, Error, Result, Shared, StepWrite, Store, buffer::bytes_of, commit::Reach, held::Held};
 
 /// Pieces that are written at once.
 const DEPTH: usize = 16;
@@ -31,18 +29,11 @@ impl Store {
 
     /// Announces that the next commit makes update number `step` of a held entry, which is applied after it. What is stale
     /// in memory is read; reads of the entry that are open are waited for. Again is fine.
-    pub fn announce(&self, entry: usize, step: u64, mut wait: Wait<'_>) -> Result<()> {
+    pub fn announce(&self, entry: usize, step: u64, wait: Wait<'_>) -> Result<()> {
         self.known(entry)?;
         self.refresh(&[entry], &mut |_, _| true)?;
         let free = |index: &crate::index::Index| index.entries[entry].reads == [0, 0] || index.writable().is_err();
-        let Wait { timeout, keep_waiting } = &mut wait;
-        let mut settled = || {
-            self.reads.settle();
-            keep_waiting.as_mut().is_none_or(|keep_waiting| keep_waiting())
-        };
-        self.reads.settle();
-        let mut wait = Wait { timeout: *timeout, keep_waiting: Some(&mut settled) };
-        let mut index = self.when(&mut wait, "the end of reads of what is held", free)?;
+        let mut index = self.when_read(wait, "the end of reads of what is held", free)?;
         index.writable()?;
         let slots = &mut index.entries[entry];
         if slots.staged && !slots.snapshot {
@@ -121,7 +112,7 @@ impl Store {
             values + state
         };
         let (all, mut done) = (alone.iter().map(|&entry| bytes(entry)).sum(), 0);
-        let mut flying: VecDeque<(PieceWrite<'_, Shared>, u64)> = VecDeque::with_capacity(DEPTH);
+        let mut flying: VecDeque<(StepWrite<'_, Shared>, u64)> = VecDeque::with_capacity(DEPTH);
         for &entry in &alone {
             if self.is_written(entry) {
                 done += bytes(entry);

@@ -53,6 +53,7 @@ mod sizes;
 mod snapshot;
 mod spill;
 mod stage;
+mod step_write;
 mod store;
 mod table;
 mod upgrade;
@@ -60,7 +61,6 @@ mod verify;
 mod version_1;
 mod whole;
 
-pub use append::LogWrite;
 pub use applied::Application;
 pub use buffer::{Buffer, Shared};
 pub use catalog::{
@@ -90,7 +90,7 @@ pub use root::Run;
 pub use scan::Part;
 pub use sizes::Sizes;
 pub use spill::{SpillRead, SpillWrite, Spilled};
-pub use stage::PieceWrite;
+pub use step_write::StepWrite;
 pub use store::{Durability, EntryState, Info, Store};
 pub use verify::Verified;
 

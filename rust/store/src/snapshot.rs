@@ -4,7 +4,7 @@
 
 use memascend_mem::Wait;
 
-use crate::{Error, PieceWrite, Result, Shared, Store, log::Member};
+use crate::{Error, Result, Shared, StepWrite, Store, log::Member};
 
 impl Store {
     /// The entries that are to be staged whole for the next commit, with the state that they have before it, so that the log
@@ -35,7 +35,7 @@ impl Store {
     }
 
     /// Begins to write a piece of an entry from where it is held: nothing may write to it meanwhile.
-    pub fn stage_held(&self, entry: usize, piece: u32) -> Result<PieceWrite<'_, Shared>> {
+    pub fn stage_held(&self, entry: usize, piece: u32) -> Result<StepWrite<'_, Shared>> {
         self.known(entry)?;
         let name = &self.description.entries[entry].name;
         let Some(part) = self.held_piece(entry, piece) else {

@@ -1,16 +1,8 @@
 //! Stages writes to slots that are not live.
 
 use memascend_mem::Wait;
-use memascend_nvme::Ticket;
 
-use crate::{Buffer, Error, Result, Store, buffer::bytes_of};
-
-/// A piece that is being written. Waiting for it, or dropping it, settles it.
-pub struct PieceWrite<'a, B: Buffer> {
-    store: &'a Store,
-    ticket: Option<Ticket<B>>,
-    entry: usize,
-}
+use crate::{Buffer, Error, Result, StepWrite, Store, buffer::bytes_of, index::Index};
 
 impl Store {
     /// Begins to stage an entry, as its update number `step`. Every piece of it has to follow before a commit.
@@ -21,21 +13,13 @@ impl Store {
     }
 
     /// The same; without a step, of a snapshot: what is staged is what memory has of the entry.
-    pub(crate) fn begin_as(&self, entry: usize, step: Option<u64>, mut wait: Wait<'_>) -> Result<()> {
+    pub(crate) fn begin_as(&self, entry: usize, step: Option<u64>, wait: Wait<'_>) -> Result<()> {
         self.known(entry)?;
-        let free = |index: &crate::index::Index| {
+        let free = |index: &Index| {
             let slots = &index.entries[entry];
             slots.staged || slots.reads[slots.other_slot()] == 0 || index.writable().is_err()
         };
-        // Nobody may wait for a read, and then nobody says that it ended.
-        let Wait { timeout, keep_waiting } = &mut wait;
-        let mut settled = || {
-            self.reads.settle();
-            keep_waiting.as_mut().is_none_or(|keep_waiting| keep_waiting())
-        };
-        self.reads.settle();
-        let mut wait = Wait { timeout: *timeout, keep_waiting: Some(&mut settled) };
-        let mut index = self.when(&mut wait, "the end of reads of the slot to be written", free)?;
+        let mut index = self.when_read(wait, "the end of reads of the slot to be written", free)?;
         index.writable()?;
         if index.entries[entry].staged {
             let name = &self.description.entries[entry].name;
@@ -62,7 +46,7 @@ impl Store {
 
     /// Begins to write a piece of an entry whose staging was begun. The buffer holds whole pages; what fills the last
     /// one should be zeros.
-    pub fn stage<B: Buffer>(&self, entry: usize, piece: u32, buffer: B) -> Result<PieceWrite<'_, B>> {
+    pub fn stage<B: Buffer>(&self, entry: usize, piece: u32, buffer: B) -> Result<StepWrite<'_, B>> {
         self.known(entry)?;
         let name = &self.description.entries[entry].name;
         if piece >= self.layout.pieces_of(entry) {
@@ -96,14 +80,7 @@ impl Store {
         };
         // Under the version that its commit makes live: until then, and after a discard, nothing finds it.
         self.keep(held.as_deref(), (entry, piece), version, bytes_of(&buffer));
-        match self.volume.write(buffer, self.layout.offset(&place, slot)) {
-            Ok(ticket) => Ok(PieceWrite { store: self, ticket: Some(ticket), entry }),
-            Err(refused) => {
-                let error = Error::from(refused.error);
-                self.written(entry, Err(error.clone()));
-                Err(error)
-            }
-        }
+        self.write_of_step(buffer, self.layout.offset(&place, slot), entry, Self::staged)
     }
 
     /// Forgets everything that is staged, after what is in flight of it. The live slots are as they were.
@@ -119,56 +96,16 @@ impl Store {
     /// Forgets what is staged of one entry, after what is in flight.
     pub fn discard_entry(&self, entry: usize, mut wait: Wait<'_>) -> Result<()> {
         self.known(entry)?;
-        let ended = |index: &crate::index::Index| index.entries[entry].writing == 0;
+        let ended = |index: &Index| index.entries[entry].writing == 0;
         let mut index = self.when(&mut wait, "writes of the entry", ended)?;
         index.writable()?;
         index.forget(entry);
         Ok(())
     }
 
-    fn written(&self, entry: usize, result: Result<()>) {
-        let mut index = self.index.lock();
-        index.writing -= 1;
-        index.entries[entry].writing -= 1;
-        match result {
-            Ok(()) => {
-                let slots = &mut index.entries[entry];
-                slots.missing = slots.missing.saturating_sub(1);
-            }
-            Err(error) => {
-                index.failed.get_or_insert(error);
-            }
-        }
-        drop(index);
-        self.index.notify_all();
-    }
-}
-
-impl<B: Buffer> PieceWrite<'_, B> {
-    /// Whether it has ended.
-    #[must_use]
-    pub fn is_done(&self) -> bool {
-        self.ticket.as_ref().is_none_or(Ticket::is_done)
-    }
-
-    /// Waits for the end and gives the buffer back. A failure also keeps the step from being committed.
-    pub fn wait(mut self) -> Result<B> {
-        match self.settle() {
-            Some((buffer, result)) => result.map(|()| buffer),
-            None => Err(Error::Usage("this write was waited for already".into())),
-        }
-    }
-
-    fn settle(&mut self) -> Option<(B, Result<()>)> {
-        let finished = self.ticket.take()?.wait();
-        let result = finished.result.map(drop).map_err(Error::from);
-        self.store.written(self.entry, result.clone());
-        Some((finished.buffer, result))
-    }
-}
-
-impl<B: Buffer> Drop for PieceWrite<'_, B> {
-    fn drop(&mut self) {
-        drop(self.settle());
+    fn staged(index: &mut Index, entry: usize, is_whole: bool) {
+        let slots = &mut index.entries[entry];
+        slots.writing -= 1;
+        slots.missing = slots.missing.saturating_sub(u32::from(is_whole));
     }
 }

@@ -232,6 +232,22 @@ impl Store {
         self.index.wait_until(wait, ready).map_err(|ended| Error::of_wait(ended, what))
     }
 
+    /// The same for the end of reads: nobody may wait for one, and then nobody else says that it ended.
+    pub(crate) fn when_read(
+        &self,
+        wait: Wait<'_>,
+        what: &'static str,
+        ready: impl Fn(&Index) -> bool,
+    ) -> Result<MutexGuard<'_, Index>> {
+        let Wait { timeout, mut keep_waiting } = wait;
+        let mut settled = || {
+            self.reads.settle();
+            keep_waiting.as_mut().is_none_or(|keep_waiting| keep_waiting())
+        };
+        self.reads.settle();
+        self.when(&mut Wait { timeout, keep_waiting: Some(&mut settled) }, what, ready)
+    }
+
     /// The checksum of a piece.
     pub(crate) fn sum_of(&self, entry: usize, piece: u32, version: u64, buffer: &impl Buffer) -> u64 {
         self.sum_of_bytes(entry, piece, version, bytes_of(buffer))

@@ -120,7 +120,7 @@ pub(crate) fn fill(store: &Store, all: &[InMemory]) {
         store.begin(entry, 0, Wait::forever()).unwrap_or_else(|error| panic!("{error}"));
         for index in 0..store.layout().pieces_of(entry) {
             let write = store.stage(entry, index, piece(store, entry, index, held));
-            write.and_then(memascend_store::PieceWrite::wait).unwrap_or_else(|error| panic!("{error}"));
+            write.and_then(memascend_store::StepWrite::wait).unwrap_or_else(|error| panic!("{error}"));
         }
     }
     store.commit(Commit::default(), Wait::forever()).unwrap_or_else(|error| panic!("{error}"));

@@ -5,7 +5,7 @@
 use std::collections::BTreeMap;
 
 use memascend_mem::Wait;
-use memascend_store::{Commit, Dtype, Error, LogWrite, Rule, StepHead, Store, Update};
+use memascend_store::{Commit, Dtype, Error, Rule, StepHead, StepWrite, Store, Update};
 
 use crate::toy;
 
@@ -126,7 +126,7 @@ pub(crate) fn append<'a>(
     entry: usize,
     dtype: Dtype,
     bytes: &[u8],
-) -> Result<Option<Vec<LogWrite<'a, Vec<u8>>>>, Error> {
+) -> Result<Option<Vec<StepWrite<'a, Vec<u8>>>>, Error> {
     if !store.begin_append(entry, dtype)? {
         return Ok(None);
     }

@@ -1,0 +1,81 @@
+//! Tells Python what a store knows of itself: sizes, entries, counters.
+
+use memascend_store::{Dtype, Kind, Run, StateTensor, Store};
+use pyo3::{
+    exceptions::PyIndexError,
+    prelude::*,
+    types::{PyDict, PyTuple},
+};
+
+use crate::errors::store_error;
+
+pub(crate) fn of_store<'py>(py: Python<'py>, store: &Store) -> PyResult<Bound<'py, PyDict>> {
+    let info = store.info();
+    let description = store.description();
+    let dict = PyDict::new(py);
+    dict.set_item("uuid", format!("{:032x}", u128::from_be_bytes(info.uuid)))?;
+    dict.set_item("generation", info.generation)?;
+    dict.set_item("step", info.step)?;
+    let Run { id, commit } = info.run;
+    dict.set_item("run", (info.run != Run::default()).then(|| format!("{:032x}", u128::from_be_bytes(id))))?;
+    dict.set_item("common", commit)?;
+    dict.set_item("user", info.user)?;
+    dict.set_item("hyperparameters", info.hyperparameters)?;
+    dict.set_item("slot_bytes", info.slot_bytes)?;
+    dict.set_item("total_bytes", info.total_bytes)?;
+    dict.set_item("index_bytes", info.index_bytes)?;
+    dict.set_item("spill_index_bytes", info.spill_index_bytes)?;
+    dict.set_item("buffer_bytes", info.buffer_bytes)?;
+    let log = store.log_state();
+    dict.set_item("log_steps", log.steps)?;
+    dict.set_item("log_entries", log.entries)?;
+    dict.set_item("log_bytes", log.bytes)?;
+    dict.set_item("copy_bytes", store.volume().copy_bytes())?;
+    dict.set_item("optimizer", &description.optimizer)?;
+    dict.set_item("chunk_elements", description.chunk_elements)?;
+    dict.set_item("units", &description.units)?;
+    let devices = store.volume().devices();
+    dict.set_item("devices", devices.iter().map(|device| device.path.as_os_str()).collect::<Vec<_>>())?;
+    Ok(dict)
+}
+
+/// One of them, since all at once would take a kilobyte each: name, whether it is a buffer, unit, dtype, shape, order,
+/// spill, step, staged, state as (name, dtype, shape).
+pub(crate) fn of_entry<'py>(py: Python<'py>, store: &Store, index: usize) -> PyResult<Bound<'py, PyDict>> {
+    let Some(entry) = store.description().entries.get(index) else {
+        return Err(PyIndexError::new_err(format!("there is no entry {index}")));
+    };
+    let state = store.entry_state(index).map_err(|error| store_error(py, &error))?;
+    let dict = PyDict::new(py);
+    dict.set_item("name", &entry.name)?;
+    dict.set_item("buffer", entry.kind == Kind::Buffer)?;
+    dict.set_item("unit", entry.unit)?;
+    dict.set_item("dtype", entry.dtype.name())?;
+    dict.set_item("shape", &entry.shape)?;
+    let order = (!entry.order.is_empty()).then(|| PyTuple::new(py, &entry.order)).transpose()?;
+    dict.set_item("order", order)?;
+    dict.set_item("spill", entry.spill.map(Dtype::name))?;
+    dict.set_item("unit_offset", store.layout().in_unit(index, entry.unit as usize))?;
+    dict.set_item("step", state.step)?;
+    dict.set_item("version", state.version)?;
+    dict.set_item("staged", state.staged)?;
+    dict.set_item("compact", entry.is_compact())?;
+    dict.set_item("format", entry.format.name())?;
+    let tensor = |tensor: &StateTensor| (tensor.name.clone(), tensor.dtype.name(), tensor.shape.clone());
+    dict.set_item("state", entry.state.iter().map(tensor).collect::<Vec<_>>())?;
+    Ok(dict)
+}
+
+/// Fetches, bytes and waits since the store was opened.
+pub(crate) fn counters<'py>(py: Python<'py>, store: &Store) -> PyResult<Bound<'py, PyDict>> {
+    let counters = store.counters();
+    let moved = store.volume().stats();
+    let dict = PyDict::new(py);
+    dict.set_item("fetches", counters.fetches)?;
+    dict.set_item("fetched_bytes", counters.fetched_bytes)?;
+    dict.set_item("held_bytes", counters.held_bytes)?;
+    dict.set_item("wait_seconds", counters.waited.as_secs_f64())?;
+    dict.set_item("read_bytes", moved.read.bytes)?;
+    dict.set_item("written_bytes", moved.written.bytes)?;
+    Ok(dict)
+}

@@ -1,0 +1,76 @@
+//! Tracks one write that belongs to the step: a piece that is staged, or a chunk of a gradient in the log.
+
+use memascend_nvme::Ticket;
+
+use crate::{Buffer, Error, Result, Store, index::Index};
+
+/// A write that a commit waits for. Waiting for it, or dropping it, settles it.
+pub struct StepWrite<'a, B: Buffer> {
+    store: &'a Store,
+    ticket: Option<Ticket<B>>,
+    entry: usize,
+    count: Count,
+}
+
+/// Counts a write of an entry as ended in the index; whether it was whole.
+type Count = fn(&mut Index, usize, bool);
+
+impl Store {
+    /// Begins a write that the index has counted as begun; `count` ends that.
+    pub(crate) fn write_of_step<B: Buffer>(
+        &self,
+        buffer: B,
+        place: u64,
+        entry: usize,
+        count: Count,
+    ) -> Result<StepWrite<'_, B>> {
+        match self.volume.write(buffer, place) {
+            Ok(ticket) => Ok(StepWrite { store: self, ticket: Some(ticket), entry, count }),
+            Err(refused) => {
+                let error = Error::from(refused.error);
+                self.written(entry, count, Err(error.clone()));
+                Err(error)
+            }
+        }
+    }
+
+    fn written(&self, entry: usize, count: Count, result: Result<()>) {
+        let mut index = self.index.lock();
+        index.writing -= 1;
+        count(&mut index, entry, result.is_ok());
+        if let Err(error) = result {
+            index.failed.get_or_insert(error);
+        }
+        drop(index);
+        self.index.notify_all();
+    }
+}
+
+impl<B: Buffer> StepWrite<'_, B> {
+    /// Whether it has ended.
+    #[must_use]
+    pub fn is_done(&self) -> bool {
+        self.ticket.as_ref().is_none_or(Ticket::is_done)
+    }
+
+    /// Waits for the end and gives the buffer back. A failure also keeps the step from being committed.
+    pub fn wait(mut self) -> Result<B> {
+        match self.settle() {
+            Some((buffer, result)) => result.map(|()| buffer),
+            None => Err(Error::Usage("this write was waited for already".into())),
+        }
+    }
+
+    fn settle(&mut self) -> Option<(B, Result<()>)> {
+        let finished = self.ticket.take()?.wait();
+        let result = finished.result.map(drop).map_err(Error::from);
+        self.store.written(self.entry, self.count, result.clone());
+        Some((finished.buffer, result))
+    }
+}
+
+impl<B: Buffer> Drop for StepWrite<'_, B> {
+    fn drop(&mut self) {
+        drop(self.settle());
+    }
+}
