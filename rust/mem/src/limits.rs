@@ -31,7 +31,7 @@ pub struct MemoryLimits {
 #[must_use]
 pub fn memory_limits() -> MemoryLimits {
     let machine = Headroom {
-        available_bytes: meminfo("MemAvailable").unwrap_or(usize::MAX),
+        available_bytes: meminfo("MemAvailable").or_else(free).unwrap_or(usize::MAX),
         limited_by: "free memory of the machine".into(),
     };
     let groups = cgroups();
@@ -137,6 +137,17 @@ fn meminfo(name: &str) -> Option<usize> {
     value.trim().strip_suffix(" kB")?.trim().parse::<usize>().ok()?.checked_mul(1024)
 }
 
+/// What is free where /proc is not mounted. Less than what is available, as most of the page cache is missing.
+fn free() -> Option<usize> {
+    let mut info = std::mem::MaybeUninit::<libc::sysinfo>::zeroed();
+    // SAFETY: `info` is valid for writes of its type.
+    let result = unsafe { libc::sysinfo(info.as_mut_ptr()) };
+    // SAFETY: zeroes are a value of it, and the kernel has filled it in.
+    let info = (result == 0).then(|| unsafe { info.assume_init() })?;
+    let units = usize::try_from(info.freeram.checked_add(info.bufferram)?).ok()?;
+    units.checked_mul(usize::try_from(info.mem_unit).ok()?)
+}
+
 fn memlock() -> (Option<usize>, Option<usize>) {
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: `limit` is valid for writes of its type.
@@ -154,6 +165,12 @@ mod tests {
         let limits = memory_limits();
         assert!(limits.headroom.available_bytes > 1 << 20, "{limits:?}");
         assert!(limits.headroom.available_bytes <= meminfo("MemTotal").unwrap_or(usize::MAX));
+    }
+
+    #[test]
+    fn the_machine_has_free_memory_without_proc_too() {
+        let (free, total) = (free().unwrap_or(0), meminfo("MemTotal").unwrap_or(0));
+        assert!(free > 1 << 20 && free < total, "{free} of {total}");
     }
 
     #[test]
