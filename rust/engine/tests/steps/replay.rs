@@ -2,56 +2,26 @@
 
 use std::sync::Arc;
 
-use memascend_engine::{By, Engine, First, Gradient, Hyperparameters, Options, WideState, adam_rule};
+use memascend_engine::{By, Engine, Gradient, Hyperparameters, Options, adam_rule};
 use memascend_mem::Wait;
-use memascend_nvme::{
-    Options as VolumeOptions, Volume,
-    sim::{self, Faults, Rng, SimDisk},
-};
-use memascend_store::{
-    COMPACT, Commit, Create, Description, Dtype, Entry, Format, Kind, StateTensor, StepHead, Store, Update,
-};
+use memascend_nvme::sim::{Faults, Rng, SimDisk};
+use memascend_store::{COMPACT, Commit, Create, Description, Dtype, Format, StepHead, Store, Update};
+
+use crate::setup::{self, Contents, MASTER_AND_MOMENTS, MOMENTS, adam, contents, first, ok, parameter, volume};
 
 const STEPS: u64 = 9;
 
-fn ok<T, E: std::fmt::Display>(result: Result<T, E>) -> T {
-    result.unwrap_or_else(|error| panic!("{error}"))
-}
-
 /// A master of their own, one beside, a compact one, none; several chunks, one and none.
 fn description() -> Description {
-    let tensor = |name: &str, dtype, numel| StateTensor { name: name.into(), dtype, shape: vec![numel], grain: 1 };
-    let entry = |name: &str, dtype, numel, state: &[(&str, Dtype)], format| Entry {
-        name: name.into(),
-        kind: Kind::Parameter,
-        unit: 0,
-        dtype,
-        shape: vec![numel],
-        order: vec![],
-        spill: Some(dtype),
-        format,
-        state: state.iter().map(|&(name, dtype)| tensor(name, dtype, numel)).collect(),
-    };
-    let moments = [("exp_avg", Dtype::F32), ("exp_avg_sq", Dtype::F32)];
-    let mixed = [("master", Dtype::F32), moments[0], moments[1]];
-    Description {
-        chunk_elements: 2048,
-        user_bytes_max: 0,
-        hyperparameters_bytes_max: 0,
-        optimizer: "AdamW".into(),
-        units: vec!["all".into()],
-        entries: vec![
-            entry("float32", Dtype::F32, 6151, &moments, Format::Plain),
-            entry("float16", Dtype::F16, 2049, &mixed, Format::Plain),
-            entry("bfloat16", Dtype::Bf16, 13, &mixed, Format::Plain),
-            entry("compact", Dtype::Bf16, 6151, &COMPACT, Format::Compact),
-            entry("nothing", Dtype::Bf16, 0, &COMPACT, Format::Compact),
-        ],
-    }
-}
-
-fn volume(disks: &[SimDisk], faults: &Faults) -> Volume {
-    ok(sim::open(disks, faults, &VolumeOptions::default()))
+    let entries = vec![
+        parameter("float32", Dtype::F32, 6151, Format::Plain, &MOMENTS),
+        parameter("float16", Dtype::F16, 2049, Format::Plain, &MASTER_AND_MOMENTS),
+        parameter("bfloat16", Dtype::Bf16, 13, Format::Plain, &MASTER_AND_MOMENTS),
+        parameter("compact", Dtype::Bf16, 6151, Format::Compact, &COMPACT),
+        parameter("nothing", Dtype::Bf16, 0, Format::Compact, &COMPACT),
+    ];
+    let each = entries.len();
+    setup::description(entries, each)
 }
 
 fn engine(store: Store) -> Engine {
@@ -64,14 +34,8 @@ fn filled(disks: &[SimDisk]) -> Engine {
     let engine = engine(ok(Store::create_on(volume(disks, &Faults::default()), 8192, description(), &how)));
     for (entry, described) in description().entries.iter().enumerate() {
         let mut rng = Rng::new(entry as u64);
-        let state = described.state.iter().map(|_| None).collect();
-        let first = First {
-            values: Box::new(numbers(&mut rng, described.dtype, described.elements())),
-            state,
-            wide: WideState::default(),
-            step: 0,
-        };
-        ok(engine.fill(entry, first, Wait::forever()));
+        let values = numbers(&mut rng, described.dtype, described.elements());
+        ok(engine.fill(entry, first(values, described.state.len(), 0), Wait::forever()));
     }
     ok(engine.commit(Commit::default(), Wait::forever()));
     engine
@@ -92,18 +56,7 @@ fn numbers(rng: &mut Rng, dtype: Dtype, count: u64) -> Vec<u8> {
 }
 
 fn hyperparameters(step: u64) -> Hyperparameters {
-    Hyperparameters {
-        lr: 1e-2 / f64::from(u32::try_from(step).unwrap_or(1)),
-        beta1: 0.9,
-        beta2: 0.999,
-        eps: 1e-8,
-        weight_decay: 0.1,
-        decoupled: true,
-        step,
-        grad_scale: 0.25,
-        maximize: false,
-        seed: 0,
-    }
+    adam(1e-2 / f64::from(u32::try_from(step).unwrap_or(1)), step)
 }
 
 /// The gradient of an entry in a step, if it has one.
@@ -118,18 +71,6 @@ fn gradient(entry: usize, step: u64) -> Option<(Dtype, Vec<u8>)> {
 /// What the gradients of an entry are multiplied by.
 fn factors(entry: usize) -> Vec<f32> {
     if entry == 3 { vec![0.3, 1.7] } else { Vec::new() }
-}
-
-/// Of each entry its count of updates and its tensors.
-type Contents = Vec<(u64, Vec<Vec<u8>>)>;
-
-fn contents(store: &Store) -> Contents {
-    let of = |entry| {
-        let mut tensors: Vec<Vec<u8>> = ok(store.tensor_bytes(entry)).into_iter().map(|bytes| vec![0; bytes]).collect();
-        ok(store.read_entry(entry, &mut tensors.iter_mut().map(Vec::as_mut_slice).collect::<Vec<_>>()));
-        (ok(store.entry_state(entry)).step, tensors)
-    };
-    (0..store.description().entries.len()).map(of).collect()
 }
 
 /// Updates and writes every entry, and gives what each step left.

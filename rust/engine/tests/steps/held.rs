@@ -1,49 +1,20 @@
 //! Tests updates of held entries: the bits of streamed ones through random lives, nothing half-way, nothing read or written.
 
-use std::sync::Arc;
+use std::{slice, sync::Arc};
 
-use memascend_engine::{By, Engine, First, Gradient, Hyperparameters, Options, WideState};
+use memascend_engine::{By, Engine, Gradient, Options};
 use memascend_mem::{Pin, Wait};
-use memascend_nvme::{
-    Options as VolumeOptions, Volume,
-    sim::{self, Faults, Rng, SimDisk},
-};
-use memascend_store::{
-    Buffer, Commit, Create, Description, Dtype, Durability, Entry, Format, Kind, StateTensor, Store,
-};
+use memascend_nvme::sim::{Faults, Rng, SimDisk};
+use memascend_store::{Buffer, Commit, Create, Description, Dtype, Durability, Format, Store};
+
+use crate::setup::{self, Contents, MOMENTS, adam, contents, first, ok, parameter, volume};
 
 const NUMEL: u64 = 5000;
 const NAMES: [&str; 4] = ["one", "two", "three", "four"];
 
 fn description() -> Description {
-    let tensor = |name: &str| StateTensor { name: name.into(), dtype: Dtype::F32, shape: vec![NUMEL], grain: 1 };
-    let entry = |(number, name): (u32, &&str)| Entry {
-        name: (*name).into(),
-        kind: Kind::Parameter,
-        unit: number / 2,
-        dtype: Dtype::F32,
-        shape: vec![NUMEL],
-        order: vec![],
-        spill: Some(Dtype::F32),
-        format: Format::Plain,
-        state: vec![tensor("exp_avg"), tensor("exp_avg_sq")],
-    };
-    Description {
-        chunk_elements: 2048,
-        user_bytes_max: 0,
-        hyperparameters_bytes_max: 0,
-        optimizer: "AdamW".into(),
-        units: vec!["first".into(), "second".into()],
-        entries: (0..).zip(&NAMES).map(entry).collect(),
-    }
-}
-
-fn ok<T, E: std::fmt::Display>(result: Result<T, E>) -> T {
-    result.unwrap_or_else(|error| panic!("{error}"))
-}
-
-fn volume(disk: &SimDisk) -> Volume {
-    ok(sim::open(std::slice::from_ref(disk), &Faults::default(), &VolumeOptions::default()))
+    let entry = |name: &str| parameter(name, Dtype::F32, NUMEL, Format::Plain, &MOMENTS);
+    setup::description(NAMES.map(entry).into(), 2)
 }
 
 fn bytes(value: f32) -> Vec<u8> {
@@ -67,12 +38,15 @@ fn how(durability: Durability) -> Create {
 impl Life {
     fn new(durability: Durability, held: &[usize]) -> Self {
         let disk = SimDisk::new(2 << 20);
-        let store = ok(Store::create_on(volume(&disk), 8192, description(), &how(durability)));
+        let store = ok(Store::create_on(
+            volume(slice::from_ref(&disk), &Faults::default()),
+            8192,
+            description(),
+            &how(durability),
+        ));
         let life = Self { engine: engine(store, held), disk, durability };
         for entry in 0..NAMES.len() {
-            let first =
-                First { values: Box::new(bytes(0.5)), state: vec![None, None], wide: WideState::default(), step: 0 };
-            ok(life.engine.fill(entry, first, Wait::forever()));
+            ok(life.engine.fill(entry, first(bytes(0.5), 2, 0), Wait::forever()));
         }
         ok(life.engine.commit(Commit::default(), Wait::forever()));
         life
@@ -83,19 +57,13 @@ impl Life {
         old.close();
         ok(old.store().close(Wait::forever()));
         drop(old);
-        let store = ok(Store::open_on(volume(&disk), 8192, &how(durability)));
+        let store = ok(Store::open_on(volume(slice::from_ref(&disk), &Faults::default()), 8192, &how(durability)));
         ok(store.verify(&mut |_, _| true));
         Self { engine: engine(store, held), disk, durability }
     }
 
-    fn state(&self) -> Vec<(u64, Vec<Vec<u8>>)> {
-        let store = self.engine.store();
-        let read = |entry| {
-            let mut tensors = vec![bytes(0.0), bytes(0.0), bytes(0.0)];
-            ok(store.read_entry(entry, &mut tensors.iter_mut().map(Vec::as_mut_slice).collect::<Vec<_>>()));
-            (ok(store.entry_state(entry)).step, tensors)
-        };
-        (0..NAMES.len()).map(read).collect()
+    fn state(&self) -> Contents {
+        contents(self.engine.store())
     }
 }
 
@@ -111,21 +79,6 @@ fn gradient(value: f32) -> Gradient {
     ok(Gradient::new(Box::new(bytes(value)), Dtype::F32))
 }
 
-fn numbers(step: u64) -> Hyperparameters {
-    Hyperparameters {
-        lr: 1e-2,
-        beta1: 0.9,
-        beta2: 0.999,
-        eps: 1e-8,
-        weight_decay: 0.1,
-        decoupled: true,
-        step,
-        grad_scale: 0.25,
-        maximize: false,
-        seed: 0,
-    }
-}
-
 /// What one step does, the same in each life.
 fn step(life: &Life, step: u64, rng: &mut Rng) {
     let (engine, store) = (&life.engine, life.engine.store());
@@ -136,20 +89,14 @@ fn step(life: &Life, step: u64, rng: &mut Rng) {
         match rng.below(5) {
             // An idle one.
             0 => continue,
-            1 | 2 => ok(engine.update(entry, By::Given(gradient(value)), None, numbers(count), Wait::forever())),
+            1 | 2 => ok(engine.update(entry, By::Given(gradient(value)), None, adam(1e-2, count), Wait::forever())),
             3 => {
                 ok(engine.spill(entry, gradient(value), false, Wait::forever()));
                 ok(engine.spill(entry, gradient(0.5), true, Wait::forever()));
-                ok(engine.update(entry, By::Spilled(vec![0.3, 0.7]), None, numbers(count), Wait::forever()));
+                ok(engine.update(entry, By::Spilled(vec![0.3, 0.7]), None, adam(1e-2, count), Wait::forever()));
             }
             _ => {
-                let first = First {
-                    values: Box::new(bytes(value)),
-                    state: vec![None, None],
-                    wide: WideState::default(),
-                    step: count,
-                };
-                ok(engine.fill(entry, first, Wait::forever()));
+                ok(engine.fill(entry, first(bytes(value), 2, count), Wait::forever()));
             }
         }
         touched.push(entry);
@@ -201,7 +148,7 @@ const ALL: [usize; 4] = [0, 1, 2, 3];
 
 fn updated(life: &Life, count: u64) {
     for entry in ALL {
-        ok(life.engine.update(entry, By::Given(gradient(0.1)), None, numbers(count), Wait::forever()));
+        ok(life.engine.update(entry, By::Given(gradient(0.1)), None, adam(1e-2, count), Wait::forever()));
     }
 }
 

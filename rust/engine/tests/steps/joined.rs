@@ -1,44 +1,27 @@
 //! Tests runs that hold entries and keep a log: the bits of streamed ones through random lives, crashes and replays.
 
-use std::{num::NonZeroUsize, sync::Arc};
+use std::{num::NonZeroUsize, slice, sync::Arc};
 
-use memascend_engine::{By, Engine, First, Gradient, Hyperparameters, Momentum, Options, Rule, WideState};
+use memascend_engine::{By, Engine, Gradient, Hyperparameters, Momentum, Options, Rule};
 use memascend_mem::{Pin, Wait};
-use memascend_nvme::{
-    Options as VolumeOptions, Volume,
-    sim::{self, Faults, Rng, SimDisk},
-};
-use memascend_store::{
-    COMPACT, Commit, Create, Description, Dtype, Durability, Entry, Format, Kind, StateTensor, Store,
-};
+use memascend_nvme::sim::{Faults, Rng, SimDisk};
+use memascend_store::{COMPACT, Commit, Create, Description, Dtype, Durability, Entry, Format, Store};
+
+use crate::setup::{self, Contents, MASTER_AND_MOMENTS, MOMENTS, adam, contents, first, ok, parameter, volume};
 
 const COUNT: usize = 7;
 const ALL: [usize; COUNT] = [0, 1, 2, 3, 4, 5, 6];
 
 /// Each kind of master and of moments that has a kernel; several chunks, one and none.
 fn description() -> Description {
-    let entry = |number: u32, (name, dtype, numel, format): (&str, Dtype, u64, Format)| {
-        let entry = Entry {
-            name: name.into(),
-            kind: Kind::Parameter,
-            unit: number / 3,
-            dtype,
-            shape: vec![numel],
-            order: vec![],
-            spill: Some(dtype),
-            format,
-            state: vec![],
-        };
-        let tensor =
-            |&(name, dtype): &(&str, Dtype)| StateTensor { name: name.into(), dtype, shape: vec![numel], grain: 1 };
-        let moments = [("exp_avg", Dtype::F32), ("exp_avg_sq", Dtype::F32)];
-        let state = match (format, dtype) {
-            (Format::Plain, Dtype::F32) => moments.iter().map(tensor).collect(),
-            (Format::Plain, _) => [("master", Dtype::F32)].iter().chain(&moments).map(tensor).collect(),
-            (Format::Compact, _) => COMPACT.iter().map(tensor).collect(),
-            _ => ok(entry.state_in(format, name == "momentum")),
-        };
-        Entry { state, ..entry }
+    let entry = |(name, dtype, numel, format): (&str, Dtype, u64, Format)| match (format, dtype) {
+        (Format::Plain, Dtype::F32) => parameter(name, dtype, numel, format, &MOMENTS),
+        (Format::Plain, _) => parameter(name, dtype, numel, format, &MASTER_AND_MOMENTS),
+        (Format::Compact, _) => parameter(name, dtype, numel, format, &COMPACT),
+        _ => {
+            let entry = parameter(name, dtype, numel, format, &[]);
+            Entry { state: ok(entry.state_in(format, name == "momentum")), ..entry }
+        }
     };
     let entries = [
         ("float32", Dtype::F32, 5000, Format::Plain),
@@ -49,22 +32,7 @@ fn description() -> Description {
         ("by chance", Dtype::Bf16, 13, Format::StochasticBf16),
         ("nothing", Dtype::Bf16, 0, Format::Compact),
     ];
-    Description {
-        chunk_elements: 2048,
-        user_bytes_max: 0,
-        hyperparameters_bytes_max: 0,
-        optimizer: "AdamW".into(),
-        units: vec!["first".into(), "second".into(), "third".into()],
-        entries: (0..).zip(entries).map(|(number, described)| entry(number, described)).collect(),
-    }
-}
-
-fn ok<T, E: std::fmt::Display>(result: Result<T, E>) -> T {
-    result.unwrap_or_else(|error| panic!("{error}"))
-}
-
-fn volume(disk: &SimDisk, faults: &Faults) -> Volume {
-    ok(sim::open(std::slice::from_ref(disk), faults, &VolumeOptions::default()))
+    setup::description(entries.map(entry).into(), 3)
 }
 
 /// Numbers around one, of a dtype.
@@ -123,11 +91,15 @@ fn how(durability: Durability) -> Create {
 impl Life {
     fn new(way: &Way) -> Self {
         let disk = SimDisk::new(4 << 20);
-        let store = ok(Store::create_on(volume(&disk, &Faults::default()), 8192, description(), &how(way.durability)));
+        let store = ok(Store::create_on(
+            volume(slice::from_ref(&disk), &Faults::default()),
+            8192,
+            description(),
+            &how(way.durability),
+        ));
         let engine = ok(begun(store, &Way { log_steps: 0, ..way.clone() }));
         for entry in ALL {
-            let state = description().entries[entry].state.iter().map(|_| None).collect();
-            let first = First { values: Box::new(values(entry, 0)), state, wide: WideState::default(), step: 0 };
+            let first = first(values(entry, 0), description().entries[entry].state.len(), 0);
             ok(engine.fill(entry, first, Wait::forever()));
         }
         ok(engine.commit(Commit::default(), Wait::forever()));
@@ -136,7 +108,7 @@ impl Life {
     }
 
     fn opened(disk: SimDisk, way: &Way) -> Self {
-        let store = ok(Store::open_on(volume(&disk, &Faults::default()), 8192, &how(way.durability)));
+        let store = ok(Store::open_on(volume(slice::from_ref(&disk), &Faults::default()), 8192, &how(way.durability)));
         Self { engine: ok(begun(store, way)), disk }
     }
 
@@ -181,18 +153,9 @@ impl Life {
         }
     }
 
-    fn contents(&self) -> Vec<(u64, Vec<Vec<u8>>)> {
+    fn contents(&self) -> Contents {
         contents(self.engine.store())
     }
-}
-
-fn contents(store: &Store) -> Vec<(u64, Vec<Vec<u8>>)> {
-    let of = |entry| {
-        let mut tensors: Vec<Vec<u8>> = ok(store.tensor_bytes(entry)).into_iter().map(|bytes| vec![0; bytes]).collect();
-        ok(store.read_entry(entry, &mut tensors.iter_mut().map(Vec::as_mut_slice).collect::<Vec<_>>()));
-        (ok(store.entry_state(entry)).step, tensors)
-    };
-    ALL.map(of).to_vec()
 }
 
 fn rule(entry: usize, step: u64) -> Rule {
@@ -211,19 +174,7 @@ fn rule(entry: usize, step: u64) -> Rule {
         }
         .into();
     }
-    Hyperparameters {
-        lr,
-        beta1: 0.9,
-        beta2: 0.999,
-        eps: 1e-8,
-        weight_decay: 0.1,
-        decoupled: true,
-        step,
-        grad_scale,
-        maximize: false,
-        seed,
-    }
-    .into()
+    Hyperparameters { seed, ..adam(lr, step) }.into()
 }
 
 /// What one step does, the same in each life; whether it was committed.
@@ -250,10 +201,7 @@ fn step(engine: &Engine, number: u64) -> memascend_engine::Result<bool> {
             }
             _ => {
                 // As a load does.
-                let state = described.state.iter().map(|_| None).collect();
-                let first =
-                    First { values: Box::new(values(entry, number)), state, wide: WideState::default(), step: count };
-                engine.fill(entry, first, Wait::forever())?;
+                engine.fill(entry, first(values(entry, number), described.state.len(), count), Wait::forever())?;
             }
         }
     }
@@ -298,7 +246,11 @@ fn random_lives_have_the_bits_of_a_streamed_one_however_they_end() {
                 let disk = life.ended(&now, by, seed << 8 | number);
                 now = way();
                 // Somebody only looks.
-                let looked = ok(Store::open_on(volume(&disk, &Faults::default()), 8192, &how(Durability::Step)));
+                let looked = ok(Store::open_on(
+                    volume(slice::from_ref(&disk), &Faults::default()),
+                    8192,
+                    &how(Durability::Step),
+                ));
                 memascend_engine::apply_logs(&looked);
                 ok(looked.verify(&mut |_, _| true));
                 assert!(
@@ -331,7 +283,7 @@ fn power_that_fails_at_any_request_leaves_a_whole_step() {
         let disk = begin.after_power_loss(0);
         let faults = Faults { dies_after: Some(point), ..Faults::default() };
         let lived = (|| {
-            let store = Store::open_on(volume(&disk, &faults), 8192, &how(way.durability)).ok()?;
+            let store = Store::open_on(volume(slice::from_ref(&disk), &faults), 8192, &how(way.durability)).ok()?;
             let engine = begun(store, &way).ok()?;
             (1..=STEPS).find(|&number| step(&engine, number).is_err()).map_or(Some(STEPS), |failed| Some(failed - 1))
         })();

@@ -2,46 +2,22 @@
 
 use std::{sync::Arc, time::Duration};
 
-use memascend_engine::{By, Engine, First, Gradient, Hyperparameters, Options, WideState};
+use memascend_engine::{By, Engine, Gradient, Hyperparameters, Options};
 use memascend_mem::Wait;
 use memascend_nvme::{
-    Action, Options as VolumeOptions, Volume,
-    sim::{self, Faults, SimDisk},
+    Action,
+    sim::{Faults, SimDisk},
 };
-use memascend_store::{Commit, Create, Description, Dtype, Entry, Format, Kind, StateTensor, Store};
+use memascend_store::{Commit, Create, Description, Dtype, Format, Store};
+
+use crate::setup::{self, MOMENTS, adam, first, ok, parameter, volume};
 
 const NUMEL: u64 = 5000;
 const NAMES: [&str; 2] = ["one", "two"];
 
 fn description() -> Description {
-    let tensor = |name: &str| StateTensor { name: name.into(), dtype: Dtype::F32, shape: vec![NUMEL], grain: 1 };
-    let entry = |name: &str| Entry {
-        name: name.into(),
-        kind: Kind::Parameter,
-        unit: 0,
-        dtype: Dtype::F32,
-        shape: vec![NUMEL],
-        order: vec![],
-        spill: Some(Dtype::F32),
-        format: Format::Plain,
-        state: vec![tensor("exp_avg"), tensor("exp_avg_sq")],
-    };
-    Description {
-        chunk_elements: 2048,
-        user_bytes_max: 0,
-        hyperparameters_bytes_max: 0,
-        optimizer: "AdamW".into(),
-        units: vec!["all".into()],
-        entries: NAMES.map(entry).into(),
-    }
-}
-
-fn ok<T, E: std::fmt::Display>(result: Result<T, E>) -> T {
-    result.unwrap_or_else(|error| panic!("{error}"))
-}
-
-fn volume(disks: &[SimDisk], faults: &Faults) -> Volume {
-    ok(sim::open(disks, faults, &VolumeOptions::default()))
+    let entry = |name: &str| parameter(name, Dtype::F32, NUMEL, Format::Plain, &MOMENTS);
+    setup::description(NAMES.map(entry).into(), NAMES.len())
 }
 
 fn engine(store: Store) -> Engine {
@@ -59,9 +35,7 @@ fn filled() -> Vec<Vec<u8>> {
     let store = ok(Store::create_on(volume(&disks, &Faults::default()), 8192, description(), &Create::default()));
     let engine = engine(store);
     for entry in 0..NAMES.len() {
-        let first =
-            First { values: Box::new(bytes(1.0)), state: vec![None, None], wide: WideState::default(), step: 0 };
-        ok(engine.fill(entry, first, Wait::forever()));
+        ok(engine.fill(entry, first(bytes(1.0), 2, 0), Wait::forever()));
     }
     ok(engine.commit(Commit::default(), Wait::forever()));
     drop(engine);
@@ -73,18 +47,7 @@ fn spill(engine: &Engine, entry: usize, value: f32, add: bool) -> memascend_engi
 }
 
 fn numbers(step: u64) -> Hyperparameters {
-    Hyperparameters {
-        lr: 1e-2,
-        beta1: 0.9,
-        beta2: 0.999,
-        eps: 1e-8,
-        weight_decay: 0.0,
-        decoupled: true,
-        step,
-        grad_scale: 1.0,
-        maximize: false,
-        seed: 0,
-    }
+    Hyperparameters { weight_decay: 0.0, grad_scale: 1.0, ..adam(1e-2, step) }
 }
 
 /// Three sums of each entry, then an update by them.

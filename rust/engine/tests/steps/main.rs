@@ -1,0 +1,7 @@
+//! Tests steps through the engine on simulated devices: held entries, the log and its replay, spilled gradients.
+
+mod held;
+mod joined;
+mod replay;
+mod setup;
+mod spilled;
