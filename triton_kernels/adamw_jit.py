@@ -1,4 +1,4 @@
-"""The Triton body of `adamw` and `adam`: the CPU kernel's arithmetic, operation for operation."""
+"""Defines the Triton body of `adamw` and `adam`: the CPU kernel's arithmetic, operation for operation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Triton body of `cast` and `accumulate`."""
+"""Defines the Triton body of `cast` and `accumulate`."""
 
 from __future__ import annotations
 

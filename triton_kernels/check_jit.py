@@ -1,4 +1,4 @@
-"""The Triton body of `check_and_unscale`: one launch over all tensors, a second for partial results."""
+"""Defines the Triton body of `check_and_unscale`: one launch over all tensors, a second for partial results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the Rust extension offers. Few modules import it: memory, nvme, engine, kernels and what they are made of."""
+"""Declares the types of the Rust extension `memascend._core`."""
 
 import sys
 from collections.abc import Callable, Sequence

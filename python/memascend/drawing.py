@@ -1,4 +1,4 @@
-"""Opens matplotlib, which is installed by those who want pictures; the colours that all of them share."""
+"""Opens matplotlib for pictures, and defines the colours that they share."""
 
 from __future__ import annotations
 

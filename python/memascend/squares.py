@@ -1,4 +1,4 @@
-"""Sums of squares without rounding: whole numbers, so that neither order nor division into parts changes them."""
+"""Sums squares without rounding: whole numbers, so that neither order nor division into parts changes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of what `memascend plan` answers of a machine: torch's memory, seconds, what fits."""
+"""Tests what `memascend plan` answers of a machine: torch's memory, seconds, what fits."""
 
 import json
 

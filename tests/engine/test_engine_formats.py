@@ -1,4 +1,4 @@
-"""Entries in the formats of few bytes: updates have the bits of memory, whatever the chunks; state in and out."""
+"""Tests entries in the formats of few bytes: updates have the bits of memory, whatever the chunks; state in and out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The training that tests kill with -9: prints each loss before the step that follows it."""
+"""Runs the training that tests kill with -9: prints each loss before the step that follows it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lives of a training that end with -9 in the middle of a step: each says what it recorded before that."""
+"""Runs trainings that end with -9 in the middle of a step; each says what it recorded before that."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the model of costs against calculations by hand."""
+"""Tests the model of costs against calculations by hand."""
 
 from types import SimpleNamespace
 

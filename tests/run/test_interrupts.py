@@ -1,4 +1,4 @@
-"""Tests for Ctrl-C at any line of a forward and a backward: what cleans up leads back to the committed step."""
+"""Tests Ctrl-C at any line of a forward and a backward: what cleans up leads back to the committed step."""
 
 import ast
 import functools

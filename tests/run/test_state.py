@@ -1,4 +1,4 @@
-"""`optimizer.state`: what torch's has, read from storage when it is asked for, and not to be written to."""
+"""Tests `optimizer.state`: what torch's has, read from storage when it is asked for, and not to be written to."""
 
 import copy
 import io

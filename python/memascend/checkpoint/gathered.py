@@ -1,4 +1,4 @@
-"""Puts the rows of several ranks together to the contents of one checkpoint, which the first rank writes."""
+"""Combines the rows of several ranks into one checkpoint, which the first rank writes."""
 
 from __future__ import annotations
 

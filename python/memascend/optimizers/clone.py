@@ -1,4 +1,4 @@
-"""Copies of an optimizer that step other parameters than the original's."""
+"""Copies an optimizer, so that the copy steps other parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes a step one step on all ranks, or on none: they agree before their roots are written, and again after that."""
+"""Commits a step on all ranks or on none: they agree before their roots are written, and again after that."""
 
 from __future__ import annotations
 

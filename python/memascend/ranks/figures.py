@@ -1,4 +1,4 @@
-"""Numbers and words that all ranks have to know of each other: flags, words, what each has found."""
+"""Exchanges figures between ranks: flags, words, what each has found."""
 
 from __future__ import annotations
 

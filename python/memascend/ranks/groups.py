@@ -1,4 +1,4 @@
-"""Makes groups of gloo of a run's own, over which its ranks talk and move rows, and lets them go."""
+"""Creates and destroys a run's own gloo groups, over which its ranks exchange messages and rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stands for this rank's rows of a parameter: a plain parameter, whose gradient is the DTensor's."""
+"""Represents this rank's rows of a parameter as a plain parameter, whose gradient is the DTensor's."""
 
 from __future__ import annotations
 

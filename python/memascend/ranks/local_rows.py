@@ -1,4 +1,4 @@
-"""The local tensor of a parameter whose rows are on storage: FSDP2 gets them from it when it gathers."""
+"""Defines the local tensor of a parameter on storage, from which FSDP2 takes the rows that it gathers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans for ranks that are not there: what the first one of them would have, and what all tell each other."""
+"""Plans a run of several ranks from one process, with stand-ins for the others."""
 
 from __future__ import annotations
 

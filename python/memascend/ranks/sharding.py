@@ -1,4 +1,4 @@
-"""A model that `fully_shard` divides, as one rank sees it: its rows are parameters, in a store of its own."""
+"""Represents a model that `fully_shard` divides: the rows of one rank are parameters, in a store of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes units of what is gathered together: only the rows of one gather are needed at once."""
+"""Groups the parameters that FSDP2 gathers together into units."""
 
 from __future__ import annotations
 

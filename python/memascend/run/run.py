@@ -1,4 +1,4 @@
-"""Joins what every part of a run works with; refuses what comes at a wrong moment; tells whether a commit stands."""
+"""Bundles the parts of a run that most others need; refuses calls at a wrong moment; tells whether a commit stands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-//! Gradients: memory held until it is used, or a source that lends it window by window.
+//! Defines gradients: memory held until it is used, or a source that lends it window by window.
 
 use std::{cell::Cell, ptr::NonNull, sync::Arc};
 

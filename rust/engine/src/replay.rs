@@ -1,5 +1,4 @@
-//! Replays the log of a store that was not closed: what live slots hold, and then each gradient, by the kernel that would
-//! have applied it.
+//! Replays the log of a store that was not closed, by the kernels that would have applied it.
 
 use std::{
     collections::VecDeque,

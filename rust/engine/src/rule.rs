@@ -1,4 +1,4 @@
-//! Says in a log what a gradient is applied with, and takes it from there.
+//! Encodes for the log what a gradient is applied with, and decodes it.
 
 use memascend_math::{ADAM_ARITHMETIC, Hyperparameters, Momentum, REDUCED_ARITHMETIC, Rule as Numbers, Scalars};
 use memascend_store::{Entry, Rule};

@@ -1,4 +1,4 @@
-//! Makes a step of what was begun: what waits of held entries, the commit, or the end of it.
+//! Commits or drops a step: begins the updates of held entries, and waits for the rest.
 
 use std::time::Instant;
 

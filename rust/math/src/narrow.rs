@@ -1,5 +1,4 @@
-//! Computes Adam on compact bfloat16 parameters with bfloat16 moments in one pass: the bits of [`update`](crate::update)'s
-//! blocks, without what these write to the stack and read again.
+//! Computes Adam on compact bfloat16 parameters with bfloat16 moments in one pass: the bits of the general update, without its stack.
 
 use crate::{
     Bf16, Element, Floats, Scalars,

@@ -1,4 +1,4 @@
-//! The numbers of an optimizer's step, and what they make of one element.
+//! Defines the numbers of an optimizer's step, and the arithmetic on one element.
 
 use crate::{Error, Hyperparameters, Result, Scalars, fused::Fused};
 

@@ -1,4 +1,4 @@
-//! Memory that an operation may own.
+//! Defines the memory that an operation may own.
 
 use std::ptr::NonNull;
 

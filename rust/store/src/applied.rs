@@ -1,4 +1,4 @@
-//! Updates of held entries that are applied in memory once a commit has made them: nothing of them is written before.
+//! Applies updates to held entries in memory once a commit has made them; `close` writes these entries.
 //!
 //! Before the commit an update is only announced. After it memory has the only copy of the entry, until
 //! [`Store::write_applied`] writes it to the slot that is not live.

@@ -1,4 +1,4 @@
-//! Memory that several operations may share: parts of one lease, or of other memory.
+//! Shares memory between operations: parts of one lease, or of other memory.
 
 use std::{ptr::NonNull, sync::Arc};
 

@@ -1,4 +1,4 @@
-//! Commits: data, table, flush, root. Everything that is staged becomes live at once.
+//! Commits a step: data, table, flush, root. Everything that is staged becomes live at once.
 
 use std::sync::Arc;
 

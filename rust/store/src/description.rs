@@ -1,4 +1,4 @@
-//! The description: what a store holds. Written once; the layout follows from it.
+//! Describes what a store holds. Written once; the layout follows from it.
 
 use crate::{Dtype, Error, Format, Result, bounds::ELEMENTS_MAX};
 

@@ -1,4 +1,4 @@
-//! Element types: a size and a name.
+//! Defines element types: a size and a name.
 
 /// The type of a tensor's elements; the number is what stands in the catalog.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

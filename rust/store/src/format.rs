@@ -1,4 +1,4 @@
-//! The formats of an entry's state: where its master is, and how its moments lie.
+//! Defines the formats of an entry's state: where its master is, and how its moments lie.
 
 use crate::{Dtype, Entry, Error, Result, StateTensor};
 

@@ -1,4 +1,4 @@
-//! Heads: what a step of the log says of itself. Which gradients came, where they lie, and what they are applied with.
+//! Encodes the heads of the log: which gradients a step has, where they lie, what they are applied with.
 
 use crate::{
     Dtype,

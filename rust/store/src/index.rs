@@ -1,4 +1,4 @@
-//! The index: every entry and piece of a store, in memory.
+//! Indexes every entry and piece of a store, in memory.
 //!
 //! It takes at most 64 bytes per MiB of state, and 72 bytes and a name for each entry.
 

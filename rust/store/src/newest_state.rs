@@ -1,4 +1,4 @@
-//! Puts the newest state of an entry together, chunk by chunk: what its live slot holds, and then the gradients of the log.
+//! Rebuilds the newest state of an entry, chunk by chunk: its live slot, then the gradients of the log.
 //!
 //! For whoever looks at a store that has a log, and for held values that somebody wrote to. Nothing is written to storage.
 

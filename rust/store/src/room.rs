@@ -1,4 +1,4 @@
-//! Makes room for the log, and says who is written whole when, so that it suffices.
+//! Sizes the log, and schedules which entries are written whole so that its room suffices.
 
 use std::{cmp::Reverse, collections::BTreeMap};
 

@@ -1,4 +1,4 @@
-//! Snapshots: held entries are staged from where they lie, as they are before the step that is being made.
+//! Stages snapshots: held entries from where they lie, as they are before the step that is being made.
 //!
 //! So what the log has of an entry before that step is needed no more. Memory is not changed by it, nor by its end.
 

@@ -1,4 +1,4 @@
-"""Calls of `memascend bench kernels` on state of few bytes: our kernels, and those of torch and bitsandbytes."""
+"""Measures kernels on optimizer state of 16 and 8 bits: ours, torch's and bitsandbytes'."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tells how a run goes: a bar on a terminal, plain lines in logs, JSON lines for machines."""
+"""Shows the progress of a run: a bar on a terminal, plain lines in logs, JSON lines for machines."""
 
 from __future__ import annotations
 

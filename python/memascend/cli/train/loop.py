@@ -1,4 +1,4 @@
-"""The training loop: forward, backward, step, and what is told and saved between steps."""
+"""Runs the training loop: forward, backward, step, and what is told and saved between steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keeps the folder that a run writes: what the run is, and the trained model, replaced at once."""
+"""Writes a run's output folder: what the run is, and the trained model, replaced at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lets the processes that torchrun starts train one model together; a single process talks to nobody."""
+"""Lets the processes that torchrun starts train one model together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keeps the tokens of a run in an unlinked file, so that memory does not grow with the data."""
+"""Stores the tokens of a run in an unlinked file, so that memory does not grow with the data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The options of `memascend train`: validated, and divided into those that change the result and those that do not."""
+"""Validates the options of `memascend train`, and says which of them change the result."""
 
 from __future__ import annotations
 

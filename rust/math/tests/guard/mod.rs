@@ -1,4 +1,4 @@
-//! Memory next to inaccessible pages.
+//! Maps memory next to inaccessible pages.
 
 /// Memory between two inaccessible pages.
 pub(crate) struct Guarded {

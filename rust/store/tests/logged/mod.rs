@@ -1,4 +1,4 @@
-//! A toy training whose entries are held in memory and logged, and what each commit of it is worth.
+//! Trains a toy whose entries are held in memory and logged, and knows what each commit of it is worth.
 
 #![allow(clippy::allow_attributes, dead_code, reason = "each test file uses its part of it")]
 

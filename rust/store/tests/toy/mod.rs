@@ -1,4 +1,4 @@
-//! A toy training on a store whose every byte at every step is known, and a check for exactly one step.
+//! Trains a toy on a store whose every byte at every step is known, and checks for exactly one step.
 
 #![allow(clippy::allow_attributes, dead_code, reason = "each test file uses its part of it")]
 
