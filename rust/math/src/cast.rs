@@ -3,7 +3,7 @@
 use crate::{
     Bf16, Element, Error, Exec, F16, Floats, FloatsMut, Result, STREAM_ELEMENTS_MIN,
     exec::Work,
-    fused::Fused,
+    fused::{Fused, HALVES},
     simd::{Kernel, Simd},
     stream::{self, Fill},
 };
@@ -26,7 +26,7 @@ pub fn cast(source: Floats<'_>, out: FloatsMut<'_>, exec: Exec) -> Result<()> {
     }
 }
 
-fn moved<S: Element, O: Element>(source: &[S], out: &mut [O], exec: Exec) -> Result<()> {
+fn moved<S: Convert<O>, O: Element>(source: &[S], out: &mut [O], exec: Exec) -> Result<()> {
     if source.len() != out.len() {
         return Err(Error::Length { name: "source", len: source.len(), other: "out", other_len: out.len() });
     }
@@ -53,7 +53,7 @@ impl<S: Element, O: Element> Work for Cast<'_, S, O> {
     }
 }
 
-impl<S: Element, O: Element> Kernel for Cast<'_, S, O> {
+impl<S: Convert<O>, O: Element> Kernel for Cast<'_, S, O> {
     type Output = ();
 
     #[inline(always)]
@@ -62,11 +62,53 @@ impl<S: Element, O: Element> Kernel for Cast<'_, S, O> {
     }
 }
 
-impl<S: Element, O: Element> Fill<O> for &[S] {
+impl<S: Convert<O>, O: Element> Fill<O> for &[S] {
     #[inline(always)]
     fn fill<F: Fused>(&mut self, start: usize, out: &mut [O]) {
-        for (out, value) in out.iter_mut().zip(&self[start..]) {
+        let source = &self[start..];
+        S::convert::<F>(&source[..out.len()], out);
+    }
+}
+
+/// A type whose slices are cast to slices of another.
+trait Convert<O: Element>: Element {
+    /// Of equal lengths.
+    #[inline(always)]
+    fn convert<F: Fused>(source: &[Self], out: &mut [O]) {
+        for (out, value) in out.iter_mut().zip(source) {
             *out = O::from_f32(value.to_f32());
+        }
+    }
+}
+
+impl Convert<Self> for f32 {}
+impl Convert<Bf16> for f32 {}
+impl Convert<f32> for Bf16 {}
+
+impl Convert<F16> for f32 {
+    #[inline(always)]
+    fn convert<F: Fused>(source: &[Self], out: &mut [F16]) {
+        let (groups, rest) = source.as_chunks();
+        let (out_groups, out_rest) = out.as_chunks_mut::<HALVES>();
+        for (out, group) in out_groups.iter_mut().zip(groups) {
+            *out = F::narrow(group);
+        }
+        for (out, value) in out_rest.iter_mut().zip(rest) {
+            *out = F16::from_f32(*value);
+        }
+    }
+}
+
+impl Convert<f32> for F16 {
+    #[inline(always)]
+    fn convert<F: Fused>(source: &[Self], out: &mut [f32]) {
+        let (groups, rest) = source.as_chunks();
+        let (out_groups, out_rest) = out.as_chunks_mut::<HALVES>();
+        for (out, group) in out_groups.iter_mut().zip(groups) {
+            *out = F::widen(group);
+        }
+        for (out, value) in out_rest.iter_mut().zip(rest) {
+            *out = value.to_f32();
         }
     }
 }

@@ -37,6 +37,8 @@ mod private {
 
 const SIGN: u32 = 0x8000_0000;
 const INFINITY: u32 = 0x7F80_0000;
+/// The bit of a NaN that no operation raises an exception for.
+const QUIET: u32 = 0x0040_0000;
 
 impl Element for f32 {
     const NAME: &'static str = "float32";
@@ -103,8 +105,9 @@ impl Element for F16 {
         let magnitude = u32::from(self.0 & 0x7FFF) << 13;
         // The exponent is 112 too small, also where it is that of a denormal; the product is exact.
         let scaled = (f32::from_bits(magnitude) * f32::from_bits((127 + 112) << 23)).to_bits();
-        // Infinity and NaN keep their fraction and get the largest exponent.
-        let special = if self.0 & 0x7FFF >= 0x7C00 { INFINITY } else { 0 };
+        // Infinity and NaN keep their fraction and get the largest exponent; a NaN also gets its quiet bit.
+        let nan = if self.0 & 0x7FFF > 0x7C00 { QUIET } else { 0 };
+        let special = if self.0 & 0x7FFF >= 0x7C00 { INFINITY | nan } else { 0 };
         f32::from_bits(scaled | special)
     }
 
@@ -116,7 +119,8 @@ impl Element for F16 {
         let normal = magnitude.wrapping_add(0xFFF + ((magnitude >> 13) & 1)).wrapping_sub(112 << 23) >> 13;
         // Adding 1/2 leaves the fp16 denormal, rounded by the addition itself, in the last bits of the sum.
         let denormal = (f32::from_bits(magnitude) + 0.5).to_bits().wrapping_sub(0.5_f32.to_bits());
-        let special = if magnitude > INFINITY { 0x7E00 } else { 0x7C00 };
+        // A NaN gets its quiet bit and keeps the upper part of its payload.
+        let special = if magnitude > INFINITY { 0x7E00 | (magnitude >> 13 & 0x3FF) } else { 0x7C00 };
         let finite = if magnitude < F16_NORMAL { denormal } else { normal };
         Self(((bits >> 16) & 0x8000 | if magnitude >= F16_OVERFLOW { special } else { finite }) as u16)
     }

@@ -1,6 +1,14 @@
-//! Computes `a * b + c` rounded once, with or without the instruction: the same bits.
+//! Computes what processors have instructions for with or without those: the same bits.
 
-/// A way to compute a fused multiply-add.
+#[cfg(target_arch = "x86_64")]
+use std::mem;
+
+use crate::{Element, F16};
+
+/// Elements of fp16 that one instruction converts.
+pub(crate) const HALVES: usize = 8;
+
+/// A way to compute a fused multiply-add, and to convert fp16.
 pub(crate) trait Fused {
     fn fma(a: f32, b: f32, c: f32) -> f32;
 
@@ -9,9 +17,21 @@ pub(crate) trait Fused {
 
     /// `a * a + c` of an fp32, whose square float64 has.
     fn square_plus(a: f64, c: f64) -> f64;
+
+    /// [`Element::to_f32`] of each.
+    #[inline(always)]
+    fn widen(values: &[F16; HALVES]) -> [f32; HALVES] {
+        values.map(Element::to_f32)
+    }
+
+    /// [`Element::from_f32`] of each.
+    #[inline(always)]
+    fn narrow(values: &[f32; HALVES]) -> [F16; HALVES] {
+        values.map(Element::from_f32)
+    }
 }
 
-/// The processor's instruction; only inside code compiled for it, where `mul_add` is not a call.
+/// The processor's instructions; only inside code compiled for them, where `mul_add` is not a call.
 pub(crate) struct Hardware;
 
 impl Fused for Hardware {
@@ -28,6 +48,30 @@ impl Fused for Hardware {
     #[inline(always)]
     fn square_plus(a: f64, c: f64) -> f64 {
         a.mul_add(a, c)
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    #[inline(always)]
+    fn widen(values: &[F16; HALVES]) -> [f32; HALVES] {
+        use std::arch::x86_64::{__m128i, __m256, _mm256_cvtph_ps};
+        // SAFETY: any bytes are a `__m128i`.
+        let values = unsafe { mem::transmute::<[F16; HALVES], __m128i>(*values) };
+        // SAFETY: F16C is part of what this code is compiled for.
+        let wide = unsafe { _mm256_cvtph_ps(values) };
+        // SAFETY: any bytes are numbers.
+        unsafe { mem::transmute::<__m256, [f32; HALVES]>(wide) }
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    #[inline(always)]
+    fn narrow(values: &[f32; HALVES]) -> [F16; HALVES] {
+        use std::arch::x86_64::{__m128i, __m256, _MM_FROUND_TO_NEAREST_INT, _mm256_cvtps_ph};
+        // SAFETY: any bytes are a `__m256`.
+        let values = unsafe { mem::transmute::<[f32; HALVES], __m256>(*values) };
+        // SAFETY: as above.
+        let narrow = unsafe { _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(values) };
+        // SAFETY: any bytes are numbers.
+        unsafe { mem::transmute::<__m128i, [F16; HALVES]>(narrow) }
     }
 }
 
@@ -71,6 +115,7 @@ impl Fused for Portable {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::{Simd, simd::Kernel};
     use proptest::prelude::*;
 
     proptest! {
@@ -85,6 +130,32 @@ mod tests {
             let (expected, got) = (a.mul_add(b, c), Portable::fma(a, b, c));
             prop_assert!(expected.to_bits() == got.to_bits() || (expected.is_nan() && got.is_nan()),
                 "{a:e} * {b:e} + {c:e}: {expected:e} against {got:e}");
+        }
+    }
+
+    /// Converts by each instruction set.
+    struct Both<'a>(&'a [F16; HALVES], &'a [f32; HALVES]);
+
+    impl Kernel for Both<'_> {
+        type Output = ([u32; HALVES], [u16; HALVES]);
+
+        #[inline(always)]
+        fn run<F: Fused>(self) -> Self::Output {
+            (F::widen(self.0).map(f32::to_bits), F::narrow(self.1).map(|half| half.0))
+        }
+    }
+
+    /// All of fp16; of fp32 all upper halves, each with ends that round down, tie, round up, and say signalling NaN.
+    #[test]
+    fn conversions_give_the_same_bits_everywhere() {
+        const LOWER: [u32; HALVES] = [0, 1, 0x0FFF, 0x1000, 0x1001, 0x2000, 0xF000, 0xFFFF];
+        for upper in 0..=u16::MAX {
+            let halves = std::array::from_fn(|i| F16(upper.wrapping_add(u16::try_from(i).unwrap_or(0))));
+            let floats = LOWER.map(|lower| f32::from_bits(u32::from(upper) << 16 | lower));
+            let wanted = (halves.map(|half| half.to_f32().to_bits()), floats.map(|value| F16::from_f32(value).0));
+            for simd in Simd::available() {
+                assert_eq!(simd.run(Both(&halves, &floats)), wanted, "{simd:?} {upper:#x}");
+            }
         }
     }
 
