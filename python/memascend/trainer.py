@@ -180,12 +180,9 @@ class Offload(Callback):
 
     There the Trainer itself makes model and optimizer ready (`fsdp="full_shard"`, `fsdp_config={"fsdp_version": 2}`),
     so that they can be offloaded only when it begins to train, which this does. Its log gets what `Callback` gives.
-
-    Attributes:
-        optimizer: what `memascend.offload()` returned, once the training has begun.
     """
 
-    optimizer: OffloadedOptimizer
+    optimizer: OffloadedOptimizer  # what `memascend.offload()` returned, once the training has begun
 
     def __init__(self, **options: Any) -> None:
         """`options` are those of `memascend.offload()`."""

@@ -27,18 +27,12 @@ UPDATES = "updates"
 
 @dataclass(frozen=True)
 class Content:
-    """What a checkpoint has of one entry.
-
-    Attributes:
-        name: its name.
-        values: on meta.
-        state: on meta, by name.
-        order: its dimensions from the largest stride to the smallest, where blocks of its state are not row by row.
-    """
+    """What a checkpoint has of one entry."""
 
     name: str
-    values: torch.Tensor
-    state: dict[str, torch.Tensor]
+    values: torch.Tensor  # on meta
+    state: dict[str, torch.Tensor]  # on meta, by name
+    # Its dimensions from the largest stride to the smallest, where blocks of its state are not row by row.
     order: list[int] | None = None
 
 

@@ -22,19 +22,12 @@ __all__ = ["Divided", "FirstValue", "ModelValues", "ValueSource", "as_laid"]
 
 
 class FirstValue(NamedTuple):
-    """The first values of a parameter.
-
-    Attributes:
-        name: its name.
-        values: as they are stored.
-        state: of the optimizer, what there is.
-        step: how many updates made it.
-    """
+    """The first values of a parameter."""
 
     name: str
-    values: torch.Tensor
-    state: dict[str, torch.Tensor]
-    step: int
+    values: torch.Tensor  # as they are stored
+    state: dict[str, torch.Tensor]  # of the optimizer, what there is
+    step: int  # how many updates made it
 
 
 class ValueSource(Protocol):
@@ -60,17 +53,11 @@ class ValueSource(Protocol):
 
 
 class Divided(NamedTuple):
-    """What a model is made of whose parameters ranks share.
+    """What a model is made of whose parameters ranks share."""
 
-    Attributes:
-        partition: what this rank has.
-        named: the model's own parameters, by name.
-        units: those, whole.
-    """
-
-    partition: Partition
-    named: Mapping[str, torch.nn.Parameter]
-    units: Sequence[Unit]
+    partition: Partition  # what this rank has
+    named: Mapping[str, torch.nn.Parameter]  # the model's own parameters, by name
+    units: Sequence[Unit]  # those, whole
 
 
 class ModelValues:

@@ -15,17 +15,12 @@ __all__ = ["Matched", "Names"]
 
 @dataclass(frozen=True)
 class Matched:
-    """How the names of files match.
+    """How the names of files match."""
 
-    Attributes:
-        of: by the model's first name of a tensor, the names in the files that are meant; that first name before others.
-        unexpected: names in the files that the model has nothing for.
-        named: by the names in the files, those that the model has for the same, first or tied.
-    """
-
+    # By the model's first name of a tensor, the names in the files that are meant; that first name before others.
     of: dict[str, list[str]]
-    unexpected: list[str]
-    named: dict[str, str]
+    unexpected: list[str]  # names in the files that the model has nothing for
+    named: dict[str, str]  # by the names in the files, those that the model has for the same, first or tied
 
 
 class Names:

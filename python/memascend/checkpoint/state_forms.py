@@ -25,17 +25,11 @@ _BLOCK = 256
 
 @dataclass(frozen=True)
 class StateForm:
-    """How a checkpoint holds the state of one parameter.
+    """How a checkpoint holds the state of one parameter."""
 
-    Attributes:
-        moments: the names of its moments.
-        width: "" for float32, "bf16" or "8bit".
-        master: whether a float32 master stands beside them.
-    """
-
-    moments: frozenset[str]
-    width: str
-    master: bool
+    moments: frozenset[str]  # the names of its moments
+    width: str  # "" for float32, "bf16" or "8bit"
+    master: bool  # whether a float32 master stands beside them
 
     def decoded(self, values: torch.Tensor, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The same state in float32; without a master where there is none."""

@@ -78,17 +78,12 @@ def adam_options(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> 
 
 
 class Given(NamedTuple):
-    """What an update is told of its gradient.
+    """What an update is told of its gradient."""
 
-    Attributes:
-        gradient: in place of the chunks': all of the parameter's. A sparse one needs `whole=True`.
-        factors: each multiplies the gradient in the gradient's own type, in this order.
-        grad_scale: multiplies the gradient after that, in the type that the update computes in.
-    """
-
+    # In place of the chunks': all of the parameter's. A sparse one needs `whole=True`.
     gradient: torch.Tensor | None = None
-    factors: tuple[float, ...] = ()
-    grad_scale: float = 1.0
+    factors: tuple[float, ...] = ()  # each multiplies the gradient in the gradient's own type, in this order
+    grad_scale: float = 1.0  # multiplies the gradient after that, in the type that the update computes in
 
 
 _AS_IT_COMES = Given()

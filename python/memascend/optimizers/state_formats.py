@@ -51,20 +51,14 @@ def options_of_formats(formats: Iterable[str | None]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class StateFormats:
-    """What the options of `offload()` say of formats.
+    """What the options of `offload()` say of formats."""
 
-    Attributes:
-        state: in how many bits moments are kept; None: as the optimizer has them.
-        stochastic: 16-bit parameters have no masters, and are rounded stochastically.
-        seed: of what is rounded stochastically.
-        whole: the ids of parameters that keep 32 bits where others have 8: embeddings.
-        elements: by the ids of parameters that are rows of others, how many those have in all.
-    """
-
+    # In how many bits moments are kept; None: as the optimizer has them.
     state: Literal["fp32", "bf16", "8bit"] | None = None
-    stochastic: bool = False
-    seed: int = 0
-    whole: frozenset[int] = frozenset()
+    stochastic: bool = False  # 16-bit parameters have no masters, and are rounded stochastically
+    seed: int = 0  # of what is rounded stochastically
+    whole: frozenset[int] = frozenset()  # the ids of parameters that keep 32 bits where others have 8: embeddings
+    # By the ids of parameters that are rows of others, how many those have in all.
     elements: Mapping[int, int] = field(default_factory=dict)
 
     def of(self, optimizer: torch.optim.Optimizer, master_dtype: torch.dtype | None) -> dict[int, str]:

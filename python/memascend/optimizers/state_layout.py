@@ -25,30 +25,20 @@ _MASTER = "master"
 
 @dataclass(frozen=True, kw_only=True)
 class StateLayout:
-    """What an optimizer keeps for one parameter.
+    """What an optimizer keeps for one parameter."""
 
-    Attributes:
-        tensors: its state by torch's names, on "meta", what has the parameter's shape laid out as that is; scalars are
-            0-dim, and "master" is ours.
-        numbers: the names among them that are Python's numbers in torch's state, and of which type.
-        parted: names in torch's state that are tensors of a subclass: `tensors` has the parts that they are made of.
-        shape: the parameter's.
-        stride: the parameter's, in elements, as its bytes are laid out.
-        dtype: what the update computes in: the master's where there is one.
-        master: whether it has a master, which the values are rounded from.
-        whole: whether an update needs all of the parameter at once.
-        attributes: what users wrote on the parameter.
-    """
-
+    # Its state by torch's names, on "meta", what has the parameter's shape laid out as that is; scalars are 0-dim, and
+    # "master" is ours.
     tensors: dict[str, torch.Tensor]
-    numbers: dict[str, type]
+    numbers: dict[str, type]  # the names among them that are Python's numbers in torch's state, and of which type
+    # Names in torch's state that are tensors of a subclass: `tensors` has the parts that they are made of.
     parted: dict[str, TensorParts]
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    master: bool
-    whole: bool
-    attributes: Mapping[str, Any] = field(default_factory=dict)
+    shape: torch.Size  # the parameter's
+    stride: tuple[int, ...]  # the parameter's, in elements, as its bytes are laid out
+    dtype: torch.dtype  # what the update computes in: the master's where there is one
+    master: bool  # whether it has a master, which the values are rounded from
+    whole: bool  # whether an update needs all of the parameter at once
+    attributes: Mapping[str, Any] = field(default_factory=dict)  # what users wrote on the parameter
 
     @property
     def names(self) -> list[str]:

@@ -18,21 +18,13 @@ __all__ = ["TensorParts", "parts_of"]
 
 @dataclass(frozen=True)
 class TensorParts:
-    """How a tensor subclass is made of others.
+    """How a tensor subclass is made of others."""
 
-    Attributes:
-        kind: its class.
-        context: what the class needs beside the parts.
-        size: its own shape.
-        stride: its own strides.
-        parts: by name; those of a part that is of a subclass itself, else None.
-    """
-
-    kind: Any
-    context: Any
-    size: torch.Size
-    stride: tuple[int, ...]
-    parts: dict[str, TensorParts | None]
+    kind: Any  # its class
+    context: Any  # what the class needs beside the parts
+    size: torch.Size  # its own shape
+    stride: tuple[int, ...]  # its own strides
+    parts: dict[str, TensorParts | None]  # by name; those of a part that is of a subclass itself, else None
 
     def fits(self, value: Any) -> bool:
         """Whether a value is made in the same way, so that it can be put together from its parts."""

@@ -29,16 +29,11 @@ _DAY_SECONDS = 86_400
 
 @dataclass(frozen=True, kw_only=True)
 class Drive:
-    """How fast storage is, all devices together, in bytes a second.
+    """How fast storage is, all devices together, in bytes a second."""
 
-    Attributes:
-        read: where nothing is written.
-        write: where nothing is read.
-        mixed: both in turn, counted together; None: as if reads and writes took turns at their own speeds.
-    """
-
-    read: float
-    write: float
+    read: float  # where nothing is written
+    write: float  # where nothing is read
+    # Both in turn, counted together; None: as if reads and writes took turns at their own speeds.
     mixed: float | None = None
 
     def seconds(self, read_bytes: float, written_bytes: float) -> float:
@@ -53,40 +48,25 @@ class Drive:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What the model computes for one backward, in seconds of the device that computes.
+    """What the model computes for one backward, in seconds of the device that computes."""
 
-    Attributes:
-        forward: of the forward.
-        backward: of the backward, with what it recomputes.
-        backwards: that make one step.
-        exchanged: seconds of the network in a forward and in a backward, where several ranks share the model.
-    """
-
-    forward: float
-    backward: float
-    backwards: int = 1
+    forward: float  # of the forward
+    backward: float  # of the backward, with what it recomputes
+    backwards: int = 1  # that make one step
+    # Seconds of the network in a forward and in a backward, where several ranks share the model.
     exchanged: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """What the processors do beside the model, in seconds of one of them.
+    """What the processors do beside the model, in seconds of one of them."""
 
-    Attributes:
-        update: the arithmetic of a step.
-        check: the checksum of a byte that is read or written.
-        threads: that share the update of what streams.
-        held_threads: that share the update of what is held; None: as many.
-        shared: whether the model computes on the same processors: what the update takes is taken from it.
-        link: bytes a second between host and device, each way; None where the host computes.
-    """
-
-    update: float
-    check: float
-    threads: int
-    shared: bool
-    link: float | None = None
-    held_threads: int | None = None
+    update: float  # the arithmetic of a step
+    check: float  # the checksum of a byte that is read or written
+    threads: int  # that share the update of what streams
+    shared: bool  # whether the model computes on the same processors: what the update takes is taken from it
+    link: float | None = None  # bytes a second between host and device, each way; None where the host computes
+    held_threads: int | None = None  # that share the update of what is held; None: as many
 
 
 # One thread's seconds for AdamW on a parameter and for the checksum of a byte, where nobody measured them. Measured on
@@ -111,15 +91,10 @@ def assumed_host(link: float | None, *, threads: int = 1, shared: bool = False) 
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """A part of a step, whose parts run beside each other: it takes as long as the longest of them.
+    """A part of a step, whose parts run beside each other: it takes as long as the longest of them."""
 
-    Attributes:
-        name: forward, backward, or update where gradients wait for all others.
-        parts: seconds by what they are spent on: compute, PCIe, disk, update, network.
-    """
-
-    name: str
-    parts: Mapping[str, float]
+    name: str  # forward, backward, or update where gradients wait for all others
+    parts: Mapping[str, float]  # seconds by what they are spent on: compute, PCIe, disk, update, network
 
     @property
     def seconds(self) -> float:

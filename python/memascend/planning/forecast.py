@@ -17,17 +17,11 @@ __all__ = ["Forecast", "forecast", "said"]
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """Seconds of a step.
+    """Seconds of a step."""
 
-    Attributes:
-        now: with the plan as it is.
-        without: with nothing held.
-        larger: by larger budgets, those of the plan.
-    """
-
-    now: float
-    without: float
-    larger: Mapping[int, float]
+    now: float  # with the plan as it is
+    without: float  # with nothing held
+    larger: Mapping[int, float]  # by larger budgets, those of the plan
 
 
 def forecast(plan: Plan, reckon: Callable[[Plan], float | None]) -> Forecast | None:

@@ -20,27 +20,16 @@ _WRITTEN_BYTES = 100 * 10**12
 
 @dataclass(frozen=True, kw_only=True)
 class FormatCost:
-    """What a step costs with state in one format.
+    """What a step costs with state in one format."""
 
-    Attributes:
-        state: the format, as the option of `offload()` has it.
-        bytes_per_parameter: moved in a step.
-        disk_seconds: that the disk takes for a step; None where that is not known.
-        step_seconds: that a step takes; None where that is not known.
-        steps_per_100_tb: how many steps write 100 TB.
-        disk_bytes: of the store.
-        log_bytes: of the log of gradients behind it.
-        held: the part of the parameters whose state stays in memory with the budget.
-    """
-
-    state: str
-    bytes_per_parameter: float
-    disk_seconds: float | None
-    step_seconds: float | None
-    steps_per_100_tb: int
-    disk_bytes: int
-    log_bytes: int
-    held: float
+    state: str  # the format, as the option of `offload()` has it
+    bytes_per_parameter: float  # moved in a step
+    disk_seconds: float | None  # that the disk takes for a step; None where that is not known
+    step_seconds: float | None  # that a step takes; None where that is not known
+    steps_per_100_tb: int  # how many steps write 100 TB
+    disk_bytes: int  # of the store
+    log_bytes: int  # of the log of gradients behind it
+    held: float  # the part of the parameters whose state stays in memory with the budget
 
 
 def cost_of_format(

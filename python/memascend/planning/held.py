@@ -15,26 +15,18 @@ __all__ = ["NOTHING", "Held", "choose_held"]
 
 @dataclass(frozen=True)
 class Held:
-    """Entries whose values and state stay in host memory: they are read once, and their gradients wait there.
+    """Entries whose values and state stay in host memory: they are read once, and their gradients wait there."""
 
-    Attributes:
-        names: of the entries.
-        nbytes: what their values and state take.
-        gradients: what their gradients take that wait for `step()`.
-        units: those of which all values are held: they are computed with where they lie, and need no slot.
-        values: by unit, bytes of values that are not read to compute with.
-        update: bytes of values that are not read for an update.
-        state: bytes of state that are not read for one.
-        logged: names of those whose gradients go to the log; beside it bytes of their values, state and gradients.
-    """
-
-    names: tuple[str, ...] = ()
-    nbytes: int = 0
-    gradients: int = 0
+    names: tuple[str, ...] = ()  # of the entries
+    nbytes: int = 0  # what their values and state take
+    gradients: int = 0  # what their gradients take that wait for `step()`
+    # Those of which all values are held: they are computed with where they lie, and need no slot.
     units: frozenset[str] = frozenset()
+    # By unit, bytes of values that are not read to compute with.
     values: Mapping[str, int] = field(default_factory=dict)
-    update: int = 0
-    state: int = 0
+    update: int = 0  # bytes of values that are not read for an update
+    state: int = 0  # bytes of state that are not read for one
+    # Names of those whose gradients go to the log; beside it bytes of their values, state and gradients.
     logged: tuple[str, ...] = ()
     logged_bytes: tuple[int, int, int] = (0, 0, 0)
 

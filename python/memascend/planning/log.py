@@ -19,21 +19,14 @@ _SHARE = 2
 
 @dataclass(frozen=True, eq=False)
 class Log:
-    """What a log of gradients could be.
+    """What a log of gradients could be."""
 
-    Attributes:
-        names: of the entries whose updates can be replayed.
-        nbytes: what it takes for some of these, by the number of its steps, from 1 on.
-        asked: how many steps; None: as many as are good.
-        room: bytes that there are for it; None where nobody knows.
-        shares: that room is others', too.
-    """
-
-    names: Collection[str]
+    names: Collection[str]  # of the entries whose updates can be replayed
+    # What it takes for some of these, by the number of its steps, from 1 on.
     nbytes: Callable[[Sequence[str], int], int]
-    asked: int | None = None
-    room: int | None = None
-    shares: bool = True
+    asked: int | None = None  # how many steps; None: as many as are good
+    room: int | None = None  # bytes that there are for it; None where nobody knows
+    shares: bool = True  # that room is others', too
 
     def wanted(self, names: Sequence[str]) -> int:
         """How many steps it would keep of these entries if there was room."""

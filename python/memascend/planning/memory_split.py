@@ -24,25 +24,15 @@ __all__ = ["MemoryPlanner", "MemorySplit", "Reads"]
 
 @dataclass(frozen=True)
 class MemorySplit:
-    """One way to divide memory.
+    """One way to divide memory."""
 
-    Attributes:
-        window: units that follow each other and are in memory at once.
-        chunks: of the update.
-        queue_bytes: of gradients that wait.
-        classes: of the arena that holds the units, as {bytes: count}.
-        host: host memory by owner.
-        device: memory of the device by owner; empty where the host computes.
-        activation_groups: further groups of chunks for activations.
-    """
-
-    window: int
-    chunks: int
-    queue_bytes: int
-    classes: dict[int, int]
-    host: dict[str, int]
-    device: dict[str, int]
-    activation_groups: int = 0
+    window: int  # units that follow each other and are in memory at once
+    chunks: int  # of the update
+    queue_bytes: int  # of gradients that wait
+    classes: dict[int, int]  # of the arena that holds the units, as {bytes: count}
+    host: dict[str, int]  # host memory by owner
+    device: dict[str, int]  # memory of the device by owner; empty where the host computes
+    activation_groups: int = 0  # further groups of chunks for activations
 
     def with_activations(self, groups: int, group_bytes: int) -> MemorySplit:
         """The same with so many groups of chunks for activations."""

@@ -9,19 +9,13 @@ __all__ = ["Network"]
 
 @dataclass(frozen=True)
 class Network:
-    """What one rank receives of the others, and sends to them, for one forward and backward, in bytes.
+    """What one rank receives of the others, and sends to them, for one forward and backward, in bytes."""
 
-    Attributes:
-        forward: values that are gathered for the forward.
-        backward: values that are gathered once more; what belongs to no block stays from the forward.
-        gradients: parts of gradients.
-        gathered: whole parameters and gradients that torch holds at once: what belongs to no block, two blocks of
-            values, and the gradients of one with the parts that were received.
-    """
-
-    forward: int
-    backward: int
-    gradients: int
+    forward: int  # values that are gathered for the forward
+    backward: int  # values that are gathered once more; what belongs to no block stays from the forward
+    gradients: int  # parts of gradients
+    # Whole parameters and gradients that torch holds at once: what belongs to no block, two blocks of values, and the
+    # gradients of one with the parts that were received.
     gathered: int
 
     @property

@@ -13,17 +13,11 @@ __all__ = ["Traffic", "with_log"]
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a step moves.
+    """What a step moves."""
 
-    Attributes:
-        read: bytes by kind.
-        written: bytes by kind.
-        held: the part of what is trained that is held: it is updated in `step()`, and not as it streams.
-    """
-
-    read: dict[str, int]
-    written: dict[str, int]
-    held: float = 0.0
+    read: dict[str, int]  # bytes by kind
+    written: dict[str, int]  # bytes by kind
+    held: float = 0.0  # the part of what is trained that is held: it is updated in `step()`, and not as it streams
 
     @property
     def total(self) -> int:

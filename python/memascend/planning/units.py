@@ -25,33 +25,22 @@ _REST_PART = 4
 
 @dataclass(frozen=True)
 class Unit:
-    """The parameters that are read and evicted together.
+    """The parameters that are read and evicted together."""
 
-    Attributes:
-        name: its name, which no other unit has; a module's where it is one.
-        parameters: their names as `model.named_parameters()` gives them, each tied one once.
-        nbytes: bytes of their values, each padded to whole pages.
-        module: the module whose call binds all of it; None where its modules bind by themselves.
-        pinned: small, and bound while others are: kept resident.
-        again: the units after which it is used once more, being tied to what follows there (an embedding that is the
-            head, too, is used after the last block).
-        around: the units that are bound around it, where it is used first: a module's call binds what it owns until it
-            returns, and others are called in it.
-        around_again: those that are bound around it where it is used again.
-        frozen_bytes: how many of `nbytes` no step changes.
-        elements: of all its parameters.
-    """
-
-    name: str
-    parameters: tuple[str, ...]
-    nbytes: int
-    module: str | None
-    pinned: bool
+    name: str  # its name, which no other unit has; a module's where it is one
+    parameters: tuple[str, ...]  # their names as `model.named_parameters()` gives them, each tied one once
+    nbytes: int  # bytes of their values, each padded to whole pages
+    module: str | None  # the module whose call binds all of it; None where its modules bind by themselves
+    pinned: bool  # small, and bound while others are: kept resident
+    # The units after which it is used once more, being tied to what follows there (an embedding that is the head, too,
+    # is used after the last block).
     again: tuple[str, ...] = ()
+    # The units that are bound around it, where it is used first: a module's call binds what it owns until it returns,
+    # and others are called in it.
     around: tuple[str, ...] = ()
-    around_again: tuple[str, ...] = ()
-    frozen_bytes: int = 0
-    elements: int = 0
+    around_again: tuple[str, ...] = ()  # those that are bound around it where it is used again
+    frozen_bytes: int = 0  # how many of `nbytes` no step changes
+    elements: int = 0  # of all its parameters
 
 
 def find_units(

@@ -47,48 +47,29 @@ class Memory(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Listener:
-    """Who hears of what is done with units.
+    """Who hears of what is done with units."""
 
-    Attributes:
-        borrowed: parameters are touched outside of their modules.
-        used: the use of a unit has ended.
-    """
-
-    borrowed: Callable[[Iterable[Place]], None]
-    used: Callable[[], None]
+    borrowed: Callable[[Iterable[Place]], None]  # parameters are touched outside of their modules
+    used: Callable[[], None]  # the use of a unit has ended
 
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """What the run does now.
+    """What the run does now."""
 
-    Attributes:
-        busy: updates are under way, which may hold units until they are done.
-        computes: this thread is inside of the model's forward.
-        updates: an update has begun of a step that is not committed.
-    """
-
-    busy: Callable[[], bool]
-    computes: Callable[[], bool]
-    updates: Callable[[], bool]
+    busy: Callable[[], bool]  # updates are under way, which may hold units until they are done
+    computes: Callable[[], bool]  # this thread is inside of the model's forward
+    updates: Callable[[], bool]  # an update has begun of a step that is not committed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What the plan lets units have.
+    """What the plan lets units have."""
 
-    Attributes:
-        lookahead: how many units ahead of the one in use are fetched.
-        slots: the arena's classes, {bytes: count}.
-        option: what the user sets the budget by.
-        larger: a budget that has more room, where a unit of so many bytes finds none.
-        add: takes memory for one more unit of so many bytes, and tells how many; None where a budget was given.
-        whole: the one with which embeddings are whole in memory.
-    """
-
-    lookahead: int
-    slots: dict[int, int]
-    option: str
-    larger: Callable[[int], int]
+    lookahead: int  # how many units ahead of the one in use are fetched
+    slots: dict[int, int]  # the arena's classes, {bytes: count}
+    option: str  # what the user sets the budget by
+    larger: Callable[[int], int]  # a budget that has more room, where a unit of so many bytes finds none
+    # Takes memory for one more unit of so many bytes, and tells how many; None where a budget was given.
     add: Callable[[int], int] | None
-    whole: int
+    whole: int  # the one with which embeddings are whole in memory

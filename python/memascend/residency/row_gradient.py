@@ -28,17 +28,11 @@ _SPAN = 1 << 16
 
 
 class Term(NamedTuple):
-    """What one look-up adds.
+    """What one look-up adds."""
 
-    Attributes:
-        result: the gradient of what it gave, a row for each position.
-        rows: the rows that it named, in their order; those of padding are left out.
-        positions: where each of them was named, in the order of the positions for the same row.
-    """
-
-    result: torch.Tensor
-    rows: torch.Tensor
-    positions: torch.Tensor
+    result: torch.Tensor  # the gradient of what it gave, a row for each position
+    rows: torch.Tensor  # the rows that it named, in their order; those of padding are left out
+    positions: torch.Tensor  # where each of them was named, in the order of the positions for the same row
 
     @classmethod
     def of(cls, gradient: torch.Tensor, indices: torch.Tensor, padding: int) -> Term:

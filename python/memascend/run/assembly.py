@@ -60,19 +60,12 @@ __all__ = ["Assembly"]
 
 @dataclass(frozen=True)
 class Assembly:
-    """What a run is made of. Nothing of the model has changed before `run`.
+    """What a run is made of. Nothing of the model has changed before `run`."""
 
-    Attributes:
-        subject: model and optimizer.
-        decision: units and plan.
-        resources: store, engine and memory.
-        scratch: where copies of the weights go.
-    """
-
-    subject: Subject
-    decision: Decision
-    resources: Resources
-    scratch: Path | None
+    subject: Subject  # model and optimizer
+    decision: Decision  # units and plan
+    resources: Resources  # store, engine and memory
+    scratch: Path | None  # where copies of the weights go
 
     def run(self) -> tuple[Session, OffloadedOptimizer]:
         """Let the parameters go, and hand out the optimizer that has charge of them."""

@@ -20,17 +20,11 @@ __all__ = ["Loads"]
 
 @dataclass
 class _Load:
-    """One call of a model's `load_state_dict()`.
+    """One call of a model's `load_state_dict()`."""
 
-    Attributes:
-        errors: torch's list of what did not fit; where it is not empty, the call has raised.
-        buffers: the values that persistent buffers had before.
-        staged: the parameters that get other values.
-    """
-
-    errors: Sequence[str]
-    buffers: Mapping[str, torch.Tensor]
-    staged: list[str] = field(default_factory=list)
+    errors: Sequence[str]  # torch's list of what did not fit; where it is not empty, the call has raised
+    buffers: Mapping[str, torch.Tensor]  # the values that persistent buffers had before
+    staged: list[str] = field(default_factory=list)  # the parameters that get other values
 
 
 class Loads:

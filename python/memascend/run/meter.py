@@ -16,21 +16,13 @@ _SAMPLES_MAX = 4096
 
 
 class Sample(NamedTuple):
-    """What was held at one moment.
+    """What was held at one moment."""
 
-    Attributes:
-        seconds: since the step began.
-        units: bytes of the arena that were lent.
-        gradients: bytes of gradients that were held.
-        arrived: bytes of all gradients of the step so far, which training in memory holds.
-        waiting: bytes of gradients of held parameters that waited for `step()`.
-    """
-
-    seconds: float
-    units: int
-    gradients: int
-    arrived: int
-    waiting: int
+    seconds: float  # since the step began
+    units: int  # bytes of the arena that were lent
+    gradients: int  # bytes of gradients that were held
+    arrived: int  # bytes of all gradients of the step so far, which training in memory holds
+    waiting: int  # bytes of gradients of held parameters that waited for `step()`
 
 
 class Meter:

@@ -22,21 +22,13 @@ __all__ = ["Run"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Run:
-    """What a model and its optimizer became.
+    """What a model and its optimizer became."""
 
-    Attributes:
-        resources: store, engine and memory.
-        residency: the parameters.
-        frames: the modules that are being computed.
-        gradients: of the parameters that are trained.
-        record: what is committed beside parameters.
-    """
-
-    resources: Resources
-    residency: Residency
-    frames: Frames
-    gradients: Gradients
-    record: Record
+    resources: Resources  # store, engine and memory
+    residency: Residency  # the parameters
+    frames: Frames  # the modules that are being computed
+    gradients: Gradients  # of the parameters that are trained
+    record: Record  # what is committed beside parameters
 
     def require_open(self) -> None:
         """Refuse what comes after close(); end what an interrupt left open."""

@@ -30,19 +30,12 @@ _STEP = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """One kernel next to one peer.
+    """One kernel next to one peer."""
 
-    Attributes:
-        name: the kernel and its types.
-        peer: what it is held against.
-        seconds: of one call of each, medians of interleaved rounds.
-        extra: bytes that a call holds at its peak, beside its arguments.
-    """
-
-    name: str
-    peer: str
-    seconds: tuple[float, float]
-    extra: tuple[int, int]
+    name: str  # the kernel and its types
+    peer: str  # what it is held against
+    seconds: tuple[float, float]  # of one call of each, medians of interleaved rounds
+    extra: tuple[int, int]  # bytes that a call holds at its peak, beside its arguments
 
     @property
     def ratio(self) -> float:

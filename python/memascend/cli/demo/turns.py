@@ -18,25 +18,15 @@ __all__ = ["Settings", "Side"]
 
 @dataclass(frozen=True)
 class Settings:
-    """What to train, and where.
+    """What to train, and where."""
 
-    Attributes:
-        layers: blocks of the model.
-        width: of its layers.
-        rows: pieces of text in a step.
-        length: bytes in each.
-        storage: a folder; None trains in memory.
-        picture: a file for the picture of the report.
-        host_memory: the budget of the offloaded training; None: the smallest that is fast.
-    """
-
-    layers: int
-    width: int
-    rows: int
-    length: int
-    storage: str | None
-    picture: str | None
-    host_memory: str | None = None
+    layers: int  # blocks of the model
+    width: int  # of its layers
+    rows: int  # pieces of text in a step
+    length: int  # bytes in each
+    storage: str | None  # a folder; None trains in memory
+    picture: str | None  # a file for the picture of the report
+    host_memory: str | None = None  # the budget of the offloaded training; None: the smallest that is fast
 
 
 class Side(Closing):

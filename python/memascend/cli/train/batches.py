@@ -67,23 +67,14 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class Batches:
-    """Which sequences each step learns from.
+    """Which sequences each step learns from."""
 
-    Attributes:
-        sequences: all of them.
-        batch: how many are computed at once.
-        accumulate: batches of a step; an epoch's last step has what is left.
-        epochs: passes, the last one perhaps not whole.
-        seed: of the order.
-        padding: the token that shorter rows end with.
-    """
-
-    sequences: Sequences
-    batch: int
-    accumulate: int
-    epochs: float
-    seed: int
-    padding: int
+    sequences: Sequences  # all of them
+    batch: int  # how many are computed at once
+    accumulate: int  # batches of a step; an epoch's last step has what is left
+    epochs: float  # passes, the last one perhaps not whole
+    seed: int  # of the order
+    padding: int  # the token that shorter rows end with
 
     @property
     def steps_of_epoch(self) -> int:

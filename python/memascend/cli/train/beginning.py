@@ -29,36 +29,22 @@ _ANEW = (
 
 @dataclass(frozen=True, kw_only=True)
 class Beginning:
-    """What to do.
+    """What to do."""
 
-    Attributes:
-        existing: for `offload()`; None where there is nothing left to do.
-        next_step: the data's, counted from 0.
-    """
-
-    existing: Literal["refuse", "replace", "resume"] | None
-    next_step: int = 0
+    existing: Literal["refuse", "replace", "resume"] | None  # for `offload()`; None where there is nothing left to do
+    next_step: int = 0  # the data's, counted from 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Found:
-    """What a store says.
+    """What a store says."""
 
-    Attributes:
-        uuid: which store it is.
-        run: which run's, where it was trained. Another number of ranks has other stores of the same run.
-        output: its folder.
-        step: committed.
-        next_step: the data's.
-        used: whether anybody left something of his own in it.
-    """
-
-    uuid: str
-    run: str | None
-    output: str | None
-    step: int
-    next_step: int
-    used: bool
+    uuid: str  # which store it is
+    run: str | None  # which run's, where it was trained. Another number of ranks has other stores of the same run.
+    output: str | None  # its folder
+    step: int  # committed
+    next_step: int  # the data's
+    used: bool  # whether anybody left something of his own in it
 
     def is_of(self, record: Record) -> bool:
         return record.store in (self.uuid, self.run)

@@ -17,37 +17,21 @@ __all__ = ["Display", "Step", "open_display", "time_shown"]
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What is told of a step.
+    """What is told of a step."""
 
-    Attributes:
-        step: its number, from 1.
-        steps: of the run.
-        epoch: passes over the data so far.
-        loss: the mean over the tokens that are learnt.
-        grad_norm: of all gradients, before clipping; None where the step was skipped.
-        lr: the learning rate.
-        tokens: computed, without padding.
-        seconds: that the step took.
-        tokens_per_second: over the last steps.
-        read_bytes: from storage.
-        written_bytes: to storage.
-        seconds_left: to the end of the run, at the speed of the last steps.
-        skipped: whether gradients overflowed, so that nothing was learnt.
-    """
-
-    step: int
-    steps: int
-    epoch: float
-    loss: float
-    grad_norm: float | None
-    lr: float
-    tokens: int
-    seconds: float
-    tokens_per_second: float
-    read_bytes: int
-    written_bytes: int
-    seconds_left: float
-    skipped: bool = False
+    step: int  # its number, from 1
+    steps: int  # of the run
+    epoch: float  # passes over the data so far
+    loss: float  # the mean over the tokens that are learnt
+    grad_norm: float | None  # of all gradients, before clipping; None where the step was skipped
+    lr: float  # the learning rate
+    tokens: int  # computed, without padding
+    seconds: float  # that the step took
+    tokens_per_second: float  # over the last steps
+    read_bytes: int  # from storage
+    written_bytes: int  # to storage
+    seconds_left: float  # to the end of the run, at the speed of the last steps
+    skipped: bool = False  # whether gradients overflowed, so that nothing was learnt
 
     def figures(self) -> str:
         """In a few words."""

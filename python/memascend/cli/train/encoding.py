@@ -52,17 +52,11 @@ class Counts:
 
 @dataclass
 class Encoder:
-    """A tokenizer, and how long sequences may be.
+    """A tokenizer, and how long sequences may be."""
 
-    Attributes:
-        tokenizer: of transformers, with offsets.
-        max_length: tokens of a sequence, at most.
-        began: the time that chat templates are told.
-    """
-
-    tokenizer: Any
-    max_length: int
-    began: dt.datetime
+    tokenizer: Any  # of transformers, with offsets
+    max_length: int  # tokens of a sequence, at most
+    began: dt.datetime  # the time that chat templates are told
     _chat: Chat | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:

@@ -34,35 +34,20 @@ _STEPS_OF_SPEED = 20
 
 @dataclass(kw_only=True)
 class Loop:
-    """A run between two saves and over all of them.
+    """A run between two saves and over all of them."""
 
-    Attributes:
-        described: the offloaded model.
-        optimizer: of it.
-        tokenizer: saved beside the model.
-        output: the folder.
-        batches: of each step.
-        held_out: for the evaluation, where there is one.
-        rate: the learning rate.
-        save_every: steps.
-        seed: of what is random in the model.
-        ranks: who computes which micro-batch of a step.
-        display: for people.
-        reporters: for programs.
-    """
-
-    described: Described
-    optimizer: OffloadedOptimizer
-    tokenizer: Any
-    output: Output
-    batches: Batches
-    held_out: Batches | None
-    rate: Rate
-    save_every: int
-    seed: int
-    ranks: Ranks
-    display: Display
-    reporters: list[Reporter]
+    described: Described  # the offloaded model
+    optimizer: OffloadedOptimizer  # of it
+    tokenizer: Any  # saved beside the model
+    output: Output  # the folder
+    batches: Batches  # of each step
+    held_out: Batches | None  # for the evaluation, where there is one
+    rate: Rate  # the learning rate
+    save_every: int  # steps
+    seed: int  # of what is random in the model
+    ranks: Ranks  # who computes which micro-batch of a step
+    display: Display  # for people
+    reporters: list[Reporter]  # for programs
     _times: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_STEPS_OF_SPEED), init=False)
 
     def run(self, first: int) -> None:

@@ -38,17 +38,11 @@ def require_transformers() -> Any:
 
 @dataclass(frozen=True)
 class Described:
-    """A model without values, and where they come from.
+    """A model without values, and where they come from."""
 
-    Attributes:
-        model: on "meta", but for adapters, which have their first values.
-        weights: for `offload(weights=)`.
-        adapted: whether adapters alone are trained.
-    """
-
-    model: Any
-    weights: str | Callable[[str, torch.Tensor], torch.Tensor]
-    adapted: bool
+    model: Any  # on "meta", but for adapters, which have their first values
+    weights: str | Callable[[str, torch.Tensor], torch.Tensor]  # for `offload(weights=)`
+    adapted: bool  # whether adapters alone are trained
 
     @property
     def trained(self) -> list[torch.nn.Parameter]:

@@ -31,29 +31,17 @@ _RECORD_BYTES_MAX = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What a run is.
+    """What a run is."""
 
-    Attributes:
-        began: when, as ISO 8601 has it.
-        steps: of the whole run.
-        options: by flag, that decide the result.
-        machine: by flag, that do not.
-        digests: of data and model.
-        versions: of what computes.
-        store: which store holds it; None where none was whole yet.
-        saved: the step of the model that is in the folder; None where there is none yet.
-        format: of this record.
-    """
-
-    began: str
-    steps: int
-    options: dict[str, Any]
-    machine: dict[str, Any]
-    digests: dict[str, str]
-    versions: dict[str, str] = field(default_factory=dict)
-    store: str | None = None
-    saved: int | None = None
-    format: int = _FORMAT
+    began: str  # when, as ISO 8601 has it
+    steps: int  # of the whole run
+    options: dict[str, Any]  # by flag, that decide the result
+    machine: dict[str, Any]  # by flag, that do not
+    digests: dict[str, str]  # of data and model
+    versions: dict[str, str] = field(default_factory=dict)  # of what computes
+    store: str | None = None  # which store holds it; None where none was whole yet
+    saved: int | None = None  # the step of the model that is in the folder; None where there is none yet
+    format: int = _FORMAT  # of this record
 
     @property
     def is_finished(self) -> bool:

@@ -10,19 +10,12 @@ __all__ = ["Rate"]
 
 @dataclass(frozen=True, kw_only=True)
 class Rate:
-    """The learning rate over a run.
+    """The learning rate over a run."""
 
-    Attributes:
-        peak: the highest.
-        steps: of the run.
-        warmup: the part of them that warms up.
-        schedule: "linear", "cosine" or "constant" after that.
-    """
-
-    peak: float
-    steps: int
-    warmup: float
-    schedule: str
+    peak: float  # the highest
+    steps: int  # of the run
+    warmup: float  # the part of them that warms up
+    schedule: str  # "linear", "cosine" or "constant" after that
 
     @property
     def warmup_steps(self) -> int:
