@@ -36,7 +36,7 @@ def main() -> None:
     if options.json:
         print(json.dumps(found, indent=1))
         return
-    from memascend.cli.show import table
+    from memascend.formatting import table
 
     for dtype, rows in found.items():
         count = rows[0]["parameters"]

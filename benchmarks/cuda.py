@@ -28,8 +28,8 @@ import memascend
 from benchmarks.train.judge import bound
 from memascend.cli.bench import process
 from memascend.cli.bench.machine import described
-from memascend.cli.show import bytes_shown, table
 from memascend.cli.storage import bandwidth
+from memascend.formatting import bytes_shown, table
 from memascend.planning.options import parse_bytes
 
 if TYPE_CHECKING:

@@ -201,7 +201,7 @@ def _compare(name: str, case: dict[str, Any], ram: dict[str, Any] | None, bandwi
 
 
 def _shown(result: dict[str, Any]) -> str:
-    from memascend.cli.show import table
+    from memascend.formatting import table
 
     rows = []
     for name, case in result["cases"].items():

@@ -17,7 +17,7 @@ from memascend import kernels, memory
 from memascend.cli.bench import process
 from memascend.cli.bench.reservation import reserve
 from memascend.cli.bench.weights import WEIGHT_CASES, weight_cases
-from memascend.cli.show import bytes_shown, seconds_shown, table
+from memascend.formatting import bytes_shown, seconds_shown, table
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.train.search import least, most
-from memascend.cli.show import table
+from memascend.formatting import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.train.cell.systems import SYSTEMS
-from memascend.cli.show import bars, table
+from memascend.cli.show import bars
+from memascend.formatting import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable

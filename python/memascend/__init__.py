@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         TimeoutExpired,
         UsageError,
     )
-    from memascend.planning.plan import Plan
+    from memascend.planning.table import Plan
     from memascend.run.materialized import materialized
     from memascend.run.offloading import offload
     from memascend.run.optimizer import OffloadedOptimizer

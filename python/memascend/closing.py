@@ -5,8 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Self
 
-__all__ = ["Closing"]
-
 
 class Closing:
     """The base of what is closed at the end of its `with` block."""

@@ -6,8 +6,6 @@ from typing import Any
 
 from memascend.errors import ConfigError
 
-__all__ = ["IN_MEMORY", "OURS", "open_pyplot"]
-
 # In every picture: what memascend has, and what the same training has in memory.
 OURS, IN_MEMORY = "#0b6bcb", "#57606a"
 

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["bytes_shown", "listed", "seconds_shown", "table"]
-
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
 # Names of a kind that a message lists.
 _LISTED = 10

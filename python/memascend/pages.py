@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["PAGE_BYTES", "whole_pages"]
-
 PAGE_BYTES = 4096
 
 

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["expanded", "listed"]
-
 _Path = str | os.PathLike[str]
 
 

@@ -13,8 +13,6 @@ from memascend.formatting import bytes_shown
 if TYPE_CHECKING:
     from typing import TextIO
 
-__all__ = ["Progress"]
-
 _WIDTH = 30
 # Work that is done sooner shows nothing, and a terminal is not written to more often than eyes follow.
 _PATIENCE_SECONDS, _REDRAW_SECONDS = 0.5, 0.1

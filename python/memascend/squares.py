@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["Squares", "rounded", "summed", "total"]
-
 # In units of 2^-298, the square of the smallest fp32; or a float that was rounded already, or infinity or NaN.
 Squares = int | float
 

@@ -11,8 +11,8 @@ import memascend
 from memascend.cli import main
 from memascend.cli.demo.screen import Screen
 from memascend.cli.demo.turns import Settings, Side
-from memascend.cli.show import bytes_shown, seconds_shown, table
 from memascend.errors import MemascendError
+from memascend.formatting import bytes_shown, seconds_shown, table
 
 
 def test_doctor_prints_one_screen(capsys):

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from memascend.activations.pool import Piece
     from memascend.device.device import Copy, Device
 
-__all__ = ["CHUNKS", "MORE", "MORE_USUAL", "Activations", "SavedActivation", "open_activations"]
-
 # {bytes: count}. One request of a storage device each, and as many as keep it busy (docs/measurements.md).
 CHUNKS = {1 << 20: 8}
 # Chunks that "host" takes at once where it needs further ones, and how often without a budget: 1 GiB.

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from memascend.activations.scratch_files import Scratch
     from memascend.device.device import Copy, Device
 
-__all__ = ["Chunks"]
-
 _CHANGED = (
     "a checkpointed activation was changed in place before it was copied off the device, which autograd refuses as "
     "well: compute the new value out of place"

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from memascend.activations.scratch_files import ScratchPlace
     from memascend.device.device import Copy
 
-__all__ = ["ActivationChunk", "ChunkPool", "Piece"]
-
 _log = logging.getLogger("memascend")
 
 

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["Scratch", "ScratchPlace"]
-
 # The first file; each later one is as large as all before it, so that there are few.
 _FIRST_BYTES = 64 << 20
 

@@ -12,8 +12,6 @@ from memascend.errors import ConfigError
 if TYPE_CHECKING:
     from memascend.engine import Entry, Store
 
-__all__ = ["Buffers", "move_buffers", "persistent_buffers"]
-
 # Buffers up to this many bytes in all are written with every step; more are only when they were seen to change.
 _ALWAYS_BYTES_MAX = 1 << 20
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     # Takes elements of an entry's values ("") or of a state tensor, from an element on, in their order.
     Put = Callable[[str, str, int, torch.Tensor], object]
 
-__all__ = ["UPDATES", "Content", "Contents", "RankContents", "StoreContents", "WeightContents"]
-
 # The count of updates, which stands among the state of a parameter that is trained.
 UPDATES = "updates"
 

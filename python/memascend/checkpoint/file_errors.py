@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-__all__ = ["file_errors"]
-
 
 @contextmanager
 def file_errors(path: Path, what: str) -> Iterator[None]:

@@ -9,7 +9,8 @@ import torch
 from memascend.checkpoint.initialisation import Initialiser
 from memascend.checkpoint.names import Names
 from memascend.ranks.rows import Partition
-from memascend.residency.placeholder import dense_strides, laid_out
+from memascend.residency.away import dense_strides
+from memascend.residency.placeholder import laid_out
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
     from memascend.checkpoint.weights import Weights
     from memascend.optimizers.update_rule import Arithmetic
     from memascend.planning.units import Unit
-
-__all__ = ["Divided", "FirstValue", "ModelValues", "ValueSource", "as_laid"]
 
 
 class FirstValue(NamedTuple):

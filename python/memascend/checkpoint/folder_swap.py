@@ -16,8 +16,6 @@ from memascend.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["is_empty", "new_folder", "put_in_place", "sync"]
-
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _MARK = ".memascend-saving"

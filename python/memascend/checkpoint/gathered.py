@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from memascend.ranks.line import Line
     from memascend.ranks.rows import Rows
 
-__all__ = ["GatheredContents", "send_contents"]
-
 
 class GatheredContents:
     """The contents of all ranks' stores, as the first one has them: whole parameters, and its own buffers.

@@ -16,8 +16,6 @@ from memascend.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["WeightTensor", "convert_names", "misread_names"]
-
 # What transformers does to experts that a model has as one parameter, and to several such that it has as one.
 _STACKED = [("MergeModulelist", 0)]
 _JOINED = [("Concatenate", 1)]

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from memascend.planning.units import Unit
 
-__all__ = ["Initialiser", "is_written", "unwritten"]
-
 # Parents initialise what these hold.
 _LISTS = (torch.nn.ParameterList, torch.nn.ParameterDict)
 

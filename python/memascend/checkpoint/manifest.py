@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Mapping
 
-__all__ = ["FOLDER", "MANIFEST", "Checkpoint", "identity_in", "identity_of", "render_manifest", "state_key"]
-
 # In the checkpoint's folder: what is ours, out of the way of tools that take every safetensors file for weights.
 FOLDER = "memascend"
 MANIFEST = "manifest.json"

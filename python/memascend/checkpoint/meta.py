@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from memascend.checkpoint.weights import Weights
 
-__all__ = ["MetaBuffers", "embody", "require_plain"]
-
 
 def require_plain(named: Mapping[str, torch.nn.Parameter]) -> None:
     """Refuse parameters on meta that cannot be given a body in place.

@@ -10,8 +10,6 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["Matched", "Names"]
-
 
 @dataclass(frozen=True)
 class Matched:

@@ -15,7 +15,7 @@ from memascend.engine import order_of
 from memascend.errors import ConfigError
 from memascend.formatting import listed
 from memascend.ranks.rows import Partition
-from memascend.residency.placeholder import dense_strides
+from memascend.residency.away import dense_strides
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Generator, Mapping, Sequence
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from memascend.checkpoint.manifest import Checkpoint
     from memascend.optimizers.update_rule import Arithmetic
     from memascend.planning.units import Unit
-
-__all__ = ["CheckpointValues"]
 
 
 class CheckpointValues:

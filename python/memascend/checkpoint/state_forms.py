@@ -12,8 +12,6 @@ from memascend.engine import decode_state
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-__all__ = ["StateForm", "conversion_warning", "form_of", "plain_parts", "plain_tensors"]
-
 # Of a compact master: what is not written, since the master is.
 _MASTER_PARTS = frozenset({"rest", "rounded_up"})
 _ABSMAX = "_absmax"

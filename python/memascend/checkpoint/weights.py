@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from memascend.checkpoint.names import Matched, Names
 from memascend.paths import expanded
 
-__all__ = ["WeightFiles", "WeightFunction", "Weights", "open_weights"]
-
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 # An index of a million tensors is smaller.

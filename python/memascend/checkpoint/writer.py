@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from memascend.checkpoint.contents import Contents
     from memascend.checkpoint.safetensors_writer import FileLayout
 
-__all__ = ["save", "save_weights"]
-
 # Weights as transformers names them, whole or in parts.
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json")
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 from memascend import memory
 from memascend.cli.finding import Finding
 from memascend.cli.registration import examine_registration
-from memascend.cli.show import bytes_shown, table
 from memascend.cli.storage import examine_ring, examine_storage
 from memascend.errors import MemascendError
+from memascend.formatting import bytes_shown, table
 
 if TYPE_CHECKING:
     import argparse

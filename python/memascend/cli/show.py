@@ -5,13 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from memascend.drawing import IN_MEMORY, OURS, open_pyplot
-from memascend.formatting import bytes_shown, seconds_shown, table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
-
-__all__ = ["bars", "bytes_shown", "lines", "seconds_shown", "table"]
 
 # More names in a row than this run out of the picture.
 _LEGEND_COLUMNS = 4

@@ -9,17 +9,15 @@ from typing import TYPE_CHECKING
 
 from memascend import nvme
 from memascend.cli.finding import Finding
-from memascend.cli.show import bytes_shown
 from memascend.cli.transfer import blocks, transfer
 from memascend.errors import MemascendError, StorageError
+from memascend.formatting import bytes_shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from memascend.cli.transfer import Pattern
     from memascend.nvme import Volume
-
-__all__ = ["bandwidth", "examine_ring", "examine_storage", "file_system"]
 
 # What is written and read to see the speed: enough to leave a drive's own cache behind a little, gone in seconds.
 _TRIAL_BYTES = 512 << 20

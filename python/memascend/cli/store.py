@@ -8,7 +8,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from memascend.cli.show import bytes_shown, table
+from memascend.formatting import bytes_shown, table
 from memascend.progress import Progress
 
 if TYPE_CHECKING:

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from memascend.nvme import Ticket, Volume
 
-__all__ = ["Pattern", "Speed", "blocks", "transfer"]
-
 Pattern = Literal["read", "write", "mixed"]
 
 

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from memascend.device.device import Copy, Device
 
-__all__ = ["DeviceArena", "DeviceLease"]
-
 
 class _Slot:
     """A place in the arena's memory."""

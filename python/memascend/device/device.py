@@ -19,8 +19,6 @@ from memascend.memory import ignore_captures
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-__all__ = ["CAPTURED", "Copy", "Cuda", "Device", "failures_named", "open_device"]
-
 CAPTURED = (
     "an offloaded model cannot be captured into a CUDA graph: its weights are at other addresses each time, and a "
     "replay would compute with what lies there then; capture what does not touch its parameters, or run it without"

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from memascend.device.device import Copy, Device
     from memascend.engine import Engine
 
-__all__ = ["WINDOWS", "DeviceEngine"]
-
 # {bytes: count}. One is used, one is filled. Each asks Python once: a step of 7 B parameters has 14 GB of gradients, so
 # 3,400 windows of this size, where 1 MiB took 13,600. Larger ones keep the first chunk of each gradient waiting.
 WINDOWS = {4 << 20: 2}

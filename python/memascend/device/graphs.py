@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["refuse_graphs"]
-
 # Of Dynamo's function that runs compiled code; its context is called `self` there.
 _DYNAMO = "torch/_dynamo/eval_frame.py"
 # The option of inductor's that mode="reduce-overhead" and mode="max-autotune" set.

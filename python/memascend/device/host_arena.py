@@ -10,8 +10,6 @@ from memascend import memory
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["HostArena"]
-
 
 class HostArena:
     """An arena of the planned classes, {bytes: count}; each slot that is added has a region of its own."""

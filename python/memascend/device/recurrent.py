@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Flattening", "copied_bytes"]
-
 _NAME = "flatten_parameters"
 # What cuDNN's caller says in each call, and asks for what does nothing here. `Plan` has the bytes.
 _WARNING = "RNN module weights are not part of single contiguous chunk of memory"

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from memascend.device.device import Device
     from memascend.engine import Engine, Store, UnitParts
 
-__all__ = ["DeviceUnits", "HostUnits", "UnitMemory"]
-
 _log = logging.getLogger("memascend")
 
 

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from memascend.device.device import Copy, Device
     from memascend.engine import UnitParts
 
-__all__ = ["CHECKERS", "CHUNKS", "Staged", "Staging"]
-
 # {bytes: count}. Large enough that a thread of Python keeps up with several drives.
 CHUNKS = {4 << 20: 4}
 # Threads that check what comes, beside the one that begins copies: each does more than several drives bring.

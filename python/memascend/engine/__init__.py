@@ -27,8 +27,9 @@ from memascend.engine.entries import (
 from memascend.engine.examination import Commit, NamedCommit, commits, examine, look
 from memascend.engine.fetch import Checkers, Fetch, UnitParts
 from memascend.engine.formats import FORMATS, decode_state, encode_state, state_tensors
+from memascend.engine.scan import Part
 from memascend.engine.shared_commits import SharedCommits
-from memascend.engine.store import Part, Store
+from memascend.engine.store import Store
 from memascend.pages import PAGE_BYTES
 
 __all__ = [

@@ -9,8 +9,6 @@ from memascend import _core
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Checksum", "checksum_of"]
-
 
 class Checksum:
     """XXH3-64 of bytes that come one after the other, as `xxhsum -H3` gives it."""

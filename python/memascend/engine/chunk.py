@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["Chunk", "adapter"]
-
 
 @dataclass(kw_only=True, eq=False)
 class Chunk:

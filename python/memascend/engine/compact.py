@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["NAMES", "back", "compact_of", "is_compact", "master_of", "order_of_strides", "rows"]
-
 # The state tensors of a compact entry: int16, float32, float32.
 NAMES = ("rest", "exp_avg", "exp_avg_sq")
 _ADAM = ("master", "exp_avg", "exp_avg_sq")

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["Described"]
-
 
 class Described:
     """The entries of a store: "dtype", "shape", "order", "spill", "compact", "format" and "state" of each."""

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from memascend.engine.store import Store
     from memascend.squares import Squares
 
-__all__ = ["Adam", "Engine", "Momentum"]
-
 # Gradients that may wait in the queue, in bytes, unless the caller says otherwise.
 _QUEUE_BYTES = 256 << 20
 _CHUNKS = 12

@@ -19,17 +19,6 @@ if TYPE_CHECKING:
     Tensor = tuple[str, str, list[int]]
     Described = tuple[bool, int, Tensor, list[Tensor], list[int], str | None, str | None]
 
-__all__ = [
-    "CHUNK_ELEMENTS",
-    "Entry",
-    "Sizes",
-    "adam_state",
-    "chunk_elements_of",
-    "description",
-    "order_of",
-    "sizes",
-]
-
 # Bytes of the largest request. Of a smaller one a disk moves less in the same time; a state a little larger than one
 # would be a large and a small request.
 _REQUEST_BYTES = 1 << 20

@@ -13,8 +13,6 @@ from memascend.paths import listed
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["Commit", "NamedCommit", "commits", "examine", "look"]
-
 _Path = str | os.PathLike[str]
 
 

@@ -10,8 +10,6 @@ from memascend.engine.ffi import place_of, require
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Checkers", "Fetch", "UnitParts"]
-
 
 class Fetch:
     """A unit on its way into memory; `Store.fetch` makes it. Any thread may use it.

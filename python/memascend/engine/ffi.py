@@ -13,17 +13,6 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = [
-    "Lent",
-    "dtype_of",
-    "json_of",
-    "place_of",
-    "require",
-    "require_laid_out",
-    "require_order",
-    "stored_order",
-]
-
 _Path = str | os.PathLike[str]
 
 

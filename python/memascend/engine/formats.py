@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["FORMATS", "decode_state", "encode_state", "state_tensors", "wide_parts"]
-
 # By the first word and the second.
 FORMATS = (
     "",

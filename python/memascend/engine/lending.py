@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from memascend.engine.engine import Adam, Engine
     from memascend.engine.ffi import Lent
 
-__all__ = ["LendingEngine"]
-
 
 class LendingEngine(ABC):
     """An engine whose gradients pass through `lend`; all else is the engine's own."""

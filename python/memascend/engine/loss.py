@@ -11,8 +11,6 @@ from memascend.errors import StorageError
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["loss"]
-
 _RESCUE = "is gone with the end of this run; keep it with optimizer.save(folder)"
 _LOST = {
     "deleted": f"was deleted while its store was in use: what is in it {_RESCUE}",

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 
     from memascend.engine.described import Described
 
-__all__ = ["Part", "scan_of"]
-
 
 class Part(NamedTuple):
     """A part of a tensor of an entry, in the order in which it is stored.

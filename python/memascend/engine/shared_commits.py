@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-__all__ = ["Agree", "CommitOfOne", "RunAndNumber", "SharedCommits"]
-
 # What is called before a commit counts; it raises where not all ranks are as far.
 Agree = Callable[[], object]
 # The id of a run, 16 bytes, and the number that all its ranks give a commit.

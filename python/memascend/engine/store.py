@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from memascend.engine.shared_commits import CommitOfOne, SharedCommits
     from memascend.errors import StorageError
 
-__all__ = ["Checkers", "Fetch", "Part", "Store", "UnitParts"]
-
 _Path = str | os.PathLike[str]
 
 

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from memascend.gradients.updates import Updates
     from memascend.residency.placeholder import Place
 
-__all__ = ["Arrivals"]
-
 # The gradient's own, and the one that asks.
 _STORAGE_USES = 2
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
 
-__all__ = ["BackwardTasks", "in_reentrant_checkpoint"]
-
 # What runs a reentrant checkpoint's part of the model, without gradients, for the first time.
 _CHECKPOINTED = CheckpointFunction.forward.__code__
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["Backing", "DeferredGradient", "Notice", "strides_of"]
-
 Notice = Literal["add", "change", "norm", "read", "scaler", "zero"]
 
 # A loop that scales for ever without a step would grow the list for ever; then the gradient is rewritten once.

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from memascend.gradients.state import Move
     from memascend.residency.placeholder import Place
 
-__all__ = ["Gradient"]
-
 _WORDS: dict[Notice, str] = {
     "add": "accumulation",
     "change": "a change of gradients, as by clipping",

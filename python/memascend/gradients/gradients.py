@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     # Gradients, each with what stands in `p.grad`.
     Present = Sequence[tuple[Gradient, torch.Tensor]]
 
-__all__ = ["Gradients"]
-
 
 class Gradients:
     """What step() and zero_grad() do with all gradients.

@@ -12,15 +12,13 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from memascend.gradients.deferred_gradient import Backing, DeferredGradient, Notice, strides_of
+from memascend.gradients.deferred_gradient import Backing, DeferredGradient, strides_of
 from memascend.gradients.operations import UNSCALE, Operation, is_recordable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
-
-__all__ = ["Backing", "GradientHandle", "Notice", "strides_of"]
 
 # These look at shape and dtype alone.
 SHAPE_ONLY = frozenset(

@@ -10,8 +10,6 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["AccumulationHooks"]
-
 # In the parameters' tables of hooks, where torch's own keys are numbers.
 _KEY = "memascend"
 

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from memascend.ranks.figures import Figures
 
-__all__ = ["Loop"]
-
 
 class Loop:
     """What is known of the training loop, and so how gradients wait.

@@ -11,8 +11,6 @@ from memascend.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["LossScale"]
-
 # torch.amp.GradScaler's defaults.
 SCALE_FIRST = 65536.0
 GROWTH = 2.0

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     Check = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
     Checked = Callable[[torch.Tensor], tuple[bool, Squares]]
 
-__all__ = ["Measure", "Norms", "measure", "read"]
-
 # Whether a gradient has a value that is not finite, and its squared norm: numbers, or tensors without dimensions.
 Measure = tuple[torch.Tensor, torch.Tensor] | tuple[bool, Squares]
 

@@ -11,8 +11,6 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Operation", "factors_of", "is_recordable"]
-
 # Elementwise, in place, and the same whenever they run: nothing random, nothing that looks at a whole tensor.
 RECORDABLE = frozenset(
     {

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from memascend.engine import Engine
 
-__all__ = ["RowEngine"]
-
 
 class RowEngine(LendingEngine):
     """An engine that is lent gradients by rows.

@@ -5,8 +5,6 @@ from __future__ import annotations
 from enum import Enum, auto
 from typing import Literal
 
-__all__ = ["Move", "State", "moved"]
-
 
 class State(Enum):
     """Where a gradient is, and whether an update by it is staged."""

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from memascend.optimizers.state_layout import StateLayout
     from memascend.optimizers.update_rule import Arithmetic
 
-__all__ = ["Updates"]
-
 _AS_IT_COMES = generic.Given()
 
 

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["Adoption"]
-
 
 class Adoption:
     """What the runs of a step changed beside their parameters, until all of them have ended."""

@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memascend.errors import ConfigError
-from memascend.residency.placeholder import dense_strides
+from memascend.residency.away import dense_strides
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-__all__ = ["BLOCK", "MIN_8BIT_SIZE", "has_8_bits", "is_8bit_adam", "state_of"]
 
 # Elements that share a scale.
 BLOCK = 256

@@ -13,17 +13,6 @@ from memascend.optimizers.option_values import copied
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = [
-    "arithmetic_dtype",
-    "attributes_of",
-    "cloned",
-    "group_options",
-    "named",
-    "run",
-    "stand_in",
-    "user_attributes",
-]
-
 # What a copy does not take: the state, the groups, and what scalers left on it.
 _OWN = frozenset({"state", "param_groups", "grad_scale", "found_inf"})
 

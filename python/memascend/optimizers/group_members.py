@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["GroupMembers"]
-
 
 class GroupMembers:
     """Which parameters each group has. By that it was decided what is updated, and with which options."""

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     import contextlib
     from collections.abc import Mapping, Sequence
 
-__all__ = ["options_of", "require_as_many", "take_options"]
-
 
 def options_of(group: dict[str, Any]) -> dict[str, Any]:
     """The options of a group that JSON can hold; a tensor of one element becomes a number."""

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["copied", "same"]
-
 # Tensors that are copied for each update; a larger one is a table that steps only read.
 _COPIED_NUMEL = 4096
 

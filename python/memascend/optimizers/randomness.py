@@ -16,8 +16,6 @@ from memascend.optimizers.clone import named
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["uncompiled", "undrawn"]
-
 
 class _Draws(TorchDispatchMode):
     """Refuses operations that draw random numbers, whatever their tensors lie on."""

@@ -16,8 +16,6 @@ from memascend.optimizers.clone import attributes_of, named
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["require_self_contained"]
-
 # Roads to all that the interpreter knows, and nothing that a step would change.
 _SKIPPED = (type, types.ModuleType, types.CodeType, types.FrameType, str, bytes, int, float)
 

@@ -17,8 +17,6 @@ from memascend.optimizers.option_values import copied, same
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["GONE", "Disagreement", "SharedName", "SharedValues", "common_end", "plain", "put", "restored", "storable"]
-
 _UNCHANGED = object()
 # In the place of a value: there is none, or a step took it away.
 GONE = object()

@@ -14,8 +14,6 @@ from memascend.optimizers.clone import named
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-__all__ = ["StateFormats", "momentum_options", "options_of_formats", "rule_of"]
-
 _16_BITS = frozenset({torch.bfloat16, torch.float16})
 
 

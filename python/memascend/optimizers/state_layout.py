@@ -16,8 +16,6 @@ from memascend.optimizers.tensor_parts import TensorParts, parts_of
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["StateLayout", "describe", "in_order"]
-
 # Python's numbers in a state, and how the store holds each.
 _NUMBERS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
 _MASTER = "master"

@@ -19,8 +19,6 @@ from memascend.optimizers.trial import stepping
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-__all__ = ["StateTrials"]
-
 # Steps without memory, or on little: state that first appears after some, or grows, is seen.
 _STEPS = 7
 # Steps on memory of the true size, which may be large.

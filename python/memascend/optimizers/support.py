@@ -19,8 +19,6 @@ from memascend.optimizers.trial import require_independent
 if TYPE_CHECKING:
     from memascend.optimizers.shared_values import SharedName
 
-__all__ = ["elementwise", "known", "require_streamable"]
-
 # The update of an element needs nothing but that element and the scalars of its parameter.
 _ELEMENTWISE = frozenset(
     {

@@ -13,8 +13,6 @@ from memascend.optimizers.option_values import same
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["TensorParts", "parts_of"]
-
 
 @dataclass(frozen=True)
 class TensorParts:

@@ -16,8 +16,6 @@ from memascend.optimizers.shared_values import Disagreement, SharedName, SharedV
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-__all__ = ["MODES", "require_independent", "stepping"]
-
 _STEPS = 4
 # Tried parameters have at most so many elements in each dimension.
 _TRIAL_DIM_MAX = 6

@@ -14,14 +14,12 @@ from memascend.optimizers.state_formats import StateFormats, momentum_options, r
 from memascend.optimizers.state_layout import describe
 from memascend.optimizers.state_trials import StateTrials
 from memascend.pages import whole_pages
-from memascend.residency.placeholder import dense_strides
+from memascend.residency.away import dense_strides
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from memascend.optimizers.state_layout import StateLayout
-
-__all__ = ["Arithmetic"]
 
 _FORMATS_AS_EVER = StateFormats()
 

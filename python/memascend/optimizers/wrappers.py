@@ -9,8 +9,6 @@ from memascend.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["unwrapped", "wrap_again"]
-
 _ACCELERATED = ("accelerate.optimizer", "AcceleratedOptimizer")
 
 

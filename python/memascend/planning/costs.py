@@ -8,21 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from memascend.planning.plan import Plan
-
-__all__ = [
-    "Drive",
-    "Host",
-    "Phase",
-    "Work",
-    "assumed_host",
-    "drive_days",
-    "phases",
-    "seconds",
-    "storage_seconds",
-    "through_link",
-    "update_seconds",
-]
+    from memascend.planning.table import Plan
 
 _DAY_SECONDS = 86_400
 

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
     from memascend.planning.units import Unit
 
-__all__ = ["find_row_embeddings"]
-
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

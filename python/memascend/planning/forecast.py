@@ -10,9 +10,7 @@ from memascend.formatting import bytes_shown, seconds_shown
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from memascend.planning.plan import Plan
-
-__all__ = ["Forecast", "forecast", "said"]
+    from memascend.planning.table import Plan
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,9 +10,7 @@ from memascend.formatting import bytes_shown, seconds_shown, table
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from memascend.planning.plan import Plan
-
-__all__ = ["FormatCost", "cost_of_format", "format_table"]
+    from memascend.planning.table import Plan
 
 # What wear is reckoned by: drives are rated in terabytes written.
 _WRITTEN_BYTES = 100 * 10**12

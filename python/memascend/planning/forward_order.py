@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 
     from memascend.planning.units import Unit
 
-__all__ = ["count_reads", "forward_order", "list_windows"]
-
 
 def forward_order(units: Sequence[Unit]) -> list[Unit]:
     """The units that are not pinned as a forward uses them, tied ones more than once; a backward goes the other way."""

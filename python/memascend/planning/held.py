@@ -10,8 +10,6 @@ if TYPE_CHECKING:
 
     from memascend.planning.requirements import Requirements
 
-__all__ = ["NOTHING", "Held", "choose_held"]
-
 
 @dataclass(frozen=True)
 class Held:

@@ -9,8 +9,6 @@ if TYPE_CHECKING:
 
     from memascend.planning.memory_split import MemoryPlanner, MemorySplit
 
-__all__ = ["choose", "rungs"]
-
 # Staging chunks: fewer do not overlap at all; four do, but the disk runs dry while one is computed; more gain nothing.
 _CHUNKS_MIN, _CHUNKS_FEW, _CHUNKS = 2, 4, 12
 

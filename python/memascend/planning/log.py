@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
-__all__ = ["Log"]
-
 # Each entry is written whole once in so many steps: of 12 bytes a parameter, three quarters of one a step. Twice as
 # many would save three eighths of a byte, and take twice the room and twice as long to replay.
 _STEPS = 16

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from memascend.planning.requirements import Requirements
     from memascend.planning.units import Unit
 
-__all__ = ["MemoryPlanner", "MemorySplit", "Reads"]
-
 
 @dataclass(frozen=True)
 class MemorySplit:

@@ -14,8 +14,6 @@ from memascend.pages import whole_pages
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-__all__ = ["ModuleTree", "UnitDraft"]
-
 # Modules that hold others and are never called themselves.
 _UNCALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 

@@ -18,8 +18,6 @@ from memascend.paths import expanded
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Options", "parse_bytes"]
-
 _UNITS = {
     "": 1, "b": 1,
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from memascend.planning.memory_split import MemorySplit, Reads
     from memascend.planning.requirements import Requirements
 
-__all__ = ["Plan", "make_plan"]
-
 # A plan says what larger budgets buy, up to the one that holds everything, in so many equal parts.
 _PARTS = 4
 

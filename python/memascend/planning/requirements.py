@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from memascend.planning.log import Log
     from memascend.planning.units import Unit
 
-__all__ = ["Requirements"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Requirements:

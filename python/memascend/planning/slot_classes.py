@@ -11,8 +11,6 @@ from memascend.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["SLOT_BYTES", "arena_bytes", "arena_classes"]
-
 # What an arena keeps on the heap beside its slots: for itself, for each class, for each slot.
 _ARENA_BYTES, _CLASS_BYTES, SLOT_BYTES = 16_416, 112, 5
 

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from memascend.planning.traffic import Traffic
     from memascend.planning.units import Unit
 
-__all__ = ["OBJECT_BYTES", "Plan"]
-
 # Measured at rest after three steps of Qwen2 models of 24 and 48 blocks: 5 to 9.5 KiB for each parameter. They are the
 # module's hooks, the placeholder, the entry of the store and its index, the gradient's record and autograd's nodes.
 OBJECT_BYTES = 10 << 10

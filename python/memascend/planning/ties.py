@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from memascend.planning.module_tree import UnitDraft
 
-__all__ = ["note_ties"]
-
 
 def note_ties(tree: ModuleTree, pieces: Sequence[UnitDraft]) -> None:
     """Where tied parameters are used again, and what is bound around each use.

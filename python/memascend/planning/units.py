@@ -14,8 +14,6 @@ from memascend.planning.ties import note_ties
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-__all__ = ["Unit", "find_units"]
-
 # Blocks above this are divided, unless what a single module owns is larger anyway: that much an arena needs.
 _BOUND_BYTES = 1 << 30
 # What is left over and smaller than this part of the largest block is kept resident, up to a few of them together.

@@ -13,8 +13,6 @@ from memascend.residency.threads import is_autograds
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["OwnProcess", "ProcessLock", "Turns", "count_here"]
-
 # How long an operation of another thread on a parameter may take before it is refused as one that does not end.
 _TOUCH_SECONDS = 60.0
 

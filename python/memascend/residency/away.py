@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from memascend.residency.placeholder import Place
 
-__all__ = ["Away", "away_class", "dense_strides", "find_away", "is_in_place", "row_major", "said"]
-
 # Raised where a parameter that is away is asked for its memory, or written to, and cannot be.
 _HOW = "use memascend.materialized(model) to read it, and materialized(model, modify=True) to change it"
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from memascend.residency.placeholder import Place
 
-__all__ = ["Copies", "bytes_of"]
-
 _WRITE_BYTES = 8 << 20
 
 

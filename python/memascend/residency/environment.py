@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from memascend.residency.rows import Rows
     from memascend.residency.unit_slot import UnitRead
 
-__all__ = ["Limits", "Listener", "Memory", "Moment"]
-
 
 class Memory(Protocol):
     """The memory of units, and the way there; see `device.unit_memory`."""

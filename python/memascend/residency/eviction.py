@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from memascend.residency.unit_slot import Home
     from memascend.residency.use_order import Order
 
-__all__ = ["crowded", "has_useless", "holders_beside", "is_leaving", "is_useless", "victim_for"]
-
 
 def victim_for(home: Home, homes: Iterable[Home], order: Order, current: Home | None, *, must: bool) -> Home | None:
     """The unit in the same class whose next use is farthest; one that is used before `home` only if it must be.

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from memascend.residency.residency import Residency
     from memascend.residency.unit_slot import Home
 
-__all__ = ["COPIED", "Frames", "Gate", "close_gates", "gated", "open_gates", "refuse_moved", "refuse_wrapper"]
-
 _KEY = "memascend"
 # What TorchScript calls first.
 _SCRIPT = "__prepare_scriptable__"

@@ -14,8 +14,6 @@ import threading
 
 import torch
 
-__all__ = ["let_go", "note_thread"]
-
 _local = threading.local()
 # Later than that, nothing of torch can be called.
 _exiting = False

@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["METADATA"]
-
 
 def _metadata() -> frozenset[Any]:
     attributes = [

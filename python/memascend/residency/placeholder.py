@@ -14,8 +14,6 @@ from memascend.residency.away import away_class, dense_strides, row_major, said
 if TYPE_CHECKING:
     from memascend.residency.residency import Residency
 
-__all__ = ["Place", "dense_strides", "laid_out"]
-
 _CPU = torch.device("cpu")
 # A model has some tens of kinds of parameters; where it has more than this, further ones have a tensor each.
 _KINDS_MAX = 1024

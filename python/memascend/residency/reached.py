@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from memascend.residency.placeholder import Place
     from memascend.residency.residency import Residency
 
-__all__ = ["ReachedWeights"]
-
 _log = logging.getLogger("memascend")
 
 _STAGED = "a step is staged, and its updates began from other values: call step() or zero_grad() first"

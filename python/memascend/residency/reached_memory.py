@@ -16,8 +16,6 @@ from memascend.residency.unit_slot import alive
 if TYPE_CHECKING:
     from memascend.residency.placeholder import Place
 
-__all__ = ["Outlived", "Reached", "checksum", "laid_out", "span"]
-
 # What torch calls a tensor with elements that share bytes, as expand() makes it.
 _OVERLAPS = 1
 

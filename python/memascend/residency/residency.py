@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from memascend.residency.unit_slot import Home
     from memascend.residency.unseen_writes import Sums
 
-__all__ = ["Residency"]
-
 
 class Residency:
     """Makes the parameters of units real and lets them be away. All of it runs under one lock; compute does not.

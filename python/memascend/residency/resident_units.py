@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from memascend.residency.placeholder import Place
     from memascend.residency.unseen_writes import Sums
 
-__all__ = ["ResidentUnits"]
-
 _log = logging.getLogger("memascend")
 
 # How long the bytes of an evicted unit may take to come back, and how long to wait before giving up.

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from memascend.squares import Squares
 
-__all__ = ["RowGradient", "Term"]
-
 _aten = torch.ops.aten
 _CPU = torch.device("cpu")
 # So many elements are made and measured at once.

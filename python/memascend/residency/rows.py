@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from memascend.engine import UnitParts
     from memascend.residency.placeholder import Place
 
-__all__ = ["CHUNKS", "Rows", "window_bytes"]
-
 # A user's default device may be another.
 _CPU = torch.device("cpu")
 # {bytes: count}. A piece of values each, and enough of them at once to keep a disk busy.

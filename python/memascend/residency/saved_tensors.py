@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from memascend.residency.residency import Residency
     from memascend.residency.unit_slot import Home
 
-__all__ = ["Keeper", "Note", "SavedTensorHooks"]
-
 _CHECKPOINT = "torch.utils.checkpoint"
 
 

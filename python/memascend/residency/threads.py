@@ -7,8 +7,6 @@ import threading
 
 import torch
 
-__all__ = ["is_autograds", "others_alive"]
-
 # Threads of these packages carry out their own work, and never touch a model: progress bars, loaders, debuggers.
 _HELPERS = ("torch", "tqdm", "multiprocessing", "ipykernel", "execnet", "memascend")
 

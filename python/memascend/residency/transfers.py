@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 
     from memascend.residency.placeholder import Place
 
-__all__ = ["Transfers"]
-
 
 class Transfers:
     """What detach() and copy_() of a parameter do while torch makes or loads a state dict."""

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from memascend.residency.placeholder import Place
 
-__all__ = ["NOBODY", "Home", "UnitRead", "alive", "view"]
-
 # Holds what is bound for all threads; no thread has this number.
 NOBODY = 0
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from memascend.residency.placeholder import Place
     from memascend.residency.unit_slot import Home
 
-__all__ = ["Sums", "wanted"]
-
 _log = logging.getLogger("memascend")
 
 

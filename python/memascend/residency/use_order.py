@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable
 
-__all__ = ["Order"]
-
 _NEVER = 1 << 60
 # A step that uses more units than this (a long generate()) is not learnt beyond it.
 _RECORDED_MAX = 1 << 16

@@ -55,8 +55,6 @@ if TYPE_CHECKING:
     from memascend.run.decision import Decision, Subject
     from memascend.run.resources import Resources
 
-__all__ = ["Assembly"]
-
 
 @dataclass(frozen=True)
 class Assembly:

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from memascend.run.optimizer import OffloadedOptimizer
     from memascend.run.state_dicts import StateDicts
 
-__all__ = ["Attachment"]
-
 
 class Attachment:
     """The hooks of one model; nothing of it changes before `enter`."""

@@ -10,8 +10,6 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["AutocastWatch"]
-
 # A smaller part of a model in 32 bits (norms, routers) is not worth a word.
 _SHARE = 10
 

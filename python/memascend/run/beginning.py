@@ -27,11 +27,9 @@ if TYPE_CHECKING:
     import torch
 
     from memascend.engine import Engine, Store
-    from memascend.planning.plan import Plan
+    from memascend.planning.table import Plan
     from memascend.ranks.earlier import Earlier
     from memascend.run.decision import Decision, Subject
-
-__all__ = ["FirstValues", "begin_log", "continued", "end_log", "open_store"]
 
 _log = logging.getLogger("memascend")
 

@@ -17,9 +17,6 @@ if TYPE_CHECKING:
 
     from memascend.planning.units import Unit
 
-__all__ = ["Owned", "embeddings", "find_owned", "refuse_sizes", "sparse_weights"]
-
-
 _TRAINED = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
 
 

@@ -27,7 +27,7 @@ from memascend.planning.requirements import Requirements
 from memascend.planning.slot_classes import arena_bytes
 from memascend.planning.units import find_units
 from memascend.ranks.planned import PlannedSharding
-from memascend.residency.placeholder import dense_strides
+from memascend.residency.away import dense_strides
 from memascend.residency.rows import CHUNKS as ROW_CHUNKS
 from memascend.residency.rows import window_bytes
 from memascend.run.checks import embeddings, find_owned, refuse_sizes, sparse_weights
@@ -40,13 +40,10 @@ if TYPE_CHECKING:
     from memascend.engine import Entry
     from memascend.planning.network import Network
     from memascend.planning.options import Options
-    from memascend.planning.plan import Plan
+    from memascend.planning.table import Plan
     from memascend.planning.units import Unit
     from memascend.ranks.earlier import Earlier
     from memascend.ranks.sharding import Sharding
-
-__all__ = ["Decision", "Planned", "Subject", "decide", "planned", "planned_formats"]
-
 
 _STATES: tuple[Literal["fp32", "bf16", "8bit"], ...] = ("fp32", "bf16", "8bit")
 

@@ -12,8 +12,6 @@ import time
 
 from memascend.run.holes import SMALLEST, Holes, c_library
 
-__all__ = ["ACTIVATIONS", "Heap", "mapped_bytes", "trim"]
-
 _log = logging.getLogger("memascend")
 # From malloc.h. What a block computes with is mapped from here on (glibc begins with 128 KiB): in the heap it would
 # leave holes between the small things that stay until the step's end, and other holes in each block.

@@ -12,8 +12,6 @@ import functools
 import mmap
 import weakref
 
-__all__ = ["Holes", "c_library"]
-
 # Sizes that are asked for, halved from the one to the other. Larger holes are taken in several pieces; smaller ones are
 # for what is always in the heap.
 _LARGEST, SMALLEST = 256 << 20, 32 << 10

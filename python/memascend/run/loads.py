@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from memascend.run.rewrites import Rewrites
     from memascend.run.run import Run
 
-__all__ = ["Loads"]
-
 
 @dataclass
 class _Load:

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from memascend.engine import Store
     from memascend.planning.options import Options
 
-__all__ = ["file_of", "folders_of", "room_beside", "scratch_of", "temporary"]
-
 
 def file_of(path: str) -> Path:
     """The store's file, where a folder is given (or one that will be: "runs/first/"), or else the path itself."""

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from memascend.run.rewrites import Rewrites
     from memascend.run.run import Run
 
-__all__ = ["Materializer", "is_materialized", "materialized"]
-
 # Models whose parameters are real now.
 _OPEN: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 

@@ -15,14 +15,12 @@ from memascend.run.report import AllRanks, Owner, Report, TorchBytes
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from memascend.planning.plan import Plan
+    from memascend.planning.table import Plan
     from memascend.residency.residency import Residency
     from memascend.run.heap import Heap
     from memascend.run.meter import Meter
     from memascend.run.position import Position
     from memascend.run.resources import Resources
-
-__all__ = ["Measurements"]
 
 _log = logging.getLogger("memascend")
 

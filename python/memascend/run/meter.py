@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Meter", "Sample"]
-
 # Enough for a picture; a step that has more is kept every second, then every fourth time, and so on.
 _SAMPLES_MAX = 4096
 

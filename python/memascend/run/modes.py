@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from memascend.run.run import Run
 
-__all__ = ["Modes"]
-
 
 class Modes:
     """What an optimizer does to its parameters between training and evaluation."""

@@ -12,8 +12,6 @@ from memascend.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-__all__ = ["Newcomers"]
-
 
 class Newcomers:
     """The parameters of one model that are not offloaded.

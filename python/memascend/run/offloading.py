@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from memascend.run.decision import Decision
     from memascend.run.optimizer import OffloadedOptimizer
 
-__all__ = ["offload"]
-
 _Path = str | os.PathLike[str]
 # Type checkers see the model that they gave.
 _Model = TypeVar("_Model", bound=torch.nn.Module)

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from memascend.engine import Store
     from memascend.run.optimizer import OffloadedOptimizer
 
-__all__ = ["note", "open_again"]
-
 _RUNS: weakref.WeakSet[OffloadedOptimizer] = weakref.WeakSet()
 
 

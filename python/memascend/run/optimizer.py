@@ -19,11 +19,9 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable
 
-    from memascend.planning.plan import Plan
+    from memascend.planning.table import Plan
     from memascend.run.report import Report
     from memascend.run.session import Session
-
-__all__ = ["OffloadedOptimizer"]
 
 
 class OffloadedOptimizer(Closing, torch.optim.Optimizer):

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from memascend.run.session import Session
 
-__all__ = ["StoredState", "refuse_other_state"]
-
 # What torch's own state does not have.
 _OURS = ("master", "rest")
 

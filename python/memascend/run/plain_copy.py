@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["allow_copies", "copy_module", "forbid_copies"]
-
 # What copy.deepcopy() asks a module for, and what makes it an offloaded one.
 _COPIER = "__deepcopy__"
 _OURS = (_COPIER, "__prepare_scriptable__", "_memascend")

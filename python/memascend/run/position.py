@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from memascend.engine import Store
 
-__all__ = ["Position", "shown"]
-
 
 class Position:
     """Where a run stands.

@@ -18,8 +18,6 @@ from memascend.run.plain_copy import copy_module
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
-__all__ = ["ProcessHooks"]
-
 _TENSOR_DATA: Any = torch.Tensor.data
 _swap_tensors: Any = torch.utils.swap_tensors
 # The types that torch's functions of lists take.

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from memascend.run.run import Run
 
-__all__ = ["ReachedValues"]
-
 
 class ReachedValues:
     """Values that the model computes with and that are not on storage yet."""

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from memascend.optimizers.update_rule import Arithmetic
     from memascend.run.position import Position
 
-__all__ = ["Record"]
-
 _USER_BYTES_MAX = 64 << 10
 
 

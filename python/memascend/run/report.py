@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from memascend.run.meter import Sample
 
-__all__ = ["AllRanks", "Owner", "Report", "TorchBytes"]
-
 _MIB = 1 << 20
 
 

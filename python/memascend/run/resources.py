@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from memascend.device.unit_memory import UnitMemory
     from memascend.engine import Engine, Store
 
-__all__ = ["CLOSED", "Resources"]
-
 _log = logging.getLogger("memascend")
 
 CLOSED = "this model was offloaded, and its optimizer has been closed; open its storage again to go on"

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from memascend.residency.placeholder import Place
     from memascend.run.run import Run
 
-__all__ = ["Rewrites"]
-
 _PIECE_BYTES = 8 << 20
 
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from memascend.optimizers.update_rule import Arithmetic
     from memascend.run.run import Run
 
-__all__ = ["Rollback"]
-
 # What may wait for the engine at once; a larger parameter is let in alone.
 _WAITING_BYTES_MAX = 16 << 20
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from memascend.run.record import Record
     from memascend.run.resources import Resources
 
-__all__ = ["Run"]
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Run:

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from memascend.run.reached_values import ReachedValues
     from memascend.run.run import Run
 
-__all__ = ["Saving"]
-
 
 class Saving:
     """How checkpoints of one run are written."""

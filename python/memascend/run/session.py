@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from memascend.run.saving import Saving
     from memascend.run.state_dicts import StateDicts
 
-__all__ = ["Outcome", "Session"]
-
 _log = logging.getLogger("memascend")
 
 

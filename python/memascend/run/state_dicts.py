@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from memascend.run.loads import Loads
     from memascend.run.run import Run
 
-__all__ = ["StateDicts"]
-
 _KEY = "memascend"
 # A module's own tables of hooks.
 _TABLES = ("_state_dict_pre_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")

@@ -14,9 +14,7 @@ from memascend.planning.forecast import Forecast, forecast
 
 if TYPE_CHECKING:
     from memascend.engine import Engine, Store
-    from memascend.planning.plan import Plan
-
-__all__ = ["Watch"]
+    from memascend.planning.table import Plan
 
 # Of what moves less, the time says nothing of storage.
 _BYTES_MIN = 64 << 20

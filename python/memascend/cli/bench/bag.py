@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["PARAMETERS", "SAMPLE", "gradient", "values"]
-
 # Few large parameters, as models have.
 PARAMETERS = 8
 # So many values at the beginning of the first parameter are compared.

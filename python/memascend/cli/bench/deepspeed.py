@@ -10,8 +10,6 @@ from pathlib import Path
 from memascend.closing import Closing
 from memascend.errors import ConfigError
 
-__all__ = ["ENVIRONMENT", "MISSING", "OPTION_HELP", "Peer", "found", "variables"]
-
 # What `make peers` builds.
 ENVIRONMENT = Path(".venv-deepspeed/bin/python")
 MISSING = "there is no environment with DeepSpeed: `make peers` builds one, --deepspeed PYTHON names another"

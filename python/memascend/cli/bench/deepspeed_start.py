@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import socket
 
-__all__ = ["start"]
-
 
 def start() -> None:
     """Its extensions and its world of one process."""

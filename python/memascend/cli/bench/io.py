@@ -18,9 +18,10 @@ from memascend.cli.bench import deepspeed
 from memascend.cli.bench.machine import described
 from memascend.cli.bench.peers import PASSES, DeepSpeed, fio, huge_pages
 from memascend.cli.bench.weights import WEIGHT_CASES, weight_cases
-from memascend.cli.show import bars, bytes_shown, table
+from memascend.cli.show import bars
 from memascend.cli.transfer import Speed, blocks, transfer
 from memascend.errors import ConfigError
+from memascend.formatting import bytes_shown, table
 from memascend.progress import Progress
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from memascend.cli.bench.reduced import reduced_calls
 from memascend.cli.bench.rounds import interleaved
-from memascend.cli.show import bars, bytes_shown, seconds_shown, table
+from memascend.cli.show import bars
+from memascend.formatting import bytes_shown, seconds_shown, table
 
 if TYPE_CHECKING:
     import argparse

@@ -10,8 +10,6 @@ import shutil
 import subprocess
 from pathlib import Path
 
-__all__ = ["described"]
-
 
 def described() -> dict[str, str | int]:
     """Processor, memory, system, versions and the day."""

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from memascend import memory
 from memascend.cli.bench.reservation import POOLS, load_models, reserve, unit_bytes
 from memascend.cli.bench.rounds import interleaved
-from memascend.cli.show import bars, bytes_shown, seconds_shown, table
+from memascend.cli.show import bars
+from memascend.formatting import bytes_shown, seconds_shown, table
 
 if TYPE_CHECKING:
     import argparse

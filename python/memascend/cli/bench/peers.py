@@ -18,8 +18,6 @@ from memascend.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["PASSES", "DeepSpeed", "fio", "huge_pages"]
-
 # Over the file in one measurement, ours and fio's: the start of either is then a small part of it.
 PASSES = 2
 

@@ -8,8 +8,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Counts", "counts", "resident", "resident_peak", "restart_peak"]
-
 
 def resident() -> int:
     """Bytes in memory now."""

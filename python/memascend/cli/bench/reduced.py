@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 
     Call = Callable[[], object]
 
-__all__ = ["reduced_calls"]
-
 FORMS = ("compact bf16", "compact 8bit")
 _STEP_NUMBER = 10
 

@@ -24,8 +24,6 @@ from typing import Any
 from memascend import memory
 from memascend.planning.slot_classes import arena_classes
 
-__all__ = ["POOLS", "Reservation", "Unit", "load_models", "reserve", "unit_bytes"]
-
 POOLS = ("one size, rounded", "one size", "per shape", "arena")
 
 # bf16 and fp16.

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = ["interleaved"]
-
 # Calls that are too short for the clock are repeated until a sample takes this long.
 _SAMPLE_SECONDS = 0.01
 

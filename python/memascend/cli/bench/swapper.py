@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["DIFFERENCE_MAX", "Swapper"]
-
 # Adam's state and gradient of a parameter take four; pipelined it reads those of the next and writes those of the last
 # one meanwhile. Eight were seen to fail.
 _BUFFERS = range(9, 17)

@@ -21,8 +21,9 @@ from memascend import engine, nvme
 from memascend.cli.bench import bag, deepspeed
 from memascend.cli.bench.peers import PASSES, fio, huge_pages
 from memascend.cli.bench.swapper import Swapper
-from memascend.cli.show import bars, bytes_shown, seconds_shown, table
+from memascend.cli.show import bars
 from memascend.cli.transfer import blocks
+from memascend.formatting import bytes_shown, seconds_shown, table
 
 if TYPE_CHECKING:
     import argparse

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["WEIGHT_CASES", "weight_cases"]
-
 WEIGHT_CASES = ("a file per tensor", "volume")
 _WEIGHT_BYTES, _COUNT = 16 << 20, 16
 

@@ -7,8 +7,6 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["ByteModel"]
-
 _BYTES = 256
 _HEAD_WIDTH = 64
 

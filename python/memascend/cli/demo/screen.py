@@ -10,8 +10,6 @@ from memascend.formatting import bytes_shown, seconds_shown
 if TYPE_CHECKING:
     from typing import TextIO
 
-__all__ = ["Screen"]
-
 _HEADS = (
     "step",
     "loss in memory",

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["batch", "read_text"]
-
 _TEXT_BYTES_MAX = 4 << 20
 
 

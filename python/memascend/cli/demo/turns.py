@@ -13,8 +13,6 @@ from typing import Any
 from memascend.closing import Closing
 from memascend.errors import MemascendError
 
-__all__ = ["Settings", "Side"]
-
 
 @dataclass(frozen=True)
 class Settings:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from memascend.cli.plan.trace import Trace
     from memascend.planning.network import Network
     from memascend.planning.options import Options
-    from memascend.planning.plan import Plan
+    from memascend.planning.table import Plan
     from memascend.run.decision import Planned
 
 __all__ = [

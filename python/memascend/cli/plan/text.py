@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from memascend.cli.plan.answer import disk_seconds, forecast_of, heap_gaps, moved
 from memascend.cli.plan.machine import ENDURANCE_PER_TB, IMPORTS, REACHED
-from memascend.cli.show import bytes_shown, seconds_shown, table
+from memascend.formatting import bytes_shown, seconds_shown, table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from memascend.cli.train.sequences import Sequences
 
-__all__ = ["Batch", "Batches", "seed_of"]
-
 _IGNORED = -100
 
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from memascend.cli.train.output import Output, Record
     from memascend.cli.train.ranks import Ranks
 
-__all__ = ["Beginning", "changes", "find_beginning", "model_digest", "require_same"]
-
 # Of a weights file: its header is there, and values that no other model has.
 _SAMPLE_BYTES = 1 << 20
 _ANEW = (

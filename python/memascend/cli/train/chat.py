@@ -20,8 +20,6 @@ from memascend.errors import ConfigError
 if TYPE_CHECKING:
     import datetime as dt
 
-__all__ = ["Chat", "Rendered"]
-
 # Templates that say which day it is; formats are always written out.
 _TIME = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 _MARKED = re.compile(r"\{%-?\s*generation\b")

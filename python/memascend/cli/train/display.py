@@ -12,8 +12,6 @@ from memascend.formatting import bytes_shown
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["Display", "Step", "open_display", "time_shown"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Step:

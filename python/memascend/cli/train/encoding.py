@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from memascend.cli.train.rows import Row
 
-__all__ = ["Counts", "Encoder", "Tokens"]
-
 
 @dataclass(frozen=True)
 class Tokens:

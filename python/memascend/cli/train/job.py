@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from memascend.cli.train.settings import Settings
     from memascend.run.optimizer import OffloadedOptimizer
 
-__all__ = ["Job"]
-
 
 class Job(Closing):
     """One start of a run."""

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from memascend.cli.train.reporters import Reporter
     from memascend.run.optimizer import OffloadedOptimizer
 
-__all__ = ["Loop"]
-
 # Steps whose mean speed tells how long the rest takes.
 _STEPS_OF_SPEED = 20
 

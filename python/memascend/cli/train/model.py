@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-__all__ = ["Described", "describe_model", "load_tokenizer", "require_transformers"]
-
 _INSTALL = "pip install 'memascend[train]'"
 
 

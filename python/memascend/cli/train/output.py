@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from memascend.cli.train.ranks import Ranks
     from memascend.run.optimizer import OffloadedOptimizer
 
-__all__ = ["LOGS", "Output", "Record"]
-
 _RECORD = "memascend-train.json"
 _NEW = f".{_RECORD}.new"
 LOGS = "logs"

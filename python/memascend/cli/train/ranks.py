@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     _T = TypeVar("_T")
 
-__all__ = ["Ranks"]
-
 # How long ranks wait for each other while they look at data and model: they have about the same to read.
 _TIMEOUT_SECONDS = 3600.0
 _NEEDED = ("RANK", "MASTER_ADDR", "MASTER_PORT")

@@ -10,8 +10,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-__all__ = ["Reporter", "open_reporters", "require_reporters"]
-
 
 class Reporter(Protocol):
     """One of them."""

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-__all__ = ["KINDS", "Row", "read_rows"]
-
 # What a row may consist of; the first that it has is what it is.
 KINDS = (("messages",), ("prompt", "completion"), ("text",))
 # A line is read at once.

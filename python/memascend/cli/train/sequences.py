@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from memascend.cli.train.encoding import Tokens
 
-__all__ = ["Sequences"]
-
 _TOKEN_BYTES = 4
 # What no loss is taken on, by torch's default.
 _IGNORED = -100

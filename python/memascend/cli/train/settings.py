@@ -13,8 +13,6 @@ from memascend.planning.options import Options
 if TYPE_CHECKING:
     import argparse
 
-__all__ = ["SCHEDULES", "SHOWN", "Settings", "add_arguments"]
-
 SCHEDULES = ("linear", "cosine", "constant")
 REPORTERS = ("tensorboard", "wandb")
 # What a step is computed from. A run keeps these as it began; all others may change from one start to the next.
