@@ -163,30 +163,37 @@ def train_all(folder, cases, kind="plain"):
     return found
 
 
-def train_by_the_mean(folder):
-    """FSDP2's own mean, against a process that divides the sum once."""
+def train_by_the_mean(folder, cases):
+    """FSDP2's own mean over several rounds, against a process that divides the sum of all once."""
+    count, rank = distributed.get_world_size(), distributed.get_rank()
     found = []
-    count = distributed.get_world_size()
-    for name in ("float32", "bfloat16"):
+    for number, (name, options, rounds) in enumerate(cases):
         dtype = getattr(torch, name)
         trained = sharded(dtype)
-        options = {"storage": f"{folder}/{name}", "gradients": "ssd"}
-        trained, optimizer = memascend.offload(trained, adamw(trained.parameters()), **options)
+        trained, optimizer = memascend.offload(
+            trained, adamw(trained.parameters()), storage=f"{folder}/{number}", **options
+        )
         whole = model(dtype)
         masters = [p.detach().float().clone().requires_grad_() for p in whole.parameters()]
         other = adamw(masters)
+        norms, others = [], []
         for step in range(STEPS):
-            loss_of(trained, step, distributed.get_rank()).backward()
+            for turn in range(rounds):
+                loss_of(trained, step, turn * count + rank).backward()
             optimizer.step()
+            norms.append(optimizer.grad_norm)
             optimizer.zero_grad()
-            for micro in range(count):
+            for micro in range(rounds * count):
                 loss_of(whole, step, micro).backward()
             for parameter in whole.parameters():
                 parameter.grad.div_(count)
-            _step(whole, masters, other)
+            others.append(_norm(whole.parameters()))
+            factor = min(1.0, options.get("max_grad_norm", math.inf) / (others[-1] + 1e-6))
+            _step(whole, masters, other, torch.tensor(factor, dtype=torch.float32))
         values = [parameter.full_tensor() for parameter in trained.parameters()]
         optimizer.close()
-        found.append(all(map(same_bits, values, (parameter.detach() for parameter in whole.parameters()))))
+        same = all(map(same_bits, values, (parameter.detach() for parameter in whole.parameters())))
+        found.append((same, norms == others))
     return found
 
 
@@ -361,9 +368,62 @@ def test_a_model_that_nobody_divided_has_them(tmp_path, count):
     require_same(on_ranks(count, train_all, tmp_path, cases, "undivided"), cases)
 
 
+MEANS = [
+    ("float32", {"gradients": "ssd"}, 2),
+    ("bfloat16", {"gradients": "ram"}, 2),
+    ("bfloat16", {"gradients": "fused", "accumulation_steps": 2}, 2),
+    ("bfloat16", {"gradients": "ssd", "max_grad_norm": 0.1}, 3),
+    ("bfloat16", {}, 2),
+    ("float32", {"gradients": "fused"}, 1),
+    ("bfloat16", {"gradients": "ssd"}, 1),
+    ("bfloat16", {"host_memory": "1GiB"}, 2),
+]
+
+
 @pytest.mark.slow
-def test_three_ranks_divide_a_sum_once(tmp_path):
-    assert on_ranks(3, train_by_the_mean, tmp_path) == [[True, True]] * 3
+@pytest.mark.parametrize("count", [3, 5])
+def test_the_mean_of_several_rounds_is_divided_once(tmp_path, count):
+    assert on_ranks(count, train_by_the_mean, tmp_path, MEANS) == [[(True, True)] * len(MEANS)] * count
+
+
+def touch_between_rounds(folder, cases):
+    """What loops see of a gradient between two rounds, and of both; and what torch's own clipping makes of it."""
+    count, rank = distributed.get_world_size(), distributed.get_rank()
+    found = []
+    for number, (name, options) in enumerate(cases):
+        dtype = getattr(torch, name)
+        trained = sharded(dtype)
+        trained, optimizer = memascend.offload(
+            trained, adamw(trained.parameters()), storage=f"{folder}/{number}", **options
+        )
+        whole = model(dtype)
+        seen, others = [], []
+        for turn in range(2):
+            loss_of(trained, 0, turn * count + rank).backward()
+            if turn or number % 2:
+                # One that only looks at the end has the sum of all divided once.
+                seen += [one.grad.full_tensor().clone() for one in trained.parameters()]
+            for micro in range(count):
+                loss_of(whole, 0, turn * count + micro).backward()
+            if turn or number % 2:
+                others += [one.grad / count for one in whole.parameters()]
+        norm = torch.nn.utils.clip_grad_norm_(trained.parameters(), 0.01).full_tensor()
+        after = torch.stack([one.grad.full_tensor().float().norm() for one in trained.parameters()]).norm()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.close()
+        # Parts of what was looked at are divided one by one: they differ in the last bits.
+        same = same_bits if not number % 2 else lambda a, b: torch.allclose(a.float(), b.float(), atol=1e-2)
+        of_one = torch.stack([one.float().norm() for one in others[-len(list(whole.parameters())) :]]).norm()
+        close = torch.allclose(norm.float(), of_one, rtol=1e-2) and torch.allclose(after, torch.tensor(0.01), rtol=0.05)
+        found.append((all(map(same, seen, others)), close))
+    return found
+
+
+@pytest.mark.slow
+def test_a_gradient_that_is_touched_between_rounds_is_divided(tmp_path):
+    cases = [(name, {"gradients": wait}) for wait in ("ssd", "ram") for name in ("bfloat16", "float32")]
+    assert on_ranks(3, touch_between_rounds, tmp_path, cases) == [[(True, True)] * len(cases)] * 3
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import torch
 from torch import distributed
 
 from memascend.ranks.fsdp import ReduceScatter
+from memascend.ranks.undivided import divides_exactly
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,21 +37,21 @@ class Taken(NamedTuple):
     parts: list[torch.Tensor]
     factor: float
 
-    def sum_into(self, values: torch.Tensor) -> None:
-        """Leave the sum of all parts, divided once."""
+    def sum_into(self, values: torch.Tensor) -> float:
+        """Leave the sum of all parts, and return what it is still to be divided by, once, after the last round."""
         first, *others = self.parts
         values.copy_(first)
         for part in others:
             values.add_(part.to(values.dtype))
+        if not divides_exactly(self.factor):
+            return self.factor
         if self.factor != 1.0:
             values.div_(self.factor)
+        return 1.0
 
-    def divided(self, dtype: torch.dtype) -> list[torch.Tensor]:
-        """The parts for what is divided already."""
-        if self.factor != 1.0:
-            for part in self.parts:
-                part.div_(self.factor)
-        return [part.to(dtype) for part in self.parts]
+    def divided(self) -> list[torch.Tensor]:
+        """The parts for a sum that is divided already."""
+        return [part.div_(self.factor) for part in self.parts] if self.factor != 1.0 else self.parts
 
 
 class OrderedReduction(ReduceScatter):

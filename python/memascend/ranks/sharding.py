@@ -204,8 +204,9 @@ class Sharding:
         Args:
             residency: has the rows.
             places: of the parameters that this rank has rows of, by name.
-            heard: a bound method, which hears of each gradient: whose it is, what stood in its place before, and the
-                parts that are to be added to that in their order. Where nothing stood there it is complete.
+            heard: a bound method, which hears of each gradient: whose it is, what stood in its place before, the parts
+                that are to be added to that in their order, and what the sum is to be divided by after the last
+                round. Where nothing stood there the sum is made. It returns what divides it, or None where it has.
         """
         # torch holds hooks where Python's collector does not look.
         self._heard = weakref.WeakMethod(heard)
@@ -254,14 +255,21 @@ class Sharding:
         heard = self._heard()
         if heard is None:
             return
-        if taken is None or taken.before is None:
-            if taken is not None:
-                taken.sum_into(local.grad)
-            heard(local, None, ())
+        if taken is None:
+            heard(local, None, (), 1.0)
             return
-        parts = taken.divided(local.grad.dtype)
-        leaf.grad = taken.before
-        heard(local, local.grad, parts)
+        if taken.before is None:
+            divisor = taken.sum_into(local.grad)
+            divide = heard(local, None, (), divisor)
+        else:
+            leaf.grad = taken.before
+            # Somebody may have touched it since: then it is divided, and so is what comes.
+            rows = local.take_sum(taken.factor)
+            divisor, parts = (1.0, taken.divided()) if rows is None else (taken.factor, taken.parts)
+            rows = local.grad
+            divide = heard(local, rows, [part.to(rows.dtype) for part in parts], divisor)
+        if divide is not None:
+            local.divide_later(divisor, divide)
 
 
 def _local_part(value: Any) -> Any:
