@@ -8,7 +8,7 @@ import torch
 from support.gradient_handles import assert_same, gradient, handle_of
 
 from memascend.errors import UsageError
-from memascend.gradients.deferred_gradient import strides_of
+from memascend.tensors import strides_of
 
 pytestmark = pytest.mark.usefixtures("process_hooks")
 

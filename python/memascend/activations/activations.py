@@ -21,6 +21,7 @@ from memascend.activations.chunks import Chunks
 from memascend.activations.pool import ChunkPool
 from memascend.activations.scratch_files import Scratch
 from memascend.errors import UsageError
+from memascend.tensors import bytes_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -147,7 +148,7 @@ class Activations:
         saved = SavedActivation(self, tensor, number, pieces, None if self._device is None else self._device.stream())
         # With its version counter and without its graph.
         source = tensor.detach()
-        data = _bytes_of(tensor)
+        data = bytes_of(source)
         after = self._mark()
         for start in range(0, data.numel(), self._chunk_bytes):
             pieces.append(self._chunks.fill(data[start : start + self._chunk_bytes], source, number, after))
@@ -181,7 +182,7 @@ class Activations:
         last = None
         with torch.inference_mode(mode=False), torch.no_grad():
             tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-            data = _bytes_of(tensor)
+            data = bytes_of(tensor)
             # What it lies on may have been somebody else's a moment ago, on the stream that asks.
             after = self._mark()
             # Those that are in chunks come first: their chunks are then there for the others.
@@ -313,9 +314,3 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         and not tensor.is_neg()
         and torch.ops.aten.is_non_overlapping_and_dense(tensor)
     )
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor without gaps, in the order in which they lie."""
-    with torch.no_grad():
-        return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)

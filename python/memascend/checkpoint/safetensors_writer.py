@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ import torch
 from memascend.checkpoint.file_errors import file_errors
 from memascend.engine import Checksum
 from memascend.errors import ConfigError
+from memascend.tensors import memory_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -114,8 +114,7 @@ class TensorFile:
         if values.numel() == 0:
             return
         self._sums[name].update(values)
-        view = (ctypes.c_char * values.nbytes).from_address(values.data_ptr())
-        self._write(memoryview(view), self._offsets[name] + start * values.element_size())
+        self._write(memory_of(values), self._offsets[name] + start * values.element_size())
 
     def _write(self, part: bytes | memoryview, offset: int) -> None:
         at = 0

@@ -15,6 +15,7 @@ from memascend.checkpoint.hub_names import convert_names
 from memascend.checkpoint.safetensors_writer import DTYPES
 from memascend.errors import ConfigError, CorruptionError
 from memascend.formatting import listed
+from memascend.tensors import same_bits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -181,8 +182,7 @@ class WeightFiles:
         return self._where[key].described()
 
     def _same(self, key: str, other: str) -> bool:
-        one, two = (self.at(each).reshape(-1).view(torch.uint8) for each in (key, other))
-        return torch.equal(one, two)
+        return same_bits(self.at(key), self.at(other))
 
 
 class _FileTensor:

@@ -12,6 +12,7 @@ from memascend.device.device import failures_named
 from memascend.engine.ffi import Lent
 from memascend.engine.lending import LendingEngine
 from memascend.errors import UsageError
+from memascend.tensors import bytes_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -90,7 +91,7 @@ class DeviceEngine(LendingEngine):
                 host = torch.empty_strided(gradient.shape, gradient.stride(), dtype=gradient.dtype, device="cpu")
                 return host.copy_(gradient.detach())
         with torch.no_grad(), failures_named(self._device):
-            data = gradient.detach().as_strided((gradient.numel(),), (1,)).view(torch.uint8)
+            data = bytes_of(gradient.detach())
             # What made it is on the stream of whoever hands it over.
             held = _Gradient(data, self._device.mark(self._device.stream()))
         return Lent(gradient, partial(self._window, held), partial(self._order, held))

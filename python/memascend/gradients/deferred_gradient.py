@@ -13,8 +13,6 @@ from memascend.errors import UsageError
 from memascend.gradients.operations import UNSCALE, Operation, factors_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
 
 Notice = Literal["add", "change", "norm", "read", "scaler", "zero"]
@@ -68,16 +66,6 @@ class Backing(Protocol):
 
     def noticed(self, what: Notice) -> None:
         """Something did more than pass the handle on; called before it happens, also where it then raises."""
-
-
-def strides_of(shape: Sequence[int], order: Sequence[int] | None = None) -> tuple[int, ...]:
-    """The strides of a dense tensor whose dimensions, from the largest stride to the smallest, are `order`."""
-    strides = [1] * len(shape)
-    step = 1
-    for dimension in reversed(range(len(shape)) if order is None else order):
-        strides[dimension] = step
-        step *= max(shape[dimension], 1)
-    return tuple(strides)
 
 
 def is_shared(gradient: Tensor) -> bool:

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from memascend.gradients.deferred_gradient import Backing, DeferredGradient, strides_of
+from memascend.gradients.deferred_gradient import Backing, DeferredGradient
 from memascend.gradients.operations import UNSCALE, Operation, is_recordable
+from memascend.tensors import strides_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

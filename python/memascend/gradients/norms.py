@@ -9,6 +9,7 @@ import torch
 
 from memascend.residency.row_gradient import RowGradient
 from memascend.squares import Squares, rounded, total
+from memascend.tensors import flat
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -90,8 +91,7 @@ def measure(gradient: torch.Tensor, check: Check, checked: Checked) -> Measure:
     if not torch.ops.aten.is_non_overlapping_and_dense(values):
         values = values.contiguous()
     # Neither the flag nor the norm knows an order of dimensions, and the kernel takes few of them.
-    flat = values.as_strided((values.numel(),), (1,))
-    return checked(flat) if flat.device.type == "cpu" else check(flat)
+    return checked(flat(values)) if values.device.type == "cpu" else check(flat(values))
 
 
 def read(measures: Sequence[Measure]) -> list[tuple[bool, Squares]]:

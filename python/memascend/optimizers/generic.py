@@ -22,6 +22,7 @@ from memascend.optimizers.shared_values import SharedName, SharedValues
 from memascend.optimizers.state_layout import StateLayout, describe, in_order
 from memascend.optimizers.support import elementwise, known, require_streamable
 from memascend.optimizers.tensor_parts import parts_of
+from memascend.tensors import flat
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -191,8 +192,8 @@ class Update:
         if gradient.layout == torch.strided:
             if self._whole_gradient is not None and not whole:
                 self._whole_gradient = in_order(gradient, self._layout)
-                flat = self._whole_gradient.as_strided((gradient.numel(),), (1,))
-                gradient = flat[chunk.start : chunk.start + chunk.count]
+                elements = flat(self._whole_gradient)
+                gradient = elements[chunk.start : chunk.start + chunk.count]
             gradient = self._laid(gradient, whole)
         for factor in self._given.factors:
             gradient = gradient * factor

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from memascend.tensors import same_bits
+
 # Tensors that are copied for each update; a larger one is a table that steps only read.
 _COPIED_NUMEL = 4096
 
@@ -79,7 +81,4 @@ def _same_tensor(one: Any, other: Any) -> bool:
         )
     if one.layout != torch.strided:
         return False
-    return torch.equal(
-        one.detach().reshape(-1).contiguous().view(torch.uint8),
-        other.detach().reshape(-1).contiguous().view(torch.uint8),
-    )
+    return same_bits(one, other)

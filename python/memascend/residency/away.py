@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from memascend.errors import ConfigError, UsageError
 from memascend.residency.metadata import METADATA
+from memascend.tensors import strides_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -108,16 +109,7 @@ def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
         return tensor._memascend.stride  # noqa: SLF001
     if torch.ops.aten.is_non_overlapping_and_dense(tensor) and tensor.numel() > 1:
         return tuple(tensor.stride())
-    return row_major(tuple(tensor.shape))
-
-
-def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a tensor whose last dimension is next to itself."""
-    strides, step = [0] * len(shape), 1
-    for dimension in reversed(range(len(shape))):
-        strides[dimension] = step
-        step *= max(1, shape[dimension])
-    return tuple(strides)
+    return strides_of(tensor.shape)
 
 
 def said(whose: str, how: str) -> str:

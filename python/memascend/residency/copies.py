@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import tempfile
 from typing import TYPE_CHECKING
@@ -12,6 +11,7 @@ import torch
 
 from memascend.errors import ConfigError, StorageError
 from memascend.memory import file_memory
+from memascend.tensors import bytes_of, memory_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -91,12 +91,6 @@ def _no_copy(folder: Path, error: OSError) -> StorageError:
     )
 
 
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without gaps as bytes, in the order in which they lie."""
-    flat = tensor.as_strided((tensor.numel(),), (1,))
-    return flat.view(torch.uint8)
-
-
 def _write(descriptor: int, values: torch.Tensor, folder: Path, begin: int = 0) -> None:
     """Write bytes to a file, from its byte `begin` on, and let the page cache go behind it."""
     nbytes = values.nbytes
@@ -104,7 +98,7 @@ def _write(descriptor: int, values: torch.Tensor, folder: Path, begin: int = 0) 
         length = min(_WRITE_BYTES, nbytes - start)
         # A piece at a time is in host memory where they lie on a device.
         piece = values[start : start + length].cpu()
-        part = memoryview((ctypes.c_char * length).from_address(piece.data_ptr()))
+        part = memory_of(piece)
         at = 0
         while at < length:
             try:

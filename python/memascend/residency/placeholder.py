@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memascend.errors import UsageError
-from memascend.residency.away import away_class, dense_strides, row_major, said
+from memascend.residency.away import away_class, dense_strides, said
+from memascend.tensors import strides_of
 
 if TYPE_CHECKING:
     from memascend.residency.residency import Residency
@@ -131,7 +132,7 @@ def _nothing(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
 
 def _is_row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     # The stride of a dimension of one element says nothing.
-    wanted = row_major(shape)
+    wanted = strides_of(shape)
     return all(length == 1 or got == want for length, got, want in zip(shape, stride, wanted, strict=True))
 
 

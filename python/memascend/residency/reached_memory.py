@@ -10,8 +10,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from memascend.engine import checksum_of
-from memascend.residency.copies import bytes_of
 from memascend.residency.unit_slot import alive
+from memascend.tensors import bytes_of
 
 if TYPE_CHECKING:
     from memascend.residency.placeholder import Place

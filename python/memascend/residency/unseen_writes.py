@@ -7,11 +7,12 @@ lost then, in silence. So a parameter whose `.data` is taken while it is bound i
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import zlib
 from typing import TYPE_CHECKING
+
+from memascend.tensors import memory_of
 
 if TYPE_CHECKING:
     import torch
@@ -71,5 +72,4 @@ class Sums:
 
 
 def _sum(base: torch.Tensor, offset: int, nbytes: int) -> int:
-    here = base[offset : offset + nbytes].cpu()
-    return zlib.crc32((ctypes.c_char * nbytes).from_address(here.data_ptr()))
+    return zlib.crc32(memory_of(base[offset : offset + nbytes].cpu()))

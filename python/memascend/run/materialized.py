@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from memascend.engine import checksum_of
 from memascend.errors import UsageError
-from memascend.residency.copies import bytes_of
 from memascend.residency.unit_slot import NOBODY
+from memascend.tensors import bytes_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

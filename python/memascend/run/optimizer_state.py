@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from memascend.errors import UsageError
 from memascend.residency.away import is_in_place
+from memascend.tensors import same_bits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -126,5 +127,5 @@ def _same(given: Any, value: torch.Tensor) -> bool:
         isinstance(given, torch.Tensor)
         and given.dtype == value.dtype
         and given.shape == value.shape
-        and torch.equal(given.reshape(-1).view(torch.uint8), value.reshape(-1).view(torch.uint8))
+        and same_bits(given, value)
     )

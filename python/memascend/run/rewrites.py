@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from memascend.errors import UsageError
-from memascend.residency.copies import bytes_of
+from memascend.tensors import bytes_of, flat
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -85,7 +85,7 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.numel() == 0:
         return True
     whole = torch.int16 if one.element_size() == 2 else torch.uint8
-    left, right = (tensor.as_strided((tensor.numel(),), (1,)).view(whole) for tensor in (one, other))
+    left, right = (flat(tensor).view(whole) for tensor in (one, other))
     if left.device == right.device:
         return torch.equal(left, right)
     pieces = zip(left.split(_PIECE_BYTES), right.split(_PIECE_BYTES), strict=True)

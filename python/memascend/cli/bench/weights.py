@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import resource
 import time
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from memascend import nvme
 from memascend.cli.transfer import Speed, blocks
+from memascend.tensors import memory_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,7 +34,7 @@ def weight_cases(folder: Path, stack: ExitStack) -> dict[str, Callable[[], Speed
         paths = [folder / f"weight{index}" for index in range(_COUNT)]
         for path, tensor in zip(paths, tensors, strict=True):
             with path.open("wb") as file:
-                file.write(_bytes(tensor))
+                file.write(memory_of(tensor))
                 file.flush()
                 os.fsync(file.fileno())
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -53,13 +53,8 @@ def weight_cases(folder: Path, stack: ExitStack) -> dict[str, Callable[[], Speed
     return {name: _timed(work) for name, work in zip(WEIGHT_CASES, (files, engine), strict=True)}
 
 
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a tensor, without numpy, which need not be installed."""
-    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
-
-
 def _fill(descriptor: int, tensor: torch.Tensor) -> None:
-    view = _bytes(tensor)
+    view = memory_of(tensor)
     done = 0
     while done < len(view):
         done += os.readv(descriptor, [view[done:]])

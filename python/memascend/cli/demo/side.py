@@ -6,7 +6,6 @@ Each answer is a line of JSON. A process of its own makes its peak of memory its
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import hashlib
 import json
 import sys
@@ -21,6 +20,7 @@ from memascend.cli.demo.text import batch, read_text
 from memascend.cli.demo.turns import Settings
 from memascend.errors import ConfigError, MemascendError
 from memascend.run.offloading import offload
+from memascend.tensors import memory_of
 
 if TYPE_CHECKING:
     from memascend.run.optimizer import OffloadedOptimizer
@@ -110,8 +110,7 @@ def _digest(model: torch.nn.Module) -> str:
     """SHA-256 of all parameters."""
     hasher = hashlib.sha256()
     for tensor in model.state_dict().values():
-        # Without numpy, which torch does not need.
-        hasher.update((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
+        hasher.update(memory_of(tensor))
     return hasher.hexdigest()
 
 
