@@ -13,7 +13,7 @@ from __future__ import annotations
 from memascend.engine.checksum import Checksum, checksum_of
 from memascend.engine.chunk import Chunk
 from memascend.engine.compact import compact_of, master_of
-from memascend.engine.engine import Adam, Engine, Momentum
+from memascend.engine.engine import Adam, Engine, Late, Momentum
 from memascend.engine.entries import (
     CHUNK_ELEMENTS,
     Entry,
@@ -44,6 +44,7 @@ __all__ = [
     "Engine",
     "Entry",
     "Fetch",
+    "Late",
     "Momentum",
     "NamedCommit",
     "Part",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from memascend import _core
 from memascend.closing import Closing
@@ -28,6 +28,8 @@ _QUEUE_BYTES = 256 << 20
 _CHUNKS = 12
 
 _Path = str | os.PathLike[str]
+
+Late = Literal["never", "rehearsed", "always"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -247,7 +249,7 @@ class Engine(Closing):
         step: int,
         gradient: torch.Tensor | Lent | None = None,
         whole: bool = False,
-        late: bool = False,
+        late: Late = "never",
     ) -> None:
         """Queue arithmetic that is not ours, and return when its gradient has room in the queue.
 
@@ -262,7 +264,9 @@ class Engine(Closing):
             gradient: held until it was used, and must not change meanwhile; None takes the one that is spilled.
             whole: give all of the entry in one piece, of its shape, in the memory that `Engine(whole=)` set aside.
             late: where nothing is durable before the end, and the entry is held, it may be called once the step is
-                committed, on the entry in memory, of which then nothing is written. What it raises ends the run.
+                committed ("always"), on the entry in memory, of which then nothing is read or written. What it raises
+                ends the run. "rehearsed": it is called on a copy before, too, which is dropped, so that what it raises
+                there ends the step alone; it does the same both times.
 
         Raises:
             ConfigError: the gradient does not fit, or the entry takes more than `Engine(whole=)`; the message has both
@@ -278,7 +282,7 @@ class Engine(Closing):
             nbytes = gradient.held
         before = gradient.order if isinstance(gradient, Lent) else None
         call = adapter(function, entry, given, whole=whole, before=before)
-        self._core.apply(index, call, nbytes, step, gradient is None, (whole, late))
+        self._core.apply(index, call, nbytes, step, gradient is None, (whole, late != "never", late == "rehearsed"))
 
     def probe(self, nbytes: int, seconds: float) -> tuple[int, float]:
         """Read what storage has of the state, for at most so many bytes and seconds, while nothing else is begun.

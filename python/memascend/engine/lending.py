@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
 
     from memascend.engine.chunk import Chunk
-    from memascend.engine.engine import Adam, Engine
+    from memascend.engine.engine import Adam, Engine, Late
     from memascend.engine.ffi import Lent
 
 
@@ -52,7 +52,7 @@ class LendingEngine(ABC):
         step: int,
         gradient: torch.Tensor | None = None,
         whole: bool = False,
-        late: bool = False,
+        late: Late = "never",
     ) -> None:
         """See `Engine.apply`."""
         given = None if gradient is None else self.lend(name, gradient)

@@ -10,11 +10,12 @@ from memascend.engine import decode_state, master_of
 from memascend.errors import UsageError
 from memascend.optimizers import generic
 from memascend.optimizers.clone import group_options
+from memascend.optimizers.rehearsals import Rehearsals
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from memascend.engine import Chunk, Engine, Store
+    from memascend.engine import Chunk, Engine, Late, Store
     from memascend.gradients.gradient import Gradient
     from memascend.optimizers.state_layout import StateLayout
     from memascend.optimizers.update_rule import Arithmetic
@@ -40,6 +41,7 @@ class Updates:
         self._groups = arithmetic.optimizer.param_groups
         # The last ones of each group: parameters whose options are equal share them.
         self._options: dict[int, dict[str, Any]] = {}
+        self._rehearsals = Rehearsals(arithmetic.optimizer)
 
     def _layout(self, kept: Gradient) -> StateLayout | None:
         return self._arithmetic.layouts[id(kept.place.parameter)]
@@ -54,17 +56,19 @@ class Updates:
 
     def _run(
         self, kept: Gradient, layout: StateLayout, given: generic.Given = _AS_IT_COMES, method: str = "step"
-    ) -> Callable[[Chunk], None]:
-        """A run of the optimizer's own code on one parameter."""
-        return generic.Update(
+    ) -> tuple[Callable[[Chunk], None], Late]:
+        """A run of the optimizer's own code on one parameter, and when it may be called."""
+        group, is_first = self._group(kept), kept.step == 0
+        function = generic.Update(
             self._arithmetic.optimizer,
-            self._group(kept),
+            group,
             layout,
             given,
-            first=kept.step == 0,
+            first=is_first,
             method=method,
             ended=self._arithmetic.shared.ended(kept.name, kept.group),
         )
+        return self._rehearsals.followed(function, group, kept.dtype, is_first, given.gradient is not None)
 
     def options(self, kept: Gradient) -> dict[str, Any]:
         """The options that an update of this parameter would use now."""
@@ -97,9 +101,9 @@ class Updates:
             return
         # Its rows are few, and looked up by the engine's thread.
         sparse = gradient.cpu() if gradient.is_sparse else None
-        function = self._run(kept, layout, generic.Given(gradient=sparse, grad_scale=scale))
+        function, late = self._run(kept, layout, generic.Given(gradient=sparse, grad_scale=scale))
         dense = gradient.to_dense() if gradient.is_sparse else gradient
-        whole, late = layout.whole or sparse is not None, self._arithmetic.ends_alike
+        whole = layout.whole or sparse is not None
         self._engine.apply(kept.name, function, step=step, gradient=dense, whole=whole, late=late)
 
     def update_spilled(self, kept: Gradient, factors: Sequence[float], scale: float) -> None:
@@ -110,8 +114,7 @@ class Updates:
             numbers = self._arithmetic.numbers(kept.options, step, scale)
             self._engine.update_spilled(kept.name, numbers, factors=factors)
             return
-        function = self._run(kept, layout, generic.Given(factors=tuple(factors), grad_scale=scale))
-        late = self._arithmetic.ends_alike
+        function, late = self._run(kept, layout, generic.Given(factors=tuple(factors), grad_scale=scale))
         self._engine.apply(kept.name, function, step=step, whole=layout.whole, late=late)
 
     def switch(self, mode: str, parameters: Iterable[Gradient]) -> list[str]:
@@ -124,8 +127,8 @@ class Updates:
                 continue
             # The engine wants a gradient; nothing reads it, and what is not written takes no memory.
             unread = torch.empty_strided(kept.place.shape, kept.place.stride, dtype=kept.dtype, device="cpu")
-            function = self._run(kept, layout, method=mode)
-            self._engine.apply(kept.name, function, step=kept.step, gradient=unread, whole=layout.whole)
+            function, late = self._run(kept, layout, method=mode)
+            self._engine.apply(kept.name, function, step=kept.step, gradient=unread, whole=layout.whole, late=late)
             begun.append(kept.name)
         return begun
 

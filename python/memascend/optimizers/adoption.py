@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from memascend.errors import UsageError
 from memascend.optimizers.clone import attributes_of, cloned, named, run
-from memascend.optimizers.option_values import copied
+from memascend.optimizers.option_values import copied, same
 from memascend.optimizers.shared_values import (
     GONE,
     Disagreement,
@@ -41,11 +41,6 @@ class Adoption:
         # By the parameter: the number of its group, and what its last run changed.
         self._ends: dict[str, tuple[int, Mapping[SharedName, Any]]] = {}
 
-    @property
-    def waits(self) -> bool:
-        """Whether a commit has to wait for the runs, since they may change what is committed with it."""
-        return self._changes
-
     def ended(self, name: str, group: int) -> Callable[[dict[SharedName, Any]], None]:
         """What hears of the end of a parameter's run, on the engine's thread."""
         self._ends.pop(name, None)
@@ -57,6 +52,12 @@ class Adoption:
             raise UsageError(
                 f"{named(self._optimizer)} changed {lost} to a {type(changes[lost]).__qualname__}, which cannot be "
                 "committed with the step: only numbers and text can"
+            )
+        _, before = self._ends.get(name, (group, changes))
+        if not same(dict(before), changes):
+            raise UsageError(
+                f"{named(self._optimizer)} changed its options in another way when its update of {name!r} ran again, "
+                "after a trial on a copy: an update has to do the same with the same state and gradient"
             )
         self._ends[name] = group, changes
 

@@ -151,11 +151,6 @@ class Arithmetic:
         # Its tensors begin on lines of the cache.
         return whole_pages(max(whole) + 64 * 16) if whole else 0
 
-    @property
-    def ends_alike(self) -> bool:
-        """Whether an update changes its parameter alone, so that a step may be committed before it has run."""
-        return not self.shared.waits
-
     def is_replayed(self, parameter: torch.Tensor) -> bool:
         """Whether its updates can be made again from their gradients alone: they are the engine's own."""
         return self.layouts.get(id(parameter), parameter) is None

@@ -255,7 +255,7 @@ def _requirements(
         update_values=subject.arithmetic.update_values,
         trained=subject.trained,
         gradient_bytes=gradients,
-        applies=subject.durability == "none" and subject.arithmetic.ends_alike,
+        applies=subject.durability == "none",
         log=_log(subject, entries, sizes),
     )
 

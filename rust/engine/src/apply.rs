@@ -38,7 +38,7 @@ pub struct Chunk {
 pub type Cause = Arc<dyn std::error::Error + Send + Sync>;
 
 /// Arithmetic that is not ours.
-pub trait Function: Send {
+pub trait Function: Send + Sync {
     /// Computes one chunk in place, on the engine's thread. It must not wait for the engine. Memory of the chunk that is
     /// held beyond the call is not written again, but it is missing to the engine: the function has to report it.
     fn call(&self, chunk: Chunk) -> std::result::Result<(), Cause>;
@@ -56,8 +56,21 @@ pub struct Application {
     pub spilled: bool,
     /// Whether it is called once, with all of the entry.
     pub whole: bool,
-    /// Whether it may be called after the step is committed: where nothing else decides whether there is a step.
-    pub late: bool,
+    /// When it is called on an entry that is held, where nothing is to be durable before the end.
+    pub late: Late,
+}
+
+/// When a function may be called on an entry that memory alone has the newest copy of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Late {
+    /// Before the commit, as everywhere: what it writes is staged.
+    #[default]
+    Never,
+    /// Before the commit on copies, which are dropped, and after it in memory. So what it fails with ends the step and not
+    /// the run, and what it decides is committed; it has to do the same both times.
+    Rehearsed,
+    /// After the commit alone: it cannot fail, and decides nothing.
+    Always,
 }
 
 /// Memory of one size, leased again and again.
@@ -120,15 +133,26 @@ fn paged(bytes: usize) -> usize {
 
 /// An [`Application`] that fits its entry.
 pub(crate) struct Apply {
-    asked: Application,
+    /// Of a rehearsal and what it rehearses, the same.
+    asked: Arc<Application>,
     /// The gradient that is kept in memory instead of spilled, where the entry is held.
     kept: Option<Arc<Kept>>,
-    /// It is applied to the entry in memory, and neither read nor staged.
-    in_memory: bool,
+    on: On,
     /// The tensors of other shapes, once it has begun.
     others: RefCell<Option<Shared>>,
     /// All of the entry, once it has begun, where it is wanted whole.
     all: RefCell<Option<Shared>>,
+}
+
+/// What it is applied to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum On {
+    /// What is read and then staged.
+    Storage,
+    /// The entry in memory, which is neither read nor staged.
+    Memory,
+    /// Copies of that, which are dropped.
+    Copies,
 }
 
 impl Apply {
@@ -147,7 +171,8 @@ impl Apply {
                 "{name:?} in one piece takes {needed} bytes, and the engine has {whole_bytes} for that; start it with whole={needed}"
             )));
         }
-        Ok(Self { asked, kept: None, in_memory: false, others: RefCell::default(), all: RefCell::default() })
+        let asked = Arc::new(asked);
+        Ok(Self { asked, kept: None, on: On::Storage, others: RefCell::default(), all: RefCell::default() })
     }
 
     /// The same, with a gradient that is kept in memory instead of spilled.
@@ -157,13 +182,20 @@ impl Apply {
 
     /// The same, on an entry that is held, once its step is committed.
     pub(crate) fn in_memory(self) -> Self {
-        Self { in_memory: true, ..self }
+        Self { on: On::Memory, ..self }
+    }
+
+    /// The same on copies of what memory has, which are dropped.
+    pub(crate) fn rehearsal(&self) -> Self {
+        let (asked, kept) = (Arc::clone(&self.asked), self.kept.clone());
+        Self { asked, kept, on: On::Copies, others: RefCell::default(), all: RefCell::default() }
     }
 }
 
 impl Work for Apply {
     fn nbytes(&self) -> usize {
-        self.asked.nbytes
+        // Those of a rehearsal are counted as what it rehearses waits.
+        if self.on == On::Copies { 0 } else { self.asked.nbytes }
     }
 
     fn is_ours(&self) -> bool {
@@ -192,7 +224,7 @@ impl Work for Apply {
         if self.asked.spilled && self.kept.is_none() {
             required(bench.store, entry)?;
         }
-        if self.in_memory {
+        if self.on != On::Storage {
             return Ok(());
         }
         bench.begin(entry, self.asked.step)
@@ -201,7 +233,11 @@ impl Work for Apply {
     /// A call for each chunk, or one without elements. Whole: reads, the call, writes.
     fn turns(&self, bench: &Bench<'_>, entry: usize) -> u32 {
         let chunks = bench.chunks_of(entry);
-        if self.asked.whole { 2 * chunks + 1 } else { chunks.max(1) }
+        match (self.asked.whole, self.on) {
+            (false, _) => chunks.max(1),
+            (true, On::Copies) => chunks + 1,
+            (true, _) => 2 * chunks + 1,
+        }
     }
 
     fn reads<'a>(&self, bench: &Bench<'a>, turn: &Turn) -> Result<Vec<Read<'a>>> {
@@ -214,10 +250,10 @@ impl Work for Apply {
             }
         }
         for (piece, part) in pieces {
-            if self.in_memory {
-                bench.take_held(entry, piece, &part)?;
-            } else {
+            if self.on == On::Storage {
                 reads.push(bench.read_into(entry, piece, part)?);
+            } else {
+                bench.take_held(entry, piece, &part)?;
             }
         }
         if index < bench.chunks_of(entry) && self.asked.spilled && self.kept.is_none() {
@@ -268,17 +304,17 @@ impl Work for Apply {
         }
         let mut writes = Vec::new();
         for (piece, part) in pieces {
-            if self.in_memory {
-                bench.put_held(entry, piece, &part)?;
-            } else {
-                writes.push(bench.stage_from(entry, piece, part)?);
+            match self.on {
+                On::Storage => writes.push(bench.stage_from(entry, piece, part)?),
+                On::Memory => bench.put_held(entry, piece, &part)?,
+                On::Copies => (),
             }
         }
         Ok(writes)
     }
 
     fn counted<'a>(&self, counters: &'a mut Counters) -> Option<&'a mut u64> {
-        Some(&mut counters.applied)
+        (self.on != On::Copies).then_some(&mut counters.applied)
     }
 }
 

@@ -14,7 +14,7 @@ use memascend_store::{Buffer, Spilled, Store};
 
 use crate::{
     Counters, Error, First, Gradient, Result,
-    apply::{self, Application, Apply, Slots},
+    apply::{self, Application, Apply, Late, Slots},
     bench::{Bench, Parts},
     fill::Fill,
     held::{HeldGradients, Waiting},
@@ -228,9 +228,10 @@ impl Engine {
         }
         if self.shared.store.is_held(entry) {
             let apply = apply.by_kept(self.held.kept(entry).filter(|_| spilled));
-            let applies = late && self.shared.store.applies();
+            let applies = late != Late::Never && self.shared.store.applies();
+            let rehearsal = (applies && late == Late::Rehearsed).then(|| apply.rehearsal());
             let work = Box::new(if applies { apply.in_memory() } else { apply });
-            return self.wait_for_step(Waiting { entry, step, work, applies, rule: None });
+            return self.wait_for_step(Waiting { entry, step, work, applies, rehearsal, rule: None });
         }
         self.shared.queue.push(Job::new(entry, apply), &mut wait)
     }

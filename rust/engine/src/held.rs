@@ -13,6 +13,7 @@ use memascend_store::{Buffer, Dtype, Rule, Spilled, StepHead, Store, Update};
 
 use crate::{
     Error, Gradient, Result,
+    apply::Apply,
     bench::{Bench, bytes_mut, floats},
     fill::copied,
     gradient::{Host, doubles},
@@ -28,6 +29,8 @@ pub(crate) struct Waiting {
     pub(crate) work: Box<dyn Work>,
     /// It is applied in memory once the step is committed; else it goes through the pipeline before.
     pub(crate) applies: bool,
+    /// What is tried before the commit, until that was begun.
+    pub(crate) rehearsal: Option<Apply>,
     /// What the log says of it, where its gradient is appended there.
     pub(crate) rule: Option<Rule>,
 }
@@ -135,6 +138,11 @@ impl HeldGradients {
         let job = state.jobs.remove(at);
         state.went(&job);
         Some(job)
+    }
+
+    /// The next one that is tried before the commit, in memory.
+    pub(crate) fn next_rehearsal(&self) -> Option<(usize, Apply)> {
+        self.lock().jobs.iter_mut().find_map(|job| Some((job.entry, job.rehearsal.take()?)))
     }
 
     /// Those that are applied in memory, which stay until they are taken.

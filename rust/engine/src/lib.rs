@@ -28,7 +28,7 @@ mod step;
 mod update;
 mod whole;
 
-pub use apply::{Application, Cause, Chunk, Function, other_bytes};
+pub use apply::{Application, Cause, Chunk, Function, Late, other_bytes};
 pub use bench::chunk_bytes;
 pub use counters::Counters;
 pub use engine::{Engine, Options};

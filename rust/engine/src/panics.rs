@@ -10,7 +10,7 @@ use memascend_store::{Commit, Create, Description, Dtype, Entry, Format, Kind};
 
 use super::*;
 use crate::{
-    Chunk, Function, WideState,
+    Chunk, Function, Late, WideState,
     bench::{Read, Write},
     job::{Turn, Work},
 };
@@ -214,7 +214,7 @@ fn a_panic_of_a_function_that_is_applied_is_told_too() {
     let disk = SimDisk::new(1 << 20);
     let engine = filled(&disk);
     let application =
-        Application { function: Box::new(Faulty), nbytes: 0, step: 1, spilled: false, whole: false, late: false };
+        Application { function: Box::new(Faulty), nbytes: 0, step: 1, spilled: false, whole: false, late: Late::Never };
     ok(engine.apply(0, application, Wait::forever()));
     told(&engine, &disk, "a fault of the caller's");
 }

@@ -47,7 +47,7 @@ impl Engine {
         };
         let applies = store.applies() || logged.is_some();
         let (gradient, rule) = logged.unzip();
-        self.held.wait(Waiting { entry, step, work: Box::new(update), applies, rule });
+        self.held.wait(Waiting { entry, step, work: Box::new(update), applies, rehearsal: None, rule });
         if gradient.is_none() {
             return Ok(());
         }
@@ -63,10 +63,19 @@ impl Engine {
         begun
     }
 
-    /// Begins what waits of held entries and goes through the pipeline.
+    /// Begins what waits of held entries and goes through the pipeline: those that are staged, and rehearsals.
     fn begin_through(&self, wait: &mut Wait<'_>) -> Result<()> {
         while let Some(Waiting { entry, work, .. }) = self.held.next_through() {
             self.push_of_step(Job::boxed(entry, work), wait)?;
+        }
+        while let Some((entry, rehearsal)) = self.held.next_rehearsal() {
+            // What a discard made stale is read again.
+            if let Err(error) = self.shared.store.refresh(&[entry], &mut |_, _| true) {
+                let mut state = self.shared.queue.lock();
+                state.failed.get_or_insert_with(|| error.into());
+                return state.failure();
+            }
+            self.push_of_step(Job::new(entry, rehearsal), wait)?;
         }
         Ok(())
     }

@@ -2,7 +2,7 @@
 
 use std::{num::NonZeroUsize, sync::Arc, time::Duration};
 
-use memascend_engine::{Application, By, First, Gradient, Hyperparameters, Momentum, Options, Rule, WideState};
+use memascend_engine::{Application, By, First, Gradient, Hyperparameters, Late, Momentum, Options, Rule, WideState};
 use memascend_store::{Buffer, Commit};
 use pyo3::{prelude::*, types::PyDict};
 
@@ -150,9 +150,14 @@ impl Engine {
         nbytes: usize,
         step: u64,
         spilled: bool,
-        how: (bool, bool),
+        how: (bool, bool, bool),
     ) -> PyResult<()> {
-        let (whole, late) = how;
+        let (whole, late, rehearsed) = how;
+        let late = match (late, rehearsed) {
+            (false, _) => Late::Never,
+            (true, true) => Late::Rehearsed,
+            (true, false) => Late::Always,
+        };
         let application = Application { function: Box::new(Applied { adapter }), nbytes, step, spilled, whole, late };
         waiting(py, None, |wait| self.inner.apply(entry, application, wait))?.map_err(|error| engine_error(py, &error))
     }

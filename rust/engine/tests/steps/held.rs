@@ -1,8 +1,14 @@
 //! Tests updates of held entries: the bits of streamed ones through random lives, nothing half-way, nothing read or written.
 
-use std::{slice, sync::Arc};
+use std::{
+    slice,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering::Relaxed},
+    },
+};
 
-use memascend_engine::{By, Engine, Gradient, Options};
+use memascend_engine::{Application, By, Cause, Chunk, Engine, Function, Gradient, Late, Options};
 use memascend_mem::{Pin, Wait};
 use memascend_nvme::sim::{Faults, Rng, SimDisk};
 use memascend_store::{Buffer, Commit, Create, Description, Dtype, Durability, Format, Store};
@@ -71,6 +77,7 @@ fn engine(store: Store, held: &[usize]) -> Engine {
     ok(store.hold(held, Pin::Off, &mut || true));
     ok(store.refresh(held, &mut |_, _| true));
     let mut options = Options::default();
+    options.whole_bytes = 1 << 17;
     options.threads = std::num::NonZeroUsize::new(3).unwrap_or(std::num::NonZeroUsize::MIN);
     ok(Engine::new(Arc::new(store), &options))
 }
@@ -86,10 +93,14 @@ fn step(life: &Life, step: u64, rng: &mut Rng) {
     for entry in 0..NAMES.len() {
         let count = ok(store.entry_state(entry)).step + 1;
         let value = 0.001 * (f32::from(u16::try_from(rng.below(200)).unwrap_or(0)) - 100.0);
-        match rng.below(5) {
+        match rng.below(7) {
             // An idle one.
             0 => continue,
             1 | 2 => ok(engine.update(entry, By::Given(gradient(value)), None, adam(1e-2, count), Wait::forever())),
+            choice @ (5 | 6) => {
+                let late = if choice == 5 { Late::Always } else { Late::Rehearsed };
+                ok(engine.apply(entry, halving(late, count, rng.below(2) == 0), Wait::forever()));
+            }
             3 => {
                 ok(engine.spill(entry, gradient(value), false, Wait::forever()));
                 ok(engine.spill(entry, gradient(0.5), true, Wait::forever()));
@@ -116,6 +127,77 @@ fn step(life: &Life, step: u64, rng: &mut Rng) {
         }
         _ => ok(engine.commit(Commit { step, ..Commit::default() }, Wait::forever()).map(drop)),
     }
+}
+
+/// Halves everything and counts its calls; fails in one of them.
+struct Halving {
+    calls: Arc<AtomicUsize>,
+    fails_at: usize,
+}
+
+impl Function for Halving {
+    fn call(&self, chunk: Chunk) -> Result<(), Cause> {
+        if self.calls.fetch_add(1, Relaxed) + 1 == self.fails_at {
+            return Err(Arc::new(std::io::Error::other("told to")));
+        }
+        for part in chunk.state.iter().chain([&chunk.values]) {
+            // SAFETY: the chunk's memory is the call's.
+            let bytes = unsafe { slice::from_raw_parts_mut(part.as_ptr().as_ptr(), part.len()) };
+            for number in bytes.chunks_exact_mut(4) {
+                let half = 0.5 * f32::from_le_bytes([number[0], number[1], number[2], number[3]]);
+                number.copy_from_slice(&half.to_le_bytes());
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A function, in chunks or whole.
+fn halving(late: Late, step: u64, whole: bool) -> Application {
+    counted(&Arc::default(), 0, late, step, whole)
+}
+
+fn counted(calls: &Arc<AtomicUsize>, fails_at: usize, late: Late, step: u64, whole: bool) -> Application {
+    let function = Box::new(Halving { calls: Arc::clone(calls), fails_at });
+    Application { function, nbytes: 0, step, spilled: false, whole, late }
+}
+
+#[test]
+fn a_rehearsal_that_fails_ends_its_step_alone_and_moves_nothing() {
+    let life = Life::new(Durability::None, &ALL);
+    updated(&life, 1);
+    ok(life.engine.commit(Commit { step: 1, ..Commit::default() }, Wait::forever()));
+    let (before, moved) = (life.state(), life.engine.store().volume().stats());
+    for whole in [false, true] {
+        // Three chunks: the second call fails, or the one of the second entry.
+        let calls = Arc::new(AtomicUsize::new(0));
+        for entry in [1, 2] {
+            let fails_at = if whole { 2 } else { 5 };
+            let apply = counted(&calls, fails_at, Late::Rehearsed, 2, whole);
+            ok(life.engine.apply(entry, apply, Wait::forever()));
+        }
+        let failed = life.engine.commit(Commit { step: 2, ..Commit::default() }, Wait::forever());
+        assert!(failed.is_err_and(|error| error.to_string().contains("told to")));
+        ok(life.engine.discard(Wait::forever()));
+        assert_eq!(life.state(), before);
+    }
+    let calls = Arc::new(AtomicUsize::new(0));
+    ok(life.engine.apply(1, counted(&calls, 0, Late::Rehearsed, 2, true), Wait::forever()));
+    // Whoever asks what it decided waits for the trial, and the commit does not begin another.
+    ok(life.engine.finish(Wait::forever()));
+    assert_eq!(calls.load(Relaxed), 1);
+    assert_eq!(life.state(), before);
+    // Others do not agree: it is as if there had been none.
+    assert!(
+        life.engine.commit_agreed(Commit { step: 2, ..Commit::default() }, Wait::forever(), &mut || false).is_err()
+    );
+    assert_eq!(life.state(), before);
+    ok(life.engine.commit(Commit { step: 2, ..Commit::default() }, Wait::forever()));
+    assert_eq!(calls.load(Relaxed), 2);
+    assert_eq!(ok(life.engine.store().entry_state(1)).step, 2);
+    assert_ne!(life.state()[1], before[1]);
+    let after = life.engine.store().volume().stats();
+    assert_eq!((after.read.bytes, after.written.bytes), (moved.read.bytes, moved.written.bytes));
 }
 
 #[test]

@@ -1,0 +1,198 @@
+"""Tests optimizers of other classes whose state is all held where nothing is durable: bits, no bytes, whole steps."""
+
+import pytest
+import torch
+from support.bits import same_bits
+from support.chains import chain, loss_of, twins
+
+import memascend
+from memascend.cli.bench import process
+
+LAYERS = 3
+
+
+class Watched(torch.optim.Optimizer):
+    """A class that nothing is known of: it counts in its group, keeps a mean, and fails where it is told to."""
+
+    # By the norm of a parameter's gradient, which each parameter has another of.
+    fails_at = None
+    disagrees = False
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, {"lr": lr, "k": 0, "seen": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure=None):  # noqa: ARG002
+        for group in self.param_groups:
+            group["k"] += 1
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                if type(self).fails_at == parameter.grad.norm().item():
+                    raise ArithmeticError("told to")
+                state = self.state[parameter]
+                if not state:
+                    state["mean"] = torch.zeros_like(parameter)
+                state["mean"].lerp_(parameter.grad, 1 / group["k"])
+                parameter.sub_(state["mean"], alpha=group["lr"])
+                if type(self).disagrees:
+                    group["seen"] = parameter.grad.norm().item()
+
+
+def sgd(parameters, lr):
+    return torch.optim.SGD(parameters, lr=lr, momentum=0.9, nesterov=True, weight_decay=0.01)
+
+
+def rmsprop(parameters, lr):
+    return torch.optim.RMSprop(parameters, lr=lr, momentum=0.5, centered=True)
+
+
+def adafactor(parameters, lr):
+    return torch.optim.Adafactor(parameters, lr=lr)
+
+
+def three():
+    return chain(LAYERS, bias=True)
+
+
+def made(tmp_path, kind, durability="none", gradients="fused"):
+    storage = {} if durability is None else {"durability": durability}
+    plain, theirs, model, ours = twins(tmp_path, gradients, three, 1e-2, kind, **storage)
+    assert len(ours.plan.held) == len(list(plain.parameters()))
+    return plain, theirs, model, ours
+
+
+def stepped(plain, theirs, model, ours, steps):
+    for step in steps:
+        for trained, optimizer in ((plain, theirs), (model, ours)):
+            loss_of(trained, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def state_of(model, ours):
+    return [{name: tensor.clone() for name, tensor in ours.state_of(one).items()} for one in model.parameters()]
+
+
+def require_equal(plain, theirs, model, ours):
+    wanted = {name: values.detach().clone() for name, values in plain.named_parameters()}
+    found = model.state_dict()
+    for name, values in wanted.items():
+        assert same_bits(values, found[name]), name
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        ours_of = ours.state_of(other)
+        for name, value in theirs.state[one].items():
+            if value is not None:
+                assert same_bits(torch.as_tensor(value), ours_of[name].reshape(torch.as_tensor(value).shape)), name
+    for one, other in zip(theirs.param_groups, ours.param_groups, strict=True):
+        assert {key: one[key] for key in one if key != "params"} == {key: other[key] for key in one if key != "params"}
+
+
+KINDS = [Watched, sgd, rmsprop, torch.optim.NAdam, torch.optim.Adagrad, adafactor]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_a_step_moves_no_byte_and_has_the_bits_of_memory(tmp_path, kind):
+    gradients = "ssd" if kind in (sgd, adafactor) else "fused"
+    plain, theirs, model, ours = made(tmp_path, kind, gradients=gradients)
+    with ours:
+        # The first commit says in the catalog that the store is not closed.
+        stepped(plain, theirs, model, ours, range(1))
+        before, counts = ours.report(), process.counts()
+        stepped(plain, theirs, model, ours, range(1, 4))
+        report, moved = ours.report(), process.counts().since(counts)
+        assert (report.read, report.written, moved["written"]) == (before.read, before.written, 0)
+        assert report.read["values"] == report.read["state"] == report.written["values"] == report.written["state"] == 0
+        require_equal(plain, theirs, model, ours)
+    model = three()
+    model, ours = memascend.offload(
+        model, kind(model.parameters(), 1e-2), storage=tmp_path / "twin.store", existing="resume"
+    )
+    with ours:
+        assert ours.steps == 4
+        require_equal(plain, theirs, model, ours)
+
+
+def norm_of_one(plain, step, place):
+    """The norm of the gradient that one parameter has at a step."""
+    loss_of(plain, step).backward()
+    norm = list(plain.parameters())[place].grad.norm().item()
+    plain.zero_grad()
+    return norm
+
+
+@pytest.mark.parametrize("place", [0, 2 * LAYERS - 1])
+def test_a_class_that_fails_half_way_loses_no_step(tmp_path, monkeypatch, place):
+    plain, theirs, model, ours = made(tmp_path, Watched)
+    with ours:
+        stepped(plain, theirs, model, ours, range(2))
+        before, options = state_of(model, ours), dict(ours.param_groups[0])
+        monkeypatch.setattr(Watched, "fails_at", norm_of_one(plain, 2, place))
+        loss_of(model, 2).backward()
+        with pytest.raises(memascend.UsageError) as error:
+            ours.step()
+        assert isinstance(error.value.__cause__, ArithmeticError)
+        assert ours.steps == 2
+        ours.zero_grad()
+        assert all(
+            same_bits(one[name], other[name])
+            for one, other in zip(before, state_of(model, ours), strict=True)
+            for name in one
+        )
+        assert {key: ours.param_groups[0][key] for key in ("k", "seen")} == {key: options[key] for key in ("k", "seen")}
+        monkeypatch.setattr(Watched, "fails_at", None)
+        stepped(plain, theirs, model, ours, range(2, 4))
+        require_equal(plain, theirs, model, ours)
+
+
+def test_a_class_that_ends_differently_for_each_parameter_is_refused_before_anything_changes(tmp_path, monkeypatch):
+    plain, theirs, model, ours = made(tmp_path, Watched)
+    with ours:
+        stepped(plain, theirs, model, ours, range(2))
+        monkeypatch.setattr(Watched, "disagrees", True)
+        loss_of(model, 2).backward()
+        with pytest.raises(memascend.UsageError, match="in another way for each parameter"):
+            ours.step()
+        ours.zero_grad()
+        monkeypatch.setattr(Watched, "disagrees", False)
+        stepped(plain, theirs, model, ours, range(2, 4))
+        require_equal(plain, theirs, model, ours)
+
+
+def test_an_option_that_cannot_be_ends_the_step_and_not_the_run(tmp_path):
+    plain, theirs, model, ours = made(tmp_path, torch.optim.NAdam)
+    with ours:
+        stepped(plain, theirs, model, ours, range(2))
+        ours.param_groups[0]["lr"] = "fast"
+        loss_of(model, 2).backward()
+        with pytest.raises(memascend.UsageError):
+            ours.step()
+        ours.zero_grad()
+        ours.param_groups[0]["lr"] = 1e-2
+        stepped(plain, theirs, model, ours, range(2, 4))
+        require_equal(plain, theirs, model, ours)
+
+
+@pytest.mark.parametrize("kind", [Watched, torch.optim.NAdam], ids=["unknown", "known"])
+def test_what_is_dropped_or_not_committed_leaves_nothing(tmp_path, kind, monkeypatch):
+    plain, theirs, model, ours = made(tmp_path, kind, durability=None)
+    with ours:
+        stepped(plain, theirs, model, ours, range(2))
+        loss_of(model, 7).backward()
+        ours.zero_grad()
+        store = ours._session.run.resources.store
+
+        def refused(*_, **__):
+            raise memascend.StorageError("no room")
+
+        for number, error in enumerate((memascend.StorageError, KeyboardInterrupt)):
+            loss_of(model, 7).backward()
+            with monkeypatch.context() as patch:
+                # After the trial on copies, before the commit.
+                patch.setattr(type(store), "make_live", lambda *_, error=error, **__: (_ for _ in ()).throw(error("x")))
+                with pytest.raises(error):
+                    ours.step()
+            assert ours.steps == 2, number
+            ours.zero_grad()
+        stepped(plain, theirs, model, ours, range(2, 5))
+        require_equal(plain, theirs, model, ours)
