@@ -1,7 +1,8 @@
-"""Measures kernels on optimizer state of 16 and 8 bits: ours, torch's and bitsandbytes'."""
+"""Measures kernels on optimizer state of 16 and 8 bits: ours, and those of torch, bitsandbytes and torchao."""
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def reduced_calls(numel: int, numbers: dict[str, Any]) -> Iterator[tuple[str, Ca
 
         peers: dict[str, Call] = {"adamw with fp32 moments": single, "AdamW(fused=True) and casts": fused}
         if form.endswith("8bit"):
-            peers |= _bitsandbytes(master, grad, numbers)
+            peers |= _eight_bits(master, grad, numbers)
         yield f"adamw {form}", ours, peers
 
 
@@ -63,13 +64,20 @@ def _fused(wide: list[torch.Tensor], grad: torch.Tensor, out: torch.Tensor, numb
     return both
 
 
-def _bitsandbytes(master: torch.Tensor, grad: torch.Tensor, numbers: dict[str, Any]) -> dict[str, Call]:
+def _eight_bits(master: torch.Tensor, grad: torch.Tensor, numbers: dict[str, Any]) -> dict[str, Call]:
+    """The peers with moments of 8 bits that are installed. They update float32 parameters from float32 gradients."""
     import torch
 
-    try:
-        from bitsandbytes.optim import AdamW8bit
-    except ImportError:
-        return {}
-    parameter = torch.nn.Parameter(master.clone())
-    parameter.grad = grad.float()
-    return {"bitsandbytes' AdamW8bit": AdamW8bit([parameter], **numbers).step}
+    peers: dict[str, Call] = {}
+    for package in ("bitsandbytes", "torchao"):
+        try:
+            optimizers = importlib.import_module(f"{package}.optim")
+        except ImportError:
+            continue
+        parameter = torch.nn.Parameter(master.clone())
+        parameter.grad = grad.float()
+        optimizer = optimizers.AdamW8bit([parameter], **numbers)
+        # The first makes the state; torchao's is compiled then, which takes half a minute.
+        optimizer.step()
+        peers[f"{package}'s AdamW8bit"] = optimizer.step
+    return peers
