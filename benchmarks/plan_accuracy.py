@@ -1,8 +1,8 @@
 """Compares what `memascend plan` predicts with real runs on this machine: `python -m benchmarks.plan_accuracy`.
 
-Each cell is planned (with the processor and the disk measured) right before it is run, in processes of their own. A
-cell is a model and a budget; the table has memory of the process, what training adds to its imports, and seconds of a
-step, predicted and real. Ten minutes.
+Each cell is planned (with the processor and the disk measured) right before it is run, in processes of their own, as
+often as there are rounds; seconds are the medians of all rounds. A cell is a model and a budget; the table has memory
+of the process, what training adds to its imports, and seconds of a step, predicted and real. Ten minutes for a round.
 """
 
 from __future__ import annotations
@@ -41,6 +41,9 @@ def main() -> None:
     parser.add_argument("--storage", type=Path, default=Path(), help="a folder on the disk (here)")
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument(
+        "--rounds", type=int, default=1, help="of plan and run; more, where the machine does other things"
+    )
     parser.add_argument("--memory", action="store_true", help="memory alone, which a busy machine does not change")
     parser.add_argument("--write", type=Path, help="a folder for plan_accuracy.txt and .json")
     parser.add_argument("--run", help=argparse.SUPPRESS)
@@ -68,17 +71,20 @@ def measured(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         for factor in BUDGETS:
             budget = int(comfortable * factor)
             speeds = [] if options.memory else ["--cpu", "--storage", folder]
-            said = planned(config, tokens, [*speeds, "--host-memory", str(budget)])
             order = {"config": str(config), "tokens": tokens, "budget": budget, "storage": folder}
-            was = child(["-m", "benchmarks.plan_accuracy", "--run", json.dumps(order)])
+            rounds = []
+            for _ in range(options.rounds):
+                said = planned(config, tokens, [*speeds, "--host-memory", str(budget)])
+                was = child(["-m", "benchmarks.plan_accuracy", "--run", json.dumps(order)])
+                rounds.append((said["step"]["seconds_per_step"], was["seconds"]))
             print(f"{name}, {bytes_shown(budget)}: done", file=sys.stderr, flush=True)
             cells.append({
                 "model": name, "parameters": said["model"]["parameters"], "budget": budget, "tokens": tokens,
                 "said_bytes": said["host_bytes"], "was_bytes": was["bytes"],
                 # Imports are measured in the run, and assumed in the plan.
                 "said_added_bytes": said["host_bytes"] - IMPORTS, "was_added_bytes": was["added_bytes"],
-                "said_seconds": None if options.memory else said["step"]["seconds_per_step"],
-                "was_seconds": was["seconds"], "bound": said["step"]["bound"], "gb_per_second": said["gb_per_second"],
+                "said_seconds": None if options.memory else statistics.median(said for said, _ in rounds),
+                "was_seconds": statistics.median(was for _, was in rounds), "rounds": rounds, "bound": said["step"]["bound"], "gb_per_second": said["gb_per_second"],
             })  # fmt: skip
     return cells
 

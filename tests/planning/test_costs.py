@@ -21,6 +21,8 @@ def plan(**changes):
         "units": UNITS,
         "resident": {"block6", "block7"},
         "held_part": 0.0,
+        "held_units": frozenset(),
+        "log_steps": 16,
         "gradients": "auto",
         "read_bytes": {"values, forward": 8 * GB, "values, backward": 6 * GB, "state": 40 * GB},
         "written_bytes": {"values": 8 * GB, "state": 40 * GB},
@@ -77,11 +79,35 @@ def test_each_backward_after_the_first_adds_to_what_is_spilled():
 
 
 def test_processors_that_compute_the_model_update_in_the_same_time():
-    host = Host(update=6.0, check=0.1 / GB, threads=2, shared=True)
-    forward, last = phases(plan(), Work(forward=2.0, backward=4.0), DRIVE, host, kept=False)
-    assert forward.parts["compute"] == pytest.approx(2 + 0.1 * 8 / 2)
-    assert last.parts["compute"] == pytest.approx(4 + (6 + 0.1 * (46 + 48)) / 2)
+    host = Host(update=6.0, check=0.1 / GB, threads=1, shared=True)
+    drive = Drive(read=5 * GB, write=4 * GB, processor_seconds=0.03 / GB)
+    forward, last = phases(plan(), Work(forward=2.0, backward=4.0), drive, host, kept=False)
+    assert forward.parts["compute"] == pytest.approx(2 + 0.13 * 8)
+    # An eighth is the first block's, whose gradient comes when the model has ended.
+    assert last.parts["compute"] == pytest.approx(4 + 6 * 7 / 8 + 0.13 * (46 + 48), rel=1e-6)
     assert "update" not in last.parts
+
+
+def test_the_gradient_that_comes_last_is_updated_when_all_else_has_ended():
+    one = (40 / 5 + 48 / 4) / 8
+    compute = Work(forward=2.0, backward=30.0)
+    _, last = phases(plan(), compute, DRIVE, IDLE, kept=False)
+    assert last.tail == pytest.approx(one, rel=1e-6)
+    assert (last.seconds, last.bound) == (pytest.approx(30 + one, rel=1e-6), "compute")
+    # Where storage is slower than all else, it is busy until the end anyway.
+    _, last = phases(plan(), Work(forward=2.0, backward=4.0), DRIVE, IDLE, kept=False)
+    assert last.seconds == last.parts["disk"]
+    # What is held has nothing to stream; kept gradients are all there before the first update.
+    assert phases(plan(held_units=frozenset({"block0"})), compute, DRIVE, IDLE, kept=False)[-1].tail == 0
+    assert [phase.tail for phase in phases(KEPT, compute, DRIVE, IDLE, kept=True)] == [0, 0, 0]
+
+
+def test_what_is_held_without_a_log_is_written_in_step():
+    work = Work(forward=2.0, backward=4.0)
+    *_, last, step = phases(plan(held_part=0.25, log_steps=0), work, DRIVE, IDLE, kept=False)
+    assert last.parts["disk"] == pytest.approx(46 / 5 + 0.75 * 48 / 4)
+    assert step.parts["disk"] == pytest.approx(0.25 * 48 / 4)
+    assert "disk" not in phases(plan(held_part=0.25), work, DRIVE, IDLE, kept=False)[-1].parts
 
 
 def test_what_is_held_is_updated_after_the_commit_by_all_threads():

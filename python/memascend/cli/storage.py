@@ -16,7 +16,7 @@ from memascend.formatting import bytes_shown
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from memascend.cli.transfer import Pattern
+    from memascend.cli.transfer import Pattern, Speed
     from memascend.nvme import Volume
 
 # What is written and read to see the speed: enough to leave a drive's own cache behind a little, gone in seconds.
@@ -108,27 +108,32 @@ def _volume(volume: Volume) -> Iterator[Finding]:
 
 def _speed(volume: Volume, *, write: bool) -> Iterator[Finding]:
     speeds = _measured(volume, ("write", "read") if write else ("read",))
-    yield from (_judged(f"sequential {pattern}", speed) for pattern, speed in speeds.items())
+    yield from (_judged(f"sequential {pattern}", speed.gb_per_second) for pattern, speed in speeds.items())
     if not write:
         yield Finding(subject="sequential write", found="not tried: it would overwrite what is on the device")
 
 
-def _measured(volume: Volume, patterns: Sequence[Pattern]) -> dict[str, float]:
-    """GB/s by pattern; where one writes, the volume is filled first."""
-    speeds: dict[str, float] = {}
+def _measured(volume: Volume, patterns: Sequence[Pattern]) -> dict[str, Speed]:
+    """By pattern; where one writes, the volume is filled first."""
+    speeds: dict[str, Speed] = {}
     with blocks(_BLOCK_BYTES, _DEPTH) as tensors:
         if set(patterns) != {"read"}:
             # The first pass fills what was only reserved, which a run does once.
             transfer(volume, tensors, "write", volume.size, _TRIAL_SECONDS)
         for pattern in patterns:
-            speeds[pattern] = transfer(volume, tensors, pattern, 8 * volume.size, _TRIAL_SECONDS).gb_per_second
+            speeds[pattern] = transfer(volume, tensors, pattern, 8 * volume.size, _TRIAL_SECONDS)
             if pattern != "read":
                 volume.flush()
     return speeds
 
 
 def bandwidth(path: Path) -> dict[str, float]:
-    """GB/s where `path` is, of reads, of writes, and of both in turn ("mixed"); of a raw device of reads alone.
+    """GB/s where `path` is, as `speeds_at` measures them."""
+    return {pattern: speed.gb_per_second for pattern, speed in speeds_at(path).items()}
+
+
+def speeds_at(path: Path) -> dict[str, Speed]:
+    """Where `path` is, of reads, of writes, and of both in turn ("mixed"); of a raw device of reads alone.
 
     Raises:
         StorageError: no store can be there; the message says why.

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from memascend.planning.table import Plan
+    from memascend.planning.units import Unit
 
 _DAY_SECONDS = 86_400
 
@@ -21,6 +22,7 @@ class Drive:
     write: float  # where nothing is read
     # Both in turn, counted together; None: as if reads and writes took turns at their own speeds.
     mixed: float | None = None
+    processor_seconds: float = 0.0  # that one processor is busy with a byte; 0 where nobody measured it
 
     def seconds(self, read_bytes: float, written_bytes: float) -> float:
         """How long it takes to move both."""
@@ -50,7 +52,9 @@ class Host:
     update: float  # the arithmetic of a step
     check: float  # the checksum of a byte that is read or written
     threads: int  # that share the update of what streams
-    shared: bool  # whether the model computes on the same processors: what the update takes is taken from it
+    # Whether the model computes on all of the same processors: what takes one of them holds up the model, whose threads
+    # wait for each other at the end of each operation.
+    shared: bool
     link: float | None = None  # bytes a second between host and device, each way; None where the host computes
     held_threads: int | None = None  # that share the update of what is held; None: as many
 
@@ -81,11 +85,13 @@ class Phase:
 
     name: str  # forward, backward, or update where gradients wait for all others
     parts: Mapping[str, float]  # seconds by what they are spent on: compute, PCIe, disk, update, network
+    tail: float = 0.0  # of storage and update that nothing else goes on beside: of the gradient that comes last
 
     @property
     def seconds(self) -> float:
-        """Of the longest part."""
-        return max(self.parts.values())
+        """Of the longest part, or of what precedes the tail, and the tail."""
+        before = max((took for part, took in self.parts.items() if part not in {"disk", "update"}), default=0.0)
+        return max(*self.parts.values(), before + self.tail)
 
     @property
     def bound(self) -> str:
@@ -117,8 +123,13 @@ def phases(plan: Plan, work: Work, drive: Drive, host: Host, *, kept: bool) -> l
     together = host.held_threads or host.threads
     # Their values are checked before it, and have new checksums after it.
     checked = 2 * plan.held_part * sum(unit.nbytes - unit.frozen_bytes for unit in plan.units) * host.check
-    in_step = Phase(name="step()", parts={"update": (host.update - streamed + checked) / together})
-    held = [in_step] if plan.held_part else []
+    in_step = {"update": (host.update - streamed + checked) / together}
+    if plan.held_part and not plan.log_steps:
+        # Without a log it is written there, too.
+        through = int(update_written * plan.held_part)
+        update_written -= through
+        in_step["disk"] = drive.seconds(0, through)
+    held = [Phase(name="step()", parts=in_step)] if plan.held_part else []
     to, fro = (None, None) if work.exchanged is None else (part * times for part in work.exchanged)
     forward = _phase("forward", work.forward * times, (into * times, 0), (forward_read * times, 0), drive, host)
     forward = _beside(forward, to)
@@ -133,7 +144,23 @@ def phases(plan: Plan, work: Work, drive: Drive, host: Host, *, kept: bool) -> l
         "backward and update", work.backward * times, (back * times, out * times),
         (backward_read * times + update_read, update_written), drive, host, streamed,
     )  # fmt: skip
-    return [forward, _beside(last, fro), *held]
+    part = _last_part(plan)
+    tail = max(drive.seconds(update_read * part, update_written * part), streamed * part / host.threads)
+    if host.shared:
+        # By then the model has ended.
+        last = replace(last, parts={**last.parts, "compute": last.parts["compute"] - streamed * part / host.threads})
+    return [forward, _beside(replace(last, tail=tail), fro), *held]
+
+
+def _last_part(plan: Plan) -> float:
+    """Of what is trained and streams, the part of the unit that is first in the forward: its gradient comes last."""
+    streams = [0.0 if unit.name in plan.held_units else _trained(unit) for unit in plan.units]
+    return streams[0] / sum(streams) if any(streams) else 0.0
+
+
+def _trained(unit: Unit) -> float:
+    """Elements of a unit that a step changes."""
+    return unit.elements * (1 - unit.frozen_bytes / max(1, unit.nbytes))
 
 
 def _beside(phase: Phase, network: float | None) -> Phase:
@@ -158,10 +185,10 @@ def _phase(
     host: Host,
     update: float = 0.0,
 ) -> Phase:
-    checked = sum(disk) * host.check
+    checked = sum(disk) * (host.check + drive.processor_seconds)
     parts = {"disk": drive.seconds(*disk)}
     if host.shared:
-        # The model's threads and the update's are the same processors'.
+        # The model's threads are on the same processors, and none goes on without the others.
         parts["compute"] = compute + (update + checked) / host.threads
     else:
         parts["compute"] = compute
@@ -186,8 +213,7 @@ def storage_seconds(plan: Plan, drive: Drive, host: Host, *, backwards: int = 1)
 
 def update_seconds(plan: Plan, a_parameter: float) -> float:
     """Of one processor, for the update of everything that is trained."""
-    trained = sum(unit.elements * (1 - unit.frozen_bytes / max(1, unit.nbytes)) for unit in plan.units)
-    return trained * a_parameter
+    return sum(map(_trained, plan.units)) * a_parameter
 
 
 def drive_days(plan: Plan, step_seconds: float, endurance: float) -> float | None:

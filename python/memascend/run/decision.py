@@ -180,9 +180,9 @@ def planned(model: torch.nn.Module, optimizer: torch.optim.Optimizer, options: O
 
 def planned_formats(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, options: Options, budget: int, ranks: int = 1
-) -> dict[str, Planned]:
+) -> dict[Literal["fp32", "bf16", "8bit"], Planned]:
     """What it would do with state in each format that goes with the optimizer, and the same budget of host memory."""
-    found: dict[str, Planned] = {}
+    found: dict[Literal["fp32", "bf16", "8bit"], Planned] = {}
     for state in _STATES:
         try:
             found[state] = planned(model, optimizer, replace(options, state=state, host_memory=budget), ranks)

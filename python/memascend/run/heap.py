@@ -92,7 +92,7 @@ class Heap:
             self._judge(mapped, *self._before)
             return
         if self._steps > 1 and touched > ACTIVATIONS * self._model_bytes:
-            self._keep()
+            self.keep()
             self.steady = False
             _log.info("activations of %d MB a step: the heap keeps freed memory from now on", touched // 1_000_000)
             return
@@ -105,7 +105,7 @@ class Heap:
         if self._steps <= _TAKING_STEPS:
             self._holes.take()
         if self._steps == _TAKING_STEPS and mapped and touched <= self._held_peak:
-            self._keep()
+            self.keep()
             self._before = mapped, c_library().sbrk(0)
 
     def _judge(self, mapped: int, mapped_before: int, top_before: int) -> None:
@@ -120,7 +120,8 @@ class Heap:
         _set(_M_TRIM_THRESHOLD, _TRIMMED_BYTES)
         trim()
 
-    def _keep(self) -> None:
+    def keep(self) -> None:
+        """From now on what is freed stays in the heap."""
         _set(_M_MMAP_THRESHOLD, _KEPT_BYTES)
         _set(_M_TRIM_THRESHOLD, _NEVER)
 

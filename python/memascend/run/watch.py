@@ -57,8 +57,6 @@ class Watch(Closing):
         if reads is None and writes is None:
             return None
         drive = Drive(read=reads or writes or 1.0, write=writes or reads or 1.0)
-        # Beside a device one thread updates what streams; what is held has all of them.
-        threads = torch.get_num_threads()
-        host = assumed_host(None, threads=threads if host_computes else 1, shared=host_computes)
-        host = replace(host, held_threads=threads)
+        # One thread updates what streams; what is held has all of them.
+        host = replace(assumed_host(None, shared=host_computes), held_threads=torch.get_num_threads())
         return forecast(plan, lambda plan: storage_seconds(plan, drive, host))

@@ -161,10 +161,19 @@ def _traced(options: argparse.Namespace, question: Question) -> Question:
     found = trace(question.model, batch, length, recomputes=not options.keep_activations)
     question = replace(question, trace=found)
     if options.cpu and not isinstance(found, str):
-        from memascend.cli.plan.replay import measure
+        from memascend.cli.plan.processor import measure
 
-        question = replace(question, processor=measure(found))
+        computed = found if question.gpu is None else None
+        question = replace(question, processor=measure(question.model, computed, (batch, length), _folder(question)))
     return question
+
+
+def _folder(question: Question) -> Path | None:
+    """Where storage is, if it is a folder."""
+    for path in map(Path, question.options.paths or ()):
+        if not path.is_block_device():
+            return path if path.is_dir() else path.parent
+    return None
 
 
 def shape_of(options: argparse.Namespace, model: torch.nn.Module) -> tuple[int, int]:

@@ -6,8 +6,10 @@ import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from memascend.cli.plan.machine import ENDURANCE_PER_TB, HEAP_GAPS, IMPORTS, Gpu
-from memascend.cli.storage import bandwidth
+from memascend.cli.storage import speeds_at
 from memascend.formatting import bytes_shown
 from memascend.planning.costs import (
     Drive,
@@ -30,9 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    import torch
-
-    from memascend.cli.plan.replay import Processor
+    from memascend.cli.plan.processor import Processor
     from memascend.cli.plan.trace import Trace
     from memascend.planning.network import Network
     from memascend.planning.options import Options
@@ -187,27 +187,26 @@ def _phases(question: Question, plan: Plan, network: Network | None) -> list[Pha
         return None
     kept = plan.gradients in ("ssd", "ram")
     times = question.options.accumulation_steps
+    threads = torch.get_num_threads()
     if question.gpu is not None:
         flops = question.gpu.flops
         work = Work(forward=trace.forward.flops / flops, backward=trace.backward.flops / flops, backwards=times)
         host = assumed_host(question.gpu.link)
-        if processor is not None:
-            host = replace(
-                host,
-                update=processor.update_seconds,
-                check=processor.check_seconds,
-                held_threads=len(os.sched_getaffinity(0)),
-            )
     elif processor is not None:
-        work = Work(forward=processor.forward_seconds, backward=processor.backward_seconds, backwards=times)
-        host = Host(
-            update=processor.update_seconds,
-            check=processor.check_seconds,
-            threads=len(os.sched_getaffinity(0)),
-            shared=True,
+        parameters = sum(len(unit.parameters) for unit in plan.units)
+        handed = sum(unit.nbytes - unit.frozen_bytes for unit in plan.units) * processor.copy_seconds
+        work = Work(
+            forward=processor.forward_seconds + parameters * processor.bind_seconds,
+            backward=processor.backward_seconds + parameters * processor.hand_seconds + handed,
+            backwards=times,
         )
+        # Where torch leaves processors free, the update has one of its own.
+        host = assumed_host(None, shared=threads >= len(os.sched_getaffinity(0)))
     else:
         return None
+    if processor is not None:
+        update = processor.update_seconds[question.options.state or "fp32"]
+        host = replace(host, update=update, check=processor.check_seconds, held_threads=threads)
     if network is not None and question.network is not None:
         backward = network.backward + network.gradients
         work = replace(work, exchanged=(network.forward / question.network, backward / question.network))
@@ -275,11 +274,14 @@ def drive_at(paths: Sequence[Path]) -> tuple[Drive | None, dict[str, float]]:
         StorageError: a path cannot hold a store; the message says why.
     """
     # Several devices are measured one after the other, and work at once; the slowest sets the pace of all.
-    each = [bandwidth(path) for path in paths]
-    speeds = {pattern: len(each) * min(speed[pattern] for speed in each) for pattern in (each[0] if each else ())}
+    each = [speeds_at(path) for path in paths]
+    slowest = {pattern: min(speed[pattern].gb_per_second for speed in each) for pattern in (each[0] if each else ())}
+    speeds = {pattern: len(each) * slow for pattern, slow in slowest.items()}
     if "mixed" not in speeds:
         return None, speeds
-    return Drive(read=speeds["read"] * 1e9, write=speeds["write"] * 1e9, mixed=speeds["mixed"] * 1e9), speeds
+    busy = sum(speed["mixed"].cpu_seconds for speed in each) / sum(speed["mixed"].nbytes for speed in each)
+    read, write, mixed = (speeds[pattern] * 1e9 for pattern in ("read", "write", "mixed"))
+    return Drive(read=read, write=write, mixed=mixed, processor_seconds=busy), speeds
 
 
 def free_bytes(paths: Sequence[Path]) -> int | None:

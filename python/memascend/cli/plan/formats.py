@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from memascend.cli.plan.answer import disk_seconds, step_seconds
@@ -21,8 +21,9 @@ def compared(question: Question, budget: int) -> list[FormatCost]:
     elements = {name: parameter.numel() for name, parameter in question.model.named_parameters()}
     found = planned_formats(question.model, question.optimizer, question.options, budget, question.ranks)
     return [
-        cost_of_format(state, one.plan, elements, disk_seconds(question, one.plan), step_seconds(question, one.plan))
+        cost_of_format(state, one.plan, elements, disk_seconds(asked, one.plan), step_seconds(asked, one.plan))
         for state, one in found.items()
+        for asked in [replace(question, options=replace(question.options, state=state))]
     ]
 
 

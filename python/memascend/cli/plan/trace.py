@@ -7,7 +7,7 @@ import copy
 import gc
 import logging
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,19 +18,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
-__all__ = ["Call", "Pass", "Trace", "grown", "made_again", "trace"]
-
-
-@dataclass(frozen=True)
-class Call:
-    """One kind of call: an operator of torch's core with what it was given, tensors as (shape, strides, dtype)."""
-
-    function: Any
-    given: tuple[Any, ...]
-    flops: int
-    nbytes: int
+__all__ = ["Pass", "Trace", "grown", "recompute", "settle", "trace", "without_gradients_kept"]
 
 
 @dataclass
@@ -39,13 +29,9 @@ class Pass:
 
     Attributes:
         flops: floating-point operations of matrix products and attention; of causal attention what is not masked.
-        nbytes: that all other operators read and write.
-        calls: how often each kind of call was made.
     """
 
     flops: int = 0
-    nbytes: int = 0
-    calls: dict[Call, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -101,13 +87,7 @@ class _Watch(TorchDispatchMode):
         if function.is_view or not made:
             return out
         args, kwargs = _unmasked(function, args, kwargs or {})
-        flops = _flops(function, args, kwargs, out)
-        taken = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        nbytes = 0 if flops else sum(tensor.numel() * tensor.element_size() for tensor in (*taken, *made))
-        call = Call(function, (_described(args), _described(kwargs)), flops, nbytes)
-        self.now.flops += flops
-        self.now.nbytes += nbytes
-        self.now.calls[call] = self.now.calls.get(call, 0) + 1
+        self.now.flops += _flops(function, args, kwargs, out)
         return out
 
     def _count(self, tensor: torch.Tensor) -> None:
@@ -162,39 +142,6 @@ def _flops(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: An
     return flops // 2 if given.get("is_causal") is True else flops
 
 
-def _described(value: Any) -> Any:
-    """The arguments of a call as a key, from which tensors alike can be made again."""
-    if isinstance(value, torch.Tensor):
-        return _Alike(tuple(value.shape), tuple(value.stride()), value.dtype)
-    if isinstance(value, (list, tuple)):
-        return (type(value).__name__, *map(_described, value))
-    if isinstance(value, dict):
-        return ("dict", *((key, _described(one)) for key, one in value.items()))
-    return value
-
-
-@dataclass(frozen=True)
-class _Alike:
-    """A tensor as a key."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-
-def made_again(described: Any, make: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]) -> Any:
-    """The arguments that were described, with tensors by `make`."""
-    if isinstance(described, _Alike):
-        return make(described.shape, described.stride, described.dtype)
-    if isinstance(described, tuple):
-        kind, *rest = described
-        if kind == "dict":
-            return {key: made_again(one, make) for key, one in rest}
-        made = [made_again(one, make) for one in rest]
-        return made if kind == "list" else tuple(made)
-    return described
-
-
 def trace(model: nn.Module, batch: int, length: int, *, recomputes: bool) -> Trace | str:
     """Run one forward and backward of a language model, on tensors that have shapes and no memory.
 
@@ -212,17 +159,17 @@ def trace(model: nn.Module, batch: int, length: int, *, recomputes: bool) -> Tra
     model = copy.deepcopy(model)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with fake:
-        _settle(model)
+        settle(model)
     model.train()
     config: Any = getattr(model, "config", None)
     if config is not None:
         config.use_cache = False
     if recomputes:
-        _recompute(model)
+        recompute(model)
     watch = _Watch(model)
     forward, backward = Pass(), Pass()
     failed = ""
-    with fake, _without_gradients_kept(model), watch, _without_torchs_log():
+    with fake, without_gradients_kept(model), watch, _without_torchs_log():
         watch.now = forward
         try:
             tokens = torch.zeros(batch, length, dtype=torch.long)
@@ -260,15 +207,15 @@ def _without_torchs_log() -> Iterator[None]:
 
 
 def grown(one: Trace, two: Trace, times: int) -> Trace:
-    """What a larger batch takes: `one` and so many times what `two` takes more. Its kinds of calls are left out."""
+    """What a larger batch takes: `one` and so many times what `two` takes more."""
 
     def line(first: int, second: int) -> int:
         return first + times * (second - first)
 
     return Trace(
         tokens=line(one.tokens, two.tokens),
-        forward=Pass(line(one.forward.flops, two.forward.flops), line(one.forward.nbytes, two.forward.nbytes)),
-        backward=Pass(line(one.backward.flops, two.backward.flops), line(one.backward.nbytes, two.backward.nbytes)),
+        forward=Pass(line(one.forward.flops, two.forward.flops)),
+        backward=Pass(line(one.backward.flops, two.backward.flops)),
         peak=line(one.peak, two.peak),
         held={kind: line(nbytes, two.held[kind]) for kind, nbytes in one.held.items()},
         allocated=line(one.allocated, two.allocated),
@@ -276,7 +223,7 @@ def grown(one: Trace, two: Trace, times: int) -> Trace:
     )
 
 
-def _settle(model: nn.Module) -> None:
+def settle(model: nn.Module) -> None:
     """Give it parameters and buffers that count as the CPU's; tied ones stay tied."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
@@ -291,7 +238,7 @@ def _settle(model: nn.Module) -> None:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")  # noqa: SLF001
 
 
-def _recompute(model: nn.Module) -> None:
+def recompute(model: nn.Module) -> None:
     """Have the blocks computed again in the backward, as far as the model can."""
     name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
     change = getattr(model, f"{name}_checkpointing_enable", None)
@@ -301,7 +248,9 @@ def _recompute(model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def _without_gradients_kept(model: nn.Module) -> Iterator[None]:
+def without_gradients_kept(model: nn.Module) -> Iterator[None]:
+    """Gradients are gone as soon as they are whole, as they are in training."""
+
     def gone(parameter: torch.Tensor) -> None:
         parameter.grad = None
 

@@ -1,0 +1,254 @@
+"""Measures this processor: a model's own forward and backward, and what offloading takes of the same cores."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from memascend import engine, kernels
+from memascend.cli.plan.trace import recompute, settle, without_gradients_kept
+from memascend.errors import ConfigError, StorageError
+from memascend.progress import Progress
+from memascend.run.heap import ACTIVATIONS, Heap
+from memascend.run.offloading import offload
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from memascend.cli.plan.trace import Trace
+
+# Of one depth of the model: after a first pass, so many, or those that fit into so many seconds.
+_PASSES, _SECONDS = 5, 10.0
+# Values that are made for it: beyond this, fewer blocks tell what the others take.
+_VALUES_BYTES = 1 << 30
+_ELEMENTS = 4 << 20
+_TRIES = 3
+# A model whose arithmetic is nothing, so that what is left is what its parameters take of Python.
+_WIDTH, _BLOCKS, _STEPS = 32, 16, 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Processor:
+    """What was measured, in seconds.
+
+    Attributes:
+        forward_seconds: of the batch, on all threads of torch; 0 where something else computes.
+        backward_seconds: likewise.
+        update_seconds: of one thread, for the arithmetic of AdamW on one parameter, by the format of its state.
+        check_seconds: of one thread, for the checksum of one byte.
+        copy_seconds: of one thread, for a byte of a gradient that is handed on.
+        bind_seconds: that a forward takes longer for each of its parameters (a tensor, not an element).
+        hand_seconds: that a backward and `step()` take longer for each, but for the gradient's bytes.
+    """
+
+    forward_seconds: float
+    backward_seconds: float
+    update_seconds: Mapping[str, float]
+    check_seconds: float
+    copy_seconds: float
+    bind_seconds: float
+    hand_seconds: float
+
+
+def measure(model: nn.Module, trace: Trace | None, shape: tuple[int, int], folder: Path | None) -> Processor:
+    """Compute with the model, in parts where it is large, and with the pieces of a step.
+
+    Args:
+        model: on "meta".
+        trace: of one backward; None where something else than this processor computes it.
+        shape: sequences, and tokens of each.
+        folder: for the store of a small model; None: where temporary files are.
+    """
+    with Progress("measuring this processor", 4, unit="parts") as progress:
+        forward, backward = (0.0, 0.0) if trace is None else _model_seconds(model, trace, shape)
+        progress.add(1)
+        bind, hand = _parameter_seconds(folder)
+        progress.add(1)
+        update = _update_seconds()
+        progress.add(1)
+        check, copied = _byte_seconds()
+        progress.add(1)
+    return Processor(
+        forward_seconds=forward,
+        backward_seconds=backward,
+        update_seconds=update,
+        check_seconds=check,
+        copy_seconds=copied,
+        bind_seconds=bind,
+        hand_seconds=hand,
+    )
+
+
+def _model_seconds(model: nn.Module, trace: Trace, shape: tuple[int, int]) -> tuple[float, float]:
+    """Of its forward and backward: its own code on values that are made up, as deep as that is quick."""
+    values = sum(parameter.nbytes for parameter in model.parameters())
+    # As it will be while it is trained: pages that are mapped anew are zeroed anew.
+    heap = Heap(values)
+    if heap.steady and trace.allocated > ACTIVATIONS * values:
+        heap.keep()
+    depth = _depth(model)
+    first = _pass_seconds(model, 1, trace, shape)
+    if depth == 1:
+        return first
+    block = values - sum(parameter.nbytes for parameter in _shallow(model, depth - 1).parameters())
+    at_once = min(_SECONDS / (sum(first) * (_PASSES + 1)), (_VALUES_BYTES - values) / max(1, block) + depth)
+    deeper = min(depth, max(2, int(at_once)))
+    second = _pass_seconds(model, deeper, trace, shape)
+    forward, backward = (
+        least + max(0.0, more - least) * (depth - 1) / (deeper - 1) for least, more in zip(first, second, strict=True)
+    )
+    return forward, backward
+
+
+def _lists(model: nn.Module) -> list[tuple[nn.Module, str, nn.ModuleList]]:
+    """The outermost lists of blocks, with where they are."""
+    found = []
+    for name, child in model.named_children():
+        if isinstance(child, nn.ModuleList):
+            found.append((model, name, child))
+        else:
+            found += _lists(child)
+    return found
+
+
+def _depth(model: nn.Module) -> int:
+    """How many blocks follow each other; 1 where they are not alike, and all of the model must be computed."""
+    lists = [blocks for _, _, blocks in _lists(model)]
+    alike = all(len({_kind(block) for block in blocks}) == 1 for blocks in lists)
+    return len(lists[0]) if lists and alike and len(set(map(len, lists))) == 1 else 1
+
+
+def _kind(block: nn.Module) -> tuple[object, ...]:
+    return (type(block), *(tuple(parameter.shape) for parameter in block.parameters()))
+
+
+def _shallow(model: nn.Module, depth: int) -> nn.Module:
+    """A copy with the first blocks alone; all of them, where they are not alike."""
+    alike = _depth(model) > 1
+    made = copy.deepcopy(model)
+    for parent, name, blocks in _lists(made) if alike else ():
+        setattr(parent, name, blocks[:depth])
+    return made
+
+
+def _pass_seconds(model: nn.Module, depth: int, trace: Trace, shape: tuple[int, int]) -> tuple[float, float]:
+    """Medians of the seconds of a forward and of a backward, with so many blocks."""
+    made = _shallow(model, depth)
+    settle(made)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.uniform_(-0.05, 0.05)
+        for buffer in made.buffers():
+            buffer.zero_()
+    made.train()
+    # As `describe` finds it, a language model of transformers.
+    config = made.config
+    config.use_cache = False  # type: ignore[union-attr]
+    if trace.recomputes:
+        recompute(made)
+    tokens = torch.randint(config.vocab_size, shape)  # type: ignore[union-attr, arg-type]
+    passes: list[tuple[float, float]] = []
+    began = time.perf_counter()
+    with without_gradients_kept(made):
+        while len(passes) <= _PASSES and (len(passes) < 2 or time.perf_counter() - began < _SECONDS):
+            before = time.perf_counter()
+            loss = made(input_ids=tokens, labels=tokens).loss
+            between = time.perf_counter()
+            loss.backward()
+            del loss
+            passes.append((between - before, time.perf_counter() - between))
+    # The first one also maps and loads what the others find.
+    forward, backward = zip(*passes[1:], strict=True)
+    return statistics.median(forward), statistics.median(backward)
+
+
+def _parameter_seconds(folder: Path | None) -> tuple[float, float]:
+    """What a parameter that streams takes of the thread that computes, beside its bytes: forward, and the rest."""
+    plain = _step_seconds(_small_model(), None)
+    try:
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".memascend-plan-") as place:
+            model = _small_model()
+            optimizer = torch.optim.AdamW(model.parameters())
+            model, offloaded = offload(model, optimizer, storage=f"{place}/store", device="cpu", gradients="fused")
+            with offloaded:
+                streamed = _step_seconds(model, offloaded)
+    except (ConfigError, StorageError) as error:
+        raise ConfigError(f"--cpu measures a small model on storage: name a disk with --storage ({error})") from error
+    count = sum(1 for _ in _small_model().parameters())
+    forward, rest = (max(0.0, ours - torchs) / count for ours, torchs in zip(streamed, plain, strict=True))
+    return forward, rest
+
+
+def _small_model() -> nn.Sequential:
+    return nn.Sequential(
+        *(nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(4)), nn.LayerNorm(_WIDTH)) for _ in range(_BLOCKS))
+    )
+
+
+def _step_seconds(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[float, float]:
+    """Of the processor, for a forward, and for the backward with the step: without what waits for storage."""
+    given = torch.rand(1, _WIDTH)
+    found = []
+    for _ in range(_STEPS):
+        before = time.thread_time()
+        loss = model(given).sum()
+        between = time.thread_time()
+        loss.backward()
+        if optimizer is not None:
+            optimizer.step()
+        model.zero_grad()
+        found.append((between - before, time.thread_time() - between))
+    forward, rest = zip(*found[2:], strict=True)
+    return statistics.median(forward), statistics.median(rest)
+
+
+def _update_seconds() -> dict[str, float]:
+    """Of one thread for one parameter, beside as many as torch has: together they may wait for memory."""
+    threads = torch.get_num_threads()
+    numbers: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "threads": threads}
+    master, first, second = (torch.rand(_ELEMENTS) for _ in range(3))
+    gradient, weight = torch.rand(_ELEMENTS).bfloat16(), master.bfloat16()
+
+    def exact() -> None:
+        kernels.adamw(master, gradient, first, second, weight, step=1, **numbers)
+
+    found = {"fp32": _shortest(exact)}
+    for state in ("bf16", "8bit"):
+        form = f"compact {state}"
+        values = master.bfloat16()
+        kept = engine.encode_state(values, {"master": master, "exp_avg": first, "exp_avg_sq": second}, form)
+
+        def reduced(values: torch.Tensor = values, kept: dict[str, torch.Tensor] = kept, form: str = form) -> None:
+            kernels.adamw_reduced(values, kept, gradient, form=form, step=1, **numbers)
+
+        found[state] = _shortest(reduced)
+    return {state: threads * took / _ELEMENTS for state, took in found.items()}
+
+
+def _byte_seconds() -> tuple[float, float]:
+    """Of one thread for a byte: its checksum, and its copy."""
+    given, taken = torch.rand(_ELEMENTS), torch.empty(_ELEMENTS)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        copied = _shortest(lambda: taken.copy_(given))
+    finally:
+        torch.set_num_threads(threads)
+    return _shortest(lambda: engine.checksum_of(given)) / given.nbytes, copied / given.nbytes
+
+
+def _shortest(call: Callable[[], object]) -> float:
+    took = []
+    for _ in range(_TRIES):
+        before = time.perf_counter()
+        call()
+        took.append(time.perf_counter() - before)
+    return min(took)

@@ -1,0 +1,87 @@
+"""Tests of what `memascend plan --cpu` measures: as deep as is quick, in the format that is asked for."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from memascend.cli import main
+from memascend.cli.plan import processor
+from memascend.cli.plan.sources import describe
+from memascend.cli.plan.trace import trace
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16", "vocab_size": 128,
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 40, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": False,
+}  # fmt: skip
+PROCESSOR = processor.Processor(
+    forward_seconds=1.0, backward_seconds=2.0, update_seconds={"fp32": 1e-3, "bf16": 2e-3, "8bit": 4e-3},
+    check_seconds=0.0, copy_seconds=0.0, bind_seconds=1e-3, hand_seconds=2e-3,
+)  # fmt: skip
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    return path
+
+
+@pytest.mark.parametrize(("seconds", "deepest"), [(1e-6, 40), (0.05, 20), (100.0, 2)])
+def test_blocks_that_are_not_computed_take_what_the_others_take(config, monkeypatch, seconds, deepest):
+    """Beside what is there once, each of 40 blocks takes as long; the slower, the fewer are computed."""
+    model, depths = describe(config, None).model, []
+
+    def passed(_, depth, *__):
+        depths.append(depth)
+        return 0.01 + seconds * depth, 0.02 + 2 * seconds * depth
+
+    monkeypatch.setattr(processor, "_pass_seconds", passed)
+    found = processor._model_seconds(model, trace(model, 1, 16, recomputes=False), (1, 16))
+    assert found == pytest.approx((0.01 + 40 * seconds, 0.02 + 80 * seconds))
+    assert depths[0] == 1
+    assert depths[1] <= deepest
+
+
+def test_a_shallow_model_has_the_first_blocks_and_computes(config):
+    model = describe(config, None).model
+    assert processor._depth(model) == 40
+    assert len(processor._shallow(model, 3).model.layers) == 3
+    assert len(model.model.layers) == 40
+    passed = processor._pass_seconds(model, 2, trace(model, 1, 16, recomputes=True), (1, 16))
+    assert all(0 < seconds < 60 for seconds in passed)
+    # Blocks that differ are all computed; lists within a block are the block's own.
+    model.model.layers[7] = nn.Linear(4, 4, device="meta")
+    assert processor._depth(model) == 1
+    assert len(processor._shallow(model, 3).model.layers) == 40
+    experts = nn.ModuleList(nn.ModuleList(nn.Linear(2, 2) for _ in range(4)) for _ in range(5))
+    assert processor._depth(nn.ModuleDict({"blocks": experts})) == 5
+
+
+def test_what_a_parameter_takes_is_processor_time(tmp_path):
+    assert all(0 <= seconds < 0.1 for seconds in processor._parameter_seconds(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_step_has_the_update_of_the_format_that_is_asked_for(capsys, config, monkeypatch):
+    monkeypatch.setattr(processor, "measure", lambda *_: PROCESSOR)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1024)
+    asked = ("--cpu", "--drive", "1e6,1e6", "--tokens", "16", "--keep-activations", "--gradients", "fused")
+
+    def told(*words):
+        assert main(["plan", str(config), *asked, *words, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    found = told()
+    elements, tensors = found["model"]["parameters"], 40 * 9 + 3
+    forward, backward, *_ = found["step"]["phases"]
+    assert forward["parts"]["compute"] == pytest.approx(1 + tensors * 1e-3)
+    assert backward["seconds"] == pytest.approx(2 + tensors * 2e-3 + elements * 1e-3, rel=1e-3)
+    took = {one["state"]: one["step_seconds"] for one in found["formats"]}
+    for state, update in PROCESSOR.update_seconds.items():
+        alike = told("--state", state, "--host-memory", str(found["plan"]["budget"]))
+        assert alike["step"]["seconds_per_step"] == pytest.approx(took[state])
+        step = told("--state", state)["step"]["seconds_per_step"]
+        assert step == pytest.approx(3 + tensors * 3e-3 + elements * update, rel=1e-3)
