@@ -84,7 +84,8 @@ def measured(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
                 # Imports are measured in the run, and assumed in the plan.
                 "said_added_bytes": said["host_bytes"] - IMPORTS, "was_added_bytes": was["added_bytes"],
                 "said_seconds": None if options.memory else statistics.median(said for said, _ in rounds),
-                "was_seconds": statistics.median(was for _, was in rounds), "rounds": rounds, "bound": said["step"]["bound"], "gb_per_second": said["gb_per_second"],
+                "was_seconds": statistics.median(was for _, was in rounds), "rounds": rounds,
+                "bound": said["step"]["bound"], "gb_per_second": said["gb_per_second"],
             })  # fmt: skip
     return cells
 

@@ -13,7 +13,7 @@ from memascend.cli.plan.trace import trace
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16", "vocab_size": 128,
-    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 40, "num_attention_heads": 2,
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 12, "num_attention_heads": 2,
     "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": False,
 }  # fmt: skip
 PROCESSOR = processor.Processor(
@@ -29,9 +29,9 @@ def config(tmp_path):
     return path
 
 
-@pytest.mark.parametrize(("seconds", "deepest"), [(1e-6, 40), (0.05, 20), (100.0, 2)])
+@pytest.mark.parametrize(("seconds", "deepest"), [(1e-6, 12), (0.05, 9), (100.0, 2)])
 def test_blocks_that_are_not_computed_take_what_the_others_take(config, monkeypatch, seconds, deepest):
-    """Beside what is there once, each of 40 blocks takes as long; the slower, the fewer are computed."""
+    """Beside what is there once, each of 12 blocks takes as long; the slower, the fewer are computed."""
     model, depths = describe(config, None).model, []
 
     def passed(_, depth, *__):
@@ -40,22 +40,22 @@ def test_blocks_that_are_not_computed_take_what_the_others_take(config, monkeypa
 
     monkeypatch.setattr(processor, "_pass_seconds", passed)
     found = processor._model_seconds(model, trace(model, 1, 16, recomputes=False), (1, 16))
-    assert found == pytest.approx((0.01 + 40 * seconds, 0.02 + 80 * seconds))
+    assert found == pytest.approx((0.01 + 12 * seconds, 0.02 + 24 * seconds))
     assert depths[0] == 1
     assert depths[1] <= deepest
 
 
 def test_a_shallow_model_has_the_first_blocks_and_computes(config):
     model = describe(config, None).model
-    assert processor._depth(model) == 40
+    assert processor._depth(model) == 12
     assert len(processor._shallow(model, 3).model.layers) == 3
-    assert len(model.model.layers) == 40
+    assert len(model.model.layers) == 12
     passed = processor._pass_seconds(model, 2, trace(model, 1, 16, recomputes=True), (1, 16))
     assert all(0 < seconds < 60 for seconds in passed)
     # Blocks that differ are all computed; lists within a block are the block's own.
     model.model.layers[7] = nn.Linear(4, 4, device="meta")
     assert processor._depth(model) == 1
-    assert len(processor._shallow(model, 3).model.layers) == 40
+    assert len(processor._shallow(model, 3).model.layers) == 12
     experts = nn.ModuleList(nn.ModuleList(nn.Linear(2, 2) for _ in range(4)) for _ in range(5))
     assert processor._depth(nn.ModuleDict({"blocks": experts})) == 5
 
@@ -75,7 +75,7 @@ def test_a_step_has_the_update_of_the_format_that_is_asked_for(capsys, config, m
         return json.loads(capsys.readouterr().out)
 
     found = told()
-    elements, tensors = found["model"]["parameters"], 40 * 9 + 3
+    elements, tensors = found["model"]["parameters"], 12 * 9 + 3
     forward, backward, *_ = found["step"]["phases"]
     assert forward["parts"]["compute"] == pytest.approx(1 + tensors * 1e-3)
     assert backward["seconds"] == pytest.approx(2 + tensors * 2e-3 + elements * 1e-3, rel=1e-3)
