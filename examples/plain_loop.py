@@ -50,7 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--storage", help="a folder, file or NVMe device; without it a temporary file is used")
     parser.add_argument("--host-memory", help='a hard budget such as "8GiB"; else as little as runs at full speed')
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=512)
     options = parser.parse_args()
