@@ -1,5 +1,6 @@
 """Tests the log of gradients of a run: what it writes, what a kill leaves, and who reads that with which bits."""
 
+import copy
 import hashlib
 import logging
 import os
@@ -24,10 +25,15 @@ def begun(store, *, host_memory=ALL, optimizer=torch.optim.AdamW, dtype=torch.bf
     return memascend.offload(model, original, storage=store, host_memory=host_memory, **options)
 
 
+def sgd(**options):
+    return lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, **options)
+
+
 def stepped(model, optimizer, steps, *, first=0):
     for step in range(first, first + steps):
         values = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.float32)
-        model(values.to(model[0].weight.dtype)).float().square().mean().backward()
+        loss = model(values.to(model[0].weight.dtype)).float().square().mean()
+        loss.backward() if not hasattr(optimizer, "backward") else optimizer.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -93,14 +99,15 @@ def test_a_step_writes_gradients_and_a_part_of_the_rest(tmp_path):
         {},
         {"gradients": "ssd", "max_grad_norm": 0.05},
         {"durability": "close", "state": "8bit"},
-        {"dtype": torch.float32, "optimizer": torch.optim.SGD, "state": "bf16"},
+        {"optimizer": sgd(momentum=0.9), "state": "bf16", "dtype": torch.float32},
+        {"optimizer": sgd(momentum=0.9, nesterov=True, weight_decay=0.1), "dtype": torch.float32},
+        {"optimizer": sgd(momentum=0.9, dampening=0.3, maximize=True), "gradients": "ssd", "max_grad_norm": 0.05},
+        {"optimizer": sgd(weight_decay=0.1), "dtype": torch.float32},
+        {"optimizer": sgd(), "dtype": torch.float16, "loss_scale": 16.0, "gradients": "ram"},
     ],
-    ids=["fused", "clipped", "8bit", "momentum"],
+    ids=["fused", "clipped", "8bit", "16-bit momentum", "momentum", "clipped momentum", "sgd", "sgd of 16 bits"],
 )
 def test_what_a_kill_leaves_is_read_and_resumed_with_any_budget(killed, options, tmp_path, capsys):
-    options = dict(options)
-    if options.get("optimizer") is torch.optim.SGD:
-        options["optimizer"] = lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, momentum=0.9)
     left, expected = killed("store", **options)
     before = hashlib.sha256(left.read_bytes()).hexdigest()
     with engine.Store.open(left) as store:
@@ -125,6 +132,63 @@ def test_what_a_kill_leaves_is_read_and_resumed_with_any_budget(killed, options,
         with engine.Store.open(place) as store:
             assert store.info()["log_steps"] == 0, "a store that was closed has no log"
     assert same(*ends)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"weight_decay": 0.1, "foreach": True},
+        {"momentum": 0.9},
+        {"momentum": 0.8, "nesterov": True, "weight_decay": 0.1},
+    ],
+    ids=["plain", "decayed", "momentum", "nesterov"],
+)
+def test_sgd_is_logged_and_replayed_with_the_bits_of_torch(options, tmp_path):
+    # Of a size that no vector divides.
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(torch.nn.Linear(WIDTH, 37), torch.nn.Linear(37, WIDTH + 3))
+    made = [copy.deepcopy(plain) for _ in range(2)]
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1, **options)
+
+    def offloaded(host_memory, model, rate):
+        original = torch.optim.SGD(model.parameters(), lr=rate, **options)
+        where = {"storage": tmp_path / "store", "existing": "resume", "log_steps": 4}
+        return memascend.offload(model, original, host_memory=host_memory, **where)
+
+    model, optimizer = offloaded(ALL, made[0], 0.1)
+    with optimizer:
+        for step in range(7):
+            if step == 3:
+                # An option that a schedule moves; without a momentum what is kept of one stays as it is.
+                for group in (*theirs.param_groups, *optimizer.param_groups):
+                    group["lr"], group["momentum"] = 0.05, 0.0
+            stepped(plain, theirs, 1, first=step)
+            stepped(model, optimizer, 1, first=step)
+            for group in (*theirs.param_groups, *optimizer.param_groups):
+                group["momentum"] = options.get("momentum", 0.0)
+        report = optimizer.report()
+        assert report.written["log"] > 0
+        # A quarter of it in turn, and nothing twice.
+        assert report.written["values"] < 7 * sum(parameter.nbytes for parameter in plain.parameters())
+        shutil.copy(tmp_path / "store", tmp_path / "left")
+    shutil.copy(tmp_path / "left", tmp_path / "store")
+    with engine.Store.open(tmp_path / "store") as store:
+        assert store.info()["log_steps"] > 0
+        for name, values in plain.named_parameters():
+            assert torch.equal(store.read(name)[0], values), "who only looks puts it together"
+    model, optimizer = offloaded(None, made[1], 0.05)
+    with optimizer:
+        assert optimizer.steps == 7
+        found = model.state_dict()
+        for (name, values), mine in zip(plain.named_parameters(), model.parameters(), strict=True):
+            assert torch.equal(values, found[name]), name
+            state = optimizer.state_of(mine)
+            assert {key for key, value in theirs.state[values].items() if value is not None} == state.keys() - {
+                "master"
+            }
+            for key, value in theirs.state[values].items():
+                assert value is None or torch.equal(value, state[key]), key
 
 
 def test_ctrl_c_in_close_leaves_a_whole_store_with_its_log(tmp_path, monkeypatch):

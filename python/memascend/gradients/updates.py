@@ -15,7 +15,7 @@ from memascend.optimizers.rehearsals import Rehearsals
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from memascend.engine import Chunk, Engine, Late, Store
+    from memascend.engine import Adam, Chunk, Engine, Late, Momentum, Store
     from memascend.gradients.gradient import Gradient
     from memascend.optimizers.state_layout import StateLayout
     from memascend.optimizers.update_rule import Arithmetic
@@ -70,6 +70,12 @@ class Updates:
         )
         return self._rehearsals.followed(function, group, kept.dtype, is_first, given.gradient is not None)
 
+    def _own_numbers(self, kept: Gradient, step: int, scale: float) -> Adam | Momentum | None:
+        """The numbers of an update on the engine, of state as its optimizer keeps it; None where that runs itself."""
+        first = kept.step == 0
+        options = self._arithmetic.own_options(self._group(kept), kept.place.parameter, first=first)
+        return None if options is None else self._arithmetic.numbers(options, step, scale)
+
     def options(self, kept: Gradient) -> dict[str, Any]:
         """The options that an update of this parameter would use now."""
         group = self._group(kept)
@@ -95,9 +101,12 @@ class Updates:
                     f"{type(self._arithmetic.optimizer).__name__} does not support sparse gradients, and {kept.name!r} "
                     "has one; use SparseAdam or SGD, or an embedding without sparse=True"
                 )
-            values = self._values(kept)
             numbers = self._arithmetic.numbers(kept.options, step, scale)
-            self._engine.update(kept.name, gradient, numbers, values=values)
+            self._engine.update(kept.name, gradient, numbers, values=self._values(kept))
+            return
+        own = None if gradient.is_sparse else self._own_numbers(kept, step, scale)
+        if own is not None:
+            self._engine.update(kept.name, gradient, own, values=self._values(kept))
             return
         # Its rows are few, and looked up by the engine's thread.
         sparse = gradient.cpu() if gradient.is_sparse else None
@@ -113,6 +122,10 @@ class Updates:
         if layout is None:
             numbers = self._arithmetic.numbers(kept.options, step, scale)
             self._engine.update_spilled(kept.name, numbers, factors=factors)
+            return
+        own = self._own_numbers(kept, step, scale)
+        if own is not None:
+            self._engine.update_spilled(kept.name, own, factors=factors)
             return
         function, late = self._run(kept, layout, generic.Given(factors=tuple(factors), grad_scale=scale))
         self._engine.apply(kept.name, function, step=step, whole=layout.whole, late=late)

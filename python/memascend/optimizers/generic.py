@@ -42,7 +42,11 @@ __all__ = [
     "import_state",
     "require_streamable",
     "rust_options",
+    "sgd_options",
 ]
+
+
+_FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 def rust_options(
@@ -76,6 +80,29 @@ def adam_options(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> 
         "decoupled": type(optimizer) is not torch.optim.Adam or bool(group.get("decoupled_weight_decay")),
         "maximize": bool(group.get("maximize")),
     }
+
+
+def sgd_options(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], layout: StateLayout, *, first: bool
+) -> dict[str, Any] | None:
+    """The numbers of `engine.Momentum` for a parameter of SGD in `group`, on state as torch keeps it.
+
+    None where torch's own code has to run: its fused kernel has other bits with momentum, and what options are no
+    numbers in their ranges, or need other state than there is (`first`: none was made yet), is its to say.
+    """
+    if type(optimizer) is not torch.optim.SGD or layout.dtype != torch.float32 or group.get("fused"):
+        return None
+    options = {name: group[name] for name in ("lr", "momentum", "dampening", "weight_decay")}
+    if not all(type(value) in {int, float} and 0 <= value <= _FLOAT32_MAX for value in options.values()):
+        return None
+    has_momentum, keeps_one = options["momentum"] != 0, "momentum_buffer" in layout.tensors
+    nesterov = bool(group["nesterov"] and has_momentum)
+    if (has_momentum and not keeps_one) or (keeps_one and first and not has_momentum):
+        return None
+    if nesterov and options["dampening"]:
+        return None
+    numbers = {name: float(value) for name, value in options.items()}
+    return {**numbers, "nesterov": nesterov, "maximize": bool(group["maximize"])}
 
 
 class Given(NamedTuple):

@@ -73,6 +73,11 @@ class Arithmetic:
             return momentum_options(group)
         return generic.rust_options(self.optimizer, group, dtype=parameter.dtype, master_dtype=self.master_dtype)
 
+    def own_options(self, group: Mapping[str, Any], parameter: torch.Tensor, *, first: bool) -> dict[str, Any] | None:
+        """The numbers of an update on the engine of a parameter whose state is as its optimizer keeps it, or None."""
+        layout = self.layouts[id(parameter)]
+        return None if layout is None else generic.sgd_options(self.optimizer, group, layout, first=first)
+
     def numbers(self, options: Mapping[str, Any], step: int, scale: float) -> Adam | Momentum:
         """What the engine is told of update number `step`, by gradients that are multiplied by `scale`."""
         kind = Momentum if "momentum" in options else Adam
@@ -153,20 +158,33 @@ class Arithmetic:
 
     def is_replayed(self, parameter: torch.Tensor) -> bool:
         """Whether its updates can be made again from their gradients alone: they are the engine's own."""
-        return self.layouts.get(id(parameter), parameter) is None
+        if id(parameter) in self._sparse:
+            return False
+        if self.layouts.get(id(parameter), parameter) is None:
+            return True
+        groups = self.optimizer.param_groups
+        own = next((group for group in groups if any(parameter is one for one in group["params"])), None)
+        return own is not None and self.own_options(own, parameter, first=False) is not None
 
     @property
     def update_values(self) -> Literal["resident", "read", "never"]:
         """Whether updates need the values, for the plan: "resident", "read" or "never"."""
-        rust = {
-            parameter.dtype
+        trained = [
+            (group, parameter)
             for group in self.optimizer.param_groups
             for parameter in group["params"]
-            if self.layouts.get(id(parameter), parameter) is None
-        }
-        if any(layout is not None for layout in self.layouts.values()):
+            if id(parameter) in self.layouts
+        ]
+        rust = {parameter.dtype for _, parameter in trained if self.layouts[id(parameter)] is None}
+        # Of SGD with a master those are written alone.
+        own = {parameter.dtype for _, parameter in trained if self.layouts[id(parameter)] is not None}
+        if any(
+            self.layouts[id(parameter)] is not None
+            and (id(parameter) in self._sparse or self.own_options(group, parameter, first=False) is None)
+            for group, parameter in trained
+        ):
             return "read"
-        if torch.bfloat16 in rust or torch.float32 in rust or any(map(_has_no_master, self._formats.values())):
+        if torch.float32 in rust | own or torch.bfloat16 in rust or any(map(_has_no_master, self._formats.values())):
             return "resident"
         return "never"
 

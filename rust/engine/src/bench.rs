@@ -96,7 +96,7 @@ enum Pieces {
     /// Where they are held.
     Held,
     /// The values and the state of the one chunk that there is.
-    Given(Shared, Shared),
+    Given(Shared, Option<Shared>),
 }
 
 impl<'a> Bench<'a> {
@@ -113,7 +113,7 @@ impl<'a> Bench<'a> {
     }
 
     /// For work on one chunk, whose two pieces are given.
-    pub(crate) fn on_chunk(store: &'a Store, values: Shared, state: Shared) -> Result<Self> {
+    pub(crate) fn on_chunk(store: &'a Store, values: Shared, state: Option<Shared>) -> Result<Self> {
         Ok(Self { pieces: Pieces::Given(values, state), ..Self::new(store, None, None)? })
     }
 
@@ -138,9 +138,12 @@ impl<'a> Bench<'a> {
 
     /// The pieces of a chunk: of its values, and of its state where it has one.
     pub(crate) fn pieces_of_chunk(&self, entry: usize, chunk: u32) -> impl Iterator<Item = u32> + use<> {
-        let chunks = self.chunks_of(entry);
-        let state = self.has_chunked_state(entry).then_some(chunks + chunk);
-        std::iter::once(chunk).chain(state)
+        std::iter::once(chunk).chain(self.state_piece(entry, chunk))
+    }
+
+    /// The piece of a chunk's state, where it has any.
+    pub(crate) fn state_piece(&self, entry: usize, chunk: u32) -> Option<u32> {
+        self.has_chunked_state(entry).then_some(self.chunks_of(entry) + chunk)
     }
 
     /// The first piece of what is not cut into chunks.
@@ -166,7 +169,10 @@ impl<'a> Bench<'a> {
             Pieces::Staged => {}
             Pieces::Held => return self.held_piece(entry, piece),
             Pieces::Given(values, _) if piece < self.chunks_of(entry) => return Ok(values.clone()),
-            Pieces::Given(_, state) => return Ok(state.clone()),
+            Pieces::Given(_, state) => {
+                let lacks = || Error::Invalid("a chunk without state".into());
+                return state.clone().ok_or_else(lacks);
+            }
         }
         let place = self.store.layout().piece(self.store.description(), entry, piece);
         let start = if matches!(place.content, Content::Values { .. }) { self.parts.values_at } else { 0 };
@@ -231,6 +237,14 @@ impl<'a> Bench<'a> {
     /// Begins to stage a piece from its part of a staging chunk.
     pub(crate) fn stage(&mut self, entry: usize, piece: u32, memory: &Shared) -> Result<Write<'a>> {
         self.stage_from(entry, piece, self.part(entry, piece, memory)?)
+    }
+
+    /// Begins to stage a chunk's values and state from their parts of a staging chunk.
+    pub(crate) fn stage_chunk(&mut self, entry: usize, chunk: u32, memory: &Shared) -> Result<Vec<Write<'a>>> {
+        let state = self.state_piece(entry, chunk).map(|piece| self.stage(entry, piece, memory));
+        let values = self.stage(entry, chunk, memory);
+        // Both are kept if one failed: dropping a write waits for it.
+        state.into_iter().chain([values]).collect()
     }
 
     /// Begins to stage a piece from memory of its size.

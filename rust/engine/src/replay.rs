@@ -18,6 +18,7 @@ use crate::{
     bench::{Bench, Read, Write, floats, floats_mut},
     job::{Job, Turn, Work},
     logged::paged,
+    momentum,
     reduced::is_reduced,
     rule::{self, Taken},
     update::{has_adam, single, stepped},
@@ -89,10 +90,13 @@ impl Work for Entry {
 
     fn reads<'a>(&self, bench: &Bench<'a>, turn: &Turn) -> Result<Vec<Read<'a>>> {
         let &Turn { entry, index: chunk, ref memory } = turn;
-        let state = bench.chunks_of(entry) + chunk;
         let values = bench.store.read_slot(entry, chunk, bench.part(entry, chunk, memory)?)?;
-        let state = bench.store.read_slot(entry, state, bench.part(entry, state, memory)?)?;
-        Ok(vec![Read::Values(values), Read::State(state)])
+        let mut reads = vec![Read::Values(values)];
+        if let Some(state) = bench.state_piece(entry, chunk) {
+            let state = bench.store.read_slot(entry, state, bench.part(entry, state, memory)?)?;
+            reads.push(Read::State(state));
+        }
+        Ok(reads)
     }
 
     fn compute(&self, bench: &Bench<'_>, turn: &Turn) -> Result<()> {
@@ -118,10 +122,7 @@ impl Work for Entry {
 
     fn writes<'a>(&self, bench: &mut Bench<'a>, turn: &Turn) -> Result<Vec<Write<'a>>> {
         let &Turn { entry, index: chunk, ref memory } = turn;
-        let state = bench.stage(entry, bench.chunks_of(entry) + chunk, memory);
-        let values = bench.stage(entry, chunk, memory);
-        // Both are kept if one failed: dropping a write waits for it.
-        Ok(vec![state?, values?])
+        bench.stage_chunk(entry, chunk, memory)
     }
 }
 
@@ -142,6 +143,9 @@ fn fitting(store: &Store, entry: usize, rule: &memascend_store::Rule) -> Result<
         Taken::Single(_) => has_adam(described) && !is_reduced(described),
         Taken::Reduced(Rule::Adam(_)) => has_adam(described) && is_reduced(described),
         Taken::Reduced(Rule::Momentum(_)) => described.has_momentum() && is_reduced(described),
+        Taken::Momentum(numbers) => {
+            momentum::has_state(described) && (numbers.momentum == 0.0 || described.has_momentum())
+        }
     };
     if fits {
         return Ok((taken, factors));
@@ -166,6 +170,7 @@ fn applied(
     match rule {
         Taken::Single(scalars) => single(bench, turn, gradient, scalars),
         Taken::Reduced(rule) => stepped(bench, turn, gradient, rule),
+        Taken::Momentum(numbers) => momentum::stepped(bench, turn, gradient, &(*numbers).into()),
     }
 }
 

@@ -7,6 +7,8 @@ use crate::{Error, Result, reduced::is_reduced};
 
 /// Adam on float32 moments: by what it computes with.
 const ADAM: &str = "adam";
+/// SGD on state as torch has it, with momentum or without: by what it was asked for.
+const MOMENTUM: &str = "momentum";
 /// Adam and momentum on state in a format of its own: by what they were asked for.
 const REDUCED_ADAM: &str = "adam in a format";
 const REDUCED_MOMENTUM: &str = "momentum in a format";
@@ -16,22 +18,24 @@ const REDUCED_MOMENTUM: &str = "momentum in a format";
 pub(crate) enum Taken {
     Single(Scalars),
     Reduced(Numbers),
+    Momentum(Momentum),
 }
 
 /// What a gradient is applied with whose update has these hyperparameters, after it was multiplied by each factor in turn.
-pub fn adam_rule(hyperparameters: &Hyperparameters, factors: &[f32]) -> Result<Rule> {
+fn adam_rule(hyperparameters: &Hyperparameters, factors: &[f32]) -> Result<Rule> {
     let scalars = hyperparameters.scalars()?;
     let numbers = scalar_numbers(&scalars).map(|(name, number)| (name, u64::from(number)));
     Ok(rule(ADAM, ADAM_ARITHMETIC, &numbers, factors))
 }
 
-/// The same of any update of an entry.
-pub(crate) fn said(described: &Entry, numbers: &Numbers, factors: &[f32]) -> Result<Rule> {
+/// What the log says of an update of an entry by a gradient that was multiplied by each factor in turn.
+pub fn rule_of(described: &Entry, numbers: &Numbers, factors: &[f32]) -> Result<Rule> {
     match numbers {
         Numbers::Adam(numbers) if !is_reduced(described) => adam_rule(numbers, factors),
         Numbers::Adam(numbers) => Ok(rule(REDUCED_ADAM, REDUCED_ARITHMETIC, &adam_numbers(numbers), factors)),
         Numbers::Momentum(numbers) => {
-            Ok(rule(REDUCED_MOMENTUM, REDUCED_ARITHMETIC, &momentum_numbers(numbers), factors))
+            let name = if is_reduced(described) { REDUCED_MOMENTUM } else { MOMENTUM };
+            Ok(rule(name, REDUCED_ARITHMETIC, &momentum_numbers(numbers), factors))
         }
     }
 }
@@ -92,6 +96,7 @@ pub(crate) fn taken(rule: &Rule) -> Result<(Taken, Vec<f32>)> {
         (ADAM, ADAM_ARITHMETIC) => Taken::Single(said.scalars()?),
         (REDUCED_ADAM, REDUCED_ARITHMETIC) => Taken::Reduced(said.adam()?.into()),
         (REDUCED_MOMENTUM, REDUCED_ARITHMETIC) => Taken::Reduced(said.momentum()?.into()),
+        (MOMENTUM, REDUCED_ARITHMETIC) => Taken::Momentum(said.momentum()?),
         (name, arithmetic) => {
             return Err(Error::Invalid(format!(
                 "the store's log has gradients for {name:?} with arithmetic {arithmetic}, which this version of memascend \

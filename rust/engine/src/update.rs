@@ -1,4 +1,4 @@
-//! Updates an entry with Adam, chunk by chunk: read, compute, write.
+//! Updates an entry by one of our kernels, chunk by chunk: read, compute, write.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use crate::{
     job::{Turn, Work},
     live::{self, Live},
     logged::Logged,
-    reduced, rule,
+    momentum, reduced, rule,
     spill::{required, spill_dtype},
 };
 
@@ -69,7 +69,7 @@ impl Update {
             (By::Spilled(factors), Some(kept)) => (Logged::new(Arc::clone(&kept.memory), kept.dtype), &factors[..]),
             (By::Spilled(_), None) => return Ok(None),
         };
-        Ok(Some((logged, rule::said(described, &self.rule, factors)?)))
+        Ok(Some((logged, rule::rule_of(described, &self.rule, factors)?)))
     }
 
     /// Whether it reads a spilled gradient from storage.
@@ -99,7 +99,9 @@ impl Work for Update {
         if self.live.is_none() && live::are_needed(&bench.store.description().entries[entry]) {
             reads.push(bench.read(entry, chunk, memory)?);
         }
-        reads.push(bench.read(entry, bench.chunks_of(entry) + chunk, memory)?);
+        if let Some(state) = bench.state_piece(entry, chunk) {
+            reads.push(bench.read(entry, state, memory)?);
+        }
         if self.is_spilled() {
             reads.push(bench.read_spill(entry, chunk, memory)?);
         }
@@ -133,10 +135,7 @@ impl Work for Update {
 
     fn writes<'a>(&self, bench: &mut Bench<'a>, turn: &Turn) -> Result<Vec<Write<'a>>> {
         let &Turn { entry, index: chunk, ref memory } = turn;
-        let state = bench.stage(entry, bench.chunks_of(entry) + chunk, memory);
-        let values = bench.stage(entry, chunk, memory);
-        // Both are kept if one failed: dropping a write waits for it.
-        Ok(vec![state?, values?])
+        bench.stage_chunk(entry, chunk, memory)
     }
 
     fn counted<'a>(&self, counters: &'a mut Counters) -> Option<&'a mut u64> {
@@ -147,10 +146,11 @@ impl Work for Update {
 /// The arithmetic on one chunk.
 pub(crate) fn stepped(bench: &Bench<'_>, turn: &Turn, gradient: Floats<'_>, rule: &Rule) -> Result<()> {
     match rule {
-        Rule::Adam(numbers) if !reduced::is_reduced(&bench.store.description().entries[turn.entry]) => {
-            single(bench, turn, gradient, &numbers.scalars()?)
+        _ if reduced::is_reduced(&bench.store.description().entries[turn.entry]) => {
+            reduced::stepped(bench, turn, gradient, rule)
         }
-        _ => reduced::stepped(bench, turn, gradient, rule),
+        Rule::Adam(numbers) => single(bench, turn, gradient, &numbers.scalars()?),
+        Rule::Momentum(_) => momentum::stepped(bench, turn, gradient, rule),
     }
 }
 
@@ -194,7 +194,15 @@ fn require_state(description: &Description, entry: usize, rule: &Rule) -> Result
              its values are of 16 bits; or a state in a format of its own"
         ))),
         Rule::Momentum(_) if reduced::is_reduced(described) && described.has_momentum() => Ok(()),
-        Rule::Momentum(_) => Err(Error::Invalid(format!("{name:?} does not have a momentum in a format of its own"))),
+        Rule::Momentum(numbers)
+            if momentum::has_state(described) && (numbers.momentum == 0.0 || described.has_momentum()) =>
+        {
+            Ok(())
+        }
+        Rule::Momentum(_) => Err(Error::Invalid(format!(
+            "{name:?} does not have the state of SGD: float32 tensors of its shape, a momentum where there is one, and before \
+             it a master where its values are of 16 bits; or a momentum in a format of its own"
+        ))),
     }
 }
 

@@ -27,6 +27,8 @@ pub enum Moments<'a> {
     Bf16(&'a mut [Bf16], Option<&'a mut [Bf16]>),
     /// 8 bits, as `bitsandbytes` keeps them.
     Blocks(Codes<'a>, Option<Codes<'a>>),
+    /// None at all: of SGD without momentum.
+    Nothing,
 }
 
 impl Codes<'_> {
@@ -76,6 +78,7 @@ impl Moments<'_> {
                 [("exp_avg", first.len(), len)].into_iter().chain(second).collect()
             }
             Self::Blocks(first, second) => of(first).into_iter().chain(second.iter().flat_map(of)).collect(),
+            Self::Nothing => Vec::new(),
         };
         match lengths.into_iter().find(|(_, len, wanted)| len != wanted) {
             None => Ok(()),
@@ -101,6 +104,7 @@ impl Moments<'_> {
                 let (second, after) = second.map(|second| second.split_at(middle)).unzip();
                 (Self::Blocks(first, second), Self::Blocks(first_after, after))
             }
+            Self::Nothing => (Self::Nothing, Self::Nothing),
         }
     }
 
@@ -125,6 +129,7 @@ impl Moments<'_> {
                     v.load(&Map::UNSIGNED, at, len, second);
                 }
             }
+            Self::Nothing => (),
         }
     }
 
@@ -161,6 +166,7 @@ impl Moments<'_> {
                     v.store::<F>(&Map::UNSIGNED, at, len, second);
                 }
             }
+            Self::Nothing => (),
         }
     }
 }

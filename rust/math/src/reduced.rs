@@ -78,7 +78,9 @@ pub fn update(state: Reduced<'_>, grad: Floats<'_>, rule: &Rule, place: Place, e
         Formula::Adam { .. } => ("Adam", true),
         Formula::Momentum(_) => ("momentum", false),
     };
-    if has_second != state.moments.has_second() {
+    let lacks =
+        matches!((&formula, &state.moments), (Formula::Momentum(numbers), Moments::Nothing) if numbers.has_momentum);
+    if lacks || has_second != state.moments.has_second() {
         let wanted = if has_second { "two moments" } else { "one moment" };
         return Err(Error::Moments { rule: name, wanted });
     }

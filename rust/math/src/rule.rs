@@ -7,7 +7,7 @@ use crate::{Error, Hyperparameters, Result, Scalars, fused::Fused};
 pub struct Momentum {
     /// Learning rate, from 0.
     pub lr: f64,
-    /// What of the momentum stays, not 0.
+    /// What of the momentum stays; 0: there is none, and what was kept of one is left as it is.
     pub momentum: f64,
     /// What of the gradient does not join it.
     pub dampening: f64,
@@ -30,7 +30,7 @@ pub struct Momentum {
 pub enum Rule {
     /// `AdamW` or `Adam`.
     Adam(Hyperparameters),
-    /// SGD with momentum.
+    /// SGD, with momentum or without.
     Momentum(Momentum),
 }
 
@@ -64,6 +64,7 @@ pub(crate) struct MomentumScalars {
     grad_factor: f32,
     weight_decay: f32,
     momentum: f32,
+    pub(crate) has_momentum: bool,
     one_minus_dampening: f32,
     minus_lr: f32,
     nesterov: bool,
@@ -132,6 +133,7 @@ impl Momentum {
             grad_factor: if self.maximize { -self.grad_scale } else { self.grad_scale } as f32,
             weight_decay: self.weight_decay as f32,
             momentum: self.momentum as f32,
+            has_momentum: self.momentum != 0.0,
             one_minus_dampening: (1.0 - self.dampening) as f32,
             minus_lr: -self.lr as f32,
             nesterov: self.nesterov,
@@ -164,6 +166,9 @@ pub(crate) fn momentum<F: Fused>(p: f32, g: f32, m: f32, s: &MomentumScalars) ->
     let g = g * s.grad_factor;
     // Only where there is one: an infinite parameter times zero would be a NaN.
     let g = if s.weight_decay == 0.0 { g } else { F::fma(p, s.weight_decay, g) };
+    if !s.has_momentum {
+        return (F::fma(g, s.minus_lr, p), m);
+    }
     let m = if s.is_first { g } else { F::fma(g, s.one_minus_dampening, m * s.momentum) };
     let direction = if s.nesterov { F::fma(m, s.momentum, g) } else { m };
     (F::fma(direction, s.minus_lr, p), m)

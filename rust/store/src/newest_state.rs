@@ -28,8 +28,8 @@ pub struct LoggedChunk<'a> {
     pub rule: &'a Rule,
     /// The pieces of values and state, which are the callee's, as is the gradient.
     pub values: Shared,
-    /// As above.
-    pub state: Shared,
+    /// As above; none of an entry whose chunks have no state.
+    pub state: Option<Shared>,
     /// Whole pages, with the chunk's elements at the beginning.
     pub gradient: Shared,
     /// The gradient's.
@@ -90,18 +90,20 @@ impl Store {
         &self,
         replay: &Replay,
         (entry, chunk): (usize, u32),
-        (values, state): (&Shared, &Shared),
+        (values, state): (&Shared, Option<&Shared>),
         room: &LogRoom,
     ) -> Result<()> {
         let arithmetic = self.arithmetic.get().ok_or_else(|| self.not_applied(entry))?;
         let of_values = self.read_slot(entry, chunk, values.clone())?;
-        self.read_slot(entry, self.layout.chunks_of(entry) + chunk, state.clone())?.wait()?;
+        if let Some(state) = state {
+            self.read_slot(entry, self.layout.chunks_of(entry) + chunk, state.clone())?.wait()?;
+        }
         of_values.wait()?;
         for (head, record) in replay.of(entry) {
             let nbytes = self.gradient_chunk_bytes(entry, record.dtype, chunk)?;
             let gradient = self.read_record(head, record, chunk, room.part(nbytes)?)?.wait()?;
             let (rule, dtype) = (&head.rules[record.rule as usize], record.dtype);
-            let (values, state) = (values.clone(), state.clone());
+            let (values, state) = (values.clone(), state.cloned());
             let logged = LoggedChunk { entry, chunk, rule, values, state, gradient, dtype };
             arithmetic.apply(self, &logged).map_err(Error::Invalid)?;
         }
@@ -113,13 +115,17 @@ impl Store {
         let replay = self.committed_log()?;
         let (room, count) = (LogRoom::new(self)?, self.layout.chunks_of(entry));
         let version = self.entry_state(entry)?.version;
+        let has_state = self.description.entries[entry].chunked().next().is_some();
         for &chunk in chunks {
             let mut now: MutexGuard<'_, Now> = held.now(entry);
-            let (values, state) = (held.part(self, entry, chunk), held.part(self, entry, count + chunk));
-            self.read_newest(&replay, (entry, chunk), (&values, &state), &room)?;
+            let values = held.part(self, entry, chunk);
+            let state = has_state.then(|| held.part(self, entry, count + chunk));
+            self.read_newest(&replay, (entry, chunk), (&values, state.as_ref()), &room)?;
             now.sums[chunk as usize] = self.sum_of_bytes(entry, chunk, version, bytes_of(&values));
             now.versions[chunk as usize] = version;
-            now.versions[(count + chunk) as usize] = version;
+            if has_state {
+                now.versions[(count + chunk) as usize] = version;
+            }
         }
         Ok(())
     }

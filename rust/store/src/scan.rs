@@ -68,8 +68,8 @@ impl Store {
                     let part = part.ok_or_else(|| Error::Invalid("a piece is larger than a chunk".into()))?;
                     parts.push(part);
                 }
-                let reads = if let (Some(replay), Some(room), [values, state]) = (&lacking, &room, &parts[..]) {
-                    self.read_newest(replay, (entry, pieces[0]), (values, state), room)?;
+                let reads = if let (Some(replay), Some(room), [values, state @ ..]) = (&lacking, &room, &parts[..]) {
+                    self.read_newest(replay, (entry, pieces[0]), (values, state.first()), room)?;
                     pieces.into_iter().zip(parts.into_iter().map(Reading::Newest)).collect()
                 } else {
                     let read = |(piece, part)| Ok((piece, Reading::Begun(self.read(entry, piece, part)?)));

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use memascend_engine::{By, Engine, Gradient, Hyperparameters, Options, adam_rule};
+use memascend_engine::{By, Engine, Gradient, Momentum, Options, Rule, rule_of};
 use memascend_mem::Wait;
 use memascend_nvme::sim::{Faults, Rng, SimDisk};
 use memascend_store::{COMPACT, Commit, Create, Description, Dtype, Format, StepHead, Store, Update};
@@ -10,6 +10,7 @@ use memascend_store::{COMPACT, Commit, Create, Description, Dtype, Format, StepH
 use crate::setup::{self, Contents, MASTER_AND_MOMENTS, MOMENTS, adam, contents, first, ok, parameter, volume};
 
 const STEPS: u64 = 9;
+const MOMENTUM: [(&str, Dtype); 1] = [("momentum_buffer", Dtype::F32)];
 
 /// A master of their own, one beside, a compact one, none; several chunks, one and none.
 fn description() -> Description {
@@ -19,6 +20,10 @@ fn description() -> Description {
         parameter("bfloat16", Dtype::Bf16, 13, Format::Plain, &MASTER_AND_MOMENTS),
         parameter("compact", Dtype::Bf16, 6151, Format::Compact, &COMPACT),
         parameter("nothing", Dtype::Bf16, 0, Format::Compact, &COMPACT),
+        parameter("momentum", Dtype::F32, 6151, Format::Plain, &MOMENTUM),
+        parameter("momentum of a master", Dtype::Bf16, 2049, Format::Plain, &[MASTER_AND_MOMENTS[0], MOMENTUM[0]]),
+        parameter("no state", Dtype::F32, 4100, Format::Plain, &[]),
+        parameter("a master alone", Dtype::F16, 6151, Format::Plain, &MASTER_AND_MOMENTS[..1]),
     ];
     let each = entries.len();
     setup::description(entries, each)
@@ -55,8 +60,27 @@ fn numbers(rng: &mut Rng, dtype: Dtype, count: u64) -> Vec<u8> {
     (0..count).flat_map(one).collect()
 }
 
-fn hyperparameters(step: u64) -> Hyperparameters {
-    adam(1e-2 / f64::from(u32::try_from(step).unwrap_or(1)), step)
+/// What an entry is updated by: Adam, or SGD with momentum or without, each in all that it has.
+fn hyperparameters(entry: usize, step: u64) -> Rule {
+    let lr = 1e-2 / f64::from(u32::try_from(step).unwrap_or(1));
+    if entry < 5 {
+        return adam(lr, step).into();
+    }
+    let has_momentum = description().entries[entry].has_momentum();
+    let nesterov = entry == 5;
+    Momentum {
+        lr,
+        // What is kept of it stays as it is where a step has none.
+        momentum: if has_momentum && step != 4 { 0.9 } else { 0.0 },
+        dampening: if nesterov { 0.0 } else { 0.25 },
+        weight_decay: if entry == 6 { 0.0 } else { 0.1 },
+        nesterov: nesterov && step != 4,
+        step,
+        grad_scale: 0.5,
+        maximize: entry == 7,
+        seed: 0,
+    }
+    .into()
 }
 
 /// The gradient of an entry in a step, if it has one.
@@ -70,7 +94,7 @@ fn gradient(entry: usize, step: u64) -> Option<(Dtype, Vec<u8>)> {
 
 /// What the gradients of an entry are multiplied by.
 fn factors(entry: usize) -> Vec<f32> {
-    if entry == 3 { vec![0.3, 1.7] } else { Vec::new() }
+    if entry == 3 || entry == 6 { vec![0.3, 1.7] } else { Vec::new() }
 }
 
 /// Updates and writes every entry, and gives what each step left.
@@ -80,7 +104,7 @@ fn streamed() -> Vec<Contents> {
     for step in 1..=STEPS {
         for entry in 0..description().entries.len() {
             let Some((dtype, bytes)) = gradient(entry, step) else { continue };
-            let numbers = hyperparameters(ok(engine.store().entry_state(entry)).step + 1);
+            let numbers = hyperparameters(entry, ok(engine.store().entry_state(entry)).step + 1);
             let gradient = ok(Gradient::new(Box::new(bytes), dtype));
             let by = if factors(entry).is_empty() {
                 By::Given(gradient)
@@ -100,8 +124,10 @@ fn streamed() -> Vec<Contents> {
 fn logged(disks: &[SimDisk], left: &[Contents], steps: u32) {
     let engine = filled(disks);
     let store = engine.store();
-    let entries: Vec<(usize, Dtype)> =
-        (0..5).map(|entry| (entry, if entry == 2 { Dtype::F32 } else { description().entries[entry].dtype })).collect();
+    let entries: Vec<(usize, Dtype)> = (0..)
+        .zip(description().entries)
+        .map(|(entry, of)| (entry, if entry == 2 { Dtype::F32 } else { of.dtype }))
+        .collect();
     assert_eq!(ok(store.keep_log(&entries, steps)), steps);
     for (step, before) in (1..=STEPS).zip(left) {
         let mut head = StepHead::default();
@@ -114,7 +140,8 @@ fn logged(disks: &[SimDisk], left: &[Contents], steps: u32) {
                 part.resize(part.len().next_multiple_of(4096), 0);
                 ok(ok(store.append(entry, chunk, part)).wait());
             }
-            let rule = ok(adam_rule(&hyperparameters(updates + 1), &factors(entry)));
+            let rule =
+                ok(rule_of(&description().entries[entry], &hyperparameters(entry, updates + 1), &factors(entry)));
             head.updates.push(Update { entry, rule: u32::try_from(head.rules.len()).unwrap_or(0), step: updates + 1 });
             head.rules.push(rule);
         }
