@@ -60,10 +60,12 @@ class Subject:
         *,
         staged: bool,
         sharding: Sharding | None = None,
+        earlier: Earlier | None = None,
     ) -> None:
         """`device` computes, where that is not the host; `staged`: units reach it through chunks.
 
-        `sharding` has the parameters, where ranks share them.
+        `sharding` has the parameters, where ranks share them; `earlier` the stores of another number of ranks, from
+        which the run goes on.
         """
         self.model = model
         self.given = optimizer
@@ -90,10 +92,9 @@ class Subject:
         if sharding is not None:
             sharding.require_by_rows(self.arithmetic)
         self.buffers = Buffers(model)
+        self.earlier = earlier
         # Nobody said where the store will lie: how much room there is beside it is not known.
         self.unplaced = False
-        # The stores of another number of ranks, from which the run goes on.
-        self.earlier: Earlier | None = None
 
     def _ids(self, weights: Iterable[torch.Tensor]) -> frozenset[int]:
         """The ids of some of the model's weights, as the optimizer has them."""

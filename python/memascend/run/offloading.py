@@ -170,10 +170,11 @@ def offload(  # noqa: PLR0913 - options are keywords
         opened = devices.open_device(options.where)
         sharding, options, earlier = begin(model, unwrapped(optimizer), options, undo)
         own = options
+        staged = opened is not None
         subject = _together(
-            sharding, lambda: Subject(model, optimizer, own, opened, staged=opened is not None, sharding=sharding)
+            sharding,
+            lambda: Subject(model, optimizer, own, opened, staged=staged, sharding=sharding, earlier=earlier),
         )
-        subject.earlier = earlier
         offloaded, seconds = _offloaded(subject)
         undo.pop_all()
     if device is None and opened is not None:
