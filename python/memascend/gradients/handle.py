@@ -42,6 +42,15 @@ SHAPE_ONLY = frozenset(
 )
 
 
+def _refusing(what: str) -> Any:
+    """A method that needs the memory, which is not there."""
+
+    def refuse(self: GradientHandle, *_: Any, **__: Any) -> NoReturn:
+        self.gradient.refuse_memory(what)
+
+    return refuse
+
+
 class GradientHandle(torch.Tensor):
     """A gradient without its bytes.
 
@@ -163,46 +172,18 @@ class GradientHandle(torch.Tensor):
     def __format__(self, format_spec: str) -> str:
         return format(self.item(), format_spec) if self.dim() == 0 else object.__format__(self, format_spec)
 
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """A file or another process has no store behind it."""
-        self.gradient.refuse_memory("pickling")
-
-    def __array__(self, *_: Any, **__: Any) -> NoReturn:
-        self.gradient.refuse_memory("numpy")
-
-    def __dlpack__(self, *_: Any, **__: Any) -> NoReturn:
-        self.gradient.refuse_memory("dlpack")
-
-    def numpy(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused: there is no memory to share."""
-        self.gradient.refuse_memory("numpy()")
-
-    def data_ptr(self) -> NoReturn:
-        """Refused: there is no memory to point to."""
-        self.gradient.refuse_memory("data_ptr()")
-
-    def untyped_storage(self) -> NoReturn:
-        """Refused: there is no memory to show."""
-        self.gradient.refuse_memory("untyped_storage()")
-
-    def storage(self) -> NoReturn:
-        """Refused: there is no memory to show."""
-        self.gradient.refuse_memory("storage()")
-
-    def _typed_storage(self) -> NoReturn:
-        self.gradient.refuse_memory("storage()")
-
-    def share_memory_(self) -> NoReturn:
-        """Refused: there is no memory to share."""
-        self.gradient.refuse_memory("share_memory_()")
-
-    def apply_(self, *_: Any) -> NoReturn:
-        """Refused: torch's own would walk over memory that is not there."""
-        self.gradient.refuse_memory("apply_()")
-
-    def map_(self, *_: Any) -> NoReturn:
-        """Refused: torch's own would walk over memory that is not there."""
-        self.gradient.refuse_memory("map_()")
+    # A file or another process has no store behind it; and there is no memory to share, to point to, or to walk over.
+    __reduce_ex__ = _refusing("pickling")
+    __array__ = _refusing("numpy")
+    __dlpack__ = _refusing("dlpack")
+    numpy = _refusing("numpy()")
+    data_ptr = _refusing("data_ptr()")
+    untyped_storage = _refusing("untyped_storage()")
+    storage = _refusing("storage()")
+    _typed_storage = _refusing("storage()")
+    share_memory_ = _refusing("share_memory_()")
+    apply_ = _refusing("apply_()")
+    map_ = _refusing("map_()")
 
 
 def _alias(handle: GradientHandle) -> GradientHandle:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from memascend.cli.bench import process
 from memascend.cli.bench.reduced import reduced_calls
 from memascend.cli.bench.rounds import interleaved
 from memascend.cli.show import bars
@@ -113,17 +113,11 @@ def _rows(name: str, ours: Call, peers: dict[str, Call], rounds: int) -> list[Ro
 
 def _peak_bytes(call: Call) -> int:
     """How far the resident set rises above where it was, while `call` runs."""
-    status = Path("/proc/self/status")
-
-    def field(name: str) -> int:
-        found = re.search(rf"^{name}:\s+(\d+) kB", status.read_text(), re.MULTILINE)
-        return int(found.group(1)) << 10 if found else 0
-
-    Path("/proc/self/clear_refs").write_text("5")
-    before = field("VmRSS")
+    process.restart_peak()
+    before = process.resident()
     call()
     # What Python and the thread stacks take besides is no more than this.
-    rise = field("VmHWM") - before
+    rise = process.resident_peak() - before
     return rise if rise > 1 << 20 else 0
 
 

@@ -10,11 +10,11 @@ import hashlib
 import json
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memascend.cli.bench import process
 from memascend.cli.demo.model import ByteModel
 from memascend.cli.demo.text import batch, read_text
 from memascend.cli.demo.turns import Settings
@@ -42,7 +42,7 @@ def _train(settings: Settings) -> None:
     torch.set_num_threads(1)
     text = read_text()
     _warm_up()
-    imported = _memory("VmRSS")
+    imported = process.resident()
     torch.manual_seed(0)
     model: torch.nn.Module = ByteModel(settings.layers, settings.width, settings.length)
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=_LR, fused=True)
@@ -57,7 +57,9 @@ def _train(settings: Settings) -> None:
             host_memory=settings.host_memory,
         )
         optimizer = offloaded
-    _reset_peak()
+    with contextlib.suppress(OSError):
+        # Some containers forbid it, and then the peak is that of the whole process.
+        process.restart_peak()
     done = offloaded.steps if offloaded else 0
     last = (offloaded.user_state or {}) if offloaded else {}
     parameters, held = (sum(one.numel() for one in some) for some in (model.parameters(), _held(model, offloaded)))
@@ -74,7 +76,7 @@ def _train(settings: Settings) -> None:
         optimizer.zero_grad()
         done += 1
         seconds = time.perf_counter() - began
-        held, peak = (max(0, _memory(line) - imported) for line in ("VmRSS", "VmHWM"))
+        held, peak = (max(0, bytes_now - imported) for bytes_now in (process.resident(), process.resident_peak()))
         _answer(step=done, loss=loss.item(), seconds=seconds, held=held, peak=peak, imported=imported)
     _answer(digest=_digest(model), **_reported(offloaded, settings.picture))
 
@@ -112,20 +114,6 @@ def _digest(model: torch.nn.Module) -> str:
     for tensor in model.state_dict().values():
         hasher.update(memory_of(tensor))
     return hasher.hexdigest()
-
-
-def _memory(line: str) -> int:
-    """Bytes of a line of this process's status."""
-    for found in Path("/proc/self/status").read_text().splitlines():
-        if found.startswith(line):
-            return int(found.split()[1]) << 10
-    return 0
-
-
-def _reset_peak() -> None:
-    """Let the peak begin anew; some containers forbid it, and then it is that of the whole process."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
 
 
 def _answer(**values: Any) -> None:

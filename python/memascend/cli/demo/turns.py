@@ -72,9 +72,9 @@ class Side(Closing):
     def kill_in(self, seconds: float) -> None:
         """Kill it so much later, without a warning."""
         time.sleep(seconds)
-        self.stop()
+        self.close()
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """Kill it, if it lives, and see it gone."""
         self._process.kill()
         self._process.wait()
@@ -82,7 +82,3 @@ class Side(Closing):
             assert pipe is not None
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
-
-    def close(self) -> None:
-        """As `stop`."""
-        self.stop()
