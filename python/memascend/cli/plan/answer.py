@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -322,7 +322,5 @@ def described(one: Answer) -> dict[str, Any]:
     return {
         "seconds_per_step": one.seconds,
         "bound": one.bound,
-        "phases": None
-        if one.phases is None
-        else [{"name": phase.name, "seconds": phase.seconds, "parts": dict(phase.parts)} for phase in one.phases],
+        "phases": None if one.phases is None else [{**asdict(phase), "seconds": phase.seconds} for phase in one.phases],
     }

@@ -158,7 +158,8 @@ def _time(question: Question, found: Answer, choices: Choices, speeds: Mapping[s
         parts = ", ".join(
             f"{part} {seconds_shown(value)}" for part, value in sorted(phase.parts.items(), key=lambda one: -one[1])
         )
-        rows.append((f"  {phase.name}", seconds_shown(phase.seconds), parts))
+        after = f"; of that {seconds_shown(phase.tail)} after all else, for the gradient that comes last"
+        rows.append((f"  {phase.name}", seconds_shown(phase.seconds), parts + (after if phase.tail else "")))
     rows.append(("a step", seconds_shown(found.seconds), f"mostly {found.bound}{_assumed(question)}"))
     trace = question.trace
     if not isinstance(trace, str):
@@ -220,7 +221,7 @@ def _unknown(question: Question) -> str:
 
 def _assumed(question: Question) -> str:
     if question.gpu is None:
-        return "; compute is measured on this processor"
+        return "; compute is measured on this processor, with what offloading takes of its cores"
     return f"; assumed: the {question.gpu.name} reaches {REACHED:.0%} of its {question.gpu.tflops:g} TFLOPS"
 
 
