@@ -173,6 +173,24 @@ def test_an_option_that_cannot_be_ends_the_step_and_not_the_run(tmp_path):
         require_equal(plain, theirs, model, ours)
 
 
+def test_a_class_that_does_not_do_the_same_twice_ends_the_run_by_name(tmp_path, monkeypatch):
+    plain, theirs, model, ours = made(tmp_path, Watched)
+    stepped(plain, theirs, model, ours, range(2))
+    runs, step = iter(range(100)), Watched.step
+
+    def counting(self):
+        step(self)
+        # What it makes of its group in the trial of a step, it does not make of it after that.
+        self.param_groups[0]["seen"] = float(next(runs) >= len(ours.plan.held))
+
+    monkeypatch.setattr(Watched, "step", counting)
+    loss_of(model, 2).backward()
+    with pytest.raises(memascend.MemascendError, match="in another way when its update of"):
+        ours.step()
+    with pytest.raises(memascend.MemascendError, match="go back to a checkpoint"):
+        ours.close()
+
+
 @pytest.mark.parametrize("kind", [Watched, torch.optim.NAdam], ids=["unknown", "known"])
 def test_what_is_dropped_or_not_committed_leaves_nothing(tmp_path, kind, monkeypatch):
     plain, theirs, model, ours = made(tmp_path, kind, durability=None)
