@@ -85,10 +85,6 @@ class Initialiser:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Initialise the parameters on meta, one unit or so at a time, from torch's default generator.
 
-        Args:
-            units: all units of the model.
-            named: its parameters by name.
-
         Yields:
             Name and values of each that was on meta. What is yielded is real no longer.
 

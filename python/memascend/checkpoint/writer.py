@@ -87,12 +87,9 @@ def save(
 
 
 def save_weights(folder: Path, contents: Contents, model: torch.nn.Module) -> None:
-    """Write values and configuration for `from_pretrained` into a folder that is there.
+    """Write values and configuration for `from_pretrained` into a folder that is there, and has nothing of this yet.
 
-    Args:
-        folder: where; nothing of this is in it.
-        contents: without state.
-        model: whose weights these are, for names and configuration.
+    `contents` are without state; names and configuration are those of `model`.
     """
     order = {name: position for position, (name, _) in enumerate(model.named_parameters())}
     files = _CheckpointFiles(contents, Names(model).tied, order, None)

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from memascend.engine import Store
     from memascend.ranks.exchange import Exchange
 
-__all__ = ["Agreement"]
-
 # The way on after a commit of which some ranks may have the root.
 _UNKNOWN = "some ranks may have the step: start all of them again, and the run goes on at the last that all have"
 

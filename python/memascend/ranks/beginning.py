@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from memascend.ranks.figures import Figures
     from memascend.ranks.sharding import Sharding
 
-__all__ = ["begin", "refuse_options"]
-
 # How long ranks wait for each other where nobody says.
 _TIMEOUT_SECONDS = 600.0
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     _Done = TypeVar("_Done")
 
-__all__ = ["Collectives", "Gather", "NativeReduction"]
-
 # The part of the time that is waited for rows; in the rest the ranks say where they are.
 _PART = 0.9
 _SECONDS_MIN = 0.5

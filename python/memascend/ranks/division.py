@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from memascend.ranks.figures import Figures
 
-__all__ = ["divide"]
-
 _log = logging.getLogger("memascend")
 
 

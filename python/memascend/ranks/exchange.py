@@ -17,8 +17,6 @@ from memascend.ranks.groups import let_go, make_group
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["DISCARDED", "Exchange", "shortened"]
-
 # The way on after a step that no rank has committed.
 DISCARDED = "the step is discarded on all ranks: call zero_grad() on each, and go on"
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     _T = TypeVar("_T")
 
-__all__ = ["Figures"]
-
 
 class Figures:
     """What ranks tell each other of what each has found. Every call is made by all ranks, and waits for all."""

@@ -38,15 +38,10 @@ _CALLED = ("_init_extensions", "to_sharded_dtensor")
 
 @dataclass(frozen=True, eq=False)
 class FsdpParameter:
-    """One parameter that `fully_shard` divides.
+    """One parameter that `fully_shard` divides."""
 
-    Attributes:
-        name: as `model.named_parameters()` gives it.
-        leaf: the DTensor that model and optimizer hold.
-    """
-
-    name: str
-    leaf: torch.nn.Parameter
+    name: str  # as `model.named_parameters()` gives it
+    leaf: torch.nn.Parameter  # the DTensor that model and optimizer hold
     _torch: Any
 
     @property
@@ -105,15 +100,10 @@ class FsdpParameter:
 
 @dataclass(frozen=True, eq=False)
 class FsdpGroup:
-    """Parameters that are gathered and reduced together.
+    """Parameters that are gathered and reduced together."""
 
-    Attributes:
-        name: of the module, or the first of the modules, that it was made for.
-        parameters: in the order in which they are gathered.
-    """
-
-    name: str
-    parameters: tuple[FsdpParameter, ...]
+    name: str  # of the module, or the first of the modules, that it was made for
+    parameters: tuple[FsdpParameter, ...]  # in the order in which they are gathered
     _torch: Any
 
     @property

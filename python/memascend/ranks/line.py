@@ -15,8 +15,6 @@ from memascend.ranks.groups import bytes_of, let_go, make_group
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["Line", "Piece", "StoppedError"]
-
 _PIECE, _END, _FAILED = range(3)
 _GO_ON, _STOP = range(2)
 
@@ -26,17 +24,11 @@ class StoppedError(Exception):
 
 
 class Piece(NamedTuple):
-    """Some elements of a tensor that both sides know.
+    """Some elements of a tensor that both sides know."""
 
-    Attributes:
-        tensor: its number.
-        start: its first element.
-        values: the elements, on memory that is taken again for the next piece.
-    """
-
-    tensor: int
-    start: int
-    values: torch.Tensor
+    tensor: int  # its number
+    start: int  # its first element
+    values: torch.Tensor  # the elements, on memory that is taken again for the next piece
 
 
 class Line:

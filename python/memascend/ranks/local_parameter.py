@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from memascend.ranks.fsdp import FsdpParameter
 
-__all__ = ["LocalParameter"]
-
 
 class LocalParameter(torch.nn.Parameter):
     """This rank's rows of a parameter that `fully_shard` divides.

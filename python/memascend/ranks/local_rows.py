@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from memascend.residency.placeholder import Place
     from memascend.residency.residency import Residency
 
-__all__ = ["LocalRows", "RowSource"]
-
 # These give the same tensor again.
 _SAME = frozenset({"detach", "alias"})
 

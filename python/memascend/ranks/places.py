@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from memascend.planning.options import Options
     from memascend.ranks.figures import Figures
 
-__all__ = ["candidates", "filled", "places_of_rank", "require_own", "shared_folder"]
-
 
 def places_of_rank(options: Options) -> list[str] | None:
     """The paths of this rank's store; None for a temporary one.

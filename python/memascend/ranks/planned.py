@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from memascend.planning.options import Options
     from memascend.planning.units import Unit
 
-__all__ = ["PlannedSharding"]
-
 
 class PlannedSharding:
     """The rows of the first of some ranks, as `offload()` divides a model that nobody divided.

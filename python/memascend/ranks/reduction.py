@@ -21,21 +21,13 @@ if TYPE_CHECKING:
     from memascend.ranks.collectives import Collectives
     from memascend.ranks.fsdp import FsdpGroup, FsdpParameter
 
-__all__ = ["OrderedReduction"]
-
 
 class Taken(NamedTuple):
-    """A parameter's gradient in one round.
+    """A parameter's gradient in one round."""
 
-    Attributes:
-        before: what stood in its `.grad`.
-        parts: of all ranks, in their order.
-        factor: what FSDP2 divides by.
-    """
-
-    before: torch.Tensor | None
-    parts: list[torch.Tensor]
-    factor: float
+    before: torch.Tensor | None  # what stood in its `.grad`
+    parts: list[torch.Tensor]  # of all ranks, in their order
+    factor: float  # what FSDP2 divides by
 
     def sum_into(self, values: torch.Tensor) -> float:
         """Leave the sum of all parts, and return what it is still to be divided by, once, after the last round."""

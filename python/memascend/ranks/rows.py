@@ -14,25 +14,17 @@ if TYPE_CHECKING:
 
     from memascend.optimizers.update_rule import Arithmetic
 
-__all__ = ["BLOCK_ELEMENTS", "Partition", "Rows", "require_divisible"]
-
 # Elements that have one scale in a format of 8 bits.
 BLOCK_ELEMENTS = 256
 
 
 @dataclass(frozen=True)
 class Rows:
-    """A range of rows of one parameter.
+    """A range of rows of one parameter."""
 
-    Attributes:
-        whole: the shape of all of it.
-        first: the first row.
-        count: how many.
-    """
-
-    whole: torch.Size
-    first: int
-    count: int
+    whole: torch.Size  # the shape of all of it
+    first: int  # the first row
+    count: int  # how many
 
     @property
     def shape(self) -> torch.Size:
@@ -68,17 +60,11 @@ class Rows:
 
 @dataclass(frozen=True)
 class Partition:
-    """What of a model's parameters a process has.
+    """What of a model's parameters a process has."""
 
-    Attributes:
-        rows: of those that are divided, by name; empty for one process.
-        rank: which one this is.
-        count: how many share them.
-    """
-
-    rows: Mapping[str, Rows] = field(default_factory=dict)
-    rank: int = 0
-    count: int = 1
+    rows: Mapping[str, Rows] = field(default_factory=dict)  # of those that are divided, by name; empty for one process
+    rank: int = 0  # which one this is
+    count: int = 1  # how many share them
 
     def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
         """The parameter on meta that a part is of: itself where it is not divided."""

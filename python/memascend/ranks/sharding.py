@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from memascend.residency.placeholder import Place
     from memascend.residency.residency import Residency
 
-__all__ = ["Sharding"]
-
 
 class Sharding:
     """This rank's rows of a model.

@@ -15,23 +15,14 @@ if TYPE_CHECKING:
 
     from memascend.ranks.exchange import Exchange
 
-__all__ = ["Piece", "Transfer"]
-
 
 class Piece(NamedTuple):
-    """What goes from one rank to another.
+    """What goes from one rank to another."""
 
-    Attributes:
-        source: the rank that has it.
-        target: the rank that gets it.
-        sent: the tensor, at the source.
-        got: where it comes to, at the target.
-    """
-
-    source: int
-    target: int
-    sent: torch.Tensor | None
-    got: torch.Tensor | None
+    source: int  # the rank that has it
+    target: int  # the rank that gets it
+    sent: torch.Tensor | None  # the tensor, at the source
+    got: torch.Tensor | None  # where it comes to, at the target
 
 
 class Transfer:

@@ -11,8 +11,6 @@ from torch.utils._pytree import tree_map
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["UndividedSum", "divides_exactly"]
-
 
 def divides_exactly(divisor: float) -> bool:
     """Whether nothing is rounded: then each part may be divided as well as their sum."""

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["units_of_gathers"]
-
 
 def units_of_gathers(
     gathers: Iterable[tuple[str, Iterable[str]]], named: Mapping[str, torch.nn.Parameter]

@@ -53,14 +53,7 @@ class Residency:
     ) -> None:
         """Begin with nothing resident.
 
-        Args:
-            memory: where units are held.
-            limits: what the plan lets them have.
-            listener: hears of what is done with units.
-            copies: where copies of parameters go.
-            moment: says what the run does now.
-            keeper: keeps what autograd saves and lies in no unit.
-            sums: finds what was written to past torch's counters.
+        `keeper` keeps what autograd saves and lies in no unit; `sums` finds what was written to past torch's counters.
         """
         self._memory = memory
         self._limits = limits

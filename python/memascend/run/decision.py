@@ -114,38 +114,23 @@ class Subject:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What a run is going to be.
+    """What a run is going to be."""
 
-    Attributes:
-        units: the parameters that travel together.
-        entries: what the store holds.
-        sizes: what that takes there.
-        plan: of memory.
-        row_bytes: the longest row of embeddings that may be read by rows.
-        whole_budget: the budget from which on they are not.
-    """
-
-    units: tuple[Unit, ...]
-    entries: list[Entry]
-    sizes: engines.Sizes
-    plan: Plan
-    row_bytes: int = 0
-    whole_budget: int = 0
+    units: tuple[Unit, ...]  # the parameters that travel together
+    entries: list[Entry]  # what the store holds
+    sizes: engines.Sizes  # what that takes there
+    plan: Plan  # of memory
+    row_bytes: int = 0  # the longest row of embeddings that may be read by rows
+    whole_budget: int = 0  # the budget from which on they are not
 
 
 @dataclass(frozen=True)
 class Planned:
-    """What `offload()` would do.
+    """What `offload()` would do."""
 
-    Attributes:
-        plan: the plan.
-        state_bytes: what the same optimizer keeps in memory without offloading.
-        network: what a rank sends and receives; None for one process.
-    """
-
-    plan: Plan
-    state_bytes: int
-    network: Network | None = None
+    plan: Plan  # the plan
+    state_bytes: int  # what the same optimizer keeps in memory without offloading
+    network: Network | None = None  # what a rank sends and receives; None for one process
 
 
 def planned(model: torch.nn.Module, optimizer: torch.optim.Optimizer, options: Options, ranks: int = 1) -> Planned:

@@ -36,16 +36,7 @@ class Resources:
         release: Callable[[], None],
         temporary: bool = False,
     ) -> None:
-        """Hold them.
-
-        Args:
-            store: of the run.
-            engine: of the run.
-            units: the memory of units.
-            activations: keeps what checkpoints save.
-            release: gives up the run's share in what acts on the whole process.
-            temporary: the store is gone with the process.
-        """
+        """`release` gives up the share in process-wide hooks; a `temporary` store is gone with the process."""
         self.store = store
         self.engine = engine
         self.units = units

@@ -51,12 +51,7 @@ def variables(python: Path, package: Path) -> dict[str, str]:
 
 
 class Peer(Closing):
-    """A program of this package in DeepSpeed's interpreter: it gets lines, and answers by lines that begin "peer: ".
-
-    Args:
-        python: the interpreter.
-        module: what is run, as a module.
-        arguments: of the program.
+    """A module run by DeepSpeed's interpreter: it gets lines, and answers by lines that begin "peer: ".
 
     Raises:
         ConfigError: it did not say that it is ready; the end of what it said is in the message.

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from memascend.cli.plan.trace import Trace
     from memascend.run.decision import Planned
 
-__all__ = ["Candidate", "described", "find"]
-
 _LENGTHS = (8192, 2048, 512)
 _BATCH_MAX = 256
 # Where none is asked for: as torch has it, and what moves fewer bytes.
@@ -25,19 +23,12 @@ _STATES: tuple[Literal["bf16", "8bit"] | None, ...] = (None, "bf16", "8bit")
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A batch, and what it takes.
+    """A batch, and what it takes."""
 
-    Attributes:
-        state: the format of the optimizer's state; None: as it has it.
-        batch: sequences.
-        length: tokens of each.
-        answer: of the plan.
-    """
-
-    state: str | None
-    batch: int
-    length: int
-    answer: Answer
+    state: str | None  # the format of the optimizer's state; None: as it has it
+    batch: int  # sequences
+    length: int  # tokens of each
+    answer: Answer  # of the plan
 
     @property
     def fits(self) -> bool:

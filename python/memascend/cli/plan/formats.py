@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from memascend.cli.plan.answer import Question
     from memascend.planning.format_table import FormatCost
 
-__all__ = ["compared", "next_format", "shown", "values"]
-
 
 def compared(question: Question, budget: int) -> list[FormatCost]:
     """What a step costs in each format that goes with the optimizer, with one budget."""

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from memascend.errors import ConfigError
 from memascend.planning.costs import Drive
 
-__all__ = ["ENDURANCE_PER_TB", "IMPORTS", "REACHED", "Gpu", "parse_drive", "parse_gpu"]
-
 _GB, _GIB, _T = 10**9, 1 << 30, 10**12
 
 # Of a GPU's dense 16-bit peak, what training of large blocks reaches: large products alone reach 0.7 and more, the

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
     from memascend.cli.plan.answer import Answer
 
-__all__ = ["draw"]
-
 _GIB = 1 << 30
 
 

@@ -37,25 +37,16 @@ _WIDTH, _BLOCKS, _STEPS = 32, 16, 8
 
 @dataclass(frozen=True, kw_only=True)
 class Processor:
-    """What was measured, in seconds.
+    """What was measured, in seconds."""
 
-    Attributes:
-        forward_seconds: of the batch, on all threads of torch; 0 where something else computes.
-        backward_seconds: likewise.
-        update_seconds: of one thread, for the arithmetic of AdamW on one parameter, by the format of its state.
-        check_seconds: of one thread, for the checksum of one byte.
-        copy_seconds: of one thread, for a byte of a gradient that is handed on.
-        bind_seconds: that a forward takes longer for each of its parameters (a tensor, not an element).
-        hand_seconds: that a backward and `step()` take longer for each, but for the gradient's bytes.
-    """
-
-    forward_seconds: float
-    backward_seconds: float
+    forward_seconds: float  # of the batch, on all threads of torch; 0 where something else computes
+    backward_seconds: float  # likewise
+    # Of one thread, for the arithmetic of AdamW on one parameter, by the format of its state.
     update_seconds: Mapping[str, float]
-    check_seconds: float
-    copy_seconds: float
-    bind_seconds: float
-    hand_seconds: float
+    check_seconds: float  # of one thread, for the checksum of one byte
+    copy_seconds: float  # of one thread, for a byte of a gradient that is handed on
+    bind_seconds: float  # that a forward takes longer for each of its parameters (a tensor, not an element)
+    hand_seconds: float  # that a backward and `step()` take longer for each, but for the gradient's bytes
 
 
 def measure(model: nn.Module, trace: Trace | None, shape: tuple[int, int], folder: Path | None) -> Processor:

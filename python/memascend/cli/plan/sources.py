@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-__all__ = ["DescribedModel", "describe", "described_by_names"]
-
 _CONFIG = "config.json"
 _CONFIG_BYTES_MAX = 16 << 20
 # What is computed last, whatever the order of names says.

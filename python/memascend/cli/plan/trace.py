@@ -20,41 +20,25 @@ from torch.utils.flop_counter import flop_registry
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Pass", "Trace", "grown", "recompute", "settle", "trace", "without_gradients_kept"]
-
 
 @dataclass
 class Pass:
-    """What a forward or a backward computes.
+    """What a forward or a backward computes."""
 
-    Attributes:
-        flops: floating-point operations of matrix products and attention; of causal attention what is not masked.
-    """
-
-    flops: int = 0
+    flops: int = 0  # floating-point operations of matrix products and attention; of causal attention what is not masked
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What one backward takes of torch, beside the parameters.
+    """What one backward takes of torch, beside the parameters."""
 
-    Attributes:
-        tokens: of the batch.
-        forward: what it computes.
-        backward: likewise, with what is recomputed.
-        peak: bytes of torch's own memory at its highest, gradients being gone as soon as they are whole.
-        held: of these, by what they are: logits, gradients, activations.
-        allocated: bytes of all that was allocated, one after the other.
-        recomputes: whether blocks are computed again in the backward.
-    """
-
-    tokens: int
-    forward: Pass
-    backward: Pass
-    peak: int
-    held: dict[str, int]
-    allocated: int
-    recomputes: bool
+    tokens: int  # of the batch
+    forward: Pass  # what it computes
+    backward: Pass  # likewise, with what is recomputed
+    peak: int  # bytes of torch's own memory at its highest, gradients being gone as soon as they are whole
+    held: dict[str, int]  # of these, by what they are: logits, gradients, activations
+    allocated: int  # bytes of all that was allocated, one after the other
+    recomputes: bool  # whether blocks are computed again in the backward
 
     @property
     def flops(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from memascend.formatting import bytes_shown
 
@@ -38,8 +38,8 @@ class Step:
         return f"loss {self.loss:.4f}, {norm}, {self.tokens_per_second:,.0f} tokens/s, {moved} moved"
 
 
-class Display(Protocol):
-    """Where it is told."""
+class Display:
+    """Where it is told; here nowhere."""
 
     def tell(self, text: str) -> None:
         """A sentence."""
@@ -55,16 +55,9 @@ class Display(Protocol):
 
 
 def open_display(steps: int, first: int, *, as_json: bool, rank: int = 0) -> Display:
-    """What fits where the output goes.
-
-    Args:
-        steps: of the run.
-        first: how many of them are done.
-        as_json: lines for machines.
-        rank: the first one tells; what all do is the same.
-    """
+    """What fits where the output goes; `first` steps are done. The first rank tells: what all do is the same."""
     if rank:
-        return _Silence()
+        return Display()
     if as_json:
         return _JsonLines()
     if sys.stderr is not None and sys.stderr.isatty():
@@ -77,21 +70,7 @@ def open_display(steps: int, first: int, *, as_json: bool, rank: int = 0) -> Dis
     return _Lines()
 
 
-class _Silence:
-    def tell(self, text: str) -> None:
-        pass
-
-    def event(self, name: str, values: Mapping[str, Any], text: str) -> None:
-        pass
-
-    def step(self, step: Step) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class _Lines:
+class _Lines(Display):
     def tell(self, text: str) -> None:
         print(text, flush=True)
 
@@ -102,11 +81,8 @@ class _Lines:
     def step(self, step: Step) -> None:
         self.tell(f"step {step.step}/{step.steps}: {step.figures()}, {time_shown(step.seconds_left)} left")
 
-    def close(self) -> None:
-        pass
 
-
-class _Bar:
+class _Bar(Display):
     def __init__(self, bar: Any) -> None:
         self._bar = bar
 
@@ -125,7 +101,7 @@ class _Bar:
         self._bar.close()
 
 
-class _JsonLines:
+class _JsonLines(Display):
     """Steps and events on standard output, sentences on standard error."""
 
     def tell(self, text: str) -> None:
@@ -137,9 +113,6 @@ class _JsonLines:
 
     def step(self, step: Step) -> None:
         self.event("step", asdict(step), "")
-
-    def close(self) -> None:
-        pass
 
 
 def time_shown(seconds: float) -> str:

@@ -36,12 +36,7 @@ class Job(Closing):
     """One start of a run."""
 
     def __init__(self, settings: Settings, now: dt.datetime, ranks: Ranks) -> None:
-        """Look at everything; nothing is changed. All ranks do so together.
-
-        Args:
-            settings: what is asked for.
-            now: when; a run keeps the time of its first start.
-            ranks: who trains together.
+        """Look at everything; nothing is changed. All ranks do so together; a run keeps the time of its first start.
 
         Raises:
             ConfigError: something does not fit: an option, a row, the model, the folder or the storage.

@@ -131,13 +131,9 @@ class Output:
             sync(self.folder)
 
     def save(self, described: Described, optimizer: OffloadedOptimizer, tokenizer: Any, step: int) -> None:
-        """Put the model as it is now in the place of the one before; whatever happens, one of them is there whole.
+        """Put the model of a step in the place of the one before; whatever happens, one of them is there whole.
 
-        Args:
-            described: the offloaded model, between two steps.
-            optimizer: of it.
-            tokenizer: saved beside it.
-            step: of the model.
+        The model is between two steps. The tokenizer is saved beside it.
         """
         assert self.record is not None
         record = replace(self.record, saved=step)

@@ -38,14 +38,7 @@ def require_reporters(names: Sequence[str]) -> None:
 
 
 def open_reporters(names: Sequence[str], folder: Path, run: str, options: Mapping[str, Any]) -> list[Reporter]:
-    """Those that were asked for.
-
-    Args:
-        names: "tensorboard", "wandb".
-        folder: for what is written.
-        run: its name; a run that goes on is the same one.
-        options: of the run.
-    """
+    """Those that were asked for, which write to `folder`; a run that goes on has the same name in `run`."""
     found: list[Reporter] = []
     if "tensorboard" in names:
         found.append(_TensorBoard(folder))

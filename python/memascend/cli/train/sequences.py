@@ -27,12 +27,7 @@ class Sequences(Closing):
     """Sequences of tokens by number. What is not learnt is stored with its bits inverted, as a negative number."""
 
     def __init__(self, made: Iterable[Tokens], folder: Path) -> None:
-        """Write all of them.
-
-        Args:
-            made: they.
-            folder: where the file is, which has no name.
-        """
+        """Write all of them to a file in `folder`, which has no name."""
         self._starts = array("Q", [0])
         digest = hashlib.sha256()
         self._map: mmap.mmap | None = None
