@@ -9,12 +9,18 @@ use memascend_store::{COMPACT, Commit, Create, Description, Dtype, Durability, E
 
 use crate::setup::{self, Contents, MASTER_AND_MOMENTS, MOMENTS, adam, contents, first, ok, parameter, volume};
 
-const COUNT: usize = 7;
-const ALL: [usize; COUNT] = [0, 1, 2, 3, 4, 5, 6];
+const COUNT: usize = 10;
+const ALL: [usize; COUNT] = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9];
+/// Those of SGD, and of these those that have a momentum.
+const SGD: [usize; 4] = [4, 7, 8, 9];
+const MOMENTUM: [usize; 2] = [4, 7];
 
 /// Each kind of master and of moments that has a kernel; several chunks, one and none.
 fn description() -> Description {
     let entry = |(name, dtype, numel, format): (&str, Dtype, u64, Format)| match (format, dtype) {
+        _ if name == "SGD" => parameter(name, dtype, numel, format, &[("momentum_buffer", Dtype::F32)]),
+        _ if name == "no state" => parameter(name, dtype, numel, format, &[]),
+        _ if name == "a master" => parameter(name, dtype, numel, format, &MASTER_AND_MOMENTS[..1]),
         (Format::Plain, Dtype::F32) => parameter(name, dtype, numel, format, &MOMENTS),
         (Format::Plain, _) => parameter(name, dtype, numel, format, &MASTER_AND_MOMENTS),
         (Format::Compact, _) => parameter(name, dtype, numel, format, &COMPACT),
@@ -31,6 +37,9 @@ fn description() -> Description {
         ("momentum", Dtype::Bf16, 2100, Format::CompactEightBit),
         ("by chance", Dtype::Bf16, 13, Format::StochasticBf16),
         ("nothing", Dtype::Bf16, 0, Format::Compact),
+        ("SGD", Dtype::F32, 4100, Format::Plain),
+        ("no state", Dtype::F32, 2100, Format::Plain),
+        ("a master", Dtype::F16, 13, Format::Plain),
     ];
     setup::description(entries.map(entry).into(), 3)
 }
@@ -160,10 +169,10 @@ impl Life {
 
 fn rule(entry: usize, step: u64) -> Rule {
     let (lr, grad_scale, seed) = (1e-2 / f64::from(u32::try_from(step).unwrap_or(1)), 0.25, 11);
-    if entry == 4 {
+    if SGD.contains(&entry) {
         return Momentum {
             lr,
-            momentum: 0.9,
+            momentum: if MOMENTUM.contains(&entry) { 0.9 } else { 0.0 },
             dampening: 0.1,
             weight_decay: 0.1,
             nesterov: false,
