@@ -32,7 +32,7 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a tensor on the CPU without gaps; without numpy, which need not be installed."""
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
