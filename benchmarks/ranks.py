@@ -2,8 +2,8 @@
 
 For each number of ranks, gloo processes on the CPU train the same model by turns: under plain FSDP2 in memory, and
 under memascend with its reduction in the order of ranks and with the backend's. The tables have the bytes that a rank
-moves in a step beside 1/W of what one process moves, the memory that it held beside its plan, and the median seconds of
-a step, whose ratios alone mean something: all ranks share the processors and the disk of one machine.
+moves in a step beside 1/W of what one process moves, the memory that it held beside its plan and one process's, and the
+median seconds of a step, whose ratios alone mean something: all ranks share the processors and the disk of one machine.
 """
 
 from __future__ import annotations
@@ -111,13 +111,19 @@ def begun(name: str, folder: Path, count: int) -> tuple[Any, Any]:
 
 def shown(found: dict[int, list[dict[str, Any]]]) -> str:
     """The tables."""
-    alone = found[1][0]["moved"] if 1 in found else None
+    one = found[1][0] if 1 in found else None
     rows = []
     for count, ranks in found.items():
         moved, held, planned = (max(rank[name] for rank in ranks) for name in ("moved", "held", "planned"))
-        part = "" if alone is None else f"{moved * count / alone - 1:+.1%}"
-        rows.append((str(count), bytes_shown(int(moved)), part, bytes_shown(held), f"{held / planned - 1:+.1%}"))
-    head = ("ranks", "bytes a rank moves in a step", "beside 1/W", "host memory held", "beside its plan")
+        part, beside = (
+            ("", "") if one is None else (f"{moved * count / one['moved'] - 1:+.1%}", f"{held / one['held']:.2f}")
+        )
+        rows.append(
+            (str(count), bytes_shown(int(moved)), part, bytes_shown(held), f"{held / planned - 1:+.1%}", beside)
+        )
+    head = (
+        "ranks", "bytes a rank moves in a step", "beside 1/W", "host memory held", "beside its plan", "of one's",
+    )  # fmt: skip
     times = []
     for count, ranks in found.items():
         seconds = ranks[0]["seconds"]
@@ -127,9 +133,10 @@ def shown(found: dict[int, list[dict[str, Any]]]) -> str:
                 str(count),
                 seconds_shown(plain),
                 *(f"{seconds[name] / plain:.2f}" if name in seconds else "" for name in ("ordered", "native")),
+                f"{seconds['ordered'] / seconds['native']:.2f}" if "native" in seconds else "",
             )
         )
-    times_head = ("ranks", "a step in memory", "memascend, ordered: times that", "native")
+    times_head = ("ranks", "a step of FSDP2 in memory", "memascend, ordered: times that", "native", "ordered / native")
     return table(head, rows) + "\n\n" + table(times_head, times)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from memascend.checkpoint.manifest import Checkpoint, identity_of
 from memascend.errors import ConfigError, MemascendError, UsageError
 from memascend.run.offloading import offload
-from memascend.run.optimizer import OffloadedOptimizer
+from memascend.run.optimizer import OffloadedOptimizer, session_of
 from memascend.run.position import shown
 
 try:
@@ -246,7 +246,7 @@ def _session_of(optimizer: Any) -> Session:
                 "the Trainer's optimizer is not offloaded: give it Trainer(optimizers=(optimizer, scheduler)) with the "
                 "optimizer that offload() returned"
             )
-    return optimizer._session  # noqa: SLF001
+    return session_of(optimizer)
 
 
 def _is_streamed(model: Any, session: Session) -> bool:

@@ -164,6 +164,24 @@ def test_thirty_kills_at_random_moments(train, given):
     assert opened == sorted(opened)
 
 
+@pytest.mark.parametrize(
+    ("fault", "point"),
+    [
+        ("kill", "before groups"),
+        ("kill", "in groups"),
+        pytest.param("stop", "before groups", marks=pytest.mark.slow),
+        pytest.param("stop", "in groups", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_is_gone_before_all_can_talk_is_named(train, fault, point):
+    ranks, said = train(world=3, fault=fault, point=point, timeout=2.0)
+    for rank in (ranks[0], ranks[2]):
+        assert rank["error"].startswith("RankError: rank 1 is gone"), said
+        assert rank["ranks"] == [1]
+        # gloo waits for as long as it is told, and then the others look for each other.
+        assert rank["seconds"] < 9, said
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_full_disk_ends_the_step_on_all_and_it_is_done_again(train, faulty):  # noqa: F811

@@ -29,8 +29,13 @@ DEFAULTS = {
     "fault": None,
     "at": 3,
     "point": None,
-    # Seconds after the first commit until the faulty rank is killed, wherever it is then.
+    # Seconds until the faulty rank is killed, wherever it is then: after the first commit, or after all have begun.
     "kill_after": None,
+    "kill_from": "committed",
+    # Micro-batches of a step on all ranks; None: one on each.
+    "micro": None,
+    # Where all ranks save at the end.
+    "save": None,
     "seconds": 90,
     "paths": {},
     "retry": False,
@@ -53,7 +58,7 @@ def run(folder, **given):
     pids = [_forked(folder, meeting, rank, options) for rank in range(options["world"])]
     try:
         if options["kill_after"] is not None:
-            _kill_later(meeting, pids[options["faulty"]], options["kill_after"])
+            _kill_later(meeting, pids[options["faulty"]], options)
         ends = _ends(pids, options)
     finally:
         for pid in pids:
@@ -112,11 +117,12 @@ def _end(pid):
         pass
 
 
-def _kill_later(meeting, pid, seconds):
+def _kill_later(meeting, pid, options):
+    names = ["committed"] if options["kill_from"] == "committed" else [f"begun-{r}" for r in range(options["world"])]
     until = time.monotonic() + 60
-    while not (meeting / "committed").exists() and time.monotonic() < until:
+    while not all((meeting / name).exists() for name in names) and time.monotonic() < until:
         time.sleep(0.001)
-    time.sleep(seconds)
+    time.sleep(options["kill_after"])
     os.kill(pid, signal.SIGKILL)
 
 
@@ -134,6 +140,8 @@ def _rank(folder, meeting, rank, options):
     told = {"opened": None, "committed": None, "error": None, "seconds": None, "digests": {}, "ranks": []}
     meet = distributed.FileStore(str(meeting / "meet"), options["world"])
     distributed.init_process_group("gloo", store=meet, rank=rank, world_size=options["world"])
+    (meeting / f"begun-{rank}").touch()
+    _watch_groups(options, rank)
     began = time.monotonic()
     store = None
     try:
@@ -180,7 +188,9 @@ def _whole_rank(folder, meeting, rank, options):
     told = {"opened": None, "committed": None, "error": None, "seconds": None, "digests": {}, "ranks": []}
     meet = distributed.FileStore(str(meeting / "meet"), options["world"])
     distributed.init_process_group("gloo", store=meet, rank=rank, world_size=options["world"])
-    began = time.monotonic()
+    (meeting / f"begun-{rank}").touch()
+    _watch_groups(options, rank)
+    began = first = time.monotonic()
     optimizer = None
     try:
         model, optimizer = _offloaded(folder, options)
@@ -192,18 +202,23 @@ def _whole_rank(folder, meeting, rank, options):
             step = optimizer.steps + 1
             began = time.monotonic()
             _fault(options, rank, step, "begin")
-            loss = _loss(model, step, rank)
-            _fault(options, rank, step, "between")
-            loss.backward()
+            micros = options["micro"] or options["world"]
+            for micro in range(rank, micros, options["world"]):
+                loss = _loss(model, step, micro) / micros
+                _fault(options, rank, step, "between")
+                loss.backward()
             optimizer.user_state = {"step": step, "rank": rank}
             optimizer.step()
             optimizer.zero_grad()
             told["committed"] = step
             told["digests"][step] = _digest_of_rows(optimizer)
             (meeting / "committed").touch()
+        if options["save"] is not None:
+            optimizer.save(folder / options["save"])
         _fault(options, rank, options["at"], "close")
         optimizer.close()
         told["closed"] = True
+        told["life"] = time.monotonic() - first
     except MemascendError as error:
         told |= {"error": f"{type(error).__name__}: {error}", "ranks": list(getattr(error, "ranks", []))}
         told["seconds"] = time.monotonic() - began
@@ -221,7 +236,7 @@ def _offloaded(folder, options):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(32, 16), nn.Linear(16, 48), nn.GELU(), nn.Linear(48, 32)).to(torch.bfloat16)
     for module in (model[0], model[1], model[3], model):
-        fully_shard(module)
+        fully_shard(module).set_gradient_divide_factor(1.0)
     return memascend.offload(
         model,
         torch.optim.AdamW(model.parameters(), lr=1e-2),
@@ -231,8 +246,8 @@ def _offloaded(folder, options):
     )
 
 
-def _loss(model, step, rank):
-    generator = torch.Generator().manual_seed(100 * step + rank)
+def _loss(model, step, micro):
+    generator = torch.Generator().manual_seed(100 * step + micro)
     tokens = torch.randint(0, 32, (2, 6), generator=generator)
     return torch.nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten())
 
@@ -317,6 +332,21 @@ def _watch(agreement, options, rank):
         _fault(options, rank, number - 1, f"after {phase}")
 
     agreement._ask = watched
+
+
+def _watch_groups(options, rank):
+    """Have the fault happen before the ranks look for each other, or once they did and begin to meet."""
+    from memascend.ranks import groups
+
+    missing = groups._missing
+
+    def watched(number, moment, seconds):
+        _fault(options, rank, options["at"], "before groups")
+        found = missing(number, moment, seconds)
+        _fault(options, rank, options["at"], "in groups")
+        return found
+
+    groups._missing = watched
 
 
 def _fault(options, rank, step, point):

@@ -13,7 +13,7 @@ import torch
 
 from memascend.engine import Store, order_of
 from memascend.errors import ConfigError
-from memascend.ranks.opening import common_of, seen_at
+from memascend.ranks.opening import common_of, seen_at, was_never_filled
 from memascend.ranks.rows import BLOCK_ELEMENTS
 from memascend.ranks.transfer import Piece, Transfer
 
@@ -104,6 +104,9 @@ def find_earlier(folder: str, existing: str, exchange: Exchange | None) -> Earli
     for seer, each in enumerate(told):
         for number, of in each:
             sets.setdefault(of, {}).setdefault(number, []).append(seer)
+    for of in _never_filled(folder, {of: sets[of] for of in sets if of != count}, exchange):
+        _log.warning("the stores of %d ranks in %s were never filled and are ignored: remove them", of, folder)
+        del sets[of]
     others = sorted(of for of in sets if of != count)
     if not others:
         return None
@@ -139,6 +142,18 @@ def _there(folder: str) -> list[list[int]]:
             if match and Path(folder, name, _FILE).is_file():
                 found.append([int(match[1]), int(match[2])])
     return found
+
+
+def _never_filled(folder: str, sets: Mapping[int, Mapping[int, list[int]]], exchange: Exchange | None) -> list[int]:
+    """The numbers of ranks whose first commit was never made by all: one of their stores has none."""
+    rank = 0 if exchange is None else exchange.rank
+    empty = []
+    for of, seers in sorted(sets.items()):
+        # A store is looked at by one rank alone, which locks it meanwhile.
+        own = [number for number in seers if seers[number][0] == rank]
+        empty.append(any(was_never_filled(str(file_of_rank(folder, number, of))) for number in own))
+    told = [empty] if exchange is None else exchange.tell("which stores were filled", empty)
+    return [of for index, of in enumerate(sorted(sets)) if any(each[index] for each in told)]
 
 
 def _is_whole(folder: str, rank: int, count: int, exchange: Exchange | None) -> bool:

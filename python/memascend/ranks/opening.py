@@ -18,11 +18,13 @@ if TYPE_CHECKING:
     from memascend.engine import Store
     from memascend.ranks.exchange import Exchange
 
-__all__ = ["Existing", "Opening", "choose", "common_of", "seen_at"]
+__all__ = ["Existing", "Opening", "choose", "common_of", "seen_at", "was_never_filled"]
 
 Existing = Literal["refuse", "resume", "replace", "previous"]
 _Path = str | os.PathLike[str]
 _NOTHING = "holds no store"
+# What the store says of one whose first commit was never made.
+_NEVER_FILLED = "its first write did not finish"
 _ANEW = "give existing='replace' to begin anew on all ranks, or bring back what is missing"
 
 
@@ -129,6 +131,12 @@ def seen_at(paths: _Path | Sequence[_Path] | None) -> dict[str, Any]:
     named, damage = found
     known = [{"run": one.run.hex(), "number": one.number} for one in named]
     return {"there": True, "commits": known, "damage": damage and damage[:400], "error": None}
+
+
+def was_never_filled(path: str) -> bool:
+    """Whether a store is there, or was begun, that has no commit and never had one."""
+    error = seen_at(path)["error"]
+    return error is not None and _NEVER_FILLED in error
 
 
 def common_of(seen: list[dict[str, Any]]) -> int:

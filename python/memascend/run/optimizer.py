@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     from memascend.run.session import Session
 
 
+def session_of(optimizer: OffloadedOptimizer) -> Session:
+    """What is behind it, for what else stands on a run: the command that trains, the Trainer's callback."""
+    return optimizer._session  # noqa: SLF001
+
+
 class OffloadedOptimizer(Closing, torch.optim.Optimizer):
     """A torch optimizer whose parameters and state are on storage. `memascend.offload()` makes it.
 

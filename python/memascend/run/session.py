@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from memascend.gradients.gradient import Gradient
+    from memascend.ranks.figures import Figures
     from memascend.ranks.sharding import Sharding
     from memascend.run.attachment import Attachment
     from memascend.run.loads import Loads
@@ -136,9 +137,14 @@ class Session:
             _log.info(learnt)
         return True
 
+    @property
+    def figures(self) -> Figures | None:
+        """What the ranks of the run tell each other; None where there is one."""
+        return None if self.sharding is None else self.sharding.figures
+
     def _is_anywhere(self, present: bool) -> bool:
         """Whether any rank has gradients: one may have no rows of what has. What they moved, they tell with it."""
-        figures = None if self.sharding is None else self.sharding.figures
+        figures = self.figures
         if figures is None:
             return present
         told = figures.everyone([present, *self.measurements.told()])

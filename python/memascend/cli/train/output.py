@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from memascend.checkpoint.file_errors import file_errors
 from memascend.checkpoint.folder_swap import is_empty, new_folder, put_in_place, sync
 from memascend.errors import ConfigError, CorruptionError
+from memascend.run.optimizer import session_of
 
 if TYPE_CHECKING:
     import torch
@@ -163,7 +164,7 @@ class Output:
             if new is not None:
                 model.save_pretrained(new, state_dict=values, save_embedding_layers=False)
         elif self._ranks.count > 1:
-            optimizer._session.saving.save_weights(new)  # noqa: SLF001
+            session_of(optimizer).saving.save_weights(new)
         else:
             model.save_pretrained(new)
 

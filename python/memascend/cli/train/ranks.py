@@ -10,6 +10,7 @@ import torch
 
 from memascend.closing import Closing
 from memascend.errors import ConfigError, RankError
+from memascend.run.optimizer import session_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -111,10 +112,10 @@ class Ranks(Closing):
 
     def talk_through(self, optimizer: OffloadedOptimizer) -> None:
         """Talk as the run itself does from now on, so that what fails in one is heard in the other."""
-        sharding = optimizer._session.sharding  # noqa: SLF001
-        if self._figures is not None and sharding is not None:
+        figures = session_of(optimizer).figures
+        if self._figures is not None and figures is not None:
             self._figures.close()
-            self._figures = sharding.figures
+            self._figures = figures
 
     def divide_nothing(self, model: torch.nn.Module) -> None:
         """Let gradients be sums: the loss is divided by the tokens of all ranks, as one process divides it."""
