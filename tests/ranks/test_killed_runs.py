@@ -12,7 +12,7 @@ from memascend.checkpoint.manifest import identity_of
 
 TESTS = Path(__file__).resolve().parents[1]
 # A handful by default: `MEMASCEND_KILLS=30` takes some minutes.
-KILLS = int(os.environ.get("MEMASCEND_KILLS", "6"))
+KILLS = int(os.environ.get("MEMASCEND_KILLS", "5"))
 TIMEOUT = 10.0
 # Micro-batches of a step, which each of these numbers of ranks divides.
 MICRO, WORLDS = 6, (2, 3)
@@ -79,7 +79,8 @@ def test_kills_at_random_moments_and_other_numbers_of_ranks(train, tmp_path, giv
                 assert rank["status"] == 0, said
                 if rank["error"] is not None and UNFILLED not in rank["error"]:
                     assert rank["ranks"] == [faulty], said
-                    assert rank["seconds"] < TIMEOUT + LAST_WORDS_SECONDS, said
+                    # Of a life that ended while it was opened these are all of its seconds.
+                    assert rank["seconds"] < 2 * TIMEOUT + LAST_WORDS_SECONDS, said
         done = max(done, committed, *opened)
         # A run that never began begins anew where the user says so, with one process, too.
         existing = "replace" if any(UNFILLED in (rank.get("error") or "") for rank in ranks) else "resume"

@@ -345,7 +345,7 @@ def test_more_ranks_have_them_too(tmp_path, count):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [2, 3, 4])
 def test_uneven_rows_frozen_and_tied_parameters_have_them(tmp_path, count):
     cases = [
         ("bfloat16", {"gradients": "ssd"}, 2),

@@ -340,9 +340,9 @@ def _watch_groups(options, rank):
 
     missing = groups._missing
 
-    def watched(number, moment, seconds):
+    def watched(*asked):
         _fault(options, rank, options["at"], "before groups")
-        found = missing(number, moment, seconds)
+        found = missing(*asked)
         _fault(options, rank, options["at"], "in groups")
         return found
 

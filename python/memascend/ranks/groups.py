@@ -20,8 +20,11 @@ __all__ = ["bytes_of", "let_go", "make_group"]
 
 # How often who waits for others looks for them.
 _LOOK_SECONDS = 0.01
-# How long those that did not meet are waited for: each has waited as long as the others.
-_SECONDS_AFTER = 5.0
+# How long those that did not meet are waited for, of all the time: each has waited as long as the others.
+_PART_AFTER = 0.25
+_SECONDS_AFTER_MAX = 5.0
+# What a rank says that has met all others.
+_MADE = "made"
 # Of the groups of this process; ranks make them together.
 _numbers = count()
 
@@ -33,24 +36,32 @@ def make_group(timeout: float, ranks: Sequence[int] | None = None) -> Any:
     made with, and once more where they did not meet all the same.
 
     Args:
-        timeout: seconds that one waits for another.
+        timeout: seconds that one waits for another, those included in which they look for who is missing.
         ranks: in their order; None: all.
 
     Raises:
         RankError: they do not meet; it names who is missing, unless the store is gone, too.
     """
     members = None if ranks is None else list(ranks)
-    number = next(_numbers)
+    number, group, why = next(_numbers), None, "it did not come"
+    after = min(timeout * _PART_AFTER, _SECONDS_AFTER_MAX)
     missing: tuple[int, ...] = ()
     try:
-        missing = _missing(number, "begins", timeout)
+        missing = _missing(number, "begins", "here", timeout)
+        until = time.monotonic() + timeout
         if not missing:
-            return distributed.new_group(members, backend="gloo", timeout=timedelta(seconds=timeout))
-        why = "it did not come"
+            try:
+                group = distributed.new_group(members, backend="gloo", timeout=timedelta(seconds=timeout - after))
+            except RuntimeError as error:
+                why = str(error).splitlines()[0][:200]
+            # One that has met all others may be ahead of one that waits for who died.
+            seconds = max(after, until - time.monotonic())
+            missing = _missing(number, "ends", why if group is None else _MADE, seconds)
+            if not missing and _all_said(number, "ends", _MADE):
+                return group
     except RuntimeError as error:
-        why = str(error).splitlines()[0][:200]
-        with contextlib.suppress(RuntimeError):
-            missing = _missing(number, "fails", min(timeout, _SECONDS_AFTER))
+        why = f"{why}; the store of the process group does not answer: {str(error).splitlines()[0][:200]}"
+    let_go(group)
     named = ", ".join(f"rank {rank}" for rank in missing) or "a rank"
     raise RankError(
         f"{named} is gone, or did not come within {timeout:g} s, before all ranks could talk; nothing was changed "
@@ -59,17 +70,29 @@ def make_group(timeout: float, ranks: Sequence[int] | None = None) -> Any:
     )
 
 
-def _missing(number: int, moment: str, seconds: float) -> tuple[int, ...]:
-    """The ranks that do not come to this moment of making a group within so many seconds."""
-    store = distributed.distributed_c10d._get_default_store()  # noqa: SLF001
-    keys = [f"memascend/{number}/{moment}/{rank}" for rank in range(distributed.get_world_size())]
-    store.set(keys[distributed.get_rank()], "here")
+def _missing(number: int, moment: str, said: str, seconds: float) -> tuple[int, ...]:
+    """The ranks that do not come to this moment of making a group within so many seconds; others hear what is said."""
+    store, keys = _store(), _keys(number, moment)
+    store.set(keys[distributed.get_rank()], said)
     until = time.monotonic() + seconds
     while not store.check(keys):
         if time.monotonic() > until:
             return tuple(rank for rank, key in enumerate(keys) if not store.check([key]))
         time.sleep(_LOOK_SECONDS)
     return ()
+
+
+def _all_said(number: int, moment: str, said: str) -> bool:
+    store = _store()
+    return all(store.get(key) == said.encode() for key in _keys(number, moment))
+
+
+def _keys(number: int, moment: str) -> list[str]:
+    return [f"memascend/{number}/{moment}/{rank}" for rank in range(distributed.get_world_size())]
+
+
+def _store() -> Any:
+    return distributed.distributed_c10d._get_default_store()  # noqa: SLF001
 
 
 def let_go(group: Any) -> None:
