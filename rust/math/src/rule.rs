@@ -173,3 +173,44 @@ pub(crate) fn momentum<F: Fused>(p: f32, g: f32, m: f32, s: &MomentumScalars) ->
     let direction = if s.nesterov { F::fma(m, s.momentum, g) } else { m };
     (F::fma(direction, s.minus_lr, p), m)
 }
+
+#[cfg(test)]
+mod tests {
+    use std::num::NonZeroUsize;
+
+    use super::*;
+    use crate::{Exec, Floats, Moments, Place, Reduced, Weights, update};
+
+    fn sgd(momentum: f64) -> Rule {
+        let numbers = Momentum {
+            lr: 0.5,
+            momentum,
+            dampening: 0.0,
+            weight_decay: 0.0,
+            nesterov: false,
+            step: 2,
+            grad_scale: 1.0,
+            maximize: false,
+            seed: 0,
+        };
+        numbers.into()
+    }
+
+    #[test]
+    fn a_step_without_momentum_leaves_what_was_kept_of_one() -> Result<()> {
+        let exec = Exec::new(NonZeroUsize::MIN)?;
+        for (rule, values, kept) in [(sgd(0.0), 0.0, 4.0), (sgd(0.5), -1.0, 4.0)] {
+            let (mut p, mut m) = ([1.0_f32; 3], [4.0_f32; 3]);
+            let state = Reduced { weights: Weights::Single(&mut p), moments: Moments::Single(&mut m, None) };
+            update(state, Floats::F32(&[2.0; 3]), &rule, Place::default(), exec)?;
+            assert_eq!((p, m), ([values; 3], [kept; 3]), "{rule:?}");
+        }
+        let mut p = [1.0_f32; 3];
+        let state = Reduced { weights: Weights::Single(&mut p), moments: Moments::Nothing };
+        assert!(update(state, Floats::F32(&[2.0; 3]), &sgd(0.5), Place::default(), exec).is_err());
+        let state = Reduced { weights: Weights::Single(&mut p), moments: Moments::Nothing };
+        update(state, Floats::F32(&[2.0; 3]), &sgd(0.0), Place::default(), exec)?;
+        assert_eq!(p, [0.0; 3]);
+        Ok(())
+    }
+}

@@ -198,10 +198,12 @@ fn step(engine: &Engine, number: u64) -> memascend_engine::Result<bool> {
             0 => {}
             1..=4 => engine.update(entry, By::Given(gradient(0)?), None, rule(entry, count), Wait::forever())?,
             5 => {
-                // It is dropped, and comes anew.
+                // It is dropped, and comes anew, or not.
                 engine.update(entry, By::Given(gradient(1)?), None, rule(entry, count), Wait::forever())?;
                 engine.discard_entry(entry, Wait::forever())?;
-                engine.update(entry, By::Given(gradient(0)?), None, rule(entry, count), Wait::forever())?;
+                if rng.below(2) == 0 {
+                    engine.update(entry, By::Given(gradient(0)?), None, rule(entry, count), Wait::forever())?;
+                }
             }
             6 => {
                 engine.spill(entry, gradient(0)?, false, Wait::forever())?;
