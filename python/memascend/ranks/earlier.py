@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     # A parameter's name, values and state, and how many updates made it.
     First = tuple[str, torch.Tensor, dict[str, torch.Tensor], int]
 
-__all__ = ["Earlier", "EarlierValues", "file_of_rank", "find_earlier"]
-
 _log = logging.getLogger("memascend")
 
 _FOLDER = re.compile(r"rank-(\d{1,5})-of-(\d{1,5})")

@@ -16,8 +16,6 @@ from memascend.errors import RankError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["bytes_of", "let_go", "make_group"]
-
 # How often who waits for others looks for them.
 _LOOK_SECONDS = 0.01
 # How long those that did not meet are waited for, of all the time: each has waited as long as the others.

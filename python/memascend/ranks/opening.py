@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from memascend.engine import Store
     from memascend.ranks.exchange import Exchange
 
-__all__ = ["Existing", "Opening", "choose", "common_of", "seen_at", "was_never_filled"]
-
 Existing = Literal["refuse", "resume", "replace", "previous"]
 _Path = str | os.PathLike[str]
 _NOTHING = "holds no store"
@@ -30,19 +28,12 @@ _ANEW = "give existing='replace' to begin anew on all ranks, or bring back what 
 
 @dataclass(frozen=True, kw_only=True)
 class Opening:
-    """How this rank opens its store, so that all ranks are at one commit.
+    """How this rank opens its store, so that all ranks are at one commit."""
 
-    Attributes:
-        exchange: how the ranks talk.
-        existing: as `Store.create` takes it; "previous" where this rank is ahead of others.
-        run: which run it is.
-        number: of the commit that is opened; 0 where the stores are made.
-    """
-
-    exchange: Exchange
-    existing: Existing
-    run: bytes
-    number: int
+    exchange: Exchange  # how the ranks talk
+    existing: Existing  # as `Store.create` takes it; "previous" where this rank is ahead of others
+    run: bytes  # which run it is
+    number: int  # of the commit that is opened; 0 where the stores are made
 
     def open(self, make: Callable[[Existing], Store]) -> tuple[Store, Agreement]:
         """Open the store by `make`, and give up on every rank what not all have, before any rank stages.

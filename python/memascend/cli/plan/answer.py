@@ -39,82 +39,43 @@ if TYPE_CHECKING:
     from memascend.planning.table import Plan
     from memascend.run.decision import Planned
 
-__all__ = [
-    "Answer",
-    "Question",
-    "answer",
-    "described",
-    "disk_seconds",
-    "drive_at",
-    "forecast_of",
-    "free_bytes",
-    "heap_gaps",
-    "larger",
-    "moved",
-    "step_seconds",
-]
-
 _MORE = 16 << 30
 _TB = 10**12
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A model, a machine, and what is asked of them.
+    """A model, a machine, and what is asked of them."""
 
-    Attributes:
-        model: on "meta".
-        optimizer: made for it.
-        options: of `offload()`.
-        trace: what torch takes for one backward; or why that is not known.
-        gpu: that computes; None: the processor does.
-        processor: measured; None where nobody asked.
-        drive: as fast as storage is; None where that is not known.
-        free: bytes that storage has; None where none was named.
-        endurance: bytes that may be written to storage in its life; None: what is usual for as large a drive as the
-            store needs.
-        ranks: how many processes share the model; drive, tokens and memory are those of one.
-        network: bytes a second that a rank receives while it sends as many; None where that is not known.
-    """
-
-    model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
-    options: Options
-    trace: Trace | str
-    gpu: Gpu | None = None
-    processor: Processor | None = None
-    drive: Drive | None = None
-    free: int | None = None
+    model: torch.nn.Module  # on "meta"
+    optimizer: torch.optim.Optimizer  # made for it
+    options: Options  # of `offload()`
+    trace: Trace | str  # what torch takes for one backward; or why that is not known
+    gpu: Gpu | None = None  # that computes; None: the processor does
+    processor: Processor | None = None  # measured; None where nobody asked
+    drive: Drive | None = None  # as fast as storage is; None where that is not known
+    free: int | None = None  # bytes that storage has; None where none was named
+    # Bytes that may be written to storage in its life; None: what is usual for as large a drive as the store needs.
     endurance: int | None = None
-    ranks: int = 1
+    ranks: int = 1  # how many processes share the model; drive, tokens and memory are those of one
+    # Bytes a second that a rank receives while it sends as many; None where that is not known.
     network: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What it takes.
+    """What it takes."""
 
-    Attributes:
-        plan: of memory, and what a step moves.
-        in_memory: bytes that the same training holds in memory, but for activations: values, state, gradients.
-        host_bytes: of the process: the budget's use, Python and its libraries, and what torch takes where it computes.
-        device_bytes: of the GPU; 0 where there is none.
-        phases: of a step; None where a speed is not known.
-        endurance: bytes written in a drive's life.
-        days: of training until then; None where the seconds are not known.
-        problems: why it does not fit; empty where it does.
-        network: what one of several ranks sends and receives.
-    """
-
-    plan: Plan
-    in_memory: int
+    plan: Plan  # of memory, and what a step moves
+    in_memory: int  # bytes that the same training holds in memory, but for activations: values, state, gradients
+    # Of the process: the budget's use, Python and its libraries, and what torch takes where it computes.
     host_bytes: int
-    device_bytes: int
-    phases: tuple[Phase, ...] | None
-    endurance: int
-    days: float | None
-    problems: tuple[str, ...]
-    network: Network | None = None
+    device_bytes: int  # of the GPU; 0 where there is none
+    phases: tuple[Phase, ...] | None  # of a step; None where a speed is not known
+    endurance: int  # bytes written in a drive's life
+    days: float | None  # of training until then; None where the seconds are not known
+    problems: tuple[str, ...]  # why it does not fit; empty where it does
+    network: Network | None = None  # what one of several ranks sends and receives
 
     @property
     def seconds(self) -> float | None:

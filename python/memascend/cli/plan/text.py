@@ -16,23 +16,16 @@ if TYPE_CHECKING:
     from memascend.cli.plan.fit import Candidate
     from memascend.planning.format_table import FormatCost
 
-__all__ = ["Choices", "fitting", "shown"]
-
 Row = tuple[str, str, str]
 _YEAR_DAYS = 365
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """What else could be given, and what it would buy; None where it would change nothing.
+    """What else could be given, and what it would buy; None where it would change nothing."""
 
-    Attributes:
-        more: the answer with 16 GiB more of host memory.
-        fewer: state in the format of the next fewer bits.
-    """
-
-    more: Answer | None
-    fewer: FormatCost | None
+    more: Answer | None  # the answer with 16 GiB more of host memory
+    fewer: FormatCost | None  # state in the format of the next fewer bits
 
 
 def shown(head: str, question: Question, found: Answer, choices: Choices, speeds: Mapping[str, float]) -> str:
