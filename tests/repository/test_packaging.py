@@ -62,6 +62,9 @@ def test_the_wheel_for_users_fits_any_linux_and_any_python(tmp_path):
     maturin("build", "--zig", "--compatibility", "manylinux_2_28", "--out", tmp_path)
     (wheel,) = tmp_path.iterdir()
     assert re.fullmatch(r"memascend-[\d.]+-cp311-abi3-manylinux_2_28_(x86_64|aarch64)\.whl", wheel.name)
+    with zipfile.ZipFile(wheel) as archive:
+        # With another unwinder than the system's, a thread that waits while Python ends crashes the process.
+        assert b"libgcc_s.so.1\0" in archive.read("memascend/_core.abi3.so")
 
 
 def test_the_wheel_holds_everything_and_nothing_else(wheel):
