@@ -1,6 +1,8 @@
 """Tests of what `memascend plan --cpu` measures: as deep as is quick, in the format that is asked for."""
 
 import json
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -63,6 +65,15 @@ def test_a_shallow_model_has_the_first_blocks_and_computes(config):
 def test_what_a_parameter_takes_is_processor_time(tmp_path):
     assert all(0 <= seconds < 0.1 for seconds in processor._parameter_seconds(tmp_path))
     assert list(tmp_path.iterdir()) == []
+
+
+MEMORY = "/dev/shm"  # noqa: S108
+
+
+def test_without_storage_another_place_than_memory_is_found(monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", MEMORY)
+    assert all(0 <= seconds < 0.1 for seconds in processor._parameter_seconds(None))
+    assert not list(Path(MEMORY).glob("*memascend*"))
 
 
 def test_a_step_has_the_update_of_the_format_that_is_asked_for(capsys, config, monkeypatch):

@@ -169,6 +169,18 @@ def _judged(subject: str, gb_per_second: float) -> Finding:
     )
 
 
+def disk_folder() -> Path:
+    """The first of the folders for temporary files, and this one, that is on a disk and may be written to.
+
+    Raises:
+        StorageError: None is.
+    """
+    for place in (Path(tempfile.gettempdir()), Path("/var/tmp"), Path.cwd()):  # noqa: S108
+        if os.access(place, os.W_OK | os.X_OK) and file_system(place) not in _MEMORY:
+            return place
+    raise StorageError("there is no disk for temporary files; give --storage a folder")
+
+
 def file_system(folder: Path) -> str:
     """The type of the file system that holds `folder`, from the kernel's list of mounts."""
     device = folder.stat().st_dev

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import tempfile
 from contextlib import ExitStack
@@ -12,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from memascend.cli.demo.screen import Screen
 from memascend.cli.demo.turns import Settings, Side
-from memascend.cli.storage import file_system
-from memascend.errors import StorageError
+from memascend.cli.storage import disk_folder
 from memascend.formatting import bytes_shown, seconds_shown, table
 
 if TYPE_CHECKING:
@@ -23,7 +21,6 @@ if TYPE_CHECKING:
 _LAYERS, _WIDTH = 16, 384
 _ROWS, _LENGTH = 2, 128
 _STEPS = 20
-_MEMORY_FILE_SYSTEMS = {"tmpfs", "ramfs"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Train, kill, resume, compare. 1 where anything differs."""
     picture: Path = options.picture or Path(tempfile.gettempdir()) / "memascend-demo.png"
-    with tempfile.TemporaryDirectory(prefix="memascend-demo-", dir=_folder(options.storage)) as folder:
+    with tempfile.TemporaryDirectory(prefix="memascend-demo-", dir=options.storage or disk_folder()) as folder:
         settings = Settings(
             layers=options.layers,
             width=options.width,
@@ -153,16 +150,6 @@ class _Demonstration:
         else:
             self._screen.say("For a picture of host memory over a step: pip install 'memascend[plot]'")
         return 0 if equal and same == len(self._rows) else 1
-
-
-def _folder(asked: Path | None) -> Path:
-    """A folder on a disk."""
-    if asked is not None:
-        return asked
-    for place in (Path(tempfile.gettempdir()), Path("/var/tmp"), Path.cwd()):  # noqa: S108
-        if os.access(place, os.W_OK | os.X_OK) and file_system(place) not in _MEMORY_FILE_SYSTEMS:
-            return place
-    raise StorageError("there is no disk for temporary files; give --storage a folder")
 
 
 def _from_two(text: str) -> int:

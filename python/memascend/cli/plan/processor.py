@@ -14,6 +14,7 @@ from torch import nn
 
 from memascend import engine, kernels
 from memascend.cli.plan.trace import recompute, settle, without_gradients_kept
+from memascend.cli.storage import disk_folder
 from memascend.errors import ConfigError, StorageError
 from memascend.progress import Progress
 from memascend.run.heap import ACTIVATIONS, Heap
@@ -56,7 +57,7 @@ def measure(model: nn.Module, trace: Trace | None, shape: tuple[int, int], folde
         model: on "meta".
         trace: of one backward; None where something else than this processor computes it.
         shape: sequences, and tokens of each.
-        folder: for the store of a small model; None: where temporary files are.
+        folder: for the store of a small model; None: the first of those for temporary files that is on a disk.
     """
     with Progress("measuring this processor", 4, unit="parts") as progress:
         forward, backward = (0.0, 0.0) if trace is None else _model_seconds(model, trace, shape)
@@ -165,7 +166,7 @@ def _parameter_seconds(folder: Path | None) -> tuple[float, float]:
     """What a parameter that streams takes of the thread that computes, beside its bytes: forward, and the rest."""
     plain = _step_seconds(_small_model(), None)
     try:
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".memascend-plan-") as place:
+        with tempfile.TemporaryDirectory(dir=folder or disk_folder(), prefix=".memascend-plan-") as place:
             model = _small_model()
             optimizer = torch.optim.AdamW(model.parameters())
             model, offloaded = offload(model, optimizer, storage=f"{place}/store", device="cpu", gradients="fused")
