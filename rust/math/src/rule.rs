@@ -118,10 +118,12 @@ impl Momentum {
                 return number(name, value, "a finite number that is not negative");
             }
         }
-        for (name, value) in [("dampening", self.dampening), ("grad_scale", self.grad_scale)] {
-            if value.is_nan() || value.abs() > max {
-                return number(name, value, "a number that is finite in fp32");
-            }
+        if self.dampening.is_nan() || self.dampening.abs() > max {
+            return number("dampening", self.dampening, "a number that is finite in fp32");
+        }
+        // A norm that is NaN spoils the step, as it does in memory.
+        if self.grad_scale.abs() > max {
+            return number("grad_scale", self.grad_scale, "a number that is finite in fp32, or NaN");
         }
         if self.nesterov && (self.momentum == 0.0 || self.dampening != 0.0) {
             return number("dampening", self.dampening, "0, and a momentum, with nesterov");
