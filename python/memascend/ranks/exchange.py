@@ -12,7 +12,7 @@ import torch
 from torch import distributed
 
 from memascend.errors import RankError
-from memascend.ranks.groups import let_go, make_group
+from memascend.ranks.groups import left_by, let_go, make_group
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -135,6 +135,7 @@ class Exchange:
         }
         if lost or strange:
             self.broken = self._gone(lost or strange, str(own["about"] or own["lost"] or own["failed"]))
+            left_by(lost)
             raise self.broken
         said = {rank: one["failed"] or one["lost"] for rank, one in sorted(heard.items())}
         if any(said.values()):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import threading
 import time
 from datetime import timedelta
-from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import distributed
 from memascend.errors import RankError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 # How often who waits for others looks for them.
 _LOOK_SECONDS = 0.01
@@ -23,8 +24,12 @@ _PART_AFTER = 0.25
 _SECONDS_AFTER_MAX = 5.0
 # What a rank says that has met all others.
 _MADE = "made"
-# Of the groups of this process; ranks make them together.
-_numbers = count()
+
+
+class _Next:
+    """The number of the group that is made next; all ranks count alike."""
+
+    number = 0
 
 
 def make_group(timeout: float, ranks: Sequence[int] | None = None) -> Any:
@@ -41,17 +46,15 @@ def make_group(timeout: float, ranks: Sequence[int] | None = None) -> Any:
         RankError: they do not meet; it names who is missing, unless the store is gone, too.
     """
     members = None if ranks is None else list(ranks)
-    number, group, why = next(_numbers), None, "it did not come"
+    number, group, why = _Next.number, None, "it did not come"
+    _Next.number += 1
     after = min(timeout * _PART_AFTER, _SECONDS_AFTER_MAX)
     missing: tuple[int, ...] = ()
     try:
         missing = _missing(number, "begins", "here", timeout)
         until = time.monotonic() + timeout
         if not missing:
-            try:
-                group = distributed.new_group(members, backend="gloo", timeout=timedelta(seconds=timeout - after))
-            except RuntimeError as error:
-                why = str(error).splitlines()[0][:200]
+            group, why = _met(members, timeout - after)
             # One that has met all others may be ahead of one that waits for who died.
             seconds = max(after, until - time.monotonic())
             missing = _missing(number, "ends", why if group is None else _MADE, seconds)
@@ -60,12 +63,45 @@ def make_group(timeout: float, ranks: Sequence[int] | None = None) -> Any:
     except RuntimeError as error:
         why = f"{why}; the store of the process group does not answer: {str(error).splitlines()[0][:200]}"
     let_go(group)
+    left_by(missing)
     named = ", ".join(f"rank {rank}" for rank in missing) or "a rank"
     raise RankError(
         f"{named} is gone, or did not come within {timeout:g} s, before all ranks could talk; nothing was changed "
         f"({why})",
         ranks=missing,
     )
+
+
+def left_by(blamed: Iterable[int]) -> None:
+    """This rank may make no group any more, because of others: who waits for it in vain names those."""
+    # Where the store is gone nobody waits.
+    with contextlib.suppress(RuntimeError):
+        _store().set(_left(_Next.number, distributed.get_rank()), json.dumps(sorted(blamed)))
+
+
+def _met(members: list[int] | None, seconds: float) -> tuple[Any, str]:
+    """The group, or why there is none. gloo may try for several times as long as it is told."""
+    made: list[Any] = []
+    given_up = threading.Event()
+    why = f"no group within {seconds:g} s"
+
+    def make() -> None:
+        nonlocal why
+        try:
+            group = distributed.new_group(members, backend="gloo", timeout=timedelta(seconds=seconds))
+        except RuntimeError as error:
+            why = str(error).splitlines()[0][:200]
+            return
+        if given_up.is_set():
+            let_go(group)
+        else:
+            made.append(group)
+
+    making = threading.Thread(target=make, daemon=True)
+    making.start()
+    making.join(seconds)
+    given_up.set()
+    return (made[0] if made else None), why
 
 
 def _missing(number: int, moment: str, said: str, seconds: float) -> tuple[int, ...]:
@@ -75,7 +111,10 @@ def _missing(number: int, moment: str, said: str, seconds: float) -> tuple[int, 
     until = time.monotonic() + seconds
     while not store.check(keys):
         if time.monotonic() > until:
-            return tuple(rank for rank, key in enumerate(keys) if not store.check([key]))
+            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            left = [rank for rank in missing if store.check([_left(number, rank)])]
+            blamed = {other for rank in left for other in json.loads(store.get(_left(number, rank)))}
+            return tuple(sorted({*missing} - {*left} | blamed - {distributed.get_rank()} or missing))
         time.sleep(_LOOK_SECONDS)
     return ()
 
@@ -83,6 +122,10 @@ def _missing(number: int, moment: str, said: str, seconds: float) -> tuple[int, 
 def _all_said(number: int, moment: str, said: str) -> bool:
     store = _store()
     return all(store.get(key) == said.encode() for key in _keys(number, moment))
+
+
+def _left(number: int, rank: int) -> str:
+    return f"memascend/{number}/left/{rank}"
 
 
 def _keys(number: int, moment: str) -> list[str]:
