@@ -118,11 +118,11 @@ WHOLE = {"whole": True, "world": 2}
     "given", [{}, {"host_memory": "1GiB", "log_steps": 3}, {"gradients": "ssd", "max_grad_norm": 0.1}], ids=str
 )
 def test_every_point_of_a_step_of_a_whole_run(train, point, given):
-    options = {**WHOLE, "given": given}
-    reference = whole(lambda **more: train("reference", **more), steps=7, **options)
+    train = functools.partial(train, **WHOLE, given=given)
+    reference = whole(lambda **more: train("reference", **more), steps=7)
     has_it = {"between": 2, "begin": 2, "before staged": 2, "after staged": 2, "before written": 3, "after written": 3}
     at, common = (5, 5) if point == "close" else (3, has_it[point])
-    cut(train, reference, **options, fault="kill", point=point, at=at, common=common)
+    cut(train, reference, fault="kill", point=point, at=at, common=common)
 
 
 @pytest.mark.slow
