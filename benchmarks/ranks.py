@@ -1,9 +1,10 @@
 """Measures several ranks on this machine: `python -m benchmarks.ranks [--ranks 1 2 4] [--storage D] [--picture F]`.
 
-For each number of ranks, gloo processes on the CPU train the same model by turns: under plain FSDP2 in memory, and
-under memascend with its reduction in the order of ranks and with the backend's. The tables have the bytes that a rank
-moves in a step beside 1/W of what one process moves, the memory that it held beside its plan and one process's, and the
-median seconds of a step, whose ratios alone mean something: all ranks share the processors and the disk of one machine.
+For each number of ranks, gloo processes on the CPU train the same model by turns: under plain FSDP2 in memory, under
+FSDP2 with its CPU offload, and under memascend with its reduction in the order of ranks and with the backend's. The
+tables have the bytes that a rank moves in a step beside 1/W of what one process moves, the memory that it held beside
+its plan and one process's, and the median seconds of a step, whose ratios alone mean something: all ranks share the
+processors and the disk of one machine.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ from memascend.formatting import bytes_shown, seconds_shown, table
 
 WARM = 2
 WIDTH, BLOCKS, ROWS = 512, 6, 64
+# One process has no rows to gather: FSDP2 is the plain model there, and there is one way to reduce.
+WAYS = ("FSDP2", "CPU offload", "ordered", "native")
+OF_ONE = ("FSDP2", "ordered")
+PEERS = ("FSDP2", "CPU offload")
 
 
 def main() -> None:
@@ -61,9 +66,7 @@ def be_rank(folder: Path, steps: int) -> None:
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
     rank, count = distributed.get_rank(), distributed.get_world_size()
-    ways = {
-        name: begun(name, folder, count) for name in ("FSDP2", "ordered", "native") if count > 1 or name != "native"
-    }
+    ways = {name: begun(name, folder, count) for name in (WAYS if count > 1 else OF_ONE)}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for step in range(WARM + steps):
         inputs = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step * count + rank)).bfloat16()
@@ -80,7 +83,7 @@ def be_rank(folder: Path, steps: int) -> None:
     found["moved"] = moved / (WARM + steps)
     found["planned"], found["held"] = ways["ordered"][1].plan.host_peak, report["host"]["peak"]
     for name, (_, optimizer) in ways.items():
-        if name != "FSDP2":
+        if name not in PEERS:
             optimizer.close()
     (folder / f"{rank}.json").write_text(json.dumps(found))
     distributed.destroy_process_group()
@@ -90,7 +93,7 @@ def begun(name: str, folder: Path, count: int) -> tuple[Any, Any]:
     """A model and its optimizer, trained in this way."""
     import torch
     from torch import nn
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
     import memascend
 
@@ -98,11 +101,13 @@ def begun(name: str, folder: Path, count: int) -> tuple[Any, Any]:
     blocks = [nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(BLOCKS)]
     model = nn.Sequential(*blocks).bfloat16()
     if count > 1:
+        # Pinning is for a copy to a GPU, and wants one.
+        policy = CPUOffloadPolicy(pin_memory=False) if name == "CPU offload" else OffloadPolicy()
         for block in model:
-            fully_shard(block)
-        fully_shard(model)
+            fully_shard(block, offload_policy=policy)
+        fully_shard(model, offload_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    if name == "FSDP2":
+    if name in PEERS:
         return model, optimizer
     reduction: Any = name
     where = folder / name if count > 1 else folder / f"{name}.store"
@@ -132,11 +137,14 @@ def shown(found: dict[int, list[dict[str, Any]]]) -> str:
             (
                 str(count),
                 seconds_shown(plain),
-                *(f"{seconds[name] / plain:.2f}" if name in seconds else "" for name in ("ordered", "native")),
+                *(f"{seconds[name] / plain:.2f}" if name in seconds else "" for name in WAYS[1:]),
                 f"{seconds['ordered'] / seconds['native']:.2f}" if "native" in seconds else "",
             )
         )
-    times_head = ("ranks", "a step of FSDP2 in memory", "memascend, ordered: times that", "native", "ordered / native")
+    times_head = (
+        "ranks", "a step of FSDP2 in memory", "its CPU offload: times that", "memascend, ordered", "native",
+        "ordered / native",
+    )  # fmt: skip
     return table(head, rows) + "\n\n" + table(times_head, times)
 
 
