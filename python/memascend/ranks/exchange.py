@@ -12,7 +12,7 @@ import torch
 from torch import distributed
 
 from memascend.errors import RankError
-from memascend.ranks.groups import left_by, let_go, make_group
+from memascend.ranks.groups import at_fault, left_by, let_go, make_group
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -134,8 +134,9 @@ class Exchange:
             if one["count"] != self._count or (len(asked) > 1 and one["about"] != own["about"])
         }
         if lost or strange:
-            self.broken = self._gone(lost or strange, str(own["about"] or own["lost"] or own["failed"]))
+            # Others that lose this one ask because of whom, while it asks the same of those it lost.
             left_by(lost)
+            self.broken = self._gone(lost, strange, str(own["about"] or own["lost"] or own["failed"]))
             raise self.broken
         said = {rank: one["failed"] or one["lost"] for rank, one in sorted(heard.items())}
         if any(said.values()):
@@ -157,16 +158,19 @@ class Exchange:
         self.broken = self.broken or RankError("the ranks do not talk any more: the run was closed", ranks=())
         let_go(group)
 
-    def _gone(self, lost: dict[int, str], about: str) -> RankError:
-        if len(self._others) > 1 and len(lost) == len(self._others):
+    def _gone(self, lost: dict[int, str], strange: dict[int, str], about: str) -> RankError:
+        ranks = at_fault(lost) if lost else tuple(sorted(strange))
+        if len(self._others) > 1 and len(ranks) == len(self._others) == len(lost):
             named = "every other rank is gone: this one came too late, or its network failed"
         else:
-            named = _named(lost)
-        reasons = "; ".join(f"{rank}: {why}" for rank, why in sorted(lost.items()))
+            named = _named(ranks)
+        why = {rank: (lost or strange).get(rank, "others lost it") for rank in ranks}
+        because = {rank: f"it ended because of {_named(ranks)}" for rank in lost if rank not in ranks}
+        reasons = "; ".join(f"{rank}: {words}" for rank, words in sorted({**why, **because}.items()))
         return RankError(
             f"{named} did not take part within {self.timeout:g} s ({about}): the step ended on all ranks, and none "
             f"commits any more; start all of them again, and the run goes on at the last step of all ({reasons})",
-            ranks=tuple(sorted(lost)),
+            ranks=ranks,
         )
 
     def _talk(

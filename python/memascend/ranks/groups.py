@@ -22,6 +22,10 @@ _LOOK_SECONDS = 0.01
 # How long those that did not meet are waited for, of all the time: each has waited as long as the others.
 _PART_AFTER = 0.25
 _SECONDS_AFTER_MAX = 5.0
+# How long the word of a rank is waited for that may just have left; one that died sends none.
+_WORD_SECONDS = 0.5
+# The number of ranks of which each has one other.
+_PAIR = 2
 # What a rank says that has met all others.
 _MADE = "made"
 
@@ -73,10 +77,47 @@ def make_group(timeout: float, ranks: Sequence[int] | None = None) -> Any:
 
 
 def left_by(blamed: Iterable[int]) -> None:
-    """This rank may make no group any more, because of others: who waits for it in vain names those."""
+    """Say that this rank takes part in nothing any more, because of others: who waits for it in vain names those."""
     # Where the store is gone nobody waits.
     with contextlib.suppress(RuntimeError):
         _store().set(_left(_Next.number, distributed.get_rank()), json.dumps(sorted(blamed)))
+
+
+def at_fault(missing: Iterable[int], number: int | None = None) -> tuple[int, ...]:
+    """Of ranks that are missing those that did not leave because of others, and those because of whom the rest left.
+
+    Call `left_by()` first, where others may ask the same about this one.
+
+    Args:
+        missing: there is one at least.
+        number: of the group for which they were waited; None: of the next, for ranks that talk in one they have.
+    """
+    gone, own = {*missing}, distributed.get_rank()
+    if distributed.get_world_size() == _PAIR:
+        # There is nobody else.
+        return tuple(gone)
+    asked = _Next.number if number is None else number
+    left: dict[int, list[int]] = {}
+
+    def silent() -> set[int]:
+        known = dict(left)
+        return gone.union(*known.values()) - known.keys() - {own}
+
+    def listen() -> None:
+        # Where the store is gone what is known has to do.
+        with contextlib.suppress(RuntimeError):
+            store, until = _store(), time.monotonic() + _WORD_SECONDS
+            while silent() and time.monotonic() < until:
+                for rank in silent():
+                    if store.check([_left(asked, rank)]):
+                        left[rank] = json.loads(store.get(_left(asked, rank)))
+                time.sleep(_LOOK_SECONDS)
+
+    # The store may be in a process that hangs.
+    listening = threading.Thread(target=listen, daemon=True)
+    listening.start()
+    listening.join(2 * _WORD_SECONDS)
+    return tuple(sorted(silent() or gone))
 
 
 def _met(members: list[int] | None, seconds: float) -> tuple[Any, str]:
@@ -111,10 +152,7 @@ def _missing(number: int, moment: str, said: str, seconds: float) -> tuple[int, 
     until = time.monotonic() + seconds
     while not store.check(keys):
         if time.monotonic() > until:
-            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-            left = [rank for rank in missing if store.check([_left(number, rank)])]
-            blamed = {other for rank in left for other in json.loads(store.get(_left(number, rank)))}
-            return tuple(sorted({*missing} - {*left} | blamed - {distributed.get_rank()} or missing))
+            return at_fault((rank for rank, key in enumerate(keys) if not store.check([key])), number)
         time.sleep(_LOOK_SECONDS)
     return ()
 
