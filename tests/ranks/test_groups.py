@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import sys
 import threading
 import time
 from pathlib import Path
@@ -123,3 +124,58 @@ def test_a_rank_that_ended_because_of_a_dead_one_is_not_named_beside_it(tmp_path
     assert ranks == [1], words
     assert words.startswith("rank 1 did not take part"), words
     assert "2: it ended because of rank 1" in words
+
+
+class Pause:
+    """Stops a thread at one of the lines that it comes to after `begin()`, until the one that waits for it has gone."""
+
+    def __init__(self, line):
+        self.line = line
+        self.reached = 0
+        self.waiter_gone = threading.Event()
+        self._code = None
+
+    def begin(self, code):
+        """Count lines of this code from now on."""
+        self._code = code
+
+    def trace(self, frame, event, _):
+        """A trace function of `sys.settrace`."""
+        if event == "line" and frame.f_code is self._code:
+            self.reached += 1
+            if self.reached == self.line:
+                # A waiter that waits for this very line goes once it is over.
+                self.waiter_gone.wait(1.0)
+        return self.trace
+
+
+def met_while_paused(monkeypatch, line):
+    """The group that is made just as its time is over, what the waiter has of it, what was let go, and the lines."""
+    pause, group, let_go = Pause(line), object(), []
+    monkeypatch.setattr(groups, "let_go", let_go.append)
+
+    def make(*_, **__):
+        pause.begin(sys._getframe(1).f_code)
+        return group
+
+    monkeypatch.setattr(distributed, "new_group", make)
+    before = {*threading.enumerate()}
+    threading.settrace(pause.trace)
+    try:
+        has, _ = groups._met(None, 0.05)
+    finally:
+        threading.settrace(None)
+        pause.waiter_gone.set()
+    for thread in {*threading.enumerate()} - before:
+        thread.join(SECONDS)
+    return group, has, let_go, pause.reached
+
+
+def test_a_group_that_is_made_just_as_it_is_given_up_is_let_go(monkeypatch):
+    """Wherever the thread that makes it is held up, the waiter has the group, or it is let go."""
+    line, reached = 0, 0
+    while line <= reached:
+        group, has, let_go, reached = met_while_paused(monkeypatch, line)
+        assert (has, let_go) in ((group, []), (None, [group])), f"held up at line {line} after the group was made"
+        line += 1
+    assert reached

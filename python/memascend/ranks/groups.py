@@ -122,8 +122,8 @@ def at_fault(missing: Iterable[int], number: int | None = None) -> tuple[int, ..
 
 def _met(members: list[int] | None, seconds: float) -> tuple[Any, str]:
     """The group, or why there is none. gloo may try for several times as long as it is told."""
-    made: list[Any] = []
-    given_up = threading.Event()
+    # Of whoever comes first: the group, or None, which gives it up.
+    met: dict[str, Any] = {}
     why = f"no group within {seconds:g} s"
 
     def make() -> None:
@@ -133,16 +133,13 @@ def _met(members: list[int] | None, seconds: float) -> tuple[Any, str]:
         except RuntimeError as error:
             why = str(error).splitlines()[0][:200]
             return
-        if given_up.is_set():
+        if met.setdefault("group", group) is not group:
             let_go(group)
-        else:
-            made.append(group)
 
     making = threading.Thread(target=make, daemon=True)
     making.start()
     making.join(seconds)
-    given_up.set()
-    return (made[0] if made else None), why
+    return met.setdefault("group", None), why
 
 
 def _missing(number: int, moment: str, said: str, seconds: float) -> tuple[int, ...]:
