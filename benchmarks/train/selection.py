@@ -14,7 +14,7 @@ _STATES = ("memascend-bf16", "memascend-8bit")
 _HELD = ("memascend-held-60", "memascend-held", "memascend-held-none")
 
 HEADLINE: Cells = {
-    "125M-1x128": ("torch", "memascend", "memascend-smallest", *_STATES, *_HELD, *_PEERS),
+    "125M-1x128": ("torch", "memascend", "memascend-smallest", "memascend-meta", *_STATES, *_HELD, *_PEERS),
     "125M-1x128-clip": ("torch", "memascend", "zero-infinity-pipelined"),
     "125M-4x512": ("torch", "memascend", "zero-infinity-pipelined"),
 }
@@ -23,7 +23,7 @@ FULL: Cells = {
     "25M-1x128": _ALL,
     "25M-fp16": ("torch", "memascend", "memascend-smallest", "zero-infinity", "zero-offload"),
     "125M-1x2048-checkpointed": ("torch", "memascend", "zero-infinity", "zero-offload"),
-    "500M-1x128": _ALL,
+    "500M-1x128": ("torch", "memascend", "memascend-smallest", "memascend-meta", *_PEERS),
     "500M-1x128-clip": ("torch", "memascend", "zero-infinity-pipelined"),
 }
 # The 500 M model is what does not fit; its smallest cgroups are found for these.

@@ -43,6 +43,7 @@ class Way(NamedTuple):
 SYSTEMS = {
     "memascend": Way("ours", {}, "everything on SSD, the default budget"),
     "memascend-smallest": Way("ours", {"smallest": True}, "everything on SSD, the smallest budget"),
+    "memascend-meta": Way("ours", {"weights": True}, "everything on SSD, the model made on meta, from a checkpoint"),
     "memascend-bf16": Way("ours", {"state": "bf16"}, "everything on SSD, moments of 16 bits"),
     "memascend-8bit": Way("ours", {"state": "8bit"}, "everything on SSD, moments of 8 bits"),
     "memascend-held-60": Way("ours", {"held": 60}, "60 % of the parameters held in memory, the rest on SSD"),

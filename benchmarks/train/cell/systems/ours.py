@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import multiprocessing
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -32,7 +33,8 @@ def begin(work: Workload, settings: dict[str, Any], storage: Path) -> Ours:
 
     Settings: `smallest`: the smallest budget that works; `host_memory`: a budget, or as `"1.5x"` a multiple of the
     smallest; `held`: a budget by the percentage of the parameters that are held; `lean`: the model is made on "meta"
-    and its values in the store, so that it is never in memory as a whole; `state`, `durability`: as of `offload()`;
+    and its values in the store, so that it is never in memory as a whole; `weights`: likewise, with the values of
+    `made()`, which another process has written into a checkpoint; `state`, `durability`: as of `offload()`;
     `trace`: a file for a trace of what follows.
     """
     import torch
@@ -40,7 +42,7 @@ def begin(work: Workload, settings: dict[str, Any], storage: Path) -> Ours:
 
     from memascend.run.offloading import offload
 
-    if settings.get("lean"):
+    if settings.get("lean") or settings.get("weights"):
         dtype = getattr(torch, work.dtype)
         with torch.device("meta"):
             model = prepared(work, transformers.Qwen2ForCausalLM(configuration(work)).to(dtype))
@@ -49,6 +51,12 @@ def begin(work: Workload, settings: dict[str, Any], storage: Path) -> Ours:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     # All systems compute on the CPU here, also where there is a GPU.
     options: dict[str, Any] = {"storage": storage / "memascend.store", "existing": "replace", "device": "cpu"}
+    if settings.get("weights"):
+        options["weights"] = storage / "values"
+        # As a checkpoint comes to a user: this process never held its values.
+        writer = multiprocessing.get_context("spawn").Process(target=_write, args=(work, options["weights"]))
+        writer.start()
+        writer.join()
     if work.clip is not None:
         options["max_grad_norm"] = work.clip
     if work.dtype == "float16":
@@ -64,6 +72,11 @@ def begin(work: Workload, settings: dict[str, Any], storage: Path) -> Ours:
         options["host_memory"] = budget
     model, offloaded = offload(model, optimizer, **options)
     return Ours(model, offloaded, scaled=work.dtype == "float16", trace=settings.get("trace"))
+
+
+def _write(work: Workload, folder: Path) -> None:
+    """The values of every system's model, as a folder of the hub has them."""
+    made(work).save_pretrained(folder)
 
 
 def smallest_budget(model: Any, optimizer: Any, options: dict[str, Any]) -> int:
