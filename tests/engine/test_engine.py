@@ -228,6 +228,7 @@ def test_a_store_that_was_never_filled_is_refused(tmp_path, loaded):
         engine.Store.create(sys.argv[1], [engine.Entry(name="w", values=torch.zeros(3), state={})])
     """
     loaded(textwrap.dedent(program), tmp_path / "store")
+    assert engine.commits(tmp_path / "store") == ([], None)
     with pytest.raises(StorageError, match="first write did not finish"):
         engine.Store.open(tmp_path / "store")
 

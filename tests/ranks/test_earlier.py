@@ -12,9 +12,18 @@ from torch import distributed, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import memascend
+from memascend.ranks.earlier import find_earlier
 
 MICRO_BATCHES = 12
 LEFT_OPEN = []
+UNFILLED = """
+import os, sys, torch
+from memascend.engine import Entry, Store
+entries = [Entry(name="w", values=torch.zeros(3), state={})]
+Store.create(sys.argv[1], entries).close()
+Store.commit = lambda *arguments: os._exit(0)
+Store.create(sys.argv[2], entries)
+"""
 LOGGED = {"host_memory": "1GiB", "log_steps": 16}
 
 
@@ -205,6 +214,16 @@ def refused(folder, name, until, plain, options):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+def test_stores_that_were_never_filled_are_ignored_and_damaged_ones_are_not(tmp_path, loaded):
+    paths = [tmp_path / f"rank-{rank}-of-2" / "memascend.store" for rank in range(2)]
+    for path in paths:
+        path.parent.mkdir()
+    loaded(UNFILLED, *paths)
+    assert find_earlier(str(tmp_path), "resume", None) is None
+    paths[1].write_bytes(b"another file")
+    assert find_earlier(str(tmp_path), "resume", None).files == paths
+
+
 def test_what_goes_wrong_leaves_the_earlier_stores(tmp_path):
     def run(count, function, step, **options):
         return on_ranks(count, function, tmp_path, "run", step, False, {"timeout": 20.0, **options}, ends=(0, -9))

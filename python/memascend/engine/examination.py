@@ -64,10 +64,11 @@ def commits(
 ) -> tuple[list[NamedCommit], str | None] | None:
     """The commits that the roots of a store name, the newest first, and what is wrong with a damaged root.
 
-    Nothing else is read, and nothing written. None where there is no store.
+    Nothing else is read, and nothing written. No commits where its first write did not finish; None where there is no
+    store.
 
     Raises:
-        StorageError: a store is there and cannot be opened: its first write did not finish, a device lacks.
+        StorageError: a store is there and cannot be opened: a device lacks, another process has it.
         CorruptionError: what both commits need is damaged.
     """
     found = _core.store_commits(listed(paths), backend)

@@ -13,7 +13,7 @@ import torch
 
 from memascend.engine import Store, order_of
 from memascend.errors import ConfigError
-from memascend.ranks.opening import common_of, seen_at, was_never_filled
+from memascend.ranks.opening import common_of, seen_at
 from memascend.ranks.rows import BLOCK_ELEMENTS
 from memascend.ranks.transfer import Piece, Transfer
 
@@ -149,7 +149,7 @@ def _never_filled(folder: str, sets: Mapping[int, Mapping[int, list[int]]], exch
     for of, seers in sorted(sets.items()):
         # A store is looked at by one rank alone, which locks it meanwhile.
         own = [number for number in seers if seers[number][0] == rank]
-        empty.append(any(was_never_filled(str(file_of_rank(folder, number, of))) for number in own))
+        empty.append(any(not seen_at(str(file_of_rank(folder, number, of)))["filled"] for number in own))
     told = [empty] if exchange is None else exchange.tell("which stores were filled", empty)
     return [of for index, of in enumerate(sorted(sets)) if any(each[index] for each in told)]
 

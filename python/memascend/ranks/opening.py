@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from memascend.engine import commits
 from memascend.errors import ConfigError, CorruptionError, MemascendError, RankError, StorageError
+from memascend.paths import listed
 from memascend.ranks.agreement import Agreement
 from memascend.ranks.exchange import shortened
 
@@ -21,8 +22,7 @@ if TYPE_CHECKING:
 Existing = Literal["refuse", "resume", "replace", "previous"]
 _Path = str | os.PathLike[str]
 _NOTHING = "holds no store"
-# What the store says of one whose first commit was never made.
-_NEVER_FILLED = "its first write did not finish"
+_UNFILLED = "its first write did not finish, so it holds no state; give existing='replace'"
 _ANEW = "give existing='replace' to begin anew on all ranks, or bring back what is missing"
 
 
@@ -112,22 +112,21 @@ def choose(paths: _Path | Sequence[_Path] | None, exchange: Exchange, existing: 
 
 
 def seen_at(paths: _Path | Sequence[_Path] | None) -> dict[str, Any]:
-    """What the roots of a store name, or why that cannot be said."""
+    """What the roots of a store name, or why that cannot be said; one that is not "filled" never had a commit."""
+    seen = {"there": True, "filled": True, "commits": [], "damage": None, "error": None}
+    if paths is None:
+        return {**seen, "there": False}
     try:
-        found = None if paths is None else commits(paths)
+        found = commits(paths)
     except (MemascendError, OSError) as error:
-        return {"there": True, "commits": [], "damage": None, "error": shortened(error)}
+        return {**seen, "error": shortened(error)}
     if found is None:
-        return {"there": False, "commits": [], "damage": None, "error": None}
+        return {**seen, "there": False}
     named, damage = found
+    if not named:
+        return {**seen, "filled": False, "error": f"{', '.join(listed(paths))}: {_UNFILLED}"}
     known = [{"run": one.run.hex(), "number": one.number} for one in named]
-    return {"there": True, "commits": known, "damage": damage and damage[:400], "error": None}
-
-
-def was_never_filled(path: str) -> bool:
-    """Whether a store is there, or was begun, that has no commit and never had one."""
-    error = seen_at(path)["error"]
-    return error is not None and _NEVER_FILLED in error
+    return {**seen, "commits": known, "damage": damage and damage[:400]}
 
 
 def common_of(seen: list[dict[str, Any]]) -> int:

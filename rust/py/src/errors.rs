@@ -101,7 +101,9 @@ pub(crate) fn nvme_error(py: Python<'_>, error: &NvmeError) -> PyErr {
 pub(crate) fn store_error(py: Python<'_>, error: &StoreError) -> PyErr {
     let message = error.to_string();
     match error {
-        StoreError::Refused { path, .. } => storage_error(py, message, None, path, None),
+        StoreError::Refused { path, .. } | StoreError::Unfilled { path } => {
+            storage_error(py, message, None, path, None)
+        }
         StoreError::Corrupt { path, offset, nbytes, .. } => {
             let place = Some((*offset, usize::try_from(*nbytes).unwrap_or(usize::MAX)));
             storage_error_of(py, "CorruptionError", message, (None, path, place))

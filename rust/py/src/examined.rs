@@ -39,7 +39,7 @@ fn store_examine<'py>(
 }
 
 /// The commits that whole roots name, the newest first: (generation, run, common number, whether it is kept); and what is
-/// wrong with a root that is not whole. None where there is no store.
+/// wrong with a root that is not whole. No commits where its first write did not finish, None where there is no store.
 #[pyfunction]
 #[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
 fn store_commits(py: Python<'_>, paths: Vec<PathBuf>, backend: &str) -> PyResult<Option<(Vec<Named>, Option<String>)>> {

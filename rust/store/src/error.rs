@@ -28,6 +28,13 @@ pub enum Error {
         why: String,
     },
 
+    /// A store has no commit and never had one: it was being made when whoever made it ended. Nothing was changed.
+    #[error("{}: its first write did not finish, so it holds no state; give existing=\"replace\"", path.display())]
+    Unfilled {
+        /// The file or device.
+        path: Arc<Path>,
+    },
+
     /// A checksum or a field of the format is wrong.
     #[error("{}: {what} is damaged at offset {offset}: {why}", path.display())]
     Corrupt {

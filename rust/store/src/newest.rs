@@ -116,9 +116,7 @@ impl Roots {
                 }
                 error => error,
             }),
-            (None, None) => {
-                refused(&self.path, "its first write did not finish, so it holds no state; give existing=\"replace\"")
-            }
+            (None, None) => Err(Error::Unfilled { path: Arc::clone(&self.path) }),
         }
     }
 
@@ -175,21 +173,18 @@ pub struct Named {
 
 impl Store {
     /// The commits that the whole roots of a store name, the newest first, and what is wrong with a root that is not
-    /// whole; `None` where there is no store. Reads nothing else, and writes nothing.
+    /// whole; no commits where its first write did not finish, `None` where there is no store. Reads nothing else, and
+    /// writes nothing.
     pub fn commits(paths: &[impl AsRef<Path>], how: &Create) -> Result<Option<(Vec<Named>, Option<Error>)>> {
         let resolved: Vec<PathBuf> = paths.iter().map(|path| resolve(path.as_ref())).collect();
         if matches!(look(&resolved)?, There::Nothing) {
             return Ok(None);
         }
-        let (_, roots) = Self::prepare_at(paths, how)?;
-        Ok(Some((roots.named(), roots.damaged().map(|(_, error)| error.clone()))))
-    }
-
-    /// The same on an open volume of simulated devices.
-    #[cfg(feature = "sim")]
-    pub fn commits_on(volume: Volume, stripe_bytes: u64, how: &Create) -> Result<(Vec<Named>, Option<Error>)> {
-        let (_, roots) = Self::prepare_on(volume, stripe_bytes, how)?;
-        Ok((roots.named(), roots.damaged().map(|(_, error)| error.clone())))
+        match Self::prepare_at(paths, how) {
+            Ok((_, roots)) => Ok(Some((roots.named(), roots.damaged().map(|(_, error)| error.clone())))),
+            Err(Error::Unfilled { .. }) => Ok(Some((Vec::new(), None))),
+            Err(error) => Err(error),
+        }
     }
 
     /// Takes the catalog of the commit that is asked for, and makes sure that it can be gone on from.

@@ -238,8 +238,7 @@ impl Unfinished {
     /// The newest root of version 1, if it can be opened at all.
     fn live(&self) -> Result<&version_1::Root> {
         let Some(root) = self.newest_old() else {
-            let why = "its first write did not finish, so it holds no state; give existing=\"replace\"";
-            return refused(&self.path, why);
+            return Err(Error::Unfilled { path: Arc::clone(&self.path) });
         };
         if root.flags & UNCLOSED != 0 {
             return refused(&self.path, NOT_CLOSED);

@@ -52,7 +52,7 @@ fn reopened(disks: &[SimDisk], how: &Create, ended: Ended, seed: &str) {
         }
         Err(error) => {
             assert!(ended.committed.is_none(), "{seed}: after {ended:?}: {error}");
-            let named = matches!(error, Error::Refused { .. } | Error::Corrupt { .. });
+            let named = matches!(error, Error::Refused { .. } | Error::Unfilled { .. } | Error::Corrupt { .. });
             assert!(named, "{seed}: {error}");
         }
     }

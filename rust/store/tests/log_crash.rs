@@ -92,7 +92,10 @@ fn reopened(disks: &[SimDisk], how: &Create, ended: Ended, states: &[State], nam
         }
         Err(error) => {
             assert!(ended.committed.is_none(), "{name}: after {ended:?}: {error}");
-            assert!(matches!(error, Error::Refused { .. } | Error::Corrupt { .. }), "{name}: {error}");
+            assert!(
+                matches!(error, Error::Refused { .. } | Error::Unfilled { .. } | Error::Corrupt { .. }),
+                "{name}: {error}"
+            );
             None
         }
     }

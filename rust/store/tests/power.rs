@@ -108,7 +108,10 @@ impl Known {
             Err(error) => {
                 let allowed = self.durable.is_none() || self.unclosed || self.risked && lost_power;
                 assert!(allowed, "{name}: {error}");
-                assert!(matches!(error, Error::Refused { .. } | Error::Corrupt { .. }), "{name}: {error}");
+                assert!(
+                    matches!(error, Error::Refused { .. } | Error::Unfilled { .. } | Error::Corrupt { .. }),
+                    "{name}: {error}"
+                );
                 false
             }
         }
