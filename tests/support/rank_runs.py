@@ -194,7 +194,7 @@ def _whole_rank(folder, meeting, rank, options):
     optimizer = None
     try:
         model, optimizer = _offloaded(folder, options)
-        agreement = optimizer._session.run.resources.store.shared
+        agreement = optimizer._session.run.resources.store._shared
         told["opened"] = told["committed"] = optimizer.steps
         told["digests"][optimizer.steps] = _digest_of_rows(optimizer)
         _watch(agreement, options, rank)

@@ -34,12 +34,12 @@ _Path = str | os.PathLike[str]
 class Store(Closing):
     """State on SSD: every commit is all of a step or none of it, and every byte that is read was checked."""
 
-    __slots__ = ("_core", "_units", "described", "is_temporary", "shared")
+    __slots__ = ("_core", "_is_temporary", "_shared", "_units", "described")
 
     def __init__(self, core: _core.Store) -> None:
         self._core = core
-        self.is_temporary = False  # its file has no name on purpose
-        self.shared: SharedCommits | None = None  # whom commits are made with, where there are several ranks
+        self._is_temporary = False
+        self._shared: SharedCommits | None = None
         self._units: list[str] = core.info()["units"]
         self.described = Described(self.each_entry())
 
@@ -330,16 +330,20 @@ class Store(Closing):
         """Make all that is staged live at once; None leaves what was committed before. Returns the generation."""
         return self.make_live(self._core.commit, step, user_state, hyperparameters)
 
+    def share(self, commits: SharedCommits) -> None:
+        """Have its commits made together with other ranks from now on."""
+        self._shared = commits
+
     def make_live(self, commit: CommitOfOne, step: int, user_state: Any, hyperparameters: Any) -> int:
         """Commit by the store's own `commit` or its engine's; with the other ranks, where it is shared with some."""
         said = (step, json_of(user_state), json_of(hyperparameters))
-        if self.shared is None:
+        if self._shared is None:
             return commit(*said, None, None)
-        return self.shared.commit(lambda run, agree: commit(*said, run, agree))
+        return self._shared.commit(lambda run, agree: commit(*said, run, agree))
 
     def preparing(self) -> AbstractContextManager[None]:
         """Around all that leads to a commit: where it fails here, the other ranks do not wait for this one."""
-        return contextlib.nullcontext() if self.shared is None else self.shared.step()
+        return contextlib.nullcontext() if self._shared is None else self._shared.step()
 
     def set_first_elements(self, firsts: Mapping[str, int]) -> None:
         """Say, once and before any update, where entries begin that are rows of parameters.
@@ -386,9 +390,13 @@ class Store(Closing):
         """Have what was made for it, where there was nothing, removed by `close()`, before anybody else can have it."""
         self._core.forsake()
 
+    def become_temporary(self) -> None:
+        """Its file is about to have no name on purpose: that it has none is no loss."""
+        self._is_temporary = True
+
     def lost(self) -> StorageError | None:
         """What became of a file of it that its path does not name any more; None where all is as it was."""
-        found = None if self.is_temporary else self._core.lost()
+        found = None if self._is_temporary else self._core.lost()
         return loss(*found) if found else None
 
     def index(self, name: str) -> int:

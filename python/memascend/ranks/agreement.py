@@ -41,7 +41,7 @@ class Agreement:
     def lead(self, store: Store) -> None:
         """Take charge of the commits of this rank's store."""
         self._store = store
-        store.shared = self
+        store.share(self)
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:

@@ -72,9 +72,10 @@ def begin(
         undo.callback(earlier.close)
         # What lies there of now was never filled.
         own = replace(own, existing="replace")
-    sharding.opening = choose(own.paths, exchange, own.existing)
+    opening = choose(own.paths, exchange, own.existing)
+    sharding.open_by(opening)
     # A rank that is ahead of others goes back.
-    return sharding, replace(own, existing=sharding.opening.existing), earlier
+    return sharding, replace(own, existing=opening.existing), earlier
 
 
 def _earlier_of_others(options: Options, undo: contextlib.ExitStack) -> tuple[Options, Earlier | None]:

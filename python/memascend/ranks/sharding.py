@@ -86,6 +86,10 @@ class Sharding:
 
     # --- before there is a store ---------------------------------------------------------
 
+    def open_by(self, opening: Opening) -> None:
+        """Have the stores of all ranks opened so."""
+        self.opening = opening
+
     def stand_in(self, optimizer: torch.optim.Optimizer, undo: contextlib.ExitStack) -> None:
         """Give the optimizer this rank's rows for the model's parameters, and their part of its state."""
         leaves = {id(one.leaf) for one in self._sharded.values()}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import threading
 
 import torch
@@ -39,7 +40,14 @@ class _End:
 def note_thread() -> None:
     """A backward may begin in this thread: look after its queue when it ends."""
     if not hasattr(_local, "end") and not _exiting:
+        _register()
         _local.end = _End()
+
+
+@functools.cache
+def _register() -> None:
+    """Once in a process."""
+    atexit.register(_exit)
 
 
 def _exit() -> None:
@@ -47,6 +55,3 @@ def _exit() -> None:
     _exiting = True
     # Of the first thread.
     _local.__dict__.pop("end", None)
-
-
-atexit.register(_exit)

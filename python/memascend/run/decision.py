@@ -58,21 +58,24 @@ class Subject:
         options: Options,
         device: Device | None,
         *,
-        staged: bool,
         sharding: Sharding | None = None,
         earlier: Earlier | None = None,
+        only_planned: bool = False,
     ) -> None:
-        """`device` computes, where that is not the host; `staged`: units reach it through chunks.
+        """`device` computes, where that is not the host.
 
         `sharding` has the parameters, where ranks share them; `earlier` the stores of another number of ranks, from
-        which the run goes on.
+        which the run goes on. What is `only_planned` needs neither the device that computes nor a place of its store.
         """
         self.model = model
         self.given = optimizer
         self.original = unwrapped(optimizer)
         self.options = options
         self.device = device
-        self.staged = staged
+        # Units reach the device through chunks.
+        self.staged = device is not None or (only_planned and options.where.type != "cpu")
+        # Nobody said where the store will lie: how much room there is beside it is not known.
+        self.unplaced = only_planned and options.paths is None
         self.sharding = sharding
         named = None if sharding is None else sharding.named
         self.owned = find_owned(model, named, self.original, None if device is None else device.torch_device)
@@ -93,8 +96,6 @@ class Subject:
             sharding.require_by_rows(self.arithmetic)
         self.buffers = Buffers(model)
         self.earlier = earlier
-        # Nobody said where the store will lie: how much room there is beside it is not known.
-        self.unplaced = False
 
     def _ids(self, weights: Iterable[torch.Tensor]) -> frozenset[int]:
         """The ids of some of the model's weights, as the optimizer has them."""
@@ -150,10 +151,8 @@ def planned(model: torch.nn.Module, optimizer: torch.optim.Optimizer, options: O
         sharding = PlannedSharding(model, ranks, options) if ranks > 1 else None
         if sharding is not None:
             optimizer = sharding.stand_in(optimizer)
-        # The device need not be there, nor the ranks.
-        staged = options.where.type != "cpu"
-        subject = Subject(model, optimizer, options, None, staged=staged, sharding=cast("Sharding | None", sharding))
-        subject.unplaced = options.paths is None
+        rows = cast("Sharding | None", sharding)
+        subject = Subject(model, optimizer, options, None, sharding=rows, only_planned=True)
         decision = decide(subject)
     # The rest of a compact master stands for all of it.
     state = (

@@ -35,7 +35,7 @@ def temporary(create: Callable[[str], Store]) -> tuple[Store, Path]:
             continue
         try:
             store = create(folder)
-            store.is_temporary = True
+            store.become_temporary()
             return store, Path(place)
         except StorageError as error:
             refused = refused or error

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from memascend.engine import checksum_of
 from memascend.errors import UsageError
 from memascend.residency.unit_slot import NOBODY
+from memascend.run.optimizer import session_of
 from memascend.tensors import bytes_of
 
 if TYPE_CHECKING:
@@ -155,5 +156,5 @@ def materialized(model: torch.nn.Module, modify: bool = False) -> contextlib.Abs
         raise UsageError("materialized() within materialized(): the parameters are real already")
     if offloaded is None:
         raise UsageError("this model is not offloaded, or its optimizer was closed")
-    materializer: Materializer = offloaded._session.materializer  # noqa: SLF001
+    materializer: Materializer = session_of(offloaded).materializer
     return materializer.materialized(modify=modify)

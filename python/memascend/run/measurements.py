@@ -55,8 +55,7 @@ class Measurements:
     ) -> None:
         self._resources = resources
         self._residency = residency
-        # With the log that the store has room for.
-        self.planned = plan
+        self._planned = plan
         self._position = position
         self.meter = meter
         self.heap = heap
@@ -68,18 +67,22 @@ class Measurements:
         self._all_ranks: AllRanks | None = None
         self._told_of_log = False
 
+    def log_began(self, plan: Plan) -> None:
+        """The plan has the log that the store has room for."""
+        self._planned = plan
+
     @property
     def plan(self) -> Plan:
         """The plan in force: with what was added beside it where nobody gave a budget."""
         arena = self._resources.units.arena
-        return self.planned.with_added(arena.added, arena.added_bytes)
+        return self._planned.with_added(arena.added, arena.added_bytes)
 
     def step_ended(self, began: float) -> None:
         """A step was committed, whose `step()` began then."""
         self._step_seconds += time.perf_counter() - began
         self.meter.step_ended()
         self.heap.step_ended()
-        if self.planned.log_steps and not self._told_of_log:
+        if self._planned.log_steps and not self._told_of_log:
             self._tell_of_log()
 
     def _tell_of_log(self) -> None:
@@ -91,7 +94,7 @@ class Measurements:
                 "%d gradients found no room in the log of %d steps: the held entries were written whole, as they are "
                 "where that happens again; report() counts them",
                 unlogged,
-                self.planned.log_steps,
+                self._planned.log_steps,
             )
 
     def told(self) -> list[int]:

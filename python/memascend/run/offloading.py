@@ -170,10 +170,9 @@ def offload(  # noqa: PLR0913 - options are keywords
         opened = devices.open_device(options.where)
         sharding, options, earlier = begin(model, unwrapped(optimizer), options, undo)
         own = options
-        staged = opened is not None
         subject = _together(
             sharding,
-            lambda: Subject(model, optimizer, own, opened, staged=staged, sharding=sharding, earlier=earlier),
+            lambda: Subject(model, optimizer, own, opened, sharding=sharding, earlier=earlier),
         )
         offloaded, seconds = _offloaded(subject)
         undo.pop_all()
@@ -196,7 +195,7 @@ def _offloaded(subject: Subject) -> tuple[OffloadedOptimizer, Forecast | None]:
         # What is refused is refused by now, and the newest commit still there.
         store = assembly.resources.store
         store.go_back()
-        session.measurements.planned = begin_log(store, assembly.decision.plan)
+        session.measurements.log_began(begin_log(store, assembly.decision.plan))
         if subject.earlier is not None:
             # Once no rank gives up its new store any more, nobody needs the earlier ones.
             _together(subject.sharding, lambda: None)

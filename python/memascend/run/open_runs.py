@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memascend.errors import StorageError
+from memascend.run.optimizer import session_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -55,7 +56,7 @@ def open_again(
                 errno=errno.EBUSY,
                 path=file,
             )
-        judge(run._session.run.resources.store)  # noqa: SLF001
+        judge(session_of(run).run.resources.store)
         run.close()
         warnings.warn(
             f"{file}: a run of this process had this store open and was closed at step {run.steps}; its model cannot "
@@ -67,7 +68,7 @@ def open_again(
 
 def _holders(paths: Sequence[str]) -> Iterator[tuple[OffloadedOptimizer, str]]:
     for run in list(_RUNS):
-        resources = run._session.run.resources  # noqa: SLF001
+        resources = session_of(run).run.resources
         if resources.closed:
             continue
         files = [os.fspath(file) for file in resources.store.info()["devices"]]

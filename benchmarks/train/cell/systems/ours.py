@@ -105,8 +105,10 @@ class Ours:
     """The usual loop, its optimizer offloaded."""
 
     def __init__(self, model: Any, optimizer: OffloadedOptimizer, *, scaled: bool, trace: str | None) -> None:
+        from memascend.run.optimizer import session_of
+
         self.model, self.optimizer, self.scaled = model, optimizer, scaled
-        self._trace = Trace(optimizer._session.run.resources.engine, Path(trace)) if trace else None  # noqa: SLF001
+        self._trace = Trace(session_of(optimizer).run.resources.engine, Path(trace)) if trace else None
 
     def forward(self, tokens: Any) -> Any:
         """The loss of a batch."""
