@@ -13,7 +13,7 @@ use crate::{
     Counters, Error, Result,
     apply::Slots,
     job::{Mark, Turn},
-    logged::paged,
+    log_record::paged,
 };
 
 /// Where the parts of a staging chunk are: a chunk's state (or a part of a tensor of another shape), its values, its

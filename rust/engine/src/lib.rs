@@ -4,7 +4,6 @@
 //! at once, unless so many bytes of gradients wait already that it has to be slower. [`Engine::finish`] waits until all
 //! is staged; [`Engine::commit`] makes the step live, [`Engine::discard`] forgets it.
 
-mod applied;
 mod apply;
 mod bench;
 mod compact;
@@ -14,9 +13,10 @@ mod error;
 mod fill;
 mod gradient;
 mod held;
+mod held_updates;
 mod job;
 mod live;
-mod logged;
+mod log_record;
 mod momentum;
 mod pipeline;
 mod probe;

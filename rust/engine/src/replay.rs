@@ -17,7 +17,7 @@ use crate::{
     apply::{Slots, inside},
     bench::{Bench, Read, Write, floats, floats_mut},
     job::{Job, Turn, Work},
-    logged::paged,
+    log_record::paged,
     momentum,
     reduced::is_reduced,
     rule::{self, Taken},

@@ -7,11 +7,11 @@ use memascend_store::Commit;
 
 use crate::{
     Engine, Error, Result,
-    applied::Workers,
     engine::Shared,
     held::Waiting,
+    held_updates::Workers,
     job::Job,
-    logged::{Keep, may_log},
+    log_record::{Keep, may_log},
     pipeline::lose_spilled,
     queue::State,
     update::Update,

@@ -13,7 +13,7 @@ use crate::{
     held::Kept,
     job::{Turn, Work},
     live::{self, Live},
-    logged::Logged,
+    log_record::Logged,
     momentum, reduced, rule,
     spill::{required, spill_dtype},
 };

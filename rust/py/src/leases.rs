@@ -11,8 +11,8 @@ use pyo3::{ffi, prelude::*};
 
 use crate::{
     arguments::Seconds,
-    detached::Detached,
     errors::{memory_error, usage_error},
+    slow_drop::Detached,
     waiting::waiting,
 };
 

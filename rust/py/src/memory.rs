@@ -14,9 +14,9 @@ use pyo3::{
 
 use crate::{
     arguments::{Seconds, shown, size},
-    detached::Detached,
     errors::{config_error, memory_error},
     leases::{Lease, fill, leased},
+    slow_drop::Detached,
     waiting::interruptible,
 };
 

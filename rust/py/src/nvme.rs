@@ -7,8 +7,8 @@ use pyo3::{buffer::PyBuffer, prelude::*, types::PyDict};
 
 use crate::{
     arguments::{Seconds, size},
-    detached::Detached,
     errors::{config_error, nvme_error},
+    slow_drop::Detached,
     waiting::waiting,
 };
 

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use pyo3::prelude::*;
 
-use crate::{detached::Detached, errors::store_error, nvme::Held, store::Store, waiting::waiting};
+use crate::{errors::store_error, nvme::Held, slow_drop::Detached, store::Store, waiting::waiting};
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Checkers>()?;

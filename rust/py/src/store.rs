@@ -17,12 +17,12 @@ use crate::{
     agreement::{SharedRun, agreed, shared},
     bytes::{bytes, bytes_mut},
     described::{Described, described},
-    detached::Detached,
     errors::{config_error, nvme_error, store_error},
-    examined::watched,
+    examination::watched,
     function::{Lender, LentBuffer},
     info,
     nvme::Held,
+    slow_drop::Detached,
     waiting::{interruptible, waiting},
 };
 

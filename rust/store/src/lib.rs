@@ -10,7 +10,6 @@
 #![expect(clippy::cast_possible_truncation, reason = "offsets and sizes are 64-bit, and so is usize: asserted below")]
 
 mod append;
-mod applied;
 mod boot;
 mod bounds;
 mod buffer;
@@ -32,6 +31,7 @@ mod fields;
 mod format;
 mod head;
 mod held;
+mod held_updates;
 mod holds;
 mod index;
 mod label;
@@ -61,7 +61,6 @@ mod verify;
 mod version_1;
 mod whole;
 
-pub use applied::Application;
 pub use buffer::{Buffer, Shared};
 pub use catalog::{
     parse_description, parse_description_of_version_1, parse_head_fields, parse_label, parse_root, parse_root_fields,
@@ -78,6 +77,7 @@ pub use examine::Examined;
 pub use fetch::Fetch;
 pub use format::{BLOCK, COMPACT, Format, Master, MomentForm};
 pub use head::{Head, Record, Rule, StepHead, Update};
+pub use held_updates::Application;
 pub use layout::{Content, EntryLayout, Layout, PAGE_BYTES, Piece, WHOLE_PIECE_BYTES};
 pub use log::LogState;
 pub use newest::Named;
