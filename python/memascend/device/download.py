@@ -10,7 +10,7 @@ import torch
 
 from memascend.device.device import failures_named
 from memascend.engine.ffi import Lent
-from memascend.engine.lending import LendingEngine
+from memascend.engine.lent_gradients import LendingEngine
 from memascend.errors import UsageError
 from memascend.tensors import bytes_of
 

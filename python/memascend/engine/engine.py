@@ -141,7 +141,7 @@ class Engine(Closing):
             StorageError: a job of this step failed; the step can only be discarded.
         """
         index = self.store.index(name)
-        entry = self.store.described[index]
+        entry = self.store.descriptions[index]
         given = dict(state or {})
         require(name, values, entry["dtype"], entry["shape"], entry["order"])
         wide = wide_parts(entry, given)
@@ -176,8 +176,8 @@ class Engine(Closing):
                 discarded.
             StorageError: an update of this step failed; the step can only be discarded.
         """
-        index = self.store.described.gradient(name, gradient)
-        live = self.store.described.live(name, values)
+        index = self.store.descriptions.gradient(name, gradient)
+        live = self.store.descriptions.live(name, values)
         self._core.update(index, place_of(gradient), dtype_of(gradient), live, _listed(numbers))
 
     def spill(self, name: str, gradient: torch.Tensor | Lent, *, add: bool = False) -> None:
@@ -192,7 +192,7 @@ class Engine(Closing):
             UsageError: nothing is there to add to.
             StorageError: a job of this step failed; the step can only be discarded.
         """
-        index = self.store.described.gradient(name, gradient)
+        index = self.store.descriptions.gradient(name, gradient)
         self._core.spill(index, place_of(gradient), dtype_of(gradient), add)
 
     def spilled(self, name: str) -> tuple[bool, Squares]:
@@ -213,8 +213,8 @@ class Engine(Closing):
             UsageError: nothing is spilled of it.
             CorruptionError: what is on storage is not what was written; the step can only be discarded.
         """
-        index = self.store.described.gradient(name, into)
-        wanted = self.store.described[index]["spill"]
+        index = self.store.descriptions.gradient(name, into)
+        wanted = self.store.descriptions[index]["spill"]
         if wanted is not None and dtype_of(into) != wanted:
             raise ConfigError(f"the gradient of {name!r} spills as {wanted}, not {dtype_of(into)}")
         self._core.read_spilled(index, place_of(into))
@@ -233,7 +233,7 @@ class Engine(Closing):
         Raises:
             UsageError: nothing is spilled of it.
         """
-        live = self.store.described.live(name, values)
+        live = self.store.descriptions.live(name, values)
         index = self.store.index(name)
         self._core.update_spilled(index, [float(factor) for factor in factors], live, _listed(numbers))
 
@@ -274,8 +274,8 @@ class Engine(Closing):
             UsageError: no gradient was given and none is spilled. Also, from a later call: the function raised; what it
                 raised is the cause, and the step can only be discarded.
         """
-        index = self.store.index(name) if gradient is None else self.store.described.gradient(name, gradient)
-        entry = self.store.described[index]
+        index = self.store.index(name) if gradient is None else self.store.descriptions.gradient(name, gradient)
+        entry = self.store.descriptions[index]
         given = gradient.tensor if isinstance(gradient, Lent) else gradient
         nbytes = 0 if given is None else given.nbytes
         if isinstance(gradient, Lent) and gradient.held is not None:

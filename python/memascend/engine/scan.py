@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from memascend.engine.described import Described
+    from memascend.engine.descriptions import Descriptions
 
 
 class Part(NamedTuple):
@@ -27,15 +27,15 @@ class Part(NamedTuple):
 
 
 def scan_of(
-    described: Described, names: Sequence[str], visit: Callable[[str, list[Part]], object]
+    descriptions: Descriptions, names: Sequence[str], visit: Callable[[str, list[Part]], object]
 ) -> tuple[list[int], Callable[[int, list[tuple[int, int, Any]]], None]]:
     """The numbers of entries, and a function that shows what is lent of them to `visit`."""
     import torch
 
-    names_of = {described.index(name): name for name in names}
+    names_of = {descriptions.index(name): name for name in names}
     tensors = {
         index: [("", entry["dtype"]), *((of, dtype) for of, dtype, _ in entry["state"])]
-        for index, entry in ((index, described[index]) for index in names_of)
+        for index, entry in ((index, descriptions[index]) for index in names_of)
     }
 
     def show(index: int, lent: list[tuple[int, int, Any]]) -> None:

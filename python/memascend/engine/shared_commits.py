@@ -17,7 +17,7 @@ CommitOfOne = Callable[[int, str | None, str | None, RunAndNumber | None, Agree 
 
 
 class SharedCommits(Protocol):
-    """Makes the commits of a store together with other ranks."""
+    """Makes the commits of a store together with other ranks; a protocol, as who does is in a room above this one."""
 
     def step(self) -> AbstractContextManager[None]:
         """Around what leads to a commit: the others hear where it fails."""

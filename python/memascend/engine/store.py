@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from memascend import _core
 from memascend.closing import Closing
-from memascend.engine.described import Described
+from memascend.engine.descriptions import Descriptions
 from memascend.engine.entries import CHUNK_ELEMENTS, Entry, chunk_elements_of, description
 from memascend.engine.fetch import Checkers, Fetch, UnitParts
 from memascend.engine.ffi import json_of, require_laid_out
@@ -34,14 +34,14 @@ _Path = str | os.PathLike[str]
 class Store(Closing):
     """State on SSD: every commit is all of a step or none of it, and every byte that is read was checked."""
 
-    __slots__ = ("_core", "_is_temporary", "_shared", "_units", "described")
+    __slots__ = ("_core", "_is_temporary", "_shared", "_units", "descriptions")
 
     def __init__(self, core: _core.Store) -> None:
         self._core = core
         self._is_temporary = False
         self._shared: SharedCommits | None = None
         self._units: list[str] = core.info()["units"]
-        self.described = Described(self.each_entry())
+        self.descriptions = Descriptions(self.each_entry())
 
     @classmethod
     def create(  # noqa: PLR0913 - options are keywords
@@ -199,7 +199,7 @@ class Store(Closing):
 
         Of a compact entry, `state` is the compact one, or what `compact_of` makes it from.
         """
-        tensors = self.described.tensors(name, values, state or {})
+        tensors = self.descriptions.tensors(name, values, state or {})
         self._core.stage(self.index(name), step, [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors])
 
     def read(self, name: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -208,7 +208,7 @@ class Store(Closing):
         Raises:
             CorruptionError: what is on storage is not what was written.
         """
-        values, state = self.described.room(name)
+        values, state = self.descriptions.room(name)
         tensors = (values, *state.values())
         self._core.read(self.index(name), [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors])
         return values, state
@@ -223,7 +223,7 @@ class Store(Closing):
         Raises:
             CorruptionError: what is on storage is not what was written.
         """
-        self._core.scan(*scan_of(self.described, names, visit))
+        self._core.scan(*scan_of(self.descriptions, names, visit))
 
     def hold(self, names: Sequence[str], *, registered: bool = False) -> None:
         """Hold entries in memory from now on; what was held before is not any more. Nothing is read before `refresh`.
@@ -249,9 +249,8 @@ class Store(Closing):
         """Log the gradients of held entries from now on, instead of writing them each step; how many steps find room.
 
         Each of these entries is then written whole once in so many steps. Files grow by what the log lacks; with less
-        room there are fewer steps, and 0 means that there is none.
-
-        The entries have `spill`, gradients of that dtype, and updates of the engine's own kernels.
+        room there are fewer steps, and 0 means that there is none. The entries have `spill`, gradients of that dtype,
+        and updates of the engine's own kernels.
 
         Raises:
             UsageError: with durability "none" a store keeps no log.
@@ -300,8 +299,7 @@ class Store(Closing):
             raise ConfigError("a unit is fetched into a contiguous uint8 tensor on the CPU")
         if into.data_ptr() % PAGE_BYTES:
             raise ConfigError(f"the memory that a unit is fetched into must begin on a page of {PAGE_BYTES} bytes")
-        keep = into.untyped_storage()
-        return Fetch(self._core.fetch(number, into.data_ptr(), into.nbytes, keep))
+        return Fetch(self._core.fetch(number, into.data_ptr(), into.nbytes, into.untyped_storage()))
 
     def parts(self, unit: str, bytes_max: int, checkers: Checkers | None = None) -> UnitParts:
         """The values of a unit, as the last commit left them, in parts of at most so many bytes; reads nothing yet.
@@ -369,10 +367,7 @@ class Store(Closing):
         return self._core.verify(progress)
 
     def damaged(self) -> list[str]:
-        """Which copies of labels and of the description are damaged, in words.
-
-        The other copy of each is whole. The first commit after an open repairs what was damaged then.
-        """
+        """Damaged copies of labels and description, in words; the first commit after an open repairs them."""
         return self._core.damaged()
 
     def close(self) -> None:
@@ -401,4 +396,4 @@ class Store(Closing):
 
     def index(self, name: str) -> int:
         """The number of an entry."""
-        return self.described.index(name)
+        return self.descriptions.index(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from memascend.engine.ffi import Lent
-from memascend.engine.lending import LendingEngine
+from memascend.engine.lent_gradients import LendingEngine
 from memascend.residency.row_gradient import RowGradient
 
 if TYPE_CHECKING:

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 from memascend.pages import whole_pages
 from memascend.planning.forward_order import count_reads, forward_order, list_windows
-from memascend.planning.held import NOTHING
+from memascend.planning.held_entries import NOTHING
 from memascend.planning.slot_classes import SLOT_BYTES, arena_bytes, arena_classes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from memascend.planning.held import Held
+    from memascend.planning.held_entries import Held
     from memascend.planning.requirements import Requirements
     from memascend.planning.units import Unit
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from memascend.errors import BudgetError, ConfigError
 from memascend.formatting import bytes_shown
-from memascend.planning.held import NOTHING, choose_held
+from memascend.planning.held_entries import NOTHING, choose_held
 from memascend.planning.ladder import choose, rungs
 from memascend.planning.memory_split import MemoryPlanner
 from memascend.planning.table import Plan
@@ -15,7 +15,7 @@ from memascend.planning.traffic import Traffic, with_log
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from memascend.planning.held import Held
+    from memascend.planning.held_entries import Held
     from memascend.planning.memory_split import MemorySplit, Reads
     from memascend.planning.requirements import Requirements
 

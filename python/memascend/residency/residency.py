@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from memascend.errors import UsageError
 from memascend.residency.access import ProcessLock, Turns
 from memascend.residency.away import said
-from memascend.residency.reached import ReachedWeights
+from memascend.residency.reached_weights import ReachedWeights
 from memascend.residency.resident_units import ResidentUnits
 from memascend.residency.saved_tensors import SavedTensorHooks
 from memascend.residency.threads import others_alive

@@ -33,7 +33,7 @@ class Note(NamedTuple):
 
 
 class Keeper(Protocol):
-    """What keeps tensors that lie in no unit elsewhere; see `activations`."""
+    """Keeps tensors that lie in no unit elsewhere; a protocol, as who does, `activations`, is in a room above this."""
 
     def save(self, tensor: torch.Tensor, caller: FrameType) -> Any:
         """What stands for a tensor that is saved in this frame, with a method `tensor()`; or the tensor itself."""

@@ -26,7 +26,7 @@ from memascend.planning.plan import make_plan
 from memascend.planning.requirements import Requirements
 from memascend.planning.slot_classes import arena_bytes
 from memascend.planning.units import find_units
-from memascend.ranks.planned import PlannedSharding
+from memascend.ranks.planned_sharding import PlannedSharding
 from memascend.residency.away import dense_strides
 from memascend.residency.rows import CHUNKS as ROW_CHUNKS
 from memascend.residency.rows import window_bytes

@@ -101,7 +101,7 @@ class Saving:
     def _gather(self, sharding: Sharding, own: RankContents, write: Callable[[Contents], None]) -> None:
         """Have the first rank write what all have."""
         # One process needs nothing of these.
-        from memascend.checkpoint.gathered import GatheredContents, send_contents
+        from memascend.checkpoint.rank_contents import GatheredContents, send_contents
         from memascend.ranks.line import StoppedError
 
         figures = sharding.figures

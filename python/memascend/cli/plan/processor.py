@@ -164,7 +164,8 @@ def _pass_seconds(model: nn.Module, depth: int, trace: Trace, shape: tuple[int, 
 
 def _parameter_seconds(folder: Path | None) -> tuple[float, float]:
     """What a parameter that streams takes of the thread that computes, beside its bytes: forward, and the rest."""
-    plain = _step_seconds(_small_model(), None)
+    model = _small_model()
+    plain, count = _step_seconds(model, None), len(list(model.parameters()))
     try:
         with tempfile.TemporaryDirectory(dir=folder or disk_folder(), prefix=".memascend-plan-") as place:
             model = _small_model()
@@ -174,7 +175,6 @@ def _parameter_seconds(folder: Path | None) -> tuple[float, float]:
                 streamed = _step_seconds(model, offloaded)
     except (ConfigError, StorageError) as error:
         raise ConfigError(f"--cpu measures a small model on storage: name a disk with --storage ({error})") from error
-    count = sum(1 for _ in _small_model().parameters())
     forward, rest = (max(0.0, ours - torchs) / count for ours, torchs in zip(streamed, plain, strict=True))
     return forward, rest
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class Described:
+class Descriptions:
     """The entries of a store: "dtype", "shape", "order", "spill", "compact", "format" and "state" of each."""
 
     __slots__ = ("_entries", "_names")
