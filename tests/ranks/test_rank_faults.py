@@ -27,7 +27,7 @@ TIMEOUT = 30.0
 STEPS = 4
 
 
-def offloaded(folder, existing="refuse"):
+def offloaded(folder, existing="refuse", timeout=TIMEOUT):
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(32, 96), nn.GELU(), nn.Linear(96, 32)) for _ in range(2)]
     model = nn.Sequential(nn.Embedding(48, 32), *blocks, nn.Linear(32, 48))
@@ -36,7 +36,7 @@ def offloaded(folder, existing="refuse"):
     for module in (*model, fully_shard(model)):
         module.set_gradient_divide_factor(1.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return memascend.offload(model, optimizer, storage=folder, existing=existing, timeout=TIMEOUT, gradients="ssd")
+    return memascend.offload(model, optimizer, storage=folder, existing=existing, timeout=timeout, gradients="ssd")
 
 
 def train(model, optimizer, until):
@@ -180,3 +180,31 @@ def test_a_rank_killed_in_the_midst_of_a_save(tmp_path):
     for steps, found in on_ranks(2, resumed, tmp_path, seconds=SECONDS):
         assert steps == 3
         assert all(map(same_bits, found, values))
+
+
+def hanging_in_save(folder, timeout):
+    """Rank 1 hangs while all send their rows to rank 0, which waits for it and is waited for by rank 2."""
+    rank, over = distributed.get_rank(), Path(folder, "over")
+    model, optimizer = offloaded(f"{folder}/run", timeout=timeout)
+    train(model, optimizer, 1)
+
+    def hang(*_):
+        until = time.monotonic() + SECONDS
+        while not Path(over, "0").exists() or not Path(over, "2").exists():
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        raise memascend.UsageError("it hung")
+
+    if rank == 1:
+        Line.send = hang
+    found = met(lambda: optimizer.save(f"{folder}/saved"))
+    over.mkdir(exist_ok=True)
+    Path(over, str(rank)).touch()
+    optimizer.close()
+    return found[:2], Path(folder, "saved").exists()
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_in_a_save_is_named_on_all_others(tmp_path):
+    first, _, third = on_ranks(3, hanging_in_save, tmp_path, 6.0, seconds=SECONDS)
+    assert first == third == (["RankError", 1], False)

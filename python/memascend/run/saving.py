@@ -124,6 +124,13 @@ class Saving:
                     receive()
             except StoppedError:
                 return False
+            except RankError as error:
+                # The first rank names whom it misses; who sends may wait for it while it waits for another.
+                if not sharding.rank:
+                    raise
+                raise figures.exchange.lost(
+                    f"sending rows to the first rank ({error})", figures.exchange.timeout
+                ) from error
             return True
 
         if not figures.together(do_part, _not_saved):
