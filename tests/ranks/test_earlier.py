@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.bits import same_bits
+from support.rank_models import Odd
 from support.ranks import on_ranks
 from torch import distributed, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -27,21 +28,16 @@ Store.create(sys.argv[2], entries)
 LOGGED = {"host_memory": "1GiB", "log_steps": 16}
 
 
-class Uneven(nn.Module):
-    """Rows that no number of ranks divides, fewer rows than ranks, a frozen block, a head that is the embedding."""
+class Counted(Odd):
+    """Odd, with a buffer that each forward changes."""
 
     def __init__(self):
         super().__init__()
-        self.embed = nn.Embedding(33, 16)
-        self.narrow = nn.Sequential(nn.Linear(16, 3), nn.GELU(), nn.Linear(3, 16))
-        self.frozen = nn.Linear(16, 16).requires_grad_(False)
-        self.head = nn.Linear(16, 33, bias=False)
-        self.head.weight = self.embed.weight
         self.register_buffer("seen", torch.zeros(2))
 
     def forward(self, tokens):
         self.seen += 1
-        return self.head(self.frozen(self.narrow(self.embed(tokens))))
+        return super().forward(tokens)
 
 
 class Blocks(nn.Module):
@@ -60,7 +56,7 @@ class Blocks(nn.Module):
 
 def offloaded(folder, plain, dtype="bfloat16", **options):
     torch.manual_seed(0)
-    kind = Blocks if options.get("state") == "8bit" else Uneven
+    kind = Blocks if options.get("state") == "8bit" else Counted
     model = kind().to(getattr(torch, dtype))
     if not plain:
         for module in (model.narrow, model.frozen, model):

@@ -1,79 +1,18 @@
 """Tests training on several ranks under `fully_shard` against one process that accumulates, and against DDP."""
 
 import math
-import os
-from pathlib import Path
 
 import pytest
 import torch
 from support.bits import same_bits
+from support.rank_models import adamw, loss_of, model, sharded
 from support.ranks import on_ranks
 from torch import distributed, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.fsdp import FSDPModule
 
 import memascend
 
 STEPS = 3
-
-
-class Odd(nn.Module):
-    """Rows that no number of ranks divides, fewer rows than ranks, a frozen block, an embedding that is the head."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(33, 16)
-        self.narrow = nn.Sequential(nn.Linear(16, 3), nn.GELU(), nn.Linear(3, 16))
-        self.frozen = nn.Linear(16, 16).requires_grad_(False)
-        self.head = nn.Linear(16, 33, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens):
-        return self.head(self.frozen(self.narrow(self.embed(tokens))))
-
-    def __iter__(self):
-        return iter((self.narrow, self.frozen))
-
-
-class Checkpointed(nn.Sequential):
-    """Recomputed in the backward."""
-
-    def forward(self, values):
-        return checkpoint(super().forward, values, use_reentrant=False)
-
-
-def model(dtype, kind="plain"):
-    torch.manual_seed(0)
-    if kind == "odd":
-        return Odd().to(dtype)
-    block = Checkpointed if kind == "checkpointed" else nn.Sequential
-    blocks = [block(nn.Linear(16, 48), nn.GELU(), nn.Linear(48, 16)) for _ in range(2)]
-    return nn.Sequential(nn.Embedding(32, 16), *blocks, nn.Linear(16, 32)).to(dtype)
-
-
-def batch(step, micro):
-    """Micro-batch `micro` of a step, of whatever rank."""
-    generator = torch.Generator().manual_seed(1000 * step + micro)
-    tokens = torch.randint(0, 32, (4, 6), generator=generator)
-    return tokens[:, :-1], tokens[:, 1:]
-
-
-def loss_of(trained, step, micro):
-    inputs, targets = batch(step, micro)
-    return nn.functional.cross_entropy(trained(inputs).float().flatten(0, 1), targets.flatten())
-
-
-def adamw(parameters):
-    return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
-
-
-def sharded(dtype, kind="plain"):
-    trained = model(dtype, kind)
-    for block in trained:
-        fully_shard(block)
-    return fully_shard(trained)
 
 
 def trainable(trained):
@@ -205,90 +144,6 @@ def train_beside_ddp(folder):
     return found
 
 
-def what_is_refused(folder):
-    """The words of every error, and whether nothing was left."""
-    found = {}
-    rank = distributed.get_rank()
-
-    def refused(name, make, **options):
-        try:
-            trained, optimizer = make()
-            memascend.offload(trained, optimizer, **{"storage": f"{folder}/{name}", **options})
-        except memascend.MemascendError as error:
-            found[name] = str(error)
-
-    def whole(kind=adamw):
-        trained = sharded(torch.float32)
-        return trained, kind(trained.parameters())
-
-    plain = model(torch.float32)
-    if rank:
-        with torch.no_grad():
-            plain[0].weight.add_(1)
-    refused("plain", lambda: (plain, adamw(plain.parameters())))
-    wrapped = nn.parallel.DistributedDataParallel(model(torch.float32))
-    refused("ddp", lambda: (wrapped, adamw(wrapped.parameters())))
-    columns = parallelize_module(model(torch.float32), init_device_mesh("cpu", (2,)), {"3": ColwiseParallel()})
-    refused("tensor parallel", lambda: (columns, adamw(columns.parameters())))
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-    hybrid = fully_shard(model(torch.float32), mesh=mesh)
-    refused("hsdp", lambda: (hybrid, adamw(hybrid.parameters())))
-    refused("one file", whole, storage=[f"{folder}/same.store"])
-    # As if each were on a host of its own.
-    os.environ["LOCAL_RANK"] = "0"
-    refused("twice", whole, storage=f"{folder}/twice-{{local_rank}}")
-    os.environ["LOCAL_RANK"] = str(rank)
-    refused("adafactor", lambda: whole(torch.optim.Adafactor))
-    # What one rank refuses, none does.
-    refused("budget", whole, host_memory=1 if rank else None)
-    # Once the others have taken back what they began, too.
-    distributed.barrier()
-    found["left"] = sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*.store"))
-    return found
-
-
-def what_can_be_done(folder):
-    """What is offloaded is read, and not written to."""
-    found = {}
-    rank = distributed.get_rank()
-    trained = sharded(torch.float32)
-    optimizer = adamw(trained.parameters())
-    values = [parameter.full_tensor() for parameter in trained.parameters()]
-    trained, optimizer = memascend.offload(trained, optimizer, storage=f"{folder}/run")
-    found["read"] = all(map(same_bits, values, (one.full_tensor() for one in trained.parameters())))
-    rows = [one.to_local() for one in trained.state_dict().values()]
-    found["rows"] = all(
-        same_bits(one.to_local().clone(), local.clone()) for one, local in zip(trained.parameters(), rows, strict=True)
-    )
-
-    def raised(name, call):
-        try:
-            call()
-        except (memascend.UsageError, RuntimeError) as error:
-            found[name] = f"{type(error).__name__}: {error}"
-
-    first = next(iter(trained.parameters()))
-    with torch.no_grad():
-        raised("write", lambda: first.mul_(2.0))
-        raised("view", lambda: first.to_local()[0])
-    raised("load", lambda: trained.load_state_dict(trained.state_dict()))
-    raised("materialized", lambda: memascend.materialized(trained).__enter__())
-    # torch's own clipping goes by all ranks' norm.
-    loss_of(trained, 0, rank).backward()
-    found["norm"] = optimizer.clip_grad_norm_(0.01).full_tensor()
-    whole_model = model(torch.float32)
-    sum(loss_of(whole_model, 0, micro) / 2 for micro in range(2)).backward()
-    found["norm of one"] = torch.nn.utils.clip_grad_norm_(whole_model.parameters(), 0.01)
-    optimizer.step()
-    optimizer.close()
-    raised("closed", lambda: loss_of(trained, 0, rank))
-    return found
-
-
-def both(folder):
-    return {**what_is_refused(folder), **what_can_be_done(folder)}
-
-
 def require_same(results, cases):
     for rank, found in enumerate(results):
         for (name, options, rounds), (losses, values, other_losses, others) in zip(cases, found, strict=True):
@@ -310,26 +165,6 @@ def test_two_ranks_have_the_bits_of_one_process_that_accumulates(tmp_path):
         ("bfloat16", {"gradients": "ssd", "max_grad_norm": 0.1}, 2),
     ]
     require_same(on_ranks(2, train_all, tmp_path, cases), cases)
-
-
-def test_what_does_not_work_is_refused_on_all_ranks(tmp_path):
-    for rank, found in enumerate(on_ranks(2, both, tmp_path)):
-        assert "rank 1 has other values" in found["plain"]
-        assert "give the module inside it" in found["ddp"]
-        assert "tensor parallelism" in found["tensor parallel"]
-        assert "a mesh on which ranks replicate it" in found["hsdp"] or "a mesh of two dimensions" in found["hsdp"]
-        assert "put {rank}" in found["one file"]
-        assert "rank 0 and to rank 1" in found["twice"]
-        assert "Adafactor needs whole parameters" in found["adafactor"]
-        assert ("rank 1 refused" in found["budget"]) == (rank == 0)
-        assert found["left"] == []
-        assert found["read"]
-        assert found["rows"]
-        assert "cannot be written to by mul_()" in found["write"]
-        assert "clone() them first" in found["view"]
-        for name in ("load", "materialized", "closed"):
-            assert found[name].startswith("UsageError"), found[name]
-        assert torch.allclose(found["norm"], found["norm of one"])
 
 
 @pytest.mark.slow
