@@ -6,11 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.bits import same_bits
 from support.ranks import on_ranks
 from torch import distributed, nn
-from torch.distributed import checkpoint as torch_checkpoints
-from torch.distributed.checkpoint import state_dict as torch_states
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import memascend
@@ -298,71 +295,6 @@ def test_state_of_8_bits_goes_to_another_number_of_ranks(tmp_path, dtype, kind):
     on_ranks(2, train_all, tmp_path, [case], None)
     on_ranks(4, save_what_is_resumed, tmp_path, "0", case)
     same_checkpoints(tmp_path / "0", tmp_path / "resumed")
-
-
-def refusals(trained, optimizer, folder):
-    """What torch says where it asks for state that is on storage, or would write to rows."""
-    calls = [
-        lambda: torch_states.get_optimizer_state_dict(trained, optimizer),
-        lambda: torch_states.get_state_dict(trained, optimizer),
-        lambda: torch_states.set_optimizer_state_dict(trained, optimizer, {"state": {}, "param_groups": []}),
-    ]
-    if folder is not None:
-        into = {"model": torch_states.get_model_state_dict(trained)}
-        calls.append(lambda: torch_checkpoints.load(into, checkpoint_id=folder))
-        calls.append(lambda: torch_states.set_model_state_dict(trained, into["model"]))
-    said = []
-    for call in calls:
-        try:
-            call()
-        except (memascend.UsageError, torch_checkpoints.CheckpointException) as error:
-            said.append(str(error))
-    return said
-
-
-def read_by_torch(folder):
-    """Whether torch's distributed checkpoints hold, and read, the values that ranks saved; and what they refuse."""
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-
-    trained = sharded(model(torch.float32))
-    trained, optimizer = memascend.offload(trained, optimizer_of(trained, "sgd"), storage=f"{folder}/run")
-    # Before the first step torch would make one, to have state.
-    said = refusals(trained, optimizer, None)
-    step_of(trained, optimizer, 0, [distributed.get_rank()], 2)
-    optimizer.save(f"{folder}/ours")
-    torch_checkpoints.save({"model": torch_states.get_model_state_dict(trained)}, checkpoint_id=f"{folder}/torchs")
-    saved = [parameter.full_tensor() for parameter in trained.parameters()]
-    step_of(trained, optimizer, 1, [distributed.get_rank()], 2)
-    later = [parameter.full_tensor() for parameter in trained.parameters()]
-    said += refusals(trained, optimizer, f"{folder}/torchs")
-    values = [parameter.full_tensor() for parameter in trained.parameters()]
-    found = [said, optimizer.steps, all(map(same_bits, values, later))]
-    optimizer.close()
-    for source in (
-        {"checkpoint_id": f"{folder}/torchs"},
-        {"storage_reader": HuggingFaceStorageReader(f"{folder}/ours")},
-    ):
-        other = sharded(model(torch.float32))
-        with torch.no_grad():
-            for parameter in other.parameters():
-                parameter.zero_()
-        state = dict(other.named_parameters())
-        torch_checkpoints.load({"model": state} if "checkpoint_id" in source else state, **source)
-        values = [parameter.full_tensor() for parameter in other.parameters()]
-        found.append(all(map(same_bits, values, saved)))
-    return found
-
-
-@pytest.mark.slow
-def test_torchs_distributed_checkpoints_hold_and_read_the_values(tmp_path):
-    for said, steps, *same in on_ranks(2, read_by_torch, tmp_path):
-        *states, rows, loaded = said
-        assert len(states) == 6
-        assert all("move none of it: call optimizer.save(folder), on every rank" in words for words in states)
-        assert "cannot be written to by copy_()" in rows
-        assert "load_state_dict() cannot change an offloaded model" in loaded
-        assert steps == 2
-        assert same == [True, True, True]
 
 
 @pytest.mark.slow

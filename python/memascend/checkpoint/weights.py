@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from memascend.checkpoint.file_errors import file_errors
 from memascend.checkpoint.hub_names import convert_names
 from memascend.checkpoint.safetensors_writer import DTYPES
+from memascend.checkpoint.shards import joined_tensors, part_offsets
 from memascend.errors import ConfigError, CorruptionError
 from memascend.formatting import listed
 from memascend.tensors import same_bits
@@ -105,13 +106,21 @@ class WeightFiles:
         self._where: dict[str, WeightTensor] = {}
         # The name in the files, by ours.
         self._of: dict[str, str] = {}
+        parts: dict[str, list[tuple[tuple[int, ...], WeightTensor]]] = {}
         for file, keys in files.items():
             opened = _opened(file)
             held = set(opened.keys())
             lost = [key for key in keys or () if key not in held]
             if lost:
                 raise ConfigError(f"{path} says that {lost[0]!r} is in {file.name}, and it is not")
-            self._where.update({key: _FileTensor(opened, key) for key in (held if keys is None else keys)})
+            tensors = {key: _FileTensor(opened, key) for key in (held if keys is None else keys)}
+            offsets = part_offsets(opened, file)
+            if offsets is None:
+                self._where.update(tensors)
+                continue
+            for key, tensor in tensors.items():
+                parts.setdefault(key, []).append((offsets[key], tensor))
+        self._where.update(joined_tensors(parts, path))
 
     @property
     def keys(self) -> list[str]:
@@ -220,12 +229,24 @@ def _files(path: Path) -> dict[Path, list[str] | None]:
     files = sorted(path.glob("*.safetensors"))
     if len(indexes) == 1:
         return _indexed(indexes[0])
-    if len(files) == 1:
-        return {files[0]: None}
-    pickled = any(path.glob("*.bin")) or any(path.glob("*.pt*"))
-    what = f"{len(files)} safetensors files and no {_INDEX}" if files else "no safetensors files"
-    hint = ", and pickled files are not read: convert them with safetensors" if pickled and not files else ""
-    raise ConfigError(f"{path} has {what}{hint}")
+    # Ranks that each wrote a file leave no index.
+    if len(files) == 1 or (files and all(part_offsets(_opened(file), file) is not None for file in files)):
+        return dict.fromkeys(files)
+    raise _without_weights(path, files)
+
+
+def _without_weights(path: Path, files: list[Path]) -> ConfigError:
+    """Why a folder is refused, and what to do about it."""
+    what = f"{path} has {len(files)} safetensors files and no {_INDEX}" if files else f"{path} has no safetensors files"
+    if not files and any(path.glob("*.distcp")):
+        what += (
+            ", and torch.distributed.checkpoint's own are not read: save with storage_writer="
+            "HuggingFaceStorageWriter(folder, save_distributed=True), or let format_utils.dcp_to_torch_save(folder, "
+            "file) make one file of them, and give a function as weights= that returns its tensors"
+        )
+    elif not files and (any(path.glob("*.bin")) or any(path.glob("*.pt*"))):
+        what += ", and pickled files are not read: convert them with safetensors"
+    return ConfigError(what)
 
 
 def _indexed(index: Path) -> dict[Path, list[str] | None]:

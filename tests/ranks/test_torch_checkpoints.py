@@ -1,0 +1,235 @@
+"""Tests what torch.distributed.checkpoint reads and writes: the files of save(), `weights=`, and what is refused."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from support.bits import same_bits
+from support.ranks import on_ranks
+from torch import distributed, nn
+from torch.distributed import checkpoint as torch_checkpoints
+from torch.distributed.checkpoint import state_dict as torch_states
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.fsdp import fully_shard
+
+import memascend
+from memascend.errors import ConfigError, CorruptionError
+
+
+class Uneven(nn.Module):
+    """Rows that no number of ranks divides, fewer rows than ranks, a tied head, a buffer, a scalar."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(33, 16)
+        self.narrow = nn.Sequential(nn.Linear(16, 1), nn.GELU(), nn.Linear(1, 16))
+        self.head = nn.Linear(16, 33, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.full((2,), 0.5))
+        self.register_buffer("seen", torch.tensor(7))
+
+    def forward(self, tokens):
+        return self.head(self.narrow(self.embed(tokens))) * self.scale[0]
+
+
+def model(device="cpu", dtype=torch.float32):
+    torch.manual_seed(0)
+    with torch.device(device):
+        return Uneven().to(dtype)
+
+
+def bodiless(form):
+    """On meta, without what torch cannot consolidate."""
+    made = model("meta")
+    if form == "consolidated":
+        del made.seen
+    return made
+
+
+def sharded(made):
+    fully_shard(made.narrow)
+    return fully_shard(made)
+
+
+def sgd(trained):
+    return torch.optim.SGD(trained.parameters(), lr=0.1, momentum=0.9)
+
+
+def tensors(trained):
+    """All that a state dict has, whole."""
+    return {
+        name: (one.full_tensor() if hasattr(one, "full_tensor") else one).clone()
+        for name, one in trained.state_dict().items()
+    }
+
+
+def state_of(made, form):
+    """What torch is given to write: of tied names one, as safetensors want it."""
+    # What torch consolidates has neither integers nor, right, tensors without dimensions.
+    without = {"head.weight", *(["seen"] if form == "consolidated" else [])}
+    return {name: one for name, one in made.state_dict().items() if name not in without}
+
+
+def step_of(trained, optimizer, step):
+    generator = torch.Generator().manual_seed(10 * step + distributed.get_rank())
+    trained(torch.randint(0, 33, (4, 6), generator=generator)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def begun_from(folder, store, made):
+    """All values of a run that begins with these weights."""
+    trained, optimizer = memascend.offload(made, sgd(made), storage=store, weights=folder)
+    found = tensors(trained)
+    optimizer.close()
+    return found
+
+
+FORMS = {
+    "parts": {"save_distributed": True},
+    "parts in two files": {"save_distributed": True, "files": 2},
+    "consolidated": {"save_distributed": True, "enable_consolidation": True, "files": 2},
+}
+
+
+def write(state, folder, form, **more):
+    """Let torch write a state dict in this form."""
+    options = dict(FORMS.get(form, {}))
+    files = options.pop("files", 1)
+    # Its file for each name, from 1.
+    places = {name: 1 + number % files for number, name in enumerate(state)}
+    writer = HuggingFaceStorageWriter(f"{folder}/{form}", fqn_to_index_mapping=places, **options)
+    torch_checkpoints.save(state, storage_writer=writer, **more)
+
+
+def write_and_read(folder):
+    """Each form that torch writes of a divided model, and of one that is not, read by the ranks."""
+    made = sharded(model())
+    for form in FORMS:
+        write(state_of(made, form), folder, form)
+    if distributed.get_rank() == 0:
+        form = "of one process"
+        write(state_of(model(), form), folder, form, no_dist=True)
+        torch_checkpoints.save(model().state_dict(), checkpoint_id=f"{folder}/own", no_dist=True)
+    distributed.barrier()
+    return {
+        form: begun_from(f"{folder}/{form}", f"{folder}/store-{form}", sharded(bodiless(form)))
+        for form in (*FORMS, "of one process")
+    }
+
+
+def test_weights_that_torchs_distributed_checkpoints_wrote(tmp_path):
+    wanted = tensors(model())
+    for found in on_ranks(2, write_and_read, tmp_path):
+        for form, values in found.items():
+            assert len(values) == len(wanted) - (form == "consolidated")
+            assert all(same_bits(values[name], wanted[name]) for name in values), form
+    for form in (*FORMS, "of one process"):
+        values = begun_from(tmp_path / form, tmp_path / f"one-{form}.store", bodiless(form))
+        assert all(same_bits(values[name], wanted[name]) for name in values), form
+    _require_refused(tmp_path)
+
+
+def _require_refused(tmp_path):
+    """What cannot be made whole is refused, and nothing is written."""
+
+    def refused(error, words, folder):
+        made = model("meta")
+        with pytest.raises(error, match=words):
+            memascend.offload(made, sgd(made), storage=tmp_path / "refused.store", weights=folder)
+        assert not (tmp_path / "refused.store").exists()
+        assert all(one.is_meta for one in made.parameters())
+
+    def copied(name):
+        return shutil.copytree(tmp_path / "parts", tmp_path / name)
+
+    def shard(folder, rank):
+        return folder / f"shard-{rank + 1:05}-model-00001-of-00001.safetensors"
+
+    lost = copied("lost")
+    shard(lost, 0).unlink()
+    refused(ConfigError, "parts of .* do not make it whole.*into an empty folder", lost)
+    refused(ConfigError, "do not make it whole", shard(tmp_path / "parts", 1))
+    lost = copied("lost at the end")
+    shard(lost, 1).unlink()
+    refused(ConfigError, r"embed.weight is float32 of shape \[17, 16\], not float32 of shape \[33, 16\]", lost)
+    twice = copied("of another save")
+    shutil.copy(shard(twice, 1), shard(twice, 2))
+    refused(ConfigError, "parts of .* do not make it whole", twice)
+    refused(ConfigError, "own are not read.*dcp_to_torch_save", tmp_path / "own")
+    for name, said in (("no numbers", "{}"), ("no json", "{"), ("negative", None)):
+        damaged = copied(name)
+        with safe_open(shard(damaged, 1), "pt") as opened:
+            kept = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+            places = {key: {"saved_offsets": [-1] * value.dim()} for key, value in kept.items()}
+        save_file(kept, shard(damaged, 1), {"DCP_SHARDING_INFO": json.dumps(places) if said is None else said})
+        refused(CorruptionError, "does not say where its parts of tensors begin", damaged)
+
+
+# --- what torch reads, and what it is refused ------------------------------------------------
+
+
+def refusals(trained, optimizer, folder):
+    """What torch says where it asks for state that is on storage, or would write to rows."""
+    calls = [
+        lambda: torch_states.get_optimizer_state_dict(trained, optimizer),
+        lambda: torch_states.get_state_dict(trained, optimizer),
+        lambda: torch_states.set_optimizer_state_dict(trained, optimizer, {"state": {}, "param_groups": []}),
+    ]
+    if folder is not None:
+        into = {"model": torch_states.get_model_state_dict(trained)}
+        calls.append(lambda: torch_checkpoints.load(into, checkpoint_id=folder))
+        calls.append(lambda: torch_states.set_model_state_dict(trained, into["model"]))
+    said = []
+    for call in calls:
+        try:
+            call()
+        except (memascend.UsageError, torch_checkpoints.CheckpointException) as error:
+            said.append(str(error))
+    return said
+
+
+def read_by_torch(folder):
+    """Whether torch's distributed checkpoints hold, and read, the values that ranks saved; and what they refuse."""
+    trained = sharded(model())
+    trained, optimizer = memascend.offload(trained, sgd(trained), storage=f"{folder}/run")
+    # Before the first step torch would make one, to have state.
+    said = refusals(trained, optimizer, None)
+    step_of(trained, optimizer, 0)
+    optimizer.save(f"{folder}/ours")
+    torch_checkpoints.save({"model": torch_states.get_model_state_dict(trained)}, checkpoint_id=f"{folder}/torchs")
+    saved = [parameter.full_tensor() for parameter in trained.parameters()]
+    step_of(trained, optimizer, 1)
+    later = [parameter.full_tensor() for parameter in trained.parameters()]
+    said += refusals(trained, optimizer, f"{folder}/torchs")
+    values = [parameter.full_tensor() for parameter in trained.parameters()]
+    found = [said, optimizer.steps, all(map(same_bits, values, later))]
+    optimizer.close()
+    for source in (
+        {"checkpoint_id": f"{folder}/torchs"},
+        {"storage_reader": HuggingFaceStorageReader(f"{folder}/ours")},
+    ):
+        other = sharded(model())
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.zero_()
+        state = dict(other.named_parameters())
+        torch_checkpoints.load({"model": state} if "checkpoint_id" in source else state, **source)
+        values = [parameter.full_tensor() for parameter in other.parameters()]
+        found.append(all(map(same_bits, values, saved)))
+    return found
+
+
+@pytest.mark.slow
+def test_torchs_distributed_checkpoints_hold_and_read_the_values(tmp_path):
+    for said, steps, *same in on_ranks(2, read_by_torch, tmp_path):
+        *states, rows, loaded = said
+        assert len(states) == 6
+        assert all("move none of it: call optimizer.save(folder), on every rank" in words for words in states)
+        assert "cannot be written to by copy_()" in rows
+        assert "load_state_dict() cannot change an offloaded model" in loaded
+        assert steps == 2
+        assert same == [True, True, True]
