@@ -1,12 +1,7 @@
 """Tests what torch.distributed.checkpoint reads and writes: the files of save(), `weights=`, and what is refused."""
 
-import json
-import shutil
-
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from support.bits import same_bits
 from support.ranks import on_ranks
 from torch import distributed, nn
@@ -16,7 +11,6 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.fsdp import fully_shard
 
 import memascend
-from memascend.errors import ConfigError, CorruptionError
 
 
 class Uneven(nn.Module):
@@ -121,6 +115,7 @@ def write_and_read(folder):
     }
 
 
+@pytest.mark.slow
 def test_weights_that_torchs_distributed_checkpoints_wrote(tmp_path):
     wanted = tensors(model())
     for found in on_ranks(2, write_and_read, tmp_path):
@@ -130,43 +125,10 @@ def test_weights_that_torchs_distributed_checkpoints_wrote(tmp_path):
     for form in (*FORMS, "of one process"):
         values = begun_from(tmp_path / form, tmp_path / f"one-{form}.store", bodiless(form))
         assert all(same_bits(values[name], wanted[name]) for name in values), form
-    _require_refused(tmp_path)
-
-
-def _require_refused(tmp_path):
-    """What cannot be made whole is refused, and nothing is written."""
-
-    def refused(error, words, folder):
-        made = model("meta")
-        with pytest.raises(error, match=words):
-            memascend.offload(made, sgd(made), storage=tmp_path / "refused.store", weights=folder)
-        assert not (tmp_path / "refused.store").exists()
-        assert all(one.is_meta for one in made.parameters())
-
-    def copied(name):
-        return shutil.copytree(tmp_path / "parts", tmp_path / name)
-
-    def shard(folder, rank):
-        return folder / f"shard-{rank + 1:05}-model-00001-of-00001.safetensors"
-
-    lost = copied("lost")
-    shard(lost, 0).unlink()
-    refused(ConfigError, "parts of .* do not make it whole.*into an empty folder", lost)
-    refused(ConfigError, "do not make it whole", shard(tmp_path / "parts", 1))
-    lost = copied("lost at the end")
-    shard(lost, 1).unlink()
-    refused(ConfigError, r"embed.weight is float32 of shape \[17, 16\], not float32 of shape \[33, 16\]", lost)
-    twice = copied("of another save")
-    shutil.copy(shard(twice, 1), shard(twice, 2))
-    refused(ConfigError, "parts of .* do not make it whole", twice)
-    refused(ConfigError, "own are not read.*dcp_to_torch_save", tmp_path / "own")
-    for name, said in (("no numbers", "{}"), ("no json", "{"), ("negative", None)):
-        damaged = copied(name)
-        with safe_open(shard(damaged, 1), "pt") as opened:
-            kept = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
-            places = {key: {"saved_offsets": [-1] * value.dim()} for key, value in kept.items()}
-        save_file(kept, shard(damaged, 1), {"DCP_SHARDING_INFO": json.dumps(places) if said is None else said})
-        refused(CorruptionError, "does not say where its parts of tensors begin", damaged)
+    made = model("meta")
+    with pytest.raises(memascend.ConfigError, match=r"own are not read.*dcp_to_torch_save"):
+        memascend.offload(made, sgd(made), storage=tmp_path / "refused.store", weights=tmp_path / "own")
+    assert not (tmp_path / "refused.store").exists()
 
 
 # --- what torch reads, and what it is refused ------------------------------------------------
@@ -220,6 +182,12 @@ def read_by_torch(folder):
         torch_checkpoints.load({"model": state} if "checkpoint_id" in source else state, **source)
         values = [parameter.full_tensor() for parameter in other.parameters()]
         found.append(all(map(same_bits, values, saved)))
+    # And into a model that nobody divided.
+    other = model("meta").to_empty(device="cpu")
+    torch_checkpoints.load(
+        dict(other.named_parameters()), storage_reader=HuggingFaceStorageReader(f"{folder}/ours"), no_dist=True
+    )
+    found.append(all(map(same_bits, (one.detach() for one in other.parameters()), saved)))
     return found
 
 
@@ -232,4 +200,4 @@ def test_torchs_distributed_checkpoints_hold_and_read_the_values(tmp_path):
         assert "cannot be written to by copy_()" in rows
         assert "load_state_dict() cannot change an offloaded model" in loaded
         assert steps == 2
-        assert same == [True, True, True]
+        assert same == [True, True, True, True]
