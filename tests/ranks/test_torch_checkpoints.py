@@ -183,7 +183,10 @@ def read_by_torch(folder):
         values = [parameter.full_tensor() for parameter in other.parameters()]
         found.append(all(map(same_bits, values, saved)))
     # And into a model that nobody divided.
-    other = model("meta").to_empty(device="cpu")
+    other = model()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
     torch_checkpoints.load(
         dict(other.named_parameters()), storage_reader=HuggingFaceStorageReader(f"{folder}/ours"), no_dist=True
     )
