@@ -8,11 +8,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from support.ranks import on_ranks
 from torch import distributed
 
 from memascend.errors import RankError
 from memascend.ranks import groups
+from memascend.ranks.collectives import Collectives
 from memascend.ranks.exchange import Exchange
 
 SECONDS = 60.0
@@ -124,6 +126,31 @@ def test_a_rank_that_ended_because_of_a_dead_one_is_not_named_beside_it(tmp_path
     assert ranks == [1], words
     assert words.startswith("rank 1 did not take part"), words
     assert "2: it ended because of rank 1" in words
+
+
+def gathering(folder):
+    """Rank 3 is gone in a gather; rank 1, which is not next to it in gloo's ring, hears of that from its neighbours."""
+    rank, exchange, named = distributed.get_rank(), Exchange(SECONDS), None
+    collectives = Collectives(exchange, range(4), torch.device("cpu"))
+    rows = torch.zeros(4)
+    if rank != 3:
+        try:
+            collectives.meet(
+                "a gather", None, lambda group: distributed.all_gather_into_tensor(torch.zeros(16), rows, group)
+            )
+        except RankError as error:
+            named = [list(error.ranks), str(error)]
+    collectives.close()
+    exchange.close()
+    Path(folder, f"left-{rank}").touch()
+    for other in range(4):
+        _await(folder, f"left-{other}")
+    return named
+
+
+def test_a_rank_that_is_gone_in_a_gather_is_named_by_those_far_from_it(tmp_path):
+    for found in on_ranks(4, gathering, tmp_path)[:3]:
+        assert found[0] == [3], found
 
 
 class Pause:

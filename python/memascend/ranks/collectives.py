@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import traceback
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -48,7 +49,8 @@ class Collectives:
         try:
             return do(given if self._group is None else self._group)
         except RuntimeError as error:
-            # Whoever waits for this one hears of it.
+            # Whoever waits for this one hears of it: connections close with the last of who knows the group.
+            traceback.clear_frames(error.__traceback__)
             self.close()
             within = max(_SECONDS_MIN, self._exchange.timeout * (1 - _PART))
             raise self._exchange.lost(f"{what} ({str(error).splitlines()[0][:200]})", within) from error
