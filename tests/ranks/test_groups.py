@@ -16,6 +16,7 @@ from memascend.errors import RankError
 from memascend.ranks import groups
 from memascend.ranks.collectives import Collectives
 from memascend.ranks.exchange import Exchange
+from memascend.ranks.transfer import Piece, Transfer
 
 SECONDS = 60.0
 
@@ -151,6 +152,28 @@ def gathering(folder):
 def test_a_rank_that_is_gone_in_a_gather_is_named_by_those_far_from_it(tmp_path):
     for found in on_ranks(4, gathering, tmp_path)[:3]:
         assert found[0] == [3], found
+
+
+def moving(folder):
+    """Rank 2 is gone while rows are moved; rank 0 waits for rank 1, and that for rank 2."""
+    rank, exchange, named = distributed.get_rank(), Exchange(SECONDS), None
+    transfer, rows = Transfer(exchange), torch.zeros(4)
+    if rank != 2:
+        try:
+            transfer.move([Piece(rank + 1, rank, None, rows)])
+        except RankError as error:
+            named = [list(error.ranks), str(error)]
+    transfer.close()
+    exchange.close()
+    Path(folder, f"left-{rank}").touch()
+    for other in range(3):
+        _await(folder, f"left-{other}")
+    return named
+
+
+def test_a_rank_that_is_gone_while_rows_are_moved_is_named_alone(tmp_path):
+    for found in on_ranks(3, moving, tmp_path)[:2]:
+        assert found[0] == [2], found
 
 
 class Pause:

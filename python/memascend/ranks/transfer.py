@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -42,32 +43,39 @@ class Transfer:
         Raises:
             RankError: a rank failed, or is gone.
         """
-        works, coming = [], []
-        tags: Counter[tuple[int, int]] = Counter()
         try:
-            for piece in pieces:
-                if piece.source == piece.target:
-                    if piece.source == self._rank and piece.got is not None and piece.sent is not None:
-                        piece.got.copy_(piece.sent)
-                    continue
-                tag = tags[piece.source, piece.target]
-                tags[piece.source, piece.target] += 1
-                if piece.source == self._rank and piece.sent is not None:
-                    memory = bytes_of(piece.sent.contiguous())
-                    works.append((distributed.isend(memory, piece.target, group=self._group, tag=tag), memory))
-                elif piece.target == self._rank and piece.got is not None:
-                    memory = torch.empty(piece.got.nbytes, dtype=torch.uint8)
-                    works.append((distributed.irecv(memory, piece.source, group=self._group, tag=tag), memory))
-                    coming.append((piece.got, memory))
-            for work, _ in works:
-                if work is not None:
-                    work.wait()
+            coming = self._moved(pieces)
         except RuntimeError as error:
+            # Whoever waits for this one hears of it: connections close with the last of who knows the group.
+            traceback.clear_frames(error.__traceback__)
             self.close()
             assert self._exchange is not None
             raise self._exchange.lost(f"moving rows ({str(error).splitlines()[0][:200]})", 5.0) from error
         for got, memory in coming:
             got.copy_(memory.view(got.dtype).view(got.shape))
+
+    def _moved(self, pieces: Sequence[Piece]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What came from other ranks, beside where it belongs."""
+        works, coming = [], []
+        tags: Counter[tuple[int, int]] = Counter()
+        for piece in pieces:
+            if piece.source == piece.target:
+                if piece.source == self._rank and piece.got is not None and piece.sent is not None:
+                    piece.got.copy_(piece.sent)
+                continue
+            tag = tags[piece.source, piece.target]
+            tags[piece.source, piece.target] += 1
+            if piece.source == self._rank and piece.sent is not None:
+                memory = bytes_of(piece.sent.contiguous())
+                works.append((distributed.isend(memory, piece.target, group=self._group, tag=tag), memory))
+            elif piece.target == self._rank and piece.got is not None:
+                memory = torch.empty(piece.got.nbytes, dtype=torch.uint8)
+                works.append((distributed.irecv(memory, piece.source, group=self._group, tag=tag), memory))
+                coming.append((piece.got, memory))
+        for work, _ in works:
+            if work is not None:
+                work.wait()
+        return coming
 
     def close(self) -> None:
         """Let the group go; who waits in it for this rank waits no longer."""
