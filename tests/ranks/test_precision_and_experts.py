@@ -1,0 +1,61 @@
+"""Tests precision policies of `fully_shard` and experts that nothing reaches: the bits of FSDP2 in memory."""
+
+import pytest
+import torch
+from support.bits import same_bits
+from support.ranks import on_ranks
+from torch import distributed, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import memascend
+
+
+class Experts(nn.Module):
+    """Blocks of which some are used, each a unit."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(32, 16)
+        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.head = nn.Linear(16, 32)
+
+    def forward(self, tokens, used):
+        values = self.embed(tokens)
+        for number in range(used):
+            values = values + self.experts[number](values)
+        return self.head(values)
+
+
+def trained(policy, used, store):
+    """All values after some steps; in memory where there is no store."""
+    torch.manual_seed(0)
+    model = Experts()
+    for module in (*model.experts, model):
+        fully_shard(module, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    if store is not None:
+        model, optimizer = memascend.offload(model, optimizer, storage=store, gradients="ssd")
+    for step in range(3):
+        generator = torch.Generator().manual_seed(2 * step + distributed.get_rank())
+        model(torch.randint(0, 32, (4, 6), generator=generator), used).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    values = [parameter.full_tensor().detach().clone() for parameter in model.parameters()]
+    if store is not None:
+        optimizer.close()
+    return values
+
+
+def train_all(folder):
+    found = []
+    for dtype in (None, torch.bfloat16):
+        policy = MixedPrecisionPolicy(param_dtype=dtype)
+        for used in (3, 1):
+            wanted = trained(policy, used, None)
+            found.append(all(map(same_bits, trained(policy, used, f"{folder}/{dtype}-{used}"), wanted)))
+    return found
+
+
+@pytest.mark.slow
+def test_two_ranks_have_the_bits_of_fsdp2_in_memory(tmp_path):
+    assert on_ranks(2, train_all, tmp_path) == [[True] * 4] * 2
