@@ -108,7 +108,7 @@ def test_the_trainer_divides_and_its_callback_offloads(tmp_path):
         assert not same_bits(values["lm_head.weight"], llama().lm_head.weight.detach())
 
 
-# As docs/ranks.md has it.
+# As docs/distributed.md has it.
 CONFIG = """
 distributed_type: FSDP
 fsdp_config:
