@@ -129,24 +129,31 @@ def test_a_rank_that_ended_because_of_a_dead_one_is_not_named_beside_it(tmp_path
     assert "2: it ended because of rank 1" in words
 
 
-def gathering(folder):
-    """Rank 3 is gone in a gather; rank 1, which is not next to it in gloo's ring, hears of that from its neighbours."""
-    rank, exchange, named = distributed.get_rank(), Exchange(SECONDS), None
-    collectives = Collectives(exchange, range(4), torch.device("cpu"))
-    rows = torch.zeros(4)
-    if rank != 3:
+def _named(folder, gone, exchange, part, work):
+    """Whom this rank names in work that one is gone from; nobody's process ends before all have left."""
+    rank, named = distributed.get_rank(), None
+    if rank != gone:
         try:
-            collectives.meet(
-                "a gather", None, lambda group: distributed.all_gather_into_tensor(torch.zeros(16), rows, group)
-            )
+            work()
         except RankError as error:
             named = [list(error.ranks), str(error)]
-    collectives.close()
+    part.close()
     exchange.close()
     Path(folder, f"left-{rank}").touch()
-    for other in range(4):
+    for other in range(distributed.get_world_size()):
         _await(folder, f"left-{other}")
     return named
+
+
+def gathering(folder):
+    """Rank 3 is gone in a gather; rank 1, which is not next to it in gloo's ring, hears of that from its neighbours."""
+    exchange = Exchange(SECONDS)
+    collectives = Collectives(exchange, range(4), torch.device("cpu"))
+
+    def gather(group):
+        return distributed.all_gather_into_tensor(torch.zeros(16), torch.zeros(4), group)
+
+    return _named(folder, 3, exchange, collectives, lambda: collectives.meet("a gather", None, gather))
 
 
 def test_a_rank_that_is_gone_in_a_gather_is_named_by_those_far_from_it(tmp_path):
@@ -156,19 +163,10 @@ def test_a_rank_that_is_gone_in_a_gather_is_named_by_those_far_from_it(tmp_path)
 
 def moving(folder):
     """Rank 2 is gone while rows are moved; rank 0 waits for rank 1, and that for rank 2."""
-    rank, exchange, named = distributed.get_rank(), Exchange(SECONDS), None
-    transfer, rows = Transfer(exchange), torch.zeros(4)
-    if rank != 2:
-        try:
-            transfer.move([Piece(rank + 1, rank, None, rows)])
-        except RankError as error:
-            named = [list(error.ranks), str(error)]
-    transfer.close()
-    exchange.close()
-    Path(folder, f"left-{rank}").touch()
-    for other in range(3):
-        _await(folder, f"left-{other}")
-    return named
+    rank, exchange = distributed.get_rank(), Exchange(SECONDS)
+    transfer = Transfer(exchange)
+    piece = Piece(rank + 1, rank, None, torch.zeros(4))
+    return _named(folder, 2, exchange, transfer, lambda: transfer.move([piece]))
 
 
 def test_a_rank_that_is_gone_while_rows_are_moved_is_named_alone(tmp_path):
