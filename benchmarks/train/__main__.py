@@ -91,8 +91,8 @@ def _run(options: argparse.Namespace) -> int:
     bench = Bench(launcher, Results(Path(options.results), again=options.again), options.steps, _say)
     kept = Bench(launcher, Results(Path(options.results), measures=False), options.steps, _ignored)
     printed = _ignored if options.json else _print
-    code = {"code": bench.code, "commit": commit()}
-    values: dict[str, Any] = {"machine": described() | code, "loss_tolerance": LOSS_TOLERANCE}
+    machine = described() | {"code": bench.code, "commit": commit()}
+    values: dict[str, Any] = {"machine": machine, "loss_tolerance": LOSS_TOLERANCE}
     for part in options.parts or (_PARTS if options.full else _PARTS[:1]):
         if part == "cells":
             values["workloads"] = _cells(bench, options, printed)
@@ -104,6 +104,7 @@ def _run(options: argparse.Namespace) -> int:
             values["reach"] = _reach(bench, options, printed)
         else:
             values["curves"] = _curves(kept if part == _KEPT else bench, options, printed)
+    printed(", ".join(f"{name} {value}" for name, value in machine.items()))
     if options.json:
         print(json.dumps(values, indent=1))
     return 0
@@ -120,17 +121,17 @@ def _cells(bench: Bench, options: argparse.Namespace, printed: Any) -> dict[str,
         measured[name] = judged({system: bench.cell(WORKLOADS[name], system) for system in systems})
         printed(workload_table(WORKLOADS[name], measured[name]))
     printed(f"losses are at most {LOSS_TOLERANCE:.0%} from in-memory torch's, at every step\n{notes()}")
-    printed(_measured_on(bench.code, measured))
+    printed(_measured_on(measured))
     if options.picture and not options.curves:
         pictures(Path(options.picture), measured)
     return measured
 
 
-def _measured_on(code: str, measured: dict[str, dict[str, dict[str, Any]]]) -> str:
-    """The one code that all cells are of, and the days and commits on which they were measured."""
+def _measured_on(measured: dict[str, dict[str, dict[str, Any]]]) -> str:
+    """The days and commits on which cells were measured, which may lie before the run that prints them."""
     machines = [cell["machine"] for cells in measured.values() for cell in cells.values() if "machine" in cell]
     days = sorted({f"{machine['date']} at {machine.get('commit', 'none')}" for machine in machines})
-    return f"code {code}; measured on {', '.join(days) or 'no day'}"
+    return f"measured on {', '.join(days) or 'no day'}"
 
 
 def _ablation(options: argparse.Namespace, printed: Any) -> list[dict[str, Any]]:

@@ -36,6 +36,8 @@ def judged(cells: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
             "moved_per_parameter": cell["read_per_parameter"] + cell["written_per_parameter"],
             "counted_per_parameter": cell["counted_per_parameter"],
         }
+        if "machine" in cell:
+            result["machine"] = cell["machine"]
         if "error" in reference:
             result["losses"] = "not compared: no in-memory run"
         else:
