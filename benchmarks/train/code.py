@@ -20,10 +20,10 @@ _SOURCES = (
     "requirements/deepspeed.lock",
 )
 _SUFFIXES = {".py", ".rs", ".toml", ".lock", ".json"}
-_SKIPPED = {"target", "__pycache__", "fuzz"}
-# What only compares and prints figures that are there, and the clock of other benchmarks.
+_SKIPPED = {"target", "__pycache__", "fuzz", "benches"}
+# What only compares and prints figures that are there, and other benchmarks.
 _APART = {f"benchmarks/train/{name}.py" for name in ("__main__", "code", "judge", "tables")}
-_APART.add("python/memascend/cli/bench/rounds.py")
+_APART |= {f"python/memascend/cli/bench/{name}.py" for name in ("io", "rounds")}
 
 
 def code_hash(root: Path = _ROOT) -> str:

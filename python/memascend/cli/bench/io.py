@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memascend import nvme
+from memascend import memory, nvme
 from memascend.cli.bench import deepspeed
 from memascend.cli.bench.machine import described
 from memascend.cli.bench.peers import PASSES, DeepSpeed, fio, huge_pages
@@ -182,16 +182,20 @@ class _Bench:
         self, paths: list[Path], pattern: Any, block: int, depth: int, backend: Any = "auto", first: int = 0
     ) -> _Case:
         """Ours, from memory that begins `first` bytes after an aligned place, one block after the other."""
+        size = block + 4096 if first else block
+        # Half as many more than the device gets at once: tickets are waited for in the order they began in,
+        # and one that is late must not leave the device with less. fio fills whichever place is free.
+        count = depth + max(1, depth // 2)
+        # The end of a region that is less than a huge page lies on small ones, of which a request becomes many pieces.
+        spare = -(-(memory.limits()["huge_page"] or 0) // size)
 
         def case() -> Speed:
             with (
                 nvme.open(paths, queue_depth=max(depth, 1), backend=backend) as volume,
-                # Half as many more than the device gets at once: tickets are waited for in the order they began in,
-                # and one that is late must not leave the device with less. fio fills whichever place is free.
                 # Side by side, as fio's buffers lie; room to shift only where it is used.
-                blocks(block + 4096 if first else block, depth + max(1, depth // 2)) as tensors,
+                blocks(size, count + spare) as tensors,
             ):
-                used = [tensor[first : first + block] for tensor in tensors]
+                used = [tensor[first : first + block] for tensor in tensors[:count]]
                 return transfer(volume, used, pattern, PASSES * self.nbytes)
 
         return case

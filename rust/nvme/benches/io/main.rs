@@ -15,7 +15,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use memascend_mem::{ChunkRing, Lease, OnFork, Pin, Region, Wait};
+use memascend_mem::{ChunkRing, HugePages, Lease, OnFork, Pin, Region, Wait, huge_pages};
 use memascend_nvme::{BackendChoice, Options, Part, Ticket, Volume};
 
 use crate::{
@@ -95,9 +95,12 @@ fn measure(wishes: &Wishes, ways: &[Way<'_>]) -> Result<(), Box<dyn Error>> {
         "{:>7} {:>5} {:<7} {:<24} {:>6} {:>9} {:>8} {:>8} {:>9}   ours / {peer}",
         "KiB", "depth", "pattern", "way", "GB/s", "ratio", "mean ms", "p99 ms", "CPU ms/GB"
     )?;
+    // Huge pages whole, as an arena has them: a block on small ones is many pieces of memory to the device.
+    let whole = if let HugePages::Of(nbytes) = huge_pages() { nbytes } else { 4096 };
     for &block in &wishes.blocks {
         for &depth in &wishes.depths {
-            let region = Region::new((block + 4096) * depth, Pin::Off, OnFork::Wipe, "bench")?;
+            let nbytes = ((block + 4096) * depth).next_multiple_of(whole);
+            let region = Region::new(nbytes, Pin::Off, OnFork::Wipe, "bench")?;
             let chunks = ChunkRing::new(&region, block + 4096, depth)?;
             // What was only reserved is slower the first time.
             for way in ways {
