@@ -15,7 +15,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use memascend_mem::{ChunkRing, HugePages, Lease, OnFork, Pin, Region, Wait, huge_pages};
+use memascend_mem::{ChunkRing, HugePages, Lease, OnFork, Pin, Region, Wait, huge_pages, page_bytes};
 use memascend_nvme::{BackendChoice, Options, Part, Ticket, Volume};
 
 use crate::{
@@ -96,7 +96,7 @@ fn measure(wishes: &Wishes, ways: &[Way<'_>]) -> Result<(), Box<dyn Error>> {
         "KiB", "depth", "pattern", "way", "GB/s", "ratio", "mean ms", "p99 ms", "CPU ms/GB"
     )?;
     // Huge pages whole, as an arena has them: a block on small ones is many pieces of memory to the device.
-    let whole = if let HugePages::Of(nbytes) = huge_pages() { nbytes } else { 4096 };
+    let whole = if let HugePages::Of(nbytes) = huge_pages() { nbytes } else { page_bytes() };
     for &block in &wishes.blocks {
         for &depth in &wishes.depths {
             let nbytes = ((block + 4096) * depth).next_multiple_of(whole);
