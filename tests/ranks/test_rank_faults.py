@@ -3,6 +3,7 @@
 import contextlib
 import os
 import resource
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -27,7 +28,7 @@ TIMEOUT = 30.0
 STEPS = 4
 
 
-def offloaded(folder, existing="refuse", timeout=TIMEOUT):
+def offloaded(folder, existing="refuse", timeout=TIMEOUT, **options):
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(32, 96), nn.GELU(), nn.Linear(96, 32)) for _ in range(2)]
     model = nn.Sequential(nn.Embedding(48, 32), *blocks, nn.Linear(32, 48))
@@ -36,7 +37,8 @@ def offloaded(folder, existing="refuse", timeout=TIMEOUT):
     for module in (*model, fully_shard(model)):
         module.set_gradient_divide_factor(1.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return memascend.offload(model, optimizer, storage=folder, existing=existing, timeout=timeout, gradients="ssd")
+    options = {"gradients": "ssd", **options}
+    return memascend.offload(model, optimizer, storage=folder, existing=existing, timeout=timeout, **options)
 
 
 def train(model, optimizer, until):
@@ -138,6 +140,40 @@ def test_a_full_disk_and_flipped_bits_end_on_all_ranks(tmp_path):
     assert second["saved"][0] == "RankError"
     assert second["flipped"] == ["CorruptionError", True]
     assert first["flipped"] == ["RankError", 1, True]
+
+
+def damaged_log(folder):
+    """Steps that a killed run's log has on two ranks, and one of rank 1's last gradients with its bits flipped."""
+    rank, found = distributed.get_rank(), {}
+    held = {"host_memory": "1GiB", "log_steps": 16}
+    model, optimizer = offloaded(f"{folder}/run", **held)
+    train(model, optimizer, 3)
+    own = f"rank-{rank}-of-2"
+    shutil.copytree(f"{folder}/run/{own}", f"{folder}/killed/{own}")
+    optimizer.close()
+    store = Path(folder, "killed", own, "memascend.store")
+    before = bytearray(store.read_bytes())
+    if rank == 1:
+        heads = [at for at in range(0, len(before), 4096) if before[at : at + 8] == b"mascstep"]
+        newest = max(heads, key=lambda at: int.from_bytes(before[at + 16 : at + 24], "little"))
+        before[newest - 4096] ^= 1
+        store.write_bytes(before)
+    distributed.barrier()
+    # A program that is started again and again.
+    found["refused"] = [met(lambda: offloaded(f"{folder}/killed", "resume", **held)) for _ in range(2)]
+    found["as it was"] = store.read_bytes() == before
+    optimizer = offloaded(f"{folder}/killed", "previous", **held)[1]
+    found["steps"] = optimizer.steps
+    optimizer.close()
+    return found
+
+
+def test_a_damaged_log_of_one_rank_leaves_the_commit_before_to_all(tmp_path):
+    first, second = on_ranks(2, damaged_log, tmp_path, seconds=SECONDS)
+    assert second["refused"] == [["CorruptionError", True]] * 2
+    assert first["refused"] == [["ConfigError", True]] * 2
+    for found in (first, second):
+        assert (found["as it was"], found["steps"]) == (True, 2)
 
 
 def killed_in_save(folder, victim):

@@ -358,6 +358,14 @@ class Store(Closing):
         """Forget all that is staged, or what is staged of one entry."""
         self._core.discard(None if name is None else self.index(name))
 
+    def check_log(self) -> None:
+        """Check what `Engine.replay` reads, which does it too: where others have to know it before any of them writes.
+
+        Raises:
+            CorruptionError: a gradient of the log, or the state that it is applied to, is not what was written.
+        """
+        self._core.check_log()
+
     def verify(self, progress: Callable[[int, int], object] | None = None) -> tuple[int, int]:
         """Read and check everything that is live: pieces and bytes. `progress(done, all)` hears of bytes.
 

@@ -235,6 +235,8 @@ def _prepared(subject: Subject, undo: contextlib.ExitStack) -> tuple[Assembly, F
     if store.created:
         # A call that fails leaves nothing behind.
         undo.callback(store.forsake)
+    # Ending a log writes over the commit before, which all ranks go back to where the log of one is damaged.
+    _together(sharding, store.check_log)
     return _together(sharding, lambda: _begun(subject, decision, first, (store, folder), undo))
 
 

@@ -40,8 +40,9 @@ struct Entry {
 
 impl Engine {
     /// Applies the gradients that the log of a store holds, writes the entries that lacked them whole, and commits that as
-    /// a part of the last step: the store has no log then. `false` where there was none. `progress` hears of bytes of
-    /// gradients done and of all, and ends it by `false`: then the store is as it was.
+    /// a part of the last step: the store has no log then. `false` where there was none. All that it reads is checked
+    /// before anything is written ([`Store::check_log`]). `progress` hears of bytes of gradients done and of all, and ends
+    /// it by `false`: then the store is as it was.
     ///
     /// Nothing else may be begun meanwhile.
     pub fn replay(&self, progress: &mut dyn FnMut(u64, u64) -> bool) -> Result<bool> {
@@ -63,6 +64,8 @@ impl Engine {
             jobs.push(Job::new(entry, Entry { replay, rules, room, done, step }));
         }
         let mut told = || progress(done.load(Relaxed), all);
+        // Staging writes over the commit before, which `existing="previous"` opens where anything of this one is damaged.
+        store.check_log(&mut told)?;
         let replayed = if told() { self.replayed(jobs, &mut told) } else { Err(interrupted()) };
         if replayed.is_err() {
             self.discard(Wait::forever())?;

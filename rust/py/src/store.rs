@@ -250,6 +250,11 @@ impl Store {
         .map_err(|error| store_error(py, &error))
     }
 
+    /// Checks what a replay reads, and what it is applied to.
+    fn check_log(&self, py: Python<'_>) -> PyResult<()> {
+        interruptible(py, |keep_going| self.inner.check_log(keep_going))?.map_err(|error| store_error(py, &error))
+    }
+
     /// Checks every live piece; `progress(done, all)` may raise. Returns (pieces, bytes).
     fn verify(&self, py: Python<'_>, progress: Option<&Bound<'_, PyAny>>) -> PyResult<(u64, u64)> {
         let verified = watched(py, progress, |progress| self.inner.verify(progress))?;

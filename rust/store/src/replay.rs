@@ -1,6 +1,12 @@
 //! Reads the log: the chain of heads that a root names, and the gradients that live slots lack.
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::{
+    collections::{BTreeMap, VecDeque},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
+};
 
 use memascend_mem::{ChunkRing, OnFork, Pin, Region, Wait};
 use memascend_nvme::Ticket;
@@ -15,6 +21,7 @@ use crate::{
     open::bytes_at,
     ring::Ring,
     root::Root,
+    verify::DEPTH,
 };
 
 /// Gradients that were committed and that live slots lack, as the store was found.
@@ -24,6 +31,8 @@ pub struct Replay {
     heads: Vec<Head>,
     /// Of each entry: which heads, and which of their records.
     entries: BTreeMap<usize, Vec<(usize, usize)>>,
+    /// Whether all of it, and what it is applied to, was found whole.
+    checked: AtomicBool,
 }
 
 /// A chunk of a gradient that is being read from the log. Dropping it waits.
@@ -47,7 +56,15 @@ impl Replay {
                 }
             }
         }
-        Self { heads, entries }
+        Self { heads, entries, checked: AtomicBool::new(false) }
+    }
+
+    pub(crate) fn is_checked(&self) -> bool {
+        self.checked.load(Relaxed)
+    }
+
+    pub(crate) fn note_checked(&self) {
+        self.checked.store(true, Relaxed);
     }
 
     /// The entries that lack gradients.
@@ -108,33 +125,39 @@ impl Store {
     /// Reads and checks every gradient that live slots lack; the chain of heads was checked when it was found.
     pub(crate) fn verify_log(
         &self,
-        progress: &mut dyn FnMut(u64, u64) -> bool,
+        keep_going: &mut dyn FnMut() -> bool,
         damaged: &mut dyn FnMut(Error) -> Result<()>,
     ) -> Result<Verified> {
         let mut done = Verified::default();
         let Some(replay) = self.pending_replay() else { return Ok(done) };
-        let chunk = u64::from(self.description.chunk_elements) * Dtype::F32.bytes();
-        let region = Region::new(chunk as usize, Pin::Off, OnFork::Wipe, "store verification")?;
-        let ring = ChunkRing::new(&region, chunk as usize, 1)?;
+        let chunk = (u64::from(self.description.chunk_elements) * Dtype::F32.bytes()) as usize;
+        let region = Region::new(DEPTH * chunk, Pin::Off, OnFork::Wipe, "store verification")?;
+        let ring = ChunkRing::new(&region, chunk, DEPTH)?;
         let owner = ring.owner("verification")?;
-        for entry in replay.entries() {
-            for (head, record) in replay.of(entry) {
-                for chunk in 0..self.layout.chunks_of(entry) {
-                    let (_, _, bytes) = self.part_of_gradient(entry, record.dtype, chunk);
-                    let memory = Shared::new(ring.lease(owner, Wait::forever())?).part(0, bytes as usize);
-                    let memory = memory.ok_or_else(|| Error::Invalid("a gradient is larger than a chunk".into()))?;
-                    match self.read_record(head, record, chunk, memory)?.wait() {
-                        Ok(_) => {
-                            done.pieces += 1;
-                            done.bytes += bytes;
-                        }
-                        Err(error) => damaged(error)?,
-                    }
-                    // The log is not counted: how much of it is needed is not known before.
-                    if !progress(self.layout.slot_bytes(), self.layout.slot_bytes()) {
-                        return Err(Error::Interrupted("verification"));
-                    }
+        let records = replay.entries().flat_map(|entry| replay.of(entry));
+        let mut chunks = records.flat_map(|(head, record)| {
+            (0..self.layout.chunks_of(record.entry)).map(move |chunk| (head, record, chunk))
+        });
+        let mut flying = VecDeque::with_capacity(DEPTH);
+        loop {
+            while flying.len() < DEPTH
+                && let Some((head, record, chunk)) = chunks.next()
+            {
+                let (_, _, bytes) = self.part_of_gradient(record.entry, record.dtype, chunk);
+                let memory = Shared::new(ring.lease(owner, Wait::forever())?).part(0, bytes as usize);
+                let memory = memory.ok_or_else(|| Error::Invalid("a gradient is larger than a chunk".into()))?;
+                flying.push_back((self.read_record(head, record, chunk, memory)?, bytes));
+            }
+            let Some((read, bytes)) = flying.pop_front() else { break };
+            match read.wait() {
+                Ok(_) => {
+                    done.pieces += 1;
+                    done.bytes += bytes;
                 }
+                Err(error) => damaged(error)?,
+            }
+            if !keep_going() {
+                return Err(Error::Interrupted("verification"));
             }
         }
         Ok(done)

@@ -6,8 +6,8 @@ use memascend_mem::{ChunkRing, OnFork, Pin, Region, Wait};
 
 use crate::{Error, Result, Shared, Store};
 
-/// Pieces in flight.
-const DEPTH: usize = 4;
+/// Pieces in flight, or chunks of the log.
+pub(crate) const DEPTH: usize = 4;
 
 /// What a verification found to be whole.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -21,7 +21,9 @@ pub struct Verified {
 impl Store {
     /// Reads every live piece and checks it. `progress` hears of bytes done and of all, and ends it by `false`.
     pub fn verify(&self, progress: &mut dyn FnMut(u64, u64) -> bool) -> Result<Verified> {
-        self.verify_each(progress, &mut Err)
+        let verified = self.verify_each(progress, &mut Err)?;
+        self.pending_replay().iter().for_each(|replay| replay.note_checked());
+        Ok(verified)
     }
 
     /// The same; `damaged` hears of each piece that is not whole, or cannot be read, and says whether to go on.
@@ -30,13 +32,38 @@ impl Store {
         progress: &mut dyn FnMut(u64, u64) -> bool,
         damaged: &mut dyn FnMut(Error) -> Result<()>,
     ) -> Result<Verified> {
+        let entries = 0..self.description.entries.len();
+        let all = self.layout.slot_bytes();
+        let pieces = self.verify_slots(entries, &mut |done| progress(done, all), damaged)?;
+        // The log is not counted: how much of it is needed is not known before.
+        let logged = self.verify_log(&mut || progress(all, all), damaged)?;
+        Ok(Verified { pieces: pieces.pieces + logged.pieces, bytes: pieces.bytes + logged.bytes })
+    }
+
+    /// Reads and checks what [`Store::pending_replay`] is applied to, and all that it applies; once, here or by [`Store::verify`]. Whoever replays has to
+    /// have done this before it stages anything: it writes over the commit before, which is all that is left of the run
+    /// where this is damaged. `keep_going` is asked after each piece.
+    pub fn check_log(&self, keep_going: &mut dyn FnMut() -> bool) -> Result<()> {
+        let Some(replay) = self.pending_replay().filter(|replay| !replay.is_checked()) else { return Ok(()) };
+        self.verify_slots(replay.entries(), &mut |_| keep_going(), &mut Err)?;
+        self.verify_log(keep_going, &mut Err)?;
+        replay.note_checked();
+        Ok(())
+    }
+
+    /// Reads and checks the live slots of entries; `progress` hears of bytes done.
+    fn verify_slots(
+        &self,
+        entries: impl Iterator<Item = usize>,
+        progress: &mut dyn FnMut(u64) -> bool,
+        damaged: &mut dyn FnMut(Error) -> Result<()>,
+    ) -> Result<Verified> {
         let (state, values) = self.description.staging_bytes();
         let chunk = state.max(values).max(1) as usize;
         let region = Region::new(DEPTH * chunk, Pin::Off, OnFork::Wipe, "store verification")?;
         let ring = ChunkRing::new(&region, chunk, DEPTH)?;
         let owner = ring.owner("verification")?;
-        let pieces = (0..self.description.entries.len())
-            .flat_map(|entry| (0..self.layout.pieces_of(entry)).map(move |piece| (entry, piece)));
+        let pieces = entries.flat_map(|entry| (0..self.layout.pieces_of(entry)).map(move |piece| (entry, piece)));
         let mut flying = VecDeque::with_capacity(DEPTH);
         let (mut done, mut read_bytes) = (Verified::default(), 0);
         let mut finish = |flying: &mut VecDeque<(crate::PieceRead<'_, Shared>, u64)>| -> Result<()> {
@@ -49,11 +76,7 @@ impl Store {
                 Err(error) => damaged(error)?,
             }
             read_bytes += bytes;
-            if progress(read_bytes, self.layout.slot_bytes()) {
-                Ok(())
-            } else {
-                Err(Error::Interrupted("verification"))
-            }
+            if progress(read_bytes) { Ok(()) } else { Err(Error::Interrupted("verification")) }
         };
         for (entry, piece) in pieces {
             if flying.len() == DEPTH {
@@ -68,7 +91,6 @@ impl Store {
             finish(&mut flying)?;
         }
         drop(flying);
-        let logged = self.verify_log(progress, damaged)?;
-        Ok(Verified { pieces: done.pieces + logged.pieces, bytes: done.bytes + logged.bytes })
+        Ok(done)
     }
 }

@@ -1,11 +1,11 @@
 //! Tests that a log is replayed to the bits of a store whose entries were updated and written each step.
 
-use std::sync::Arc;
+use std::{collections::BTreeSet, sync::Arc};
 
 use memascend_engine::{By, Engine, Gradient, Momentum, Options, Rule, rule_of};
 use memascend_mem::Wait;
 use memascend_nvme::sim::{Faults, Rng, SimDisk};
-use memascend_store::{COMPACT, Commit, Create, Description, Dtype, Format, StepHead, Store, Update};
+use memascend_store::{COMPACT, Commit, Create, Description, Dtype, Existing, Format, StepHead, Store, Update};
 
 use crate::setup::{self, Contents, MASTER_AND_MOMENTS, MOMENTS, adam, contents, first, ok, parameter, volume};
 
@@ -155,7 +155,51 @@ fn logged(disks: &[SimDisk], left: &[Contents], steps: u32) {
 }
 
 fn opened(disks: &[SimDisk], faults: &Faults) -> memascend_store::Result<Engine> {
-    Store::open_on(volume(disks, faults), 8192, &Create::default()).map(engine)
+    opened_as(Existing::Resume, disks, faults)
+}
+
+fn opened_as(existing: Existing, disks: &[SimDisk], faults: &Faults) -> memascend_store::Result<Engine> {
+    let mut how = Create::default();
+    how.existing = existing;
+    Store::open_on(volume(disks, faults), 8192, &how).map(engine)
+}
+
+/// Opens a store and ends its log.
+fn resumed(existing: Existing, disk: &SimDisk) -> Result<Contents, String> {
+    let engine = opened_as(existing, std::slice::from_ref(disk), &Faults::default()).map_err(|why| why.to_string())?;
+    engine.replay(&mut |_, _| true).map_err(|why| why.to_string())?;
+    Ok(contents(engine.store()))
+}
+
+/// Whether the commit before the newest one is whole.
+fn previous_is_whole(disk: &SimDisk) -> bool {
+    let there = volume(std::slice::from_ref(disk), &Faults::default());
+    let examined = ok(Store::examine_on(there, 8192, &Create::default(), &mut |_, _| true));
+    examined.last().is_some_and(|older| older.damages.is_empty())
+}
+
+/// Where what a replay needs begins, by its kind: pieces of slots that it starts from, gradients and heads of the log.
+fn needed(disk: &SimDisk) -> Vec<(&'static str, u64)> {
+    let found = ok(opened(std::slice::from_ref(disk), &Faults::default()));
+    let store = found.store();
+    let replay = store.pending_replay().unwrap_or_default();
+    let mut places = Vec::new();
+    for entry in replay.entries() {
+        let slot = ok(store.entry_state(entry)).slot;
+        let chunks = store.layout().chunks_of(entry);
+        for piece in 0..store.layout().pieces_of(entry) {
+            let kind = if piece < chunks { "values" } else { "state" };
+            let place = store.layout().piece(store.description(), entry, piece);
+            places.push((kind, store.layout().offset_in(&place, usize::from(slot))));
+        }
+    }
+    let log = store.log_state();
+    let bytes = disk.bytes();
+    for offset in (log.offset..log.offset + log.bytes).step_by(4096) {
+        let at = usize::try_from(offset).unwrap_or(0);
+        places.push((if bytes[at..].starts_with(b"mascstep") { "head" } else { "gradient" }, offset));
+    }
+    places
 }
 
 #[test]
@@ -185,7 +229,8 @@ fn whoever_ends_it_or_dies_in_it_leaves_the_log() {
     let found = [SimDisk::new(4 << 20)];
     logged(&found, &left, 16);
     let ended = ok(opened(&found, &Faults::default()));
-    assert!(ended.replay(&mut |_, _| false).is_err());
+    assert!(ended.replay(&mut |_, _| false).is_err(), "before anything");
+    assert!(ended.replay(&mut |done, _| done == 0).is_err(), "when some of it was staged");
     assert!(ended.store().pending_replay().is_some());
     assert!(ok(ended.replay(&mut |_, _| true)), "after that it is done all the same");
     drop(ended);
@@ -208,4 +253,42 @@ fn whoever_ends_it_or_dies_in_it_leaves_the_log() {
         died += 1;
     }
     assert!(died > 5, "{died}");
+}
+
+#[test]
+fn what_is_damaged_is_refused_before_anything_is_written() {
+    let left = streamed();
+    let (newest, before) = (&left[left.len() - 1], &left[left.len() - 2]);
+    let whole = SimDisk::new(4 << 20);
+    logged(std::slice::from_ref(&whole), &left, 3);
+    let whole = whole.bytes();
+    let (mut refused, mut gone_back) = (BTreeSet::new(), BTreeSet::new());
+    let long = std::env::var_os("MEMASCEND_TEST_LONG").is_some();
+    for (number, (kind, offset)) in needed(&SimDisk::of(whole.clone())).into_iter().enumerate() {
+        if !(long || kind == "head" || number % 5 == 0) {
+            continue;
+        }
+        let disk = SimDisk::of(whole.clone());
+        disk.flip(usize::try_from(offset).unwrap_or(0), 1);
+        let damaged = disk.bytes();
+        // A program that is started again and again.
+        let resumes = [resumed(Existing::Resume, &disk), resumed(Existing::Resume, &disk)];
+        if let [Ok(found), _] = resumes {
+            assert!(kind != "values" && kind != "state", "the replay starts from it");
+            assert!(found == *newest, "{kind} at {offset}: it is no part of the log any more");
+            continue;
+        }
+        assert!(resumes.iter().all(|resume| resume.as_ref().is_err_and(|why| why.contains("damaged"))), "{resumes:?}");
+        assert!(disk.bytes() == damaged, "{kind} at {offset}: a refusal changes nothing");
+        refused.insert(kind);
+        let previous = resumed(Existing::Previous, &disk);
+        if previous_is_whole(&SimDisk::of(damaged)) {
+            assert!(previous.as_ref() == Ok(before), "{kind} at {offset}: {previous:?}");
+            gone_back.insert(kind);
+        } else {
+            assert!(previous.is_err(), "{kind} at {offset}");
+        }
+    }
+    assert_eq!(refused, ["gradient", "head", "state", "values"].into());
+    assert_eq!(gone_back, ["gradient", "head", "state", "values"].into());
 }
