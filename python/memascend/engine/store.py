@@ -15,7 +15,7 @@ from memascend.engine.fetch import Checkers, Fetch, UnitParts
 from memascend.engine.ffi import json_of, require_laid_out
 from memascend.engine.loss import loss
 from memascend.engine.scan import Part, scan_of
-from memascend.errors import ConfigError
+from memascend.errors import ConfigError, CorruptionError
 from memascend.pages import PAGE_BYTES
 from memascend.paths import listed
 
@@ -29,6 +29,15 @@ if TYPE_CHECKING:
     from memascend.errors import StorageError
 
 _Path = str | os.PathLike[str]
+
+
+def not_as_written(path: str, what: str) -> CorruptionError:
+    """That a store's checksums are right, and what it says is not what any version of memascend writes."""
+    return CorruptionError(
+        f"{path}: {what}. The checksum is right, so another program wrote that; restore the store from a copy of it, or "
+        "try existing='previous', which opens the commit before",
+        path=path,
+    )
 
 
 class Store(Closing):
@@ -163,12 +172,20 @@ class Store(Closing):
     @property
     def user_state(self) -> Any:
         """The JSON value that was committed last; None where there was none."""
-        return json.loads(self._core.info()["user"] or "null")
+        return self._committed_json("user")
 
     @property
     def hyperparameters(self) -> Any:
         """The hyperparameters that were committed last; None where there were none."""
-        return json.loads(self._core.info()["hyperparameters"] or "null")
+        return self._committed_json("hyperparameters")
+
+    def _committed_json(self, which: Literal["user", "hyperparameters"]) -> Any:
+        info = self._core.info()
+        try:
+            return json.loads(info[which] or "null")
+        except (ValueError, RecursionError) as error:
+            what = {"user": "user_state", "hyperparameters": "the hyperparameters"}[which]
+            raise not_as_written(info["devices"][0], f"{what} of step {info['step']} are no JSON: {error}") from error
 
     def info(self) -> dict[str, Any]:
         """What is known of it: "uuid", "generation", "step", "optimizer", "units", "devices" and sizes in bytes.

@@ -12,6 +12,7 @@ from memascend.checkpoint.manifest import Checkpoint
 from memascend.checkpoint.meta import MetaBuffers
 from memascend.checkpoint.reader import CheckpointValues
 from memascend.checkpoint.weights import open_weights
+from memascend.engine.store import not_as_written
 from memascend.errors import ConfigError, StorageError
 from memascend.optimizers.group_options import options_of, require_as_many
 from memascend.optimizers.state_formats import options_of_formats
@@ -82,6 +83,20 @@ def _require_format(store: Store, entries: list[engines.Entry]) -> None:
             f"{there} to go on with it; or convert it: go on with it so, call optimizer.save(folder), and begin "
             f"another store with offload(checkpoint=folder, {asked}). Nothing was changed"
         )
+
+
+def _hyperparameters(store: Store) -> dict[str, Any]:
+    """What the last commit says of the optimizer, as `Record.hyperparameters` has it."""
+    stored = store.hyperparameters or {}
+    if isinstance(stored, dict):
+        groups = stored.get("groups", [])
+        if isinstance(groups, list):
+            objects = [*groups, stored.get("attributes") or {}, stored.get("loss_scale") or {}]
+            if all(isinstance(one, dict) for one in objects):
+                return stored
+    raise not_as_written(
+        store.info()["devices"][0], f"the hyperparameters of step {store.step} are not those of an optimizer"
+    )
 
 
 def end_log(store: Store, engine: Engine) -> None:
@@ -214,7 +229,7 @@ class FirstValues:
         if held:
             with Progress("reading what is held in memory", 0) as progress:
                 store.refresh(held, progress.reached)
-        return store.hyperparameters or {}
+        return _hyperparameters(store)
 
     def let_go(self) -> None:
         """Files stay mapped no longer."""

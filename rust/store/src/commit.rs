@@ -127,7 +127,8 @@ impl Store {
             let mut index = self.index.lock();
             index.closed = true;
             index.held = None;
-            index.generation > 0 && index.root_flags != 0
+            // Whoever committed nothing leaves both commits as they were found.
+            index.generation > index.found_generation && index.root_flags != 0
         };
         if !reach {
             return Ok(());

@@ -1,6 +1,6 @@
 //! Reads and repairs the two copies of each label and of the description.
 
-use std::{path::Path, sync::Arc};
+use std::{ops::Range, path::Path, sync::Arc};
 
 use memascend_mem::locked;
 use memascend_nvme::{Action, Volume};
@@ -190,10 +190,10 @@ impl Store {
         Ok(true)
     }
 
-    pub(crate) fn put_first_labels(&self) -> Result<()> {
+    /// Writes the first labels of some of the devices.
+    pub(crate) fn put_first_labels(&self, mut of: Range<u32>) -> Result<()> {
         let (uuid, devices) = (self.uuid, self.layout.devices);
-        let put = |index| self.put(devices.label_offset(index), &Label { uuid, index, devices }.encode());
-        (0..devices.count).try_for_each(put)
+        of.try_for_each(|index| self.put(devices.label_offset(index), &Label { uuid, index, devices }.encode()))
     }
 
     pub(crate) fn put_second_labels(&self) -> Result<()> {

@@ -29,7 +29,11 @@ pub enum Error {
     },
 
     /// A store has no commit and never had one: it was being made when whoever made it ended. Nothing was changed.
-    #[error("{}: its first write did not finish, so it holds no state; give existing=\"replace\"", path.display())]
+    #[error(
+        "{}: its first write did not finish, so its run never began and there is nothing to resume: begin it with \
+         existing=\"replace\"",
+        path.display()
+    )]
     Unfilled {
         /// The file or device.
         path: Arc<Path>,

@@ -109,6 +109,8 @@ impl Bits {
 #[derive(Debug)]
 pub(crate) struct Index {
     pub(crate) generation: u64,
+    /// What it was when the store was opened.
+    pub(crate) found_generation: u64,
     /// Committed steps, and what the commit that is being made says they are.
     pub(crate) step: u64,
     pub(crate) next_step: u64,
@@ -160,6 +162,7 @@ impl Index {
         starts.push(layout.pieces());
         Self {
             generation: 0,
+            found_generation: 0,
             step: 0,
             next_step: 0,
             user: String::new(),

@@ -17,6 +17,7 @@ use crate::{
     boot::is_same,
     checksum::Uuid,
     index::Index,
+    label,
     layout::PAGE_BYTES,
     open::bytes_at,
     path::{There, look, refused, resolve},
@@ -76,6 +77,11 @@ impl Roots {
         if let Some((slot, why)) = lost(&pages) {
             pages[slot] = damaged_page(devices, slot as u64, path, why);
         }
+        let rootless = pages.iter().all(|page| matches!(page, Page::Blank | Page::Marked));
+        let blank = pages.iter().position(|page| matches!(page, Page::Blank));
+        if let Some(slot) = blank.filter(|_| rootless && has_second_labels(volume, devices, uuid)) {
+            pages[slot] = damaged_page(devices, slot as u64, path, EMPTIED.into());
+        }
         Self { pages, path: Arc::clone(path) }
     }
 
@@ -111,7 +117,7 @@ impl Roots {
             (Some(root), _) => Ok(root.clone()),
             (None, Some((_, error))) => Err(match error.clone() {
                 Error::Corrupt { path, what, offset, nbytes, why } => {
-                    let why = format!("{why}; the other root is not whole either, so no commit is: {START_ANEW}");
+                    let why = format!("{why}; the other root is not whole either, so no commit is found: {KEEP}");
                     Error::Corrupt { path, what, offset, nbytes, why }
                 }
                 error => error,
@@ -138,6 +144,15 @@ impl Roots {
             ([], _) => self.any().map(|root| (root, 0)),
         }
     }
+}
+
+/// Whether a device has its second label: those come after both pages of the roots have marks.
+fn has_second_labels(volume: &Volume, devices: Devices, uuid: &Uuid) -> bool {
+    (0..devices.count).any(|index| {
+        let place = devices.second_label_offset(volume.size_bytes(), index);
+        let page = place.and_then(|at| bytes_at(volume, at, PAGE_BYTES).ok());
+        page.is_some_and(|page| matches!(label::read(&page), label::Found::Label(of) if of.uuid == *uuid))
+    })
 }
 
 /// The page that is blank though the other root says that something was there: that may have been newer than this.
@@ -312,7 +327,12 @@ impl Store {
     }
 }
 
-const START_ANEW: &str = "begin from a checkpoint, with existing=\"replace\"";
+const EMPTIED: &str = "it is blank, though the store was made as far as to its second labels, which come later: what was \
+                       there is lost";
+
+/// What is said where no commit is found of what was a run.
+pub(crate) const KEEP: &str = "keep what is there and restore the store from a copy, or begin from a checkpoint on another \
+                               path; existing=\"replace\" would write over all that is left";
 
 pub(crate) const NOT_CLOSED: &str = "it was not closed, and was made with durability=\"none\", which keeps nothing \
                                      before close(); give existing=\"replace\"";

@@ -18,10 +18,10 @@ use crate::{
     fields::Malformed,
     label::{self, Found, Label},
     layout::PAGE_BYTES,
-    newest::{Progress, Roots},
+    newest::{KEEP, Progress, Roots},
     path::{OLD, There, check_place, look, names_folder, refused, resolve},
     places::Devices,
-    root::Root,
+    root::{self, Root},
     store::CATALOG_CHUNK_BYTES,
     table::table_checksum,
 };
@@ -124,8 +124,9 @@ impl Store {
         options.size_bytes = Some(layout.total_bytes().max(devices.volume_bytes(&paths)));
         options.private = Some(Privacy::Fresh);
         let former = match there {
-            There::Store(label) | There::Old(label) => Some(label.devices),
-            There::Nothing | There::Unusable(_) => None,
+            There::Store(label) => Some(Found::Label(label)),
+            There::Old(label) => Some(Found::Old(label)),
+            There::Nothing | There::Unfilled | There::Unusable(_) => None,
         };
         let volume = claim.open(&options)?;
         let uuid = how.uuid.map_or_else(random_uuid, Ok)?;
@@ -144,18 +145,18 @@ impl Store {
     pub fn open_watched(paths: &[impl AsRef<Path>], how: &Create, progress: &mut Progress<'_>) -> Result<Self> {
         let (store, roots) = Self::prepare_at(paths, how)?;
         store.settle(&roots, how, &|_| Ok(()), progress)?;
+        store.volume.keep();
         Ok(store)
     }
 
-    /// A store that is there, without any commit of it, and its roots.
+    /// A store that is there, without any commit of it, and its roots. What opening its files changed of them is changed
+    /// back at the end, unless the volume is kept.
     pub(crate) fn prepare_at(paths: &[impl AsRef<Path>], how: &Create) -> Result<(Self, Roots)> {
         let paths: Vec<PathBuf> = paths.iter().map(|path| resolve(path.as_ref())).collect();
         there_is(&look(&paths)?, &paths)?;
         let claim = Claim::new(&paths, Missing::Refuse)?;
         let label = there_is(&look(&paths)?, &paths)?;
-        let (store, roots) = Self::prepare_claimed(claim, &label, how)?;
-        store.volume.keep();
-        Ok((store, roots))
+        Self::prepare_claimed(claim, &label, how)
     }
 
     fn prepare_claimed(claim: Claim, label: &Label, how: &Create) -> Result<(Self, Roots)> {
@@ -189,10 +190,11 @@ impl Store {
         Self::prepare(volume, devices, how)
     }
 
-    /// Writes labels and description. There is no root yet, so this is no store that can be opened.
+    /// Writes labels and description. There is no root yet, so this is no store that can be opened. Whoever dies in it leaves
+    /// what was there, or what is known as ours: the first label comes before anything else.
     fn format(
         volume: Volume,
-        (devices, former): (Devices, Option<Devices>),
+        (devices, former): (Devices, Option<Found>),
         description: Description,
         uuid: Uuid,
         how: &Create,
@@ -202,28 +204,35 @@ impl Store {
             let (needed, size) = (layout.total_bytes(), volume.size_bytes());
             return Err(Error::Invalid(format!("the store needs {needed} bytes, and the volume holds {size}")));
         }
-        let former = former.map_or_else(|| labelled_before(&volume, devices), Ok)?;
+        let former = former.map_or_else(|| labelled_before(&volume, devices), |label| Ok(Some(label)))?;
         let store = Self::new(volume, uuid, description, layout, how)?;
-        let blank = vec![0; PAGE_BYTES as usize];
-        // First the old roots go, so that no crash leaves an old root beside a new description, and so that a second
-        // label that a former store left where no new one comes is that of no store any more.
-        for slot in 0..2 {
-            let (device, offset) = former.on_device(former.root_offset(slot));
-            let before = devices.in_volume(device, offset);
-            if before + PAGE_BYTES <= store.volume.size_bytes() {
-                store.put(before, &blank)?;
+        let flush = || store.volume.flush(Wait::forever());
+        // First the old roots go, so that a second label that a former store left where no new one comes is that of no
+        // store any more.
+        if let Some((of, page)) = former.and_then(without_root) {
+            for slot in 0..2 {
+                let (device, offset) = of.on_device(of.root_offset(slot));
+                let before = devices.in_volume(device, offset);
+                if before + PAGE_BYTES <= store.volume.size_bytes() {
+                    store.put(before, &page)?;
+                }
             }
+            flush()?;
         }
+        // The device with the pages of the roots comes first: where those are blank, the others may lack their labels.
+        store.put_first_labels(0..1)?;
+        flush()?;
+        store.put_first_labels(1..devices.count)?;
+        flush()?;
         for slot in 0..2 {
             store.mark_no_root(slot)?;
         }
-        store.volume.flush(Wait::forever())?;
+        flush()?;
         for offset in store.layout.places.description {
             store.put(offset, &store.description.encode())?;
         }
         store.put_second_labels()?;
-        store.put_first_labels()?;
-        store.volume.flush(Wait::forever())?;
+        flush()?;
         Ok(store)
     }
 
@@ -238,6 +247,14 @@ impl Store {
             why,
         };
         let uuid = labelled(&volume, devices)?;
+        let (size, roots_end) = (volume.size_bytes(), devices.root_offset(1) + PAGE_BYTES);
+        if size < roots_end {
+            let why = format!(
+                "{size} bytes of it are there, and its roots end at {roots_end}: it was truncated, and no commit is \
+                 found: {KEEP}"
+            );
+            return Err(corrupt("the store", (size, roots_end - size), why));
+        }
         let roots = Roots::read(&volume, devices, &uuid, &path);
         let root = roots.any()?;
         if let Err(unread) = root.known() {
@@ -265,7 +282,7 @@ impl Store {
             return Err(self.corrupt("the table".into(), whole, why));
         }
         let mut index = self.index.lock();
-        index.generation = root.generation;
+        (index.generation, index.found_generation) = (root.generation, root.generation);
         (index.root_flags, index.root_generation, index.run) = (root.flags, root.generation, root.run);
         index.user_bytes = Vec::with_capacity(self.description.user_bytes_max as usize);
         index.hyperparameters_bytes = Vec::with_capacity(self.description.hyperparameters_bytes_max as usize);
@@ -319,9 +336,10 @@ impl Store {
 fn decide(there: &There, existing: Existing, paths: &[PathBuf]) -> Result<Option<Label>> {
     match (there, existing) {
         (There::Nothing, Existing::Previous) => refused(&paths[0], "there is no store"),
-        (There::Nothing, _) | (There::Store(_) | There::Old(_) | There::Unusable(_), Existing::Replace) => Ok(None),
+        (There::Nothing, _) | (_, Existing::Replace) => Ok(None),
         (There::Old(_), Existing::Resume | Existing::Previous) => refused(&paths[0], OLD),
         (There::Unusable(why), _) => refused(&paths[0], why),
+        (There::Unfilled, _) => Err(Error::Unfilled { path: paths[0].as_path().into() }),
         (There::Store(_) | There::Old(_), Existing::Refuse) => Err(Error::Invalid(format!(
             "a store is there already, at {}: open it with existing=\"resume\", or give existing=\"replace\"",
             paths[0].display()
@@ -336,21 +354,30 @@ fn there_is(there: &There, paths: &[PathBuf]) -> Result<Label> {
         There::Store(label) => Ok(*label),
         There::Nothing => refused(&paths[0], "there is no store"),
         There::Old(_) => refused(&paths[0], OLD),
+        There::Unfilled => Err(Error::Unfilled { path: paths[0].as_path().into() }),
         There::Unusable(why) => refused(&paths[0], why),
     }
 }
 
-/// The geometry of the store that the volume's first labels still belong to; its own where there is none.
-fn labelled_before(volume: &Volume, devices: Devices) -> Result<Devices> {
+/// The first label of a store that the volume's devices still belong to.
+fn labelled_before(volume: &Volume, devices: Devices) -> Result<Option<Found>> {
     for index in 0..devices.count {
-        if let Found::Label(label) | Found::Old(label) =
-            label::read(&bytes_at(volume, devices.label_offset(index), PAGE_BYTES)?)
-            && label.devices.count == devices.count
-        {
-            return Ok(label.devices);
+        let found = label::read(&bytes_at(volume, devices.label_offset(index), PAGE_BYTES)?);
+        if matches!(&found, Found::Label(label) | Found::Old(label) if label.devices.count == devices.count) {
+            return Ok(Some(found));
         }
     }
-    Ok(devices)
+    Ok(None)
+}
+
+/// The geometry of a store, and what stands in the page of a root that it has no more.
+fn without_root(former: Found) -> Option<(Devices, Vec<u8>)> {
+    match former {
+        Found::Label(label) => Some((label.devices, root::mark(&label.uuid))),
+        // Version 1 has no marks.
+        Found::Old(label) => Some((label.devices, vec![0; PAGE_BYTES as usize])),
+        _ => None,
+    }
 }
 
 /// Bytes of the volume, from a page on; the caller has bounded how many.

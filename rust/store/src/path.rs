@@ -34,6 +34,8 @@ pub(crate) enum There {
     Store(Label),
     /// A store of version 1, or one whose upgrade was interrupted; likewise.
     Old(Label),
+    /// A store of which some devices got their labels: whoever made it ended there.
+    Unfilled,
     /// A store of ours that cannot be opened, and why.
     Unusable(String),
 }
@@ -69,6 +71,9 @@ pub(crate) fn look(paths: &[PathBuf]) -> Result<There> {
                 *found = second.map_or_else(|| found.clone(), Found::Label);
             }
         }
+    }
+    if was_begun(paths, &found) {
+        return Ok(There::Unfilled);
     }
     let (mut first, mut is_old) = (None, false);
     for (index, (path, found)) in (0_u32..).zip(paths.iter().zip(&found)) {
@@ -106,6 +111,30 @@ pub(crate) fn look(paths: &[PathBuf]) -> Result<There> {
     }
     let there = if is_old { There::Old } else { There::Store };
     first.map(there).ok_or_else(|| Error::Invalid("a store needs at least one path".into()))
+}
+
+/// Whether the first device got its label, and some other none yet: what is there is blank, or of the store before. The
+/// pages of the roots, which lie on the first device or right behind on the others, are written after all labels.
+fn was_begun(paths: &[PathBuf], found: &[Found]) -> bool {
+    let [Found::Label(first), others @ ..] = found else { return false };
+    let belongs = |found: &Found| matches!(found, Found::Label(label) if label.uuid == first.uuid);
+    let is_ours = |found: &Found| matches!(found, Found::Blank | Found::Label(_) | Found::Old(_));
+    let lacks_root = |slot| {
+        let (device, offset) = first.devices.on_device(first.devices.root_offset(slot));
+        let mut page = vec![0; PAGE_BYTES as usize];
+        // A file that is made after the labels of others is empty.
+        let Ok(file) = File::open(&paths[device as usize]) else { return device > 0 };
+        match file.read_exact_at(&mut page, offset) {
+            Ok(()) => matches!(root::read(&page, &first.uuid), Ok(root::Found::Blank)),
+            Err(_) => device > 0,
+        }
+    };
+    let devices = first.devices.count as usize;
+    devices == paths.len()
+        && first.index == 0
+        && others.iter().all(is_ours)
+        && !others.iter().all(belongs)
+        && (0..2).all(lacks_root)
 }
 
 const FOREIGN: &str = "it holds something that is no memascend store; nothing was changed. Choose another path, or if \

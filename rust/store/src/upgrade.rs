@@ -51,6 +51,7 @@ impl Store {
             There::Store(_) => return Ok(false),
             There::Old(label) => label,
             There::Nothing => return refused(&paths[0], "there is no store"),
+            There::Unfilled => return Err(Error::Unfilled { path: paths[0].as_path().into() }),
             There::Unusable(why) => return refused(&paths[0], &why),
         };
         let mut options = how.volume.clone();
@@ -163,7 +164,7 @@ impl Store {
         }
         self.put_second_labels()?;
         self.volume.flush(Wait::forever())?;
-        self.put_first_labels()?;
+        self.put_first_labels(0..self.layout.devices.count)?;
         self.volume.flush(Wait::forever())?;
         Ok(())
     }

@@ -13,32 +13,10 @@ use std::{
 use memascend_mem::Wait;
 use memascend_nvme::sim::{Faults, SimDisk};
 use memascend_store::{Create, Durability, Error, Existing, Store};
+use toy::Folder;
 
 fn ok<T, E: std::fmt::Display>(result: Result<T, E>) -> T {
     result.unwrap_or_else(|error| panic!("{error}"))
-}
-
-/// A folder of its own, gone in the end.
-struct Folder(PathBuf);
-
-impl Folder {
-    fn new(name: &str) -> Self {
-        // Not in memory, where no store can be.
-        let path = std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}-{}", std::process::id()));
-        drop(fs::remove_dir_all(&path));
-        ok(fs::create_dir_all(&path));
-        Self(path)
-    }
-
-    fn paths(&self, count: usize) -> Vec<PathBuf> {
-        (0..count).map(|index| self.0.join(format!("device-{index}"))).collect()
-    }
-}
-
-impl Drop for Folder {
-    fn drop(&mut self) {
-        drop(fs::remove_dir_all(&self.0));
-    }
 }
 
 fn how(existing: Existing, stripe_bytes: u64) -> Create {

@@ -130,8 +130,16 @@ fn a_root_of_zeros_is_found_wherever_it_was() {
         is_lost(&without_root(&disk, pages(last).1), last);
     }
     let disk = trained(0, false);
-    let refused = error_of(&without_root(&disk, pages(0).0), &newest()).to_string();
-    assert!(refused.contains("first write did not finish"), "{refused}");
+    let (one, both) = (without_root(&disk, pages(0).0), without_root(&without_root(&disk, pages(0).0), pages(0).1));
+    for lost in [one, both, without_root(&without_root(&trained(3, false), pages(3).0), pages(3).1)] {
+        let before = lost.bytes();
+        for how in [newest(), previous()] {
+            let refused = error_of(&lost, &how);
+            let text = refused.to_string();
+            assert!(matches!(refused, Error::Corrupt { .. }) && text.contains("keep what is there"), "{text}");
+        }
+        assert!(lost.bytes() == before, "a refused call changed something");
+    }
 }
 
 #[test]

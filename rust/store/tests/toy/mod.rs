@@ -2,7 +2,11 @@
 
 #![allow(clippy::allow_attributes, dead_code, reason = "each test file uses its part of it")]
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    sync::atomic::{AtomicU64, Ordering},
+};
 
 use memascend_mem::Wait;
 use memascend_nvme::{
@@ -125,6 +129,29 @@ pub(crate) fn check(store: &Store, seed: &str) -> u64 {
         }
     }
     info.step
+}
+
+/// A folder of its own, gone in the end.
+pub(crate) struct Folder(PathBuf);
+
+impl Folder {
+    pub(crate) fn new(name: &str) -> Self {
+        // Not in memory, where no store can be.
+        let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}-{}", std::process::id()));
+        drop(fs::remove_dir_all(&path));
+        fs::create_dir_all(&path).unwrap_or_else(|error| panic!("{error}"));
+        Self(path)
+    }
+
+    pub(crate) fn paths(&self, count: usize) -> Vec<PathBuf> {
+        (0..count).map(|index| self.0.join(format!("device-{index}"))).collect()
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        drop(fs::remove_dir_all(&self.0));
+    }
 }
 
 pub(crate) fn disks(count: usize) -> Vec<SimDisk> {
