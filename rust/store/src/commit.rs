@@ -89,6 +89,8 @@ impl Store {
                 Durability::None => Reach::Memory,
             }
         };
+        // Length and mode that opening its files gave them stay from here on.
+        self.volume.keep();
         let result = self.carry_out(commit, reach, agree);
         let mut index = self.index.lock();
         index.committing = false;

@@ -113,7 +113,6 @@ impl Store {
             };
             let (store, roots) = Self::prepare_claimed(claim, &label, how)?;
             store.settle(&roots, how, &fits, progress)?;
-            store.volume.keep();
             return Ok((store, false));
         }
         let stripe_bytes = how.volume.stripe_bytes.unwrap_or(STRIPE_BYTES_DEFAULT);
@@ -145,12 +144,11 @@ impl Store {
     pub fn open_watched(paths: &[impl AsRef<Path>], how: &Create, progress: &mut Progress<'_>) -> Result<Self> {
         let (store, roots) = Self::prepare_at(paths, how)?;
         store.settle(&roots, how, &|_| Ok(()), progress)?;
-        store.volume.keep();
         Ok(store)
     }
 
     /// A store that is there, without any commit of it, and its roots. What opening its files changed of them is changed
-    /// back at the end, unless the volume is kept.
+    /// back at the end, unless something is committed.
     pub(crate) fn prepare_at(paths: &[impl AsRef<Path>], how: &Create) -> Result<(Self, Roots)> {
         let paths: Vec<PathBuf> = paths.iter().map(|path| resolve(path.as_ref())).collect();
         there_is(&look(&paths)?, &paths)?;

@@ -1,0 +1,115 @@
+//! Tests that an opening that is refused leaves a file as it was: its bytes, its length and its mode.
+
+mod logged;
+mod toy;
+
+use std::{
+    fs,
+    os::unix::fs::PermissionsExt,
+    path::{Path, PathBuf},
+};
+
+use memascend_mem::Wait;
+use memascend_nvme::sim::Rng;
+use memascend_store::{Create, Durability, Existing, Store};
+use toy::Folder;
+
+const COMMITS: u64 = 6;
+
+fn ok<T, E: std::fmt::Display>(result: Result<T, E>) -> T {
+    result.unwrap_or_else(|error| panic!("{error}"))
+}
+
+fn how(existing: Existing, durability: Durability) -> Create {
+    let mut how = Create::default();
+    (how.existing, how.durability) = (existing, durability);
+    how
+}
+
+/// The file of a run with a log that ended without a word.
+fn killed(path: &Path, durability: Durability) -> Vec<u8> {
+    let (store, _) = ok(Store::create(&[path], toy::description(), &how(Existing::Replace, durability)));
+    let states = logged::states(&store, COMMITS);
+    ok(logged::commit(&store, &states, 0));
+    assert_eq!(ok(store.keep_log(&logged::HELD, 3)), 3);
+    (1..=COMMITS).for_each(|commit| ok(logged::commit(&store, &states, commit)));
+    store.end();
+    drop(store);
+    ok(fs::read(path))
+}
+
+/// Ways to damage it.
+fn damaged(whole: &[u8]) -> Vec<(String, Vec<u8>)> {
+    let mut all = Vec::new();
+    for length in
+        [4096, 4097, 12_287, 12_288, whole.len() / 2, whole.len() / 2 + 100, whole.len() - 4096, whole.len() - 1]
+    {
+        all.push((format!("cut to {length}"), whole[..length].to_vec()));
+    }
+    let mut rng = Rng::new(7);
+    let last = whole.len() - whole.iter().rev().position(|&byte| byte != 0).unwrap_or(0);
+    for number in 0..toy::many(400, 20) {
+        let mut bytes = whole.to_vec();
+        for _ in 0..=number % 3 {
+            // Often in the catalog, which comes first.
+            let at = if number % 2 == 0 { rng.below(last) } else { rng.below(20 * 4096) };
+            bytes[at] ^= 1;
+        }
+        all.push((format!("flips {number}"), bytes));
+    }
+    let heads = (0..whole.len()).step_by(4096).filter(|&at| whole[at..].starts_with(b"mascstep"));
+    for at in heads {
+        let mut bytes = whole.to_vec();
+        [at, at + 100, at - 4096].into_iter().for_each(|at| bytes[at] ^= 1);
+        all.push((format!("three flips of the log at {at}"), bytes));
+    }
+    let mut bytes = whole.to_vec();
+    bytes[4096..12_288].fill(0);
+    all.push(("no roots".into(), bytes));
+    all
+}
+
+/// Opens a store and ends its log, as a run does that goes on, and closes it.
+fn gone_on(path: &PathBuf, how: &Create) -> Result<(), String> {
+    let store = Store::open(std::slice::from_ref(path), how).map_err(|error| error.to_string())?;
+    let replayed = store.check_log(&mut || true).and_then(|()| logged::replayed(&store));
+    let settled = replayed.and_then(|state| logged::settled(&store, &state));
+    let closed = store.close(Wait::forever());
+    settled.and(closed).map_err(|error| error.to_string())
+}
+
+#[test]
+fn what_is_refused_is_as_it_was() {
+    let folder = Folder::new("refusals");
+    let path = folder.paths(1).remove(0);
+    for durability in [Durability::Step, Durability::Close] {
+        let mut refused = 0;
+        for (way, bytes) in damaged(&killed(&path, durability)) {
+            for existing in [Existing::Resume, Existing::Previous] {
+                ok(fs::write(&path, &bytes));
+                ok(fs::set_permissions(&path, fs::Permissions::from_mode(0o640)));
+                if let Err(why) = gone_on(&path, &how(existing, durability)) {
+                    refused += 1;
+                    assert!(ok(fs::read(&path)) == bytes, "{way}, {existing:?}: {why}");
+                    assert_eq!(ok(fs::metadata(&path)).permissions().mode() & 0o777, 0o640, "{way}: {why}");
+                }
+            }
+        }
+        assert!(refused > 30, "{refused}");
+    }
+}
+
+#[test]
+fn looking_changes_nothing() {
+    let folder = Folder::new("looking");
+    let path = folder.paths(1).remove(0);
+    let whole = killed(&path, Durability::Close);
+    // With a tail, as a copy may have.
+    let bytes = [&whole[..], b"tail"].concat();
+    ok(fs::write(&path, &bytes));
+    let paths = [&path];
+    drop(ok(Store::look(&paths, &Create::default())));
+    drop(ok(Store::examine(&paths, &Create::default(), &mut |_, _| true)));
+    drop(ok(Store::commits(&paths, &Create::default())));
+    assert!(ok(fs::read(&path)) == bytes);
+}
