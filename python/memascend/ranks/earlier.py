@@ -13,7 +13,7 @@ import torch
 
 from memascend.engine import Store, order_of
 from memascend.errors import ConfigError
-from memascend.ranks.opening import common_of, seen_at
+from memascend.ranks.opening import common_of, is_at, require_own, seen_at
 from memascend.ranks.rows import BLOCK_ELEMENTS
 from memascend.ranks.transfer import Piece, Transfer
 
@@ -46,6 +46,7 @@ class Earlier:
         owners: by the old rank, which of now reads it.
         exchange: how the ranks of now talk; None for one.
         stores: by the old rank, those that are open here.
+        identity: of the commit that they are opened at, which the new stores go on from.
     """
 
     def __init__(self, files: Sequence[Path], owners: Sequence[int], exchange: Exchange | None) -> None:
@@ -54,6 +55,7 @@ class Earlier:
         self.exchange = exchange
         self.rank, self.count = (0, 1) if exchange is None else (exchange.rank, exchange.size)
         self.stores: dict[int, Store] = {}
+        self.identity = bytes(16)
         self._open = contextlib.ExitStack()
 
     def open(self) -> None:
@@ -61,9 +63,13 @@ class Earlier:
         owned = [number for number, owner in enumerate(self.owners) if owner == self.rank]
         told = self.tell("what earlier stores have", [[number, seen_at(str(self.files[number]))] for number in owned])
         seen = {number: one for each in told for number, one in each}
-        common = common_of([seen[number] for number in range(len(self.files))]) if len(self.files) > 1 else None
+        each = [seen[number] for number in range(len(self.files))]
+        require_own(each)
+        common = 0
+        if len(each) > 1:
+            common, self.identity = common_of(each)
         for number in owned:
-            newest = common is None or seen[number]["commits"][0]["number"] == common
+            newest = not common or is_at(seen[number]["commits"][0], common, self.identity)
             store = Store.open(self.files[number], existing="resume" if newest else "previous")
             self._open.callback(store.close)
             self.stores[number] = store
@@ -192,8 +198,6 @@ class EarlierValues:
         self._describe = describe
         self._optimizer = optimizer
         earlier.open()
-        for number, store in earlier.stores.items():
-            store.set_first_elements({name: self._first_element(name, number) for name in shapes})
         said = {
             str(number): [store.step, store.user_state, store.hyperparameters]
             for number, store in earlier.stores.items()
@@ -219,6 +223,8 @@ class EarlierValues:
         gone = there.keys() - self._shapes.keys()
         if gone:
             raise ConfigError(f"the model has no {min(gone)!r}, which the earlier stores have: nothing was changed")
+        for number, store in self._earlier.stores.items():
+            store.set_first_elements({name: self._first_element(name, number) for name in self._shapes})
 
     def hyperparameters(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
         """Those that were committed last."""

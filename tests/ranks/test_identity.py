@@ -1,0 +1,244 @@
+"""Tests that stores go on where they belong alone: with their rank, in one continuation of the run, on their host."""
+
+import json
+import shutil
+import socket
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import memascend
+from memascend.engine import Entry, Store, commits
+from memascend.errors import RankError
+from memascend.ranks.agreement import Agreement
+from memascend.ranks.opening import choose
+
+HOST = socket.gethostname()
+
+
+class Talk:
+    """An exchange between threads instead of processes."""
+
+    def __init__(self, size):
+        self.said = [None] * size
+        self.barrier = threading.Barrier(size, timeout=10)
+
+    def of(self, rank):
+        return Talker(self, rank)
+
+
+class Talker:
+    broken = None
+    failures = 0
+
+    def __init__(self, talk, rank):
+        self.talk, self.rank, self.size = talk, rank, len(talk.said)
+
+    def tell(self, about, said, *, remedy=""):
+        self.talk.said[self.rank] = json.dumps([about, said])
+        self.meet()
+        told = [json.loads(one) for one in self.talk.said]
+        self.meet()
+        assert {one[0] for one in told} == {about}, told
+        return [one[1] for one in told]
+
+    def meet(self):
+        try:
+            self.talk.barrier.wait()
+        except threading.BrokenBarrierError as error:
+            raise RankError("another rank failed", ranks=()) from error
+
+    def fail(self, error):
+        self.talk.barrier.abort()
+
+
+class Life:
+    """All ranks open their stores in a folder, commit up to a step and close them: from which one, or the error."""
+
+    def __init__(self, folder, until, *, size=2, existing="resume", **given):
+        self.folder, self.until, self.existing, self.given = folder, until, existing, given
+        self.began = [None] * size
+        self.errors = [None] * size
+        talk = Talk(size)
+        threads = [threading.Thread(target=self._run, args=(talk.of(rank),)) for rank in range(size)]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+
+    def _run(self, exchange):
+        try:
+            self.began[exchange.rank] = self._lived(exchange)
+        except memascend.MemascendError as error:
+            self.errors[exchange.rank] = str(error)
+
+    def _lived(self, exchange):
+        path = self.given.get("paths", {}).get(exchange.rank, self.folder / f"rank-{exchange.rank}")
+        entries = [Entry(name="rows", values=torch.full((5,), float(exchange.rank)), state={})]
+        opening = choose(path, exchange, self.existing, self.given.get("others", {}).get(exchange.rank))
+        store, agreement = opening.open(
+            lambda existing: Store.create(path, entries, existing=existing, fill=False), self.given.get("earlier")
+        )
+        with store:
+            began = -1 if store.created else store.step
+            while began < 0 or store.step < self.until:
+                step = 0 if began < 0 else store.step + 1
+                with agreement.step():
+                    store.stage("rows", torch.full((5,), 100.0 * exchange.rank + step), {}, step=step)
+                    store.commit(step)
+                began = max(began, 0)
+            values = store.read("rows")[0]
+            assert bool((values == 100.0 * exchange.rank + store.step).all())
+        return began
+
+
+def named(folder, rank):
+    """What the newest commit of a rank's store says."""
+    return commits(folder / f"rank-{rank}")[0][0]
+
+
+def refused(folder, words, **options):
+    """It is refused on all ranks with these words, and nothing is changed."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    before = [path.read_bytes() for path in files]
+    life = Life(folder, 9, **options)
+    assert all(words in (error or "") for error in life.errors), life.errors
+    assert sorted(path for path in folder.rglob("*") if path.is_file()) == sorted(files)
+    assert [path.read_bytes() for path in files] == before
+
+
+def swap(one, other):
+    aside = one.with_name("aside")
+    one.rename(aside)
+    other.rename(one)
+    aside.rename(other)
+
+
+# --- whose store it is ------------------------------------------------------------------------
+
+
+def test_a_store_knows_its_rank(tmp_path):
+    assert Life(tmp_path, 3).began == [0, 0]
+    assert [(named(tmp_path, rank).rank, named(tmp_path, rank).ranks) for rank in range(2)] == [(0, 2), (1, 2)]
+    assert named(tmp_path, 0).identity == named(tmp_path, 1).identity != bytes(16)
+    assert Life(tmp_path, 5).began == [3, 3]
+    first, second = tmp_path / "rank-0", tmp_path / "rank-1"
+    swap(first, second)
+    for existing in ("resume", "previous"):
+        refused(tmp_path, f"rank 1: {second} on {HOST} is the store of rank 0 of 2", existing=existing)
+    swap(first, second)
+    shutil.copy(first, tmp_path / "kept")
+    shutil.copy(second, first)
+    refused(tmp_path, f"rank 0: {first} on {HOST} is the store of rank 1 of 2; nothing was changed: a store was copied")
+    (tmp_path / "kept").rename(first)
+    assert Life(tmp_path, 6).began == [5, 5]
+
+
+def test_as_many_ranks_as_there_were(tmp_path):
+    Life(tmp_path, 1, size=3)
+    refused(tmp_path, "is the store of rank 0 of 3", size=2)
+
+
+def test_one_process_refuses_the_store_of_a_rank(tmp_path):
+    def offloaded(existing):
+        model = nn.Linear(4, 3, bias=False)
+        return memascend.offload(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), storage=tmp_path / "run", existing=existing
+        )[1]
+
+    offloaded("refuse").close()
+    with Store.open(tmp_path / "run") as store:
+        # As a rank commits it whose store an earlier version made, which does not know its first elements.
+        Agreement(Talk(1).of(0), bytes(16), 4, bytes(16), bytes(16)).lead(store)
+        store._shared.exchange.rank, store._shared.exchange.size = 1, 2
+        store._shared.exchange.tell = lambda _, said, **__: [said]
+        store.stage("weight", torch.zeros(3, 4), {}, step=1)
+        store.commit(1)
+    before = (tmp_path / "run").read_bytes()
+    with pytest.raises(memascend.ConfigError, match="is that of rank 1 of 2, and this is one process"):
+        offloaded("resume")
+    assert (tmp_path / "run").read_bytes() == before
+
+
+# --- which continuation it is of ----------------------------------------------------------------
+
+
+def forked(tmp_path, steps):
+    """A run of three steps that goes on twice: the first rank's store is of one continuation, the second's of another."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    one.mkdir()
+    Life(one, 3)
+    shutil.copytree(one, other)
+    for folder in (one, other):
+        assert Life(folder, 3 + steps).began == [3, 3]
+    assert named(one, 0).number == named(other, 0).number
+    assert named(one, 0).identity != named(other, 0).identity
+    shutil.copy(other / "rank-1", one / "rank-1")
+    return one
+
+
+def test_two_continuations_of_a_run_do_not_go_on_together(tmp_path):
+    refused(forked(tmp_path, 2), "no commit is there on every rank, as the run was continued more than once")
+
+
+def test_ranks_of_two_continuations_go_on_where_they_parted_while_all_have_that(tmp_path):
+    assert Life(forked(tmp_path, 1), 5).began == [3, 3]
+
+
+def test_going_back_forks_a_run(tmp_path):
+    Life(tmp_path, 3)
+    shutil.copy(tmp_path / "rank-1", tmp_path / "kept")
+    # Closing wrote no second root of the step.
+    assert Life(tmp_path, 3, existing="previous").began == [2, 2]
+    (tmp_path / "kept").rename(tmp_path / "rank-1")
+    assert Life(tmp_path, 4).began == [2, 2]
+
+
+def test_new_stores_go_on_from_the_identity_of_the_earlier_ones(tmp_path, monkeypatch):
+    class Earlier:
+        identity = bytes(range(16))
+
+    told, make = [], Agreement.__init__
+    monkeypatch.setattr(Agreement, "__init__", lambda self, *given: told.append(given[3]) or make(self, *given))
+    for name, earlier in (("one", Earlier), ("other", None)):
+        (tmp_path / name).mkdir()
+        Life(tmp_path / name, 0, earlier=earlier)
+    assert told == [Earlier.identity] * 2 + [bytes(16)] * 2
+
+
+def test_stores_of_an_earlier_version_are_adopted_once(tmp_path, caplog, monkeypatch):
+    with monkeypatch.context() as patch:
+        commit = Agreement.commit
+        before = lambda make: lambda run, agree: make((*run[:2], bytes(16), 0, 0), agree)  # noqa: E731
+        patch.setattr(Agreement, "commit", lambda self, make: commit(self, before(make)))
+        Life(tmp_path, 3)
+    assert named(tmp_path, 0).identity == bytes(16)
+    caplog.clear()
+    assert Life(tmp_path, 5).began == [3, 3]
+    assert "commit 4 of all ranks is taken as it is" in caplog.text
+    caplog.clear()
+    assert Life(tmp_path, 6).began == [5, 5]
+    assert not caplog.text
+    swap(tmp_path / "rank-0", tmp_path / "rank-1")
+    refused(tmp_path, "is the store of rank 1 of 2")
+
+
+# --- several hosts --------------------------------------------------------------------------------
+
+
+def test_ranks_that_are_numbered_otherwise_do_not_begin_anew(tmp_path):
+    """Each rank sees a folder of its own."""
+    hosts = [tmp_path / "a", tmp_path / "b"]
+    [host.mkdir() for host in hosts]
+    Life(tmp_path, 2, paths={rank: hosts[rank] / f"rank-{rank}" for rank in range(2)})
+    paths = {rank: hosts[1 - rank] / f"rank-{rank}" for rank in range(2)}
+    others = {rank: {1 - rank: [str(hosts[1 - rank] / f"rank-{1 - rank}")]} for rank in range(2)}
+    for existing in ("refuse", "resume", "previous", "replace"):
+        there = f"{hosts[0] / 'rank-0'} on {HOST} is the store of rank 0 of 2"
+        refused(tmp_path, there, paths=paths, others=others, existing=existing)
+    # What was never filled is in nobody's way.
+    for rank in range(2):
+        file = hosts[rank] / f"rank-{rank}"
+        file.unlink()
+        file.touch()
+    assert Life(tmp_path, 2, paths=paths, others=others).began == [0, 0]
