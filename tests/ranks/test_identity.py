@@ -4,10 +4,14 @@ import json
 import shutil
 import socket
 import threading
+from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from support.bits import same_bits
+from support.ranks import on_ranks
+from torch import distributed, nn
+from torch.distributed.fsdp import fully_shard
 
 import memascend
 from memascend.engine import Entry, Store, commits
@@ -36,7 +40,7 @@ class Talker:
     def __init__(self, talk, rank):
         self.talk, self.rank, self.size = talk, rank, len(talk.said)
 
-    def tell(self, about, said, *, remedy=""):
+    def tell(self, about, said, **_):
         self.talk.said[self.rank] = json.dumps([about, said])
         self.meet()
         told = [json.loads(one) for one in self.talk.said]
@@ -50,7 +54,7 @@ class Talker:
         except threading.BrokenBarrierError as error:
             raise RankError("another rank failed", ranks=()) from error
 
-    def fail(self, error):
+    def fail(self, _):
         self.talk.barrier.abort()
 
 
@@ -164,7 +168,7 @@ def test_one_process_refuses_the_store_of_a_rank(tmp_path):
 
 
 def forked(tmp_path, steps):
-    """A run of three steps that goes on twice: the first rank's store is of one continuation, the second's of another."""
+    """A run of three steps that goes on twice: rank 0's store is of one continuation, and rank 1's of the other."""
     one, other = tmp_path / "one", tmp_path / "other"
     one.mkdir()
     Life(one, 3)
@@ -242,3 +246,79 @@ def test_ranks_that_are_numbered_otherwise_do_not_begin_anew(tmp_path):
         file.unlink()
         file.touch()
     assert Life(tmp_path, 2, paths=paths, others=others).began == [0, 0]
+
+
+# --- whole runs -----------------------------------------------------------------------------------
+
+
+def trained(storage, steps=0, **options):
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(16, 64, bias=False))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = memascend.offload(model, optimizer, storage=storage, existing="resume", timeout=20.0, **options)
+    for _ in range(steps):
+        model(torch.ones(2, 16)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def said(storage):
+    try:
+        trained(storage).close()
+    except memascend.MemascendError as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+LEFT_OPEN = []
+
+
+def runs_of_two(folder):
+    """What two ranks meet that are numbered otherwise than before, or whose stores are; and what a log ends at."""
+    folder, rank = Path(folder), distributed.get_rank()
+    host, other = folder / f"host-{rank}", folder / f"host-{1 - rank}"
+    found = {}
+    trained(host / "folder", 2).close()
+    distributed.barrier()
+    found["folder"] = said(other / "folder")
+    trained(f"{host}/run-{{rank}}", 2).close()
+    distributed.barrier()
+    found["path"] = said(f"{other}/run-{{rank}}")
+    trained(folder / "both", 2).close()
+    distributed.barrier()
+    if rank == 0:
+        swap(folder / "both" / "rank-0-of-2", folder / "both" / "rank-1-of-2")
+    distributed.barrier()
+    found["swapped"] = said(folder / "both")
+    logged = trained(folder / "logged", 3, state="bf16", host_memory="1GiB", log_steps=8)
+    # As where it is killed: what is held is in the log alone.
+    LEFT_OPEN.append(logged)
+    store = logged._session.run.resources.store
+    values, state = store.read("weight")
+    return found, store.info()["log_steps"], {"": values, **state}
+
+
+@pytest.mark.timeout(200)
+def test_whole_runs_find_their_stores_or_say_where_they_are(tmp_path):
+    of_ranks = on_ranks(2, runs_of_two, tmp_path)
+    for rank, (found, steps, tensors) in enumerate(of_ranks):
+        for name, place in (("folder", "folder/rank-1-of-2"), ("path", "run-1")):
+            assert found[name].startswith("ConfigError: rank 0: holds no store"), found
+            assert f"host-1/{place}" in found[name], found
+            assert "is the store of rank 1 of 2" in found[name], found
+        assert "both/rank-0-of-2/ on" in found["swapped"], found
+        assert "is the store of rank 1 of 2" in found["swapped"], found
+        # Whoever looks at a store that has a log draws what the run drew, by the elements' numbers.
+        with Store.open(tmp_path / "logged" / f"rank-{rank}-of-2") as store:
+            assert store.info()["log_steps"] == steps > 0
+            values, state = store.read("weight")
+        assert all(same_bits(tensors[name], tensor) for name, tensor in {"": values, **state}.items())
+    model = nn.Linear(16, 32, bias=False)
+    with pytest.raises(memascend.ConfigError, match="it has the rows of one of several ranks"):
+        memascend.offload(
+            model,
+            torch.optim.AdamW(model.parameters()),
+            storage=tmp_path / "host-1" / "folder" / "rank-1-of-2",
+            existing="resume",
+        )
