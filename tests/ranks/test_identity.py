@@ -1,5 +1,6 @@
 """Tests that stores go on where they belong alone: with their rank, in one continuation of the run, on their host."""
 
+import functools
 import json
 import shutil
 import socket
@@ -16,8 +17,12 @@ from torch.distributed.fsdp import fully_shard
 import memascend
 from memascend.engine import Entry, Store, commits
 from memascend.errors import RankError
+from memascend.planning.options import Options
 from memascend.ranks.agreement import Agreement
+from memascend.ranks.earlier import Earlier, find_earlier
 from memascend.ranks.opening import choose
+from memascend.ranks.places import places_of_others
+from memascend.run import decision
 
 HOST = socket.gethostname()
 
@@ -164,6 +169,43 @@ def test_one_process_refuses_the_store_of_a_rank(tmp_path):
     assert (tmp_path / "run").read_bytes() == before
 
 
+def test_what_is_drawn_at_a_replay_is_drawn_by_the_first_elements_of_the_store(tmp_path, monkeypatch):
+    left_open = []
+
+    def logged(name, first):
+        torch.manual_seed(0)
+        model = nn.Linear(16, 32, bias=False)
+        with monkeypatch.context() as patch:
+            patch.setattr(decision.engines, "Entry", functools.partial(Entry, first_element=first))
+            model, optimizer = memascend.offload(
+                model,
+                torch.optim.AdamW(model.parameters(), lr=1e-2),
+                storage=tmp_path / name,
+                state="bf16",
+                host_memory="1GiB",
+                log_steps=8,
+            )
+        for _ in range(2):
+            model(torch.ones(2, 16)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        store = optimizer._session.run.resources.store
+        values, state = store.read("weight")
+        assert store.info()["log_steps"] == 2
+        # As where it is killed: what is held is in the log alone.
+        shutil.copy(tmp_path / name, tmp_path / f"{name}-killed")
+        left_open.append(optimizer)
+        with Store.open(tmp_path / f"{name}-killed") as store:
+            again, state_again = store.read("weight")
+        assert same_bits(again, values)
+        assert all(same_bits(state_again[of], state[of]) for of in state)
+        return state["exp_avg_sq"].clone()
+
+    whole, rows = logged("whole", None), logged("rows", 4096)
+    assert not same_bits(whole, rows)
+    [optimizer.close() for optimizer in left_open]
+
+
 # --- which continuation it is of ----------------------------------------------------------------
 
 
@@ -230,6 +272,24 @@ def test_stores_of_an_earlier_version_are_adopted_once(tmp_path, caplog, monkeyp
 # --- several hosts --------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("storage", "place"),
+    [("run", "run/rank-{}-of-2"), ("run-{rank}", "run-{}"), ("{rank}/a{local_rank}/{rank}", "{}/a7/{}")],
+)
+def test_places_of_other_ranks_are_found_by_their_paths(tmp_path, monkeypatch, storage, place):
+    monkeypatch.setattr(distributed, "get_rank", lambda: 1)
+    monkeypatch.setattr(distributed, "get_world_size", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "7")
+    for number in (0, 1, 5):
+        (tmp_path / place.format(number, number)).mkdir(parents=True)
+    (tmp_path / place.format(0, 5)).mkdir(parents=True, exist_ok=True)
+    found = places_of_others(Options(storage=str(tmp_path / storage)))
+    numbers = {number: [Path(one) for one in places] for number, places in found.items()}
+    assert numbers == {number: [tmp_path / place.format(number, number)] for number in (0, 5)}
+    assert places_of_others(Options(storage=str(tmp_path / "a{local_rank}"))) == {}
+    assert places_of_others(Options()) == {}
+
+
 def test_ranks_that_are_numbered_otherwise_do_not_begin_anew(tmp_path):
     """Each rank sees a folder of its own."""
     hosts = [tmp_path / "a", tmp_path / "b"]
@@ -246,6 +306,41 @@ def test_ranks_that_are_numbered_otherwise_do_not_begin_anew(tmp_path):
         file.unlink()
         file.touch()
     assert Life(tmp_path, 2, paths=paths, others=others).began == [0, 0]
+
+
+def test_a_run_of_another_number_of_ranks_of_which_one_store_is_lost_does_not_begin_anew(tmp_path):
+    paths = [tmp_path / f"rank-{rank}-of-2" / "memascend.store" for rank in range(2)]
+    [path.parent.mkdir() for path in paths]
+
+    def lose(path):
+        with path.open("r+b") as file:
+            # Both roots.
+            file.seek(4096)
+            file.write(bytes(8192))
+
+    Life(tmp_path, 0, paths=dict(enumerate(paths)))
+    lose(paths[1])
+    assert find_earlier(str(tmp_path), "resume", None) is None
+    Life(tmp_path, 3, paths=dict(enumerate(paths)), existing="replace")
+    lose(paths[1])
+    with pytest.raises(RankError, match=r"rank 1: .*holds no state"):
+        find_earlier(str(tmp_path), "resume", None).open()
+
+
+def test_earlier_stores_are_those_of_their_ranks(tmp_path):
+    paths = [tmp_path / f"rank-{rank}-of-2" / "memascend.store" for rank in range(2)]
+    [path.parent.mkdir() for path in paths]
+    Life(tmp_path, 3, paths=dict(enumerate(paths)))
+    earlier = find_earlier(str(tmp_path), "resume", None)
+    earlier.open()
+    earlier.close()
+    assert earlier.identity == commits(paths[0])[0][0].identity
+    shutil.copy(paths[0], tmp_path / "memascend.store")
+    swap(*paths)
+    with pytest.raises(memascend.ConfigError, match="is the store of rank 1 of 2"):
+        earlier.open()
+    with pytest.raises(memascend.ConfigError, match=r"rank 0: .* is the store of rank 0 of 2"):
+        Earlier([tmp_path / "memascend.store"], [0], None).open()
 
 
 # --- whole runs -----------------------------------------------------------------------------------
@@ -277,20 +372,15 @@ LEFT_OPEN = []
 def runs_of_two(folder):
     """What two ranks meet that are numbered otherwise than before, or whose stores are; and what a log ends at."""
     folder, rank = Path(folder), distributed.get_rank()
-    host, other = folder / f"host-{rank}", folder / f"host-{1 - rank}"
     found = {}
-    trained(host / "folder", 2).close()
+    trained(folder / f"host-{rank}", 1).close()
     distributed.barrier()
-    found["folder"] = said(other / "folder")
-    trained(f"{host}/run-{{rank}}", 2).close()
-    distributed.barrier()
-    found["path"] = said(f"{other}/run-{{rank}}")
-    trained(folder / "both", 2).close()
-    distributed.barrier()
+    found["renumbered"] = said(folder / f"host-{1 - rank}")
     if rank == 0:
-        swap(folder / "both" / "rank-0-of-2", folder / "both" / "rank-1-of-2")
+        for number in range(2):
+            (folder / f"host-{number}" / f"rank-{number}-of-2").rename(folder / "host-0" / f"rank-{1 - number}-of-2")
     distributed.barrier()
-    found["swapped"] = said(folder / "both")
+    found["exchanged"] = said(folder / "host-0")
     logged = trained(folder / "logged", 3, state="bf16", host_memory="1GiB", log_steps=8)
     # As where it is killed: what is held is in the log alone.
     LEFT_OPEN.append(logged)
@@ -299,16 +389,14 @@ def runs_of_two(folder):
     return found, store.info()["log_steps"], {"": values, **state}
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_whole_runs_find_their_stores_or_say_where_they_are(tmp_path):
     of_ranks = on_ranks(2, runs_of_two, tmp_path)
     for rank, (found, steps, tensors) in enumerate(of_ranks):
-        for name, place in (("folder", "folder/rank-1-of-2"), ("path", "run-1")):
-            assert found[name].startswith("ConfigError: rank 0: holds no store"), found
-            assert f"host-1/{place}" in found[name], found
-            assert "is the store of rank 1 of 2" in found[name], found
-        assert "both/rank-0-of-2/ on" in found["swapped"], found
-        assert "is the store of rank 1 of 2" in found["swapped"], found
+        assert found["renumbered"].startswith("ConfigError: rank 0: holds no store"), found
+        assert f"host-1/rank-1-of-2/ on {HOST} is the store of rank 1 of 2" in found["renumbered"], found
+        assert f"host-0/rank-0-of-2/ on {HOST} is the store of rank 1 of 2" in found["exchanged"], found
         # Whoever looks at a store that has a log draws what the run drew, by the elements' numbers.
         with Store.open(tmp_path / "logged" / f"rank-{rank}-of-2") as store:
             assert store.info()["log_steps"] == steps > 0
@@ -319,6 +407,6 @@ def test_whole_runs_find_their_stores_or_say_where_they_are(tmp_path):
         memascend.offload(
             model,
             torch.optim.AdamW(model.parameters()),
-            storage=tmp_path / "host-1" / "folder" / "rank-1-of-2",
+            storage=tmp_path / "host-0" / "rank-1-of-2",
             existing="resume",
         )
