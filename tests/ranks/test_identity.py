@@ -1,6 +1,5 @@
 """Tests that stores go on where they belong alone: with their rank, in one continuation of the run, on their host."""
 
-import functools
 import json
 import shutil
 import socket
@@ -176,7 +175,7 @@ def test_what_is_drawn_at_a_replay_is_drawn_by_the_first_elements_of_the_store(t
         torch.manual_seed(0)
         model = nn.Linear(16, 32, bias=False)
         with monkeypatch.context() as patch:
-            patch.setattr(decision.engines, "Entry", functools.partial(Entry, first_element=first))
+            patch.setattr(decision.engines, "Entry", lambda **given: Entry(**{**given, "first_element": first}))
             model, optimizer = memascend.offload(
                 model,
                 torch.optim.AdamW(model.parameters(), lr=1e-2),
