@@ -160,7 +160,8 @@ def io_uring_why_not() -> str | None: ...
 # A tensor of a description: name, dtype, shape.
 _Tensor: TypeAlias = tuple[str, str, list[int]]
 # An entry: whether it is a buffer, its unit, its values, its state, the order of its dimensions, the dtype of spills.
-_Described: TypeAlias = tuple[bool, int, _Tensor, list[_Tensor], list[int], str | None, str | None]
+_Described: TypeAlias = tuple[bool, int, _Tensor, list[_Tensor], list[int], str | None, str | None, int | None]
+_Run: TypeAlias = tuple[bytes, int, bytes, int, int]
 # lr, betas, eps, weight decay, decoupled, step, gradient scale, maximize, seed; of momentum: lr, (momentum, dampening),
 # None, weight decay, nesterov, and so on.
 _Numbers: TypeAlias = tuple[float, tuple[float, float], float | None, float, bool, int, float, bool, int]
@@ -209,7 +210,7 @@ class Store:
         step: int,
         user: str | None,
         hyperparameters: str | None,
-        run: tuple[bytes, int] | None,
+        run: _Run | None,
         agree: Callable[[], object] | None,
     ) -> int: ...
     def set_first_elements(self, firsts: Sequence[int]) -> None: ...
@@ -252,9 +253,7 @@ class PartFetch:
     def wait(self) -> None: ...
     def done(self) -> bool: ...
 
-def store_commits(
-    paths: Sequence[str], backend: str
-) -> tuple[list[tuple[int, bytes, int, bool]], str | None] | None: ...
+def store_commits(paths: Sequence[str], backend: str) -> tuple[list[tuple[int, _Run, bool]], str | None] | None: ...
 def store_examine(
     paths: Sequence[str], backend: str, progress: Callable[[int, int], object] | None
 ) -> list[dict[str, Any]]: ...
@@ -315,7 +314,7 @@ class Engine:
         step: int,
         user: str | None,
         hyperparameters: str | None,
-        run: tuple[bytes, int] | None,
+        run: _Run | None,
         agree: Callable[[], object] | None,
     ) -> int: ...
     def discard(self, entry: int | None) -> None: ...

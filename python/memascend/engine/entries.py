@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     # An entry, as the extension takes it.
     Tensor = tuple[str, str, list[int]]
-    Described = tuple[bool, int, Tensor, list[Tensor], list[int], str | None, str | None]
+    Described = tuple[bool, int, Tensor, list[Tensor], list[int], str | None, str | None, int | None]
 
 # Bytes of the largest request. Of a smaller one a disk moves less in the same time; a state a little larger than one
 # would be a large and a small request.
@@ -43,6 +43,7 @@ class Entry:
         spill: the dtype of gradients that may be spilled; None makes no room for them.
         format: how its state is to be read, a name of `memascend.engine.FORMATS`, with the tensors that `state_tensors`
             says. None: each tensor is what it is called, or compact if it has the tensors of that.
+        first_element: the number of its first element in the parameter of which it has rows; None where it is whole.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Entry:
     order: tuple[int, ...] | None = None
     spill: torch.dtype | None = None
     format: str | None = None
+    first_element: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +190,8 @@ def description(entries: Sequence[Entry]) -> tuple[list[str], list[Described]]:
         spill = None if entry.spill is None else str(entry.spill).removeprefix("torch.")
         state = [_described(name, tensor) for name, tensor in entry.state.items()]
         unit = numbers.setdefault(entry.unit, len(numbers))
-        described.append((entry.buffer, unit, _described(entry.name, entry.values), state, order, spill, entry.format))
+        values = _described(entry.name, entry.values)
+        described.append((entry.buffer, unit, values, state, order, spill, entry.format, entry.first_element))
     return list(numbers), described
 
 

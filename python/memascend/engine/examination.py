@@ -50,12 +50,19 @@ class NamedCommit:
         generation: counts commits of this store.
         run: the run of several ranks that it belongs to; zeros where it belongs to none.
         number: of this commit, the same on all ranks of that run.
+        identity: what tells it from the commit of that number in another continuation of the run, the same on all
+            ranks; zeros where an earlier version made it, which did not say the ranks either.
+        rank: whose store it is.
+        ranks: of how many; 0 where that is not known.
         kept: False while a run with durability "none" goes on.
     """
 
     generation: int
     run: bytes
     number: int
+    identity: bytes
+    rank: int
+    ranks: int
     kept: bool
 
 
@@ -75,7 +82,10 @@ def commits(
     if found is None:
         return None
     named, damage = found
-    return [NamedCommit(generation=at, run=run, number=number, kept=kept) for at, run, number, kept in named], damage
+    return [
+        NamedCommit(generation=at, run=run, number=number, identity=identity, rank=rank, ranks=ranks, kept=kept)
+        for at, (run, number, identity, rank, ranks), kept in named
+    ], damage
 
 
 def examine(

@@ -10,10 +10,10 @@ if TYPE_CHECKING:
 
 # What is called before a commit counts; it raises where not all ranks are as far.
 Agree = Callable[[], object]
-# The id of a run, 16 bytes, and the number that all its ranks give a commit.
-RunAndNumber = tuple[bytes, int]
+# The id of a run, 16 bytes; number and identity (16 bytes) of a commit, the same on all ranks; which rank, of how many.
+CommitOfRank = tuple[bytes, int, bytes, int, int]
 # A store's own commit, or its engine's: step, user's value, hyperparameters.
-CommitOfOne = Callable[[int, str | None, str | None, RunAndNumber | None, Agree | None], int]
+CommitOfOne = Callable[[int, str | None, str | None, CommitOfRank | None, Agree | None], int]
 
 
 class SharedCommits(Protocol):
@@ -22,5 +22,5 @@ class SharedCommits(Protocol):
     def step(self) -> AbstractContextManager[None]:
         """Around what leads to a commit: the others hear where it fails."""
 
-    def commit(self, make: Callable[[RunAndNumber, Agree], int]) -> int:
+    def commit(self, make: Callable[[CommitOfRank, Agree], int]) -> int:
         """Make one by `make`, and return the generation."""

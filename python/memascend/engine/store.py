@@ -190,7 +190,8 @@ class Store(Closing):
     def info(self) -> dict[str, Any]:
         """What is known of it: "uuid", "generation", "step", "optimizer", "units", "devices" and sizes in bytes.
 
-        Of a store of several ranks also "run" and "common": the run's id, and the commit's number on all ranks.
+        Of a store of several ranks also "run", "common" and "identity": the run's id, the commit's number and what
+        tells it from that of another continuation, the same on all ranks; and "rank" of "ranks".
         """
         return self._core.info()
 
@@ -363,7 +364,8 @@ class Store(Closing):
     def set_first_elements(self, firsts: Mapping[str, int]) -> None:
         """Say, once and before any update, where entries begin that are rows of parameters.
 
-        What is rounded by chance depends on an element's number in the whole parameter.
+        What is rounded by chance depends on an element's number in the whole parameter. A store knows it by itself,
+        but for one that an earlier version made.
         """
         self._core.set_first_elements([firsts.get(entry["name"], 0) for entry in self.each_entry()])
 

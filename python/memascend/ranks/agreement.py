@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from typing import TYPE_CHECKING
 
 from memascend.errors import RankError
@@ -12,8 +13,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from memascend.engine import Store
+    from memascend.engine.shared_commits import CommitOfRank
     from memascend.ranks.exchange import Exchange
 
+_IDENTITY_BYTES = 16
 # The way on after a commit of which some ranks may have the root.
 _UNKNOWN = "some ranks may have the step: start all of them again, and the run goes on at the last that all have"
 
@@ -25,17 +28,22 @@ class Agreement:
     apart, and the two slots of each store hold the newest that all of them have.
     """
 
-    def __init__(self, exchange: Exchange, run: bytes, number: int) -> None:
+    def __init__(self, exchange: Exchange, run: bytes, number: int, identity: bytes, nonce: bytes) -> None:
         """Agree on what comes after a commit that all ranks have.
 
         Args:
             exchange: how the ranks talk.
             run: which run it is, 16 bytes, the same on all ranks.
             number: of the last commit, the same on all ranks; 0 before the first.
+            identity: of the last commit, or of the one that first values are from; the same on all ranks.
+            nonce: drawn at this opening, the same on all ranks: what another opening of the same stores commits has
+                other identities.
         """
         self.exchange = exchange
         self.run = run
         self.number = number
+        self.identity = identity
+        self._nonce = nonce
         self._store: Store | None = None
 
     def lead(self, store: Store) -> None:
@@ -56,7 +64,7 @@ class Agreement:
                 self._end()
             raise
 
-    def commit(self, make: Callable[[tuple[bytes, int], Callable[[], object]], int]) -> int:
+    def commit(self, make: Callable[[CommitOfRank, Callable[[], object]], int]) -> int:
         """Make a commit on all ranks, or on none.
 
         Raises:
@@ -64,6 +72,8 @@ class Agreement:
                 tried again on all ranks. Otherwise nobody commits any more, by `close()` either.
         """
         number = self.number + 1
+        said = self.identity + self._nonce + number.to_bytes(8, "little")
+        identity = hashlib.blake2b(said, digest_size=_IDENTITY_BYTES).digest()
         agreed = False
 
         def agree() -> None:
@@ -73,14 +83,14 @@ class Agreement:
 
         with self.step():
             try:
-                generation = make((self.run, number), agree)
+                generation = make((self.run, number, identity, self.exchange.rank, self.exchange.size), agree)
                 self._ask("written", number, _UNKNOWN)
             except BaseException:
                 if agreed:
                     # All write their roots now, and this one failed, or another: who has it is known after reopening.
                     self._end()
                 raise
-        self.number = number
+        self.number, self.identity = number, identity
         return generation
 
     def _ask(self, phase: str, number: int, remedy: str) -> None:

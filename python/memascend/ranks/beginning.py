@@ -45,7 +45,7 @@ def begin(
     from memascend.ranks.exchange import Exchange
     from memascend.ranks.figures import Figures
     from memascend.ranks.opening import choose
-    from memascend.ranks.places import places_of_rank, require_own, shared_folder
+    from memascend.ranks.places import places_of_others, places_of_rank, require_own, shared_folder
 
     exchange = Exchange(options.timeout or _TIMEOUT_SECONDS)
     undo.callback(exchange.close)
@@ -72,7 +72,7 @@ def begin(
         undo.callback(earlier.close)
         # What lies there of now was never filled.
         own = replace(own, existing="replace")
-    opening = choose(own.paths, exchange, own.existing)
+    opening = choose(own.paths, exchange, own.existing, places_of_others(asked))
     sharding.open_by(opening)
     # A rank that is ahead of others goes back.
     return sharding, replace(own, existing=opening.existing), earlier

@@ -13,7 +13,7 @@ import torch
 
 from memascend.engine import Store, order_of
 from memascend.errors import ConfigError
-from memascend.ranks.opening import common_of, seen_at
+from memascend.ranks.opening import common_of, is_at, require_own, seen_at
 from memascend.ranks.rows import BLOCK_ELEMENTS
 from memascend.ranks.transfer import Piece, Transfer
 
@@ -46,6 +46,7 @@ class Earlier:
         owners: by the old rank, which of now reads it.
         exchange: how the ranks of now talk; None for one.
         stores: by the old rank, those that are open here.
+        identity: of the commit that they are opened at, which the new stores go on from.
     """
 
     def __init__(self, files: Sequence[Path], owners: Sequence[int], exchange: Exchange | None) -> None:
@@ -54,6 +55,7 @@ class Earlier:
         self.exchange = exchange
         self.rank, self.count = (0, 1) if exchange is None else (exchange.rank, exchange.size)
         self.stores: dict[int, Store] = {}
+        self.identity = bytes(16)
         self._open = contextlib.ExitStack()
 
     def open(self) -> None:
@@ -61,9 +63,13 @@ class Earlier:
         owned = [number for number, owner in enumerate(self.owners) if owner == self.rank]
         told = self.tell("what earlier stores have", [[number, seen_at(str(self.files[number]))] for number in owned])
         seen = {number: one for each in told for number, one in each}
-        common = common_of([seen[number] for number in range(len(self.files))]) if len(self.files) > 1 else None
+        each = [seen[number] for number in range(len(self.files))]
+        require_own(each)
+        common = 0
+        if len(each) > 1:
+            common, self.identity = common_of(each)
         for number in owned:
-            newest = common is None or seen[number]["commits"][0]["number"] == common
+            newest = not common or is_at(seen[number]["commits"][0], common, self.identity)
             store = Store.open(self.files[number], existing="resume" if newest else "previous")
             self._open.callback(store.close)
             self.stores[number] = store
@@ -143,15 +149,24 @@ def _there(folder: str) -> list[list[int]]:
 
 
 def _never_filled(folder: str, sets: Mapping[int, Mapping[int, list[int]]], exchange: Exchange | None) -> list[int]:
-    """The numbers of ranks whose first commit was never made by all: one of their stores has none."""
+    """The numbers of ranks whose first commit was never made by all: one of their stores has none.
+
+    Where another one has a later commit, all had the first: then a store was lost, and the run is not ignored.
+    """
     rank = 0 if exchange is None else exchange.rank
-    empty = []
+    found = []
     for of, seers in sorted(sets.items()):
         # A store is looked at by one rank alone, which locks it meanwhile.
-        own = [number for number in seers if seers[number][0] == rank]
-        empty.append(any(not seen_at(str(file_of_rank(folder, number, of)))["filled"] for number in own))
-    told = [empty] if exchange is None else exchange.tell("which stores were filled", empty)
-    return [of for index, of in enumerate(sorted(sets)) if any(each[index] for each in told)]
+        own = [seen_at(str(file_of_rank(folder, number, of))) for number in seers if seers[number][0] == rank]
+        newest = max((commit["number"] for one in own for commit in one["commits"]), default=0)
+        found.append([any(not one["filled"] for one in own), newest])
+    told = [found] if exchange is None else exchange.tell("which stores were filled", found)
+    unfilled = []
+    for index, of in enumerate(sorted(sets)):
+        empty, newest = zip(*(each[index] for each in told), strict=True)
+        if any(empty) and max(newest) <= 1:
+            unfilled.append(of)
+    return unfilled
 
 
 def _is_whole(folder: str, rank: int, count: int, exchange: Exchange | None) -> bool:
@@ -192,8 +207,6 @@ class EarlierValues:
         self._describe = describe
         self._optimizer = optimizer
         earlier.open()
-        for number, store in earlier.stores.items():
-            store.set_first_elements({name: self._first_element(name, number) for name in shapes})
         said = {
             str(number): [store.step, store.user_state, store.hyperparameters]
             for number, store in earlier.stores.items()
@@ -219,6 +232,8 @@ class EarlierValues:
         gone = there.keys() - self._shapes.keys()
         if gone:
             raise ConfigError(f"the model has no {min(gone)!r}, which the earlier stores have: nothing was changed")
+        for number, store in self._earlier.stores.items():
+            store.set_first_elements({name: self._first_element(name, number) for name in self._shapes})
 
     def hyperparameters(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
         """Those that were committed last."""

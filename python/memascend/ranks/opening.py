@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
-from dataclasses import dataclass
+import socket
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from memascend.engine import commits
@@ -14,9 +16,10 @@ from memascend.ranks.agreement import Agreement
 from memascend.ranks.exchange import shortened
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from memascend.engine import Store
+    from memascend.ranks.earlier import Earlier
     from memascend.ranks.exchange import Exchange
 
 Existing = Literal["refuse", "resume", "replace", "previous"]
@@ -24,6 +27,11 @@ _Path = str | os.PathLike[str]
 _NOTHING = "holds no store"
 _UNFILLED = "its first write did not finish, so it holds no state; give existing='replace'"
 _ANEW = "give existing='replace' to begin anew on all ranks, or bring back what is missing"
+_AS_THEY_WERE = "number the ranks as before (torchrun --node-rank), or move each store to where its rank looks for it"
+# The identity of commits that an earlier version made.
+_NO_IDENTITY = bytes(16)
+
+_log = logging.getLogger("memascend")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,11 +42,14 @@ class Opening:
     existing: Existing  # as `Store.create` takes it; "previous" where this rank is ahead of others
     run: bytes  # which run it is
     number: int  # of the commit that is opened; 0 where the stores are made
+    identity: bytes  # of that commit; zeros where they are made, or it has none
+    nonce: bytes  # of this opening
 
-    def open(self, make: Callable[[Existing], Store]) -> tuple[Store, Agreement]:
+    def open(self, make: Callable[[Existing], Store], earlier: Earlier | None = None) -> tuple[Store, Agreement]:
         """Open the store by `make`, and give up on every rank what not all have, before any rank stages.
 
-        `make` leaves the newest commit there until `Store.go_back()`, where it opens the one before.
+        `make` leaves the newest commit there until `Store.go_back()`, where it opens the one before. New stores go on
+        from `earlier` ones, if there are any.
 
         Raises:
             RankError: another rank could not open its store; nothing was changed on any.
@@ -63,39 +74,54 @@ class Opening:
                 store.end()
                 store.close()
             raise
-        agreement = Agreement(self.exchange, self.run, self.number)
+        before = self.identity if earlier is None else earlier.identity
+        agreement = Agreement(self.exchange, self.run, self.number, before, self.nonce)
         agreement.lead(store)
         return store, agreement
 
     def _require_unchanged(self, store: Store) -> None:
         found = store.info()
-        if self.number and (found["run"], found["common"]) != (self.run.hex(), self.number):
+        there = (found["run"], found["common"], found["identity"] or _NO_IDENTITY.hex())
+        if self.number and there != (self.run.hex(), self.number, self.identity.hex()):
             raise StorageError("the store was changed while the ranks agreed on what to open")
 
 
-def choose(paths: _Path | Sequence[_Path] | None, exchange: Exchange, existing: Existing) -> Opening:
+def choose(
+    paths: _Path | Sequence[_Path] | None,
+    exchange: Exchange,
+    existing: Existing,
+    others: Mapping[int, Sequence[str]] | None = None,
+) -> Opening:
     """Look at the stores of all ranks, and say which commit each opens. Writes nothing; all ranks call it together.
 
-    Without `paths` the store is a temporary one.
+    Without `paths` the store is a temporary one. `others` are places that this rank sees and others look for their
+    stores at, by rank: on a host of its own a rank that had another number left its store there.
 
     Raises:
-        ConfigError: stores are there on some ranks and not on others, or not of one run; or `existing` refuses them.
+        ConfigError: stores are there on some ranks and not on others, of other ranks or not of one run; or `existing`
+            refuses them.
         CorruptionError: a root of a rank is damaged; existing="previous" opens the commit that all have whole.
         RankError: a rank's store cannot be opened, or a rank is gone.
     """
     # What only one of them draws is the same for all.
     drawn = exchange.tell("a new run", os.urandom(16).hex())[0]
-    seen = exchange.tell("what is there", seen_at(paths))
+    seen = exchange.tell(
+        "what is there", {**seen_at(paths), "others": sorted(map(list, _places(others or {}).items()))}
+    )
     unread = {rank: one["error"] for rank, one in enumerate(seen) if one["error"] is not None}
+    missing = {rank: _NOTHING for rank, one in enumerate(seen) if not one["there"]}
+    if missing:
+        _require_none_elsewhere(seen, others or {}, exchange)
+    nonce = bytes.fromhex(drawn)
+    anew = Opening(exchange=exchange, existing="refuse", run=nonce, number=0, identity=_NO_IDENTITY, nonce=nonce)
     if existing == "replace":
-        return Opening(exchange=exchange, existing="replace", run=bytes.fromhex(drawn), number=0)
+        return replace(anew, existing="replace")
     if unread:
         raise RankError(f"{_listed(unread)}; nothing was changed on any rank", ranks=tuple(unread))
-    missing = {rank: _NOTHING for rank, one in enumerate(seen) if not one["there"]}
     if len(missing) == len(seen):
         if existing == "previous":
             raise ConfigError("there is no store on any rank: existing='previous' opens one that is there")
-        return Opening(exchange=exchange, existing="refuse", run=bytes.fromhex(drawn), number=0)
+        return anew
     if existing == "refuse":
         there = {rank: "a store is there already" for rank, one in enumerate(seen) if one["there"]}
         raise ConfigError(f"{_listed(there)}: open them with existing='resume', or give existing='replace'")
@@ -104,18 +130,33 @@ def choose(paths: _Path | Sequence[_Path] | None, exchange: Exchange, existing: 
             f"{_listed(missing)}, and others do; nothing was changed. If the run had another number of ranks, start "
             f"that number: only one folder that is given to all ranks goes on with others. Else {_ANEW}"
         )
-    run, number = _common(seen, existing)
-    own = seen[exchange.rank]["commits"]
+    require_own(seen)
+    run, number, identity = _common(seen, existing)
+    if identity == _NO_IDENTITY:
+        _log.warning(
+            "the stores are of an earlier version, whose commits do not say which continuation of the run they are of, "
+            "nor whose rows they have: commit %d of all ranks is taken as it is, and those after it say so",
+            number,
+        )
+    own = seen[exchange.rank]["commits"][0]
     # The second root of a run that was closed may be of the same commit as the first.
-    newest = own[0]["number"] == number and seen[exchange.rank]["damage"] is None
-    return Opening(exchange=exchange, existing="resume" if newest else "previous", run=run, number=number)
+    newest = is_at(own, number, identity) and seen[exchange.rank]["damage"] is None
+    return Opening(
+        exchange=exchange,
+        existing="resume" if newest else "previous",
+        run=run,
+        number=number,
+        identity=identity,
+        nonce=nonce,
+    )
 
 
 def seen_at(paths: _Path | Sequence[_Path] | None) -> dict[str, Any]:
     """What the roots of a store name, or why that cannot be said; one that is not "filled" never had a commit."""
-    seen = {"there": True, "filled": True, "commits": [], "damage": None, "error": None}
+    seen: dict[str, Any] = {"there": True, "filled": True, "commits": [], "damage": None, "error": None, "at": None}
     if paths is None:
         return {**seen, "there": False}
+    seen["at"] = f"{', '.join(listed(paths))} on {socket.gethostname()}"
     try:
         found = commits(paths)
     except (MemascendError, OSError) as error:
@@ -125,12 +166,21 @@ def seen_at(paths: _Path | Sequence[_Path] | None) -> dict[str, Any]:
     named, damage = found
     if not named:
         return {**seen, "filled": False, "error": f"{', '.join(listed(paths))}: {_UNFILLED}"}
-    known = [{"run": one.run.hex(), "number": one.number} for one in named]
+    known = [
+        {
+            "run": one.run.hex(),
+            "number": one.number,
+            "identity": one.identity.hex(),
+            "rank": one.rank,
+            "ranks": one.ranks,
+        }
+        for one in named
+    ]
     return {**seen, "commits": known, "damage": damage and damage[:400]}
 
 
-def common_of(seen: list[dict[str, Any]]) -> int:
-    """The newest commit that all of some stores have, by what `seen_at` says of each.
+def common_of(seen: list[dict[str, Any]]) -> tuple[int, bytes]:
+    """Number and identity of the newest commit that all of some stores have, by what `seen_at` says of each.
 
     Raises:
         RankError, ConfigError, CorruptionError: they have none.
@@ -138,11 +188,85 @@ def common_of(seen: list[dict[str, Any]]) -> int:
     unread = {rank: one["error"] for rank, one in enumerate(seen) if one["error"] is not None}
     if unread:
         raise RankError(f"{_listed(unread)}; nothing was changed on any rank", ranks=tuple(unread))
-    return _common(seen, "resume")[1]
+    return _common(seen, "resume")[1:]
 
 
-def _common(seen: list[dict[str, Any]], existing: Existing) -> tuple[bytes, int]:
-    """The run and the commit that all ranks open."""
+def require_own(seen: list[dict[str, Any]]) -> None:
+    """Refuse stores that say that they are those of other ranks than that of their place in this list, or of so many.
+
+    Raises:
+        ConfigError: some are.
+    """
+    count = len(seen)
+    known = {rank: whose for rank, whose in enumerate(map(_whose, seen)) if whose is not None}
+    apart = {
+        rank: f"{seen[rank]['at']} is the store of {_rank_of(whose)}"
+        for rank, whose in known.items()
+        if whose != (rank, count)
+    }
+    if not apart:
+        return
+    if len(set(known.values())) < len(known):
+        instead = "a store was copied over another one: bring that one back"
+    elif all(ranks == count for _, ranks in known.values()):
+        instead = _AS_THEY_WERE
+    else:
+        instead = "start as many ranks as there were: another number goes on where all ranks are given one folder"
+    raise ConfigError(f"{_listed(apart)}; nothing was changed: {instead}")
+
+
+def _whose(one: dict[str, Any]) -> tuple[int, int] | None:
+    """Rank and number of ranks as the commits of a store say it; None where none does."""
+    return next(((commit["rank"], commit["ranks"]) for commit in one["commits"] if commit["ranks"]), None)
+
+
+def _rank_of(whose: tuple[int, int]) -> str:
+    return f"rank {whose[0]} of {whose[1]}"
+
+
+def _places(others: Mapping[int, Sequence[str]]) -> dict[int, str]:
+    """What tells the places of other ranks apart, by rank."""
+    return {rank: f"{socket.gethostname()}:{os.path.realpath(places[0])}" for rank, places in others.items()}
+
+
+def _require_none_elsewhere(
+    seen: list[dict[str, Any]], others: Mapping[int, Sequence[str]], exchange: Exchange
+) -> None:
+    """Refuse where the host of a rank has the store of another one that finds none: nothing begins anew beside that."""
+    # A store is looked at by one rank alone, which locks it meanwhile.
+    looks: dict[str, tuple[int, int]] = {}
+    for seer, one in enumerate(seen):
+        for rank, place in one["others"]:
+            if rank >= len(seen) or not seen[rank]["there"]:
+                looks.setdefault(place, (seer, rank))
+    if not looks:
+        return
+    own = [rank for seer, rank in looks.values() if seer == exchange.rank]
+    told = exchange.tell("what is there of other ranks", [[rank, seen_at(others[rank])] for rank in own])
+    found = [(rank, one) for each in told for rank, one in each if one["there"] and one["filled"]]
+    if not found:
+        return
+    there = "; ".join(
+        f"{one['at']} is the store of {_rank_of(_whose(one) or (rank, len(seen)))}" for rank, one in found
+    )
+    missing = {rank: f"{_NOTHING} at {one['at']}" for rank, one in enumerate(seen) if not one["there"]}
+    raise ConfigError(
+        f"{_listed(missing)}, and there are stores of other ranks: {there}; nothing was changed: {_AS_THEY_WERE}; to "
+        "begin anew, move them away"
+    )
+
+
+def is_at(commit: dict[str, Any], number: int, identity: bytes) -> bool:
+    """Whether what `seen_at` says of a commit is this one."""
+    return _named(commit) == (number, identity.hex())
+
+
+def _named(commit: dict[str, Any]) -> tuple[int, str]:
+    return commit["number"], commit["identity"]
+
+
+def _common(seen: list[dict[str, Any]], existing: Existing) -> tuple[bytes, int, bytes]:
+    """The run, and number and identity of the commit that all ranks open."""
     runs = {one["commits"][0]["run"] for one in seen}
     damaged = {rank: one["damage"] for rank, one in enumerate(seen) if one["damage"] is not None}
     alone = {rank: "belongs to no run" for rank, one in enumerate(seen) if not one["commits"][0]["number"]}
@@ -152,17 +276,24 @@ def _common(seen: list[dict[str, Any]], existing: Existing) -> tuple[bytes, int]
         of = {rank: f"is of run {one['commits'][0]['run'][:8]}" for rank, one in enumerate(seen)}
         raise ConfigError(f"the stores are of several runs: {_listed(of)}; nothing was changed: {_ANEW}")
     (run,) = runs
-    have = [{one["number"] for one in each["commits"] if one["run"] == run} for each in seen]
+    have = [{_named(one) for one in each["commits"] if one["run"] == run} for each in seen]
     both = set.intersection(*have)
     if damaged and existing != "previous":
-        left = f"existing='previous' opens commit {max(both)}, which the roots of all name" if both else _ANEW
+        left = f"existing='previous' opens commit {max(both)[0]}, which the roots of all name" if both else _ANEW
         raise CorruptionError(f"{_listed(damaged)}; nothing was changed: {left}")
     if existing == "previous" and not damaged:
-        both -= {max(both, default=0)}
+        both -= {max(both, default=(0, ""))}
     if not both:
-        of = {rank: f"has {sorted(numbers)}" for rank, numbers in enumerate(have)}
-        raise ConfigError(f"no commit is there on every rank: {_listed(of)}; nothing was changed: {_ANEW}")
-    return bytes.fromhex(run), max(both)
+        of = {
+            rank: "has " + ", ".join(f"{number} ({identity[:8]})" for number, identity in sorted(commits))
+            for rank, commits in enumerate(have)
+        }
+        why = ""
+        if set.intersection(*({number for number, _ in commits} for commits in have)):
+            why = ", as the run was continued more than once, and these stores are of several of its continuations"
+        raise ConfigError(f"no commit is there on every rank{why}: {_listed(of)}; nothing was changed: {_ANEW}")
+    number, identity = max(both)
+    return bytes.fromhex(run), number, bytes.fromhex(identity)
 
 
 def _told(exchange: Exchange, about: str, error: BaseException | None) -> None:

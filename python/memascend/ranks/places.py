@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 import os
+import re
 import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -63,6 +65,30 @@ def shared_folder(options: Options) -> str | None:
     if not isinstance(storage, (str, os.PathLike)) or options.paths is None or "{" in options.paths[0]:
         return None
     return options.paths[0]
+
+
+def places_of_others(options: Options) -> dict[int, list[str]]:
+    """What this rank sees where other ranks look for their stores, by the rank in its path."""
+    folder, rank = shared_folder(options), distributed.get_rank()
+    if folder is None:
+        local = os.environ.get("LOCAL_RANK", str(rank))
+        paths = [path.replace("{local_rank}", local) for path in options.paths or ()]
+    else:
+        paths = [str(Path(folder, f"rank-{{rank}}-of-{distributed.get_world_size()}")) + "/"]
+    parts = os.path.normpath(paths[0]).split("{rank}") if paths else []
+    if len(parts) < 2:
+        # It is the same for all.
+        return {}
+    first, *more = map(re.escape, parts)
+    pattern = re.compile(first + r"(\d{1,5})" + r"\1".join(more))
+    there = map(pattern.fullmatch, glob.glob("*".join(map(glob.escape, parts))))  # noqa: PTH207
+    numbers = {int(match[1]) for match in there if match and _may_be_of_rank(match[0], int(match[1]))}
+    return {number: [path.replace("{rank}", str(number)) for path in paths] for number in numbers - {rank}}
+
+
+def _may_be_of_rank(path: str, number: int) -> bool:
+    """Files are ours by their names; devices of other numbers are somebody else's."""
+    return not Path(path).is_block_device() or number < distributed.get_world_size()
 
 
 def candidates(paths: Sequence[str], rank: int, count: int) -> list[list[str]]:

@@ -29,6 +29,7 @@ class PlannedSharding:
     Attributes:
         named: by the names of the model's parameters, on meta.
         network: what each rank sends and receives.
+        world_size: the number of ranks.
     """
 
     # There is nobody to talk to.
@@ -41,6 +42,7 @@ class PlannedSharding:
             ConfigError: a parameter cannot be divided, or an option does not work with several ranks.
         """
         refuse_options(replace(options, units=None))
+        self.world_size = count
         whole = dict(model.named_parameters())
         for name, parameter in whole.items():
             if not parameter.dim():
@@ -84,6 +86,11 @@ class PlannedSharding:
     def units(self) -> tuple[Unit, ...]:
         """What is gathered together."""
         return units_of_gathers(self._gathers, self.named)
+
+    @property
+    def first_elements(self) -> dict[str, int]:
+        """Where in the whole parameters the rows begin, by name."""
+        return dict.fromkeys(self.named, 0)
 
     def require_by_rows(self, arithmetic: Arithmetic) -> None:
         """Refuse what needs more than rows."""

@@ -64,13 +64,29 @@ def open_store(subject: Subject, entries: list[engines.Entry]) -> tuple[Store, P
 
     closes = options.existing in ("resume", "replace")
     try:
-        return open_runs.open_again(lambda: create(paths), paths, closes=closes, judge=judge), None
+        store = open_runs.open_again(lambda: create(paths), paths, closes=closes, judge=judge)
     except ConfigError:
         if options.resumes:
             # Of a format there is more to say than where it differs.
             with contextlib.suppress(StorageError), engines.Store.open(paths) as store:
                 _require_format(store, entries)
         raise
+    if subject.sharding is None or subject.sharding.world_size == 1:
+        _require_whole(store)
+    return store, None
+
+
+def _require_whole(store: Store) -> None:
+    """Refuse, and let go of, the store of one of several ranks: one process has all rows."""
+    info = store.info()
+    if info["ranks"] is not None:
+        store.end()
+        store.close()
+        raise ConfigError(
+            f"the store at {info['devices'][0]} is that of rank {info['rank']} of {info['ranks']}, and this is one "
+            "process: give the folder in which the stores of all ranks are, which it goes on from, or start "
+            f"{info['ranks']} ranks; nothing was changed"
+        )
 
 
 def _require_format(store: Store, entries: list[engines.Entry]) -> None:

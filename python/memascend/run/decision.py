@@ -287,6 +287,8 @@ def _by_rows(subject: Subject, units: Sequence[Unit]) -> tuple[str, ...]:
 
 def _entries(subject: Subject, units: Sequence[Unit]) -> list[Entry]:
     entries = []
+    sharding = subject.sharding
+    firsts = {} if sharding is None or sharding.world_size == 1 else sharding.first_elements
     for unit in units:
         for name in unit.parameters:
             parameter = subject.named[name]
@@ -302,6 +304,7 @@ def _entries(subject: Subject, units: Sequence[Unit]) -> list[Entry]:
                     # Also where gradients stay in memory: a store may be resumed in another mode.
                     spill=parameter.dtype if trained else None,
                     format=subject.arithmetic.format_of(parameter) if trained else None,
+                    first_element=firsts.get(name),
                 )
             )
     return entries + subject.buffers.entries(engines.Entry)

@@ -134,6 +134,7 @@ fn filled(disk: &SimDisk) -> Engine {
         optimizer: "SGD".into(),
         units: vec!["all".into()],
         entries: ["one", "two"].map(entry).into(),
+        first_elements: vec![],
     };
     let store = ok(Store::create_on(volume(disk), 8192, description, &Create::default()));
     let engine = ok(Engine::new(Arc::new(store), &Options { queue_bytes_max: 30_000, ..Options::default() }));

@@ -3,11 +3,16 @@
 use memascend_store::Run;
 use pyo3::prelude::*;
 
-/// The id of a run of several ranks, and the number of a commit that they share.
-pub(crate) type SharedRun = ([u8; 16], u64);
+/// The id of a run of several ranks, the number and the identity of a commit that they share; whose it is, of how many.
+pub(crate) type SharedRun = ([u8; 16], u64, [u8; 16], u32, u32);
 
 pub(crate) fn shared(run: Option<SharedRun>) -> Run {
-    run.map_or_else(Run::default, |(id, commit)| Run { id, commit })
+    run.map_or_else(Run::default, |(id, commit, identity, rank, ranks)| Run { id, commit, identity, rank, ranks })
+}
+
+/// The other way.
+pub(crate) fn named_run(run: Run) -> SharedRun {
+    (run.id, run.commit, run.identity, run.rank, run.ranks)
 }
 
 /// Work that asks `agree`, which ends it by raising: what it raised is raised then.

@@ -14,8 +14,9 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 /// A tensor of the description: name, dtype, shape.
 type Tensor = (String, String, Vec<u64>);
 /// An entry: whether it is a buffer, its unit, its values, its state, the order of its dimensions, the dtype of spills,
-/// the format of its state. Without that it is plain, or compact if it has the tensors of that.
-pub(crate) type Described = (bool, u32, Tensor, Vec<Tensor>, Vec<u8>, Option<String>, Option<String>);
+/// the format of its state, the number of its first element in a parameter of which it has rows. Without a format it is
+/// plain, or compact if it has the tensors of that.
+pub(crate) type Described = (bool, u32, Tensor, Vec<Tensor>, Vec<u8>, Option<String>, Option<String>, Option<u64>);
 
 /// Total, slot, index, buffers, a staging chunk, state of other shapes, each unit.
 type SizesOf = (u64, u64, u64, u64, u64, u64, Vec<u64>, Vec<(u64, u64)>);
@@ -63,6 +64,8 @@ pub(crate) fn described(
     optimizer: String,
     chunk_elements: u32,
 ) -> PyResult<Description> {
+    let has_rows = entries.iter().any(|entry| entry.7.is_some());
+    let first_elements = entries.iter().filter(|_| has_rows).map(|entry| entry.7.unwrap_or(0)).collect();
     let entries = entries.into_iter().map(|entry| described_entry(py, entry));
     Ok(Description {
         chunk_elements,
@@ -71,11 +74,12 @@ pub(crate) fn described(
         optimizer,
         units,
         entries: entries.collect::<PyResult<_>>()?,
+        first_elements,
     })
 }
 
 fn described_entry(py: Python<'_>, entry: Described) -> PyResult<Entry> {
-    let (buffer, unit, (name, of_values, shape), state, order, spill, of_state) = entry;
+    let (buffer, unit, (name, of_values, shape), state, order, spill, of_state, _) = entry;
     let tensor = |(name, of_tensor, of_shape): Tensor| {
         // What has the entry's shape lies in its chunks.
         let grain = u32::from(of_shape == shape);
@@ -119,7 +123,7 @@ fn store_state_in(
     momentum: bool,
 ) -> PyResult<Vec<(String, &'static str, Vec<u64>)>> {
     let values = ("values".into(), of_values.into(), shape);
-    let entry = described_entry(py, (false, 0, values, vec![], vec![], None, None))?;
+    let entry = described_entry(py, (false, 0, values, vec![], vec![], None, None, None))?;
     let state = entry.state_in(format(py, of_state)?, momentum).map_err(|error| store_error(py, &error))?;
     Ok(state.into_iter().map(|tensor| (tensor.name, tensor.dtype.name(), tensor.shape)).collect())
 }

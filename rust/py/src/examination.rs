@@ -5,7 +5,11 @@ use std::{path::PathBuf, sync::Arc};
 use memascend_store::{Create, Error, Examined};
 use pyo3::{prelude::*, types::PyDict};
 
-use crate::{errors::store_error, store::Store};
+use crate::{
+    agreement::{SharedRun, named_run},
+    errors::store_error,
+    store::Store,
+};
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(store_examine, module)?)?;
@@ -38,20 +42,20 @@ fn store_examine<'py>(
     found.into_iter().map(described).collect()
 }
 
-/// The commits that whole roots name, the newest first: (generation, run, common number, whether it is kept); and what is
-/// wrong with a root that is not whole. No commits where its first write did not finish, None where there is no store.
+/// The commits that whole roots name, the newest first: (generation, run, whether it is kept); and what is wrong with a root
+/// that is not whole. No commits where its first write did not finish, None where there is no store.
 #[pyfunction]
 #[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
 fn store_commits(py: Python<'_>, paths: Vec<PathBuf>, backend: &str) -> PyResult<Option<(Vec<Named>, Option<String>)>> {
     let how = how(py, backend)?;
     let found = py.detach(|| memascend_store::Store::commits(&paths, &how));
     let found = found.map_err(|error| store_error(py, &error))?;
-    let named = |one: memascend_store::Named| (one.generation, one.run.id, one.run.commit, one.kept);
+    let named = |one: memascend_store::Named| (one.generation, named_run(one.run), one.kept);
     Ok(found.map(|(commits, damage)| (commits.into_iter().map(named).collect(), damage.map(|error| error.to_string()))))
 }
 
-/// Generation, run, common number, whether it is kept.
-type Named = (u64, [u8; 16], u64, bool);
+/// Generation, run, whether it is kept.
+type Named = (u64, SharedRun, bool);
 
 /// Opens a store to be looked at, damaged or not: nothing can be staged, and nothing is written.
 #[pyfunction]

@@ -16,9 +16,13 @@ pub(crate) fn of_store<'py>(py: Python<'py>, store: &Store) -> PyResult<Bound<'p
     dict.set_item("uuid", format!("{:032x}", u128::from_be_bytes(info.uuid)))?;
     dict.set_item("generation", info.generation)?;
     dict.set_item("step", info.step)?;
-    let Run { id, commit } = info.run;
-    dict.set_item("run", (info.run != Run::default()).then(|| format!("{:032x}", u128::from_be_bytes(id))))?;
+    let Run { id, commit, identity, rank, ranks } = info.run;
+    let hex = |bytes: [u8; 16], said: bool| said.then(|| format!("{:032x}", u128::from_be_bytes(bytes)));
+    dict.set_item("run", hex(id, info.run != Run::default()))?;
     dict.set_item("common", commit)?;
+    dict.set_item("identity", hex(identity, ranks > 0))?;
+    dict.set_item("rank", (ranks > 0).then_some(rank))?;
+    dict.set_item("ranks", (ranks > 0).then_some(ranks))?;
     dict.set_item("user", info.user)?;
     dict.set_item("hyperparameters", info.hyperparameters)?;
     dict.set_item("slot_bytes", info.slot_bytes)?;

@@ -42,6 +42,13 @@ impl Description {
             let (units, entries) = (self.units.len(), self.entries.len());
             return Err(format!("{entries} entries in {units} units: a store has 1 to {ENTRIES_MAX} of each"));
         }
+        let (firsts, entries) = (self.first_elements.len(), self.entries.len());
+        if firsts != 0 && firsts != entries {
+            return Err(format!("{firsts} first elements for {entries} entries"));
+        }
+        if let Some(first) = self.first_elements.iter().find(|&&first| first > ELEMENTS_MAX) {
+            return Err(format!("an entry begins at element {first}, and a parameter has at most {ELEMENTS_MAX}"));
+        }
         named("optimizer", &self.optimizer)?;
         self.units.iter().try_for_each(|name| named("unit", name))?;
         let mut names = HashSet::with_capacity(self.entries.len());

@@ -7,7 +7,7 @@ use memascend_nvme::Part;
 
 use crate::{
     Durability, Error, Head, Result, StepHead, Store,
-    features::{LOG, RANKS},
+    features::{IDENTITY, LOG, RANKS},
     index::Kept,
     layout::PAGE_BYTES,
     log::Live,
@@ -272,11 +272,15 @@ impl Store {
                 beside: index.root_pages[1 - slot as usize],
                 log: live.of_root(index.log.ring),
                 run: index.run,
-                features: [(LOG, !live.ahead.is_empty()), (RANKS, index.run != Run::default())]
-                    .into_iter()
-                    .filter(|&(_, used)| used)
-                    .map(|(feature, _)| feature.to_owned())
-                    .collect(),
+                features: [
+                    (LOG, !live.ahead.is_empty()),
+                    (RANKS, index.run != Run::default()),
+                    (IDENTITY, index.run.is_identified()),
+                ]
+                .into_iter()
+                .filter(|&(_, used)| used)
+                .map(|(feature, _)| feature.to_owned())
+                .collect(),
                 ..Root::default()
             }
         };

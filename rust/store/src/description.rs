@@ -17,6 +17,9 @@ pub struct Description {
     pub units: Vec<String>,
     /// Parameters and buffers, by unit.
     pub entries: Vec<Entry>,
+    /// Of a store with rows of parameters that several ranks share: the number of each entry's first element in the whole
+    /// parameter. Empty where the parameters are whole, and in stores of ranks that earlier versions made.
+    pub first_elements: Vec<u64>,
 }
 
 /// What an entry is.

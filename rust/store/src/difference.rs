@@ -36,10 +36,25 @@ impl Description {
         if self.optimizer == wanted.optimizer {
             found.extend(shortened(others.collect()));
         }
+        found.extend(self.difference_of_firsts(wanted));
         if found.is_empty() {
-            found.push(self.difference_of_all(wanted));
+            found.extend(self.difference_of_all(wanted));
         }
-        Some(found.join("; "))
+        (!found.is_empty()).then(|| found.join("; "))
+    }
+
+    /// Whether other rows are wanted. A store of ranks from before they were stored has those of its shapes, or not: that
+    /// cannot be told.
+    fn difference_of_firsts(&self, wanted: &Self) -> Option<String> {
+        if self.first_elements.is_empty() || self.entries != wanted.entries {
+            return None;
+        }
+        if wanted.first_elements.is_empty() {
+            return Some("it has the rows of one of several ranks, and whole parameters were asked for".into());
+        }
+        let firsts = self.first_elements.iter().zip(&wanted.first_elements);
+        let (entry, (there, asked)) = self.entries.iter().zip(firsts).find(|(_, (there, asked))| there != asked)?;
+        differs(&format!("the first element of {:?}", entry.name), there, asked)
     }
 
     /// The first thing in which an entry differs from the one of the same name that is wanted.
@@ -59,11 +74,13 @@ impl Description {
     }
 
     /// What is left where the entries are alike one by one.
-    fn difference_of_all(&self, wanted: &Self) -> String {
+    fn difference_of_all(&self, wanted: &Self) -> Option<String> {
         if self.units != wanted.units || self.entries != wanted.entries {
-            return "its units or entries come in another order than those of the model".to_owned();
+            return Some("its units or entries come in another order than those of the model".to_owned());
         }
-        "chunk_elements or the room for values differ from what was asked for".to_owned()
+        let numbers = |of: &Self| (of.chunk_elements, of.user_bytes_max, of.hyperparameters_bytes_max);
+        (numbers(self) != numbers(wanted))
+            .then(|| "chunk_elements or the room for values differ from what was asked for".to_owned())
     }
 }
 
@@ -137,6 +154,7 @@ mod tests {
             optimizer: "AdamW".into(),
             units: vec!["all".into()],
             entries,
+            first_elements: vec![],
         }
     }
 
@@ -201,5 +219,25 @@ mod tests {
             let said = there.difference(&wanted).unwrap_or_default();
             assert!(said.contains(part), "{said}");
         }
+    }
+
+    #[test]
+    fn other_rows_are_refused_and_unknown_ones_are_not() {
+        let (whole, rows) = (description(layers(2)), |firsts: [u64; 2]| Description {
+            first_elements: firsts.to_vec(),
+            ..description(layers(2))
+        });
+        assert_eq!(rows([0, 8]).difference(&rows([0, 8])), None);
+        assert_eq!(whole.difference(&rows([0, 8])), None);
+        let said = rows([0, 0]).difference(&rows([0, 8])).unwrap_or_default();
+        assert_eq!(said, "the first element of \"layers.1.weight\" is 0 in the store, and 8 was asked for");
+        let said = rows([0, 0]).difference(&whole).unwrap_or_default();
+        assert!(said.contains("the rows of one of several ranks"), "{said}");
+        for odd in [vec![0], vec![0, 1 << 60]] {
+            assert!(Description { first_elements: odd, ..whole.clone() }.check().is_err());
+        }
+        let bytes = rows([0, 8]).encode();
+        assert_eq!(Description::decode(&bytes), Ok(rows([0, 8])));
+        assert!(Description::decode(&bytes[..bytes.len() - 1]).is_err());
     }
 }

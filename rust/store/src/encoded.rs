@@ -4,7 +4,7 @@ use crate::{
     Dtype, Format,
     bounds::{NAME_BYTES_MAX, RANK_MAX},
     description::{Description, Entry, Kind, StateTensor},
-    features::{self, FEATURE_BYTES_MAX},
+    features::{self, FEATURE_BYTES_MAX, FIRSTS},
     fields::{Fields, Unread, push_text, push_texts},
 };
 
@@ -18,7 +18,8 @@ pub(crate) const STATE_BYTES_MIN: usize = 4;
 impl Description {
     pub(crate) fn encode(&self) -> Vec<u8> {
         let mut bytes = Vec::new();
-        push_texts(&mut bytes, &[]);
+        let has_firsts = !self.first_elements.is_empty();
+        push_texts(&mut bytes, &has_firsts.then(|| FIRSTS.to_owned()).into_iter().collect::<Vec<_>>());
         for number in [
             self.chunk_elements,
             self.user_bytes_max,
@@ -31,13 +32,15 @@ impl Description {
         push_text(&mut bytes, &self.optimizer);
         self.units.iter().for_each(|name| push_text(&mut bytes, name));
         self.entries.iter().for_each(|entry| entry.encode(&mut bytes));
+        bytes.extend(self.first_elements.iter().flat_map(|first| first.to_le_bytes()));
         bytes
     }
 
     pub(crate) fn decode(bytes: &[u8]) -> Result<Self> {
         let mut fields = Fields::new(bytes);
         // First of all, as a feature may change what follows.
-        features::known(&fields.texts(FEATURE_BYTES_MAX)?)?;
+        let features = fields.texts(FEATURE_BYTES_MAX)?;
+        features::known(&features)?;
         let chunk_elements = fields.u32()?;
         let user_bytes_max = fields.u32()?;
         let hyperparameters_bytes_max = fields.u32()?;
@@ -45,10 +48,20 @@ impl Description {
         let optimizer = fields.text(NAME_BYTES_MAX)?;
         let units = counted(unit_count, UNIT_BYTES_MIN, &mut fields, |fields| Ok(fields.text(NAME_BYTES_MAX)?))?;
         let entries = counted(entry_count, ENTRY_BYTES_MIN, &mut fields, Entry::decode)?;
+        let first_count = if features.iter().any(|feature| feature == FIRSTS) { entry_count } else { 0 };
+        let first_elements = counted(first_count, 8, &mut fields, |fields| Ok(fields.u64()?))?;
         if fields.left() > 0 {
             return Err(format!("{} bytes are left over", fields.left()).into());
         }
-        let description = Self { chunk_elements, user_bytes_max, hyperparameters_bytes_max, optimizer, units, entries };
+        let description = Self {
+            chunk_elements,
+            user_bytes_max,
+            hyperparameters_bytes_max,
+            optimizer,
+            units,
+            entries,
+            first_elements,
+        };
         description.checked()?;
         Ok(description)
     }

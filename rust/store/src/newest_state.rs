@@ -63,11 +63,22 @@ impl Store {
         self.arithmetic.get_or_init(|| arithmetic);
     }
 
-    /// Says, once and before anything is applied, where in whole parameters the entries begin that are rows of them.
+    /// Says, once and before anything is applied, where in whole parameters the entries begin that are rows of them, where
+    /// the description does not.
     pub fn set_first_elements(&self, firsts: Vec<u64>) -> Result<()> {
         let (wanted, got) = (self.description().entries.len(), firsts.len());
         if got != wanted {
             return Err(Error::Invalid(format!("{got} first elements for {wanted} entries")));
+        }
+        let known = &self.description().first_elements;
+        if let Some(entry) = known.iter().zip(&firsts).position(|(known, first)| known != first) {
+            let (name, known, first) = (&self.description().entries[entry].name, known[entry], firsts[entry]);
+            return Err(Error::Invalid(format!(
+                "the rows of {name:?} begin at element {known} of it in the store, and at {first} in the model"
+            )));
+        }
+        if !known.is_empty() {
+            return Ok(());
         }
         self.first_elements.set(firsts.into()).map_err(|_| Error::Usage("the first elements were set before".into()))
     }
@@ -75,7 +86,8 @@ impl Store {
     /// The number of an entry's first element in the whole parameter.
     #[must_use]
     pub fn first_element(&self, entry: usize) -> u64 {
-        self.first_elements.get().map_or(0, |firsts| firsts[entry])
+        let known = self.description().first_elements.get(entry);
+        known.copied().or_else(|| Some(self.first_elements.get()?[entry])).unwrap_or(0)
     }
 
     /// What the live slot of an entry lacks, where nobody applied that yet.

@@ -8,7 +8,7 @@
 
 use crate::{
     checksum::{Subject, Uuid},
-    features::{self, FEATURE_BYTES_MAX, LOG, RANKS},
+    features::{self, FEATURE_BYTES_MAX, IDENTITY, LOG, RANKS},
     fields::{Fields, Malformed, Unread, push_texts},
     label::{SECTOR_BYTES, is_sealed, seal},
     layout::PAGE_BYTES,
@@ -19,6 +19,8 @@ const MAGIC: [u8; 8] = *b"mascrt02";
 const MAGIC_OF_MARK: [u8; 8] = *b"mascnone";
 /// Where a sector says what the other page held; what has no fixed length ends before.
 const BESIDE_AT: usize = SECTOR_BYTES - 16;
+/// Where it has the identity of its commit and the rank, with the feature.
+const IDENTITY_AT: usize = BESIDE_AT - 24;
 
 /// A root.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -74,13 +76,27 @@ pub(crate) struct Log {
     pub(crate) head_checksum: u64,
 }
 
-/// Which run of several ranks a commit belongs to; all zero where it belongs to none.
+/// Which run of several ranks a commit belongs to, and whose store it is in; all zero where it belongs to none.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Run {
     /// The same in the stores of all ranks.
     pub id: [u8; 16],
     /// The number of the commit that all ranks share; generations differ.
     pub commit: u64,
+    /// What tells the commit from that of the same number in another continuation of the run; the same on all ranks. Zeros
+    /// where an earlier version made it, which said nothing of the ranks either.
+    pub identity: [u8; 16],
+    /// Whose store it is.
+    pub rank: u32,
+    /// Of how many.
+    pub ranks: u32,
+}
+
+impl Run {
+    /// Whether it has more than an earlier version said.
+    pub(crate) fn is_identified(&self) -> bool {
+        (self.identity, self.rank, self.ranks) != ([0; 16], 0, 0)
+    }
 }
 
 /// Steps were committed in memory since, and what it names may be overwritten: durability "none".
@@ -104,7 +120,10 @@ impl Root {
         sector.extend(self.run.id);
         sector.extend(self.boot);
         push_texts(&mut sector, &self.features);
-        sector.resize(BESIDE_AT, 0);
+        sector.resize(IDENTITY_AT, 0);
+        sector.extend(self.run.identity);
+        sector.extend(self.run.rank.to_le_bytes());
+        sector.extend(self.run.ranks.to_le_bytes());
         sector.extend(self.beside.number().to_le_bytes());
         twice(sector, &self.uuid)
     }
@@ -247,7 +266,7 @@ fn decode(sector: &[u8], uuid: &Uuid) -> Result<Root, Malformed> {
     root.places = Places { description, table, values, state, spill: fields.u64()? };
     root.log =
         Log { offset: fields.u64()?, bytes: fields.u64()?, head_offset: fields.u64()?, head_checksum: fields.u64()? };
-    root.run = Run { commit: fields.u64()?, id: fields.array()? };
+    root.run = Run { commit: fields.u64()?, id: fields.array()?, ..Run::default() };
     root.boot = fields.array()?;
     root.features = fields.texts(FEATURE_BYTES_MAX)?;
     let has = |feature: &str| root.features.iter().any(|one| one == feature);
@@ -257,10 +276,17 @@ fn decode(sector: &[u8], uuid: &Uuid) -> Result<Root, Malformed> {
     if root.generation == 0 || root.generation == u64::MAX {
         return Err(format!("generation {}", root.generation));
     }
-    let Some(before) = fields.left().checked_sub(SECTOR_BYTES - BESIDE_AT) else {
+    let Some(before) = fields.left().checked_sub(SECTOR_BYTES - IDENTITY_AT) else {
         return Err("its features go over what follows them".into());
     };
     fields.take(before)?;
+    let (identity, rank, ranks) = (fields.array()?, fields.u32()?, fields.u32()?);
+    if has(IDENTITY) {
+        if rank >= ranks {
+            return Err(format!("rank {rank} of {ranks}"));
+        }
+        root.run = Run { identity, rank, ranks, ..root.run };
+    }
     root.beside = Beside::of(fields.u64()?);
     match root.beside {
         Beside::Root(other) if (other ^ root.generation) & 1 == 0 => {
@@ -322,14 +348,20 @@ mod tests {
             description_checksum: 4,
             places: Places { description: both(5), table: both(7), values: both(9), state: both(11), spill: 13 },
             log: Log { offset: 14, bytes: 15, head_offset: 16, head_checksum: 17 },
-            run: Run { id: [18; 16], commit: 19 },
-            features: vec![LOG.into(), RANKS.into()],
+            run: Run { id: [18; 16], commit: 19, identity: [20; 16], rank: 21, ranks: 22 },
+            features: vec![LOG.into(), RANKS.into(), IDENTITY.into()],
             beside: Beside::Root(8),
         };
         for beside in [Beside::Root(8), Beside::Mark, Beside::Unknown] {
             let full = Root { beside, ..full.clone() };
             assert_eq!(read(&full.encode(), &UUID), Ok(Found::Root(Box::new(full))));
         }
+        // Without the feature nothing is said there.
+        let earlier = Root { features: vec![LOG.into(), RANKS.into()], ..full.clone() };
+        let run = Run { identity: [0; 16], rank: 0, ranks: 0, ..full.run };
+        assert_eq!(read(&earlier.encode(), &UUID), Ok(Found::Root(Box::new(Root { run, ..earlier }))));
+        let foreign = Root { run: Run { rank: 22, ..full.run }, ..full.clone() };
+        assert!(read(&foreign.encode(), &UUID).is_err_and(|why| why.contains("rank 22 of 22")));
         let impossible = Root { beside: Beside::Root(7), ..full };
         assert!(read(&impossible.encode(), &UUID).is_err_and(|why| why.contains("beside generation 7")));
     }

@@ -65,8 +65,15 @@ pub(crate) fn decode_description(bytes: &[u8]) -> Result<Description, Unread> {
     if fields.left() > 0 {
         return Err(format!("{} bytes are left over", fields.left()).into());
     }
-    let description =
-        Description { chunk_elements, user_bytes_max, hyperparameters_bytes_max, optimizer, units, entries };
+    let description = Description {
+        chunk_elements,
+        user_bytes_max,
+        hyperparameters_bytes_max,
+        optimizer,
+        units,
+        entries,
+        first_elements: vec![],
+    };
     description.checked()?;
     Ok(description)
 }

@@ -77,6 +77,7 @@ fn description(numel: u64, chunk_elements: u32, layout: Layout) -> Description {
         optimizer: "AdamW".into(),
         units: vec!["all".into()],
         entries: (0..ENTRIES).map(entry).collect(),
+        first_elements: vec![],
     }
 }
 

@@ -52,6 +52,7 @@ pub(crate) fn description() -> Description {
         optimizer: "AdamW".into(),
         units: vec!["all".into()],
         entries: entries(),
+        first_elements: vec![],
     }
 }
 

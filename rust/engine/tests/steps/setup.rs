@@ -44,6 +44,7 @@ pub(crate) fn description(entries: Vec<Entry>, each: usize) -> Description {
         entries: placed
             .map(|(number, entry)| Entry { unit: u32::try_from(number / each).unwrap_or(0), ..entry })
             .collect(),
+        first_elements: vec![],
     }
 }
 

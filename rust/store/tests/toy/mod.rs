@@ -59,6 +59,7 @@ pub(crate) fn description() -> Description {
             buffer,
             compact("compact", 2, &[40, 60]),
         ],
+        first_elements: vec![],
     }
 }
 
