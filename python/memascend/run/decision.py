@@ -27,6 +27,7 @@ from memascend.planning.requirements import Requirements
 from memascend.planning.slot_classes import arena_bytes
 from memascend.planning.units import find_units
 from memascend.ranks.planned_sharding import PlannedSharding
+from memascend.residency.aliases import require_unaliased
 from memascend.residency.away import dense_strides
 from memascend.residency.rows import CHUNKS as ROW_CHUNKS
 from memascend.residency.rows import window_bytes
@@ -82,6 +83,8 @@ class Subject:
         self.named = {name: owned.parameter for name, owned in self.owned.items()}
         self.trained = {name for name, owned in self.owned.items() if owned.group is not None}
         require_plain(self.named)
+        if not only_planned:
+            require_unaliased(self.named, model, () if sharding is None else sharding.held)
         if options.weights is not None and not any(parameter.is_meta for parameter in self.named.values()):
             raise ConfigError("weights= is for parameters on meta, and the model has none there: leave it out")
         formats = StateFormats(
