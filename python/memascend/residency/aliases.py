@@ -1,4 +1,4 @@
-"""Counts how many hold the memory of a tensor: what would not follow it to storage is refused before anything changes."""
+"""Counts how many hold the memory of a tensor, and refuses what would not follow it to storage."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ def require_unaliased(
     if aliased:
         where = _attribute(model, named[aliased[0]], counts)
         raise ConfigError(
-            f"{_listed(what, aliased)} shares memory with {where or 'something outside of the model'}, which would keep "
-            "old values while the run goes on, and lose what is written to it: delete it, or take it after offload(). "
-            "It may be .data, detach() or another view, numpy(), a state_dict(), a buffer that the tensor is a part of, "
-            "or what an earlier forward computed, whose graph holds views"
+            f"{_listed(what, aliased)} shares memory with {where or 'something outside of the model'}, which would "
+            "keep old values while the run goes on, and lose what is written to it: delete it, or take it after "
+            "offload(). It may be .data, detach() or another view, numpy(), a state_dict(), a buffer that it is a part "
+            "of, or what an earlier forward computed, whose graph holds views"
         )
     foreign = _foreign(named)
     if foreign:
         raise ConfigError(
-            f"{_listed(what, foreign)} lies in memory that torch did not allocate (of numpy, DLPack or frombuffer(), or "
-            "shared with other processes), and its owner would keep old values while the run goes on: give it memory "
-            "of its own before offload(), p.data = p.data.clone()"
+            f"{_listed(what, foreign)} lies in memory that torch did not allocate (of numpy, DLPack or frombuffer(), "
+            "or shared with other processes), and its owner would keep old values while the run goes on: give it "
+            "memory of its own by clone() before offload() (p.data = p.data.clone())"
         )
 
 
@@ -105,7 +105,7 @@ class _Counts:
 
 
 def _uses(tensor: torch.Tensor) -> int:
-    """How many tensors and storages of C++ there are on its memory, and how many hold the object that is its storage."""
+    """How many tensors and storages of C++ have its memory, and how many hold the object that is its storage."""
     storage = _storage_of(tensor)
     assert storage is not None
     uses: int = torch._C._storage_Use_Count(storage._cdata)  # noqa: SLF001
@@ -132,7 +132,7 @@ def _with_bases(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 def _computed_anew(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """What torch's spectral_norm() keeps as `weight`: a view of `weight_orig` at first, and computed by each forward."""
+    """What torch's spectral_norm() keeps as `weight`: a view of `weight_orig` at first, which each forward replaces."""
     for module in model.modules():
         for hook in module._forward_pre_hooks.values():  # noqa: SLF001
             kept = vars(module).get(str(getattr(hook, "name", None)))
@@ -144,7 +144,9 @@ def _attribute(model: torch.nn.Module, tensor: torch.Tensor, counts: _Counts) ->
     """The attribute of a module that is the alias, or a list, tuple or dict with it, in words."""
     for name, module in model.named_modules():
         for key, value in vars(module).items():
-            within = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+            within = (
+                value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+            )
             if any(counts.is_alias(tensor, one) for one in within):
                 return f"the attribute {key!r} of {name or 'the model'} ({type(module).__name__})"
     return None
@@ -177,7 +179,7 @@ def _foreign(named: Mapping[str, torch.Tensor]) -> list[str]:
 def _is_torchs_own(storage: torch.UntypedStorage) -> bool:
     """Whether torch's allocator of host memory made it: then what is to be freed is the memory itself."""
     own = torch.empty(1, device="cpu").untyped_storage()
-    return _addresses(own) == 2 == _addresses(storage)  # noqa: PLR2004 - where it is, and what is to be freed
+    return _addresses(own) == 2 == _addresses(storage)
 
 
 def _addresses(storage: torch.UntypedStorage) -> int:

@@ -33,6 +33,7 @@ from memascend.residency.rows import CHUNKS as ROW_CHUNKS
 from memascend.residency.rows import window_bytes
 from memascend.run.checks import embeddings, find_owned, refuse_sizes, sparse_weights
 from memascend.run.locations import folders_of, room_beside
+from memascend.run.original_state import require_unaliased_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -85,6 +86,7 @@ class Subject:
         require_plain(self.named)
         if not only_planned:
             require_unaliased(self.named, model, () if sharding is None else sharding.held)
+            require_unaliased_state(self.original, self.named, model)
         if options.weights is not None and not any(parameter.is_meta for parameter in self.named.values()):
             raise ConfigError("weights= is for parameters on meta, and the model has none there: leave it out")
         formats = StateFormats(
