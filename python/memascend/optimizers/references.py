@@ -36,7 +36,7 @@ def require_self_contained(optimizer: torch.optim.Optimizer) -> None:
         held += [(f"the option {name!r} of a group", value) for name, value in group.items() if name != "params"]
     theirs = _Users(optimizer)
     for where, value in held:
-        what = next(filter(None, map(theirs.kind, _reached(value))), None)
+        what = next(filter(None, map(theirs.kind, reached_from(value))), None)
         if what is not None:
             raise _refused(optimizer, f"{where} holds {what}")
 
@@ -84,7 +84,7 @@ def _memory(tensor: torch.Tensor) -> int | None:
     return memory
 
 
-def _reached(value: Any) -> Iterator[Any]:
+def reached_from(value: Any) -> Iterator[Any]:
     """The value, and all that it refers to, through containers, objects, closures and weak references."""
     seen: set[int] = set()
     # They are held, so that no other comes to be where one of them was.

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from memascend.engine.checksum import Checksum
 from memascend.errors import ConfigError
 from memascend.planning.units import find_units
+from memascend.residency.aliases import require_unaliased
 
 if TYPE_CHECKING:
     import contextlib
@@ -82,6 +83,7 @@ def _found(
             "parallelize_module()) does not work with offload(): leave it out, and call "
             "torch.distributed.fsdp.fully_shard() on each block and on the model"
         )
+    require_unaliased(dict(model.named_parameters()), model)
     found = find_units(model, units=units)
     named = dict(model.named_modules())
     # What is tied to another unit is gathered with the model, as both use it.

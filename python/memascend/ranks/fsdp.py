@@ -51,6 +51,11 @@ class FsdpParameter:
         return rows
 
     @property
+    def held(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the parameter and torch keep on the memory of this rank's rows."""
+        return self.local, self._torch._sharded_param_data  # noqa: SLF001
+
+    @property
     def shape(self) -> torch.Size:
         """Of this rank's rows."""
         return torch.Size(self._torch.sharded_size)

@@ -115,6 +115,11 @@ class Sharding:
         )
 
     @property
+    def held(self) -> list[torch.Tensor]:
+        """What the model's parameters and torch keep on the memory of this rank's rows."""
+        return [tensor for one in self._sharded.values() for tensor in one.held]
+
+    @property
     def order(self) -> list[str]:
         """The parameters that the first rank has rows of, in the order of its units: all that have elements."""
         return [one.name for group in self._groups for one in group.parameters if one.leaf.shape.numel()]

@@ -24,6 +24,7 @@ from memascend.residency.gates import Frames
 from memascend.residency.placeholder import Place
 from memascend.residency.residency import Residency
 from memascend.residency.unseen_writes import Sums, wanted
+from memascend.run import original_state
 from memascend.run.attachment import Attachment
 from memascend.run.autocast import AutocastWatch
 from memascend.run.heap import Heap
@@ -84,7 +85,7 @@ class Assembly:
         if subject.sharding is not None:
             places = {place.name: place for home in session.run.residency.units.homes for place in home.places}
             subject.sharding.install(session.run.residency, places, session.run.gradients.heard_parts)
-        subject.original.state.clear()
+        original_state.leave(subject.original, offloaded)
         session.attachment.enter(offloaded)
         return session, offloaded
 

@@ -27,11 +27,13 @@ from memascend.planning.requirements import Requirements
 from memascend.planning.slot_classes import arena_bytes
 from memascend.planning.units import find_units
 from memascend.ranks.planned_sharding import PlannedSharding
+from memascend.residency.aliases import require_unaliased
 from memascend.residency.away import dense_strides
 from memascend.residency.rows import CHUNKS as ROW_CHUNKS
 from memascend.residency.rows import window_bytes
 from memascend.run.checks import embeddings, find_owned, refuse_sizes, sparse_weights
 from memascend.run.locations import folders_of, room_beside
+from memascend.run.original_state import require_unaliased_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -82,6 +84,9 @@ class Subject:
         self.named = {name: owned.parameter for name, owned in self.owned.items()}
         self.trained = {name for name, owned in self.owned.items() if owned.group is not None}
         require_plain(self.named)
+        if not only_planned:
+            require_unaliased(self.named, model, () if sharding is None else sharding.held)
+            require_unaliased_state(self.original, self.named, model)
         if options.weights is not None and not any(parameter.is_meta for parameter in self.named.values()):
             raise ConfigError("weights= is for parameters on meta, and the model has none there: leave it out")
         formats = StateFormats(

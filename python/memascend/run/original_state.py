@@ -1,0 +1,147 @@
+"""What is left of the state of the original optimizer: nothing that others hold of it goes on with old values."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Iterator, MutableMapping
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from memascend.errors import ConfigError, UsageError
+from memascend.optimizers.clone import attributes_of
+from memascend.optimizers.references import reached_from
+from memascend.residency.aliases import require_unaliased
+from memascend.run.optimizer import session_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from memascend.run.optimizer import OffloadedOptimizer
+
+_SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_WHERE = "is on storage: use the optimizer that offload() returned, and its state[p]"
+
+
+def require_unaliased_state(
+    optimizer: torch.optim.Optimizer, named: Mapping[str, torch.nn.Parameter], model: torch.nn.Module
+) -> None:
+    """Refuse state that others reach by a view, or by the dict in which it is; nothing was changed.
+
+    Raises:
+        ConfigError: whose state it is, and what to do.
+    """
+    state = optimizer.state
+    states = {name: state[parameter] for name, parameter in named.items() if parameter in state}
+    tensors = {
+        f"{key} of {name}": value
+        for name, own in states.items()
+        for key, value in own.items()
+        if isinstance(value, torch.Tensor)
+    }
+    known = [value for own in state.values() for value in own.values() if isinstance(value, torch.Tensor)]
+    require_unaliased(tensors, model, known, what="the optimizer's state")
+    names = list(states)
+    states.clear()
+    held = _held(optimizer, named, names)
+    if held:
+        gc.collect()
+        held = _held(optimizer, named, held)
+    if held:
+        raise ConfigError(
+            f"the optimizer's state of {held[0]} is held by something else than the optimizer: a variable, or what its "
+            "state_dict() gave, has the very dict optimizer.state[p], which would keep old values while the run goes "
+            "on: delete it, or take it from the optimizer that offload() returns"
+        )
+
+
+def _held(optimizer: torch.optim.Optimizer, named: Mapping[str, torch.nn.Parameter], names: list[str]) -> list[str]:
+    """Those whose dict is not the optimizer's alone."""
+    key = object()
+    alone = _references({key: {}}, key)
+    return [name for name in names if _references(optimizer.state, named[name]) > alone]
+
+
+def _references(mapping: Mapping[Any, Any], key: Any) -> int:
+    return sys.getrefcount(mapping[key])
+
+
+def leave(optimizer: torch.optim.Optimizer, offloaded: OffloadedOptimizer) -> None:
+    """Let the original's state be that of the run; what somebody holds of the old one raises when it is used."""
+    state = optimizer.state
+    # What all states have, as tables, is nobody's own.
+    common = Counter(id(value) for own in state.values() for value in own.values())
+    if state:
+        common.update(2 * [id(one) for value in attributes_of(optimizer).values() for one in reached_from(value)])
+    alone = _references({0: torch.empty(1, device="cpu")}, 0)
+    for own in state.values():
+        for key in own:
+            if isinstance(own[key], torch.Tensor) and common[id(own[key])] == 1 and _references(own, key) > alone:
+                _take_memory(own[key], key)
+    state.clear()
+    if isinstance(state, defaultdict):
+        state.default_factory = _refuse_state
+    optimizer.state = OriginalState(offloaded)  # type: ignore[assignment]
+    optimizer.register_load_state_dict_pre_hook(_refuse_load)
+
+
+def _take_memory(tensor: torch.Tensor, key: str) -> None:
+    """Let a tensor that somebody holds have no values: what it had goes on elsewhere."""
+    nothing = torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+    torch._C._set_storage_access_error_msg(nothing, f"this tensor was {key} of an optimizer, whose state {_WHERE}")  # noqa: SLF001
+    _SET_DATA(tensor, nothing)
+
+
+def _refuse_state() -> NoReturn:
+    raise UsageError(f"the state of this optimizer {_WHERE}")
+
+
+def _refuse_load(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
+    del state_dict
+    if not isinstance(optimizer.state, OriginalState) or optimizer.state.run is None:
+        return
+    raise UsageError(
+        "this optimizer was given to offload(), and its state is on storage: load into it before offload(), or call "
+        "load_state_dict() of the optimizer that offload() returned"
+    )
+
+
+class OriginalState(MutableMapping[torch.Tensor, dict[str, Any]]):
+    """The `state` of the original optimizer: that of the run, as long as it lasts; then an empty one."""
+
+    def __init__(self, offloaded: OffloadedOptimizer) -> None:
+        # Whoever holds the original, as schedulers do, does not hold the run.
+        self._offloaded = weakref.ref(offloaded)
+        self._own: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
+
+    @property
+    def run(self) -> OffloadedOptimizer | None:
+        """What has the state; None where it is closed."""
+        offloaded = self._offloaded()
+        return None if offloaded is None or session_of(offloaded).run.resources.closed else offloaded
+
+    @property
+    def _now(self) -> MutableMapping[torch.Tensor, dict[str, Any]]:
+        run = self.run
+        return self._own if run is None else run.state
+
+    def __getitem__(self, parameter: torch.Tensor) -> dict[str, Any]:
+        return self._now[parameter]
+
+    def __setitem__(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
+        self._now[parameter] = state
+
+    def __delitem__(self, parameter: torch.Tensor) -> None:
+        del self._now[parameter]
+
+    def __contains__(self, parameter: object) -> bool:
+        return parameter in self._now
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self._now)
+
+    def __len__(self) -> int:
+        return len(self._now)
