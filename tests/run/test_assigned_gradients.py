@@ -117,3 +117,97 @@ def test_a_norm_that_is_nan_spoils_the_step_as_torch_does(tmp_path):
         with memascend.materialized(model):
             assert plain[1].weight.isnan().all()
             assert model[1].weight.isnan().all()
+
+
+def flat_views(model, flat):
+    """Let each gradient be a view of one buffer."""
+    begin = 0
+    for p in model.parameters():
+        p.grad = flat[begin : begin + p.numel()].view_as(p)
+        begin += p.numel()
+
+
+@pytest.mark.parametrize("gradients", ["ssd", "fused", "auto", "ram"])
+@pytest.mark.parametrize("way", ["scaled", "accumulated", "assigned each time"])
+def test_gradients_that_are_views_of_one_buffer_are_that_buffer(tmp_path, gradients, way):
+    """What is read of the buffer before step() has the gradients, and what is written to it is stepped with."""
+    plain, theirs, model, optimizer = twins(tmp_path, gradients)
+
+    def run(one, opt):
+        flat = torch.zeros(sum(p.numel() for p in one.parameters()))
+        flat_views(one, flat)
+        for seed in range(3):
+            if way == "assigned each time":
+                flat_views(one, flat)
+            loss_of(one, seed).backward()
+            if way == "accumulated":
+                loss_of(one, seed + 10).backward()
+            norms.append(flat.norm())
+            flat.mul_(0.1 / norms[-1])
+            opt.step()
+            if way == "scaled":
+                opt.zero_grad(set_to_none=False)
+            else:
+                flat.zero_()
+
+    with optimizer:
+        norms = []
+        run(plain, theirs)
+        wanted, norms = norms, []
+        run(model, optimizer)
+        assert all(torch.equal(*pair) for pair in zip(wanted, norms, strict=True))
+        require_same(plain, model)
+
+
+@pytest.mark.parametrize("gradients", ["ssd", "fused", "auto", "ram"])
+def test_a_gradient_that_was_assigned_before_the_backward_and_is_held_is_what_step_uses(tmp_path, gradients):
+    plain, theirs, model, optimizer = twins(tmp_path, gradients)
+
+    def run(one, opt):
+        for seed in range(3):
+            held = [torch.zeros_like(p) for p in one.parameters()]
+            for p, gradient in zip(one.parameters(), held, strict=True):
+                p.grad = gradient
+            loss_of(one, seed).backward()
+            assert all(p.grad is gradient for p, gradient in zip(one.parameters(), held, strict=True))
+            for gradient in held:
+                gradient.mul_(0.5)
+            opt.step()
+            opt.zero_grad()
+
+    with optimizer:
+        run(plain, theirs)
+        run(model, optimizer)
+        require_same(plain, model)
+
+
+class Flat(torch.nn.Module):
+    """Gives its weight as a flat view, so that what backward() is given becomes its gradient, without a copy."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(WIDTH, WIDTH))
+
+    def forward(self):
+        return self.weight.view(-1)
+
+
+@pytest.mark.parametrize("gradients", ["ssd", "fused"])
+def test_memory_given_to_backward_that_is_written_to_before_step_is_refused(tmp_path, gradients):
+    """In memory the gradient is a view of it."""
+    model, optimizer = memascend.offload(
+        flat := Flat(), torch.optim.SGD(flat.parameters(), lr=0.1), storage=tmp_path / "s", gradients=gradients
+    )
+    with optimizer:
+        mine = torch.ones(WIDTH * WIDTH)
+        model().backward(gradient=mine)
+        optimizer.step()
+        optimizer.zero_grad()
+        model().backward(gradient=mine)
+        mine.mul_(2)
+        with pytest.raises(memascend.UsageError, match=r"'weight'.*is a view of memory.*written to"):
+            optimizer.step()
+        optimizer.zero_grad()
+        model().backward(gradient=torch.ones(WIDTH * WIDTH))
+        optimizer.step()
+        assert optimizer.steps == 2

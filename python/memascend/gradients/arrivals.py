@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 import time
 import weakref
 from typing import TYPE_CHECKING
@@ -89,14 +91,16 @@ class Arrivals:
 
     # --- one arrives -----------------------------------------------------------------
 
-    def _hear(self, parameter: torch.Tensor) -> None:
-        """A gradient was accumulated."""
+    def _hear(self, parameter: torch.Tensor, *, assigned: bool = False) -> None:
+        """A gradient was accumulated; `assigned`: it was added to what the user had put there."""
         began = time.perf_counter()
         gradient = self._of[id(parameter)]
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             values = parameter.grad
             if values is not None and not gradient.stands_in(values):
-                self._arrive(gradient, values)
+                # How ranks are handed theirs refers to it, too: there it is known.
+                alone = hasattr(type(parameter), "untouched_grad") or sys.getrefcount(values) <= _references_of_one()
+                self._arrive(gradient, values, lasting=assigned or not alone)
             elif values is not None:
                 self.backwards.enter()
         self._on_arrived(gradient.name, gradient.place.nothing.nbytes, began)
@@ -124,15 +128,15 @@ class Arrivals:
                     self._more = self._continued = False
                 if undivided and is_whole:
                     gradient.stage_divided(divisor)
-        self._hear(parameter)
+        self._hear(parameter, assigned=before is not None)
         if not undivided or is_whole:
             return None
         values = parameter.grad
         assert values is not None, "it was heard"
         return gradient.handle.gradient.divide if values is gradient.handle else values.div_
 
-    def _arrive(self, gradient: Gradient, values: torch.Tensor) -> None:
-        """A gradient came where there was none."""
+    def _arrive(self, gradient: Gradient, values: torch.Tensor, *, lasting: bool) -> None:
+        """A gradient came where there was none; `lasting`: somebody else has the tensor."""
         nested = self.backwards.enter()
         if gradient.handle is not None:
             # The handle was taken away: what stood behind it is dropped.
@@ -152,8 +156,14 @@ class Arrivals:
                 f"backward(create_graph=True) leaves a graph on the gradient of {gradient.name!r}, which cannot be "
                 'kept: take gradients by torch.autograd.grad(..., create_graph=True), or pass gradients="ram"'
             )
-        if torch._C._storage_Use_Count(values.untyped_storage()._cdata) > _STORAGE_USES:  # noqa: SLF001
-            # A view of memory that somebody gave to backward(gradient=), and may write to.
+        shared = _is_shared(values)
+        own_rows = hasattr(type(gradient.place.parameter), "untouched_grad")
+        if lasting or (not own_rows and _was_there(values, shared=shared)):
+            # The user reads and writes it by another name: it stays where it is, as under "ram".
+            return
+        if shared:
+            # On memory of other gradients, or that somebody gave to backward(gradient=), and may write to.
+            gradient.note_given(values)
             values = values.clone()
         values = gradient.laid_out(values)
         if self._is_whole(gradient, nested):
@@ -173,6 +183,7 @@ class Arrivals:
         if not again:
             self.loop.notice("accumulation")
             self._require_declared(gradient)
+        gradient.require_own()
         gradient.arrived_in = self.backwards.count
         self.fresh = True
         self.backwards.delivered = self.backwards.delivered or inside
@@ -257,3 +268,27 @@ class Arrivals:
         for gradient in self.by_name.values():
             if id(gradient.place.parameter) in parameters:
                 gradient.in_pieces = True
+
+
+def _is_shared(values: torch.Tensor) -> bool:
+    """Whether another tensor has the memory."""
+    return bool(torch._C._storage_Use_Count(values.untyped_storage()._cdata) > _STORAGE_USES)  # noqa: SLF001
+
+
+def _was_there(values: torch.Tensor, *, shared: bool) -> bool:
+    """Whether a gradient is on memory that was in `p.grad` before the backward, and is the user's.
+
+    What autograd makes is no view of another tensor, and on memory that can be resized. Accumulation writes to what
+    was there, which counts as a version; what is shared is seldom written to otherwise.
+    """
+    return values._is_view() or not values.untyped_storage().resizable() or (shared and values._version > 0)  # noqa: SLF001
+
+
+@functools.cache
+def _references_of_one() -> int:
+    """What Python counts of a gradient that nobody else has; it depends on the versions of Python and torch."""
+    with torch.inference_mode(mode=False):
+        parameter = torch.nn.Parameter(torch.zeros((), device="cpu"))
+        parameter.grad = torch.zeros((), device="cpu")
+    values = parameter.grad
+    return sys.getrefcount(values)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from memascend.errors import UsageError
 from memascend.gradients.handle import GradientHandle
 from memascend.gradients.state import State, moved
+from memascend.residency.reached_memory import Outlived
 from memascend.squares import rounded
 
 if TYPE_CHECKING:
@@ -37,6 +39,7 @@ class Gradient:
     __slots__ = (
         "__weakref__",
         "_arrivals",
+        "_given",
         "_used",
         "arrived_in",
         "found",
@@ -69,6 +72,8 @@ class Gradient:
         self.in_pieces = False
         # The gradient in memory that a step has used (which may be gone, and another be where it was), and its version.
         self._used: tuple[weakref.ref[torch.Tensor], int] | None = None
+        # The memory that it came on, which others have, too; in memory it would be on it still.
+        self._given: Outlived | None = None
 
     # --- what becomes of it ---------------------------------------------------------
 
@@ -129,7 +134,7 @@ class Gradient:
             self._arrivals.engine.drop_spilled(self.name)
         if self.handle is not None:
             self.handle.gradient.drop()
-        self.handle = None
+        self.handle = self._given = None
         self._move("drop")
 
     def _begin(self, move: Move, gradient: torch.Tensor, factor: float) -> None:
@@ -190,6 +195,32 @@ class Gradient:
                 self.place.shape, self.place.stride, dtype=gradient.dtype, device=gradient.device
             ).copy_(gradient)
         return gradient
+
+    def note_given(self, values: torch.Tensor) -> None:
+        """It came on memory that somebody else may have."""
+        self._given = Outlived(self.place, values)
+
+    def require_own(self) -> None:
+        """Refuse to change it where somebody has the memory that it came on, which would change with it."""
+        if self._given is not None and self._given.checksum() is not None:
+            self._refuse_given("would be changed with it")
+
+    def require_unwritten(self) -> None:
+        """Refuse a step where the memory that it came on was written to."""
+        if self._given is None:
+            return
+        now = self._given.checksum()
+        if now is None:
+            self._given = None
+        elif now != self._given.seen:
+            self._refuse_given("was written to since")
+
+    def _refuse_given(self, what: str) -> NoReturn:
+        raise UsageError(
+            f"the gradient of {self.name!r} is a view of memory that your code keeps, such as a tensor that was given "
+            f"to backward(), and which {what}, where storage has its own: call zero_grad(), and give backward() a "
+            'clone(), or pass gradients="ram" to offload()'
+        )
 
     # --- what its handle asks ---------------------------------------------------------
 

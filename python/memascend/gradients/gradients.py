@@ -94,6 +94,7 @@ class Gradients:
                 elif gradient.state is State.MEMORY_STAGED:
                     # By a step that failed, from a gradient in memory, which may be another now.
                     gradient.unstage()
+                gradient.require_unwritten()
                 if values is not None:
                     found.append((gradient, values))
                     if values is not gradient.handle and not gradient.is_used(values):
@@ -215,8 +216,11 @@ class Gradients:
                 gradient.drop()
             elif gradient.state.staged:
                 gradient.unstage()
-            if in_memory:
+            if in_memory and values.grad_fn is not None:
                 values.detach_()
+            elif in_memory:
+                # As torch does it; a view cannot be detached in place.
+                values.requires_grad_(False)
             values.zero_()
             # A step would apply the zeros: moments decay, weights too.
             self._arrivals.fresh = True
