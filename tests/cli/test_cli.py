@@ -66,7 +66,7 @@ def test_demo_hands_on_what_a_side_says():
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["nonsense"], ["doctor", "--nonsense"], ["bench"], ["bench", "memory", "--window", "0"]]
+    "arguments", [["nonsense"], ["doctor", "--nonsense"], ["bench"], ["bench", "memory", "--window", "0"]]
 )
 def test_wrong_usage_is_two(capsys, arguments):
     with pytest.raises(SystemExit) as caught:
