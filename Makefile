@@ -213,10 +213,10 @@ $(PEERS)/built: requirements/deepspeed.lock | $(VENV)/synced
 
 .PHONY: bench
 bench: setup ## Benchmarks: tables with ratios, and pictures in benchmarks/results; beside DeepSpeed after `make peers`
-	$(BIN)/memascend bench kernels --picture benchmarks/results/kernels.png
+	$(BIN)/memascend bench kernels
 	$(BIN)/memascend bench memory --picture benchmarks/results/host_memory.png
 	$(BIN)/memascend bench io --picture benchmarks/results/io.png
-	$(BIN)/memascend bench update --picture benchmarks/results/update.png
+	$(BIN)/memascend bench update
 	$(BIN)/python -m benchmarks.import_cost
 	$(BIN)/python -m benchmarks.depth --write benchmarks/results
 	$(MAKE) --no-print-directory bench-train
