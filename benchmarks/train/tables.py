@@ -117,12 +117,7 @@ def pictures(path: Path, judged: dict[str, dict[str, dict[str, Any]]]) -> list[P
         (path, "Host memory that training adds", "GB", _added_gigabytes),
         (path.with_stem(f"{path.stem}-seconds"), "A training step", "seconds", _step_seconds),
     ):
-        series = {
-            system: {
-                _worded(name): pick(cells[system]) for name, cells in judged.items()
-            }
-            for system in systems
-        }
+        series = {system: {_worded(name): pick(cells[system]) for name, cells in judged.items()} for system in systems}
         bars(target, title, unit, series)
         drawn.append(target)
     return drawn

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 # More names in a row than this run out of the picture.
-_LEGEND_COLUMNS = 4
+_LEGEND_COLUMNS = 3
 # One colour for one system in every picture, and the words for it.
 _SYSTEMS = {
     "memascend": ("memascend", OURS),
