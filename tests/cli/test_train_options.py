@@ -215,7 +215,8 @@ def test_a_file_has_every_option_and_flags_go_before_it(folder, tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(
         f"model: {folder}/model\ndata: [a.jsonl, b.jsonl]\noutput: out\nstorage: store\nlr: 1e-4\nbetas: [0.9, 0.95]\n"
-        "max_steps: 7\npacking: true\nmerge: false\ncolumns: {prompt: question}\nlora: 8\nlora-targets: [q_proj, v_proj]\n"
+        "max_steps: 7\npacking: true\nmerge: false\ncolumns: {prompt: question}\nlora: 8\n"
+        "lora-targets: [q_proj, v_proj]\n"
     )
     settings = read("--config", path)
     assert (settings.lr, settings.max_steps, settings.packing, settings.merge) == (1e-4, 7, True, False)

@@ -120,7 +120,7 @@ def test_columns_have_other_names(tmp_path):
     assert pair == ("yes?no<|im_end|>", "no<|im_end|>")
     with pytest.raises(ConfigError, match="--columns names 'reply', and this row has 'question'"):
         encoded(path, columns="prompt=question,completion=reply")
-    with pytest.raises(ConfigError, match="--columns is OURS=THEIRS.*'question'"):
+    with pytest.raises(ConfigError, match=r"--columns is OURS=THEIRS.*'question'"):
         encoded(path, columns="question")
     with pytest.raises(ConfigError, match="--columns says what it calls otherwise"):
         encoded(path)
