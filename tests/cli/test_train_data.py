@@ -212,6 +212,8 @@ def test_other_bad_files_are_named(tmp_path):
     with pytest.raises(ConfigError, match=r"a\.txt:2: no UTF-8"):
         next(read_rows(tmp_path / "a.txt"))
     with pytest.raises(ConfigError, match="both texts"):
+        encoded(tmp_path, [{"prompt": 1, "completion": "a"}])
+    with pytest.raises(ConfigError, match="`prompt` is a list of turns"):
         encoded(tmp_path, [{"prompt": [], "completion": "a"}])
     with pytest.raises(ConfigError, match=r":1: `completion` is empty"):
         encoded(tmp_path, [{"prompt": "a", "completion": ""}])
