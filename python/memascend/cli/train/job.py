@@ -126,7 +126,7 @@ class Job(Closing):
         rows = read_rows(*paths, columns=settings.columns)
         sequences = self._undo.enter_context(Sequences(encoder.run(rows, counts), self._output.parent))
         padding = self._tokenizer.pad_token_id
-        is_packed = settings.packing and not counts.packs_text and keeps_rows_apart(self._described.model)
+        is_packed = settings.packing and not counts.packs_text and keeps_rows_apart(self._described.own)
         packs = packed(sequences, settings.max_length, settings.seed) if is_packed else alone(sequences)
         batches = Batches(
             sequences=sequences,
@@ -144,7 +144,7 @@ class Job(Closing):
         if is_packed:
             said += f"; packed into {counted(len(packs), 'sequence')}, in which no row sees another"
         elif settings.packing and not counts.packs_text:
-            said += f"; not packed: {type(self._described.model).__name__} would not keep rows apart"
+            said += f"; not packed: {type(self._described.own).__name__} would not keep rows apart"
         return f"{said}; {left_out}" if left_out else said, counts, batches
 
     def _require_same_on_all(self) -> None:

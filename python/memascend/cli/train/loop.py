@@ -158,7 +158,7 @@ class Loop:
         assert self.output.record is not None
         record, is_last = self.output.record, step == self.batches.steps
         due = (is_last or step % self.save_every == 0) and record.saved != step
-        looks = due if self.eval_every is None else is_last or step % self.eval_every == 0
+        looks = due if self.eval_every is None else is_last or step % self.eval_every == 0 or (due and self.keep > 0)
         if self.held_out is not None and looks and record.evaluated != step:
             loss = self.evaluate(self.held_out)
             self.display.event("eval", {"step": step, "eval_loss": loss}, f"step {step}: eval loss {loss:.4f}")

@@ -51,6 +51,11 @@ class Described:
     adapted: bool  # whether adapters alone are trained
 
     @property
+    def own(self) -> Any:
+        """The model of transformers, below adapters."""
+        return self.model.get_base_model() if self.adapted else self.model
+
+    @property
     def trained(self) -> list[torch.nn.Parameter]:
         """The parameters that learn."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -230,7 +235,7 @@ def merge(folder: Path, adapters: Path, merged: Path, tokenizer: Any) -> None:
     wanted = {name: like for name, like in state.items() if files.has(name) or name in tied}
     with (
         safetensors.safe_open(adapters / "adapter_model.safetensors", framework="pt") as factors,
-        tempfile.NamedTemporaryFile(dir=merged.parent) as file,
+        tempfile.NamedTemporaryFile(dir=merged) as file,
     ):
         keys: list[str] = list(factors.keys())
         added = {key.removeprefix("base_model.model.").removesuffix(".lora_A.weight") for key in keys}

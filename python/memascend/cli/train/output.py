@@ -163,6 +163,8 @@ class Output:
         is_best = keep > 0 and loss is not None and (before.best is None or loss < before.best)
         record = replace(before, saved=step, kept=kept, best=loss if is_best else before.best)
         dropped = {_checkpoint(one) for one in before.kept if one not in kept} | ({_BEST} if is_best else set())
+        # It had the adapters of an earlier step.
+        dropped.add(_MERGED)
         own = ([_checkpoint(step)] if keep else []) + ([_BEST] if is_best else [])
 
         def do_part() -> None:
