@@ -33,6 +33,7 @@ from memascend.errors import ConfigError, MemascendError
 from memascend.formatting import counted
 from memascend.run.decision import planned
 from memascend.run.offloading import offload
+from memascend.run.optimizer import session_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -202,17 +203,22 @@ class Job(Closing):
     def run(self) -> None:
         """Train to the end, from where the run stands."""
         settings, output = self._settings, self._output
-        if not self._is_finished:
-            self._train()
-        if settings.merge:
-            output.merge(lambda new: merge(self._folder, output.folder, new, self._tokenizer))
+        if self._is_finished:
+            self._merge()
+            files = files_of_run(output, settings.storage, self._ranks)
+            held = f"this run is finished: {output.folder} holds the model of step {self._batches.steps:,}"
+        else:
+            files = self._train()
+            held = f"{output.folder} holds the trained model"
         merged = f", {output.merged} the model with its adapters added" if output.merged.is_dir() else ""
-        files = said_of_files(files_of_run(output, settings.storage, self._ranks))
-        step = f"the model of step {self._batches.steps:,}"
-        held = f"this run is finished: {output.folder} holds {step}" if self._is_finished else ""
-        self._ranks.say(f"{held or f'{output.folder} holds the trained model'}{merged}{files}", as_json=settings.json)
+        self._ranks.say(f"{held}{merged}{said_of_files(files)}", as_json=settings.json)
 
-    def _train(self) -> None:
+    def _merge(self) -> None:
+        if self._settings.merge:
+            self._output.merge(lambda new: merge(self._folder, self._output.folder, new, self._tokenizer))
+
+    def _train(self) -> list[str]:
+        """Train; the files that hold the state of all ranks."""
         settings = self._settings
         optimizer = self._offload()
         with optimizer:
@@ -246,6 +252,10 @@ class Job(Closing):
                 display.tell(self._said())
                 self._keep_options()
                 loop.run(self._next_step)
+                # The ranks talk as long as the run is open.
+                self._merge()
+                told = self._ranks.everyone(session_of(optimizer).run.resources.store.info()["devices"])
+                return sorted({file for own in told for file in own})
             finally:
                 display.close()
                 for reporter in reporters:
