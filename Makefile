@@ -64,11 +64,22 @@ $(VENV)/installed: $(VENV)/synced $(RUST_SOURCES) pyproject.toml
 demo: setup ## Train in memory and offloaded, side by side, and compare every bit
 	$(BIN)/memascend demo
 
+# Two tools of the development environment, in the versions and with the hashes of its lock, and nothing else of it.
+.venv-wheel/synced: requirements/dev.lock
+	@command -v cargo >/dev/null || { echo "cargo is missing: install Rust from https://rustup.rs"; exit 1; }
+	$(PYTHON) -m venv --clear .venv-wheel \
+		|| { echo "python's venv module is missing: apt-get install python3-venv"; exit 1; }
+	awk '/^[a-z]/{p=/^(maturin|ziglang)==/} p' requirements/dev.lock > .venv-wheel/tools.lock
+	.venv-wheel/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r .venv-wheel/tools.lock
+	@touch $@
+
 .PHONY: wheel
-wheel: $(VENV)/synced ## Build dist/*.whl for any Linux of this processor, and the sdist
+wheel: export PATH := $(abspath .venv-wheel/bin):$(PATH)
+wheel: export PYO3_PYTHON := $(abspath .venv-wheel/bin/python)
+wheel: .venv-wheel/synced ## Build dist/*.whl for any Linux of this processor, and the sdist
 	rm -rf dist
-	$(BIN)/maturin build --zig --compatibility $(COMPATIBILITY) --out dist
-	$(BIN)/maturin sdist --out dist
+	.venv-wheel/bin/maturin build --zig --compatibility $(COMPATIBILITY) --out dist
+	.venv-wheel/bin/maturin sdist --out dist
 
 # --- check --------------------------------------------------------------------
 
@@ -213,10 +224,10 @@ $(PEERS)/built: requirements/deepspeed.lock | $(VENV)/synced
 
 .PHONY: bench
 bench: setup ## Benchmarks: tables with ratios, and pictures in benchmarks/results; beside DeepSpeed after `make peers`
-	$(BIN)/memascend bench kernels --picture benchmarks/results/kernels.png
+	$(BIN)/memascend bench kernels
 	$(BIN)/memascend bench memory --picture benchmarks/results/host_memory.png
 	$(BIN)/memascend bench io --picture benchmarks/results/io.png
-	$(BIN)/memascend bench update --picture benchmarks/results/update.png
+	$(BIN)/memascend bench update
 	$(BIN)/python -m benchmarks.import_cost
 	$(BIN)/python -m benchmarks.depth --write benchmarks/results
 	$(MAKE) --no-print-directory bench-train

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CURVES", "Curve", "draw", "points"]
 
-Row = tuple[float, str, float]
+# Place, system and value, and the least and the most of the steps where these were seconds.
+Row = tuple[float, str, float, float, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +83,8 @@ def points(bench: Bench, curve: Curve) -> list[Row]:
                 continue
             taken = sorted(cell["seconds"]["step"])
             value = taken[len(taken) // 2] if curve.seconds else cell["added_bytes"] / 1e6
-            rows.append((place, system, round(value, 4)))
+            ends = (taken[0], taken[-1]) if curve.seconds else (value, value)
+            rows.append((place, system, round(value, 4), *(round(end, 4) for end in ends)))
     return rows
 
 
@@ -90,11 +92,14 @@ def draw(folder: Path, picture: Path | None, name: str, curve: Curve, rows: list
     """Write the CSV into the folder, and the picture where one is wanted."""
     with (folder / f"curve-{name}.csv").open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow((curve.along, "system", curve.unit))
-        writer.writerows(rows)
+        ends = ("least", "most") if curve.seconds else ()
+        writer.writerow((curve.along, "system", curve.unit, *ends))
+        writer.writerows(row[: 3 + len(ends)] for row in rows)
     if picture is not None and rows:
         # The file has megabytes; people count in gigabytes.
         scale, unit = (1, "seconds of a step") if curve.seconds else (1e-3, "GB of host memory")
-        series = {system: [(x, y * scale) for x, of, y in rows if of == system] for system in curve.systems}
+        series = {system: [(x, y * scale) for x, of, y, *_ in rows if of == system] for system in curve.systems}
+        spread = {system: [(low, high) for _, of, _, low, high in rows if of == system] for system in curve.systems}
         along = curve.along.replace("M parameters", "millions of parameters")
-        lines(picture, curve.title, (along, unit), {name: points for name, points in series.items() if points})
+        drawn = {name: points for name, points in series.items() if points}
+        lines(picture, curve.title, (along, unit), drawn, spread if curve.seconds else {})

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 __all__ = ["notes", "pictures", "workload_table"]
 
+# What pictures show, where all workloads have it.
+_DRAWN = ("torch", "memascend", "memascend-smallest", "zero-infinity", "zero-offload")
+
 _COLUMNS = (
     "system",
     "s/step",
@@ -95,21 +98,26 @@ def _row(system: str, cell: dict[str, Any]) -> tuple[str, ...]:
 
 
 def pictures(path: Path, judged: dict[str, dict[str, dict[str, Any]]]) -> list[Path]:
-    """Two pictures, of memory and of time: FILE.png and FILE-seconds.png."""
-    systems = list(dict.fromkeys(system for cells in judged.values() for system in cells))
-    drawn = []
+    """Two pictures, of memory and of time: FILE.png and FILE-seconds.png.
+
+    They have few systems, each with a bar for every workload that they have: the tables have the others.
+    """
+    measured = {
+        name: [system for system in _DRAWN if system in cells and "error" not in cells[system]]
+        for name, cells in judged.items()
+    }
+    whole = [name for name, own in measured.items() if len(own) == len(_DRAWN)]
+    judged = {name: judged[name] for name in whole or judged}
+    systems = [system for system in _DRAWN if all(system in measured[name] for name in judged)]
+    drawn: list[Path] = []
+    if not systems:
+        return drawn
     pick: Callable[[dict[str, Any]], float]
     for target, title, unit, pick in (
         (path, "Host memory that training adds", "GB", _added_gigabytes),
         (path.with_stem(f"{path.stem}-seconds"), "A training step", "seconds", _step_seconds),
     ):
-        series = {
-            system: {
-                _worded(name): pick(cells[system]) if system in cells and "error" not in cells[system] else None
-                for name, cells in judged.items()
-            }
-            for system in systems
-        }
+        series = {system: {_worded(name): pick(cells[system]) for name, cells in judged.items()} for system in systems}
         bars(target, title, unit, series)
         drawn.append(target)
     return drawn

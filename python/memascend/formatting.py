@@ -50,3 +50,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         return "  ".join(cell.rjust(width) if right else cell.ljust(width) for cell, width, right in cells).rstrip()
 
     return "\n".join([line(head), "  ".join("-" * width for width in widths), *(line(row) for row in rows)])
+
+
+def counted(count: int, what: str) -> str:
+    """A number of things: "1 row", "2,000 rows"."""
+    return f"{count:,} {what}{'' if count == 1 else 's'}"

@@ -302,7 +302,7 @@ def test_curves_of_what_was_measured_measure_nothing(capsys, tmp_path, monkeypat
     Bench(launcher, Results(cells), 8, print).cell(work, "memascend", settings)
     assert main([*words, "--picture", str(tmp_path / "train.png")]) == 0
     assert f"{place}" in capsys.readouterr().out
-    assert (cells / f"curve-{name}.csv").read_text().splitlines()[1:] == ["1.0,memascend,2.0"]
+    assert (cells / f"curve-{name}.csv").read_text().splitlines()[1:] == ["1.0,memascend,2.0,2.0,2.0"]
     assert (tmp_path / f"train-{name}.png").stat().st_size > 1000
 
 

@@ -1,18 +1,23 @@
 """Tests the command line: what it prints and how it ends."""
 
+import argparse
 import io
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import memascend
-from memascend.cli import main
+from memascend.cli import _in_own_words, _ran, main
 from memascend.cli.demo.screen import Screen
 from memascend.cli.demo.turns import Settings, Side
 from memascend.errors import MemascendError
-from memascend.formatting import bytes_shown, seconds_shown, table
+from memascend.formatting import bytes_shown, counted, seconds_shown, table
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_doctor_prints_one_screen(capsys):
@@ -66,13 +71,69 @@ def test_demo_hands_on_what_a_side_says():
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["nonsense"], ["doctor", "--nonsense"], ["bench"], ["bench", "memory", "--window", "0"]]
+    "arguments", [["nonsense"], ["doctor", "--nonsense"], ["bench"], ["bench", "memory", "--window", "0"]]
 )
 def test_wrong_usage_is_two(capsys, arguments):
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2
     assert "usage:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["doctor"], ["train"], ["store", "verify", "x"], ["bench", "io"]])
+def test_what_is_not_known_is_shown_the_usage_of_its_command(capsys, words):
+    with pytest.raises(SystemExit) as caught:
+        main([*words, "--nonsense"])
+    assert caught.value.code == 2
+    err = capsys.readouterr().err
+    assert f"usage: memascend {' '.join(word for word in words if word != 'x')} " in err
+    assert "unrecognized arguments: --nonsense" in err
+
+
+def test_without_a_command_it_says_which_there_are(capsys):
+    assert main([]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("usage: memascend ")
+    assert "train" in out
+
+
+@pytest.mark.parametrize("words", [[], ["doctor"], ["demo"], ["train"], ["plan"], ["store"], ["store", "verify"],
+                                   ["bench"]])  # fmt: skip
+def test_help_loads_nothing_large(python, words):
+    python(
+        f"""
+import sys
+from memascend.cli import main
+try:
+    main([*{words!r}, "--help"])
+except SystemExit as ended:
+    assert not ended.code
+loaded = {{"torch", "transformers", "numpy", "yaml", "safetensors"}} & sys.modules.keys()
+assert not loaded, loaded
+"""
+    )
+
+
+def test_errors_of_the_store_have_the_words_of_train(capsys):
+    """Whatever the store's errors say of arguments of offload(), train has an option for."""
+    found = 0
+    for path in sorted((ROOT / "rust/store/src").glob("*.rs")):
+        code = re.sub(r"\\\n\s*", "", path.read_text().partition("#[cfg(test)]")[0]).replace('\\"', '"')
+        for line in code.splitlines():
+            if 'existing="' in line and not line.lstrip().startswith("//"):
+                found += 1
+                assert "existing=" not in _in_own_words(line), line
+                assert "--" in _in_own_words(line)
+    assert found > 8
+    text = 'the commit before is whole, which existing="previous" opens'
+
+    def run(_):
+        raise MemascendError(text)
+
+    assert _ran(argparse.Namespace(command="train", run=run)) == 1
+    assert "which --previous opens" in capsys.readouterr().err
+    assert _ran(argparse.Namespace(command="store", run=run)) == 1
+    assert text in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("after", [[], ["doctor"]])
@@ -133,3 +194,7 @@ def test_durations_are_shown(seconds, shown):
 
 def test_numbers_stand_to_the_right():
     assert table(("a", "size"), [("x", "1"), ("long", "12")]) == "a     size\n----  ----\nx        1\nlong    12"
+
+
+def test_one_thing_is_no_plural():
+    assert (counted(1, "row"), counted(0, "row"), counted(2000, "row")) == ("1 row", "0 rows", "2,000 rows")

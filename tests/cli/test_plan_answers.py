@@ -1,6 +1,7 @@
 """Tests what `memascend plan` answers of a machine: torch's memory, seconds, what fits."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -198,7 +199,7 @@ def test_what_is_no_gpu_and_no_drive_is_refused(capsys, config):
     assert parse_gpu("RTX4090").tflops == 165
     assert parse_gpu("100,10,5").link == 5e9
     for words in ("4091", "165,24", "165,24,-1", "nan,1,1"):
-        with pytest.raises(ConfigError, match="--gpu is one of 4090"):
+        with pytest.raises(ConfigError, match="--gpu is one of 3080, 3090"):
             parse_gpu(words)
     assert main(["plan", str(config), "--drive", "5"]) == 1
     assert "READ,WRITE" in capsys.readouterr().err
@@ -216,3 +217,51 @@ def test_what_cannot_be_traced_is_said(capsys, config):
     found = told(capsys, config, *MACHINE)
     assert "language models" in found["torch"]["why_not"]
     assert found["step"]["seconds_per_step"] is None
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [("3090", "RTX 3090"), ("RTX 4070 Ti", "RTX 4070 Ti"), ("rtx-4080", "RTX 4080"), ("A6000", "RTX A6000"),
+     ("L40S", "L40S"), ("nvidia h100-pcie", "H100 PCIe"), ("B200", "B200"), ("AMD Instinct MI300X", "MI300X")],
+)  # fmt: skip
+def test_cards_have_names(text, name):
+    assert parse_gpu(text).name == name
+
+
+def test_kinds_of_drives_have_names(capsys, config):
+    named, said = (told(capsys, config, "--gpu", "4090", "--drive", drive) for drive in ("gen4", "5,4"))
+    assert named["step"] == said["step"]
+    assert main(["plan", str(config), "--drive", "gen9"]) == 1
+    assert "--drive is gen3, gen4, gen5, or READ,WRITE" in capsys.readouterr().err
+
+
+def test_the_drives_life_comes_first_in_days(capsys, config):
+    words = ("plan", str(config), "--gpu", "4090", "--drive", "gen4", "--length", "128")
+    assert main(list(words)) == 0
+    rows = capsys.readouterr().out.partition("what ")[2].splitlines()
+    assert re.match(r"the drive lasts +[\d,.]+ days  +.*until 600 TB are written", rows[2])
+    assert main(["plan", str(config)]) == 0
+    assert re.search(r"the drive lasts +[\d,]+ steps", capsys.readouterr().out)
+
+
+def test_compute_takes_over_at_so_many_tokens(capsys, config):
+    words = (config, "--gpu", "1,24,25", "--drive", "5,4", "--length", "64")
+    found = told(capsys, *words)["compute_takes_over"]
+    tokens = found["tokens"]
+    assert tokens > 64
+    there = told(capsys, *words, "--tokens", tokens)["step"]
+    assert there["bound"] == "compute"
+    assert there["tokens_per_second"] == pytest.approx(found["tokens_per_second"], rel=1e-3)
+    assert told(capsys, *words, "--tokens", tokens - 64)["step"]["bound"] != "compute"
+    assert main(["plan", *map(str, words)]) == 0
+    assert re.search(rf"compute takes over at +{tokens:,} tokens a step", capsys.readouterr().out)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_take_less(capsys, config):
+    pytest.importorskip("peft")
+    every, adapters = (told(capsys, config, *MACHINE, *more) for more in ((), ("--lora", 4)))
+    assert adapters["written_bytes_per_step"] < every["written_bytes_per_step"] / 4
+    assert adapters["disk"]["bytes"] < every["disk"]["bytes"]
+    assert adapters["model"]["parameters"] > every["model"]["parameters"]
+    assert adapters["torch"]["flops"] < every["torch"]["flops"]

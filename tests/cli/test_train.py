@@ -315,7 +315,7 @@ def test_a_dry_run_shows_the_plan_and_changes_nothing(folders, tmp_path, capfd):
     [
         (["--batch", 0], "--batch is at least 1"),
         (["--lr", 0], "--lr is a number above 0"),
-        (["--warmup", 1], "--warmup is the part"),
+        (["--warmup", 1.5], "--warmup is the part"),
         (["--lora", 0], "--lora is the rank"),
         (["--host-memory", "much"], "host_memory"),
         (["--model", "/nowhere"], "hf download"),

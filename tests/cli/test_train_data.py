@@ -9,7 +9,7 @@ transformers = pytest.importorskip("transformers")
 
 from support.small_folder import CHATML, GENERATION, make_tokenizer, write_rows  # noqa: E402
 
-from memascend.cli.train.batches import Batches  # noqa: E402
+from memascend.cli.train.batches import Batches, alone  # noqa: E402
 from memascend.cli.train.encoding import Counts, Encoder  # noqa: E402
 from memascend.cli.train.rate import Rate  # noqa: E402
 from memascend.cli.train.rows import read_rows  # noqa: E402
@@ -171,7 +171,7 @@ def test_what_is_too_long_is_cut_and_counted(tmp_path):
     assert [len(tokens.ids) <= 16 for tokens in made] == [True, True]
     assert (counts.rows, counts.truncated, counts.left_out, counts.sequences) == (3, 2, 1, 2)
     said = counts.said(16)
-    assert "2 rows were longer than --max-length 16" in said
+    assert "2 rows are longer than --max-length 16" in said
     assert "1 of them lost all" in said
 
 
@@ -182,7 +182,7 @@ def test_what_is_too_long_is_cut_and_counted(tmp_path):
         ("[1]", "a row is an object"),
         ('{"words": 1}', "this has 'words'"),
         ('{"prompt": "a"}', "this has 'prompt'"),
-        ('{"text": "a"}', "a row of text among rows of messages"),
+        ('{"text": "a"}', "a row of `text` among rows of `messages`"),
         ('{"messages": []}', "a list of turns"),
         ('{"messages": ["a"]}', "message 1 is no object"),
         ('{"messages": [{"role": "user", "content": 1}]}', "message 1 has no text"),
@@ -202,7 +202,7 @@ def test_a_bad_line_is_named(tmp_path, line, said):
 
 def test_other_bad_files_are_named(tmp_path):
     with pytest.raises(ConfigError, match="ends in none of"):
-        next(read_rows(tmp_path / "a.csv"))
+        next(read_rows(tmp_path / "a.doc"))
     with pytest.raises(ConfigError, match="is not there"):
         next(read_rows(tmp_path / "a.jsonl"))
     (tmp_path / "a.jsonl").touch()
@@ -211,7 +211,9 @@ def test_other_bad_files_are_named(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"fine\n\xff\xfe\n")
     with pytest.raises(ConfigError, match=r"a\.txt:2: no UTF-8"):
         next(read_rows(tmp_path / "a.txt"))
-    with pytest.raises(ConfigError, match=r"prompt.* are texts"):
+    with pytest.raises(ConfigError, match="both texts"):
+        encoded(tmp_path, [{"prompt": 1, "completion": "a"}])
+    with pytest.raises(ConfigError, match="`prompt` is a list of turns"):
         encoded(tmp_path, [{"prompt": [], "completion": "a"}])
     with pytest.raises(ConfigError, match=r":1: `completion` is empty"):
         encoded(tmp_path, [{"prompt": "a", "completion": ""}])
@@ -243,7 +245,16 @@ def make_batches(opened, tmp_path, count, options):
     path = write_rows(tmp_path / "rows.jsonl", rows)
     sequences = opened.enter_context(Sequences(Encoder(tokenizer, 64, BEGAN).run(read_rows(path), Counts()), tmp_path))
     return Batches(
-        **{"sequences": sequences, "batch": 2, "accumulate": 2, "epochs": 2, "seed": 3, "padding": 0, **options}
+        **{
+            "sequences": sequences,
+            "packs": alone(sequences),
+            "batch": 2,
+            "accumulate": 2,
+            "epochs": 2,
+            "seed": 3,
+            "padding": 0,
+            **options,
+        }
     )
 
 
@@ -275,10 +286,10 @@ def test_padding_is_neither_seen_nor_learnt(batches_of):
 
 
 def test_the_rate_rises_and_falls():
-    rate = Rate(peak=1.0, steps=10, warmup=0.2, schedule="linear")
+    rate = Rate(peak=1.0, steps=10, warmup_steps=2, schedule="linear")
     assert [round(rate.of_step(step), 4) for step in range(10)] == [
         0.3333, 0.6667, 1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125,
     ]  # fmt: skip
-    cosine = Rate(peak=1.0, steps=4, warmup=0, schedule="cosine")
+    cosine = Rate(peak=1.0, steps=4, warmup_steps=0, schedule="cosine")
     assert [round(cosine.of_step(step), 4) for step in range(4)] == [1.0, 0.8536, 0.5, 0.1464]
-    assert Rate(peak=2.0, steps=4, warmup=0, schedule="constant").of_step(3) == 2.0
+    assert Rate(peak=2.0, steps=4, warmup_steps=0, schedule="constant").of_step(3) == 2.0

@@ -1,19 +1,27 @@
-"""Tests that the recipes of docs/recipes.md run against the libraries that they are for."""
+"""Tests that the recipes of the documents run against the libraries that they are for."""
 
+import json
 import os
 import re
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-RECIPES = re.findall(
-    r"^## ([^\n]+)\n(?:(?!^## ).)*?^```python client\n(.*?)^```",
-    (ROOT / "docs/recipes.md").read_text(),
-    re.DOTALL | re.MULTILINE,
-)
+PAGES = sorted((ROOT / "docs").glob("recipe-*.md"))
+# A page has one; the page of all has one below each title.
+RECIPES = [
+    *re.findall(
+        r"^## ([^\n]+)\n(?:(?!^## ).)*?^```python client\n(.*?)^```",
+        (ROOT / "docs/recipes.md").read_text(),
+        re.DOTALL | re.MULTILINE,
+    ),
+    *((page.stem, recipe) for page in PAGES
+      for recipe in re.findall(r"^```python client\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)),
+]  # fmt: skip
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -27,11 +35,42 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(("title", "recipe"), RECIPES, ids=[title for title, _ in RECIPES])
+@pytest.fixture
+def server():
+    """The address of what generates for GRPO."""
+    with subprocess.Popen(
+        [sys.executable, ROOT / "tests/clients/rollout_server.py"], stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            yield f"http://127.0.0.1:{int(process.stdout.readline())}"
+        finally:
+            process.kill()
+
+
+def run(recipe, folder, **environment):
+    told = {**os.environ, "WANDB_MODE": "disabled", "TOKENIZERS_PARALLELISM": "false", **environment}
+    subprocess.run([sys.executable, "-c", recipe], cwd=folder, check=True, env=told)
+
+
+@pytest.mark.parametrize(
+    ("title", "recipe"),
+    [one for one in RECIPES if "grpo" not in one[0]],
+    ids=[t for t, _ in RECIPES if "grpo" not in t],
+)
 def test_a_recipe_runs(title, recipe, folder):
     assert title
-    subprocess.run([sys.executable, "-c", recipe], cwd=folder, check=True, env={**os.environ, "WANDB_MODE": "disabled"})
+    run(recipe, folder)
+
+
+def test_rollouts_come_from_a_server_that_is_handed_each_steps_weights(folder, server):
+    (recipe,) = (recipe for title, recipe in RECIPES if "grpo" in title)
+    run(recipe, folder, ROLLOUTS=server)
+    asked = urllib.request.Request(server + "/count", b"{}", {"Content-Type": "application/json"})  # noqa: S310
+    with urllib.request.urlopen(asked, timeout=60) as answer:  # noqa: S310
+        # Before the first step, and before the second.
+        assert json.load(answer) == {"loaded": 2}
 
 
 def test_each_library_has_one():
-    assert len(RECIPES) == 4
+    assert len(RECIPES) == 3 + 5
+    assert all(len(page.read_text().splitlines()) <= 60 for page in PAGES)

@@ -156,6 +156,16 @@ def test_the_site_has_every_page():
     assert sorted(listed) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
 
 
+def test_the_site_shows_commands_in_the_colour_of_text():
+    """The highlighter takes a command without a prompt for output."""
+    assert "extra_css: [site.css]" in (ROOT / "mkdocs.yml").read_text()
+    style = (ROOT / "docs/site.css").read_text()
+    assert re.search(r"\.highlight \.go \{\s*color: var\(--md-code-fg-color\);", style)
+    # Room for the icon that copies, beside lines that do not run under it.
+    assert "white-space: pre-wrap" in style
+    assert "padding-right" in style
+
+
 def test_the_messages_that_refused_explains_are_those_of_the_code():
     said = [message for _, _, message in runpy.run_path(str(ROOT / "docs/messages.py"))["messages"]()]
     # Some are made of parts, and some are Rust's.

@@ -179,3 +179,19 @@ def test_its_commands_work_in_a_bare_environment(bare, tmp_path):
     report = json.loads(run(bare.parent / "memascend", "doctor", "--json", cwd=tmp_path))
     assert report["ok"] is True
     run(bare, "-m", "memascend", "demo", "--steps", "6", cwd=tmp_path)
+
+
+def test_a_wheel_needs_two_tools_and_not_the_whole_environment():
+    said = subprocess.run(
+        ["make", "-n", "-B", "wheel"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+    ).stdout
+    assert ".venv-wheel/bin/maturin build --zig" in said
+    assert "uv pip" not in said
+    assert ".venv/" not in said.replace(".venv-wheel/", "")
+    chosen = next(line for line in said.splitlines() if line.startswith("awk "))
+    tools = subprocess.run(
+        ["bash", "-c", chosen.partition(" > ")[0]], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    pinned = [line.split()[0] for line in tools.splitlines() if not line.startswith(" ")]
+    assert [name.partition("==")[0] for name in pinned] == ["maturin", "ziglang"]
+    assert tools.count("--hash=") > 2

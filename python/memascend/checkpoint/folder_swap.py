@@ -7,6 +7,7 @@ import ctypes
 import fcntl
 import os
 import shutil
+import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,7 +35,7 @@ def new_folder(target: Path) -> Iterator[Path]:
         ours: list[int] = []
         for _ in range(_ATTEMPTS):
             with contextlib.suppress(FileExistsError):
-                new.mkdir(mode=0o700)
+                new.mkdir()
             try:
                 ours = [_lock(new, target, held)]
             except FileNotFoundError:
@@ -79,6 +80,9 @@ def _is_one_of(path: Path, descriptors: list[int]) -> bool:
 def put_in_place(target: Path, new: Path) -> None:
     """Put the new folder in the place of the target; at no moment is there less than one of them whole."""
     with file_errors(target, "cannot be written"):
+        if target.is_dir():
+            # Who may look into it stays as it was.
+            new.chmod(stat.S_IMODE(target.stat().st_mode))
         _sync_all(new)
         if not target.exists() or is_empty(target):
             new.rename(target)

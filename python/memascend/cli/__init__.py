@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from memascend.errors import MemascendError
 from memascend.paths import expanded
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from typing import Any
 
 __all__ = ["main"]
 
@@ -27,6 +26,30 @@ _COMMANDS = {
 }
 
 
+# What `memascend train` offers in place of arguments and methods of `offload()` that errors name.
+_OWN_WORDS = {
+    'none before it: open it with existing="resume"': "none before it: leave --previous out",
+    'open it with existing="resume", or give existing="replace"': "give the command that made it, or another --storage",
+    'open the storage in a new process with existing="resume"': "give the same command again",
+    'begin from a checkpoint, with existing="replace"': "begin from a saved model, in another --output and --storage",
+    'give existing="replace"': "name another --storage",
+    'existing="previous"': "--previous",
+    "; keep it with optimizer.save(folder)": "; the model that was saved last stays in --output",
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Refuses what it does not know itself, so that the usage is that of the command that was called."""
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
+
+
 class _Version(argparse.Action):
     """Looks the version up only where it is asked for, which takes as long as all the rest."""
 
@@ -39,11 +62,9 @@ class _Version(argparse.Action):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. 0: fine; 1: a named problem; 2: wrong usage; 130: ended by Ctrl-C."""
-    parser = argparse.ArgumentParser(
-        prog="memascend", description="Fine-tune every parameter of a model that does not fit in memory."
-    )
+    parser = _Parser(prog="memascend", description="Fine-tune every parameter of a model that does not fit in memory.")
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     given = sys.argv[1:] if arguments is None else arguments
     called = next((word for word in given if not word.startswith("-")), None)
     for name, summary in _COMMANDS.items():
@@ -51,13 +72,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if name == called:
             command = importlib.import_module(f"memascend.cli.{name}")
             command.add_arguments(command_parser)
-            command_parser.set_defaults(run=command.run)
+            command_parser.set_defaults(run=command.run, refuse=command_parser.error)
     options = parser.parse_args([_at_home(word) for word in given])
+    if options.command is None:
+        parser.print_help()
+        return 0
+    return _ran(options)
+
+
+def _ran(options: argparse.Namespace) -> int:
     try:
         return int(options.run(options))
+    except argparse.ArgumentError as error:
+        # What argparse cannot see: arguments that depend on others.
+        options.refuse(str(error))
     except MemascendError as error:
-        print(f"memascend {options.command}: {error}", file=sys.stderr)
-        return 1
+        print(
+            f"memascend {options.command}: {_in_own_words(str(error)) if options.command == 'train' else error}",
+            file=sys.stderr,
+        )
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
@@ -67,7 +100,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         # A file that was named cannot be read or written: the system says which and why.
         print(f"memascend {options.command}: {error}", file=sys.stderr)
-        return 1
+    return 1
+
+
+def _in_own_words(text: str) -> str:
+    for theirs, ours in _OWN_WORDS.items():
+        text = text.replace(theirs, ours)
+    return text
 
 
 def _at_home(word: str) -> str:

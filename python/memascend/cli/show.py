@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 # More names in a row than this run out of the picture.
-_LEGEND_COLUMNS = 4
+_LEGEND_COLUMNS = 3
 # One colour for one system in every picture, and the words for it.
 _SYSTEMS = {
     "memascend": ("memascend", OURS),
@@ -90,8 +90,11 @@ def lines(
     title: str,
     units: tuple[str, str],
     series: Mapping[str, Sequence[tuple[float, float]]],
+    spread: Mapping[str, Sequence[tuple[float, float]]] | None = None,
 ) -> None:
     """Draw curves through points as a PNG, from zero, `units` being the names of the axes; the last value is written.
+
+    `spread` has the least and the most of what each point was measured from, where that is drawn, too.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -101,6 +104,8 @@ def lines(
     for name, words, colour in _styled(series):
         points = series[name]
         axes.plot([x for x, _ in points], [y for _, y in points], marker="o", label=words, color=colour)
+        if ends := (spread or {}).get(name):
+            axes.vlines([x for x, _ in points], *zip(*ends, strict=True), color=colour, alpha=0.5, linewidth=3)
         if points:
             x, y = points[-1]
             axes.annotate(f"{y:.3g}", (x, y), (6, 0), textcoords="offset points", va="center", color=colour)

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from memascend import engine
 
+_PREVIOUS = '`memascend train ... --previous`, or existing="previous" of offload(),'
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the two actions."""
@@ -183,9 +185,9 @@ def _tell(commits: list[engine.Commit], seconds: float) -> None:
         _list(newest)
     for other in others:
         if other.whole and newest.whole:
-            print(f'{_named(other)}, before it, is whole too: existing="previous" goes back to it')
+            print(f"{_named(other)}, before it, is whole too: {_PREVIOUS} goes back to it")
         elif other.whole:
-            print(f'{_named(other)} is whole: existing="previous" opens it')
+            print(f"{_named(other)} is whole: {_PREVIOUS} opens it")
         elif newest.whole:
             count = len(other.damages) + other.others
             print(f"{_named(other)}, before it, is not: {count} damages, as usual once the next step was begun")
@@ -193,7 +195,10 @@ def _tell(commits: list[engine.Commit], seconds: float) -> None:
             print(f"memascend store: {_named(other)} is not whole either:", file=sys.stderr)
             _list(other)
     if not newest.whole and not any(other.whole for other in others):
-        print('no commit is whole: begin from a checkpoint, with existing="replace"', file=sys.stderr)
+        print(
+            "no commit is whole: begin anew, from the model that was saved last or from a checkpoint, in another file",
+            file=sys.stderr,
+        )
 
 
 def _named(commit: engine.Commit) -> str:

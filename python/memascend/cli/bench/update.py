@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memascend import engine, nvme
+from memascend import nvme
 from memascend.cli.bench import bag, deepspeed
 from memascend.cli.bench.peers import PASSES, fio, huge_pages
 from memascend.cli.bench.swapper import Swapper
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from memascend import engine
     from memascend.nvme import Ticket, Volume
 
 SUMMARY = "a step of AdamW on SSD, against pure I/O of the same bytes, fio, and DeepSpeed's NVMe swapper"
@@ -113,12 +114,16 @@ class _Parameters:
 
 
 def _entry(name: str, values: torch.Tensor, form: str) -> engine.Entry:
+    from memascend import engine
+
     state = engine.encode_state(values, {}, form) if form else engine.adam_state(values)
     return engine.Entry(name=name, values=values, state=state, format=form or None)
 
 
 def _choose_parameters(options: argparse.Namespace) -> _Parameters:
     import torch
+
+    from memascend import engine
 
     form = _FORMS[options.state]
     chunk = options.chunk_elements or engine.chunk_elements_of([_entry("", torch.zeros(1, dtype=torch.bfloat16), form)])
@@ -138,12 +143,16 @@ def _whole_blocks(nbytes: int) -> int:
 
 
 def _create(folder: Path, subject: _Parameters) -> engine.Store:
+    from memascend import engine
+
     values = bag.values(subject.numel)
     entries = [_entry(name, values, subject.form) for name in subject.names]
     return engine.Store.create(folder / "store", entries, chunk_elements=subject.chunk)
 
 
 def _measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    from memascend import engine
+
     subject = _choose_parameters(options)
     store = _create(folder, subject)
     gradient = bag.gradient(subject.numel)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from memascend import nvme
 from memascend.cli.transfer import Speed, blocks
-from memascend.tensors import memory_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,6 +26,8 @@ def weight_cases(folder: Path, stack: ExitStack) -> dict[str, Callable[[], Speed
 
     The page cache is dropped before reading, as a model larger than memory would find it.
     """
+    from memascend.tensors import memory_of
+
     tensors = stack.enter_context(blocks(_WEIGHT_BYTES, _COUNT))
     volume = stack.enter_context(nvme.open(folder / "weights", size=_WEIGHT_BYTES * _COUNT))
 
@@ -54,6 +55,8 @@ def weight_cases(folder: Path, stack: ExitStack) -> dict[str, Callable[[], Speed
 
 
 def _fill(descriptor: int, tensor: torch.Tensor) -> None:
+    from memascend.tensors import memory_of
+
     view = memory_of(tensor)
     done = 0
     while done < len(view):

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from memascend.cli.plan.answer import Answer, Question
+    from memascend.cli.plan.fit import Takeover
     from memascend.cli.plan.sources import DescribedModel
 
 _TYPES = {"float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16",
@@ -29,9 +30,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model", metavar="CONFIG|FOLDER", type=Path, help="config.json of a Hugging Face model, or safetensors"
     )
     machine = parser.add_argument_group("the machine")
-    machine.add_argument("--gpu", metavar="G", help="4090, 5090, a100, h100, h200, or TFLOPS,GB,PCIE_GB_S as 165,24,25")
+    machine.add_argument(
+        "--gpu", metavar="G", help="its name, as 3090, l40s, h100, mi300x; or TFLOPS,GB,PCIE_GB_S as 165,24,25"
+    )
     machine.add_argument("--cpu", action="store_true", help="measure this processor, which takes up to a minute")
-    machine.add_argument("--drive", metavar="READ,WRITE", help="GB/s; default: measured on --storage")
+    machine.add_argument(
+        "--drive", metavar="READ,WRITE", help="GB/s as they last, or gen3, gen4, gen5; default: measured on --storage"
+    )
     machine.add_argument(
         "--storage",
         metavar="P",
@@ -64,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--state", choices=("fp32", "bf16", "8bit"), help="moments of the optimizer; default: as it has them"
     )
     run.add_argument("--optimizer", metavar="NAME", default="AdamW", help="a class of torch.optim (%(default)s)")
+    run.add_argument("--lora", metavar="RANK", type=_count, help="adapters of this rank are all that is trained")
     run.add_argument("--dtype", choices=_TYPES, help="of the parameters; default: as the model says, else bfloat16")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--picture", metavar="PNG", type=Path, help="draw host memory and storage into this file")
@@ -103,7 +109,8 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps({**described, "formats": formats.values(compared)}, indent=2))
     else:
         head = f"{options.model}: {{parameters}}, described by {source.by}; {options.optimizer}"
-        choices = text.Choices(more=more, fewer=formats.next_format(compared, options.state))
+        fewer = formats.next_format(compared, options.state)
+        choices = text.Choices(more=more, fewer=fewer, takeover=_takes_over(options, question))
         print(text.shown(head, question, found, choices, speeds) + formats.shown(compared, found.plan.budget))
     return int(bool(found.problems))
 
@@ -114,7 +121,7 @@ def _asked(options: argparse.Namespace) -> tuple[DescribedModel, Question, dict[
 
     from memascend.cli.plan.answer import Question, drive_at, free_bytes
     from memascend.cli.plan.machine import parse_drive, parse_gpu
-    from memascend.cli.plan.sources import describe
+    from memascend.cli.plan.sources import describe, with_adapters
     from memascend.planning.options import Options
 
     gpu = None if options.gpu is None else parse_gpu(options.gpu)
@@ -134,6 +141,8 @@ def _asked(options: argparse.Namespace) -> tuple[DescribedModel, Question, dict[
     if gpu is not None and asked.where.type == "cpu":
         raise ConfigError("--gpu names what computes, and --device says that the CPU does: give one of them")
     source = describe(options.model, None if options.dtype is None else getattr(torch, _TYPES[options.dtype]))
+    if options.lora is not None:
+        source = with_adapters(source, options.lora)
     paths = [Path(path) for path in asked.paths or ()]
     speeds: dict[str, float] = {}
     if drive is None:
@@ -183,6 +192,14 @@ def shape_of(options: argparse.Namespace, model: torch.nn.Module) -> tuple[int, 
     return max(1, options.tokens // length), length
 
 
+def _takes_over(options: argparse.Namespace, question: Question) -> Takeover | None:
+    from memascend.cli.plan.fit import takes_over
+
+    if isinstance(question.trace, str):
+        return None
+    return takes_over(question, shape_of(options, question.model)[1], recomputes=not options.keep_activations)
+
+
 def _fit(options: argparse.Namespace, question: Question) -> int:
     from memascend.cli.plan import fit, text
 
@@ -225,6 +242,7 @@ def _values(
     written = sum(plan.written_bytes.values())
     step = described(found)
     tokens = None if isinstance(trace, str) else trace.tokens * options.accumulation_steps * options.ranks
+    takeover = _takes_over(options, question)
     return {
         "model": {"path": str(options.model), "described_by": source.by, "parameters": parameters_of(source.model)},
         "optimizer": options.optimizer,
@@ -242,6 +260,9 @@ def _values(
             **step,
             "tokens_per_second": None if found.seconds is None or tokens is None else tokens / found.seconds,
         },
+        "compute_takes_over": None
+        if takeover is None
+        else {**asdict(takeover), "tokens_per_second": takeover.tokens_per_second},
         "forecast": None if (forecast := forecast_of(question, plan, found.network)) is None else asdict(forecast),
         "with_16_gib_more": None if more is None else described(more),
         "ranks": None if found.network is None else {"count": options.ranks, **moved(question, found)},

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memascend.cli.plan.machine import ENDURANCE_PER_TB, HEAP_GAPS, IMPORTS, Gpu
+from memascend.cli.plan.machine import ENDURANCE_PER_TB, HEAP_GAPS, IMPORTS
 from memascend.cli.storage import speeds_at
 from memascend.formatting import bytes_shown
 from memascend.planning.costs import (
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from memascend.cli.plan.cards import Gpu
     from memascend.cli.plan.processor import Processor
     from memascend.cli.plan.trace import Trace
     from memascend.planning.network import Network

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 _LENGTHS = (8192, 2048, 512)
 _BATCH_MAX = 256
+# More sequences are in no step.
+_SEQUENCES_MAX = 1 << 20
 # Where none is asked for: as torch has it, and what moves fewer bytes.
 _STATES: tuple[Literal["bf16", "8bit"] | None, ...] = (None, "bf16", "8bit")
 
@@ -67,6 +69,53 @@ def find(question: Question, length: int | None, *, recomputes: bool) -> list[Ca
             continue
         found += [_largest(asked, plan, length, one, two) for length, (one, two) in traces.items()]
     return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Takeover:
+    """From how many tokens a step on the GPU takes longer than anything else."""
+
+    tokens: int  # of the step
+    seconds: float  # that it takes
+    problem: str  # why so many do not fit at once; empty where they do
+
+    @property
+    def tokens_per_second(self) -> float:
+        """There."""
+        return self.tokens / self.seconds
+
+
+def takes_over(question: Question, length: int, *, recomputes: bool) -> Takeover | None:
+    """The fewest sequences of a length that let compute take longest; None where that is not known, or never so."""
+    if question.gpu is None or question.drive is None:
+        return None
+    one, two = (trace(question.model, batch, length, recomputes=recomputes) for batch in (1, 2))
+    if isinstance(one, str) or isinstance(two, str):
+        return None
+    plan = planned(question.model, question.optimizer, question.options, question.ranks)
+
+    def at(batch: int) -> Answer:
+        return answer(replace(question, trace=grown(one, two, batch - 1)), plan)
+
+    enough = 1
+    while at(enough).bound != "compute":
+        enough *= 2
+        if enough > _SEQUENCES_MAX:
+            return None
+    too_few = enough // 2
+    while enough - too_few > 1:
+        between = (enough + too_few) // 2
+        if at(between).bound == "compute":
+            enough = between
+        else:
+            too_few = between
+    found = at(enough)
+    assert found.seconds is not None
+    return Takeover(
+        tokens=enough * length * question.options.accumulation_steps * question.ranks,
+        seconds=found.seconds,
+        problem="; ".join(found.problems),
+    )
 
 
 def _largest(question: Question, plan: Planned, length: int, one: Trace | str, two: Trace | str) -> Candidate:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +67,26 @@ def describe(path: Path, dtype: torch.dtype | None) -> DescribedModel:
         module, _, last = name.rpartition(".")
         setattr(model.get_submodule(module), last, nn.Parameter(torch.empty_like(model.get_parameter(name))))
     return DescribedModel(model, str(config))
+
+
+def with_adapters(source: DescribedModel, rank: int) -> DescribedModel:
+    """The model with adapters on all linear layers but the head, which are then all that is trained.
+
+    Raises:
+        ConfigError: it is no model of transformers, or peft is not installed.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        raise ConfigError("--lora needs peft, which is not installed: pip install 'memascend[train]'") from error
+    if not hasattr(source.model, "config"):
+        raise ConfigError("--lora is for language models of transformers: give the folder with its config.json")
+    model: Any = source.model
+    config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    with warnings.catch_warnings(), torch.device("meta"):
+        # peft asks transformers for what later versions call otherwise.
+        warnings.simplefilter("ignore", FutureWarning)
+        return DescribedModel(peft.get_peft_model(model, config), source.by)
 
 
 def _untied(model: nn.Module, path: Path | None, *, tied: bool) -> list[str]:

@@ -6,14 +6,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from memascend.cli.plan.answer import disk_seconds, forecast_of, heap_gaps, moved
-from memascend.cli.plan.machine import ENDURANCE_PER_TB, IMPORTS, REACHED
+from memascend.cli.plan.cards import REACHED
+from memascend.cli.plan.machine import ENDURANCE_PER_TB, IMPORTS
 from memascend.formatting import bytes_shown, seconds_shown, table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from memascend.cli.plan.answer import Answer, Question
-    from memascend.cli.plan.fit import Candidate
+    from memascend.cli.plan.fit import Candidate, Takeover
     from memascend.planning.format_table import FormatCost
 
 Row = tuple[str, str, str]
@@ -26,6 +27,7 @@ class Choices:
 
     more: Answer | None  # the answer with 16 GiB more of host memory
     fewer: FormatCost | None  # state in the format of the next fewer bits
+    takeover: Takeover | None = None  # the tokens from which on compute takes longest
 
 
 def shown(head: str, question: Question, found: Answer, choices: Choices, speeds: Mapping[str, float]) -> str:
@@ -42,6 +44,7 @@ def shown(head: str, question: Question, found: Answer, choices: Choices, speeds
     parts = [head.format(parameters=f"{parameters:,} parameters")]
     parts.append("It does not fit: " + "; ".join(found.problems) if found.problems else _lines(question))
     rows = [
+        _life(question, found),
         *_memory(question, found),
         *_room(question, found),
         *_moved(question, found),
@@ -158,8 +161,7 @@ def _time(question: Question, found: Answer, choices: Choices, speeds: Mapping[s
     if not isinstance(trace, str):
         tokens = trace.tokens * question.options.accumulation_steps * question.ranks
         rows.append(("tokens a second", f"{tokens / found.seconds:,.0f}", _wider(found)))
-    if found.days is not None:
-        rows.append(("the drive lasts", _days(found.days), _wear(question, found)))
+    rows += _taken_over(choices.takeover)
     return [*rows, *_bought(found.seconds, choices)]
 
 
@@ -222,8 +224,25 @@ def _wider(found: Answer) -> str:
     return "more tokens in a step (--tokens, --accumulation-steps) raise this" if found.bound == "disk" else ""
 
 
-def _days(days: float) -> str:
-    return f"{days / _YEAR_DAYS:.1f} years" if days > 2 * _YEAR_DAYS else f"{days:.0f} days"
+def _taken_over(at: Takeover | None) -> list[Row]:
+    """From how many tokens on a faster drive would buy nothing."""
+    if at is None:
+        return []
+    note = f"{at.tokens_per_second:,.0f} tokens a second there"
+    if at.problem:
+        note += f", but {at.problem}: less memory for each token is what would help"
+    return [("compute takes over at", f"{at.tokens:,} tokens a step", note)]
+
+
+def _life(question: Question, found: Answer) -> Row:
+    """How long the drive lasts: what is found out too late if it does not come first."""
+    wear = _wear(question, found)
+    if found.days is not None:
+        shown = f"{found.days:,.0f} days" if found.days >= 10 else f"{found.days:.1f} days"
+        years = f"{found.days / _YEAR_DAYS:.1f} years " if found.days > 2 * _YEAR_DAYS else ""
+        return "the drive lasts", shown, years + wear
+    steps = found.endurance // max(1, sum(found.plan.written_bytes.values()))
+    return "the drive lasts", f"{steps:,} steps", wear
 
 
 def _wear(question: Question, found: Answer) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,11 @@ __all__ = ["add_arguments", "run"]
 def run(options: argparse.Namespace) -> int:
     """Train; 0 once OUT holds the model of the last step."""
     settings = Settings.of(options)
+    if not int(os.environ.get("RANK") or 0):
+        # What follows loads torch and transformers, and reads all rows: that takes a while.
+        print(
+            f"memascend train: looking at {settings.model} and {' '.join(settings.data)}", file=sys.stderr, flush=True
+        )
     from memascend.cli.train.job import Job
     from memascend.cli.train.ranks import Ranks
 

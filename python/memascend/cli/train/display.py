@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from memascend.formatting import bytes_shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +70,42 @@ def open_display(steps: int, first: int, *, as_json: bool, rank: int = 0) -> Dis
         else:
             return _Bar(tqdm(total=steps, initial=first, unit="step", dynamic_ncols=True))
     return _Lines()
+
+
+class Log(Display):
+    """Another display, and one JSON line for each step and event in a file."""
+
+    def __init__(self, path: Path, shown: Display) -> None:
+        """Go on with the file, behind what a killed process may have left of a line."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._shown = shown
+        self._file = path.open("ab+", buffering=0)
+        if self._file.tell():
+            self._file.seek(-1, os.SEEK_END)
+            if self._file.read(1) != b"\n":
+                self._file.write(b"\n")
+
+    def tell(self, text: str) -> None:
+        """A sentence, which the file does not have."""
+        self._shown.tell(text)
+
+    def event(self, name: str, values: Mapping[str, Any], text: str) -> None:
+        """Something beside steps."""
+        self._write({"event": name, **values})
+        self._shown.event(name, values, text)
+
+    def step(self, step: Step) -> None:
+        """A step was committed."""
+        self._write({"event": "step", **asdict(step)})
+        self._shown.step(step)
+
+    def close(self) -> None:
+        """Nothing more comes."""
+        self._shown.close()
+        self._file.close()
+
+    def _write(self, values: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(values).encode() + b"\n")
 
 
 class _Lines(Display):

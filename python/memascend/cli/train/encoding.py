@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from memascend.cli.train import shapes
 from memascend.cli.train.chat import Chat
+from memascend.cli.train.rows import GOES_ON
 from memascend.errors import ConfigError
+from memascend.formatting import counted
 
 if TYPE_CHECKING:
     import datetime as dt
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from memascend.cli.train.rows import Row
+
+# Long work tells so often how far it is.
+_TOLD_SECONDS = 15.0
 
 
 @dataclass(frozen=True)
@@ -34,17 +41,20 @@ class Counts:
     sequences: int = 0
     tokens: int = 0
     learnt: int = 0
-    kind: str = ""
+    shape: str = ""
+    packs_text: bool = False
 
     def said(self, max_length: int) -> str:
         """In words."""
-        text = f"{self.rows:,} rows of `{self.kind}`: {self.tokens:,} tokens, a loss on {self.learnt:,} of them"
-        if self.kind == "text":
-            text += f"; packed into {self.sequences:,} sequences of up to {max_length:,}"
+        text = f"{counted(self.rows, 'row')} of {self.shape}: {counted(self.tokens, 'token')}, "
+        text += f"a loss on {self.learnt:,} of them"
+        if self.packs_text:
+            text += f"; packed into {counted(self.sequences, 'sequence')} of up to {max_length:,}"
         if self.truncated:
-            text += f"; {self.truncated:,} rows were longer than --max-length {max_length:,} and are cut there"
+            cut = "row is longer" if self.truncated == 1 else "rows are longer"
+            text += f"; {self.truncated:,} {cut} than --max-length {max_length:,}, and cut there"
         if self.left_out:
-            text += f"; {self.left_out:,} of them lost all that was to be learnt, and are left out"
+            text += f"; {self.left_out:,} of them lost all that was to be learnt, and left out"
         return text
 
 
@@ -55,6 +65,7 @@ class Encoder:
     tokenizer: Any  # of transformers, with offsets
     max_length: int  # tokens of a sequence, at most
     began: dt.datetime  # the time that chat templates are told
+    tell: Callable[[str], None] = print  # what is told of long work
     _chat: Chat | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -71,10 +82,14 @@ class Encoder:
         """Encode rows of one kind; texts are packed."""
         rows = iter(rows)
         first = next(rows)
-        counts.kind = "prompt and completion" if first.kind == "prompt" else first.kind
+        counts.shape, counts.packs_text = first.shape.name, first.shape is shapes.TEXT
         every = itertools.chain([first], rows)
-        made = self._packed(every, counts) if first.kind == "text" else self._each(every, counts)
+        made = self._packed(every, counts) if counts.packs_text else self._each(every, counts)
+        told = time.monotonic()
         for tokens in made:
+            if time.monotonic() - told > _TOLD_SECONDS:
+                told = time.monotonic()
+                self.tell(f"{counted(counts.rows, 'row')} of the data are read")
             counts.sequences += 1
             counts.tokens += len(tokens.ids)
             # Nothing foretells the first one.
@@ -82,15 +97,15 @@ class Encoder:
             yield tokens
         if not counts.learnt:
             raise ConfigError(
-                f"nothing is left to be learnt of {counts.rows:,} rows: --max-length {self.max_length} is too short "
-                "for what comes before it"
+                f"nothing is left to be learnt of {counted(counts.rows, 'row')}: --max-length {self.max_length} is too "
+                "short for what comes before it"
             )
 
     def _each(self, rows: Iterable[Row], counts: Counts) -> Iterator[Tokens]:
         for row in rows:
             counts.rows += 1
             try:
-                whole = self._messages(row.values) if row.kind == "messages" else self._completion(row.values)
+                whole = self._row(row)
             except ConfigError as error:
                 raise ConfigError(f"{row.place}: {error}") from error
             if not any(whole.learnt[1:]):
@@ -114,7 +129,7 @@ class Encoder:
             counts.rows += not goes_on
             # A piece of a text has no beginning of its own.
             waiting += self._ids(text, special=not goes_on)
-            goes_on = bool(row.values.get("goes_on"))
+            goes_on = bool(row.values.get(GOES_ON))
             if not goes_on and waiting[-1:] != [self.tokenizer.eos_token_id]:
                 waiting.append(self.tokenizer.eos_token_id)
             while len(waiting) >= self.max_length:
@@ -127,10 +142,18 @@ class Encoder:
         ids: list[int] = self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
         return ids
 
+    def _row(self, row: Row) -> Tokens:
+        values = row.values
+        if row.shape is shapes.INSTRUCTED and not self.tokenizer.chat_template:
+            return self._completion(shapes.instructed_text(values))
+        if row.shape is shapes.COMPLETED and not isinstance(values["prompt"], list):
+            return self._completion(values)
+        return self._messages(*shapes.turns(row.shape, values), values.get("tools"))
+
     def _completion(self, values: dict[str, Any]) -> Tokens:
         prompt, completion = values["prompt"], values["completion"]
         if not isinstance(prompt, str) or not isinstance(completion, str):
-            raise ConfigError("`prompt` and `completion` are texts; turns of a conversation are `messages`")
+            raise ConfigError("`prompt` and `completion` are both texts, or both lists of turns")
         if not completion:
             raise ConfigError("`completion` is empty")
         made = self._spans(prompt + completion, [(len(prompt), len(prompt) + len(completion))], special=True)
@@ -139,18 +162,15 @@ class Encoder:
             return Tokens(made.ids, [*made.learnt[:-1], True])
         return Tokens([*made.ids, end], [*made.learnt, True])
 
-    def _messages(self, values: dict[str, Any]) -> Tokens:
-        messages = values["messages"]
-        if not isinstance(messages, list) or not messages:
-            raise ConfigError("`messages` is a list of turns")
-        for number, message in enumerate(messages, 1):
-            _require_turn(message, number)
-        if not any(message["role"] == "assistant" for message in messages):
+    def _messages(self, messages: list[dict[str, Any]], first: int, tools: Any) -> Tokens:
+        """A conversation; the assistant's words are learnt from a turn on."""
+        count = sum(message["role"] == "assistant" for message in messages[first:])
+        if not count:
             raise ConfigError("no message has the role 'assistant', whose words are learnt")
         if self._chat is None:
             self._chat = Chat(self.tokenizer, self.began)
-        text, spans = self._chat.render(messages, values.get("tools"))
-        return self._spans(text, spans, special=False)
+        text, spans = self._chat.render(messages, tools)
+        return self._spans(text, spans[-count:] if first else spans, special=False)
 
     def _spans(self, text: str, spans: list[tuple[int, int]], *, special: bool) -> Tokens:
         """Tokens of a text; learnt is each that has a character of a span."""
@@ -164,11 +184,3 @@ def _is_within(token: tuple[int, int], span: tuple[int, int]) -> bool:
         # A token of white space alone, which some tokenizers trim: it stands before this place.
         return span[0] < token[0] <= span[1]
     return token[0] < span[1] and span[0] < token[1]
-
-
-def _require_turn(message: Any, number: int) -> None:
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise ConfigError(f"message {number} is no object with a `role`")
-    content = message.get("content")
-    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-        raise ConfigError(f"message {number} has no text as its `content`")

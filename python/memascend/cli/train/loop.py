@@ -42,6 +42,8 @@ class Loop:
     held_out: Batches | None  # for the evaluation, where there is one
     rate: Rate  # the learning rate
     save_every: int  # steps
+    eval_every: int | None  # steps; None: at each save
+    keep: int  # models in folders of their own
     seed: int  # of what is random in the model
     ranks: Ranks  # who computes which micro-batch of a step
     display: Display  # for people
@@ -102,9 +104,14 @@ class Loop:
         device = self.described.model.device
         made = self.described.model(
             input_ids=batch.input_ids.to(device),
-            attention_mask=batch.attention_mask.to(device),
             labels=batch.labels.to(device),
             use_cache=False,
+            # Rows that share a sequence are told apart by their positions, where there is no mask.
+            **(
+                {"attention_mask": batch.attention_mask.to(device)}
+                if batch.position_ids is None
+                else {"position_ids": batch.position_ids.to(device)}
+            ),
         )
         loss: torch.Tensor = made.loss
         return loss
@@ -149,14 +156,17 @@ class Loop:
     def _save_where_due(self, step: int) -> None:
         """After so many steps: the evaluation, and the model into its folder."""
         assert self.output.record is not None
-        due = step == self.batches.steps or step % self.save_every == 0
-        if not due or self.output.record.saved == step:
-            return
-        if self.held_out is not None:
+        record, is_last = self.output.record, step == self.batches.steps
+        due = (is_last or step % self.save_every == 0) and record.saved != step
+        looks = due if self.eval_every is None else is_last or step % self.eval_every == 0 or (due and self.keep > 0)
+        if self.held_out is not None and looks and record.evaluated != step:
             loss = self.evaluate(self.held_out)
             self.display.event("eval", {"step": step, "eval_loss": loss}, f"step {step}: eval loss {loss:.4f}")
             self._report(step, {"eval_loss": loss})
-        self.output.save(self.described, self.optimizer, self.tokenizer, step)
+            self.output.change(evaluated=step, eval_loss=loss)
+        if not due:
+            return
+        self.output.save(self.described, self.optimizer, self.tokenizer, step, self.keep)
         text = f"step {step}: saved to {self.output.folder}"
         self.display.event("save", {"step": step, "folder": str(self.output.folder)}, text)
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
+import json
+import sys
+import tempfile
 import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,7 +22,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from memascend.cli.train.settings import Settings
+
 _INSTALL = "pip install 'memascend[train]'"
+# Where each tensor of a merged model begins.
+_ALIGNED = 64
 
 
 def require_transformers() -> Any:
@@ -43,6 +51,11 @@ class Described:
     adapted: bool  # whether adapters alone are trained
 
     @property
+    def own(self) -> Any:
+        """The model of transformers, below adapters."""
+        return self.model.get_base_model() if self.adapted else self.model
+
+    @property
     def trained(self) -> list[torch.nn.Parameter]:
         """The parameters that learn."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -55,40 +68,46 @@ def load_tokenizer(folder: Path) -> Any:
         ConfigError: there is none, or transformers cannot read it.
     """
     transformers = require_transformers()
-    if not folder.is_dir():
-        raise ConfigError(
-            f"--model {folder} is no folder: download the model first, with `hf download NAME --local-dir {folder}`"
-        )
     try:
         return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         raise ConfigError(f"{folder} has no tokenizer that can be read: {type(error).__name__}: {error}") from error
 
 
-def describe_model(folder: Path, rank: int | None, seed: int) -> Described:
-    """The language model of a folder.
-
-    Args:
-        folder: with config.json and safetensors.
-        rank: of adapters, which are then all that is trained; None: everything is.
-        seed: of the adapters' first values.
+def describe_model(folder: Path, settings: Settings) -> Described:
+    """The language model of a folder, with adapters where these are asked for.
 
     Raises:
         ConfigError: it is no causal language model that transformers knows, or its weights do not fit it.
     """
+    model, files = _plain(folder)
+    model.train()
+    _recompute(model)
+    if settings.lora is None:
+        files.check(Names(model), dict(model.named_parameters()))
+        return Described(model, str(folder), adapted=False)
+    return _adapted(model, files, folder, settings)
+
+
+def _plain(folder: Path) -> tuple[Any, WeightFiles]:
+    """The model on "meta", and the files of its weights."""
     transformers = require_transformers()
     files = WeightFiles(folder)
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        _require_one_stack(config, folder)
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(
                 config, dtype=_dtype(config, files), trust_remote_code=False
             )
+    except ConfigError:
+        raise
     except Exception as error:
         raise ConfigError(
             f"transformers {transformers.__version__} makes no causal language model of {folder}: "
             f"{type(error).__name__}: {error}"
         ) from error
+    _require_causal(model, folder)
     names = Names(model)
     for name in files.untied(names):
         module, _, last = name.rpartition(".")
@@ -96,12 +115,41 @@ def describe_model(folder: Path, rank: int | None, seed: int) -> Described:
     # A folder need not have one.
     with contextlib.suppress(OSError):
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
-    model.train()
-    _recompute(model)
-    if rank is None:
-        files.check(Names(model), dict(model.named_parameters()))
-        return Described(model, str(folder), adapted=False)
-    return _adapted(model, files, folder, rank, seed)
+    return model, files
+
+
+def _require_one_stack(config: Any, folder: Path) -> None:
+    if getattr(config, "is_encoder_decoder", False):
+        raise ConfigError(
+            f"{folder} is an encoder with a decoder ({config.model_type}), and memascend train trains decoders alone: "
+            "train it in a loop of your own, with memascend.offload()"
+        )
+
+
+def _require_causal(model: Any, folder: Path) -> None:
+    """Refuse attention in both directions, to which the next token is no secret."""
+    config, source = model.config, inspect.getsource(sys.modules[type(model).__module__])
+    # Some configurations have the word, and models that do not ask for it.
+    looks_back = getattr(config, "is_decoder", True) or "config.is_decoder" not in source
+    if looks_back and getattr(config, "causal", True) and config.model_type != "xlnet":
+        return
+    raise ConfigError(
+        f"{folder} is an encoder ({', '.join(config.architectures or [config.model_type])}): its attention sees the "
+        "tokens that it would learn to foretell. memascend train trains causal decoders; an encoder is trained in a "
+        "loop of your own, with memascend.offload()"
+    )
+
+
+def keeps_rows_apart(model: Any) -> bool:
+    """Whether attention stays within a row where several are in one sequence, told apart by their position ids."""
+    source = inspect.getsource(sys.modules[type(model).__module__])
+    kinds = set(getattr(model.config, "layer_types", None) or ())
+    return (
+        "position_ids=position_ids" in source
+        and "causal_mask" in source
+        and kinds <= {"full_attention", "sliding_attention", "chunked_attention"}
+        and not any(isinstance(module, torch.nn.Conv1d) for module in model.modules())
+    )
 
 
 def _dtype(config: Any, files: WeightFiles) -> torch.dtype:
@@ -124,8 +172,8 @@ def _recompute(model: Any) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
 
 
-def _adapted(model: Any, files: WeightFiles, folder: Path, rank: int, seed: int) -> Described:
-    """The model with adapters on all linear layers but the head; they are on the CPU, and the model stays on meta."""
+def _adapted(model: Any, files: WeightFiles, folder: Path, settings: Settings) -> Described:
+    """The model with adapters on linear layers; they are on the CPU, and the model stays on meta."""
     try:
         import peft
     except ImportError as error:
@@ -134,10 +182,13 @@ def _adapted(model: Any, files: WeightFiles, folder: Path, rank: int, seed: int)
     named = dict(model.named_parameters())
     files.check(Names(model), named)
     first_names = {id(parameter): name for name, parameter in named.items()}
+    assert settings.lora is not None
+    every = settings.lora_targets == "all-linear"
     config = peft.LoraConfig(
-        r=rank,
-        lora_alpha=2 * rank,
-        target_modules="all-linear",
+        r=settings.lora,
+        lora_alpha=settings.lora_alpha or 2 * settings.lora,  # type: ignore[arg-type] # peft divides it
+        lora_dropout=settings.lora_dropout,
+        target_modules="all-linear" if every else [name.strip() for name in settings.lora_targets.split(",")],
         task_type="CAUSAL_LM",
     )
     # The adapters say what they belong to.
@@ -145,18 +196,73 @@ def _adapted(model: Any, files: WeightFiles, folder: Path, rank: int, seed: int)
     with warnings.catch_warnings():
         # peft asks transformers for what later versions call otherwise.
         warnings.simplefilter("ignore", FutureWarning)
-        adapted = peft.get_peft_model(model, config)
+        try:
+            adapted = peft.get_peft_model(model, config)
+        except ValueError as error:
+            raise ConfigError(f"--lora-targets {settings.lora_targets}: {error}") from error
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed_of(seed, "adapters", 0))
-        for module in adapted.modules():
+        torch.manual_seed(seed_of(settings.seed, "adapters", 0))
+        for name, module in adapted.named_modules():
             if isinstance(module, lora):
+                if module.lora_embedding_A or not module.lora_A:
+                    raise ConfigError(f"--lora-targets names {name}, which is no linear layer")
                 for factor in (*module.lora_A.values(), *module.lora_B.values()):
                     factor.to_empty(device="cpu")
-                for name in module.lora_A:
-                    module.reset_lora_parameters(name, init_lora_weights=True)
+                for adapter in module.lora_A:
+                    module.reset_lora_parameters(adapter, init_lora_weights=True)
     own = {name: first_names[id(p)] for name, p in adapted.named_parameters() if id(p) in first_names}
 
     def values(name: str, like: torch.Tensor) -> torch.Tensor:
         return files.tensor(own.get(name, name), like)
 
     return Described(adapted, values, adapted=True)
+
+
+def merge(folder: Path, adapters: Path, merged: Path, tokenizer: Any) -> None:
+    """Write the model of a folder with adapters added into another folder, which is new.
+
+    The values lie in a file without a name beside it meanwhile, and not in memory.
+    """
+    import safetensors
+
+    model, files = _plain(folder)
+    settings = json.loads((adapters / "adapter_config.json").read_text(encoding="utf-8"))
+    scale = settings["lora_alpha"] / settings["r"]
+    files.check(Names(model), dict(model.named_parameters()))
+    tied = Names(model).tied
+    # Of what is tied, each name has the same tensor.
+    state = model.state_dict(keep_vars=True)
+    wanted = {name: like for name, like in state.items() if files.has(name) or name in tied}
+    with (
+        safetensors.safe_open(adapters / "adapter_model.safetensors", framework="pt") as factors,
+        tempfile.NamedTemporaryFile(dir=merged) as file,
+    ):
+        keys: list[str] = list(factors.keys())
+        added = {key.removeprefix("base_model.model.").removesuffix(".lora_A.weight") for key in keys}
+        size = sum(like.nbytes + _ALIGNED for like in wanted.values())
+        file.truncate(size)
+        whole = torch.from_file(file.name, shared=True, size=size, dtype=torch.uint8)
+        values: dict[str, torch.Tensor] = {}
+        shared: dict[int, str] = {}
+        start = 0
+        for name, like in wanted.items():
+            if id(like) in shared:
+                values[name] = values[shared[id(like)]]
+                continue
+            value = whole[start : start + like.nbytes].view(like.dtype).view(like.shape)
+            start += -(-like.nbytes // _ALIGNED) * _ALIGNED
+            value.copy_(files.tensor(name, like))
+            module = name.removesuffix(".weight")
+            if module in added:
+                up, down = (
+                    factors.get_tensor(f"base_model.model.{module}.lora_{which}.weight").float() for which in "BA"
+                )
+                change = (up @ down) * scale
+                # transformers' Conv1D has its weight the other way round.
+                if not isinstance(model.get_submodule(module), torch.nn.Linear):
+                    change = change.T
+                value.copy_((value.float() + change).to(like.dtype))
+            values[name] = value
+            shared[id(like)] = name
+        model.save_pretrained(merged, state_dict=values)
+    tokenizer.save_pretrained(merged)

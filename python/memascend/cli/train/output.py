@@ -15,6 +15,8 @@ from memascend.errors import ConfigError, CorruptionError
 from memascend.run.optimizer import session_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
     from memascend.cli.train.model import Described
@@ -24,6 +26,10 @@ if TYPE_CHECKING:
 _RECORD = "memascend-train.json"
 _NEW = f".{_RECORD}.new"
 LOGS = "logs"
+LOG = "log.jsonl"
+# All options of the last start, as --config takes them.
+_RESOLVED = "run.yaml"
+_MERGED, _BEST = "merged", "best"
 _FORMAT = 1
 _RECORD_BYTES_MAX = 1 << 20
 
@@ -40,6 +46,11 @@ class Record:
     versions: dict[str, str] = field(default_factory=dict)  # of what computes
     store: str | None = None  # which store holds it; None where none was whole yet
     saved: int | None = None  # the step of the model that is in the folder; None where there is none yet
+    warmup_steps: int | None = None  # as the run began; None: an earlier version's, which has the part of `steps`
+    evaluated: int | None = None  # the last step whose loss on --eval was told; None where there was none
+    eval_loss: float | None = None  # that loss
+    kept: tuple[int, ...] = ()  # the steps of the models in folders of their own
+    best: float | None = None  # the loss of the model in the folder of the best one
     format: int = _FORMAT  # of this record
 
     @property
@@ -62,7 +73,7 @@ class Output:
         self._ranks = ranks
         found = None if ranks.rank else self._found()
         told = ranks.everyone(None if found is None else asdict(found))[0]
-        self.record = None if told is None else Record(**told)
+        self.record = None if told is None else Record(**{**told, "kept": tuple(told["kept"])})
 
     def _found(self) -> Record | None:
         record = self._read()
@@ -89,7 +100,7 @@ class Output:
             values = json.loads(text)
             if values["format"] != _FORMAT:
                 raise ConfigError(f"{path} was written by another version of memascend (format {values['format']})")
-            return Record(**values)
+            return Record(**{**values, "kept": tuple(values.get("kept", ()))})
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             if isinstance(error, ConfigError):
                 raise
@@ -113,31 +124,48 @@ class Output:
         self._ranks.together(lambda: self._write(changed))
         self.record = changed
 
+    def resolve(self, text: str) -> None:
+        """Keep what the run was started with, for whoever looks, and as a file for --config."""
+        self._ranks.together(lambda: None if self._ranks.rank else self._put_new(_RESOLVED, text))
+
     def give_up(self) -> None:
         """Take back what `begin` did."""
         self.record = None
         if self._ranks.rank:
             return
-        (self.folder / _RECORD).unlink(missing_ok=True)
+        for name in (_RECORD, _RESOLVED):
+            (self.folder / name).unlink(missing_ok=True)
         if is_empty(self.folder):
             self.folder.rmdir()
 
     def _write(self, record: Record) -> None:
         if self._ranks.rank:
             return
+        self._put_new(_RECORD, _text(record))
+
+    def _put_new(self, name: str, text: str) -> None:
         new = self.folder / _NEW
         with file_errors(new, "cannot be written"):
-            _put(new, record)
-            new.rename(self.folder / _RECORD)
+            _put(new, text)
+            new.rename(self.folder / name)
             sync(self.folder)
 
-    def save(self, described: Described, optimizer: OffloadedOptimizer, tokenizer: Any, step: int) -> None:
+    def save(self, described: Described, optimizer: OffloadedOptimizer, tokenizer: Any, step: int, keep: int) -> None:
         """Put the model of a step in the place of the one before; whatever happens, one of them is there whole.
 
-        The model is between two steps. The tokenizer is saved beside it.
+        The model is between two steps. The tokenizer is saved beside it. `keep` models stay, the newest, in folders of
+        their own, and the one with the lowest loss on --eval.
         """
         assert self.record is not None
-        record = replace(self.record, saved=step)
+        before = self.record
+        kept = tuple(sorted({*before.kept, step})[-keep:]) if keep else ()
+        loss = before.eval_loss if before.evaluated == step else None
+        is_best = keep > 0 and loss is not None and (before.best is None or loss < before.best)
+        record = replace(before, saved=step, kept=kept, best=loss if is_best else before.best)
+        dropped = {_checkpoint(one) for one in before.kept if one not in kept} | ({_BEST} if is_best else set())
+        # It had the adapters of an earlier step.
+        dropped.add(_MERGED)
+        own = ([_checkpoint(step)] if keep else []) + ([_BEST] if is_best else [])
 
         def do_part() -> None:
             if self._ranks.rank:
@@ -147,10 +175,11 @@ class Output:
                 with file_errors(new, "cannot be written"):
                     self._write_model(described, optimizer, new)
                     tokenizer.save_pretrained(new)
-                    _put(new / _RECORD, record)
                     for path in new.rglob("*"):
                         sync(path)
-                    self._keep_others(new)
+                    _link(new, own)
+                    _put(new / _RECORD, _text(record))
+                    self._keep_others(new, dropped)
                 put_in_place(self.folder, new)
 
         self._ranks.together(do_part)
@@ -168,10 +197,28 @@ class Output:
         else:
             model.save_pretrained(new)
 
-    def _keep_others(self, new: Path) -> None:
+    @property
+    def merged(self) -> Path:
+        """The folder of the model with its adapters added."""
+        return self.folder / _MERGED
+
+    def merge(self, make: Callable[[Path], None]) -> None:
+        """Let the merged model be made, where it is not there yet; it is there whole or not at all."""
+
+        def do_part() -> None:
+            if self._ranks.rank == 0 and not self.merged.exists():
+                with new_folder(self.merged) as new:
+                    make(new)
+                    for path in new.rglob("*"):
+                        sync(path)
+                    put_in_place(self.merged, new)
+
+        self._ranks.together(do_part)
+
+    def _keep_others(self, new: Path, dropped: set[str]) -> None:
         """What is not of the model stays: logs, which somebody goes on writing to, and what users put there."""
         for path in self.folder.iterdir():
-            if (new / path.name).exists():
+            if (new / path.name).exists() or path.name in dropped:
                 continue
             if path.is_dir() and not path.is_symlink():
                 shutil.copytree(path, new / path.name, symlinks=True, copy_function=os.link)
@@ -185,6 +232,23 @@ def _whole(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.detach() if gather is None else gather().detach()
 
 
-def _put(path: Path, record: Record) -> None:
-    path.write_text(json.dumps(asdict(record), indent=2) + "\n", encoding="utf-8")
+def _checkpoint(step: int) -> str:
+    return f"checkpoint-{step}"
+
+
+def _link(new: Path, names: list[str]) -> None:
+    """The files of a model under other folders, too: on storage they are there once."""
+    files = [path for path in new.iterdir() if path.is_file()]
+    for name in names:
+        (new / name).mkdir()
+        for path in files:
+            os.link(path, new / name / path.name)
+
+
+def _text(record: Record) -> str:
+    return json.dumps(asdict(record), indent=2) + "\n"
+
+
+def _put(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
     sync(path)

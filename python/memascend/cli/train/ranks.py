@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -109,6 +110,16 @@ class Ranks(Closing):
             return do()
         done: _T = self._figures.together(do)
         return done
+
+    def note(self, text: str) -> None:
+        """Say something while there is no display yet: the first rank, on standard error."""
+        if not self.rank and sys.stderr is not None:
+            print(f"memascend train: {text}", file=sys.stderr, flush=True)
+
+    def say(self, text: str, *, as_json: bool) -> None:
+        """Say something when there is no display any more: the first rank; standard output may be for JSON alone."""
+        if not self.rank:
+            print(text, file=sys.stderr if as_json else sys.stdout, flush=True)
 
     def talk_through(self, optimizer: OffloadedOptimizer) -> None:
         """Talk as the run itself does from now on, so that what fails in one is heard in the other."""

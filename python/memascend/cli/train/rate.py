@@ -1,9 +1,11 @@
-"""Computes the learning rate of a step: a linear warm-up, then a fall to nothing."""
+"""Computes the learning rate of a step: a linear warm-up, then a fall."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+
+from memascend.formatting import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,13 +14,9 @@ class Rate:
 
     peak: float  # the highest
     steps: int  # of the run
-    warmup: float  # the part of them that warms up
+    warmup_steps: int  # of them, that warm up
     schedule: str  # "linear", "cosine" or "constant" after that
-
-    @property
-    def warmup_steps(self) -> int:
-        """Steps that warm up."""
-        return math.ceil(self.steps * self.warmup)
+    lowest: float = 0.0  # what it falls to
 
     def of_step(self, step: int) -> float:
         """Of a step, counted from 0: the first and the last learn something, too."""
@@ -26,9 +24,16 @@ class Rate:
             return self.peak * (step + 1) / (self.warmup_steps + 1)
         part = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
         factor = {"linear": 1 - part, "cosine": (1 + math.cos(math.pi * part)) / 2, "constant": 1.0}[self.schedule]
-        return self.peak * factor
+        return self.lowest + (self.peak - self.lowest) * factor
 
     def said(self) -> str:
         """In words."""
-        fall = {"linear": "falls linearly to 0", "cosine": "falls to 0 as a cosine", "constant": "stays"}[self.schedule]
-        return f"lr rises to {self.peak:g} in {self.warmup_steps:,} steps, then {fall}"
+        falls = {"linear": "falls linearly to {}", "cosine": "falls to {} as a cosine", "constant": "stays"}
+        fall = falls[self.schedule].format(f"{self.lowest:g}")
+        rises = f"rises to {self.peak:g} in {counted(self.warmup_steps, 'step')}, then" if self.warmup_steps else ""
+        return f"lr {rises or f'begins at {self.peak:g} and'} {fall}"
+
+
+def warmup_steps(warmup: float, steps: int) -> int:
+    """Steps that warm up, of --warmup: a part of all, or how many."""
+    return int(warmup) if warmup >= 1 else math.ceil(steps * warmup)

@@ -1,23 +1,29 @@
-"""Reads rows of training data from .jsonl, .parquet and .txt; what is wrong is said with file and line."""
+"""Reads rows of training data from files; what is wrong is said with file and line."""
 
 from __future__ import annotations
 
+import csv
+import itertools
 import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from memascend.cli.train.files import SUFFIXES
+from memascend.cli.train.shapes import Columns
 from memascend.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-# What a row may consist of; the first that it has is what it is.
-KINDS = (("messages",), ("prompt", "completion"), ("text",))
-# A line is read at once.
+    from memascend.cli.train.shapes import Shape
+
+# A line, or an object of an array, is read at once.
 _LINE_BYTES_MAX = 64 << 20
-# A text of any length is read in pieces of whole lines.
+# A text of any length is read in pieces of whole lines; an array, in pieces of this size.
 _PIECE_CHARACTERS = 1 << 20
+# Of a piece of a text that has another behind it; no column has this name.
+GOES_ON = "\0goes on"
 
 
 @dataclass(frozen=True)
@@ -25,38 +31,51 @@ class Row:
     """One row, and where it stands."""
 
     place: str
-    kind: str
+    shape: Shape
     values: dict[str, Any]
 
 
-def read_rows(path: Path) -> Iterator[Row]:
-    """The rows of a file, in its order.
+def read_rows(*paths: Path, columns: str | None = None) -> Iterator[Row]:
+    """The rows of files, in their order.
+
+    Args:
+        paths: of the files.
+        columns: what their rows call otherwise.
 
     Raises:
-        ConfigError: it is not there, is of no known kind, or a row is wrong: which, and why.
+        ConfigError: one is not there, is of no known kind, or a row is wrong: which, and why.
     """
-    readers = {".jsonl": _jsonl, ".parquet": _parquet, ".txt": _text}
-    reader = readers.get(path.suffix.lower())
-    if reader is None:
-        raise ConfigError(f"{path} ends in none of {', '.join(readers)}")
+    named = Columns(columns)
+    first = None
+    for path in paths:
+        count = 0
+        for place, values in _rows_of(path, named):
+            count += 1
+            try:
+                shape, own = named.shape_of(values)
+            except ConfigError as error:
+                raise ConfigError(f"{place}: {error}") from error
+            first = first or shape
+            if shape is not first:
+                raise ConfigError(f"{place}: a row of {shape.name} among rows of {first.name}: a run has one kind")
+            if GOES_ON in values:
+                own[GOES_ON] = True
+            yield Row(place, shape, own)
+        if not count:
+            raise ConfigError(f"{path} has no rows")
+
+
+def _rows_of(path: Path, columns: Columns) -> Iterator[tuple[str, dict[str, Any]]]:
+    suffix = path.suffix.lower()
+    if suffix not in SUFFIXES:
+        raise ConfigError(f"{path} ends in none of {', '.join(SUFFIXES)}")
     if not path.is_file():
         raise ConfigError(f"{path} is not there, or is no file")
-    kind = None
-    for place, values in reader(path):
-        found = next((keys for keys in KINDS if all(values.get(key) is not None for key in keys)), None)
-        if found is None:
-            raise ConfigError(
-                f"{place}: a row has `messages`, or `prompt` and `completion`, or `text`; this has "
-                f"{', '.join(map(repr, values)) or 'nothing'}"
-            )
-        kind = kind or found
-        if found != kind:
-            raise ConfigError(
-                f"{place}: a row of {' and '.join(found)} among rows of {' and '.join(kind)}: one file has one kind"
-            )
-        yield Row(place, found[0], values)
-    if kind is None:
-        raise ConfigError(f"{path} has no rows")
+    if suffix == ".parquet":
+        return _parquet(path, columns.wanted)
+    if suffix in (".csv", ".tsv"):
+        return _csv(path, "," if suffix == ".csv" else "\t")
+    return {".jsonl": _jsonl, ".json": _json, ".txt": _text}[suffix](path)
 
 
 def _jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -73,12 +92,87 @@ def _jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 values = json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise ConfigError(f"{place}: no JSON: {error}") from error
-            if not isinstance(values, dict):
-                raise ConfigError(f"{place}: a row is an object, and this is a {type(values).__name__}")
-            yield place, values
+            yield place, _object(place, values)
 
 
-def _parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _object(place: str, values: Any) -> dict[str, Any]:
+    if not isinstance(values, dict):
+        raise ConfigError(f"{place}: a row is an object, and this is a {type(values).__name__}")
+    return values
+
+
+def _json(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """An array of objects, one of them in memory at a time; or lines, as many files of this name are."""
+    with path.open("rb") as file:
+        first = file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
+    if first == b"[":
+        yield from _array(path)
+        return
+    try:
+        yield from _jsonl(path)
+    except ConfigError as error:
+        if ": no JSON" not in str(error):
+            raise
+        raise ConfigError(
+            f"{error}; a .json file is an array of rows, [{{...}}, ...], or has one on each line"
+        ) from error
+
+
+def _array(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    decoder = json.JSONDecoder()
+    with path.open(encoding="utf-8-sig") as file:
+        try:
+            waiting = file.read(_PIECE_CHARACTERS).lstrip()[1:].lstrip()
+            for number in itertools.count(1):
+                place = f"{path}: row {number}"
+                if not waiting:
+                    waiting = file.read(_PIECE_CHARACTERS).lstrip()
+                if number == 1 and waiting.startswith("]"):
+                    return
+                values, waiting = _decoded(decoder, file, waiting, place)
+                yield place, _object(place, values)
+                waiting = waiting.lstrip() or file.read(_PIECE_CHARACTERS).lstrip()
+                if waiting.startswith("]"):
+                    return
+                if not waiting.startswith(","):
+                    raise ConfigError(f"{place}: no JSON: neither a comma nor the array's end is behind it")
+                waiting = waiting[1:].lstrip()
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path}: no UTF-8: {error}") from error
+
+
+def _decoded(decoder: json.JSONDecoder, file: Any, waiting: str, place: str) -> tuple[Any, str]:
+    """The next value, and what is behind it; read on until it is whole."""
+    while True:
+        try:
+            values, end = decoder.raw_decode(waiting)
+        except (ValueError, RecursionError) as error:
+            # Twice as much each time, so that a long row is not decoded too often.
+            more = file.read(max(_PIECE_CHARACTERS, len(waiting))) if len(waiting) <= _LINE_BYTES_MAX else ""
+            if not more:
+                raise ConfigError(f"{place}: no JSON: {error}") from error
+            waiting += more
+            continue
+        return values, waiting[end:]
+
+
+def _csv(path: Path, delimiter: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    csv.field_size_limit(_LINE_BYTES_MAX)
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.DictReader(file, delimiter=delimiter, strict=True)
+        try:
+            for values in reader:
+                place = f"{path}:{reader.line_num}"
+                extra, absent = values.pop(None, None), [name for name, value in values.items() if value is None]
+                if extra or absent:
+                    what = f"has no {absent[0]!r}" if absent else "has more fields than the first line names"
+                    raise ConfigError(f"{place}: this row {what}; commas and line ends within a field are quoted")
+                yield place, values
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path}:{reader.line_num + 1}: no readable CSV: {error}") from error
+
+
+def _parquet(path: Path, wanted: set[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         import pyarrow as pa
         from pyarrow import parquet
@@ -87,8 +181,8 @@ def _parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     number = 0
     try:
         with parquet.ParquetFile(path) as file:
-            wanted = [name for name in file.schema_arrow.names if any(name in keys for keys in (*KINDS, ("tools",)))]
-            for batch in file.iter_batches(batch_size=256, columns=wanted):
+            own = [name for name in file.schema_arrow.names if name in wanted] or file.schema_arrow.names
+            for batch in file.iter_batches(batch_size=256, columns=own):
                 for values in batch.to_pylist():
                     number += 1
                     yield f"{path}: row {number}", _without_nothing(values)
@@ -118,4 +212,4 @@ def _text(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 except UnicodeDecodeError as error:
                     raise ConfigError(f"{path}:{number}: no UTF-8: {error}") from error
                 number += 1
-            yield place, {"text": "".join(text), "goes_on": file.peek(1) != b""}
+            yield place, {"text": "".join(text), **({GOES_ON: True} if file.peek(1) else {})}

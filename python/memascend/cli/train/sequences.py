@@ -60,6 +60,10 @@ class Sequences(Closing):
         hidden = stored < 0
         return torch.where(hidden, ~stored, stored), torch.where(hidden, _IGNORED, stored)
 
+    def length(self, number: int) -> int:
+        """Tokens of one."""
+        return self._starts[number + 1] - self._starts[number]
+
     def close(self) -> None:
         """The file is gone."""
         if self._map is not None:

@@ -1,63 +1,107 @@
-"""Validates the options of `memascend train`, and says which of them change the result."""
+"""Reads the options of `memascend train` from flags and a file, and says which of them change the result."""
 
 from __future__ import annotations
 
+import argparse
+import difflib
+import json
 import math
-from dataclasses import dataclass, fields
+import os
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from memascend.errors import ConfigError
-from memascend.planning.options import Options
+from memascend.paths import expanded
 
 if TYPE_CHECKING:
-    import argparse
+    from collections.abc import Iterator
+
+    from memascend.planning.options import Options
 
 SCHEDULES = ("linear", "cosine", "constant")
 REPORTERS = ("tensorboard", "wandb")
 # What a step is computed from. A run keeps these as it began; all others may change from one start to the next.
 _OF_THE_RESULT = (
-    "max_length", "batch", "accumulate", "lr", "schedule", "epochs", "warmup", "max_grad_norm", "state", "lora", "seed",
+    "max_length", "packing", "batch", "accumulate", "optimizer", "lr", "min_lr", "betas", "eps", "weight_decay",
+    "momentum", "schedule", "epochs", "max_steps", "warmup", "max_grad_norm", "state", "lora", "lora_alpha",
+    "lora_dropout", "lora_targets", "seed",
 )  # fmt: skip
+# What decides how many steps there are; a schedule that does not depend on it lets it change.
+OF_THE_END = ("--epochs", "--max-steps")
 # What the other options are, where a change is told.
-SHOWN = ("host_memory", "device", "device_memory", "activations", "save_every")
+_OF_THE_MACHINE = (
+    "host_memory", "device", "device_memory", "activations", "save_every", "eval_every", "keep", "merge",
+)  # fmt: skip
+_REQUIRED = ("model", "data", "output", "storage")
+# A file of options is small.
+_CONFIG_BYTES_MAX = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """What a run is asked to do."""
 
-    model: Path
-    data: Path
+    model: str
+    data: tuple[str, ...]
     output: Path
     storage: tuple[str, ...]
+    columns: str | None = None
+    eval: tuple[str, ...] = ()
+    previous: bool = False
     host_memory: str | None = None
     device: str | None = None
     device_memory: str | None = None
     activations: str = "device"
     max_length: int = 2048
+    packing: bool = False
     batch: int = 1
     accumulate: int = 8
+    optimizer: str = "adamw"
     lr: float = 1e-5
+    min_lr: float = 0.0
+    betas: str | None = None
+    eps: float | None = None
+    weight_decay: float = 0.0
+    momentum: float | None = None
     schedule: str = "linear"
     epochs: float = 1.0
+    max_steps: int | None = None
     warmup: float = 0.03
     max_grad_norm: float = 1.0
     state: str | None = None
     lora: int | None = None
-    eval: Path | None = None
-    save_every: int = 500
+    lora_alpha: float | None = None
+    lora_dropout: float = 0.0
+    lora_targets: str = "all-linear"
+    merge: bool = False
     seed: int = 0
+    save_every: int = 500
+    eval_every: int | None = None
+    keep: int = 0
+    log: Path | None = None
     report: tuple[str, ...] = ()
     json: bool = False
     dry_run: bool = False
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> Settings:
-        """As the command line has them."""
-        given = {field.name: getattr(options, field.name) for field in fields(cls)}
-        given["storage"], given["report"] = tuple(options.storage), tuple(options.report or ())
-        return cls(**given)
+        """As the command line has them, and what it leaves out as the file of --config has it.
+
+        Raises:
+            ConfigError: the file cannot be read, or says what is no option.
+            argparse.ArgumentError: an option is missing that every run needs.
+        """
+        given = vars(options)
+        merged = {**_in_file(given.get("config")), **given}
+        found = {field.name: merged[field.name] for field in fields(cls) if field.name in merged}
+        missing = [_flag(name) for name in _REQUIRED if name not in found]
+        if missing:
+            raise argparse.ArgumentError(None, f"the following arguments are required: {', '.join(missing)}")
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in found.items()
+        }
+        return cls(**values)
 
     def __post_init__(self) -> None:
         """Refuse values that mean nothing.
@@ -65,24 +109,61 @@ class Settings:
         Raises:
             ConfigError: one of them does.
         """
-        for name, least in (("max_length", 2), ("batch", 1), ("accumulate", 1), ("save_every", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{_flag(name)} is at least {least}, not {getattr(self, name)}")
-        for name in ("lr", "epochs"):
+        least = {"max_length": 2, "batch": 1, "accumulate": 1, "save_every": 1, "eval_every": 1, "max_steps": 1,
+                 "keep": 0, "lora": 1}  # fmt: skip
+        for name, smallest in least.items():
             value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
+            if value is not None and value < smallest:
+                what = "the rank of the adapters, " if name == "lora" else ""
+                raise ConfigError(f"{_flag(name)} is {what}at least {smallest}, not {value}")
+        for name in ("lr", "epochs", "lora_alpha"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"{_flag(name)} is a number above 0, not {value}")
-        if not 0 <= self.warmup < 1:
-            raise ConfigError(f"--warmup is the part of all steps that warms up, from 0 to less than 1: {self.warmup}")
-        if not (math.isfinite(self.max_grad_norm) and self.max_grad_norm >= 0):
-            raise ConfigError(f"--max-grad-norm is a number above 0, or 0 for no clipping, not {self.max_grad_norm}")
-        if self.lora is not None and self.lora < 1:
-            raise ConfigError(f"--lora is the rank of the adapters, at least 1, not {self.lora}")
+        self._require_rates()
+        self._require_together()
+        self.numbers("betas")
         # Those of offload() are refused before any data is read.
         self.offload_options()
 
+    def _require_rates(self) -> None:
+        if not (0 <= self.warmup < 1 or (self.warmup.is_integer() and self.warmup >= 1)):
+            raise ConfigError(
+                "--warmup is the part of all steps that warms up, from 0 to less than 1, or a number of steps: "
+                f"{self.warmup}"
+            )
+        if not (math.isfinite(self.max_grad_norm) and self.max_grad_norm >= 0):
+            raise ConfigError(f"--max-grad-norm is a number above 0, or 0 for no clipping, not {self.max_grad_norm}")
+        if not 0 <= self.min_lr <= self.lr:
+            raise ConfigError(f"--min-lr is the rate at the end, from 0 to --lr {self.lr:g}, not {self.min_lr}")
+        if self.min_lr and self.schedule == "constant":
+            raise ConfigError("--min-lr is what the rate falls to, and with --schedule constant it stays: leave it out")
+        if not 0 <= self.lora_dropout < 1:
+            raise ConfigError(f"--lora-dropout is a part, from 0 to less than 1, not {self.lora_dropout}")
+
+    def _require_together(self) -> None:
+        for name in ("lora_alpha", "lora_dropout", "lora_targets", "merge"):
+            if self.lora is None and getattr(self, name) != _DEFAULTS[name]:
+                raise ConfigError(f"{_flag(name)} is of adapters: give --lora RANK, too")
+        if self.eval_every is not None and not self.eval:
+            raise ConfigError("--eval-every says how often --eval is computed: give --eval FILE, too")
+
+    def numbers(self, name: str) -> tuple[float, ...] | None:
+        """Numbers that stand with commas between them; None where the option was not given.
+
+        Raises:
+            ConfigError: it is something else.
+        """
+        text = getattr(self, name)
+        try:
+            return None if text is None else tuple(float(part) for part in text.split(","))
+        except ValueError as error:
+            raise ConfigError(f"{_flag(name)} is numbers with commas between them, as 0.9,0.95, not {text}") from error
+
     def offload_options(self, ranks: int = 1) -> Options:
         """What `offload()` is given of these, with its own checks."""
+        from memascend.planning.options import Options
+
         return Options(**self.offloaded(ranks))
 
     def offloaded(self, ranks: int = 1) -> dict[str, Any]:
@@ -105,70 +186,209 @@ class Settings:
 
     def of_the_machine(self) -> dict[str, Any]:
         """By their flags: those that may change from one start to the next, as JSON has them."""
-        found = {_flag(name): getattr(self, name) for name in SHOWN}
-        found["--eval"] = None if self.eval is None else str(self.eval)
+        found = {_flag(name): getattr(self, name) for name in _OF_THE_MACHINE}
+        found["--eval"] = " ".join(self.eval) or None
         return found
+
+    def resolved(self) -> str:
+        """All of them as a file for --config: what was given, and the defaults of what was not."""
+        lines = ["# What this run was last started with; `memascend train --config` takes it."]
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in ("model", "data", "eval", "storage", "output", "log") and value is not None:
+                value = [_absolute(one) for one in value] if isinstance(value, tuple) else _absolute(str(value))
+            if field.name not in ("previous", "dry_run") and value not in (None, [], ()):
+                lines.append(f"{field.name.replace('_', '-')}: {json.dumps(value)}")
+        return "\n".join(lines) + "\n"
+
+
+_DEFAULTS: dict[str, Any] = {one.name: one.default for one in fields(Settings) if one.default is not MISSING}
+
+
+def with_defaults(options: dict[str, Any]) -> dict[str, Any]:
+    """Options by their flags, with the defaults of what an earlier version did not have, which it did."""
+    return {**{_flag(name): value for name, value in _DEFAULTS.items()}, "--eval": None, **options}
 
 
 def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+def _absolute(path: str) -> str:
+    """A path that means the same from another folder; a name on the hub stays."""
+    from memascend.cli.train.files import is_hub_name
+
+    if is_hub_name(path):
+        return path
+    return os.path.abspath(path) + "/" * path.endswith("/")  # noqa: PTH100 - a link stays the link that was named
+
+
+# --- the file of --config --------------------------------------------------------------------------------------------
+
+
+class _FileParser(argparse.ArgumentParser):
+    """Says what is wrong with a file of options, where a command line would be shown its usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"--config {self.prog}: {message}")
+
+
+def _in_file(path: Path | None) -> dict[str, Any]:
+    """What a file says, each under the name that its flag has; relative paths are those of the command."""
+    if path is None:
+        return {}
+    values = _loaded(path)
+    parser = _FileParser(prog=str(path), add_help=False, allow_abbrev=False)
+    add_arguments(parser)
+    known = {action.dest for action in parser._actions if action.dest != "config"}  # noqa: SLF001
+    names = {str(key): str(key).lstrip("-").replace("-", "_") for key in values}
+    for key, name in names.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"; {near[0].replace('_', '-')} is one" if near else ""
+            raise ConfigError(f"--config {path}: {key} is no option of memascend train{hint}")
+    return vars(parser.parse_args([word for key, name in names.items() for word in _words(name, values[key])]))
+
+
+def _loaded(path: Path) -> dict[Any, Any]:
+    with path.open("rb") as file:
+        data = file.read(_CONFIG_BYTES_MAX + 1)
+    if len(data) > _CONFIG_BYTES_MAX:
+        raise ConfigError(f"--config {path} is larger than {_CONFIG_BYTES_MAX} bytes: this is no file of options")
+    try:
+        import yaml
+    except ImportError as error:
+        raise ConfigError("--config needs PyYAML, which is not installed: pip install 'memascend[train]'") from error
+    try:
+        values = yaml.safe_load(data)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path} is no YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"--config {path} has no options: a line is `name: value`, as `lr: 1e-5`")
+    return values
+
+
+def _words(name: str, value: Any) -> Iterator[str]:
+    """What a command line would have of one option."""
+    if value is None or value is False:
+        return
+    flag = _flag(name)
+    if value is True:
+        yield flag
+    elif name in ("data", "eval", "storage", "report"):
+        for one in value if isinstance(value, list) else [value]:
+            yield f"{flag}={expanded(str(one))}"
+    elif isinstance(value, list):
+        yield f"{flag}={','.join(map(str, value))}"
+    elif isinstance(value, dict):
+        yield f"{flag}={','.join(f'{key}={one}' for key, one in value.items())}"
+    else:
+        yield f"{flag}={expanded(str(value))}"
+
+
+# --- the flags -------------------------------------------------------------------------------------------------------
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    where = parser.add_argument_group("what and where")
-    where.add_argument(
-        "--model", metavar="FOLDER", type=Path, required=True, help="config.json, safetensors, tokenizer"
-    )
-    where.add_argument(
+    """Declare the options; one that is not given is not in what they are read into."""
+    parser.argument_default = argparse.SUPPRESS
+    _add_places(parser.add_argument_group("what and where"))
+    _add_memory(parser.add_argument_group("memory"))
+    _add_learning(parser.add_argument_group("learning"))
+    _add_adapters(parser.add_argument_group("adapters"))
+    _add_telling(parser.add_argument_group("what is told and kept"))
+
+
+def _add_places(group: Any) -> None:
+    add = group.add_argument
+    add("--config", metavar="YAML", type=Path, help="a file of these options, each by its name; flags go before it")
+    add("--model", metavar="FOLDER", help="config.json, safetensors, tokenizer; or a name on the hub")
+    add(
         "--data",
         metavar="FILE",
-        type=Path,
-        required=True,
-        help=".jsonl or .parquet with rows of `messages`, of `prompt` and `completion`, or of `text`; or .txt",
+        nargs="+",
+        action="extend",
+        help="rows: .jsonl, .json, .csv, .tsv, .parquet, .txt; several, patterns, folders, or a data set of the hub",
     )
-    where.add_argument(
-        "--output",
-        metavar="OUT",
-        type=Path,
-        required=True,
-        help="a folder for the trained model; from_pretrained loads it",
-    )
-    where.add_argument(
-        "--storage", metavar="PATH", action="append", required=True,
+    add("--columns", metavar="OURS=THEIRS", help="what the rows call otherwise: prompt=question,completion=answer")
+    add("--output", metavar="OUT", type=Path, help="a folder for the trained model; from_pretrained loads it")
+    add(
+        "--storage",
+        metavar="PATH",
+        action="append",
         help="a folder, file or NVMe device for the training state; several: given again; {rank} is filled in",
-    )  # fmt: skip
-    where.add_argument(
-        "--eval", metavar="FILE", type=Path, help="rows that are held out; their loss is told at each save"
     )
-    memory = parser.add_argument_group("memory")
-    memory.add_argument("--host-memory", metavar="B", help='a hard budget, as "48GiB"; default: the least that is fast')
-    memory.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1; default: cuda where there is one")
-    memory.add_argument("--device-memory", metavar="B", help="a budget there; default: the least that is fast")
-    memory.add_argument(
-        "--activations", choices=("device", "host", "ssd"), default="device",
-        help="where what each block is recomputed from waits for the backward (%(default)s)",
-    )  # fmt: skip
-    memory.add_argument("--state", metavar="FORMAT", help="of the moments: fp32, bf16, 8bit; default: exact")
-    learning = parser.add_argument_group("learning")
-    learning.add_argument("--max-length", metavar="N", type=int, default=2048, help="tokens of a row (%(default)s)")
-    learning.add_argument("--batch", metavar="N", type=int, default=1, help="rows computed at once (%(default)s)")
-    learning.add_argument("--accumulate", metavar="N", type=int, default=8, help="batches of a step (%(default)s)")
-    learning.add_argument("--lr", metavar="X", type=float, default=1e-5, help="the peak (%(default)s)")
-    learning.add_argument(
-        "--schedule", choices=SCHEDULES, default="linear", help="how the rate falls after warm-up (%(default)s)"
+    add(
+        "--eval",
+        metavar="FILE",
+        nargs="+",
+        action="extend",
+        help="rows that are held out; their loss is told at each save",
     )
-    learning.add_argument("--epochs", metavar="X", type=float, default=1.0, help="passes over the data (%(default)s)")
-    learning.add_argument("--warmup", metavar="X", type=float, default=0.03, help="part of all steps (%(default)s)")
-    learning.add_argument(
-        "--max-grad-norm", metavar="X", type=float, default=1.0, help="clip the global norm; 0: do not (%(default)s)"
+    add("--previous", action="store_true",
+        help="go on from the step before the last one, where the last one is damaged")  # fmt: skip
+
+
+def _add_memory(group: Any) -> None:
+    add = group.add_argument
+    add("--host-memory", metavar="B", help='a hard budget, as "48GiB"; default: the least that is fast')
+    add("--device", metavar="D", help="cpu, cuda, cuda:1; default: cuda where there is one")
+    add("--device-memory", metavar="B", help="a budget there; default: the least that is fast")
+    add(
+        "--activations",
+        choices=("device", "host", "ssd"),
+        help="where what each block is recomputed from waits for the backward (device)",
     )
-    learning.add_argument("--lora", metavar="RANK", type=int, help="train adapters of this rank on all linear layers")
-    learning.add_argument("--seed", metavar="N", type=int, default=0, help="of order, dropout, adapters (%(default)s)")
-    telling = parser.add_argument_group("what is told and kept")
-    telling.add_argument(
-        "--save-every", metavar="N", type=int, default=500, help="steps from one saved model to the next (%(default)s)"
+    add("--state", metavar="FORMAT", help="of the moments: fp32, bf16, 8bit; default: exact")  # fmt: skip
+
+
+def _add_learning(group: Any) -> None:
+    def add(flag: str, metavar: str, kind: type, text: str) -> None:
+        default = _DEFAULTS[flag[2:].replace("-", "_")]
+        shown = "" if default is None else f" ({default:g})" if isinstance(default, int | float) else f" ({default})"
+        group.add_argument(flag, metavar=metavar, type=kind, help=text + shown)
+
+    add("--max-length", "N", int, "tokens of a row")
+    group.add_argument(
+        "--packing", action="store_true", help="several rows in one sequence of --max-length; none sees another"
     )
-    telling.add_argument("--report", choices=REPORTERS, action="append", help="tell it the figures, too")
-    telling.add_argument("--json", action="store_true", help="print one JSON line a step")
-    telling.add_argument("--dry-run", action="store_true", help="print what would be done, and the plan; do nothing")
+    add("--batch", "N", int, "rows, or packed sequences, computed at once")
+    add("--accumulate", "N", int, "batches of a step")
+    add("--optimizer", "NAME", str, "muon, or a class of torch.optim, as sgd, adafactor")
+    add("--lr", "X", float, "the peak")
+    add("--min-lr", "X", float, "the rate that the schedule falls to")
+    add("--betas", "X,X", str, "of the optimizer; default: its own")
+    add("--eps", "X", float, "of the optimizer; default: its own")
+    add("--momentum", "X", float, "of the optimizer; default: its own")
+    add("--weight-decay", "X", float, "of all parameters")
+    group.add_argument("--schedule", choices=SCHEDULES, help="how the rate falls after warm-up (linear)")
+    add("--epochs", "X", float, "passes over the data")
+    add("--max-steps", "N", int, "steps, in place of --epochs")
+    add("--warmup", "X", float, "part of all steps, or how many")
+    add("--max-grad-norm", "X", float, "clip the global norm; 0: do not")
+    add("--seed", "N", int, "of order, dropout, adapters")
+
+
+def _add_adapters(group: Any) -> None:
+    add = group.add_argument
+    add("--lora", metavar="RANK", type=int, help="train adapters of this rank, and nothing else")
+    add("--lora-alpha", metavar="X", type=float, help="their scale is this divided by the rank (twice the rank)")
+    add("--lora-dropout", metavar="X", type=float, help="of what they are given (0)")
+    add("--lora-targets", metavar="NAMES", help="the layers, as q_proj,v_proj (all-linear: all but the head)")
+    add("--merge", action="store_true", help="at the end, OUT/merged has the model with its adapters added")
+
+
+def _add_telling(group: Any) -> None:
+    add = group.add_argument
+    add("--save-every", metavar="N", type=int, help="steps from one saved model to the next (500)")
+    add("--eval-every", metavar="N", type=int, help="steps from one loss of --eval to the next; default: at each save")
+    add(
+        "--keep",
+        metavar="N",
+        type=int,
+        help="keep so many saved models in OUT/checkpoint-STEP and, with --eval, the best one in OUT/best (0)",
+    )
+    add("--log", metavar="FILE", type=Path, help="one JSON line a step (OUT/log.jsonl)")
+    add("--report", choices=REPORTERS, action="append", help="tell it the figures, too")
+    add("--json", action="store_true", help="print one JSON line a step")
+    add("--dry-run", action="store_true", help="print what would be done, and the plan; do nothing")  # fmt: skip
