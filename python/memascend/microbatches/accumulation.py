@@ -6,6 +6,7 @@ import contextlib
 import logging
 import random
 import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,53 +31,27 @@ _log = logging.getLogger("memascend")
 _OWN_HOOK = "memascend"
 
 
+@dataclass(kw_only=True, eq=False)
 class Accumulation:
-    """The micro-batches of a run.
+    """The micro-batches of a run, and what earlier calls have shown of them."""
 
-    Attributes:
-        nbytes: of gradients that are summed in memory now.
-        peak: the most that they ever were.
-    """
+    model: torch.nn.Module
+    arrivals: Arrivals  # of its gradients
+    residency: Residency  # of its units
+    engine: Engine  # whose queue of gradients has the same bound as their sums
+    device: torch.device  # the one that computes
+    limit: int  # bytes of gradients that may be summed in memory
+    strict: bool  # the user gave a budget: sums and queue together stay within `limit`
+    never: str | None  # why micro-batches cannot be computed by layer; None where they can
+    peak: int = 0  # bytes of gradients that were summed in memory at once, at most
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        arrivals: Arrivals,
-        residency: Residency,
-        engine: Engine,
-        device: torch.device,
-        *,
-        limit: int,
-        strict: bool,
-        never: str | None,
-    ) -> None:
-        """Begin.
-
-        Args:
-            model: the model.
-            arrivals: of its gradients.
-            residency: of its units.
-            engine: whose queue of gradients has the same bound.
-            device: the one that computes.
-            limit: bytes of gradients that may be summed in memory.
-            strict: the user gave a budget, in which sums and queue together stay within `limit`.
-            never: why micro-batches cannot be computed by layer; None where they can.
-        """
-        self._model = model
-        self._arrivals = arrivals
-        self._residency = residency
-        self._engine = engine
-        self._device = device
-        self._limit = limit
-        self._strict = strict
-        self._never = never
-        self._generators = Generators(device)
+    def __post_init__(self) -> None:
+        self._generators = Generators(self.device)
         self._threads = Threads()
         # What the calls so far have shown; None before the first.
         self._course: Course | None = None
         self._sums: PartialSums | None = None
         self._told: set[str] = set()
-        self.peak = 0
 
     @property
     def nbytes(self) -> int:
@@ -104,7 +79,7 @@ class Accumulation:
 
         if by_layer and self._is_fit(len(listed)):
             return self._by_layer(computed, listed, seeds)
-        watched = by_layer and self._never is None and self._course is None and len(listed) > 1
+        watched = by_layer and self.never is None and self._course is None and len(listed) > 1
         with self._watched() if watched else contextlib.nullcontext() as recorder:
             return self._in_turn(computed, listed, seeds, recorder)
 
@@ -118,7 +93,7 @@ class Accumulation:
         self, computed: Callable[[Any], Any], batches: list[Any], seeds: list[int], recorder: Recorder | None
     ) -> list[Any]:
         results = []
-        with self._arrivals.backwards.expecting(len(batches)):
+        with self.arrivals.backwards.expecting(len(batches)):
             for batch, seed in zip(batches, seeds, strict=True):
                 if recorder is not None:
                     recorder.begin()
@@ -129,28 +104,28 @@ class Accumulation:
     @contextlib.contextmanager
     def _watched(self) -> Iterator[Recorder]:
         """Learn the order in which units are used, and whether a module keeps something for the next micro-batch."""
-        kept, numbers = KeptValues(self._model), _random_states()
+        kept, numbers = KeptValues(self.model), _random_states()
         recorder = Recorder()
-        self._residency.stages = recorder
-        self._arrivals.parts = recorder
+        self.residency.stages = recorder
+        self.arrivals.parts = recorder
         try:
             yield recorder
         finally:
-            self._residency.stages = None
-            self._arrivals.parts = None
+            self.residency.stages = None
+            self.arrivals.parts = None
         changed = kept.changed()
-        self._never = changed or (None if numbers == _random_states() else _OTHER_NUMBERS)
+        self.never = changed or (None if numbers == _random_states() else _OTHER_NUMBERS)
         if recorder.unfit:
             name, reason = next(iter(recorder.unfit.items()))
-            self._never = f"the gradient of {name!r} {reason}"
+            self.never = f"the gradient of {name!r} {reason}"
         self._learn(recorder.paths)
-        if self._never is not None:
-            self._tell(self._never)
+        if self.never is not None:
+            self._tell(self.never)
 
     def _learn(self, paths: list[Path]) -> None:
         self._course = Course(paths)
         if len(self._course.units) < 2:
-            self._never = self._never or "no more than one unit is streamed"
+            self.never = self.never or "no more than one unit is streamed"
 
     def _tell(self, why: str) -> None:
         if why not in self._told:
@@ -163,7 +138,7 @@ class Accumulation:
         """Whether this call is computed by layer; the log says why not."""
         if count == 1:
             return False
-        why = self._never or self._unfit_now()
+        why = self.never or self._unfit_now()
         if why is not None:
             self._tell(why)
             return False
@@ -173,7 +148,7 @@ class Accumulation:
         if _get_current_dispatch_mode_stack():
             return "a dispatch mode is active, which other threads do not have"
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-            for gradient in self._arrivals.by_name.values():
+            for gradient in self.arrivals.by_name.values():
                 parameter = gradient.place.parameter
                 if parameter.grad is not None:
                     return f"{gradient.name!r} has a gradient already"
@@ -189,26 +164,20 @@ class Accumulation:
             states.append(self._generators.states())
         assert self._course is not None
         baton = Baton(self._course, self._generators, states)
-        backwards = self._arrivals.backwards
+        backwards = self.arrivals.backwards
         whole = backwards.declared == 1 or backwards.is_last(len(batches))
-        self._sums = PartialSums(self._arrivals, self._course, baton, self._limit, self._make_room, whole=whole)
-        kept, numbers = KeptValues(self._model), _random_states()
-        self._residency.stages, self._arrivals.parts = baton, self._sums
+        self._sums = PartialSums(self.arrivals, self._course, baton, self.limit, self._make_room, whole=whole)
+        kept, numbers = KeptValues(self.model), _random_states()
+        self.residency.stages, self.arrivals.parts = baton, self._sums
         try:
-            self._arrivals.begin_backward()
-            baton.run(lambda own: computed(batches[own.index]), CallerModes(self._device), self._threads)
-            changed = kept.changed() or (None if numbers == _random_states() else _OTHER_NUMBERS)
-            if changed is not None:
-                self._never = changed
-                raise UsageError(
-                    f"{changed} while micro-batches are computed by layer, which its earlier calls did not: nothing of "
-                    "the step is kept; compute it again, and this call and later ones take one after the other"
-                )
+            self.arrivals.begin_backward()
+            baton.run(lambda own: computed(batches[own.index]), CallerModes(self.device), self._threads)
+            self._require_nothing_kept(kept.changed() or (None if numbers == _random_states() else _OTHER_NUMBERS))
         except BaseException:
             self._abandon()
             raise
         finally:
-            self._residency.stages = self._arrivals.parts = None
+            self.residency.stages = self.arrivals.parts = None
             self.peak = max(self.peak, self._sums.peak)
             self._sums = None
         backwards.count += len(batches)
@@ -218,18 +187,26 @@ class Accumulation:
         self._generators.load(baton.micro_batches[-1].states)
         return [one.result for one in baton.micro_batches]
 
+    def _require_nothing_kept(self, changed: str | None) -> None:
+        if changed is not None:
+            self.never = changed
+            raise UsageError(
+                f"{changed} while micro-batches are computed by layer, and did not in earlier calls: nothing of the "
+                "step is kept; call accumulate() again, which takes one after the other from now on"
+            )
+
     def _abandon(self) -> None:
         """Forget all that the call has brought; before it there was nothing."""
         assert self._sums is not None
         self._sums.drop()
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-            self._arrivals.drop_all()
-            for gradient in self._arrivals.by_name.values():
+            self.arrivals.drop_all()
+            for gradient in self.arrivals.by_name.values():
                 gradient.place.parameter.grad = None
 
     def _make_room(self, nbytes: int) -> None:
-        if self._strict and self._engine.queued_bytes + nbytes > self._limit:
-            self._engine.drain()
+        if self.strict and self.engine.queued_bytes + nbytes > self.limit:
+            self.engine.drain()
 
 
 def _loss_in(result: Any) -> torch.Tensor:

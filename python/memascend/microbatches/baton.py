@@ -217,8 +217,8 @@ class Baton:
     def _tell(self) -> None:
         units = self._runs.path.units
         _log.warning(
-            "micro-batch %d has computed one stage (%s) for %d seconds: loss_of must not wait for the result of another "
-            "micro-batch; by_layer=False computes one after the other",
+            "micro-batch %d has computed one stage (%s) for %d seconds: loss_of must not wait for the result of "
+            "another micro-batch; by_layer=False computes one after the other",
             self._runs.index,
             f"unit {units[-1]}" if units else "before the first unit",
             _STAGE_SECONDS,

@@ -204,11 +204,11 @@ class Assembly:
     def _accumulation(self, arrivals: Arrivals, residency: Residency) -> Accumulation:
         plan = self.decision.plan
         return Accumulation(
-            self.subject.model,
-            arrivals,
-            residency,
-            self.resources.engine,
-            self._device,
+            model=self.subject.model,
+            arrivals=arrivals,
+            residency=residency,
+            engine=self.resources.engine,
+            device=self._device,
             limit=plan.queue_bytes,
             strict=not self._grows,
             never=None if self.subject.sharding is None else "several ranks share the model",
