@@ -389,6 +389,7 @@ def test_tuples_come_back_detached_and_one_batch_is_plain(tmp_path):
             optimizer.accumulate(lambda _: 3, rows(1))
 
 
+@pytest.mark.filterwarnings("ignore:autocast over float32 weights:UserWarning")
 def test_modes_of_the_caller_are_those_of_all_micro_batches(tmp_path):
     model, optimizer = by_layer_run(tmp_path)
     with optimizer:

@@ -152,7 +152,7 @@ class Accumulation:
                 parameter = gradient.place.parameter
                 if parameter.grad is not None:
                     return f"{gradient.name!r} has a gradient already"
-                hooks = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined] # noqa: SLF001
+                hooks = parameter._post_accumulate_grad_hooks  # noqa: SLF001
                 if hooks is not None and set(hooks) != {_OWN_HOOK}:
                     return f"a hook of yours hears of each accumulated gradient of {gradient.name!r}"
         return None

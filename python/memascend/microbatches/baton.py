@@ -15,6 +15,7 @@ import math
 import queue
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -76,8 +77,9 @@ class CallerModes:
             for kind in {"cpu", device.type}
             if torch.is_autocast_enabled(kind)
         ]
-        self._device: Any = None if device.type == "cpu" else torch.get_device_module(device)
-        self._stream = self._device.current_stream() if hasattr(self._device, "current_stream") else None
+        module: Any = None if device.type == "cpu" else torch.get_device_module(device)
+        self._device = module
+        self._stream = module.current_stream() if hasattr(module, "current_stream") else None
         self._index = device.index
         self.context = contextvars.copy_context()
 
@@ -192,10 +194,7 @@ class Baton:
         """Compute all micro-batches; raises what the first one that fails raises, after the others have ended."""
         thread = threading.get_ident()
         for one in self.micro_batches:
-            context = modes.context.copy()
-            threads.begin(
-                one.index, lambda one=one, context=context: context.run(self._live, one, compute, modes, thread)
-            )
+            threads.begin(one.index, partial(modes.context.copy().run, self._live, one, compute, modes, thread))
         self._hand_to(self.micro_batches[0])
         told, interrupted = False, None
         waiting = len(self.micro_batches)
