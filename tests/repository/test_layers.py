@@ -51,8 +51,10 @@ ROOMS = {
     "ranks": BASE | {"engine", "planning", "residency", "optimizers"},
     "gradients": BASE | {"engine", "residency", "optimizers", "ranks"},
     "checkpoint": BASE | {"engine", "planning", "residency", "optimizers", "ranks"},
+    "microbatches": BASE | {"engine", "residency", "gradients"},
     "run": BASE
     | {
+        "microbatches",
         "engine",
         "kernels",
         "planning",

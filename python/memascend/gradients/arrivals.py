@@ -6,7 +6,7 @@ import functools
 import sys
 import time
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -28,6 +28,13 @@ if TYPE_CHECKING:
 
 # The gradient's own, and the one that asks.
 _STORAGE_USES = 2
+
+
+class Parts(Protocol):
+    """Takes the gradients of micro-batches; see `microbatches`, which is in a room above this."""
+
+    def take(self, gradient: Gradient) -> bool:
+        """Take what stands in `p.grad`, which autograd has just accumulated; False: it is left there."""
 
 
 class Arrivals:
@@ -66,10 +73,12 @@ class Arrivals:
         self.rule = rule
         self.scale = scale
         self.loop = loop
-        self.backwards = BackwardTasks(loop.accumulation_steps, self._begin_backward, self._note_failure)
+        self.backwards = BackwardTasks(loop.accumulation_steps, self.begin_backward, self._note_failure)
         self.fresh = False
         self.scaled = False
         self.norms = norms
+        # Takes what micro-batches accumulate, while they are computed.
+        self.parts: Parts | None = None
         # More parts of the gradient that arrives follow, and it is not the first part.
         self._more = self._continued = False
         self._on_arrived = on_arrived
@@ -97,7 +106,9 @@ class Arrivals:
         gradient = self._of[id(parameter)]
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             values = parameter.grad
-            if values is not None and not gradient.stands_in(values):
+            if values is not None and self.parts is not None and self.parts.take(gradient):
+                pass
+            elif values is not None and not gradient.stands_in(values):
                 # How ranks are handed theirs refers to it, too: there it is known.
                 alone = hasattr(type(parameter), "untouched_grad") or sys.getrefcount(values) <= _references_of_one()
                 self._arrive(gradient, values, lasting=assigned or not alone)
@@ -165,12 +176,38 @@ class Arrivals:
             # On memory of other gradients, or that somebody gave to backward(gradient=), and may write to.
             gradient.note_given(values)
             values = values.clone()
-        values = gradient.laid_out(values)
         if self._is_whole(gradient, nested):
-            gradient.take(values, self.norms.measure(values))
+            self._use(gradient, values)
         else:
             gradient.in_pieces = gradient.in_pieces or nested
-            gradient.store(values)
+            gradient.store(gradient.laid_out(values))
+
+    def _use(self, gradient: Gradient, values: torch.Tensor) -> None:
+        values = gradient.laid_out(values)
+        gradient.take(values, self.norms.measure(values))
+
+    def deliver(self, gradient: Gradient, values: torch.Tensor, *, whole: bool) -> None:
+        """The sum of what all micro-batches of a call have accumulated; `whole`: no more of it comes in this step."""
+        if self.loop.mode == "ram":
+            self._note_delivered(gradient)
+            gradient.place.parameter.grad = values
+        elif whole and self.loop.mode == "fused" and not gradient.in_pieces:
+            self._note_delivered(gradient)
+            self._use(gradient, values)
+        else:
+            self.store(gradient, values)
+
+    def store(self, gradient: Gradient, values: torch.Tensor) -> None:
+        """A sum, or the first part of one, which waits on storage."""
+        self._note_delivered(gradient)
+        gradient.store(gradient.laid_out(values))
+
+    def _note_delivered(self, gradient: Gradient) -> None:
+        if gradient.handle is not None:
+            # The handle was taken away: what stood behind it is dropped.
+            gradient.drop()
+        gradient.arrived_in = self.backwards.count
+        self.fresh = True
 
     def add(self, gradient: Gradient, values: torch.Tensor) -> None:
         """A gradient came where there is one, which no update used: its handle refuses another."""
@@ -181,7 +218,8 @@ class Arrivals:
         if again:
             gradient.in_pieces = True
         if not again:
-            self.loop.notice("accumulation")
+            if not self.backwards.expected:
+                self.loop.notice("accumulation")
             self._require_declared(gradient)
         gradient.require_own()
         gradient.arrived_in = self.backwards.count
@@ -235,7 +273,8 @@ class Arrivals:
         self._left.clear()
         self.backwards.forget_failure()
 
-    def _begin_backward(self) -> None:
+    def begin_backward(self) -> None:
+        """A backward begins, or a call that makes several at once."""
         self.require_no_failure()
         self._on_begins()
         if self.scale.enabled and not self.scaled:

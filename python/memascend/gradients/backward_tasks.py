@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-import threading
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,10 +11,10 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from memascend.errors import UsageError
 from memascend.residency import leftovers
-from memascend.residency.threads import is_autograds
+from memascend.residency.threads import current, is_autograds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from types import FrameType
 
 # What runs a reentrant checkpoint's part of the model, without gradients, for the first time.
@@ -33,6 +33,8 @@ class BackwardTasks:
             fails: hears of each that failed, once that is seen.
         """
         self.declared = declared
+        # A call has said how many follow.
+        self.expected = False
         # Those that ended and brought a gradient.
         self.count = 0
         # The one that is open brought a gradient.
@@ -58,7 +60,7 @@ class BackwardTasks:
             self._begins()
             leftovers.note_thread()
             self._task = task
-            self._thread = self._last if is_autograds() else threading.get_ident()
+            self._thread = self._last if is_autograds() else current()
             self.delivered = False
             torch.autograd.Variable._execution_engine.queue_callback(self._ended)  # noqa: SLF001
         return bool(task != self._task)
@@ -70,7 +72,7 @@ class BackwardTasks:
 
     def entered(self) -> None:
         """The model is entered; by another thread than the one that has a backward open, this says nothing of it."""
-        here = threading.get_ident()
+        here = current()
         if not self.inside():
             self._last = here
         if self._task is None or here == self._thread:
@@ -95,9 +97,20 @@ class BackwardTasks:
         self.failed = False
         self.restart()
 
-    def is_last(self) -> bool:
+    @contextmanager
+    def expecting(self, more: int) -> Iterator[None]:
+        """So many backwards follow inside; where no number was declared, the last of them makes the step."""
+        declared, self.expected = self.declared, True
+        if declared == 1:
+            self.declared = self.count + more
+        try:
+            yield
+        finally:
+            self.declared, self.expected = declared, False
+
+    def is_last(self, more: int = 1) -> bool:
         """Whether the one that is open makes a step."""
-        return (self.count + 1) % self.declared == 0
+        return (self.count + more) % self.declared == 0
 
     def require_declared(self, name: str) -> None:
         """Refuse more backwards than were declared: the step would be none of the loop's."""

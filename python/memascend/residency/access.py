@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from memascend.errors import UsageError
-from memascend.residency.threads import is_autograds
+from memascend.residency.threads import current, is_autograds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -68,7 +68,7 @@ class Turns:
 
     def note_thread(self) -> None:
         """A thread is about to use parameters: from its first module on it must not lean on what another has bound."""
-        thread = threading.get_ident()
+        thread = current()
         if self.first is None:
             self.first = thread
         elif thread != self.first and not is_autograds():
@@ -76,14 +76,14 @@ class Turns:
 
     def wait_to_bind(self) -> None:
         """Under the lock: let another thread that changes values end."""
-        if self._changing and self._changer != threading.get_ident():
+        if self._changing and self._changer != current():
             self._turn.wait_for(lambda: not self._changing)
         self.note_thread()
 
     @contextmanager
     def touching(self) -> Iterator[None]:
         """Carry out one operation on parameters inside, not while another thread changes them or waits to."""
-        here = threading.get_ident()
+        here = current()
         with self.lock:
             if here not in self._touching:
                 self._turn.wait_for(lambda: self._changer in (None, here))
@@ -98,13 +98,13 @@ class Turns:
     def release(self) -> None:
         """End what an interrupt left of this thread's operations."""
         with self.lock:
-            if self._touching.pop(threading.get_ident(), None) is not None:
+            if self._touching.pop(current(), None) is not None:
                 self._turn.notify_all()
 
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Let the operations of other threads on parameters end, and no other thread bind anything inside."""
-        here = threading.get_ident()
+        here = current()
         with self.lock:
             self._turn.wait_for(lambda: self._changer in (None, here))
             self._changer = here
@@ -125,7 +125,7 @@ class Turns:
 
 def count_here(threads: dict[int, int], more: int) -> None:
     """Count for this thread; those that stand at nothing are not there."""
-    thread = threading.get_ident()
+    thread = current()
     counted = threads.pop(thread, 0) + more
     if counted > 0:
         threads[thread] = counted

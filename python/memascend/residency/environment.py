@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from memascend.memory import Arena
     from memascend.residency.placeholder import Place
     from memascend.residency.rows import Rows
-    from memascend.residency.unit_slot import UnitRead
+    from memascend.residency.unit_slot import Home, UnitRead
 
 
 class Memory(Protocol):
@@ -41,6 +41,13 @@ class Memory(Protocol):
 
     def require_usable(self) -> None:
         """Refuse, before anything is done, where nobody may compute with them."""
+
+
+class Stages(Protocol):
+    """Follows the micro-batches of a step; see `microbatches`, which is in a room above this."""
+
+    def arrive(self, homes: Iterable[Home]) -> None:
+        """A module or a backward is about to use units; other micro-batches may be computed before it goes on."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ import torch
 
 from memascend.errors import UsageError
 from memascend.residency import leftovers
+from memascend.residency.threads import works_for_another
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -102,6 +103,8 @@ class Frames:
         stack = self.stack
         if gate.root:
             self.unwind()
+        if self._residency.stages is not None:
+            self._residency.stages.arrive(gate.homes)
         self._entered(module)
         if stack and stack[-1].module is module:
             stack[-1].again += 1
@@ -146,6 +149,9 @@ class Frames:
         """End what an interrupt left open; `all_of_it`: also what is being computed."""
         if all_of_it or not self.inside:
             self._end(self.stack)
+            if works_for_another():
+                # What is bound here is bound for all micro-batches of a call.
+                return
             # And what no frame knows of: an interrupt came while it was bound or pushed.
             self._residency.release(threading.get_ident())
             self._residency.turns.release()
@@ -249,8 +255,9 @@ def _before(module: torch.nn.Module, args: Any) -> None:
     if gate.rows and torch.compiler.is_compiling():
         _enter_compiled(module, gate)
         return
-    if gate.open > 0 or gate.root or gate.rows or gate.residency.turns.several:
-        # The module calls itself, or another thread may have bound what is bound.
+    residency = gate.residency
+    if gate.open > 0 or gate.root or gate.rows or residency.turns.several or residency.stages is not None:
+        # The module calls itself, or another thread or micro-batch may have bound what is bound.
         _enter(module, gate)
         return
     for home in gate.homes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -12,7 +11,7 @@ from memascend.residency.away import said
 from memascend.residency.reached_weights import ReachedWeights
 from memascend.residency.resident_units import ResidentUnits
 from memascend.residency.saved_tensors import SavedTensorHooks
-from memascend.residency.threads import others_alive
+from memascend.residency.threads import current, others_alive
 from memascend.residency.transfers import Transfers
 from memascend.residency.unit_slot import view
 
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from memascend.residency.copies import Copies
-    from memascend.residency.environment import Limits, Listener, Memory, Moment
+    from memascend.residency.environment import Limits, Listener, Memory, Moment, Stages
     from memascend.residency.placeholder import Place
     from memascend.residency.saved_tensors import Keeper
     from memascend.residency.unit_slot import Home
@@ -38,6 +37,7 @@ class Residency:
         hooks: what keeps what autograd saves of units.
         transfers: state dicts that are being made or loaded.
         reached: weights that have memory of their own between forwards.
+        stages: hears of each unit before it is used, while micro-batches are computed; None otherwise.
     """
 
     def __init__(
@@ -65,13 +65,14 @@ class Residency:
         self.hooks = SavedTensorHooks(self, keeper)
         self.transfers = Transfers()
         self.reached = ReachedWeights(self, copies, moment)
+        self.stages: Stages | None = None
 
     # --- binding ---------------------------------------------------------------
 
     def bind(self, home: Home) -> None:
         """Make a unit's parameters real. Every call is ended by `unbind`."""
         self._memory.require_usable()
-        here = threading.get_ident()
+        here = current()
         with self.lock:
             self.turns.wait_to_bind()
             if home.bound == 0:
@@ -94,7 +95,7 @@ class Residency:
 
     def unbind(self, home: Home, holder: int | None = None) -> None:
         """End what `bind` began; `holder`: the thread that it began in, where that is another."""
-        here = threading.get_ident() if holder is None else holder
+        here = current() if holder is None else holder
         with self.lock:
             if here not in home.holders:
                 # close() or `release` have ended it already.
@@ -125,7 +126,7 @@ class Residency:
 
     def holds(self, place: Place) -> bool:
         """Whether this thread has bound a parameter that asks."""
-        return threading.get_ident() in self.units.home_of[place.name].holders
+        return current() in self.units.home_of[place.name].holders
 
     def note_data(self, place: Place) -> None:
         """Somebody takes the `.data` of a parameter, which is watched from here on where it is bound."""
@@ -238,6 +239,8 @@ class Residency:
 
     def storage_of(self, home: Home, version: int) -> torch.UntypedStorage:
         """The bytes of a unit as they were at `version`."""
+        if self.stages is not None:
+            self.stages.arrive((home,))
         self._memory.require_usable()
         self.transfers.settle()
         self.reached.note_walk()

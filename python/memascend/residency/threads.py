@@ -4,11 +4,39 @@ from __future__ import annotations
 
 import sys
 import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 # Threads of these packages carry out their own work, and never touch a model: progress bars, loaders, debuggers.
 _HELPERS = ("torch", "tqdm", "multiprocessing", "ipykernel", "execnet", "memascend")
+
+
+_local = threading.local()
+
+
+def current() -> int:
+    """The thread that uses parameters here: this one, or the one that it works for, which waits meanwhile."""
+    return getattr(_local, "works_for", 0) or threading.get_ident()
+
+
+def works_for_another() -> bool:
+    """Whether this thread computes a micro-batch for another one, as others do by turns."""
+    return hasattr(_local, "works_for")
+
+
+@contextmanager
+def working_for(thread: int) -> Iterator[None]:
+    """Inside, what this thread binds is bound for another one, which waits."""
+    _local.works_for = thread
+    try:
+        yield
+    finally:
+        del _local.works_for
 
 
 def is_autograds() -> bool:
@@ -27,7 +55,7 @@ def others_alive(waits: int | None = None) -> bool:
     """
     if threading.active_count() == 1:
         return False
-    here = {threading.get_ident()}
+    here = {threading.get_ident(), current()}
     if waits is not None and is_autograds():
         here.add(waits)
     others = [thread for thread in threading.enumerate() if thread.ident not in here and not _is_helper(thread)]

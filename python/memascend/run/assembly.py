@@ -18,6 +18,7 @@ from memascend.gradients.loss_scale import LossScale
 from memascend.gradients.norms import Norms
 from memascend.gradients.row_engine import RowEngine
 from memascend.gradients.updates import Updates
+from memascend.microbatches.accumulation import Accumulation
 from memascend.residency.copies import Copies
 from memascend.residency.environment import Limits, Listener, Moment
 from memascend.residency.gates import Frames
@@ -95,7 +96,7 @@ class Assembly:
         engine, arena, mode = resources.engine, resources.units.arena, subject.options.gradients
         meter = Meter(
             lambda: arena.in_use_bytes,
-            lambda: engine.queued_bytes,
+            lambda: engine.queued_bytes + accumulation.nbytes,
             lambda: engine.waiting_bytes,
             keeps_all=mode == "ram",
         )
@@ -116,7 +117,9 @@ class Assembly:
         moment = Moment(busy=lambda: engine.queued_bytes > 0, computes=lambda: frames.inside, updates=updates)
         residency = self._residency(Listener(borrowed=borrowed, used=meter.used), moment)
         scale = self._scale()
-        gradients = self._gradients(residency, meter, scale, begins)
+        arrivals = self._arrivals(residency, meter, scale, begins)
+        gradients = Gradients(arrivals, frozenset(plan.held))
+        accumulation = self._accumulation(arrivals, residency)
         # FSDP2 registers parameters all the time.
         registrations = (lambda: ProcessHooks.registrations) if subject.sharding is None else (lambda: 0)
         newcomers = Newcomers(subject.model, registrations)
@@ -143,6 +146,7 @@ class Assembly:
             rollback=Rollback(subject.model, subject.arithmetic, run),
             attachment=attachment,
             measurements=Measurements(resources, residency, plan, position, meter, heap),
+            accumulation=accumulation,
             max_grad_norm=subject.options.max_grad_norm,
             sharding=subject.sharding,
         )
@@ -198,9 +202,22 @@ class Assembly:
         residency.units.order.expect(forward + forward[::-1])
         return residency
 
-    def _gradients(
+    def _accumulation(self, arrivals: Arrivals, residency: Residency) -> Accumulation:
+        plan = self.decision.plan
+        return Accumulation(
+            model=self.subject.model,
+            arrivals=arrivals,
+            residency=residency,
+            engine=self.resources.engine,
+            device=self._device,
+            limit=plan.queue_bytes,
+            strict=not self._grows,
+            never=None if self.subject.sharding is None else "several ranks share the model",
+        )
+
+    def _arrivals(
         self, residency: Residency, meter: Meter, scale: LossScale, backward_begins: Callable[[], None]
-    ) -> Gradients:
+    ) -> Arrivals:
         subject, plan, resources = self.subject, self.decision.plan, self.resources
         engine: Any = resources.units.engine(resources.engine)
         if resources.units.rows is not None:
@@ -221,8 +238,7 @@ class Assembly:
         loop = Loop(options.gradients, options.accumulation_steps, keeps=options.keeps, figures=figures)
         rule = Updates(subject.arithmetic, engine, resources.store, resident)
         norms = Norms(kernels.check_and_unscale, kernels.checked, figures)
-        held = frozenset(self.decision.plan.held)
-        return Gradients(Arrivals(engine, rule, scale, loop, norms, arrived, backward_begins), held)
+        return Arrivals(engine, rule, scale, loop, norms, arrived, backward_begins)
 
     def _frames(self, residency: Residency, gradients: Gradients, newcomers: Newcomers) -> Frames:
         model, on_device = self.subject.model, self._on_device

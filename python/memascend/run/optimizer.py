@@ -17,7 +17,7 @@ from memascend.run.optimizer_state import StoredState, refuse_other_state
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from memascend.planning.table import Plan
     from memascend.run.report import Report
@@ -84,6 +84,38 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
         """`loss.backward()`, with the loss scale where there is one."""
         self._session.backward(loss, options)
+
+    def accumulate(
+        self,
+        loss_of: Callable[[Any], Any],
+        batches: Iterable[Any],
+        *,
+        scale: float = 1.0,
+        by_layer: bool = True,
+    ) -> list[Any]:
+        """Compute losses and gradients of all micro-batches of a step; `step()` comes next.
+
+        The bits are those of a loop that computes one micro-batch after the other, each after
+        `torch.manual_seed(seed)`, with seeds drawn from torch's default generator before the first. The weights are
+        read once for all micro-batches: each unit (a block, say) computes all of them before the next one begins.
+
+        The first call computes one after the other and learns the order of units. So do all calls where layers cannot
+        be shared, and the log says why: several ranks, a module that keeps a value from one micro-batch to the next
+        (BatchNorm), a hook of yours on accumulated gradients.
+
+        Args:
+            loss_of: called with each micro-batch; returns its loss, or a tuple that begins with it.
+            batches: the micro-batches of the step.
+            scale: the losses are multiplied by it before their backwards, as by 1 / len(batches) for a mean.
+            by_layer: False computes one after the other.
+
+        Returns:
+            What `loss_of` returned, detached, in order.
+
+        Raises:
+            UsageError: a module began to keep values, or gradients arrived in another order; nothing of it is kept.
+        """
+        return self._session.accumulate(loss_of, batches, scale=scale, by_layer=by_layer)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Torch's clipping of all gradients that are kept; bit for bit torch's."""

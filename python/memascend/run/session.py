@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -16,9 +17,10 @@ from memascend.run.resources import CLOSED
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from memascend.gradients.gradient import Gradient
+    from memascend.microbatches.accumulation import Accumulation
     from memascend.ranks.figures import Figures
     from memascend.ranks.sharding import Sharding
     from memascend.run.attachment import Attachment
@@ -60,6 +62,7 @@ class Session:
     rollback: Rollback
     attachment: Attachment
     measurements: Measurements
+    accumulation: Accumulation
     max_grad_norm: float | None
     # Where ranks share the parameters.
     sharding: Sharding | None = None
@@ -74,6 +77,25 @@ class Session:
         scale = self.run.record.scale
         with self.run.gradients.scaled():
             (loss * scale.scale if scale.enabled else loss).backward(**options)
+
+    def accumulate(
+        self, loss_of: Callable[[Any], Any], batches: Iterable[Any], *, scale: float, by_layer: bool
+    ) -> list[Any]:
+        """The backwards of several micro-batches; see `microbatches`."""
+        self.run.resources.require_open()
+        self.loads.settle()
+        if self.run.frames.inside:
+            raise UsageError("accumulate() was called inside of the model's forward: call it outside")
+        if not math.isfinite(scale):
+            raise ConfigError(f"scale is {scale!r}: give a finite number, as 1 / the number of micro-batches")
+        loss_scale = self.run.record.scale
+
+        def begin(loss: torch.Tensor) -> None:
+            loss = loss if scale == 1.0 else loss * scale
+            (loss * loss_scale.scale if loss_scale.enabled else loss).backward()
+
+        with self.run.gradients.scaled():
+            return self.accumulation.run(loss_of, batches, begin, by_layer=by_layer)
 
     def step(self) -> None:
         """Commit the step, or skip it where a scaled gradient overflowed."""
@@ -256,6 +278,7 @@ class Session:
     def _close(self) -> None:
         with contextlib.suppress(MemascendError):
             self.measurements.close(self.run.gradients.by_name)
+        self.accumulation.close()
         self.attachment.leave()
         self.run.gradients.unwatch()
         self.run.residency.close(CLOSED)

@@ -72,17 +72,16 @@ class Loop:
             group["lr"] = self.rate.of_step(step)
         batches = self.batches.of_step(step)
         learnt = sum(batch.learnt for batch in batches)
-        parts = []
-        for number in self.ranks.numbers(len(batches)):
+
+        def part_of(number: int) -> torch.Tensor:
             # Dropout depends on step and batch alone: a run that goes on draws what it would have drawn, on any rank.
             torch.manual_seed(seed_of(self.seed, f"step {step}", number))
             if number < len(batches):
                 # The mean over all tokens of the step, whichever batch they are in.
-                part = self._loss(batches[number]) * (batches[number].learnt / learnt)
-            else:
-                part = self._loss(Batch.of_padding(self.batches.padding)) * 0.0
-            self.optimizer.backward(part)
-            parts.append(part.item())
+                return self._loss(batches[number]) * (batches[number].learnt / learnt)
+            return self._loss(Batch.of_padding(self.batches.padding)) * 0.0
+
+        parts = [part.item() for part in self.optimizer.accumulate(part_of, self.ranks.numbers(len(batches)))]
         loss = _sum(self.ranks.in_order(parts, len(batches)))
         if not math.isfinite(loss):
             self.optimizer.zero_grad()

@@ -1,0 +1,1 @@
+"""Computes the micro-batches of one step layer by layer, with the bits of computing them one after the other."""

@@ -1,0 +1,430 @@
+"""Tests micro-batches by layer: bits against one after the other, bytes, faults, fallbacks."""
+
+import _thread
+import itertools
+import logging
+import random
+import threading
+import time
+
+import pytest
+import torch
+from parity.reference import Reference, threads_of_torch
+from parity.zoo_compiled import COMPILED
+from parity.zoo_plain import PLAIN
+from parity.zoo_transformers import TRANSFORMERS
+from support.bits import same_bits
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import memascend
+
+ZOO = {case.name: case for case in (*PLAIN, *TRANSFORMERS, *COMPILED)}
+COUNT, WIDTH = 3, 64
+
+
+class Block(nn.Module):
+    def __init__(self, *, drop=0.0):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.drop = nn.Dropout(drop)
+
+    def forward(self, x):
+        return x + self.drop(self.down(torch.relu(self.up(x))))
+
+
+class Stack(nn.Module):
+    def __init__(self, blocks=4, *, drop=0.0, reentrant=None):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(drop=drop) for _ in range(blocks))
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.head(x)
+
+
+class Experts(nn.Module):
+    """Each micro-batch reaches other blocks than the one before, so that no order is common to all."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(5))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        chosen = int(x.detach().sum().abs() * 1e4) % 3
+        for number, block in enumerate(self.blocks):
+            if number % 3 != chosen:
+                x = block(x)
+        return self.head(x)
+
+
+def rows(count, generator=None):
+    generator = generator or torch.Generator().manual_seed(1)
+    return [torch.randn(2, WIDTH, generator=generator).requires_grad_() for _ in range(count)]
+
+
+def values(model):
+    return [value.clone() for value in model.state_dict().values()]
+
+
+def trained(folder, make, batches, loss, *, by_layer, steps=3, fits=True, **options):
+    """Train; losses, norms, values and state."""
+    torch.manual_seed(0)
+    model = make()
+    optimizer = adamw(model)
+    found = []
+    model, optimizer = memascend.offload(model, optimizer, storage=folder / f"{by_layer}.store", **options)
+    with optimizer:
+        for _ in range(steps):
+            scale = 1 / len(batches)
+            losses = optimizer.accumulate(lambda batch: loss(model, batch), batches, scale=scale, by_layer=by_layer)
+            assert all(not one.requires_grad for one in losses)
+            found += losses
+            optimizer.step()
+            found.append(torch.tensor(optimizer.grad_norm))
+            optimizer.zero_grad()
+        found += values(model)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                found += [torch.as_tensor(value) for _, value in sorted(optimizer.state_of(parameter).items())]
+        found.append(torch.rand(3))
+        assert not by_layer or (optimizer._session.accumulation.never is None) == fits
+        return found
+
+
+def adamw(model):
+    return torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2, fused=True)
+
+
+def square(model, batch):
+    return model(batch).square().mean()
+
+
+def require_same(one, other):
+    assert len(one) == len(other)
+    assert all(same_bits(a, b) for a, b in zip(one, other, strict=True))
+
+
+MAKES = {
+    "dense": Stack,
+    "dropout": lambda: Stack(drop=0.2),
+    "checkpointed": lambda: Stack(drop=0.2, reentrant=False),
+    "reentrant": lambda: Stack(drop=0.2, reentrant=True),
+    "experts": Experts,
+    "bf16": lambda: Stack().bfloat16(),
+}
+OPTIONS = {
+    "fused": {"gradients": "fused"},
+    "ssd": {"gradients": "ssd"},
+    "ram": {"gradients": "ram"},
+    "auto": {},
+    "clipped": {"max_grad_norm": 0.01},
+    "held": {"host_memory": "1GiB", "durability": "none"},
+    "logged": {"host_memory": "1MiB"},
+    "scaled": {"loss_scale": 1024.0},
+    "8bit": {"state": "8bit"},
+}
+QUICK = {("dense", "fused", 3), ("checkpointed", "ssd", 2), ("experts", "fused", 5), ("reentrant", "auto", 3),
+         ("dropout", "clipped", 3), ("bf16", "8bit", 2), ("dense", "logged", 3)}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "option", "count"),
+    [
+        pytest.param(*one, marks=[] if one in QUICK else pytest.mark.slow, id="-".join(map(str, one)))
+        for one in itertools.product(MAKES, OPTIONS, (2, 3, 5))
+    ],
+)
+def test_bits_are_those_of_one_after_the_other(tmp_path, kind, option, count):
+    batches = rows(count)
+    if kind == "bf16":
+        batches = [batch.detach().bfloat16().requires_grad_() for batch in batches]
+    # Where all is held, nothing is streamed.
+    layers, turns = (
+        trained(tmp_path, MAKES[kind], batches, square, by_layer=by_layer, fits=option != "held", **OPTIONS[option])
+        for by_layer in (True, False)
+    )
+    require_same(layers, turns)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(ZOO))
+def test_models_of_the_zoo(tmp_path, name):
+    case = ZOO[name]
+    torch.manual_seed(0)
+    batches = case.batches(torch.Generator().manual_seed(1))[:3]
+    options = {key: value for key, value in case.options.items() if key in {"max_grad_norm", "loss_scale"}}
+    gradients = "ssd" if "ssd" in case.gradients else case.gradients[0]
+
+    def make():
+        model = case.model().to(case.dtype)
+        return model.train()
+
+    def run(by_layer):
+        torch.manual_seed(0)
+        model = make()
+        optimizer = case.optimizer(model)
+        store = tmp_path / f"{by_layer}.store"
+        model, optimizer = memascend.offload(model, optimizer, storage=store, gradients=gradients, **options)
+        found = []
+        with optimizer:
+            for _ in range(3):
+                found += optimizer.accumulate(lambda batch: case.loss(model, batch), batches, by_layer=by_layer)
+                optimizer.step()
+                optimizer.zero_grad()
+            return found + values(model)
+
+    require_same(run(True), run(False))
+
+
+def test_seeds_are_those_of_a_loop_in_memory(tmp_path):
+    batches = rows(COUNT)
+    with threads_of_torch(1):
+        layers = trained(tmp_path, lambda: Stack(drop=0.2), batches, square, by_layer=True)
+        torch.manual_seed(0)
+        model = Stack(drop=0.2)
+        optimizer = Reference(adamw(model))
+        found = []
+        for _ in range(3):
+            seeds = [int(torch.empty((), dtype=torch.int64).random_().item()) for _ in batches]
+            for seed, batch in zip(seeds, batches, strict=True):
+                torch.manual_seed(seed)
+                loss = square(model, batch)
+                (loss * (1 / COUNT)).backward()
+                found.append(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+        weights = values(model)
+    losses = [one for index, one in enumerate(layers[: 3 * (COUNT + 1)]) if (index + 1) % (COUNT + 1)]
+    require_same(losses, found)
+    require_same(layers[3 * (COUNT + 1) : 3 * (COUNT + 1) + len(weights)], weights)
+
+
+@pytest.mark.parametrize("kind", ["dense", "checkpointed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_reads_and_writes_as_much_as_with_one_micro_batch(tmp_path, kind, dtype):
+    moved = {}
+    for count in (1, 4):
+        torch.manual_seed(0)
+        model = MAKES[kind]().to(dtype)
+        # The budget of four blocks does not hold the model, and its queue holds a block's gradients.
+        model, optimizer = memascend.offload(
+            model, adamw(model), storage=tmp_path / f"{count}.store", gradients="fused", scratch=tmp_path
+        )
+        with optimizer:
+            for _ in range(4):
+                before = optimizer.report()
+                batches = [batch.to(dtype).detach().requires_grad_() for batch in rows(count)]
+                optimizer.accumulate(lambda batch: square(model, batch), batches)  # noqa: B023 - called at once
+                optimizer.step()
+                optimizer.zero_grad()
+            after = optimizer.report()
+        moved[count] = [sum(after.read.values()) - sum(before.read.values()),
+                        sum(after.written.values()) - sum(before.written.values())]  # fmt: skip
+    assert moved[4][0] <= 1.05 * moved[1][0]
+    assert moved[4][1] <= 1.05 * moved[1][1]
+
+
+class Odd(Exception):
+    pass
+
+
+def by_layer_run(tmp_path, make=Stack, steps=1, **options):
+    """A run whose first step is done, so that the next call goes by layer."""
+    torch.manual_seed(0)
+    model = make()
+    model, optimizer = memascend.offload(model, adamw(model), storage=tmp_path / "run.store", **options)
+    for _ in range(steps):
+        optimizer.accumulate(lambda batch: square(model, batch), rows(COUNT))
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("gradients", ["fused", "ssd"])
+@pytest.mark.parametrize("at", range(0, 36, 5))
+def test_what_one_raises_ends_all_and_nothing_is_staged(tmp_path, gradients, at):
+    """At some use of some unit in the forward or backward of some micro-batch."""
+    model, optimizer = by_layer_run(tmp_path, gradients=gradients)
+    with optimizer:
+        before = values(model)
+        arrivals = []
+
+        class Bomb(torch.autograd.Function):
+            @staticmethod
+            def forward(_, x):
+                count()
+                return x.clone()
+
+            @staticmethod
+            def backward(_, gradient):
+                count()
+                return gradient
+
+        def count():
+            arrivals.append(threading.get_ident())
+            if len(arrivals) == at + 1:
+                raise Odd
+
+        hooks = [block.register_forward_hook(lambda _m, _a, out: Bomb.apply(out)) for block in model.blocks]
+        if at < 2 * COUNT * len(hooks):
+            with pytest.raises(Odd):
+                optimizer.accumulate(lambda batch: square(model, batch), rows(COUNT))
+        for hook in hooks:
+            hook.remove()
+        optimizer.zero_grad()
+        assert optimizer.steps == 1
+        require_same(before, values(model))
+        want = optimizer.accumulate(lambda batch: square(model, batch), rows(COUNT), by_layer=False)
+        optimizer.zero_grad()
+        got = optimizer.accumulate(lambda batch: square(model, batch), rows(COUNT))
+        require_same(want, got)
+        optimizer.step()
+
+
+def test_ctrl_c_ends_all_micro_batches(tmp_path):
+    model, optimizer = by_layer_run(tmp_path)
+    with optimizer:
+        before = values(model)
+        waited = threading.Event()
+
+        def slow(batch):
+            waited.set()
+            time.sleep(0.05)
+            return square(model, batch)
+
+        def interrupt():
+            waited.wait(60)
+            _thread.interrupt_main()
+
+        threading.Thread(target=interrupt, daemon=True).start()
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.accumulate(slow, rows(40))
+        optimizer.zero_grad()
+        require_same(before, values(model))
+        optimizer.accumulate(lambda batch: square(model, batch), rows(COUNT))
+        optimizer.step()
+        assert optimizer.steps == 2
+
+
+class Keeps(Stack):
+    def forward(self, x):
+        x = super().forward(x)
+        self.aux_loss = x.sum().detach()
+        return x
+
+
+class Normed(Stack):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x):
+        return super().forward(self.norm(x))
+
+
+@pytest.mark.parametrize(("make", "words"), [(Keeps, "aux_loss"), (Normed, "'norm' changes")])
+def test_what_a_module_keeps_is_seen_and_named(tmp_path, caplog, make, words):
+    with caplog.at_level(logging.INFO, "memascend"):
+        _, optimizer = by_layer_run(tmp_path, make, steps=2)
+    with optimizer:
+        assert words in caplog.text
+        assert "one after the other" in caplog.text
+
+
+def test_a_module_that_begins_to_keep_something_is_refused_once(tmp_path):
+    model, optimizer = by_layer_run(tmp_path)
+    with optimizer:
+
+        def keeping(batch):
+            model.head.last = batch.detach().clone()
+            return square(model, batch)
+
+        with pytest.raises(memascend.UsageError, match="module 'head' changes 'last'"):
+            optimizer.accumulate(keeping, rows(COUNT))
+        assert all(one.grad is None for one in model.parameters())
+        optimizer.accumulate(keeping, rows(COUNT))
+        optimizer.step()
+
+
+def test_random_numbers_of_python_are_seen(tmp_path, caplog):
+    torch.manual_seed(0)
+    model = Stack()
+    model, optimizer = memascend.offload(model, adamw(model), storage=tmp_path / "run.store")
+    with optimizer, caplog.at_level(logging.INFO, "memascend"):
+        optimizer.accumulate(lambda batch: square(model, batch) * random.choice([1, 1]), rows(COUNT))
+    assert "random numbers" in caplog.text
+
+
+def test_hooks_of_the_users_on_accumulated_gradients_see_whole_backwards(tmp_path):
+    model, optimizer = by_layer_run(tmp_path)
+    with optimizer:
+        seen = []
+        name = "blocks.0.up.weight"
+        model.get_parameter(name).register_post_accumulate_grad_hook(lambda _: seen.append(threading.get_ident()))
+        optimizer.accumulate(lambda batch: square(model, batch), rows(COUNT))
+        assert seen == [threading.get_ident()] * COUNT
+
+
+def test_tuples_come_back_detached_and_one_batch_is_plain(tmp_path):
+    model, optimizer = by_layer_run(tmp_path)
+    with optimizer:
+
+        def loss_of(batch):
+            out = model(batch)
+            return out.square().mean(), {"out": out}, "text"
+
+        for count in (1, COUNT):
+            results = optimizer.accumulate(loss_of, iter(rows(count)))
+            assert len(results) == count
+            assert all(text == "text" and not rest["out"].requires_grad for _, rest, text in results)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert optimizer.accumulate(loss_of, []) == []
+        with pytest.raises(memascend.ConfigError, match="loss_of returned"):
+            optimizer.accumulate(lambda _: 3, rows(1))
+
+
+@pytest.mark.filterwarnings("ignore:autocast over float32 weights:UserWarning")
+def test_modes_of_the_caller_are_those_of_all_micro_batches(tmp_path):
+    model, optimizer = by_layer_run(tmp_path)
+    with optimizer:
+        seen = []
+
+        def loss_of(batch):
+            seen.append((torch.is_autocast_enabled("cpu"), torch.get_default_device(), torch.is_grad_enabled()))
+            return square(model, batch).float()
+
+        with torch.autocast("cpu", torch.bfloat16), torch.device("cpu"):
+            optimizer.accumulate(loss_of, rows(COUNT))
+        assert seen == [(True, torch.device("cpu"), True)] * COUNT
+
+
+def test_threads_end_with_the_run(tmp_path):
+    model, optimizer = by_layer_run(tmp_path, steps=2)
+    assert any("micro-batch" in one.name for one in threading.enumerate())
+    del model
+    optimizer.close()
+    for one in threading.enumerate():
+        if "micro-batch" in one.name:
+            one.join(10)
+            assert not one.is_alive()
+
+
+def test_a_dynamic_scale_that_overflows_skips_the_step(tmp_path):
+    torch.manual_seed(0)
+    model = Stack().half()
+    model, optimizer = memascend.offload(model, adamw(model), storage=tmp_path / "run.store")
+    batches = [(1e-2 * batch.detach()).half().requires_grad_() for batch in rows(COUNT)]
+    with optimizer:
+        for step in range(3):
+            scale = 1e6 if step == 1 else 1.0
+            optimizer.accumulate(lambda batch: model(batch).float().square().mean(), batches, scale=scale)
+            optimizer.step()
+            assert optimizer.overflowed == (step == 1)
+            optimizer.zero_grad()
+        assert optimizer.steps == 2
