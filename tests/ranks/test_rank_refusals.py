@@ -77,7 +77,7 @@ def what_can_be_done(folder):
         except (memascend.UsageError, RuntimeError) as error:
             found[name] = f"{type(error).__name__}: {error}"
 
-    first, last = next(iter(trained.parameters())), list(trained.parameters())[-1]
+    *_, last = trained.parameters()
 
     def inside(*_):
         with torch.no_grad():

@@ -75,8 +75,9 @@ class Collectives:
         raise UsageError(
             f"the ranks reached different parts of the model: where rank 0 has {of[0]}, rank {other} has {of[1]}, and "
             "FSDP2 takes the one for the other where their shapes are equal, so that losses and gradients of this step "
-            "are wrong. Call zero_grad(); let every rank compute every module (an expert that no token of a rank "
-            "reaches: with no rows, or times zero)"
+            "are wrong, in memory too. Call zero_grad(); let every rank compute every module (an expert that no token "
+            "reaches: with no rows), or divide experts with what is around them, and call "
+            "model.set_reduce_scatter_unused_params(True), where torch has it"
         )
 
     def hear_of_gathers(self, met: Callable[[], Callable[[], object] | None]) -> None:
@@ -85,7 +86,7 @@ class Collectives:
 
     def gather(self, what: str, given: Any, do: Callable[[Any], _Done]) -> _Done:
         """Have all ranks meet in a gather."""
-        self.note(what)
+        self.note(what.removeprefix("in "))
         met = self._met()
         if met is not None and self._exchange.broken is None:
             with self.alone():

@@ -210,9 +210,9 @@ def _require_harmless(unfilled: Stores, filled: Sequence[Stores], existing: str)
     if existing != "resume" or filled or not unfilled.has_commits:
         return
     raise ConfigError(
-        f"the store of rank {unfilled.missing[0]} of {unfilled.count} holds no state, and others of these ranks do: its "
-        "first write did not finish, or it is damaged; nothing was changed: bring it back, or give existing='replace' "
-        "to begin anew"
+        f"the store of rank {unfilled.missing[0]} of {unfilled.count} holds no state, and others of these ranks do: "
+        "its first write did not finish, or it is damaged; nothing was changed: bring it back, or give "
+        "existing='replace' to begin anew"
     )
 
 

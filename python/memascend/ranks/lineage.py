@@ -62,7 +62,9 @@ class Stores:
         if self.count == _OF_ONE:
             return said is not None and self.named(said["uuid"], said["step"]) == identity
         return all(
-            any(commit["run"] == identity["run"] and commit["number"] == identity["number"] for commit in one["commits"])
+            any(
+                commit["run"] == identity["run"] and commit["number"] == identity["number"] for commit in one["commits"]
+            )
             for rank, one in self.seen.items()
             if not self._is_empty(rank)
         )
@@ -84,9 +86,7 @@ def told_by(file: Path) -> dict[str, Any] | None:
         return None
 
 
-def outlived_by(
-    found: Iterable[Stores], said: Mapping[int, Mapping[str, Any] | None]
-) -> dict[int, Mapping[str, Any]]:
+def outlived_by(found: Iterable[Stores], said: Mapping[int, Mapping[str, Any] | None]) -> dict[int, Mapping[str, Any]]:
     """By their number of ranks, the stores that others, which are whole, stand for; and the identity that they have.
 
     Args:
