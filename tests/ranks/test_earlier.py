@@ -254,7 +254,10 @@ def test_stores_that_were_never_filled_are_ignored_and_damaged_ones_are_not(tmp_
     for path in paths:
         path.parent.mkdir()
     loaded(UNFILLED, *paths)
-    assert find_earlier(str(tmp_path), "resume", None) is None
+    # One of them has a commit.
+    with pytest.raises(memascend.ConfigError, match="its first write did not finish"):
+        find_earlier(str(tmp_path), "resume", None)
+    assert find_earlier(str(tmp_path), "replace", None) is None
     paths[1].write_bytes(b"another file")
     assert find_earlier(str(tmp_path), "resume", None).files == paths
 
