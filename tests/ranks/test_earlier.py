@@ -186,6 +186,45 @@ def killed(folder, name, until, plain, options):
     return refused(folder, name, until, plain, options)
 
 
+def killed_when_over(folder, name, until, plain, options):
+    """All ranks are killed once all have committed the new stores: before the others are removed, or in the midst."""
+    from memascend.ranks.earlier import Earlier
+
+    options = dict(options)
+    point, rank = options.pop("point"), distributed.get_rank()
+
+    remove = Earlier.remove
+
+    def removed(self):
+        if point == "half" and rank == 0:
+            # Those that one rank reads are gone.
+            remove(self)
+        distributed.barrier()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    Earlier.remove = removed
+    return refused(folder, name, until, plain, options)
+
+
+def killed_at_first_root(folder, name, until, plain, options):
+    """All ranks are killed; one of them has written the first root of its new store."""
+    from memascend.ranks.exchange import Exchange
+
+    tell = Exchange.tell
+
+    def told(self, about, said, **given):
+        if about == "written":
+            # Only once a kill cannot come before this rank's root.
+            os.kill(os.getpid(), signal.SIGKILL)
+        answers = tell(self, about, said, **given)
+        if about == "staged" and distributed.get_rank():
+            os.kill(os.getpid(), signal.SIGKILL)
+        return answers
+
+    Exchange.tell = told
+    return refused(folder, name, until, plain, options)
+
+
 def unreadable(folder, name, until, plain, options):
     """Rank 1 cannot read what it has of the earlier stores."""
     if distributed.get_rank() == 1:
@@ -215,7 +254,10 @@ def test_stores_that_were_never_filled_are_ignored_and_damaged_ones_are_not(tmp_
     for path in paths:
         path.parent.mkdir()
     loaded(UNFILLED, *paths)
-    assert find_earlier(str(tmp_path), "resume", None) is None
+    # One of them has a commit.
+    with pytest.raises(memascend.ConfigError, match="its first write did not finish"):
+        find_earlier(str(tmp_path), "resume", None)
+    assert find_earlier(str(tmp_path), "replace", None) is None
     paths[1].write_bytes(b"another file")
     assert find_earlier(str(tmp_path), "resume", None).files == paths
 
@@ -247,3 +289,53 @@ def test_what_goes_wrong_leaves_the_earlier_stores(tmp_path):
     for _, _, values, left in run(2, train, 2):
         assert all(map(same_bits, values, whole))
         assert left == stores(2)
+
+
+def gone_over(tmp_path, counts, last):
+    """Kill a run each time it has gone over to another number of ranks; then go on with `last`, with the bits of all.
+
+    Of each number but the first comes a point at which all of its ranks are killed.
+    """
+    ((_, _, whole, _),) = on_ranks(1, train, tmp_path, "whole", 2, True, {})
+    (first, _), *others = counts
+    on_ranks(first, train, tmp_path, "run", 1, False, {})
+    for count, point in others:
+        kill = killed_at_first_root if point == "root" else killed_when_over
+        given = {"timeout": 20.0} if point == "root" else {"timeout": 20.0, "point": point}
+        # A rank without a shot of its own is told of the others'.
+        on_ranks(count, kill, tmp_path, "run", 2, False, given, ends=(0, -9))
+    for began, _, values, left in on_ranks(last, train, tmp_path, "run", 2, False, {}):
+        assert began == 1
+        assert all(map(same_bits, values, whole))
+        assert left == stores(last)
+
+
+def test_a_run_that_is_killed_once_it_has_gone_over_goes_on(tmp_path):
+    gone_over(tmp_path, [(1, None), (2, "half")], 2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("last", [1, 2, 3, 4])
+@pytest.mark.parametrize("point", ["root", "none", "half"])
+@pytest.mark.parametrize("counts", [(4, 2), (2, 4), (1, 2, 3)], ids=str)
+def test_it_goes_on_from_every_point_of_that(tmp_path, counts, point, last):
+    gone_over(tmp_path, [(count, point) for count in counts], last)
+
+
+def test_a_store_of_zeros_is_named_and_nothing_begins_anew(tmp_path):
+    """Whatever number of ranks comes next; and where it has no commit any more, too."""
+    on_ranks(2, train, tmp_path, "run", 2, False, {})
+    file = tmp_path / "run" / stores(2)[1]
+    bytes_of_it = file.read_bytes()
+    rootless = bytearray(bytes_of_it)
+    rootless[4096 : 3 * 4096] = bytes(2 * 4096)
+    for content, words in ((bytes(len(bytes_of_it)), "holds no commit"), (bytes(rootless), "holds no commit")):
+        file.write_bytes(content)
+        ((error, left),) = on_ranks(1, refused, tmp_path, "run", 3, True, {})
+        assert "the store of rank 1 of 2" in error
+        assert words in error, error
+        assert left == stores(2)
+    file.write_bytes(bytes_of_it)
+    ((began, _, _, left),) = on_ranks(1, train, tmp_path, "run", 3, True, {})
+    assert (began, left) == (2, stores(1))

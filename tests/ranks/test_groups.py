@@ -88,6 +88,20 @@ def test_who_is_missing_is_named_where_the_store_is_gone_or_hangs(rank_0_of_5):
     over.set()
 
 
+def test_a_store_that_hangs_ends_the_wait_for_a_group_in_time(rank_0_of_5):
+    """As that of rank 0, where it lies, does with it."""
+    over = threading.Event()
+
+    class Hanging:
+        def __getattr__(self, name):
+            return lambda *_: over.wait(SECONDS)
+
+    rank_0_of_5(Hanging())
+    with pytest.raises(RankError, match=r"a rank is gone.* does not answer: no answer within 0\.6 s"):
+        groups.make_group(0.1)
+    over.set()
+
+
 def leaving(folder):
     """Rank 1 is gone once rank 0 heard it; rank 2 did not hear it, and left before rank 0 asks again."""
     rank, exchange, named = distributed.get_rank(), Exchange(SECONDS), None

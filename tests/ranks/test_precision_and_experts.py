@@ -19,9 +19,9 @@ class Experts(nn.Module):
         self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
         self.head = nn.Linear(16, 32)
 
-    def forward(self, tokens, used):
+    def forward(self, tokens, used, first=0):
         values = self.embed(tokens)
-        for number in range(used):
+        for number in range(first, first + used):
             values = values + self.experts[number](values)
         return self.head(values)
 
@@ -59,3 +59,38 @@ def train_all(folder):
 @pytest.mark.slow
 def test_two_ranks_have_the_bits_of_fsdp2_in_memory(tmp_path):
     assert on_ranks(2, train_all, tmp_path) == [[True] * 4] * 2
+
+
+def own_expert(folder):
+    """Each rank reaches an expert of its own, which is a unit or not: what is said, and whether anything changed."""
+    rank, found, tokens = distributed.get_rank(), [], torch.zeros(2, 3, dtype=torch.long)
+    for number, each in enumerate((True, False)):
+        torch.manual_seed(0)
+        model = Experts()
+        for module in (*(model.experts if each else ()), model):
+            fully_shard(module)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = memascend.offload(model, optimizer, storage=f"{folder}/own-{number}", gradients="ssd")
+        before = [parameter.full_tensor() for parameter in model.parameters()]
+        model(tokens, 1, first=rank).square().mean().backward()
+        with pytest.raises(memascend.UsageError, match="the ranks reached different parts of the model") as refused:
+            optimizer.step()
+        optimizer.zero_grad()
+        after = [parameter.full_tensor() for parameter in model.parameters()]
+        found.append((str(refused.value), all(map(same_bits, before, after))))
+        # The run goes on.
+        model(tokens, 2).square().mean().backward()
+        optimizer.step()
+        found.append(optimizer.steps)
+        optimizer.close()
+    return found
+
+
+def test_experts_that_one_rank_alone_reaches_are_refused_by_name(tmp_path):
+    for each, steps, whole, again in on_ranks(2, own_expert, tmp_path):
+        assert (steps, again) == (1, 1)
+        assert "experts.0" in each[0], each
+        assert "experts.1" in each[0], each
+        assert "experts.0" in whole[0], whole
+        assert each[1]
+        assert whole[1]

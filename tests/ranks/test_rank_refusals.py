@@ -58,7 +58,7 @@ def what_is_refused(folder):
 
 
 def what_can_be_done(folder):
-    """What is offloaded is read, and not written to."""
+    """What is offloaded is read; what the model computes with is not written to meanwhile."""
     found = {}
     rank = distributed.get_rank()
     trained = sharded(torch.float32)
@@ -77,11 +77,19 @@ def what_can_be_done(folder):
         except (memascend.UsageError, RuntimeError) as error:
             found[name] = f"{type(error).__name__}: {error}"
 
-    first = next(iter(trained.parameters()))
+    *_, last = trained.parameters()
+
+    def inside(*_):
+        with torch.no_grad():
+            raised("write", lambda: last.mul_(2.0))
+            raised("view", lambda: last.detach().t())
+
+    hook = trained[0].register_forward_hook(inside)
     with torch.no_grad():
-        raised("write", lambda: first.mul_(2.0))
-        raised("view", lambda: first.to_local()[0])
-    raised("load", lambda: trained.load_state_dict(trained.state_dict()))
+        loss_of(trained, 0, rank)
+    hook.remove()
+    raised("load", lambda: trained.load_state_dict(trained.state_dict(), assign=True))
+    raised("cast", trained.double)
     raised("materialized", lambda: memascend.materialized(trained).__enter__())
     # torch's own clipping goes by all ranks' norm.
     loss_of(trained, 0, rank).backward()
@@ -112,8 +120,9 @@ def test_what_does_not_work_is_refused_on_all_ranks(tmp_path):
         assert found["left"] == []
         assert found["read"]
         assert found["rows"]
-        assert "cannot be written to by mul_()" in found["write"]
-        assert "clone() them first" in found["view"]
+        assert "mul_() needs their memory while the model computes" in found["write"]
+        assert "t() needs their memory while the model computes" in found["view"]
+        assert "Couldn't swap" in found["cast"]
         for name in ("load", "materialized", "closed"):
             assert found[name].startswith("UsageError"), found[name]
         assert torch.allclose(found["norm"], found["norm of one"])

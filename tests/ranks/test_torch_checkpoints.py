@@ -134,22 +134,18 @@ def test_weights_that_torchs_distributed_checkpoints_wrote(tmp_path):
 # --- what torch reads, and what it is refused ------------------------------------------------
 
 
-def refusals(trained, optimizer, folder):
-    """What torch says where it asks for state that is on storage, or would write to rows."""
+def refusals(trained, optimizer):
+    """What torch says where it asks for state that is on storage."""
     calls = [
         lambda: torch_states.get_optimizer_state_dict(trained, optimizer),
         lambda: torch_states.get_state_dict(trained, optimizer),
         lambda: torch_states.set_optimizer_state_dict(trained, optimizer, {"state": {}, "param_groups": []}),
     ]
-    if folder is not None:
-        into = {"model": torch_states.get_model_state_dict(trained)}
-        calls.append(lambda: torch_checkpoints.load(into, checkpoint_id=folder))
-        calls.append(lambda: torch_states.set_model_state_dict(trained, into["model"]))
     said = []
     for call in calls:
         try:
             call()
-        except (memascend.UsageError, torch_checkpoints.CheckpointException) as error:
+        except memascend.UsageError as error:
             said.append(str(error))
     return said
 
@@ -159,16 +155,19 @@ def read_by_torch(folder):
     trained = sharded(model())
     trained, optimizer = memascend.offload(trained, sgd(trained), storage=f"{folder}/run")
     # Before the first step torch would make one, to have state.
-    said = refusals(trained, optimizer, None)
+    said = refusals(trained, optimizer)
     step_of(trained, optimizer, 0)
     optimizer.save(f"{folder}/ours")
     torch_checkpoints.save({"model": torch_states.get_model_state_dict(trained)}, checkpoint_id=f"{folder}/torchs")
     saved = [parameter.full_tensor() for parameter in trained.parameters()]
     step_of(trained, optimizer, 1)
-    later = [parameter.full_tensor() for parameter in trained.parameters()]
-    said += refusals(trained, optimizer, f"{folder}/torchs")
+    said += refusals(trained, optimizer)
+    # Into the rows, as loops load: the run has what was saved.
+    into = {"model": torch_states.get_model_state_dict(trained)}
+    torch_checkpoints.load(into, checkpoint_id=f"{folder}/torchs")
+    torch_states.set_model_state_dict(trained, into["model"])
     values = [parameter.full_tensor() for parameter in trained.parameters()]
-    found = [said, optimizer.steps, all(map(same_bits, values, later))]
+    found = [said, optimizer.steps, all(map(same_bits, values, saved))]
     optimizer.close()
     for source in (
         {"checkpoint_id": f"{folder}/torchs"},
@@ -197,10 +196,7 @@ def read_by_torch(folder):
 @pytest.mark.slow
 def test_torchs_distributed_checkpoints_hold_and_read_the_values(tmp_path):
     for said, steps, *same in on_ranks(2, read_by_torch, tmp_path):
-        *states, rows, loaded = said
-        assert len(states) == 6
-        assert all("move none of it: call optimizer.save(folder), on every rank" in words for words in states)
-        assert "cannot be written to by copy_()" in rows
-        assert "load_state_dict() cannot change an offloaded model" in loaded
+        assert len(said) == 6
+        assert all("move none of it: call optimizer.save(folder), on every rank" in words for words in said)
         assert steps == 2
         assert same == [True, True, True, True]

@@ -70,8 +70,9 @@ def begin(
     earlier = None if folder is None else find_earlier(folder, asked.existing, exchange)
     if earlier is not None:
         undo.callback(earlier.close)
-        # What lies there of now was never filled.
-        own = replace(own, existing="replace")
+        if earlier.files:
+            # What lies there of now was never filled, or the earlier ones stand for it.
+            own = replace(own, existing="replace")
     opening = choose(own.paths, exchange, own.existing, places_of_others(asked))
     sharding.open_by(opening)
     # A rank that is ahead of others goes back.
@@ -89,7 +90,7 @@ def _earlier_of_others(options: Options, undo: contextlib.ExitStack) -> tuple[Op
     if earlier is None:
         return options, None
     undo.callback(earlier.close)
-    return replace(options, existing="replace"), earlier
+    return (replace(options, existing="replace") if earlier.files else options), earlier
 
 
 def _sharding(

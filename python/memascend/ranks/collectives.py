@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import distributed
 
+from memascend.engine.checksum import Checksum
+from memascend.errors import UsageError
 from memascend.ranks.fsdp import AllGather, ReduceScatter
 from memascend.ranks.groups import let_go, make_group
 
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 
     _Done = TypeVar("_Done")
 
+# What is told of a step that is refused by name.
+_NAMES_MAX = 4096
 # The part of the time that is waited for rows; in the rest the ranks say where they are.
 _PART = 0.9
 _SECONDS_MIN = 0.5
@@ -34,9 +38,60 @@ class Collectives:
     def __init__(self, exchange: Exchange, ranks: Sequence[int], device: torch.device) -> None:
         """Make the group; all ranks do so together, with the `ranks` of the mesh in its order."""
         self._exchange = exchange
+        # What was gathered and reduced since the ranks compared it last: the first ones by name, and a sum of all.
+        self._done: list[str] = []
+        self._last: list[str] = []
+        self._sum = Checksum()
+        self._met: Callable[[], Callable[[], object] | None] = lambda: None
         self._group: Any = None
         if device.type == "cpu":
             self._group = make_group(max(_SECONDS_MIN, exchange.timeout * _PART), ranks)
+
+    def note(self, done: str) -> None:
+        """This rank has taken part in something, which it takes for what all others do."""
+        if len(self._done) < _NAMES_MAX:
+            self._done.append(done)
+        self._sum.update(torch.frombuffer(bytearray(done.encode() + b"\0"), dtype=torch.uint8))
+
+    def told(self) -> str:
+        """Tells whether ranks gathered and reduced the same since this was asked last."""
+        found, self._sum = str(self._sum), Checksum()
+        self._last, self._done = self._done, []
+        return found
+
+    def require_same(self, told: Sequence[str]) -> None:
+        """Refuse a step whose ranks took rows or gradients of one module for those of another; `told` is by all ranks.
+
+        Raises:
+            UsageError: they did, in silence: FSDP2 compares shapes alone.
+        """
+        if len(set(told)) == 1:
+            return
+        names = self._exchange.tell("what was gathered and reduced", self._last)
+        other = next((rank for rank, one in enumerate(names) if one != names[0]), 1)
+        lengths = range(min(len(names[0]), len(names[other])))
+        at = next((index for index in lengths if names[0][index] != names[other][index]), len(lengths))
+        of = [one[at] if at < len(one) else "nothing more" for one in (names[0], names[other])]
+        raise UsageError(
+            f"the ranks reached different parts of the model: where rank 0 has {of[0]}, rank {other} has {of[1]}, and "
+            "FSDP2 takes the one for the other where their shapes are equal, so that losses and gradients of this step "
+            "are wrong, in memory too. Call zero_grad(); let every rank compute every module (an expert that no token "
+            "reaches: with no rows), or divide experts with what is around them, and call "
+            "model.set_reduce_scatter_unused_params(True), where torch has it"
+        )
+
+    def hear_of_gathers(self, met: Callable[[], Callable[[], object] | None]) -> None:
+        """Let what `met` refers to, as long as it lives, hear of each gather."""
+        self._met = met
+
+    def gather(self, what: str, given: Any, do: Callable[[Any], _Done]) -> _Done:
+        """Have all ranks meet in a gather."""
+        self.note(what.removeprefix("in "))
+        met = self._met()
+        if met is not None and self._exchange.broken is None:
+            with self.alone():
+                met()
+        return self.meet(what, given, do)
 
     def meet(self, what: str, given: Any, do: Callable[[Any], _Done]) -> _Done:
         """Have all ranks `do` something in a group; `given` is the mesh's.
@@ -92,7 +147,7 @@ class Gather(_Met, AllGather):
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
     ) -> Any:
         """As torch's own."""
-        return self._collectives.meet(
+        return self._collectives.gather(
             f"in the gather of {self._name}",
             group,
             lambda group: distributed.all_gather_into_tensor(output_tensor, input_tensor, group, async_op),

@@ -13,6 +13,7 @@ import torch
 
 from memascend.engine import Store, order_of
 from memascend.errors import ConfigError
+from memascend.ranks.lineage import EARLIER, Stores, outlived_by, told_by
 from memascend.ranks.opening import common_of, is_at, require_own, seen_at
 from memascend.ranks.rows import BLOCK_ELEMENTS
 from memascend.ranks.transfer import Piece, Transfer
@@ -42,37 +43,56 @@ class Earlier:
     """The stores of another number of ranks, of which each is read by one rank of now.
 
     Attributes:
-        files: by the old rank.
+        files: by the old rank; none where the run goes on with the stores of now, and only has others to remove.
         owners: by the old rank, which of now reads it.
         exchange: how the ranks of now talk; None for one.
         stores: by the old rank, those that are open here.
+        stands_for: what the first commit of the stores of now says that it stands for; known once these are open.
         identity: of the commit that they are opened at, which the new stores go on from.
     """
 
-    def __init__(self, files: Sequence[Path], owners: Sequence[int], exchange: Exchange | None) -> None:
-        self.files = files
-        self.owners = owners
+    def __init__(
+        self,
+        folder: str,
+        source: Stores | None,
+        outlived: Sequence[tuple[Stores, Mapping[str, Any]]],
+        exchange: Exchange | None,
+    ) -> None:
+        """`outlived` are stores that others stand for, and what they are known by: nobody reads them."""
         self.exchange = exchange
         self.rank, self.count = (0, 1) if exchange is None else (exchange.rank, exchange.size)
+        self.owners = [] if source is None else source.owned
+        self.files = [file_of_rank(folder, rank, len(self.owners)) for rank in range(len(self.owners))]
         self.stores: dict[int, Store] = {}
         self.identity = bytes(16)
+        # Those of as many ranks as now are replaced.
+        others = [(one, identity) for one, identity in outlived if one.count != self.count]
+        self.stands_for: list[Mapping[str, Any]] = [identity for _, identity in others]
+        self._source = source
+        self._useless = [
+            (file_of_rank(folder, rank, one.count), owner) for one, _ in others for rank, owner in one.owners.items()
+        ]
         self._open = contextlib.ExitStack()
 
     def open(self) -> None:
         """Open those that this rank reads, at the newest commit that all have. They are locked until `close()`."""
-        owned = [number for number, owner in enumerate(self.owners) if owner == self.rank]
-        told = self.tell("what earlier stores have", [[number, seen_at(str(self.files[number]))] for number in owned])
-        seen = {number: one for each in told for number, one in each}
-        each = [seen[number] for number in range(len(self.files))]
+        source = self._source
+        assert source is not None
+        each = [dict(source.seen[number]) for number in range(source.count)]
         require_own(each)
-        common = 0
-        if len(each) > 1:
+        common = None
+        if source.count > 1:
             common, self.identity = common_of(each)
-        for number in owned:
-            newest = not common or is_at(seen[number]["commits"][0], common, self.identity)
+        for number in [number for number, owner in enumerate(self.owners) if owner == self.rank]:
+            newest = common is None or is_at(source.seen[number]["commits"][0], common, self.identity)
             store = Store.open(self.files[number], existing="resume" if newest else "previous")
             self._open.callback(store.close)
             self.stores[number] = store
+        own = self.stores.get(0)
+        ids = self.tell("what they are", None if own is None else [own.info()["uuid"], own.step])
+        uuid, step = ids[self.owners[0]]
+        run, number = (uuid, step) if common is None else (source.seen[0]["commits"][0]["run"], common)
+        self.stands_for = [source.named(run, number), *self.stands_for]
 
     def tell(self, about: str, said: Any) -> list[Any]:
         """What each rank says."""
@@ -84,15 +104,26 @@ class Earlier:
 
     def remove(self) -> None:
         """Remove them: all ranks have committed the new ones, and none gives them up any more."""
-        owned = list(self.stores)
         self.close()
-        for number in owned:
-            self.files[number].unlink(missing_ok=True)
-            if len(self.files) > 1:
+        useless = [*self._useless, *zip(self.files, self.owners, strict=True)]
+        for file in [file for file, owner in useless if owner == self.rank]:
+            file.unlink(missing_ok=True)
+            _flush_folder(file.parent)
+            if file.parent.name.startswith("rank-"):
                 # A folder with files of others stays.
                 with contextlib.suppress(OSError):
-                    self.files[number].parent.rmdir()
-        _log.info("the run goes on with %d ranks, and the stores of %d are removed", self.count, len(self.files))
+                    file.parent.rmdir()
+        if useless:
+            _log.info("the run goes on with %d ranks, and the stores of others are removed", self.count)
+
+
+def _flush_folder(folder: Path) -> None:
+    """What was removed stays so after a loss of power, too: then it would be older than what stands for it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def find_earlier(folder: str, existing: str, exchange: Exchange | None) -> Earlier | None:
@@ -101,40 +132,94 @@ def find_earlier(folder: str, existing: str, exchange: Exchange | None) -> Earli
     Raises:
         ConfigError: they are there and cannot be gone on from; nothing was changed.
     """
-    rank, count = (0, 1) if exchange is None else (exchange.rank, exchange.size)
-    there = _there(folder)
-    told = [there] if exchange is None else exchange.tell("which stores are there", there)
-    sets: dict[int, dict[int, list[int]]] = {}
-    for seer, each in enumerate(told):
-        for number, of in each:
-            sets.setdefault(of, {}).setdefault(number, []).append(seer)
-    for of in _never_filled(folder, {of: sets[of] for of in sets if of != count}, exchange):
-        _log.warning("the stores of %d ranks in %s were never filled and are ignored: remove them", of, folder)
-        del sets[of]
-    others = sorted(of for of in sets if of != count)
+    count = 1 if exchange is None else exchange.size
+    found = _found(folder, count, exchange)
+    for one in [one for one in found.values() if one.is_unfilled]:
+        if one.count != count:
+            _log.warning(
+                "the stores of %d ranks in %s were never filled and are ignored: remove them", one.count, folder
+            )
+            _require_harmless(one, [other for other in found.values() if not other.is_unfilled], existing)
+        del found[one.count]
+    others = sorted(of for of in found if of != count)
     if not others:
         return None
-    named = " and of ".join(map(str, others))
     if existing != "resume":
         raise ConfigError(
-            f"stores of {named} ranks are in {folder}, and there are {count} now: existing='resume' goes on from them; "
-            "to begin anew, move them away"
+            f"stores of {' and of '.join(map(str, others))} ranks are in {folder}, and there are {count} now: "
+            "existing='resume' goes on from them; to begin anew, move them away"
         )
-    if len(others) > 1 or (count in sets and _is_whole(folder, rank, count, exchange)):
-        of = " and of ".join(map(str, sorted(sets)))
+    known = _outlived(folder, found, exchange) if len(found) > 1 else {}
+    newest = [one for one in found.values() if one.count not in known]
+    if len(newest) != 1:
+        of = " and of ".join(map(str, sorted(found)))
         raise ConfigError(
-            f"stores of {of} ranks are in {folder}: move away those that the run is not to go on from; nothing was "
-            "changed"
+            f"stores of {of} ranks are in {folder}, and none says that it was made from the others: move away those "
+            "that the run is not to go on from; nothing was changed"
         )
-    of = others[0]
-    missing = [number for number in range(of) if number not in sets[of]]
-    if missing:
+    (source,) = newest
+    outlived = [(found[of], identity) for of, identity in sorted(known.items())]
+    if source.count == count:
+        return Earlier(folder, None, outlived, exchange)
+    if source.missing:
+        rank = source.missing[0]
+        lacks = "holds no commit" if rank in source.seen else "cannot be reached"
         raise ConfigError(
-            f"the store of rank {missing[0]} of {of} cannot be reached ({file_of_rank(folder, missing[0], of)}): bring "
+            f"the store of rank {rank} of {source.count} {lacks} ({file_of_rank(folder, rank, source.count)}): bring "
             "it back to where one of the ranks sees it; nothing was changed"
         )
-    owners = [sets[of][number][number % len(sets[of][number])] for number in range(of)]
-    return Earlier([file_of_rank(folder, number, of) for number in range(of)], owners, exchange)
+    return Earlier(folder, source, outlived, exchange)
+
+
+def _found(folder: str, count: int, exchange: Exchange | None) -> dict[int, Stores]:
+    """What is in the folder, by the number of ranks; nothing where all of it is of as many as now."""
+    rank = 0 if exchange is None else exchange.rank
+    there = _there(folder)
+    told = [there] if exchange is None else exchange.tell("which stores are there", there)
+    seers: dict[int, dict[int, list[int]]] = {}
+    for seer, each in enumerate(told):
+        for number, of in each:
+            seers.setdefault(of, {}).setdefault(number, []).append(seer)
+    if not seers.keys() - {count}:
+        return {}
+    # A store is looked at by one rank alone, which locks it meanwhile.
+    owners = {of: {number: who[number % len(who)] for number, who in each.items()} for of, each in seers.items()}
+    seen = [
+        [of, number, seen_at(str(file_of_rank(folder, number, of)))]
+        for of, each in sorted(owners.items())
+        for number, owner in sorted(each.items())
+        if owner == rank
+    ]
+    all_seen: dict[int, dict[int, Any]] = {of: {} for of in owners}
+    for of, number, one in (one for each in _told("what they name", seen, exchange) for one in each):
+        all_seen[of][number] = one
+    return {of: Stores(count=of, owners=owners[of], seen=all_seen[of]) for of in sorted(owners)}
+
+
+def _outlived(folder: str, found: Mapping[int, Stores], exchange: Exchange | None) -> dict[int, Mapping[str, Any]]:
+    rank = 0 if exchange is None else exchange.rank
+    said = {}
+    for of, one in found.items():
+        number = min(number for number, seen in one.seen.items() if seen["commits"] or seen["error"])
+        if one.owners[number] == rank:
+            said[str(of)] = told_by(file_of_rank(folder, number, of))
+    told = _told("what they stand for", said, exchange)
+    return outlived_by(found.values(), {int(of): one for each in told for of, one in each.items()})
+
+
+def _told(about: str, said: Any, exchange: Exchange | None) -> list[Any]:
+    return [said] if exchange is None else exchange.tell(about, said)
+
+
+def _require_harmless(unfilled: Stores, filled: Sequence[Stores], existing: str) -> None:
+    """Refuse to begin anew beside stores of which some have a commit."""
+    if existing != "resume" or filled or not unfilled.has_commits:
+        return
+    raise ConfigError(
+        f"the store of rank {unfilled.missing[0]} of {unfilled.count} holds no state, and others of these ranks do: "
+        "its first write did not finish, or it is damaged; nothing was changed: bring it back, or give "
+        "existing='replace' to begin anew"
+    )
 
 
 def _there(folder: str) -> list[list[int]]:
@@ -146,34 +231,6 @@ def _there(folder: str) -> list[list[int]]:
             if match and Path(folder, name, _FILE).is_file():
                 found.append([int(match[1]), int(match[2])])
     return found
-
-
-def _never_filled(folder: str, sets: Mapping[int, Mapping[int, list[int]]], exchange: Exchange | None) -> list[int]:
-    """The numbers of ranks whose first commit was never made by all: one of their stores has none.
-
-    Where another one has a later commit, all had the first: then a store was lost, and the run is not ignored.
-    """
-    rank = 0 if exchange is None else exchange.rank
-    found = []
-    for of, seers in sorted(sets.items()):
-        # A store is looked at by one rank alone, which locks it meanwhile.
-        own = [seen_at(str(file_of_rank(folder, number, of))) for number in seers if seers[number][0] == rank]
-        newest = max((commit["number"] for one in own for commit in one["commits"]), default=0)
-        found.append([any(not one["filled"] for one in own), newest])
-    told = [found] if exchange is None else exchange.tell("which stores were filled", found)
-    unfilled = []
-    for index, of in enumerate(sorted(sets)):
-        empty, newest = zip(*(each[index] for each in told), strict=True)
-        if any(empty) and max(newest) <= 1:
-            unfilled.append(of)
-    return unfilled
-
-
-def _is_whole(folder: str, rank: int, count: int, exchange: Exchange | None) -> bool:
-    """Whether the stores of the ranks of now were ever filled; a run that ended before left them unfinished."""
-    seen = seen_at(str(file_of_rank(folder, rank, count)))
-    filled = bool(seen["commits"])
-    return all([filled] if exchange is None else exchange.tell("whether the store was filled", filled))
 
 
 class EarlierValues:
@@ -238,7 +295,8 @@ class EarlierValues:
     def hyperparameters(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
         """Those that were committed last."""
         del groups
-        return {name: value for name, value in (self._hyperparameters or {}).items() if name != "line"}
+        kept = {name: value for name, value in (self._hyperparameters or {}).items() if name != "line"}
+        return {**kept, EARLIER: self._earlier.stands_for}
 
     def parameters(self, units: Sequence[Any]) -> Generator[First, None, None]:
         """Each of this rank's parameters once; all ranks move the rows of all parameters in one order."""

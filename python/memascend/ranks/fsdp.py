@@ -15,7 +15,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor, Shard
 
-from memascend.errors import ConfigError
+from memascend.errors import ConfigError, UsageError
 from memascend.ranks.rows import Rows
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ _OF_GROUPS_TOO = (
     "offload_policy",
 )
 _OF_PARAMETERS = ("sharded_param", "_sharded_param_data", "padded_sharded_param_size", "sharded_size", "mp_policy")
+_OF_PARAMETERS_TOO = ("_module_info", "reset_sharded_param")
 _CALLED = ("_init_extensions", "to_sharded_dtensor")
 
 
@@ -95,6 +96,17 @@ class FsdpParameter:
             swap(self.leaf, made)
         self.leaf._local_tensor = rows  # type: ignore[attr-defined] # noqa: SLF001
         self._torch._init_extensions()  # noqa: SLF001
+        # After `load_state_dict()` and what casts a module torch would take the memory of the rows.
+        self._torch.reset_sharded_param = self._require_kept
+
+    def _require_kept(self) -> None:
+        of = self._torch._module_info  # noqa: SLF001
+        rows = self.leaf._local_tensor  # type: ignore[attr-defined] # noqa: SLF001
+        if getattr(of.module, of.param_name) is not self.leaf or not hasattr(rows, "fsdp_pre_all_gather"):
+            raise UsageError(
+                f"{self.name!r} is offloaded and was replaced, as a cast or a move of the model does it: close() and "
+                "offload() anew for another dtype or device"
+            )
 
     def as_sharded(self, local: torch.Tensor) -> torch.Tensor:
         """A DTensor of the parameter's shape and division, with these rows: what stands in `.grad`."""
@@ -189,7 +201,7 @@ def groups_of(model: torch.nn.Module) -> list[FsdpGroup]:
             _require_known(group, _OF_GROUPS + _OF_GROUPS_TOO)
             parameters = []
             for one in group.fsdp_params:
-                _require_known(one, _OF_PARAMETERS + _CALLED)
+                _require_known(one, _OF_PARAMETERS + _OF_PARAMETERS_TOO + _CALLED)
                 leaf: Any = one.sharded_param
                 if id(leaf) not in names or not isinstance(leaf, DTensor):
                     raise ConfigError(

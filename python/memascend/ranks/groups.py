@@ -7,7 +7,7 @@ import json
 import threading
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import distributed
@@ -15,7 +15,9 @@ from torch import distributed
 from memascend.errors import RankError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
+
+_Answer = TypeVar("_Answer")
 
 # How often who waits for others looks for them.
 _LOOK_SECONDS = 0.01
@@ -78,9 +80,10 @@ def make_group(timeout: float, ranks: Sequence[int] | None = None) -> Any:
 
 def left_by(blamed: Iterable[int]) -> None:
     """Say that this rank takes part in nothing any more, because of others: who waits for it in vain names those."""
+    key, said = _left(_Next.number, distributed.get_rank()), json.dumps(sorted(blamed))
     # Where the store is gone nobody waits.
     with contextlib.suppress(RuntimeError):
-        _store().set(_left(_Next.number, distributed.get_rank()), json.dumps(sorted(blamed)))
+        _answered(lambda: _store().set(key, said), 2 * _WORD_SECONDS)
 
 
 def at_fault(missing: Iterable[int], number: int | None = None) -> tuple[int, ...]:
@@ -144,19 +147,49 @@ def _met(members: list[int] | None, seconds: float) -> tuple[Any, str]:
 
 def _missing(number: int, moment: str, said: str, seconds: float) -> tuple[int, ...]:
     """The ranks that do not come to this moment of making a group within so many seconds; others hear what is said."""
-    store, keys = _store(), _keys(number, moment)
-    store.set(keys[distributed.get_rank()], said)
-    until = time.monotonic() + seconds
-    while not store.check(keys):
-        if time.monotonic() > until:
-            return at_fault((rank for rank, key in enumerate(keys) if not store.check([key])), number)
-        time.sleep(_LOOK_SECONDS)
-    return ()
+    keys, until = _keys(number, moment), time.monotonic() + seconds
+
+    def look() -> list[int]:
+        store = _store()
+        store.set(keys[distributed.get_rank()], said)
+        while not store.check(keys):
+            if time.monotonic() > until:
+                return [rank for rank, key in enumerate(keys) if not store.check([key])]
+            time.sleep(_LOOK_SECONDS)
+        return []
+
+    missing = _answered(look, seconds + _WORD_SECONDS)
+    return at_fault(missing, number) if missing else ()
 
 
 def _all_said(number: int, moment: str, said: str) -> bool:
-    store = _store()
-    return all(store.get(key) == said.encode() for key in _keys(number, moment))
+    keys = _keys(number, moment)
+    return _answered(lambda: all(_store().get(key) == said.encode() for key in keys), _WORD_SECONDS)
+
+
+def _answered(ask: Callable[[], _Answer], seconds: float) -> _Answer:
+    """What the store of the process group answers: it may be in a process that hangs, and then waits for ever.
+
+    Raises:
+        RuntimeError: it does not answer within so many seconds, or failed.
+    """
+    answers: list[_Answer] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            answers.append(ask())
+        except BaseException as error:  # noqa: BLE001 - it is raised where it was asked
+            errors.append(error)
+
+    asking = threading.Thread(target=run, daemon=True)
+    asking.start()
+    asking.join(seconds)
+    if errors:
+        raise errors[0]
+    if not answers:
+        raise RuntimeError(f"no answer within {seconds:g} s")
+    return answers[0]
 
 
 def _left(number: int, rank: int) -> str:

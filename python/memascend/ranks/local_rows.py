@@ -1,8 +1,12 @@
-"""Defines the local tensor of a parameter on storage, from which FSDP2 takes the rows that it gathers."""
+"""Defines the local tensor of a parameter on storage, from which FSDP2 takes the rows that it gathers.
+
+Between forwards it is read, viewed and written to as a plain tensor is: what needs its memory gets what a parameter of
+one process has then (`residency.reached`).
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
@@ -59,6 +63,9 @@ class RowSource:
         assert residency is not None
         residency.units.require_open()
         residency.transfers.settle()
+        if not residency.reached.computes:
+            # A part of the model that is called by itself.
+            residency.reached.look()
         if place is None:
             return torch.zeros(self._padded_shape, dtype=wanted)
         found: list[torch.Tensor] = []
@@ -75,30 +82,41 @@ class RowSource:
         return found[0]
 
     def copy(self) -> torch.Tensor:
-        """The rows, in an unlinked file of their own."""
-        assert self._residency is not None
-        self._residency.units.require_open()
-        if self._place is None:
+        """The rows, in an unlinked file of their own; or the memory that somebody has of them."""
+        residency, place = self._residency, self._place
+        assert residency is not None
+        residency.units.require_open()
+        if place is None:
             return torch.empty(self.shape, dtype=self.dtype)
-        return self._residency.copy_of(self._place)
+        if residency.reached.has([place]):
+            return residency.reached.stand_in(place).detach()
+        return residency.copy_of(place)
 
-    def refuse(self, what: str) -> NoReturn:
-        """Raise what says that the rows cannot be changed."""
-        raise UsageError(
-            f"the values of {self.name!r} are on storage, on each rank its rows, and cannot be written to by {what}: "
-            "save() and offload() anew with other values"
-        )
+    def memory(self, what: str, *, written: bool) -> torch.Tensor:
+        """Memory of the rows, which the model computes with from the next forward on, for an operation that needs it.
 
-    def refuse_view(self, what: str) -> NoReturn:
-        """Raise what says that nobody can have a view of the rows."""
-        raise UsageError(
-            f"the values of {self.name!r} are on storage, on each rank its rows, and {what}() would be a view of them: "
-            "clone() them first"
-        )
+        Raises:
+            UsageError: the model computes, or a step is staged and `written` says that it is written to.
+        """
+        residency, place = self._residency, self._place
+        assert residency is not None
+        reached = residency.reached
+        if reached.computes:
+            raise UsageError(
+                f"the values of {self.name!r} are on storage, on each rank its rows, and {what}() needs their memory "
+                "while the model computes: call it between forwards, or clone() them"
+            )
+        reached.handed_out = True
+        if place is None:
+            residency.units.require_open()
+            return torch.empty(self.shape, dtype=self.dtype)
+        if written:
+            reached.require_writable(place)
+        return reached.stand_in(place).detach()
 
 
 class LocalRows(torch.Tensor):
-    """This rank's rows without their memory. What reads them gets a copy, and what writes to them raises."""
+    """This rank's rows without their memory. What reads them gets a copy; what writes to them has memory of theirs."""
 
     source: RowSource
 
@@ -159,13 +177,38 @@ class LocalRows(torch.Tensor):
         named = zip(schema.arguments, args, strict=False)
         written = [value for argument, value in named if argument.alias_info and argument.alias_info.is_write]
         written += [options[one.name] for one in schema.arguments if _writes(one, options)]
-        for leaf in tree_leaves(written):
-            if isinstance(leaf, LocalRows):
-                leaf.source.refuse(f"{name}()")
-        if any(one.alias_info for one in schema.returns):
-            # Of a copy, where what is written would be lost.
-            args[0].source.refuse_view(name)
-        return func(*tree_map(_copy, args), **tree_map(_copy, options))
+        sources = {id(leaf.source) for leaf in tree_leaves(written) if isinstance(leaf, LocalRows)}
+        is_view = any(one.alias_info and not one.alias_info.is_write for one in schema.returns)
+        # By its source: two tensors of the same rows are one to the operation.
+        instead: dict[int, torch.Tensor] = {}
+        own: dict[int, LocalRows] = {}
+
+        def real(leaf: Any) -> Any:
+            if not isinstance(leaf, LocalRows):
+                return leaf
+            key = id(leaf.source)
+            if key not in instead:
+                is_written = key in sources
+                needed = is_written or is_view
+                instead[key] = leaf.source.memory(name, written=is_written) if needed else leaf.source.copy()
+                own[id(instead[key])] = leaf
+            return instead[key]
+
+        found = func(*tree_map(real, args), **tree_map(real, options))
+        return tree_map(lambda leaf: own.get(id(leaf), leaf), found)
+
+    # --- what does not come through the dispatcher ----------------------------------------
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Share the memory of the rows with numpy."""
+        return self.source.memory("numpy", written=False).numpy(force=force)
+
+    def __array__(self, *given: Any, **options: Any) -> Any:
+        return self.source.memory("numpy", written=False).__array__(*given, **options)
+
+    def tolist(self) -> Any:
+        """The numbers."""
+        return self.source.copy().tolist()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.source.copy().__reduce_ex__(protocol)
@@ -182,7 +225,3 @@ class LocalRows(torch.Tensor):
 
 def _writes(argument: Any, options: dict[str, Any]) -> bool:
     return argument.name in options and argument.alias_info is not None and argument.alias_info.is_write
-
-
-def _copy(leaf: Any) -> Any:
-    return leaf.source.copy() if isinstance(leaf, LocalRows) else leaf

@@ -205,7 +205,7 @@ class Sharding:
 
     # --- the run ---------------------------------------------------------------------------
 
-    def install(self, residency: Residency, places: Mapping[str, Place], heard: Any) -> None:
+    def install(self, residency: Residency, places: Mapping[str, Place], heard: Any, met: Any) -> None:
         """Let FSDP2 gather from storage, and hand on what it reduces.
 
         Args:
@@ -214,9 +214,12 @@ class Sharding:
             heard: a bound method, which hears of each gradient: whose it is, what stood in its place before, the parts
                 that are to be added to that in their order, and what the sum is to be divided by after the last
                 round. Where nothing stood there the sum is made. It returns what divides it, or None where it has.
+            met: a bound method, which is called in each gather, where all ranks are.
         """
         # torch holds hooks where Python's collector does not look.
         self._heard = weakref.WeakMethod(heard)
+        if self.collectives is not None:
+            self.collectives.hear_of_gathers(weakref.WeakMethod(met))
         for group in self._groups:
             self._let_meet(group)
             for one in group.parameters:
@@ -252,6 +255,8 @@ class Sharding:
 
     def _hand_on(self, leaf: torch.Tensor) -> None:
         one = self._of[id(leaf)]
+        if self.collectives is not None:
+            self.collectives.note(f"the gradient of {one.name}")
         reduction = self._reductions.get(id(leaf))
         taken = None if reduction is None else reduction.take(one)
         local = self._local.get(id(leaf))

@@ -41,6 +41,8 @@ class ReachedWeights:
         self._moment = moment
         self._has_updates = moment.updates
         self._now: dict[str, Reached] = {}
+        # Somebody had memory of rows that ranks share.
+        self.handed_out = False
         self._outlived: list[Outlived] = []
         self._told = False
         # Parameters that were written to too late for the forward that a step is made of.
@@ -219,6 +221,11 @@ class ReachedWeights:
                     "the model computed, too late for this step: call zero_grad(), take the view again before the "
                     "forward, and write to it there; between backward and step() it counts with gradients='ssd'"
                 )
+
+    def give_late(self) -> None:
+        """What is not on storage came too late for updates that begin now."""
+        with self._residency.lock:
+            self._late.update(name for name, one in self._now.items() if one.changed)
 
     def forget_late(self) -> None:
         """Go back to what is on storage where something was written too late."""

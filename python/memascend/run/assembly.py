@@ -85,7 +85,8 @@ class Assembly:
                     session.run.gradients.watch(place, group, resources.store.entry(place.name)["step"])
         if subject.sharding is not None:
             places = {place.name: place for home in session.run.residency.units.homes for place in home.places}
-            subject.sharding.install(session.run.residency, places, session.run.gradients.heard_parts)
+            run, written = session.run, session.reached_values.write_in_gather
+            subject.sharding.install(run.residency, places, run.gradients.heard_parts, written)
         original_state.leave(subject.original, offloaded)
         session.attachment.enter(offloaded)
         return session, offloaded
@@ -111,6 +112,9 @@ class Assembly:
             residency.transfers.settle()
             reached_values.write_before_backward()
 
+        def forward_begins() -> None:
+            reached_values.forward_begins()
+
         def updates() -> bool:
             return gradients.has_updates
 
@@ -123,11 +127,11 @@ class Assembly:
         # FSDP2 registers parameters all the time.
         registrations = (lambda: ProcessHooks.registrations) if subject.sharding is None else (lambda: 0)
         newcomers = Newcomers(subject.model, registrations)
-        frames = self._frames(residency, gradients, newcomers)
+        frames = self._frames(residency, gradients, newcomers, forward_begins)
         position = Position(resources.store, subject.options.checkpoint)
         record = Record(resources.store, position, subject.buffers, subject.arithmetic, scale)
         run = Run(resources=resources, residency=residency, frames=frames, gradients=gradients, record=record)
-        reached_values = ReachedValues(run)
+        reached_values = ReachedValues(run, None if subject.sharding is None else subject.sharding.figures)
         rewrites = Rewrites(run)
         loads = Loads(run, rewrites)
         state_dicts = StateDicts(subject.model, run, loads, sharded=subject.sharding is not None)
@@ -240,7 +244,9 @@ class Assembly:
         norms = Norms(kernels.check_and_unscale, kernels.checked, figures)
         return Arrivals(engine, rule, scale, loop, norms, arrived, backward_begins)
 
-    def _frames(self, residency: Residency, gradients: Gradients, newcomers: Newcomers) -> Frames:
+    def _frames(
+        self, residency: Residency, gradients: Gradients, newcomers: Newcomers, begins: Callable[[], None]
+    ) -> Frames:
         model, on_device = self.subject.model, self._on_device
         watch = AutocastWatch(self.subject.named.values(), self._device.type)
 
@@ -250,7 +256,7 @@ class Assembly:
                 refuse_graphs(module, whole=module is model)
             if not frames.stack:
                 newcomers.judge()
-                residency.reached.look()
+                begins()
             watch.look()
             gradients.entered(module)
 

@@ -128,8 +128,10 @@ class Session:
         run, gradients, record = self.run, self.run.gradients, self.run.record
         engine, store = run.resources.engine, run.resources.store
         present = self._present()
-        if not self._is_anywhere(bool(present)):
+        told = self._told(bool(present))
+        if not any(is_there for is_there, *_ in told):
             return False
+        self.reached_values.write_before_step([one[1:] for one in told])
         factor = 1.0
         if self._norm_comes_first:
             finite, norm = gradients.measured(present)
@@ -164,20 +166,28 @@ class Session:
         """What the ranks of the run tell each other; None where there is one."""
         return None if self.sharding is None else self.sharding.figures
 
-    def _is_anywhere(self, present: bool) -> bool:
-        """Whether any rank has gradients: one may have no rows of what has. What they moved, they tell with it."""
-        figures = self.figures
+    def _told(self, present: bool) -> list[list[bool]]:
+        """Of each rank, whether it has gradients, and `ReachedValues.told`: one may have no rows of what has.
+
+        What they moved, they tell with it.
+        """
+        figures, own = self.figures, [present, *self.reached_values.told()]
         if figures is None:
-            return present
-        told = figures.everyone([present, *self.measurements.told()])
-        self.measurements.hear([moved for _, *moved in told])
-        return any(is_there for is_there, *_ in told)
+            return [own]
+        collectives = None if self.sharding is None else self.sharding.collectives
+        assert collectives is not None
+        told = figures.everyone([collectives.told(), *own, *self.measurements.told()])
+        self.measurements.hear([one[1 + len(own) :] for one in told])
+        collectives.require_same([one[0] for one in told])
+        return [one[1 : 1 + len(own)] for one in told]
 
     def _present(self) -> Sequence[tuple[Gradient, torch.Tensor]]:
         """The gradients that there are, where a step may be made of them."""
         run, gradients = self.run, self.run.gradients
         present = gradients.present()
         if not present:
+            if self.figures is not None:
+                self.reached_values.look_before_step()
             return present
         if not gradients.is_staged():
             raise UsageError(
@@ -187,7 +197,7 @@ class Session:
         run.residency.require_idle("step()")
         run.record.buffers.require_same_kinds()
         self._refuse_written()
-        self.reached_values.write_before_step()
+        self.reached_values.look_before_step()
         return present
 
     @property
@@ -273,7 +283,7 @@ class Session:
         self.loads.settle()
         with contextlib.ExitStack() as afterwards:
             afterwards.callback(self._close)
-            self.reached_values.write_between_steps()
+            self.reached_values.write_at_end()
 
     def _close(self) -> None:
         with contextlib.suppress(MemascendError):

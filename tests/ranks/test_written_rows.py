@@ -1,0 +1,123 @@
+"""Tests what is read from and written to divided weights between steps: the bits of FSDP2 in memory."""
+
+import pytest
+import torch
+from support.bits import same_bits
+from support.rank_models import Odd, loss_of
+from support.ranks import on_ranks
+from torch import distributed
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import fully_shard
+
+import memascend
+
+FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+
+
+def made(folder, **options):
+    """Odd, whose rows do not divide, divided; offloaded where there is a folder."""
+    torch.manual_seed(0)
+    trained = Odd()
+    for block in trained:
+        fully_shard(block)
+    fully_shard(trained)
+    # Its bits do not depend on where in a vector an element lies.
+    optimizer = torch.optim.SGD([one for one in trained.parameters() if one.requires_grad], lr=0.1, momentum=0.9)
+    if options:
+        trained, optimizer = memascend.offload(trained, optimizer, storage=folder, timeout=60.0, **options)
+    return trained, optimizer
+
+
+def others():
+    torch.manual_seed(7)
+    return {name: one.detach().clone() for name, one in Odd().state_dict().items()}
+
+
+def loop(folder, options):
+    """The losses of a loop that does all of it, and the values at its end."""
+    trained, optimizer = made(folder, **options)
+    rank, found = distributed.get_rank(), []
+    named = dict(trained.named_parameters())
+    weight, bias = named["narrow.2.weight"], named["narrow.2.bias"]
+    ema = {name: one.detach().clone() for name, one in named.items()}
+
+    def step(index):
+        loss = loss_of(trained, index, rank)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach())
+        with torch.no_grad():
+            # Foreach on all, and one by one.
+            torch._foreach_lerp_(list(ema.values()), [one.detach() for one in named.values()], 0.1)
+            for name, one in named.items():
+                ema[name].lerp_(one, 0.1)
+
+    step(0)
+    # Through `.data`, and in place.
+    weight.data.mul_(0.5)
+    with torch.no_grad():
+        bias.add_(0.25)
+        bias[:1].zero_()
+    found.append(weight.detach().t().full_tensor())
+    step(1)
+    # A view that is kept over a step, and written to after it.
+    kept = weight.to_local().detach()
+    step(2)
+    kept.mul_(0.75)
+    found.append(torch.from_numpy(bias.to_local().detach().numpy().copy()))
+    step(3)
+    # As loops load their weights.
+    full = others()
+    set_model_state_dict(trained, full if rank == 0 else {}, options=FROM_RANK_0)
+    found.append(get_model_state_dict(trained, options=FULL).get("narrow.0.weight", torch.zeros(0)))
+    step(4)
+    state = {name: one.clone() for name, one in trained.state_dict().items()}
+    step(5)
+    trained.load_state_dict(state)
+    step(6)
+    # An evaluation with other weights, and back.
+    with torch.no_grad():
+        own = {name: one.detach().clone() for name, one in named.items()}
+        for name, one in named.items():
+            one.copy_(ema[name])
+        found.append(loss_of(trained, 7, rank))
+        for name, one in named.items():
+            one.copy_(own[name])
+    step(7)
+    with torch.no_grad():
+        weight.fill_(0.5)
+    if options:
+        optimizer.close()
+        trained, optimizer = made(folder, **{**options, "existing": "resume"})
+    found += [one.full_tensor() for one in trained.parameters()]
+    found += [one.full_tensor() for one in ema.values()]
+    if options:
+        optimizer.close()
+    return found
+
+
+def loops(folder, cases):
+    return [loop(None, {}), *(loop(f"{folder}/{index}", options) for index, options in enumerate(cases))]
+
+
+def assert_same(tmp_path, count, cases):
+    for whole, *others in on_ranks(count, loops, tmp_path, cases):
+        for options, found in zip(cases, others, strict=True):
+            same = [same_bits(one, other) for one, other in zip(whole, found, strict=True)]
+            assert all(same), (options, [index for index, is_same in enumerate(same) if not is_same])
+
+
+def test_weights_are_read_and_written_between_steps_as_in_memory(tmp_path):
+    assert_same(tmp_path, 2, [{"gradients": "auto"}])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("count", [2, 4])
+def test_they_are_in_every_mode(tmp_path, count):
+    """Of four ranks one has no rows of some weights; the backend's order is that of the run in memory."""
+    cases = [{"gradients": "ssd"}, {"gradients": "fused"}, {"gradients": "ram", "durability": "none"}]
+    cases += [{"gradients": "ssd", "host_memory": "1GiB", "log_steps": 3}]
+    assert_same(tmp_path, count, [{**case, "reduction": "native"} for case in cases])
