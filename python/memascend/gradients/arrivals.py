@@ -12,7 +12,6 @@ from memascend.errors import UsageError
 from memascend.gradients.backward_tasks import BackwardTasks, in_reentrant_checkpoint
 from memascend.gradients.gradient import Gradient
 from memascend.gradients.hooks import AccumulationHooks
-from memascend.residency.row_gradient import RowGradient
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -141,9 +140,6 @@ class Arrivals:
         self.fresh = True
         self.backwards.delivered = True
         self._require_declared(gradient)
-        if self.loop.mode == "ram" and isinstance(values, RowGradient):
-            gradient.place.parameter.grad = values.dense()
-            return
         if self.loop.mode == "ram" or values.is_sparse:
             # A sparse one is small: it waits where it is.
             return

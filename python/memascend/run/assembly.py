@@ -16,7 +16,6 @@ from memascend.gradients.gradients import Gradients
 from memascend.gradients.loop import Loop
 from memascend.gradients.loss_scale import LossScale
 from memascend.gradients.norms import Norms
-from memascend.gradients.row_engine import RowEngine
 from memascend.gradients.updates import Updates
 from memascend.residency.copies import Copies
 from memascend.residency.environment import Limits, Listener, Moment
@@ -171,7 +170,6 @@ class Assembly:
             option="device_memory" if plan.device else "host_memory",
             larger=plan.larger_budget,
             add=resources.units.arena.add if self._grows else None,
-            whole=self.decision.whole_budget,
         )
         residency = Residency(
             resources.units,
@@ -190,8 +188,8 @@ class Assembly:
                 for name in unit.parameters
             ]
             nbytes = self.decision.sizes.unit_bytes[unit.name]
-            by_rows, held = unit.name in plan.by_rows, unit.name in plan.held_units
-            residency.units.add(unit.name, places, nbytes, pinned=unit.pinned, by_rows=by_rows, held=held)
+            held = unit.name in plan.held_units
+            residency.units.add(unit.name, places, nbytes, pinned=unit.pinned, held=held)
         index = {home.name: home.index for home in residency.units.homes}
         forward = [index[name] for name in plan.order]
         residency.units.order.expect(forward + forward[::-1])
@@ -201,10 +199,7 @@ class Assembly:
         self, residency: Residency, meter: Meter, scale: LossScale, backward_begins: Callable[[], None]
     ) -> Gradients:
         subject, plan, resources = self.subject, self.decision.plan, self.resources
-        engine: Any = resources.units.engine(resources.engine)
-        if resources.units.rows is not None:
-            names = [name for unit in self.decision.units if unit.name in plan.by_rows for name in unit.parameters]
-            engine = RowEngine(engine, names, plan.queue_bytes)
+        engine = resources.units.engine(resources.engine)
 
         def resident(kept: Gradient) -> torch.Tensor | None:
             # Where one unit at a time is held, an update must not keep it from making room.

@@ -291,7 +291,7 @@ def _resources(
     options, plan = subject.options, decision.plan
     memory: UnitMemory
     if subject.device is None:
-        memory = HostUnits(store, plan.classes, decision.row_bytes if plan.by_rows else 0)
+        memory = HostUnits(store, plan.classes)
     else:
         memory = DeviceUnits(store, subject.device, plan.classes, plan.held)
     undo.callback(memory.close)
