@@ -19,7 +19,7 @@ use crate::{
     label::{self, Found, Label},
     layout::PAGE_BYTES,
     newest::{Progress, Roots},
-    path::{OLD, There, check_place, look, names_folder, refused, resolve},
+    path::{There, check_place, look, names_folder, refused, resolve},
     places::Devices,
     root::Root,
     store::CATALOG_CHUNK_BYTES,
@@ -124,7 +124,7 @@ impl Store {
         options.size_bytes = Some(layout.total_bytes().max(devices.volume_bytes(&paths)));
         options.private = Some(Privacy::Fresh);
         let former = match there {
-            There::Store(label) | There::Old(label) => Some(label.devices),
+            There::Store(label) => Some(label.devices),
             There::Nothing | There::Unusable(_) => None,
         };
         let volume = claim.open(&options)?;
@@ -319,10 +319,9 @@ impl Store {
 fn decide(there: &There, existing: Existing, paths: &[PathBuf]) -> Result<Option<Label>> {
     match (there, existing) {
         (There::Nothing, Existing::Previous) => refused(&paths[0], "there is no store"),
-        (There::Nothing, _) | (There::Store(_) | There::Old(_) | There::Unusable(_), Existing::Replace) => Ok(None),
-        (There::Old(_), Existing::Resume | Existing::Previous) => refused(&paths[0], OLD),
+        (There::Nothing, _) | (There::Store(_) | There::Unusable(_), Existing::Replace) => Ok(None),
         (There::Unusable(why), _) => refused(&paths[0], why),
-        (There::Store(_) | There::Old(_), Existing::Refuse) => Err(Error::Invalid(format!(
+        (There::Store(_), Existing::Refuse) => Err(Error::Invalid(format!(
             "a store is there already, at {}: open it with existing=\"resume\", or give existing=\"replace\"",
             paths[0].display()
         ))),
@@ -335,7 +334,6 @@ fn there_is(there: &There, paths: &[PathBuf]) -> Result<Label> {
     match there {
         There::Store(label) => Ok(*label),
         There::Nothing => refused(&paths[0], "there is no store"),
-        There::Old(_) => refused(&paths[0], OLD),
         There::Unusable(why) => refused(&paths[0], why),
     }
 }
@@ -343,8 +341,7 @@ fn there_is(there: &There, paths: &[PathBuf]) -> Result<Label> {
 /// The geometry of the store that the volume's first labels still belong to; its own where there is none.
 fn labelled_before(volume: &Volume, devices: Devices) -> Result<Devices> {
     for index in 0..devices.count {
-        if let Found::Label(label) | Found::Old(label) =
-            label::read(&bytes_at(volume, devices.label_offset(index), PAGE_BYTES)?)
+        if let Found::Label(label) = label::read(&bytes_at(volume, devices.label_offset(index), PAGE_BYTES)?)
             && label.devices.count == devices.count
         {
             return Ok(label.devices);

@@ -32,8 +32,6 @@ pub(crate) enum There {
     Nothing,
     /// A store of ours; the label of the first device.
     Store(Label),
-    /// A store of version 1, or one whose upgrade was interrupted; likewise.
-    Old(Label),
     /// A store of ours that cannot be opened, and why.
     Unusable(String),
 }
@@ -47,10 +45,6 @@ pub(crate) fn resolve(path: &Path) -> PathBuf {
 pub(crate) fn names_folder(path: &Path) -> bool {
     path.as_os_str().as_encoded_bytes().ends_with(b"/")
 }
-
-/// What to do about a store of version 1.
-pub(crate) const OLD: &str = "the store's format has version 1; run `memascend store upgrade` on its path, or on all of \
-                              its paths in their order, which converts it where it is";
 
 /// Looks at every path. Foreign, swapped and missing devices are refused by name.
 pub(crate) fn look(paths: &[PathBuf]) -> Result<There> {
@@ -70,14 +64,10 @@ pub(crate) fn look(paths: &[PathBuf]) -> Result<There> {
             }
         }
     }
-    let (mut first, mut is_old) = (None, false);
+    let mut first = None;
     for (index, (path, found)) in (0_u32..).zip(paths.iter().zip(&found)) {
         let label = match found {
             Found::Label(label) => label,
-            Found::Old(label) => {
-                is_old = true;
-                label
-            }
             Found::Version(version) => {
                 return Ok(There::Unusable(format!("{}: {}", path.display(), of_version(*version))));
             }
@@ -104,8 +94,7 @@ pub(crate) fn look(paths: &[PathBuf]) -> Result<There> {
             return refused(path, &why);
         }
     }
-    let there = if is_old { There::Old } else { There::Store };
-    first.map(there).ok_or_else(|| Error::Invalid("a store needs at least one path".into()))
+    first.map(There::Store).ok_or_else(|| Error::Invalid("a store needs at least one path".into()))
 }
 
 const FOREIGN: &str = "it holds something that is no memascend store; nothing was changed. Choose another path, or if \
@@ -156,7 +145,7 @@ fn look_at(path: &Path) -> Result<Found> {
 /// The geometries that a store may have: the one that a whole label says, or each stripe that is a power of two.
 fn geometries(count: usize, found: &[Found]) -> Vec<Devices> {
     let known = found.iter().find_map(|found| match found {
-        Found::Label(label) | Found::Old(label) => Some(label.devices),
+        Found::Label(label) => Some(label.devices),
         _ => None,
     });
     let stripes = PAGE_BYTES.trailing_zeros()..=30;
