@@ -219,7 +219,7 @@ class Assembly:
         return Gradients(Arrivals(engine, rule, scale, loop, norms, arrived, backward_begins), held)
 
     def _frames(self, residency: Residency, gradients: Gradients, newcomers: Newcomers) -> Frames:
-        model, on_device = self.subject.model, self._on_device
+        model, on_device, sharding = self.subject.model, self._on_device, self.subject.sharding
         watch = AutocastWatch(self.subject.named.values(), self._device.type)
 
         def entered(module: torch.nn.Module) -> None:
@@ -228,6 +228,8 @@ class Assembly:
                 refuse_graphs(module, whole=module is model)
             if not frames.stack:
                 newcomers.judge()
+                if sharding is not None and torch.is_grad_enabled():
+                    sharding.require_exact()
                 residency.reached.look()
             watch.look()
             gradients.entered(module)
