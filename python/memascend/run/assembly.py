@@ -25,7 +25,6 @@ from memascend.residency.residency import Residency
 from memascend.residency.unseen_writes import Sums, wanted
 from memascend.run.attachment import Attachment
 from memascend.run.autocast import AutocastWatch
-from memascend.run.heap import Heap
 from memascend.run.loads import Loads
 from memascend.run.materialized import Materializer
 from memascend.run.measurements import Measurements
@@ -101,10 +100,7 @@ class Assembly:
         def borrowed(places: Iterable[Place]) -> None:
             gradients.touched(places)
 
-        heap = Heap(sum(self.decision.sizes.unit_bytes.values()), plan.host_peak if plan.held else 0)
-
         def begins() -> None:
-            heap.look()
             residency.transfers.settle()
             reached_values.write_before_backward()
 
@@ -140,7 +136,7 @@ class Assembly:
             saving=Saving(subject.model, run, loads, reached_values, newcomers, subject.sharding),
             rollback=Rollback(subject.model, subject.arithmetic, run),
             attachment=attachment,
-            measurements=Measurements(resources, residency, plan, position, meter, heap),
+            measurements=Measurements(resources, residency, plan, position, meter),
             max_grad_norm=subject.options.max_grad_norm,
             sharding=subject.sharding,
         )
