@@ -224,9 +224,10 @@ $(PEERS)/built: requirements/deepspeed.lock | $(VENV)/synced
 
 .PHONY: bench
 bench: setup ## Benchmarks: tables with ratios, and pictures in benchmarks/results; beside DeepSpeed after `make peers`
-	$(BIN)/memascend bench kernels
-	$(BIN)/memascend bench memory --picture benchmarks/results/host_memory.png
-	$(BIN)/memascend bench io --picture benchmarks/results/io.png
+	$(BIN)/python -m benchmarks.kernels
+	$(BIN)/python -m benchmarks.memory --picture benchmarks/results/host_memory.png
+	if test -x $(PEERS)/bin/python; then $(BIN)/python -m benchmarks.peers.bench_io --picture benchmarks/results/io.png && \
+		$(BIN)/python -m benchmarks.peers.bench_update; else $(BIN)/memascend bench io --picture benchmarks/results/io.png; fi
 	$(BIN)/memascend bench update
 	$(BIN)/python -m benchmarks.import_cost
 	$(BIN)/python -m benchmarks.depth --write benchmarks/results

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.peers import environment
 from benchmarks.train.ablation import ablation, ablation_table
 from benchmarks.train.cell.systems import SYSTEMS
 from benchmarks.train.cell.workload import WORKLOADS
@@ -21,7 +22,6 @@ from benchmarks.train.measure import Bench
 from benchmarks.train.results import Results
 from benchmarks.train.selection import FULL, HEADLINE, LIMITS, Cells
 from benchmarks.train.tables import notes, pictures, workload_table
-from memascend.cli.bench import deepspeed
 from memascend.cli.bench.machine import described
 from memascend.errors import ConfigError, MemascendError
 from memascend.formatting import table
@@ -76,7 +76,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--again", action="store_true", help="measure also what is there")
     parser.add_argument("--limit", type=int, default=_REACH_MIB, metavar="MIB", help="for reach (default 3072)")
-    parser.add_argument("--deepspeed", metavar="PYTHON", help=deepspeed.OPTION_HELP)
+    parser.add_argument("--deepspeed", metavar="PYTHON", help=environment.OPTION_HELP)
     parser.add_argument("--trace", metavar="FILE", help="only trace a few steps of the first workload, for Perfetto")
 
 
@@ -85,7 +85,7 @@ def _run(options: argparse.Namespace) -> int:
         raise ConfigError("--steps is at least 1")
     if not Path(options.storage).is_dir():
         raise ConfigError(f"--storage {options.storage}: there is no such folder")
-    launcher = Launcher(Path(options.storage), deepspeed.found(options.deepspeed))
+    launcher = Launcher(Path(options.storage), environment.found(options.deepspeed))
     if options.trace:
         return _trace(launcher, next(iter(options.workloads or HEADLINE)), Path(options.trace))
     bench = Bench(launcher, Results(Path(options.results), again=options.again), options.steps, _say)

@@ -13,17 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from benchmarks.reservation import reserve
 from memascend import kernels, memory
 from memascend.cli.bench import process
-from memascend.cli.bench.reservation import reserve
 from memascend.cli.bench.weights import WEIGHT_CASES, weight_cases
 from memascend.formatting import bytes_shown, seconds_shown, table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from benchmarks.reservation import Unit
     from benchmarks.train.cell.workload import Workload
-    from memascend.cli.bench.reservation import Unit
 
 __all__ = ["Cost", "ablation", "ablation_table", "units"]
 

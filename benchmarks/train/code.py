@@ -16,14 +16,16 @@ _SOURCES = (
     "triton_kernels",
     "Cargo.toml",
     "Cargo.lock",
+    "benchmarks/peers",
     "benchmarks/train",
+    "benchmarks/reservation.py",
     "requirements/deepspeed.lock",
 )
 _SUFFIXES = {".py", ".rs", ".toml", ".lock", ".json"}
 _SKIPPED = {"target", "__pycache__", "fuzz", "benches"}
 # What only compares and prints figures that are there, and other benchmarks.
 _APART = {f"benchmarks/train/{name}.py" for name in ("__main__", "code", "judge", "tables")}
-_APART |= {f"python/memascend/cli/bench/{name}.py" for name in ("io", "rounds")}
+_APART |= {f"python/memascend/cli/bench/{name}.py" for name in ("io", "fio")}
 
 
 def code_hash(root: Path = _ROOT) -> str:

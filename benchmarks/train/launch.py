@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.peers.environment import MISSING, variables
 from benchmarks.train.cell import ANSWER
 from benchmarks.train.cell.systems import SYSTEMS
-from memascend.cli.bench.deepspeed import MISSING, variables
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -91,7 +91,6 @@ class Launcher:
             if way.deepspeed and self.deepspeed is not None:
                 package = Path(folder, "package")
                 package.mkdir()
-                (package / _BENCHMARKS.name).symlink_to(_BENCHMARKS)
                 python, environment = self.deepspeed, variables(self.deepspeed, package)
             words = [str(python), "-m", "benchmarks.train.cell", json.dumps(order)]
             return self._answer(words, environment, group, self.seconds if seconds is None else seconds)

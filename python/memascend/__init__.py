@@ -6,8 +6,6 @@ The names below are loaded when they are first used, so that importing memascend
 from __future__ import annotations
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -68,10 +66,7 @@ _ERRORS = tuple(name for name in __all__ if name[0].isupper() and name not in _O
 
 def __getattr__(name: str) -> Any:
     if name in _OWNERS:
-        # Kept, as the module of the same name would take the place of the function.
-        value = getattr(importlib.import_module(f"memascend.{_OWNERS[name]}"), name)
-        globals()[name] = value
-        return value
+        return getattr(importlib.import_module(f"memascend.{_OWNERS[name]}"), name)
     if name in _MODULES or name in _OPTIONAL:
         return importlib.import_module(f"memascend.{name}")
     if name in _ERRORS:
@@ -85,14 +80,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
-
-
-class _Package(ModuleType):
-    """Keeps its functions where a module has the same name: importing memascend.offload must not hide the function."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not (name in _OWNERS and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

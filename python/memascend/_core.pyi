@@ -24,6 +24,7 @@ __all__ = [
     "Volume",
     "__version__",
     "dlpack",
+    "fix_heap",
     "ignore_captures",
     "io_uring_why_not",
     "kernel_accumulate",
@@ -45,6 +46,7 @@ __all__ = [
     "store_look",
     "store_sizes",
     "store_state_in",
+    "trim_heap",
 ]
 
 __version__: str
@@ -115,6 +117,8 @@ class LeaseBuffer:
 
 def ignore_captures() -> bool: ...
 def memory_layout(classes: dict[int, int]) -> tuple[int, int]: ...
+def fix_heap() -> bool: ...
+def trim_heap() -> None: ...
 def memory_limits() -> dict[str, Any]: ...
 def memory_regions() -> list[dict[str, Any]]: ...
 
@@ -180,8 +184,6 @@ class Store:
         stripe: int | None,
         backend: str,
     ) -> Store: ...
-    @staticmethod
-    def upgrade(paths: Sequence[str], backend: str) -> bool: ...
     @property
     def created(self) -> bool: ...
     def difference(

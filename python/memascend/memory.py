@@ -28,10 +28,12 @@ __all__ = [
     "Lease",
     "Region",
     "file_memory",
+    "fix_heap",
     "ignore_captures",
     "layout",
     "limits",
     "regions",
+    "trim_heap",
 ]
 
 # What it costs that CUDA has not registered memory which copies to a device and back go through.
@@ -332,3 +334,17 @@ def limits() -> dict[str, Any]:
 def regions() -> list[dict[str, Any]]:
     """Every region that is mapped now: its "owner", "bytes" and how it is "pinned"."""
     return _core.memory_regions()
+
+
+def fix_heap() -> bool:
+    """Have the C library map every allocation from 4 MiB on, and keep little of what is freed. Whether it does.
+
+    glibc raises that threshold by itself, and then its heap grows with the depth of a model. `MEMASCEND_MALLOC=system`
+    in the environment leaves the heap alone, as glibc's own variables do, by which somebody chose.
+    """
+    return _core.fix_heap()
+
+
+def trim_heap() -> None:
+    """Give back to the system what is free in the C library's heap."""
+    _core.trim_heap()

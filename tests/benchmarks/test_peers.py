@@ -55,12 +55,12 @@ def test_a_cell_has_an_end(peer, tmp_path):
 def test_what_runs_beside_a_peer_loads_nothing_else_of_ours():
     program = (
         "import sys, benchmarks.train.cell.__main__, benchmarks.train.cell.systems.zero\n"
-        "import memascend.cli.bench.deepspeed_update\n"
+        "import benchmarks.peers.nvme_update\n"
         "print(*(name for name in sys.modules if name.startswith('memascend')), 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
     *names, torch = done.stdout.split()
     assert torch == "False"
-    allowed = tuple(f"memascend.cli.bench.{name}" for name in ("bag", "process", "deepspeed_start", "deepspeed_update"))
+    allowed = tuple(f"memascend.cli.bench.{name}" for name in ("bag", "process"))
     above = {"memascend", "memascend.errors", "memascend.paths", "memascend.cli", "memascend.cli.bench"}
     assert [name for name in names if name not in above and not name.startswith(allowed)] == []

@@ -1,4 +1,4 @@
-"""Tests DeepSpeed's swapper beside `bench update`: started with what works, compared before it counts."""
+"""Tests DeepSpeed's swapper beside the update: started with what works, compared before it counts."""
 
 import json
 import stat
@@ -6,10 +6,10 @@ import stat
 import pytest
 import torch
 
+from benchmarks.peers.bench_update import main
+from benchmarks.peers.swapper import Swapper
 from memascend import kernels
-from memascend.cli import main
 from memascend.cli.bench import bag
-from memascend.cli.bench.swapper import Swapper
 from memascend.errors import ConfigError
 
 
@@ -43,22 +43,22 @@ def test_it_is_started_with_the_fewest_buffers_that_work(python, tmp_path):
 
 
 def test_it_stands_beside_our_update_once_its_parameters_are_ours(python, tmp_path, capsys):
-    words = ["bench", "update", "--parameters", "1", "--rounds", "1", "--no-fio", "--storage", str(tmp_path), "--json"]
+    words = ["--parameters", "1", "--rounds", "1", "--no-fio", "--storage", str(tmp_path), "--json"]
     # After three steps, the first two of which warm up.
     expected = trained(3)
     answer = {"seconds": 9.0, "added_bytes": 10**9, "swap_buffer_bytes": 10**8, "sample": expected.tolist()}
     (tmp_path / "answer").write_text(json.dumps(answer))
-    assert main([*words, "--deepspeed", str(python)]) == 0
+    main([*words, "--deepspeed", str(python)])
     report = json.loads(capsys.readouterr().out)
-    assert report["deepspeed_seconds"] == 9.0
-    assert report["deepspeed"]["difference"] == 0
-    assert report["deepspeed"]["ours_of_swap_buffer_bytes"] == report["held_bytes"] / 10**8
+    assert report["other_seconds"] == 9.0
+    assert report["other"]["difference"] == 0
+    assert report["other"]["ours_of_swap_buffer_bytes"] == report["held_bytes"] / 10**8
     # A step too few is seen.
     (tmp_path / "answer").write_text(json.dumps({**answer, "sample": trained(2).tolist()}))
-    assert main([*words, "--deepspeed", str(python)]) == 0
+    main([*words, "--deepspeed", str(python)])
     report = json.loads(capsys.readouterr().out)
-    assert "deepspeed_seconds" not in report
-    assert "differ from ours" in report["deepspeed"]["error"]
+    assert "other_seconds" not in report
+    assert "differ from ours" in report["other"]["error"]
 
 
 def trained(steps):

@@ -158,7 +158,7 @@ FLAT = textwrap.dedent("""
     class Wide(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            # One that is not looked up by rows: a unit as large as it is.
+            # A unit as large as it is.
             self.embed = torch.nn.EmbeddingBag(WIDTH, 16)
             self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(2))
 

@@ -1,23 +1,18 @@
-"""Tests the store's format from Python: elements of any size, copies of labels, upgraded stores."""
+"""Tests the store's format from Python: elements of any size, copies of labels, other versions."""
 
-import hashlib
-import importlib.util
 import json
 import lzma
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from support.bits import as_bytes, same_bits
+from support.bits import same_bits
 from torch import nn
 
 import memascend
 from memascend import cli, engine
-from memascend.engine.compact import master_of
 from memascend.errors import ConfigError, StorageError
 
-VERSION_1 = Path(__file__).parent / "version_1"
 ONE_BYTE = [
     name
     for name in (
@@ -33,14 +28,6 @@ ONE_BYTE = [
     if hasattr(torch, name)
 ]
 COMPLEX = ["complex32", "complex64", "complex128"]
-
-
-def training():
-    """The training that the stores of version 1 were made from."""
-    spec = importlib.util.spec_from_file_location("training_of_version_1", VERSION_1 / "model.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def filled(dtype, numel):
@@ -159,132 +146,25 @@ def test_a_damaged_label_is_named_by_verify_and_repaired_by_the_next_step(tmp_pa
 # --- version 1 ----------------------------------------------------------------------------
 
 
-def unpacked(folder, name):
-    """A store that version 1 wrote: killed in the middle of its fourth step."""
-    paths = []
-    for packed in sorted(VERSION_1.glob(f"{name}?.store.xz")):
-        path = folder / packed.name.removesuffix(".xz")
-        path.write_bytes(lzma.decompress(packed.read_bytes()))
-        paths.append(path)
-    return paths
+def test_a_store_of_version_1_is_refused_by_name_and_left_alone(tmp_path, capsys):
+    path = tmp_path / "store"
+    path.write_bytes(before := lzma.decompress((Path(__file__).parent / "version_1.store.xz").read_bytes()))
 
+    def offloaded(existing):
+        model = nn.Linear(4, 4)
+        return memascend.offload(model, torch.optim.AdamW(model.parameters()), storage=path, existing=existing)[1]
 
-def digest(tensor):
-    return hashlib.sha256(as_bytes(tensor).numpy().tobytes()).hexdigest()[:32]
-
-
-# Two devices, durability "step"; one, with "close", of a boot that has gone.
-@pytest.mark.parametrize("name", ["step", "close"])
-def test_a_store_of_version_1_is_upgraded_and_trained_on(tmp_path, capsys, name):
-    of = training()
-    paths = unpacked(tmp_path, name)
     for attempt in (
-        lambda: engine.Store.open(paths),
-        lambda: of.offloaded(paths, existing="resume"),
-        lambda: of.offloaded(paths, existing="refuse"),
+        lambda: engine.Store.open(path),
+        lambda: offloaded("resume"),
+        lambda: offloaded("refuse"),
+        lambda: offloaded("previous"),
     ):
-        with pytest.raises((StorageError, ConfigError), match=r"memascend store upgrade|a store is there already"):
+        with pytest.raises(StorageError, match=r"version 1, which .* never released.*existing=\"replace\""):
             attempt()
-    assert cli.main(["store", "upgrade", *map(str, paths)]) == 0
-    assert cli.main(["store", "upgrade", "--json", *map(str, paths)]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == '{"upgraded": false}'
-
-    # Bit for bit what version 1 read of it.
-    wanted = json.loads((VERSION_1 / f"{name}.json").read_text())
-    kept = {}
-    with engine.Store.open(paths) as store:
-        store.verify()
-        assert store.damaged() == []
-        assert store.step == wanted["step"] == of.STEPS
-        assert {entry["name"] for entry in store.entries()} == set(wanted["entries"])
-        for entry in store.entries():
-            values, state = store.read(entry["name"])
-            found = {"step": entry["step"], "values": digest(values), "compact": entry["compact"]}
-            found |= {of_state: digest(tensor) for of_state, tensor in state.items()}
-            assert found == wanted["entries"][entry["name"]], entry["name"]
-            kept[entry["name"]] = (entry, values, state)
-    assert any(entry["compact"] for entry, _, _ in kept.values())
-
-    # Trained on, it is what a store of this version with the same state is.
-    twins = [tmp_path / f"twin{index}" for index in range(len(paths))]
-    for path, twin in zip(paths, twins, strict=True):
-        shutil.copy(path, twin)
-    losses = {}
-    for storage in (paths, twins):
-        layers, ours = of.offloaded(storage, existing="resume")
-        with ours:
-            losses[storage[0]] = of.train(layers, ours, range(of.STEPS, of.STEPS + 2))
-    assert losses[paths[0]] == losses[twins[0]]
-
-    # And what torch makes of the same master and moments in memory.
-    layers = of.model()
-    plain = of.optimizer(layers)
-    masters = in_memory(layers, plain, kept, of.STEPS)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        in_ram = trained_in_memory(of, layers, plain, masters, range(of.STEPS, of.STEPS + 2))
-    finally:
-        torch.set_num_threads(threads)
-    assert losses[paths[0]] == in_ram
-    with engine.Store.open(paths) as store:
-        assert store.step == of.STEPS + 2
-        for parameter, tensor in layers.named_parameters():
-            assert torch.equal(store.read(parameter)[0], tensor), parameter
-
-
-def in_memory(layers, plain, kept, step):
-    """A model and torch's optimizer with what a store kept; the float32 masters are what the optimizer owns."""
-    masters = {}
-    with torch.no_grad():
-        for name, tensor in [*layers.named_parameters(), *layers.named_buffers()]:
-            tensor.copy_(kept[name][1])
-        for name in dict(layers.named_parameters()):
-            whole = master_of(kept[name][1], kept[name][2])
-            masters[name] = nn.Parameter(whole["master"].clone())
-            plain.state[masters[name]] = {
-                "step": torch.tensor(float(step)),
-                "exp_avg": whole["exp_avg"].clone(),
-                "exp_avg_sq": whole["exp_avg_sq"].clone(),
-            }
-    plain.param_groups[0]["params"] = list(masters.values())
-    plain.param_groups[0]["fused"] = True
-    return masters
-
-
-def trained_in_memory(of, layers, plain, masters, steps):
-    losses = []
-    for step in steps:
-        loss = of.loss_of(layers, step)
-        loss.backward()
-        for name, tensor in layers.named_parameters():
-            masters[name].grad = tensor.grad.float()
-            tensor.grad = None
-        plain.step()
-        with torch.no_grad():
-            for name, tensor in layers.named_parameters():
-                tensor.copy_(masters[name])
-        losses.append(loss.item())
-    return losses
-
-
-def test_a_store_of_version_1_whose_chunks_lie_over_each_other_is_refused_by_name(tmp_path, capsys):
-    (path,) = unpacked(tmp_path, "narrow")
-    before = path.read_bytes()
-    assert cli.main(["store", "upgrade", str(path)]) == 1
-    said = capsys.readouterr().err
-    assert 'a chunk of 2048 elements of "mask" ends inside a page' in said
-    assert "begin from a checkpoint" in said
+    for action in ("info", "verify"):
+        assert cli.main(["store", action, str(path)]) == 1
+        assert "format has version 1" in capsys.readouterr().err
     assert path.read_bytes() == before
-
-
-def test_what_was_damaged_before_an_upgrade_is_told_by_it(tmp_path, capsys):
-    # Not the one of durability "close": what another boot left unflushed is verified before it is upgraded at all.
-    paths = unpacked(tmp_path, "step")
-    with paths[0].open("r+b") as file:
-        file.seek(1_376_256)  # values of small entries, and the first state
-        file.write(b"\xff" * 65_536)
-    assert cli.main(["store", "upgrade", *map(str, paths)]) == 1
-    said = capsys.readouterr()
-    assert "the store has version 2 of the format now" in said.out
-    assert "is damaged" in said.err
+    with offloaded("replace") as optimizer:
+        assert optimizer.steps == 0

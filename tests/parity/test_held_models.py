@@ -12,7 +12,6 @@ from parity.zoo_compiled import COMPILED
 from parity.zoo_formats import FORMATS
 from parity.zoo_loops import LOOPS, OPTIMIZERS
 from parity.zoo_plain import PLAIN
-from parity.zoo_rows import ROWS
 from parity.zoo_transformers import TRANSFORMERS
 
 # These run in the fast set: all held and nothing durable, where most of what is held happens, and some under the log.
@@ -38,7 +37,7 @@ def held():
 
     The ways to keep gradients that it has and the numbers of steps of a log go round over these.
     """
-    for case in [*PLAIN, *TRANSFORMERS, *ROWS, *LOOPS, *OPTIMIZERS, *FORMATS, *COMPILED]:
+    for case in [*PLAIN, *TRANSFORMERS, *LOOPS, *OPTIMIZERS, *FORMATS, *COMPILED]:
         turn = zlib.crc32(case.name.encode())
         in_memory = "all" if (case.name, "all", "none") in FAST else PARTS[turn % 2]
         for part, durability in (*itertools.product(PARTS, ("step",)), (in_memory, "none")):

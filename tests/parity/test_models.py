@@ -2,15 +2,9 @@
 
 from parity.harness import check, combined
 from parity.zoo_plain import PLAIN
-from parity.zoo_rows import ROWS
 from parity.zoo_transformers import TRANSFORMERS
 
 
 @combined([*PLAIN, *TRANSFORMERS])
 def test_offloaded_training_equals_training_in_ram(case, mode, tmp_path):
-    check(case, mode, tmp_path)
-
-
-@combined(ROWS)
-def test_training_with_embeddings_by_rows_equals_training_in_ram(case, mode, tmp_path):
     check(case, mode, tmp_path)

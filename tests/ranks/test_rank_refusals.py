@@ -9,7 +9,7 @@ from support.rank_models import adamw, loss_of, model, sharded
 from support.ranks import on_ranks
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import memascend
@@ -91,6 +91,15 @@ def what_can_be_done(folder):
     raised("load", lambda: trained.load_state_dict(trained.state_dict(), assign=True))
     raised("cast", trained.double)
     raised("materialized", lambda: memascend.materialized(trained).__enter__())
+    for module in trained.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(3.0)
+    raised("mean", lambda: loss_of(trained, 0, rank))
+    with torch.no_grad():
+        loss_of(trained, 0, rank)
+    for module in trained.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(2.0)
     # torch's own clipping goes by all ranks' norm.
     loss_of(trained, 0, rank).backward()
     found["norm"] = optimizer.clip_grad_norm_(0.01).full_tensor()
@@ -123,6 +132,9 @@ def test_what_does_not_work_is_refused_on_all_ranks(tmp_path):
         assert "mul_() needs their memory while the model computes" in found["write"]
         assert "t() needs their memory while the model computes" in found["view"]
         assert "Couldn't swap" in found["cast"]
+        assert "by 3, which rounds" in found["mean"]
+        assert "set_gradient_divide_factor(1.0)" in found["mean"]
+        assert found["mean"].startswith("UsageError")
         for name in ("load", "materialized", "closed"):
             assert found[name].startswith("UsageError"), found[name]
         assert torch.allclose(found["norm"], found["norm of one"])

@@ -74,7 +74,6 @@ def test_the_wheel_holds_everything_and_nothing_else(wheel):
     package = ROOT / "python/memascend"
     sources = {f"memascend/{path.relative_to(package)}" for path in package.rglob("*.py")} | KERNELS
     data = {"memascend/py.typed", "memascend/_core.pyi", "memascend/_core.abi3.so"}
-    data |= {"memascend/cli/bench/model_shapes.json"}
     assert KERNELS, "no kernels found"
     assert sources | data <= names, sources | data - names
     rest = {name for name in names - sources - data if ".dist-info/" not in name}

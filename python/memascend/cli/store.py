@@ -25,7 +25,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, summary in (
         ("info", "what the last commit says, and what the store holds"),
         ("verify", "read the last two commits and check every byte; exit 1 where the last is not whole"),
-        ("upgrade", "convert a store of version 1 of the format, where it is"),
     ):
         action = actions.add_parser(name, help=summary, description=summary)
         action.add_argument("paths", nargs="+", metavar="P", help="folder, file or device; several in their order")
@@ -33,24 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Look, check or convert; what is wrong with the store is said with its place, and 1."""
-    action = {"info": _info, "verify": _verify, "upgrade": _upgrade}[options.action]
+    """Look or check; what is wrong with the store is said with its place, and 1."""
+    action = {"info": _info, "verify": _verify}[options.action]
     return action(options.paths, as_json=options.json)
-
-
-def _upgrade(paths: list[str], *, as_json: bool) -> int:
-    from memascend import engine
-
-    upgraded = engine.Store.upgrade(paths)
-    if as_json:
-        print(json.dumps({"upgraded": upgraded}))
-        return 0
-    if not upgraded:
-        print("there was nothing to do")
-        return 0
-    print("the store has version 2 of the format now; what is in it is checked:")
-    # What was damaged before is damaged still, and whoever converts a store wants to know.
-    return _verify(paths, as_json=False)
 
 
 def _info(paths: list[str], *, as_json: bool) -> int:

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import threading
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from memascend.device.device import failures_named
 from memascend.engine.ffi import Lent
-from memascend.engine.lent_gradients import LendingEngine
 from memascend.errors import UsageError
 from memascend.tensors import bytes_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from memascend.device.device import Copy, Device
     from memascend.engine import Engine
+    from memascend.engine.chunk import Chunk
+    from memascend.engine.engine import Adam, Late
 
 # {bytes: count}. One is used, one is filled. Each asks Python once: a step of 7 B parameters has 14 GB of gradients, so
 # 3,400 windows of this size, where 1 MiB took 13,600. Larger ones keep the first chunk of each gradient waiting.
@@ -53,8 +54,8 @@ class _Window:
             copy.wait()
 
 
-class DeviceEngine(LendingEngine):
-    """An engine that is lent gradients on a device."""
+class DeviceEngine:
+    """An engine that is lent gradients on a device; all else is the engine's own."""
 
     def __init__(
         self, engine: Engine, device: Device, windows: Sequence[torch.Tensor], held: Collection[str] = ()
@@ -63,13 +64,38 @@ class DeviceEngine(LendingEngine):
 
         The windows are two pinned uint8 tensors of equal size, a multiple of what a chunk of an update takes.
         """
-        super().__init__(engine)
+        self._engine = engine
         self._held = frozenset(held)
         self._device = device
         self._windows = [_Window(memory) for memory in windows]
         self._bytes = windows[0].nbytes
         # The engine asks on one thread; a step that failed may be asked about on another.
         self._lock = threading.Lock()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def update(self, name: str, gradient: torch.Tensor, numbers: Adam, *, values: torch.Tensor | None = None) -> None:
+        """See `Engine.update`."""
+        self._engine.update(name, self._lend(name, gradient), numbers, values=values)
+
+    def spill(self, name: str, gradient: torch.Tensor, *, add: bool = False) -> None:
+        """See `Engine.spill`."""
+        self._engine.spill(name, self._lend(name, gradient), add=add)
+
+    def apply(
+        self,
+        name: str,
+        function: Callable[[Chunk], object],
+        *,
+        step: int,
+        gradient: torch.Tensor | None = None,
+        whole: bool = False,
+        late: Late = "never",
+    ) -> None:
+        """See `Engine.apply`."""
+        given = None if gradient is None else self._lend(name, gradient)
+        self._engine.apply(name, function, step=step, gradient=given, whole=whole, late=late)
 
     def read_spilled(self, name: str, into: torch.Tensor) -> None:
         """See `Engine.read_spilled`; by way of host memory of its size, as whoever reads a gradient asks for."""
@@ -80,8 +106,8 @@ class DeviceEngine(LendingEngine):
         self._engine.read_spilled(name, host)
         into.copy_(host)
 
-    def lend(self, name: str, gradient: torch.Tensor) -> torch.Tensor | Lent:
-        """See `LendingEngine`."""
+    def _lend(self, name: str, gradient: torch.Tensor) -> torch.Tensor | Lent:
+        """What the engine is given for a gradient: itself where the engine can read it."""
         if gradient.device != self._device.torch_device:
             # Values that are written back: the engine reaches them.
             return gradient

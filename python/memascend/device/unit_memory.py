@@ -14,8 +14,6 @@ from memascend.device.host_arena import HostArena
 from memascend.device.upload import CHECKERS, CHUNKS, Staging
 from memascend.engine import Checkers
 from memascend.residency.environment import Memory
-from memascend.residency.rows import CHUNKS as ROW_CHUNKS
-from memascend.residency.rows import Rows, window_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -63,15 +61,8 @@ class HostUnits:
     device = None
     unregistered = None
 
-    def __init__(self, store: Store, classes: Mapping[int, int], row_bytes: int = 0) -> None:
-        """Take the memory. `row_bytes` are those of the longest row of embeddings that are read by rows; 0: none is."""
-        self._windows = window_bytes(row_bytes) if row_bytes else 0
-        self._ring: memory.ChunkRing | None = None
-        self.rows: Rows | None = None
-        if row_bytes:
-            ((chunk_bytes, count),) = ROW_CHUNKS.items()
-            self._ring = memory.ChunkRing(chunk_bytes, count, False)
-            self.rows = Rows(store.parts, _all(self._ring, chunk_bytes, count))
+    def __init__(self, store: Store, classes: Mapping[int, int]) -> None:
+        """Take the memory."""
         self.arena = HostArena(classes)
         self.begin = store.fetch
         self._store = store
@@ -104,11 +95,7 @@ class HostUnits:
     @property
     def host(self) -> dict[str, int]:
         """See `Memory`."""
-        held = {"units": self.arena.held_bytes}
-        if self._ring is not None:
-            ring = self._ring.region.mapped_bytes + int(self._ring.stats()["tables"])
-            held["embedding rows"] = 0 if self._ring.region.closed else ring + self._windows
-        return held
+        return {"units": self.arena.held_bytes}
 
     @property
     def wait_seconds(self) -> float:
@@ -122,15 +109,11 @@ class HostUnits:
         """See `Memory`."""
         self._held.clear()
         self.arena.close()
-        if self._ring is not None and self.rows is not None:
-            self.rows.close()
-            self._ring.close()
 
 
 class DeviceUnits:
     """Units in an arena on a device. Host memory has the chunks that they and their gradients pass through."""
 
-    rows: Rows | None = None
     # What is held is in host memory, and passes through the chunks from there.
     held_epoch = 0
 

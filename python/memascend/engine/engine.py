@@ -278,8 +278,6 @@ class Engine(Closing):
         entry = self.store.descriptions[index]
         given = gradient.tensor if isinstance(gradient, Lent) else gradient
         nbytes = 0 if given is None else given.nbytes
-        if isinstance(gradient, Lent) and gradient.held is not None:
-            nbytes = gradient.held
         before = gradient.order if isinstance(gradient, Lent) else None
         call = adapter(function, entry, given, whole=whole, before=before)
         self._core.apply(index, call, nbytes, step, gradient is None, (whole, late != "never", late == "rehearsed"))

@@ -25,20 +25,17 @@ class Lent(NamedTuple):
             there, and how many, which hold what was asked for. They are left alone until the next call of any window of
             the same engine's.
         order: lets what the calling thread does with it from now on come after what made it.
-        held: bytes that are held for it until it was used; None: all of them.
     """
 
     tensor: torch.Tensor
     window: Callable[[int, int], tuple[int, int, int]]
     order: Callable[[], None]
-    held: int | None = None
 
 
 def place_of(tensor: torch.Tensor | Lent) -> tuple[int, int, object]:
-    """Address, bytes, and what keeps them valid; of what is lent no address, who lends it, and what it holds."""
+    """Address, bytes, and what keeps them valid; of what is lent no address, and the function that lends it."""
     if isinstance(tensor, Lent):
-        nbytes = tensor.tensor.nbytes
-        return 0, nbytes, (tensor.window, nbytes if tensor.held is None else tensor.held)
+        return 0, tensor.tensor.nbytes, tensor.window
     return tensor.data_ptr(), tensor.nbytes, tensor.untyped_storage()
 
 

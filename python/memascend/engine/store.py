@@ -142,18 +142,6 @@ class Store(Closing):
             self.close()
             raise
 
-    @staticmethod
-    def upgrade(paths: _Path | Sequence[_Path], *, backend: Literal["auto", "io_uring", "threads"] = "auto") -> bool:
-        """Convert a store of version 1 of the format, where it is; its files grow a little. Whether it was one.
-
-        A kill or a loss of power at any moment leaves the store of version 1, or one that another call finishes.
-
-        Raises:
-            StorageError: there is no store, it is in use, or its devices have no room for the new catalog.
-            CorruptionError: it is damaged; the message says where.
-        """
-        return _core.Store.upgrade(listed(paths), backend)
-
     def difference(self, entries: Sequence[Entry], *, optimizer: str) -> str | None:
         """In which way it is no store of these entries and this optimizer, in words; None where it is one."""
         units, described = description(entries)

@@ -14,7 +14,6 @@ from memascend.errors import UsageError
 from memascend.gradients.backward_tasks import BackwardTasks, in_reentrant_checkpoint
 from memascend.gradients.gradient import Gradient
 from memascend.gradients.hooks import AccumulationHooks
-from memascend.residency.row_gradient import RowGradient
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -116,35 +115,17 @@ class Arrivals:
                 self.backwards.enter()
         self._on_arrived(gradient.name, gradient.place.nothing.nbytes, began)
 
-    def heard_parts(
-        self, parameter: torch.Tensor, before: torch.Tensor | None, parts: Sequence[torch.Tensor], divisor: float
-    ) -> Callable[[float], object] | None:
-        """A gradient came in parts, which are added one by one to what was there `before`; None: the sum is there.
-
-        All of it is divided by `divisor`, once, after the last part of the step. While it waits more may come: then
-        this returns what divides it in its place, and is noticed by nobody.
-        """
-        gradient = self._of[id(parameter)]
-        undivided = divisor != 1.0
-        is_whole = self._is_whole(gradient, self.backwards.enter())
-        with torch.no_grad():
-            if before is None and undivided and is_whole:
-                parameter.grad.div_(divisor)  # type: ignore[union-attr]
-            elif before is not None:
-                try:
+    def heard_parts(self, parameter: torch.Tensor, before: torch.Tensor | None, parts: Sequence[torch.Tensor]) -> None:
+        """A gradient came in parts, which are added one by one to what was there `before`; None: the sum is there."""
+        if before is not None:
+            try:
+                with torch.no_grad():
                     for index, part in enumerate(parts):
-                        self._more, self._continued = undivided or index + 1 < len(parts), index > 0
+                        self._more, self._continued = index + 1 < len(parts), index > 0
                         before.add_(part)
-                finally:
-                    self._more = self._continued = False
-                if undivided and is_whole:
-                    gradient.stage_divided(divisor)
+            finally:
+                self._more = self._continued = False
         self._hear(parameter, assigned=before is not None)
-        if not undivided or is_whole:
-            return None
-        values = parameter.grad
-        assert values is not None, "it was heard"
-        return gradient.handle.gradient.divide if values is gradient.handle else values.div_
 
     def _arrive(self, gradient: Gradient, values: torch.Tensor, *, lasting: bool) -> None:
         """A gradient came where there was none; `lasting`: somebody else has the tensor."""
@@ -156,9 +137,6 @@ class Arrivals:
         self.fresh = True
         self.backwards.delivered = True
         self._require_declared(gradient)
-        if self.loop.mode == "ram" and isinstance(values, RowGradient):
-            gradient.place.parameter.grad = values.dense()
-            return
         if self.loop.mode == "ram" or values.is_sparse:
             # A sparse one is small: it waits where it is.
             return
@@ -242,7 +220,7 @@ class Arrivals:
 
     def _note_failure(self) -> None:
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-            left = ((gradient, gradient.standing) for gradient in self.by_name.values())
+            left = ((gradient, gradient.place.parameter.grad) for gradient in self.by_name.values())
             self._left = [(gradient, weakref.ref(values)) for gradient, values in left if values is not None]
 
     def require_no_failure(self) -> None:
@@ -286,7 +264,7 @@ class Arrivals:
     def _all_dropped(self) -> bool:
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             return not any(
-                gradient.handle is not None and gradient.stands_in(gradient.standing)
+                gradient.handle is not None and gradient.stands_in(gradient.place.parameter.grad)
                 for gradient in self.by_name.values()
             )
 

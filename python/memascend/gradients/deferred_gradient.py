@@ -243,10 +243,6 @@ class DeferredGradient:
         operation.apply(torch.zeros(shape, dtype=self.backing.dtype, device=self.device))
         self._append(operation)
 
-    def divide(self, divisor: float) -> None:
-        """Divide it, later. It belongs to how it came: what the loop does to gradients is something else."""
-        self._append(Operation(torch.ops.aten.div_.Scalar, "div_", (divisor,)))
-
     def unscale(self, operation: Operation) -> None:
         """GradScaler's pass: whether anything is not finite is needed now, the product at step()."""
         self.backing.noticed("scaler")

@@ -106,12 +106,6 @@ class Gradient:
         self._arrivals.rule.update_spilled(self, factors, self._arrivals.scale.inverse * factor)
         self.state = after
 
-    def stage_divided(self, divisor: float) -> None:
-        """Begin the update by what is on storage, divided in its own type."""
-        assert self.handle is not None, "what is on storage has a handle"
-        self.change(self.handle.materialize().div_(divisor), add=False)
-        self.stage_stored((), 1.0)
-
     def unstage(self) -> None:
         """Discard the update that is staged; the gradient is still there."""
         self._arrivals.engine.discard(self.name)
@@ -153,14 +147,6 @@ class Gradient:
         # torch's `grad` is an edge that Python's collector does not see: what stands in it must not lead back here.
         self.handle = GradientHandle(weakref.proxy(self), strides=self.place.stride, device=self.place.device)
         self.place.parameter.grad = self.handle
-
-    @property
-    def standing(self) -> torch.Tensor | None:
-        """What stands in p.grad, to compare it alone: what several ranks add up is divided where it is asked for."""
-        parameter: Any = self.place.parameter
-        rows = hasattr(type(parameter), "untouched_grad")
-        found: torch.Tensor | None = parameter.untouched_grad if rows else parameter.grad
-        return found
 
     def stands_in(self, gradient: torch.Tensor | None) -> bool:
         """Whether p.grad is the handle, or another tensor of the same gradient, which then is the handle."""

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from memascend.residency.row_gradient import RowGradient
 from memascend.squares import Squares, rounded, total
 from memascend.tensors import flat
 
@@ -50,8 +49,6 @@ class Norms:
 
     def measure(self, values: torch.Tensor) -> Measure:
         """The measure of a gradient in memory."""
-        if isinstance(values, RowGradient):
-            return values.measured(lambda part: read([measure(part, self._check, self._checked)])[0])
         return measure(values, self._check, self._checked)
 
     def measure_once(self, gradient: Gradient, values: torch.Tensor) -> None:

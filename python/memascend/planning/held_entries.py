@@ -62,7 +62,7 @@ def choose_held(run: Requirements, room: int | None) -> Held:
                 logged[name] = (own_values, own_state, run.gradient_bytes.get(name, 0))
     # On a device units are computed with there.
     here = [] if run.staging is not None else run.units
-    whole = frozenset(unit.name for unit in here if 0 < run.stored_bytes(unit) <= by_unit.get(unit.name, 0))
+    whole = frozenset(unit.name for unit in here if run.bytes_of(unit) <= by_unit.get(unit.name, 0))
     values, states, waiting = (sum(part) for part in zip(*logged.values(), strict=True)) if logged else (0, 0, 0)
     return Held(
         tuple(names),

@@ -81,18 +81,18 @@ class MemoryPlanner:
         """`held` is beside what units, updates and gradients need; units that are held whole need no slot."""
         self.run = run
         self.held = held
-        self.order = [unit for unit in forward_order(run.units) if run.bytes_of(unit)]
+        self.order = forward_order(run.units)
         self._all_gradients = max(run.all_gradients, run.largest_gradient) if run.gradients == "ram" else 0
         # With ease: the largest gradient is worked on while those of one block come in.
-        counts = Counter(run.stored_bytes(unit) for unit in run.units if not unit.pinned)
+        counts = Counter(run.bytes_of(unit) for unit in run.units if not unit.pinned)
         block = max(counts.items(), key=lambda item: (item[1], item[0]), default=(0, 0))[0]
         self.queue_bytes = max(run.largest_gradient, min(run.largest_gradient + block, run.all_gradients))
 
     def smallest(self, window: int, chunks: int, queue_bytes: int) -> MemorySplit:
         """The smallest memory that does with this window, these chunks, this queue."""
         held = list_windows(self.run.units, window + self.run.segment - 1)
-        contents = [[nbytes for unit in each.values() if (nbytes := self.run.bytes_of(unit))] for each in held]
-        return self._split(window, chunks, queue_bytes, arena_classes([content for content in contents if content]))
+        contents = [[self.run.bytes_of(unit) for unit in each.values()] for each in held]
+        return self._split(window, chunks, queue_bytes, arena_classes(contents))
 
     def _split(self, window: int, chunks: int, queue_bytes: int, classes: dict[int, int]) -> MemorySplit:
         run, sizes = self.run, self.run.sizes
@@ -114,8 +114,6 @@ class MemoryPlanner:
             "whole parameters": run.whole_bytes,
             "activations": arena_bytes(run.activation_chunks),
         }
-        if run.rows_bytes:
-            host["embedding rows"] = run.rows_bytes
         host |= _owners(self.held)
         return MemorySplit(window, chunks, queue_bytes, classes, host, device)
 
@@ -129,7 +127,7 @@ class MemoryPlanner:
             return bounds[bisect_left(bounds, self.run.bytes_of(unit))]
 
         for unit in self.run.units:
-            if unit.pinned and self.run.bytes_of(unit):
+            if unit.pinned:
                 left[class_of(unit)] -= 1
         for unit in self.order:
             if unit.name not in self.held.units:

@@ -68,7 +68,6 @@ def make_plan(run: Requirements, *, budget: int | None = None, device_budget: in
         gradients=run.gradients,
         queue_bytes=chosen.queue_bytes,
         resident=now.resident,
-        by_rows=tuple(unit.name for unit in run.units if unit.name in run.by_rows and unit.name not in held.units),
         held=held.names,
         held_units=held.units,
         whole_bytes=run.whole_bytes,
@@ -146,21 +145,18 @@ def _owners(split: Mapping[str, int]) -> str:
 def _traffic(run: Requirements, chosen: MemorySplit, reads: Reads, held: Held) -> Traffic:
     """What a step reads and writes."""
     trained = sum(map(run.trained_bytes, run.units))
-    by_rows = [unit for unit in run.units if unit.name in run.by_rows]
     # Below the comfortable window, a unit may have made room before its update is done.
     evicted = chosen.window < 2 or run.gradients in ("ssd", "ram")
     updated = {
         "read": trained - held.update,
-        "resident": max(0, (trained if evicted else sum(map(run.trained_bytes, by_rows))) - held.update),
+        "resident": trained - held.update if evicted else 0,
         "never": 0,
     }
     state = run.sizes.slot_bytes - sum(run.sizes.unit_bytes.values())
     waiting = sum(run.gradient_bytes.get(name, 0) for name in held.names)
     spilled = max(0, run.all_gradients - waiting) if run.gradients == "ssd" else 0
     read = {
-        # Of embeddings by rows, at most all of them.
-        "values, forward": reads.forward
-        + sum(run.stored_bytes(unit) - held.values.get(unit.name, 0) for unit in by_rows),
+        "values, forward": reads.forward,
         "values, backward": reads.backward,
         "values, update": updated[run.update_values],
         "state": state - held.state,

@@ -43,9 +43,6 @@ class Requirements:
     applies: bool = False
     # What a log of their gradients could be, where they are durable each step; None where none is kept.
     log: Log | None = None
-    # Units that are embeddings of which a forward reads the rows that it needs: they have no memory.
-    by_rows: Collection[str] = ()
-    rows_bytes: int = 0  # what those are read through, and their gradients made in
 
     @property
     def group_bytes(self) -> int:
@@ -54,14 +51,10 @@ class Requirements:
             {nbytes: self.activation_group for nbytes in self.activation_chunks if self.activation_group}
         )
 
-    def stored_bytes(self, unit: Unit) -> int:
+    def bytes_of(self, unit: Unit) -> int:
         """The values of a unit on storage, and in a lease."""
         return self.sizes.unit_bytes.get(unit.name, unit.nbytes)
 
-    def bytes_of(self, unit: Unit) -> int:
-        """The values of a unit in memory: none of an embedding that is read by rows."""
-        return 0 if unit.name in self.by_rows else self.stored_bytes(unit)
-
     def trained_bytes(self, unit: Unit) -> int:
         """The values of a unit that a step changes."""
-        return self.stored_bytes(unit) - unit.frozen_bytes
+        return self.bytes_of(unit) - unit.frozen_bytes

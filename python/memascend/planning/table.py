@@ -37,7 +37,6 @@ class Plan:
         queue_bytes: of gradients that may wait for their update.
         resident: units that are read at most once a step, as they stay from the forward to the backward; frozen ones
             from step to step.
-        by_rows: units that are embeddings of which a forward reads the rows that it needs; they have no memory.
         held: the names of the entries whose values and state stay in host memory: they are read once, and their
             gradients wait there for `step()`.
         held_units: the units of which all values are held: they are computed with where they lie.
@@ -81,7 +80,6 @@ class Plan:
     gradients: str
     queue_bytes: int
     resident: frozenset[str]
-    by_rows: tuple[str, ...]
     held: tuple[str, ...]
     held_units: frozenset[str]
     whole_bytes: int
@@ -226,10 +224,10 @@ def _unit_rows(plan: Plan) -> list[tuple[str, ...]]:
     groups: dict[object, list[Unit]] = {}
     last: object = None
     for unit in plan.units:
-        likeness = _likeness(plan, unit)
+        likeness = _likeness(unit)
         key: object = (re.sub(r"\d+", "*", unit.name), likeness)
         # Neighbours alike with other names (an encoder's projections) go on in the row before.
-        if key not in groups and last is not None and likeness == _likeness(plan, groups[last][-1]):
+        if key not in groups and last is not None and likeness == _likeness(groups[last][-1]):
             key = last
         groups.setdefault(key, []).append(unit)
         last = key
@@ -241,13 +239,12 @@ def _unit_rows(plan: Plan) -> list[tuple[str, ...]]:
         what = (
             "always in memory (pinned)" if first.pinned else f"{stays} stay from forward to backward" if stays else ""
         )
-        what = "read by rows, never whole" if first.name in plan.by_rows else what
         rows.append((name, bytes_shown(first.nbytes), what))
     return rows
 
 
-def _likeness(plan: Plan, unit: Unit) -> tuple[int, bool, int, bool]:
-    return unit.nbytes, unit.pinned, len(unit.parameters), unit.name in plan.by_rows
+def _likeness(unit: Unit) -> tuple[int, bool, int]:
+    return unit.nbytes, unit.pinned, len(unit.parameters)
 
 
 def _note(plan: Plan, owner: str) -> str:
@@ -264,7 +261,6 @@ def _note(plan: Plan, owner: str) -> str:
         "activations": stay if plan.activation_groups else through,
         "held entries": f"{len(plan.held)} parameters with their state: read once",
         "held gradients": "of those, until step()",
-        "embedding rows": "through which they are read, and their gradients made",
         "unit staging": "pinned, on the way to the device",
         "gradient windows": "pinned, on the way from the device",
     }.get(owner, "")

@@ -161,10 +161,14 @@ class FsdpGroup:
         if sums:
             self._torch.force_sum_reduction_for_comms = True
 
-    def factor_after(self, dtype: torch.dtype, device: torch.device) -> float | None:
+    def factor_after(self, dtype: torch.dtype) -> float | None:
         """What torch divides a sum of this dtype by, after it was made; None: by nothing."""
         found = _fsdp_collectives._get_gradient_divide_factors(  # noqa: SLF001
-            self.process_group, None, dtype, device.type, self._torch.gradient_divide_factor, True
+            self.process_group,
+            None,
+            dtype,
+            factor=self._torch.gradient_divide_factor,
+            force_sum_reduction_for_comms=True,
         )
         after: float | None = found[1]
         return after

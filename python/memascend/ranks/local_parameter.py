@@ -6,11 +6,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from memascend.ranks.undivided import UndividedSum
-
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from memascend.ranks.fsdp import FsdpParameter
 
 
@@ -37,13 +33,9 @@ class LocalParameter(torch.nn.Parameter):
 
     @property
     def grad(self) -> Any:
-        """This rank's rows of the gradient, divided."""
+        """This rank's rows of the gradient."""
         found: Any = self._sharded.leaf.grad
-        if found is None:
-            return None
-        if isinstance(found._local_tensor, UndividedSum):  # noqa: SLF001
-            found._local_tensor = found._local_tensor.divided()  # noqa: SLF001
-        return found._local_tensor  # noqa: SLF001
+        return None if found is None else found._local_tensor  # noqa: SLF001
 
     @grad.setter
     def grad(self, values: torch.Tensor | None) -> None:
@@ -52,24 +44,3 @@ class LocalParameter(torch.nn.Parameter):
     @grad.deleter
     def grad(self) -> None:
         self._sharded.leaf.grad = None
-
-    @property
-    def untouched_grad(self) -> Any:
-        """The same, for who only asks what stands there: a sum stays one."""
-        found: Any = self._sharded.leaf.grad
-        standing = None if found is None else found._local_tensor  # noqa: SLF001
-        return standing.rows if isinstance(standing, UndividedSum) else standing
-
-    def take_sum(self, divisor: float) -> torch.Tensor | None:
-        """Let the sum that is to be divided by this stand in `grad` as it is; None where it is divided already."""
-        found: Any = self._sharded.leaf.grad
-        standing = found._local_tensor  # noqa: SLF001
-        if not isinstance(standing, UndividedSum) or not standing.is_to_be_divided_by(divisor):
-            return None
-        found._local_tensor = standing.rows  # noqa: SLF001
-        return standing.rows
-
-    def divide_later(self, divisor: float, divide: Callable[[float], object]) -> None:
-        """What stands in `grad` is a sum: whoever touches it first has it divided, in its place, by `divide`."""
-        found: Any = self._sharded.leaf.grad
-        found._local_tensor = UndividedSum(found._local_tensor, divisor, divide)  # noqa: SLF001

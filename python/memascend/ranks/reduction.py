@@ -7,13 +7,14 @@ what the rounds before have left.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import distributed
 
+from memascend.errors import UsageError
 from memascend.ranks.fsdp import ReduceScatter
-from memascend.ranks.undivided import divides_exactly
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,24 +27,14 @@ class Taken(NamedTuple):
     """A parameter's gradient in one round."""
 
     before: torch.Tensor | None  # what stood in its `.grad`
-    parts: list[torch.Tensor]  # of all ranks, in their order
-    factor: float  # what FSDP2 divides by
+    parts: list[torch.Tensor]  # of all ranks, in their order, divided by what FSDP2 divides their sum by
 
-    def sum_into(self, values: torch.Tensor) -> float:
-        """Leave the sum of all parts, and return what it is still to be divided by, once, after the last round."""
+    def sum_into(self, values: torch.Tensor) -> None:
+        """Leave the sum of all parts."""
         first, *others = self.parts
         values.copy_(first)
         for part in others:
             values.add_(part.to(values.dtype))
-        if not divides_exactly(self.factor):
-            return self.factor
-        if self.factor != 1.0:
-            values.div_(self.factor)
-        return 1.0
-
-    def divided(self) -> list[torch.Tensor]:
-        """The parts for a sum that is divided already."""
-        return [part.div_(self.factor) for part in self.parts] if self.factor != 1.0 else self.parts
 
 
 class OrderedReduction(ReduceScatter):
@@ -56,11 +47,29 @@ class OrderedReduction(ReduceScatter):
     def __init__(self, group: FsdpGroup, collectives: Collectives) -> None:
         self._group = group
         self._collectives = collectives
-        # Of the round that is being reduced, by rank; and what its sum is divided by.
+        # Of the round that is being reduced, by rank.
         self._parts: torch.Tensor | None = None
-        self._factor: float | None = None
         self._at = 0
         self._before: dict[int, torch.Tensor] = {}
+
+    def exact_factor(self, dtype: torch.dtype) -> float:
+        """What FSDP2 divides a sum of this dtype by.
+
+        Raises:
+            UsageError: it is no power of two. The sum of all rounds would have to be divided once, after the last
+                round, and nobody says which round that is.
+        """
+        factor = self._group.factor_after(dtype)
+        if factor is None:
+            return 1.0
+        if abs(math.frexp(factor)[0]) == 0.5:
+            return factor
+        raise UsageError(
+            f"FSDP2 divides the gradients of {self._group.name} by {factor:g}, which rounds each round by itself, and "
+            "reduction='ordered' has the bits of one process: divide the loss yourself, by the micro-batches of all "
+            "ranks, and call set_gradient_divide_factor(1.0) on each module that fully_shard() was applied to (each "
+            "FSDPModule in model.modules()), or pass reduction='native' to offload()"
+        )
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Memory for what is sent, or for what is left."""
@@ -71,6 +80,7 @@ class OrderedReduction(ReduceScatter):
     ) -> None:
         """Leave the first rank's part; the others' are handed out by `take`."""
         del op, async_op
+        factor = self.exact_factor(input_tensor.dtype)
         parts = torch.empty_like(input_tensor)
         self._collectives.meet(
             f"in the reduction of {self._group.name}",
@@ -80,7 +90,8 @@ class OrderedReduction(ReduceScatter):
         self._parts = parts.view(group.size(), -1)
         # FSDP2 divides this as if it were the sum.
         output_tensor.copy_(self._parts[0])
-        self._factor = self._group.factor_after(parts.dtype, parts.device)
+        # Each part as well as the sum of all rounds: nothing is rounded.
+        self._parts.div_(factor)
         self._at = 0
         for one in self._group.parameters:
             if one.leaf.grad is not None:
@@ -94,11 +105,10 @@ class OrderedReduction(ReduceScatter):
             return None
         end = self._at + one.padded_shape.numel()
         parts = [row[self._at : self._at + one.shape.numel()].view(one.shape) for row in self._parts]
-        factor = 1.0 if self._factor is None else self._factor
         self._at = end
         if end == self._parts.shape[1]:
             self._end()
-        return Taken(before, parts, factor)
+        return Taken(before, parts)
 
     def _end(self) -> None:
         """All parameters that this round has gradients of were asked for: others keep what they had."""

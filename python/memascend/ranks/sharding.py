@@ -212,8 +212,7 @@ class Sharding:
             residency: has the rows.
             places: of the parameters that this rank has rows of, by name.
             heard: a bound method, which hears of each gradient: whose it is, what stood in its place before, the parts
-                that are to be added to that in their order, and what the sum is to be divided by after the last
-                round. Where nothing stood there the sum is made. It returns what divides it, or None where it has.
+                that are to be added to that in their order. Where nothing stood there the sum is made.
             met: a bound method, which is called in each gather, where all ranks are.
         """
         # torch holds hooks where Python's collector does not look.
@@ -232,6 +231,15 @@ class Sharding:
                 if one.leaf.requires_grad:
                     one.leaf.register_post_accumulate_grad_hook(self._hear)
             group.settle()
+
+    def require_exact(self) -> None:
+        """Refuse to begin a step whose gradients could not be reduced in order.
+
+        Raises:
+            UsageError: FSDP2 divides them by what is no power of two; see `OrderedReduction.exact_factor`.
+        """
+        for reduction in set(self._reductions.values()):
+            reduction.exact_factor(torch.float32)
 
     def _let_meet(self, group: FsdpGroup) -> None:
         """Have the rows of a group gathered, and its gradients reduced, where a rank that is gone is missed by name."""
@@ -268,20 +276,15 @@ class Sharding:
         if heard is None:
             return
         if taken is None:
-            heard(local, None, (), 1.0)
+            heard(local, None, ())
             return
         if taken.before is None:
-            divisor = taken.sum_into(local.grad)
-            divide = heard(local, None, (), divisor)
+            taken.sum_into(local.grad)
+            heard(local, None, ())
         else:
             leaf.grad = taken.before
-            # Somebody may have touched it since: then it is divided, and so is what comes.
-            rows = local.take_sum(taken.factor)
-            divisor, parts = (1.0, taken.divided()) if rows is None else (taken.factor, taken.parts)
             rows = local.grad
-            divide = heard(local, rows, [part.to(rows.dtype) for part in parts], divisor)
-        if divide is not None:
-            local.divide_later(divisor, divide)
+            heard(local, rows, [part.to(rows.dtype) for part in taken.parts])
 
 
 def _local_part(value: Any) -> Any:

@@ -276,33 +276,6 @@ def _copy(func: Callable[..., Any], tensor: Any, values: Any, *args: Any, **kwar
     return _apply(func, find_away(tensor, values), (tensor, values, *args), kwargs)
 
 
-def _embedding(  # noqa: PLR0913, PLR0917 - as torch calls it
-    func: Callable[..., Any],
-    input: Any,  # noqa: A002 - as torch calls it
-    weight: Any,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> Any:
-    # What changes the weight, or its gradient, is torch's.
-    plain = max_norm is None and not (scale_grad_by_freq or sparse)
-    if plain and isinstance(weight, Away) and not isinstance(input, Away):
-        place: Place = weight._memascend  # noqa: SLF001
-        source = place.source
-        if source.reached.computes or not source.reached.has([place]):
-            found = source.looked_up(place, input, padding_idx)
-            if found is not None:
-                return found
-    return _apply(
-        func,
-        find_away(input, weight),
-        (input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse),
-        {},
-    )
-
-
 def _is_laid_out(place: Place, layout: torch.memory_format) -> bool:
     """Whether a parameter has its elements where a memory format has them."""
     meta = torch.empty_strided(place.shape, place.stride, dtype=place.dtype, device="meta")
@@ -361,7 +334,6 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     _T.detach: _detach,
     torch.detach: _detach,
     _T.copy_: _copy,
-    torch.nn.functional.embedding: _embedding,
     # Addresses outlive the memory, and another shape would not be the one that is stored.
     **_named(
         dict.fromkeys(("data_ptr",), _refuse("reached by data_ptr()"))

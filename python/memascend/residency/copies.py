@@ -14,7 +14,7 @@ from memascend.memory import file_memory
 from memascend.tensors import bytes_of, memory_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
     from memascend.residency.placeholder import Place
@@ -47,12 +47,12 @@ class Copies:
                 return torch.empty(place.shape, dtype=place.dtype, device="cpu")
             return file_memory(descriptor, nbytes).view(place.dtype).as_strided(place.shape, place.stride)
 
-    def gathered(self, nbytes: int, parts: Callable[[Callable[[int, torch.Tensor], None]], None]) -> torch.Tensor:
-        """As many bytes, from `parts`, which calls what it is given with each part and where that begins."""
+    def of_bytes(self, values: torch.Tensor) -> torch.Tensor:
+        """A copy of bytes."""
         folder = self._folder
         with _unlinked(folder) as descriptor:
-            parts(lambda start, part: _write(descriptor, part[: nbytes - start], folder, start))
-            return file_memory(descriptor, nbytes)
+            _write(descriptor, values, folder)
+            return file_memory(descriptor, values.nbytes)
 
     @property
     def _folder(self) -> Path:
@@ -91,8 +91,8 @@ def _no_copy(folder: Path, error: OSError) -> StorageError:
     )
 
 
-def _write(descriptor: int, values: torch.Tensor, folder: Path, begin: int = 0) -> None:
-    """Write bytes to a file, from its byte `begin` on, and let the page cache go behind it."""
+def _write(descriptor: int, values: torch.Tensor, folder: Path) -> None:
+    """Write bytes to a file, and let the page cache go behind it."""
     nbytes = values.nbytes
     for start in range(0, nbytes, _WRITE_BYTES):
         length = min(_WRITE_BYTES, nbytes - start)
@@ -102,7 +102,7 @@ def _write(descriptor: int, values: torch.Tensor, folder: Path, begin: int = 0) 
         at = 0
         while at < length:
             try:
-                at += os.pwrite(descriptor, part[at:], begin + start + at)
+                at += os.pwrite(descriptor, part[at:], start + at)
             except OSError as error:
                 # The traceback would hold the values, and with them their place in memory.
                 del values, piece, part

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 
     from memascend.memory import Arena
     from memascend.residency.placeholder import Place
-    from memascend.residency.rows import Rows
     from memascend.residency.unit_slot import Home, UnitRead
 
 
@@ -20,8 +19,6 @@ class Memory(Protocol):
     """The memory of units, and the way there; see `device.unit_memory`."""
 
     arena: Arena
-    # Looks up embeddings that have no place in the arena.
-    rows: Rows | None
 
     def begin(self, name: str, base: torch.Tensor) -> UnitRead:
         """Begin to bring a unit into a lease of the arena."""
@@ -77,4 +74,3 @@ class Limits:
     larger: Callable[[int], int]  # a budget that has more room, where a unit of so many bytes finds none
     # Takes memory for one more unit of so many bytes, and tells how many; None where a budget was given.
     add: Callable[[int], int] | None
-    whole: int  # the one with which embeddings are whole in memory

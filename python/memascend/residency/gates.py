@@ -31,14 +31,12 @@ _SCRIPT = "__prepare_scriptable__"
 class Gate:
     """What a module's hooks know: the units to bind, and how often the module is being computed."""
 
-    __slots__ = ("frames", "homes", "open", "owned", "residency", "root", "rows")
+    __slots__ = ("frames", "homes", "open", "owned", "residency", "root")
 
     def __init__(
         self, homes: tuple[Home, ...], owned: tuple[_Owned, ...], residency: Residency, frames: Frames, *, root: bool
     ) -> None:
-        self.homes = tuple(home for home in homes if not home.by_rows)
-        # Those that are looked up without being bound; a compiled forward needs them all the same.
-        self.rows = tuple(home for home in homes if home.by_rows)
+        self.homes = homes
         # The parameters that are bound, and where their modules keep them.
         self.owned = owned
         self.residency = residency
@@ -91,7 +89,7 @@ class Frames:
         stack: list[_Frame] = self._local.stack
         return stack
 
-    def enter(self, module: torch.nn.Module, gate: Gate, *, compiled: bool = False) -> None:
+    def enter(self, module: torch.nn.Module, gate: Gate) -> None:
         """Bind what a module needs: all of it or, with an exception, nothing."""
         self._residency.units.require_open()
         self._residency.transfers.settle()
@@ -115,7 +113,7 @@ class Frames:
         # First, so that `unwind` finds it after an interrupt between any two lines.
         stack.append(frame)
         try:
-            for home in (*gate.homes, *gate.rows) if compiled else gate.homes:
+            for home in gate.homes:
                 self._residency.bind(home)
                 frame.bound.append(home)
             hooks = self._residency.hooks
@@ -252,11 +250,8 @@ def _before(module: torch.nn.Module, args: Any) -> None:
     gate: Any = module._forward_hooks_always_called.get(_KEY)  # type: ignore[call-overload] # noqa: SLF001
     if gate is None:
         raise _hooks_moved(module, "")
-    if gate.rows and torch.compiler.is_compiling():
-        _enter_compiled(module, gate)
-        return
     residency = gate.residency
-    if gate.open > 0 or gate.root or gate.rows or residency.turns.several or residency.stages is not None:
+    if gate.open > 0 or gate.root or residency.turns.several or residency.stages is not None:
         # The module calls itself, or another thread or micro-batch may have bound what is bound.
         _enter(module, gate)
         return
@@ -276,11 +271,6 @@ def _after(module: torch.nn.Module, args: Any, result: Any) -> None:
 @torch._dynamo.disable  # type: ignore[untyped-decorator] # noqa: SLF001
 def _enter(module: torch.nn.Module, gate: Gate) -> None:
     gate.frames.enter(module, gate)
-
-
-@torch._dynamo.disable  # type: ignore[untyped-decorator] # noqa: SLF001
-def _enter_compiled(module: torch.nn.Module, gate: Gate) -> None:
-    gate.frames.enter(module, gate, compiled=True)
 
 
 @torch._dynamo.disable  # type: ignore[untyped-decorator] # noqa: SLF001

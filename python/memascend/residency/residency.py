@@ -165,20 +165,8 @@ class Residency:
     def fits(self, places: Iterable[Place]) -> bool:
         """Whether the units of some parameters have room in memory together."""
         homes = {id(home): home for home in (self.units.home_of[place.name] for place in places)}.values()
-        sizes = [home.slot_bytes for home in homes if not (home.by_rows or home.held)]
+        sizes = [home.slot_bytes for home in homes if not home.held]
         return all(sizes.count(size) <= self._limits.slots.get(size, 0) for size in set(sizes))
-
-    def looked_up(self, place: Place, indices: torch.Tensor, padding: int | None) -> torch.Tensor | None:
-        """What an embedding gives for some indices, where that takes no more than their rows; None elsewhere."""
-        home = self.units.home_of[place.name]
-        rows = self._memory.rows
-        if rows is None or not home.by_rows:
-            return None
-        self.units.require_open()
-        self.transfers.settle()
-        self._listener.borrowed([place])
-        with self.turns.touching():
-            return rows.look_up(home.name, place, indices, padding, self.units.overrides.get(place.name))
 
     def detached(self, place: Place) -> torch.Tensor | None:
         """A copy of a parameter's values where a state dict is made; None elsewhere."""
@@ -195,10 +183,6 @@ class Residency:
         """A parameter's values in an unlinked file, as a tensor that nothing else sees."""
         self.transfers.settle()
         home = self.units.home_of[place.name]
-        if home.by_rows and place.name in self.units.overrides:
-            return self._copies.of_values(place, self.units.overrides[place.name])
-        if home.by_rows:
-            return self.units.mapped(place).view(place.dtype).view(place.shape)
         self.bind(home)
         try:
             return self._copies.of(place)
@@ -208,9 +192,6 @@ class Residency:
     def read_into(self, place: Place, take: Callable[[torch.Tensor], None]) -> None:
         """Let `take` have a parameter's values, for as long as it runs."""
         home = self.units.home_of[place.name]
-        if home.by_rows:
-            take(self.copy_of(place))
-            return
         self.bind(home)
         try:
             assert home.base is not None

@@ -83,16 +83,11 @@ class ResidentUnits:
         self._clock = 0
         # The unit that is asked for right now: not to be evicted for one that comes later.
         self._current: Home | None = None
-        # Those that were found to be used whole.
-        self._told: set[str] = set()
 
-    def add(
-        self, name: str, places: list[Place], nbytes: int, *, pinned: bool, by_rows: bool = False, held: bool = False
-    ) -> None:
+    def add(self, name: str, places: list[Place], nbytes: int, *, pinned: bool, held: bool = False) -> None:
         """Take charge of a unit of so many bytes."""
-        apart = by_rows or held
-        slot_bytes = 0 if apart else next((size for size in self._classes if size >= nbytes), nbytes)
-        home = Home(len(self.homes), name, nbytes, slot_bytes, pinned=pinned, by_rows=by_rows, held=held)
+        slot_bytes = 0 if held else next((size for size in self._classes if size >= nbytes), nbytes)
+        home = Home(len(self.homes), name, nbytes, slot_bytes, pinned=pinned, held=held)
         home.places = places
         self.homes.append(home)
         if held:
@@ -114,8 +109,7 @@ class ResidentUnits:
             self._clock += 1
             home.used = self._clock
             self._current = home
-            if not home.by_rows:
-                self.order.went_to(home.index)
+            self.order.went_to(home.index)
             if home.in_place and home.epoch != self._memory.held_epoch:
                 # It was changed by a step, and by nobody else.
                 self.sums.note(home)
@@ -133,8 +127,6 @@ class ResidentUnits:
     def _bring(self, home: Home) -> None:
         if home.held:
             base = self._held_bytes(home)
-        elif home.by_rows:
-            base = self._whole_bytes(home)
         else:
             if home.fetch is None and not self._adopt(home):
                 self._start(home, must=True)
@@ -163,36 +155,9 @@ class ResidentUnits:
         if home.in_place:
             return held
         # What only the model has is no part of what is held: in a file, as all that user code reached.
-        base = self._copies.gathered(home.nbytes, lambda visit: visit(0, held))
+        base = self._copies.of_bytes(held[: home.nbytes])
         home.mapped = StorageWeakRef(base.untyped_storage())
         return base
-
-    def _whole_bytes(self, home: Home) -> torch.Tensor:
-        """All of a unit that has no place in memory: in a file, whose pages the kernel keeps or not."""
-        (place,) = home.places
-        if place.name not in self._told:
-            self._told.add(place.name)
-            _log.warning(
-                "all of %s is used, and not only rows of it: it is brought into a file each time; host_memory=%d keeps "
-                "it in memory",
-                place.name,
-                self._limits.whole,
-            )
-        base = self.mapped(place)
-        home.mapped = StorageWeakRef(base.untyped_storage())
-        return base
-
-    def each_part(self, place: Place, visit: Callable[[int, torch.Tensor], None]) -> None:
-        """Read all of an embedding that is read by rows: `visit` gets where each part begins, and its bytes."""
-        with self._lock:
-            self.require_open()
-            self._turns.wait_to_bind()
-        assert self._memory.rows is not None
-        self._memory.rows.each_part(self.home_of[place.name].name, visit)
-
-    def mapped(self, place: Place) -> torch.Tensor:
-        """The bytes of an embedding that is read by rows, in an unlinked file."""
-        return self._copies.gathered(place.nothing.nbytes, lambda visit: self.each_part(place, visit))
 
     def _start(self, home: Home, *, must: bool) -> bool:
         """Lease memory and begin the read."""
@@ -237,8 +202,7 @@ class ResidentUnits:
         for count, index in enumerate(self.order.ahead(near + _FARTHER if near else 0, self._held)):
             home = self.homes[index]
             if (
-                home.by_rows
-                or home.bound
+                home.bound
                 or home.base is not None
                 or home.fetch is not None
                 or is_useless(home, self.order)
@@ -381,7 +345,7 @@ class ResidentUnits:
     def home_at(self, address: int) -> tuple[Home, int] | None:
         """The unit whose bytes begin at an address, and their version."""
         found = self._at.get(address)
-        if found is not None and (found[0].by_rows or (found[0].held and found[0].held_at != address)):
+        if found is not None and found[0].held and found[0].held_at != address:
             # Where a file was, something else may be now.
             storage = None if found[0].mapped is None else alive(found[0].mapped)
             if storage is None or storage.data_ptr() != address:

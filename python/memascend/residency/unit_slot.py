@@ -33,7 +33,6 @@ class Home:
     __slots__ = (
         "base",
         "bound",
-        "by_rows",
         "epoch",
         "fetch",
         "guarded",
@@ -64,7 +63,6 @@ class Home:
         slot_bytes: int,
         *,
         pinned: bool,
-        by_rows: bool = False,
         held: bool = False,
     ) -> None:
         self.index = index
@@ -72,15 +70,13 @@ class Home:
         self.nbytes = nbytes
         self.slot_bytes = slot_bytes
         self.pinned = pinned
-        # An embedding that is looked up on storage: it has no place in the arena.
-        self.by_rows = by_rows
-        # Its values are in memory for the whole run: it has no place in the arena, either.
+        # Its values are in memory for the whole run: it has no place in the arena.
         self.held = held
         # `base` is where they are held, at this address, and was fresh at this epoch of the store.
         self.in_place = False
         self.held_at = 0
         self.epoch = -1
-        # Of the file that it was brought into, where somebody needed all of it.
+        # Of the file that it was brought into, where the model computes with values that are not stored.
         self.mapped: StorageWeakRef | None = None
         self.places: list[Place] = []
         self.bound = 0

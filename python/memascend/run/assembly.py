@@ -16,7 +16,6 @@ from memascend.gradients.gradients import Gradients
 from memascend.gradients.loop import Loop
 from memascend.gradients.loss_scale import LossScale
 from memascend.gradients.norms import Norms
-from memascend.gradients.row_engine import RowEngine
 from memascend.gradients.updates import Updates
 from memascend.microbatches.accumulation import Accumulation
 from memascend.residency.copies import Copies
@@ -28,7 +27,6 @@ from memascend.residency.unseen_writes import Sums, wanted
 from memascend.run import original_state
 from memascend.run.attachment import Attachment
 from memascend.run.autocast import AutocastWatch
-from memascend.run.heap import Heap
 from memascend.run.loads import Loads
 from memascend.run.materialized import Materializer
 from memascend.run.measurements import Measurements
@@ -105,10 +103,7 @@ class Assembly:
         def borrowed(places: Iterable[Place]) -> None:
             gradients.touched(places)
 
-        heap = Heap(sum(self.decision.sizes.unit_bytes.values()), plan.host_peak if plan.held else 0)
-
         def begins() -> None:
-            heap.look()
             residency.transfers.settle()
             reached_values.write_before_backward()
 
@@ -149,7 +144,7 @@ class Assembly:
             saving=Saving(subject.model, run, loads, reached_values, newcomers, subject.sharding),
             rollback=Rollback(subject.model, subject.arithmetic, run),
             attachment=attachment,
-            measurements=Measurements(resources, residency, plan, position, meter, heap),
+            measurements=Measurements(resources, residency, plan, position, meter),
             accumulation=accumulation,
             max_grad_norm=subject.options.max_grad_norm,
             sharding=subject.sharding,
@@ -180,7 +175,6 @@ class Assembly:
             option="device_memory" if plan.device else "host_memory",
             larger=plan.larger_budget,
             add=resources.units.arena.add if self._grows else None,
-            whole=self.decision.whole_budget,
         )
         residency = Residency(
             resources.units,
@@ -199,8 +193,8 @@ class Assembly:
                 for name in unit.parameters
             ]
             nbytes = self.decision.sizes.unit_bytes[unit.name]
-            by_rows, held = unit.name in plan.by_rows, unit.name in plan.held_units
-            residency.units.add(unit.name, places, nbytes, pinned=unit.pinned, by_rows=by_rows, held=held)
+            held = unit.name in plan.held_units
+            residency.units.add(unit.name, places, nbytes, pinned=unit.pinned, held=held)
         index = {home.name: home.index for home in residency.units.homes}
         forward = [index[name] for name in plan.order]
         residency.units.order.expect(forward + forward[::-1])
@@ -223,10 +217,7 @@ class Assembly:
         self, residency: Residency, meter: Meter, scale: LossScale, backward_begins: Callable[[], None]
     ) -> Arrivals:
         subject, plan, resources = self.subject, self.decision.plan, self.resources
-        engine: Any = resources.units.engine(resources.engine)
-        if resources.units.rows is not None:
-            names = [name for unit in self.decision.units if unit.name in plan.by_rows for name in unit.parameters]
-            engine = RowEngine(engine, names, plan.queue_bytes)
+        engine = resources.units.engine(resources.engine)
 
         def resident(kept: Gradient) -> torch.Tensor | None:
             # Where one unit at a time is held, an update must not keep it from making room.
@@ -247,7 +238,7 @@ class Assembly:
     def _frames(
         self, residency: Residency, gradients: Gradients, newcomers: Newcomers, begins: Callable[[], None]
     ) -> Frames:
-        model, on_device = self.subject.model, self._on_device
+        model, on_device, sharding = self.subject.model, self._on_device, self.subject.sharding
         watch = AutocastWatch(self.subject.named.values(), self._device.type)
 
         def entered(module: torch.nn.Module) -> None:
@@ -256,6 +247,8 @@ class Assembly:
                 refuse_graphs(module, whole=module is model)
             if not frames.stack:
                 newcomers.judge()
+                if sharding is not None and torch.is_grad_enabled():
+                    sharding.require_exact()
                 begins()
             watch.look()
             gradients.entered(module)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
@@ -20,17 +19,13 @@ from memascend.errors import BudgetError, ConfigError
 from memascend.optimizers.state_formats import StateFormats
 from memascend.optimizers.update_rule import Arithmetic
 from memascend.optimizers.wrappers import unwrapped
-from memascend.planning.embeddings import find_row_embeddings
 from memascend.planning.log import Log
 from memascend.planning.plan import make_plan
 from memascend.planning.requirements import Requirements
-from memascend.planning.slot_classes import arena_bytes
 from memascend.planning.units import find_units
 from memascend.ranks.planned_sharding import PlannedSharding
 from memascend.residency.aliases import require_unaliased
 from memascend.residency.away import dense_strides
-from memascend.residency.rows import CHUNKS as ROW_CHUNKS
-from memascend.residency.rows import window_bytes
 from memascend.run.checks import embeddings, find_owned, refuse_sizes, sparse_weights
 from memascend.run.locations import folders_of, room_beside
 from memascend.run.original_state import require_unaliased_state
@@ -126,8 +121,6 @@ class Decision:
     entries: list[Entry]  # what the store holds
     sizes: engines.Sizes  # what that takes there
     plan: Plan  # of memory
-    row_bytes: int = 0  # the longest row of embeddings that may be read by rows
-    whole_budget: int = 0  # the budget from which on they are not
 
 
 @dataclass(frozen=True)
@@ -199,26 +192,11 @@ def decide(subject: Subject) -> Decision:
     refuse_sizes(sizes.unit_bytes, units)
     gradients = {name: subject.named[name].nbytes for name in subject.trained}
     wanted = _requirements(subject, units, (entries, sizes), gradients)
-    make = functools.partial(make_plan, device_budget=options.device_bytes)
-    row_bytes = whole_budget = 0
-    rows = _by_rows(subject, units)
-    if rows:
-        apart = {name for unit in units if unit.name in rows for name in unit.parameters}
-        others = [nbytes for name, nbytes in gradients.items() if name not in apart]
-        row_bytes = max(subject.named[name].shape[1] * subject.named[name].element_size() for name in apart)
-        row_memory = arena_bytes(ROW_CHUNKS) + window_bytes(row_bytes)
-        lean = replace(wanted, largest_gradient=max(others, default=0), by_rows=rows, rows_bytes=row_memory)
-        whole_budget = make(wanted).comfortable
-        enough = options.host_bytes is not None and options.host_bytes >= whole_budget
-        if not enough and make(lean).comfortable < whole_budget:
-            wanted = lean
-    plan = make(wanted, budget=options.host_bytes)
+    plan = make_plan(wanted, budget=options.host_bytes, device_budget=options.device_bytes)
     _require_log(options, plan)
     if subject.staged:
         plan = replace(plan, recurrent_bytes=copied_bytes(subject.model))
-    return Decision(
-        units=units, entries=entries, sizes=sizes, plan=plan, row_bytes=row_bytes, whole_budget=whole_budget
-    )
+    return Decision(units=units, entries=entries, sizes=sizes, plan=plan)
 
 
 def _requirements(
@@ -227,7 +205,7 @@ def _requirements(
     stored: tuple[list[Entry], engines.Sizes],
     gradients: Mapping[str, int],
 ) -> Requirements:
-    """What a plan has to provide, where no embedding is read by rows; `gradients` are bytes by parameter."""
+    """What a plan has to provide; `gradients` are bytes by parameter."""
     entries, sizes = stored
     options, moves = subject.options, subject.moves_activations
     stays = moves and options.activations == "host"
@@ -278,16 +256,6 @@ def _require_folder(subject: Subject) -> None:
         raise ConfigError(
             f"the storage is a raw device: give offload(scratch=) a folder for activations={options.activations!r}"
         )
-
-
-def _by_rows(subject: Subject, units: Sequence[Unit]) -> tuple[str, ...]:
-    """The embeddings that may be read by rows, where the host computes; from a device that takes a wait for it."""
-    if subject.staged or subject.sharding or (subject.options.paths and not folders_of(subject.options)):
-        # What uses all of one needs a folder.
-        return ()
-    layouts = subject.arithmetic.layouts.items()
-    wanted_whole = [identity for identity, layout in layouts if layout is not None and layout.whole]
-    return find_row_embeddings(subject.model, units, wanted_whole)
 
 
 def _entries(subject: Subject, units: Sequence[Unit]) -> list[Entry]:

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from memascend.planning.table import Plan
     from memascend.residency.residency import Residency
-    from memascend.run.heap import Heap
     from memascend.run.meter import Meter
     from memascend.run.position import Position
     from memascend.run.resources import Resources
@@ -51,14 +50,12 @@ class Measurements:
         plan: Plan,
         position: Position,
         meter: Meter,
-        heap: Heap,
     ) -> None:
         self._resources = resources
         self._residency = residency
         self._planned = plan
         self._position = position
         self.meter = meter
-        self.heap = heap
         # What was counted before is not of the training.
         self._before = _Counters.of(resources)
         self._step_seconds = 0.0
@@ -81,7 +78,6 @@ class Measurements:
         """A step was committed, whose `step()` began then."""
         self._step_seconds += time.perf_counter() - began
         self.meter.step_ended()
-        self.heap.step_ended()
         if self._planned.log_steps and not self._told_of_log:
             self._tell_of_log()
 

@@ -13,6 +13,7 @@ from memascend import engine as engines
 from memascend.activations import activations as activation_files
 from memascend.device import device as devices
 from memascend.device.unit_memory import DeviceUnits, HostUnits
+from memascend.memory import fix_heap, trim_heap
 from memascend.optimizers.group_options import take_options
 from memascend.optimizers.wrappers import unwrapped, wrap_again
 from memascend.planning.forecast import said
@@ -203,7 +204,9 @@ def _offloaded(subject: Subject) -> tuple[OffloadedOptimizer, Forecast | None]:
     if subject.earlier is not None:
         subject.earlier.remove()
     wrap_again(subject.given, offloaded)
-    session.measurements.heap.model_left()
+    fix_heap()
+    # The model's own memory was freed.
+    trim_heap()
     open_runs.note(offloaded)
     return offloaded, seconds
 
@@ -293,7 +296,7 @@ def _resources(
     options, plan = subject.options, decision.plan
     memory: UnitMemory
     if subject.device is None:
-        memory = HostUnits(store, plan.classes, decision.row_bytes if plan.by_rows else 0)
+        memory = HostUnits(store, plan.classes)
     else:
         memory = DeviceUnits(store, subject.device, plan.classes, plan.held)
     undo.callback(memory.close)

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 _TENSOR_DATA: Any = torch.Tensor.data
-_swap_tensors: Any = torch.utils.swap_tensors
 # The types that torch's functions of lists take.
 _LISTED: list[Any] = torch.utils._foreach_utils._foreach_supported_types  # noqa: SLF001
 
@@ -48,7 +47,6 @@ class ProcessHooks:
                 # torch picks list kernels by exact type, and on a GPU a list's norm has other bits than a tensor's.
                 _LISTED.append(GradientHandle)
                 torch.nn.Module.__deepcopy__ = copy_module  # type: ignore[attr-defined]
-                torch.utils.swap_tensors = _swap_plain
                 torch.nn.Parameter.data = property(_data, _set_data)  # type: ignore[assignment]
 
     def release(self) -> None:
@@ -65,8 +63,6 @@ class ProcessHooks:
                 _LISTED.remove(GradientHandle)
                 del torch.nn.Module.__deepcopy__  # type: ignore[attr-defined]
                 del torch.nn.Parameter.data
-                if torch.utils.swap_tensors is _swap_plain:
-                    torch.utils.swap_tensors = _swap_tensors
 
 
 def _data(parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -83,18 +79,6 @@ def _set_data(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
     if place is not None and values is not parameter:
         place.source.require_away(place)
     _TENSOR_DATA.__set__(parameter, values)
-
-
-def _swap_plain(t1: torch.Tensor, t2: torch.Tensor) -> None:
-    """`torch.utils.swap_tensors` while any model is offloaded; torch's own refuses, too, and says why to nobody."""
-    for one in (t1, t2):
-        if "_memascend" in one.__dict__:
-            name = one.__dict__["_memascend"].name
-            raise UsageError(
-                f"{name!r} cannot be swapped with another tensor, as its values are on storage: give it the other's by "
-                "p.data.copy_(other), or swap within memascend.materialized(model, modify=True)"
-            )
-    _swap_tensors(t1, t2)
 
 
 def _note_registration(module: torch.nn.Module, name: str, given: Any) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from memascend.errors import UsageError
-from memascend.tensors import bytes_of, flat
+from memascend.tensors import flat
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -54,24 +54,11 @@ class Rewrites:
 
     def _is_there(self, place: Place, given: torch.Tensor) -> bool:
         home = self._run.residency.units.home_of[place.name]
-        if home.by_rows:
-            return self._same_parts(place, bytes_of(given))
         self._run.residency.bind(home)
         try:
             return _same_bits(place.parameter.detach(), given)
         finally:
             self._run.residency.unbind(home)
-
-    def _same_parts(self, place: Place, given: torch.Tensor) -> bool:
-        differ = False
-
-        def compare(start: int, part: torch.Tensor) -> None:
-            nonlocal differ
-            there = part[: given.nbytes - start]
-            differ = differ or not torch.equal(there, given[start : start + there.nbytes])
-
-        self._run.residency.units.each_part(place, compare)
-        return not differ
 
 
 def _as_stored(place: Place, values: torch.Tensor) -> torch.Tensor:

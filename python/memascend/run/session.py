@@ -119,7 +119,6 @@ class Session:
         self.run.frames.unwind()
         self.state_dicts.forget()
         self.loads.settle()
-        self.measurements.heap.look()
         with self.run.residency.turns.alone():
             return self._step()
 
@@ -293,7 +292,6 @@ class Session:
         self.run.gradients.unwatch()
         self.run.residency.close(CLOSED)
         self.run.resources.close()
-        self.measurements.heap.close()
 
 
 def clip_factor(max_norm: float, norm: float) -> float:

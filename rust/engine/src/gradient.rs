@@ -11,8 +11,6 @@ use crate::{Cause, Error, Result, bench::Bench};
 pub struct Gradient {
     memory: Memory,
     dtype: Dtype,
-    /// Bytes that are held for it until it was used.
-    held: usize,
 }
 
 enum Memory {
@@ -85,20 +83,18 @@ impl Gradient {
         {
             return Err(Error::Invalid(format!("the gradient's memory is not aligned for {}", dtype.name())));
         }
-        let held = memory.len();
-        Ok(Self { memory: Memory::Here(Host::new(memory)), dtype, held })
+        Ok(Self { memory: Memory::Here(Host::new(memory)), dtype })
     }
 
-    /// A gradient of `nbytes` of `dtype` that is lent by `source` as it is needed, which holds `held` bytes for it
-    /// meanwhile: less where it makes each window anew.
-    pub fn lent(source: Box<dyn Source>, nbytes: usize, held: usize, dtype: Dtype) -> Result<Self> {
+    /// A gradient of `nbytes` of `dtype` that is lent by `source` as it is needed.
+    pub fn lent(source: Box<dyn Source>, nbytes: usize, dtype: Dtype) -> Result<Self> {
         if !nbytes.is_multiple_of(require_float(dtype)?) {
             return Err(Error::Invalid(format!("{nbytes} bytes are no number of {}", dtype.name())));
         }
-        Ok(Self { memory: Memory::Away { source, nbytes, window: Cell::new(None) }, dtype, held })
+        Ok(Self { memory: Memory::Away { source, nbytes, window: Cell::new(None) }, dtype })
     }
 
-    /// Bytes of it.
+    /// Bytes of it, which are held until it was used.
     #[must_use]
     pub fn nbytes(&self) -> usize {
         match &self.memory {
@@ -118,11 +114,6 @@ impl Gradient {
     /// Whether it lies in host memory.
     pub(crate) fn is_here(&self) -> bool {
         matches!(self.memory, Memory::Here(_))
-    }
-
-    /// Bytes that are held for it until it was used.
-    pub(crate) fn held(&self) -> usize {
-        self.held
     }
 
     pub(crate) fn elements(&self) -> u64 {

@@ -48,7 +48,7 @@ impl Spill {
 
 impl Work for Spill {
     fn nbytes(&self) -> usize {
-        self.gradient.held()
+        self.gradient.nbytes()
     }
 
     fn leaves(&self) -> Leaves {

@@ -81,7 +81,7 @@ impl Update {
 impl Work for Update {
     fn nbytes(&self) -> usize {
         match &self.by {
-            By::Given(gradient) => gradient.held(),
+            By::Given(gradient) => gradient.nbytes(),
             By::Spilled(_) => 0,
         }
     }

@@ -261,10 +261,7 @@ fn held((address, nbytes, keep): Tensor) -> Box<dyn Buffer> {
 fn typed(py: Python<'_>, gradient: Tensor, name: &str) -> PyResult<Gradient> {
     let dtype = dtype(py, name)?;
     let made = match gradient {
-        (0, nbytes, lender) if nbytes > 0 => {
-            let (function, held) = lender.extract::<(Py<PyAny>, usize)>(py)?;
-            Gradient::lent(Box::new(Lending { function }), nbytes, held, dtype)
-        }
+        (0, nbytes, lender) if nbytes > 0 => Gradient::lent(Box::new(Lending { function: lender }), nbytes, dtype),
         gradient => Gradient::new(held(gradient), dtype),
     };
     made.map_err(|error| engine_error(py, &error))

@@ -25,10 +25,12 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Arena>()?;
     module.add_class::<ChunkRing>()?;
     module.add_class::<FileMemory>()?;
+    module.add_function(wrap_pyfunction!(fix_heap, module)?)?;
     module.add_function(wrap_pyfunction!(ignore_captures, module)?)?;
     module.add_function(wrap_pyfunction!(memory_layout, module)?)?;
     module.add_function(wrap_pyfunction!(memory_limits, module)?)?;
-    module.add_function(wrap_pyfunction!(memory_regions, module)?)
+    module.add_function(wrap_pyfunction!(memory_regions, module)?)?;
+    module.add_function(wrap_pyfunction!(trim_heap, module)?)
 }
 
 /// Page-aligned memory outside Python's heap. See `memascend.memory.Region`.
@@ -195,6 +197,18 @@ fn ignore_captures() -> bool {
 fn memory_layout(classes: &Bound<'_, PyDict>) -> PyResult<(usize, usize)> {
     let layout = Layout::unbounded(&planned(classes)?).map_err(|error| memory_error(classes.py(), &error))?;
     Ok((layout.asked_bytes(), layout.reserved_bytes()))
+}
+
+/// Fixes from which size on the C library maps allocations. See `memascend.memory.fix_heap`.
+#[pyfunction]
+fn fix_heap() -> bool {
+    mem::fix_heap()
+}
+
+/// Gives back what is free in the C library's heap. See `memascend.memory.trim_heap`.
+#[pyfunction]
+fn trim_heap(py: Python<'_>) {
+    py.detach(mem::trim_heap);
 }
 
 /// The limits on this process's memory, as they are now.

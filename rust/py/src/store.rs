@@ -105,15 +105,6 @@ impl Store {
         py.detach(|| self.inner.go_back()).map_err(|error| store_error(py, &error))
     }
 
-    /// Converts a store of version 1 of the format where it is. Whether it was one.
-    #[staticmethod]
-    #[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
-    fn upgrade(py: Python<'_>, paths: Vec<PathBuf>, backend: &str) -> PyResult<bool> {
-        let mut how = Create::default();
-        how.volume.backend = crate::nvme::chosen(py, backend)?;
-        py.detach(|| memascend_store::Store::upgrade(&paths, &how)).map_err(|error| store_error(py, &error))
-    }
-
     /// Whether it was made now, and has to be filled.
     #[getter]
     fn created(&self) -> bool {

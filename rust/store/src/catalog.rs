@@ -3,7 +3,6 @@
 use crate::{
     Description, Head, head, label,
     root::{self, Found, Root},
-    version_1,
 };
 
 /// Why bytes are not what the format says.
@@ -50,16 +49,6 @@ pub fn parse_head_fields(bytes: &[u8]) -> Result<u64, Malformed> {
         return Err("it reads otherwise when it is written again".into());
     }
     Ok(head.generation)
-}
-
-/// Whether a page holds a root of version 1 of the store `uuid`: its generation, or what is wrong.
-pub fn parse_root_of_version_1(page: &[u8], uuid: &[u8; 16]) -> Result<Option<u64>, Malformed> {
-    version_1::read_root(page, uuid).map(|root| root.map(|root| root.generation))
-}
-
-/// The description of version 1 that bytes hold, or what is wrong.
-pub fn parse_description_of_version_1(bytes: &[u8]) -> Result<Description, Malformed> {
-    Ok(version_1::decode_description(bytes)?)
 }
 
 /// The description that bytes hold, or what is wrong.

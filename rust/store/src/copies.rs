@@ -13,7 +13,7 @@ use crate::{
     label::{self, Found, Label},
     layout::PAGE_BYTES,
     open::bytes_at,
-    path::{OLD, refused},
+    path::refused,
     places::Devices,
     root::Root,
     store::CATALOG_CHUNK_BYTES,
@@ -37,7 +37,6 @@ pub(crate) fn labelled(volume: &Volume, devices: Devices) -> Result<Uuid> {
         let path = &volume.devices()[index as usize].path;
         match found_at(volume, devices.label_offset(index))? {
             Ok(Found::Label(label)) => require_same(&label, devices, index, path, &mut uuid)?,
-            Ok(Found::Old(_)) => return refused(path, OLD),
             Ok(Found::Version(version)) => return refused(path, &of_version(version)),
             Ok(Found::Blank | Found::Foreign) => damaged.push((index, None)),
             Ok(Found::Damaged(why)) | Err(why) => damaged.push((index, Some(why))),
@@ -63,6 +62,12 @@ pub(crate) fn labelled(volume: &Volume, devices: Devices) -> Result<Uuid> {
 /// What is said of a version that is not known.
 pub(crate) fn of_version(version: u32) -> String {
     let known = label::VERSION;
+    if version < known {
+        return format!(
+            "the store's format has version {version}, which a memascend before 0.2 wrote that was never released, and \
+             nothing reads it any more; choose another path, or begin anew with existing=\"replace\""
+        );
+    }
     format!("the store's format has version {version}, and this memascend knows version {known}: install a newer one")
 }
 

@@ -20,7 +20,7 @@ pub enum Dtype {
     U64 = 13,
     F8E4m3fn = 14,
     F8E5m2 = 15,
-    // 16 was, in version 1 of the format, the rest of a compact entry.
+    // 16 was something else in version 1 of the format.
     C32 = 17,
     C64 = 18,
     C128 = 19,

@@ -13,8 +13,6 @@ use crate::{
 pub(crate) const MAGIC: [u8; 8] = *b"memascnd";
 /// The version of the whole format; see `docs/store-format.md`.
 pub(crate) const VERSION: u32 = 2;
-/// The version before, which is upgraded; its labels say the same.
-pub(crate) const VERSION_1: u32 = 1;
 /// What one sector holds, which a device writes whole or not at all.
 pub(crate) const SECTOR_BYTES: usize = 512;
 
@@ -30,8 +28,6 @@ pub(crate) struct Label {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Found {
     Label(Label),
-    /// One of version 1.
-    Old(Label),
     /// Nothing was ever written there.
     Blank,
     Foreign,
@@ -89,7 +85,7 @@ fn decode(sector: &[u8]) -> Result<Found, Malformed> {
     if !is_sealed(sector, &uuid, Subject::Label) {
         return Err("its checksum is wrong".into());
     }
-    if ![VERSION, VERSION_1].contains(&version) {
+    if version != VERSION {
         return Ok(Found::Version(version));
     }
     let stripe_is_whole = stripe_bytes.is_multiple_of(PAGE_BYTES) && (PAGE_BYTES..=1 << 30).contains(&stripe_bytes);
@@ -98,5 +94,5 @@ fn decode(sector: &[u8]) -> Result<Found, Malformed> {
         return Err(format!("device {index} of {count} with stripes of {stripe_bytes} bytes"));
     }
     let label = Label { uuid, index, devices: Devices { count, stripe_bytes } };
-    Ok(if version == VERSION { Found::Label(label) } else { Found::Old(label) })
+    Ok(Found::Label(label))
 }

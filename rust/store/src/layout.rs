@@ -113,20 +113,6 @@ impl Layout {
         }))
     }
 
-    /// Lays out what a store of version 1 holds, whose description has so many bytes there: where that left it, and
-    /// the description, which is longer now, behind it.
-    pub(crate) fn upgraded(description: &Description, devices: Devices, description_bytes: u64) -> Result<Self> {
-        let (mut layout, lengths) = Self::measured(description, devices)?;
-        let first = Lengths { description: paged(description_bytes), ..lengths };
-        let (mut places, _) = Places::in_a_row(&first, devices.first_offset())?;
-        let behind = places.description[1];
-        places.description = [behind, behind + lengths.description];
-        layout.places = places;
-        layout.end = behind;
-        add(&mut layout.end, 2 * lengths.description)?;
-        Ok(layout)
-    }
-
     /// Everything but the places.
     fn measured(description: &Description, devices: Devices) -> Result<(Self, Lengths)> {
         let chunk = u64::from(description.chunk_elements);

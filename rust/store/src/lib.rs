@@ -56,16 +56,11 @@ mod stage;
 mod step_write;
 mod store;
 mod table;
-mod upgrade;
 mod verify;
-mod version_1;
 mod whole;
 
 pub use buffer::{Buffer, Shared};
-pub use catalog::{
-    parse_description, parse_description_of_version_1, parse_head_fields, parse_label, parse_root, parse_root_fields,
-    parse_root_of_version_1,
-};
+pub use catalog::{parse_description, parse_head_fields, parse_label, parse_root, parse_root_fields};
 pub use checking::{Checkers, Checking};
 pub use checksum::{Checksum, key_of};
 pub use commit::Commit;

@@ -246,7 +246,7 @@ impl Store {
     }
 
     /// What is damaged in a store that a loss of power may have taken from.
-    pub(crate) fn lost_power(&self, error: Error) -> Error {
+    fn lost_power(&self, error: Error) -> Error {
         match error {
             Error::Corrupt { .. } => Error::Refused {
                 path: Arc::clone(&self.path),

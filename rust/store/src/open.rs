@@ -19,7 +19,7 @@ use crate::{
     label::{self, Found, Label},
     layout::PAGE_BYTES,
     newest::{KEEP, Progress, Roots},
-    path::{OLD, There, check_place, look, names_folder, refused, resolve},
+    path::{There, check_place, look, names_folder, refused, resolve},
     places::Devices,
     root::{self, Root},
     store::CATALOG_CHUNK_BYTES,
@@ -123,8 +123,7 @@ impl Store {
         options.size_bytes = Some(layout.total_bytes().max(devices.volume_bytes(&paths)));
         options.private = Some(Privacy::Fresh);
         let former = match there {
-            There::Store(label) => Some(Found::Label(label)),
-            There::Old(label) => Some(Found::Old(label)),
+            There::Store(label) => Some(label),
             There::Nothing | There::Unfilled | There::Unusable(_) => None,
         };
         let volume = claim.open(&options)?;
@@ -192,7 +191,7 @@ impl Store {
     /// what was there, or what is known as ours: the first label comes before anything else.
     fn format(
         volume: Volume,
-        (devices, former): (Devices, Option<Found>),
+        (devices, former): (Devices, Option<Label>),
         description: Description,
         uuid: Uuid,
         how: &Create,
@@ -207,7 +206,8 @@ impl Store {
         let flush = || store.volume.flush(Wait::forever());
         // First the old roots go, so that a second label that a former store left where no new one comes is that of no
         // store any more.
-        if let Some((of, page)) = former.and_then(without_root) {
+        if let Some(label) = former {
+            let (of, page) = (label.devices, root::mark(&label.uuid));
             for slot in 0..2 {
                 let (device, offset) = of.on_device(of.root_offset(slot));
                 let before = devices.in_volume(device, offset);
@@ -335,10 +335,9 @@ fn decide(there: &There, existing: Existing, paths: &[PathBuf]) -> Result<Option
     match (there, existing) {
         (There::Nothing, Existing::Previous) => refused(&paths[0], "there is no store"),
         (There::Nothing, _) | (_, Existing::Replace) => Ok(None),
-        (There::Old(_), Existing::Resume | Existing::Previous) => refused(&paths[0], OLD),
         (There::Unusable(why), _) => refused(&paths[0], why),
         (There::Unfilled, _) => Err(Error::Unfilled { path: paths[0].as_path().into() }),
-        (There::Store(_) | There::Old(_), Existing::Refuse) => Err(Error::Invalid(format!(
+        (There::Store(_), Existing::Refuse) => Err(Error::Invalid(format!(
             "a store is there already, at {}: open it with existing=\"resume\", or give existing=\"replace\"",
             paths[0].display()
         ))),
@@ -351,31 +350,22 @@ fn there_is(there: &There, paths: &[PathBuf]) -> Result<Label> {
     match there {
         There::Store(label) => Ok(*label),
         There::Nothing => refused(&paths[0], "there is no store"),
-        There::Old(_) => refused(&paths[0], OLD),
         There::Unfilled => Err(Error::Unfilled { path: paths[0].as_path().into() }),
         There::Unusable(why) => refused(&paths[0], why),
     }
 }
 
 /// The first label of a store that the volume's devices still belong to.
-fn labelled_before(volume: &Volume, devices: Devices) -> Result<Option<Found>> {
+fn labelled_before(volume: &Volume, devices: Devices) -> Result<Option<Label>> {
     for index in 0..devices.count {
         let found = label::read(&bytes_at(volume, devices.label_offset(index), PAGE_BYTES)?);
-        if matches!(&found, Found::Label(label) | Found::Old(label) if label.devices.count == devices.count) {
-            return Ok(Some(found));
+        if let Found::Label(label) = found
+            && label.devices.count == devices.count
+        {
+            return Ok(Some(label));
         }
     }
     Ok(None)
-}
-
-/// The geometry of a store, and what stands in the page of a root that it has no more.
-fn without_root(former: Found) -> Option<(Devices, Vec<u8>)> {
-    match former {
-        Found::Label(label) => Some((label.devices, root::mark(&label.uuid))),
-        // Version 1 has no marks.
-        Found::Old(label) => Some((label.devices, vec![0; PAGE_BYTES as usize])),
-        _ => None,
-    }
 }
 
 /// Bytes of the volume, from a page on; the caller has bounded how many.

@@ -32,8 +32,6 @@ pub(crate) enum There {
     Nothing,
     /// A store of ours; the label of the first device.
     Store(Label),
-    /// A store of version 1, or one whose upgrade was interrupted; likewise.
-    Old(Label),
     /// A store of which some devices got their labels: whoever made it ended there.
     Unfilled,
     /// A store of ours that cannot be opened, and why.
@@ -49,10 +47,6 @@ pub(crate) fn resolve(path: &Path) -> PathBuf {
 pub(crate) fn names_folder(path: &Path) -> bool {
     path.as_os_str().as_encoded_bytes().ends_with(b"/")
 }
-
-/// What to do about a store of version 1.
-pub(crate) const OLD: &str = "the store's format has version 1; run `memascend store upgrade` on its path, or on all of \
-                              its paths in their order, which converts it where it is";
 
 /// Looks at every path. Foreign, swapped and missing devices are refused by name.
 pub(crate) fn look(paths: &[PathBuf]) -> Result<There> {
@@ -75,14 +69,10 @@ pub(crate) fn look(paths: &[PathBuf]) -> Result<There> {
     if was_begun(paths, &found) {
         return Ok(There::Unfilled);
     }
-    let (mut first, mut is_old) = (None, false);
+    let mut first = None;
     for (index, (path, found)) in (0_u32..).zip(paths.iter().zip(&found)) {
         let label = match found {
             Found::Label(label) => label,
-            Found::Old(label) => {
-                is_old = true;
-                label
-            }
             Found::Version(version) => {
                 return Ok(There::Unusable(format!("{}: {}", path.display(), of_version(*version))));
             }
@@ -109,8 +99,7 @@ pub(crate) fn look(paths: &[PathBuf]) -> Result<There> {
             return refused(path, &why);
         }
     }
-    let there = if is_old { There::Old } else { There::Store };
-    first.map(there).ok_or_else(|| Error::Invalid("a store needs at least one path".into()))
+    first.map(There::Store).ok_or_else(|| Error::Invalid("a store needs at least one path".into()))
 }
 
 /// Whether the first device got its label, and some other none yet: what is there is blank, or of the store before. The
@@ -118,7 +107,7 @@ pub(crate) fn look(paths: &[PathBuf]) -> Result<There> {
 fn was_begun(paths: &[PathBuf], found: &[Found]) -> bool {
     let [Found::Label(first), others @ ..] = found else { return false };
     let belongs = |found: &Found| matches!(found, Found::Label(label) if label.uuid == first.uuid);
-    let is_ours = |found: &Found| matches!(found, Found::Blank | Found::Label(_) | Found::Old(_));
+    let is_ours = |found: &Found| matches!(found, Found::Blank | Found::Label(_));
     let lacks_root = |slot| {
         let (device, offset) = first.devices.on_device(first.devices.root_offset(slot));
         let mut page = vec![0; PAGE_BYTES as usize];
@@ -185,7 +174,7 @@ fn look_at(path: &Path) -> Result<Found> {
 /// The geometries that a store may have: the one that a whole label says, or each stripe that is a power of two.
 fn geometries(count: usize, found: &[Found]) -> Vec<Devices> {
     let known = found.iter().find_map(|found| match found {
-        Found::Label(label) | Found::Old(label) => Some(label.devices),
+        Found::Label(label) => Some(label.devices),
         _ => None,
     });
     let stripes = PAGE_BYTES.trailing_zeros()..=30;

@@ -172,7 +172,7 @@ fn twice(mut sector: Vec<u8>, uuid: &Uuid) -> Vec<u8> {
 
 /// What stands in a page. A root over a mark counts as soon as one of its sectors is whole, and until it has none.
 pub(crate) fn read(page: &[u8], uuid: &Uuid) -> Result<Found, Malformed> {
-    let found = newest(page, |sector| decode(sector, uuid), |root| root.generation);
+    let found = newest(page, uuid);
     let is_mark = |sector: Option<&[u8]>| sector.is_some_and(|sector| opened(sector, MAGIC_OF_MARK, uuid).is_ok());
     match found {
         Ok(Some(root)) => Ok(Found::Root(Box::new(root))),
@@ -197,12 +197,8 @@ fn is_of_another(page: &[u8], uuid: &Uuid) -> bool {
     })
 }
 
-/// The newer of the two roots in a page, whatever its version.
-pub(crate) fn newest<R>(
-    page: &[u8],
-    decode: impl Fn(&[u8]) -> Result<R, Malformed>,
-    generation: impl Fn(&R) -> u64,
-) -> Result<Option<R>, Malformed> {
+/// The newer of the two roots in a page.
+fn newest(page: &[u8], uuid: &Uuid) -> Result<Option<Root>, Malformed> {
     if page.iter().all(|&byte| byte == 0) {
         return Ok(None);
     }
@@ -210,9 +206,9 @@ pub(crate) fn newest<R>(
         return Err("it is too short".into());
     }
     let sectors = [&page[..SECTOR_BYTES], &page[page.len() - SECTOR_BYTES..]];
-    let [first, last] = sectors.map(decode);
+    let [first, last] = sectors.map(|sector| decode(sector, uuid));
     match (first, last) {
-        (Ok(first), Ok(last)) => Ok(Some(if generation(&first) >= generation(&last) { first } else { last })),
+        (Ok(first), Ok(last)) => Ok(Some(if first.generation >= last.generation { first } else { last })),
         (Ok(one), Err(_)) | (Err(_), Ok(one)) => Ok(Some(one)),
         (Err(why), Err(_)) => {
             // A page whose first write tore has a copy that is still blank.

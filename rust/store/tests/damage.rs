@@ -9,8 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use memascend_mem::Wait;
 use memascend_nvme::sim::{Faults, Rng, SimDisk};
 use memascend_store::{
-    EntryState, Error, Info, Store, parse_description, parse_description_of_version_1, parse_head_fields, parse_label,
-    parse_root, parse_root_fields, parse_root_of_version_1,
+    EntryState, Error, Info, Store, parse_description, parse_head_fields, parse_label, parse_root, parse_root_fields,
 };
 use proptest::prelude::*;
 
@@ -249,10 +248,8 @@ proptest! {
         drop(parse_root(&bytes, &toy::UUID));
         let fields = parse_root_fields(&bytes);
         prop_assert!(!fields.is_err_and(|why| why.contains("when it is written again")));
-        drop(parse_root_of_version_1(&bytes, &toy::UUID));
         drop(parse_description(&bytes));
         drop(parse_head_fields(&bytes));
-        drop(parse_description_of_version_1(&bytes));
     }
 }
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.peers import start
 from benchmarks.train.cell.systems import in_ram
 from benchmarks.train.cell.workload import LEARNING_RATE, LOSS_SCALE_POWER, Workload, configuration, made, prepared
-from memascend.cli.bench import deepspeed_start
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,7 +20,7 @@ def ready() -> list[ModuleType]:
     import deepspeed
 
     libraries = in_ram.ready()
-    deepspeed_start.start()
+    start.start()
     return [*libraries, deepspeed]
 
 

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     import argparse
 
 # Each module has SUMMARY, add_arguments(parser) and run(options) -> exit status.
-_SUBJECTS = ("io", "update", "memory", "kernels")
+_SUBJECTS = ("io", "update")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

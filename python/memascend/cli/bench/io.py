@@ -1,4 +1,4 @@
-"""`memascend bench io`: measures the engine's I/O beside fio and DeepSpeed's aio in one run, with ratios."""
+"""`memascend bench io`: measures the engine's I/O beside fio in one run, with ratios."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from memascend import memory, nvme
-from memascend.cli.bench import deepspeed
+from memascend.cli.bench.fio import PASSES, fio, huge_pages
 from memascend.cli.bench.machine import described
-from memascend.cli.bench.peers import PASSES, DeepSpeed, fio, huge_pages
 from memascend.cli.bench.weights import WEIGHT_CASES, weight_cases
 from memascend.cli.show import bars
 from memascend.cli.transfer import Speed, blocks, transfer
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator
 
-SUMMARY = "bandwidth and processor time of storage, beside fio and DeepSpeed's aio"
+SUMMARY = "bandwidth and processor time of storage, beside fio"
 
 _MIB = 1 << 20
 _PATTERNS = ("read", "write", "mixed")
@@ -52,15 +51,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, metavar="N", default=5, help="medians of so many rounds (default 5)")
     parser.add_argument("--grid", action="store_true", help="also 128 KiB to 16 MiB and depth 1 to 32; takes a while")
     parser.add_argument("--raw", action="store_true", help="also a loop device as a raw one (needs root)")
-    parser.add_argument("--deepspeed", metavar="PYTHON", help=deepspeed.OPTION_HELP)
 
 
-def run(options: argparse.Namespace) -> int:
-    """Measure and print."""
+class Other(Protocol):
+    """Another system at the same file, with one of our sizes and depths."""
+
+    name: str
+
+    def run(self, pattern: str) -> Speed:
+        """Read or write all of the file."""
+
+    def close(self) -> None:
+        """End it."""
+
+
+def run(options: argparse.Namespace, begin: Callable[[Path, int, int, int], Other] | None = None) -> int:
+    """Measure and print; beside what `begin` gives for a file, bytes of a request, a depth and bytes in all."""
     if options.size < 64 or options.rounds < 1:
         raise ConfigError("--size is at least 64 MiB and --rounds at least 1")
     with tempfile.TemporaryDirectory(dir=options.storage, prefix=".memascend-bench-") as folder, ExitStack() as stack:
-        bench = _Bench(Path(folder), options, stack)
+        bench = _Bench(Path(folder), options, stack, begin)
         results = {"files": bench.headline()}
         if options.raw:
             results["raw device"] = bench.raw()
@@ -95,7 +105,13 @@ def run(options: argparse.Namespace) -> int:
 class _Bench:
     """What the measurements share: folder, sizes, peers."""
 
-    def __init__(self, folder: Path, options: argparse.Namespace, stack: ExitStack) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        options: argparse.Namespace,
+        stack: ExitStack,
+        begin: Callable[[Path, int, int, int], Other] | None,
+    ) -> None:
         self.folder, self.rounds, self.nbytes = folder, options.rounds, options.size * _MIB
         self.stack = stack
         self.left_out: list[str] = []
@@ -103,13 +119,10 @@ class _Bench:
         if self.huge is None:
             self.left_out.append("fio with huge pages: this process may not mount a hugetlbfs (run as root)")
         self.file = self._made("one")
-        self.deepspeed: DeepSpeed | None = None
-        python = deepspeed.found(options.deepspeed)
-        if python is not None:
-            peer = DeepSpeed(python, self.file, _BLOCK_BYTES, _DEPTH, min(self.nbytes, 512 * _MIB))
-            self.deepspeed = stack.enter_context(peer)
-        else:
-            self.left_out.append(f"DeepSpeed's aio: {deepspeed.MISSING}")
+        self.other: Other | None = None
+        if begin is not None:
+            self.other = begin(self.file, _BLOCK_BYTES, _DEPTH, min(self.nbytes, 512 * _MIB))
+            stack.callback(self.other.close)
 
     def headline(self) -> dict[str, Speed]:
         """All ways at the size and depth that are best."""
@@ -123,8 +136,8 @@ class _Bench:
             cases[f"{pattern}: unaligned memory"] = ours([self.file], pattern, _BLOCK_BYTES, _DEPTH, first=64)
             shifted = ours([self.file], pattern, _BLOCK_BYTES - 200, _DEPTH, first=100)
             cases[f"{pattern}: unaligned offsets too"] = shifted
-            if self.deepspeed is not None and pattern != "mixed":
-                cases[f"{pattern}: DeepSpeed aio"] = partial(self.deepspeed.run, pattern)
+            if self.other is not None and pattern != "mixed":
+                cases[f"{pattern}: {self.other.name}"] = partial(self.other.run, pattern)
         return _medians(cases, self.rounds, "files")
 
     def grid(self) -> _Results:

@@ -1,4 +1,4 @@
-"""`memascend bench update`: measures the pipelined AdamW on SSD beside plain I/O, fio and DeepSpeed's swapper.
+"""`memascend bench update`: measures the pipelined AdamW on SSD beside plain I/O and fio.
 
 What checksums cost is measured by `cargo bench -p memascend-engine`, which can leave them out.
 """
@@ -15,12 +15,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from memascend import nvme
-from memascend.cli.bench import bag, deepspeed
-from memascend.cli.bench.peers import PASSES, fio, huge_pages
-from memascend.cli.bench.swapper import Swapper
+from memascend.cli.bench import bag
+from memascend.cli.bench.fio import PASSES, fio, huge_pages
 from memascend.cli.show import bars
 from memascend.cli.transfer import blocks
 from memascend.formatting import bytes_shown, seconds_shown, table
@@ -34,15 +33,13 @@ if TYPE_CHECKING:
     from memascend import engine
     from memascend.nvme import Ticket, Volume
 
-SUMMARY = "a step of AdamW on SSD, against pure I/O of the same bytes, fio, and DeepSpeed's NVMe swapper"
+SUMMARY = "a step of AdamW on SSD, against pure I/O of the same bytes and fio"
 
 _MEGA = 1_000_000
 _MIB = 1 << 20
 _VALUE_BYTES = 2
 _BLOCK = 4096
 _FORMS = {"own": "", "fp32": "compact", "bf16": "compact bf16", "8bit": "compact 8bit"}
-# What DeepSpeed's parameters are compared with.
-_SHARED = ("own", "fp32")
 _STATE_HELP = "format of the state: as `offload(state=...)` has it, or own: float32 masters beside the values (default)"
 
 
@@ -55,17 +52,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chunk-elements", type=int, default=None, metavar="N", help="default: what a store takes")
     parser.add_argument("--state", choices=_FORMS, default="own", help=_STATE_HELP)
     parser.add_argument("--no-fio", action="store_true", help="leave fio out")
-    parser.add_argument("--deepspeed", metavar="PYTHON", help=deepspeed.OPTION_HELP)
+
+
+class Other(Protocol):
+    """Another system at the same parameters."""
+
+    def step(self) -> float:
+        """Seconds of a step."""
+
+    def compared(self, sample: torch.Tensor) -> dict[str, Any]:
+        """What it took, if its parameters are ours after as many steps: else an error."""
+
+    def close(self) -> None:
+        """End it."""
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure and print."""
     with tempfile.TemporaryDirectory(dir=options.storage or ".", prefix="memascend-bench-") as folder:
-        result = _measure(Path(folder), options)
+        result = measure(Path(folder), options)
     if options.json:
         print(json.dumps(result, indent=2))
     else:
-        print(_shown(result))
+        print(shown(result))
     if options.picture:
         rates = {"update": "update_gb_per_second", "the same bytes without arithmetic": "pure_gb_per_second"}
         series = {"memascend": {words: result[name] for words, name in rates.items()}}
@@ -150,7 +159,8 @@ def _create(folder: Path, subject: _Parameters) -> engine.Store:
     return engine.Store.create(folder / "store", entries, chunk_elements=subject.chunk)
 
 
-def _measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+def measure(folder: Path, options: argparse.Namespace, begin: Callable[[int], Other] | None = None) -> dict[str, Any]:
+    """Medians of all that is measured; also of another system, which `begin` gives for the elements of a parameter."""
     from memascend import engine
 
     subject = _choose_parameters(options)
@@ -163,11 +173,10 @@ def _measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         updates = stack.enter_context(engine.Engine(store, chunks=options.chunks))
         memory = stack.enter_context(blocks(block_bytes, options.chunks))
         peers = _fio_peers(folder, subject, options, stack)
-        python = deepspeed.found(options.deepspeed) if options.state in _SHARED else None
-        swapper = Swapper(python, folder / "deepspeed", subject.numel) if python is not None else None
-        if swapper is not None:
-            stack.enter_context(swapper)
-            peers["deepspeed"] = swapper.step
+        other = None if begin is None else begin(subject.numel)
+        if other is not None:
+            stack.callback(other.close)
+            peers["other"] = other.step
         # Both slots of both are written once before anything counts: fresh extents are slower.
         for step in range(1, options.rounds + 3):
             began = time.perf_counter()
@@ -187,12 +196,11 @@ def _measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
             for what in took if step > 2 else ():
                 seconds[what].append(took[what])
         staging = updates.staging_bytes
-        peer: dict[str, Any] = {"error": deepspeed.MISSING if options.state in _SHARED else "it has no such state"}
-        if swapper is not None:
-            peer = swapper.compared(store.read(subject.names[0])[0].flatten()[: bag.SAMPLE].float())
+        sample = store.read(subject.names[0])[0].flatten()[: bag.SAMPLE].float()
+        told = {} if other is None else {"other": other.compared(sample)}
     info = store.info()
     store.close()
-    return _result(subject, seconds, peer, staging, info)
+    return told | _result(subject, seconds, told, staging, info)
 
 
 def _fio_peers(
@@ -216,13 +224,13 @@ def _fio_peers(
 
 
 def _result(
-    subject: _Parameters, seconds: dict[str, list[float]], peer: dict[str, Any], staging: int, info: Mapping[str, Any]
+    subject: _Parameters, seconds: dict[str, list[float]], told: dict[str, Any], staging: int, info: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Medians, and medians of the ratios of each round."""
-    result: dict[str, Any] = {"parameters": subject.parameters, "bytes": subject.nbytes, "deepspeed": peer}
-    if "error" in peer:
+    result: dict[str, Any] = {"parameters": subject.parameters, "bytes": subject.nbytes}
+    if "error" in told.get("other", ()):
         # What computes something else is no peer.
-        seconds.pop("deepspeed", None)
+        seconds.pop("other", None)
     for what, times in seconds.items():
         result[f"{what}_seconds"] = statistics.median(times)
         ratios = [took / update for took, update in zip(times, seconds["update"], strict=True)]
@@ -231,9 +239,6 @@ def _result(
         if what in ("update", "pure"):
             result[f"{what}_gb_per_second"] = subject.nbytes / result[f"{what}_seconds"] / 1e9
     held = staging + info["index_bytes"] + info["buffer_bytes"]
-    if "added_bytes" in peer:
-        peer["ours_of_added_bytes"] = held / peer["added_bytes"]
-        peer["ours_of_swap_buffer_bytes"] = held / peer["swap_buffer_bytes"]
     return result | {
         "commit_share": result.pop("update_over_commit"),
         "staging_bytes": staging,
@@ -283,11 +288,12 @@ _ROWS = (
     ("pure", "pure I/O of the same bytes"),
     ("fio_huge_pages", "fio, huge pages, as many bytes"),
     ("fio_default", "fio as people run it"),
-    ("deepspeed", "DeepSpeed's NVMe swapper, pipelined"),
+    ("other", "the other one"),
 )
 
 
-def _shown(result: dict[str, Any]) -> str:
+def shown(result: dict[str, Any]) -> str:
+    """A table of what was measured."""
     rows = [
         (
             title,
@@ -298,15 +304,6 @@ def _shown(result: dict[str, Any]) -> str:
         for what, title in _ROWS
         if f"{what}_seconds" in result
     ]
-    peer = result["deepspeed"]
-    beside = (
-        f"DeepSpeed is left out: {peer['error']}"
-        if "error" in peer
-        else f"DeepSpeed, {peer['buffers']} buffers: {bytes_shown(peer['swap_buffer_bytes'])} of swap buffers, "
-        f"{bytes_shown(peer['added_bytes'])} in all; ours holds {result['held_bytes'] / peer['swap_buffer_bytes']:.2%} "
-        f"and {result['held_bytes'] / peer['added_bytes']:.2%} of that; "
-        f"parameters differ by {peer['difference']:.1e} in the mean"
-    )
     return (
         f"A step of AdamW on {result['parameters'] / _MEGA:.0f} M bf16 parameters, "
         f"{bytes_shown(int(result['bytes']))}\n\n"
@@ -314,5 +311,4 @@ def _shown(result: dict[str, Any]) -> str:
         + f"\n\ncommit, durable: {seconds_shown(result['commit_seconds'])}, {result['commit_share']:.2%} of the step\n"
         f"staging memory: {bytes_shown(int(result['staging_bytes']))}\n"
         f"index: {bytes_shown(int(result['index_bytes']))}, {result['index_bytes_per_mib']:.0f} bytes per MiB of state"
-        f"\n{beside}"
     )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memascend.cli.plan.machine import ENDURANCE_PER_TB, HEAP_GAPS, IMPORTS
+from memascend.cli.plan.machine import ENDURANCE_PER_TB, IMPORTS
 from memascend.cli.storage import speeds_at
 from memascend.formatting import bytes_shown
 from memascend.planning.costs import (
@@ -26,7 +26,6 @@ from memascend.planning.costs import (
 )
 from memascend.planning.forecast import Forecast, forecast
 from memascend.run.decision import planned
-from memascend.run.heap import ACTIVATIONS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -110,30 +109,20 @@ def answer(question: Question, found: Planned | None = None) -> Answer:
     # With several ranks each holds what torch has gathered, too, and in memory its part of all of it.
     gathered = 0 if found.network is None else found.network.gathered
     torchs = gathered + (0 if isinstance(trace, str) else trace.peak)
-    gaps = heap_gaps(question)
     ours = plan.host_peak + plan.object_bytes + IMPORTS
     steps = _phases(question, plan, found.network)
     endurance = question.endurance or _usual_endurance(plan.storage_bytes)
     return Answer(
         plan=plan,
         in_memory=_in_memory(question) + found.state_bytes,
-        host_bytes=ours + (torchs + gaps if question.gpu is None else 0),
+        host_bytes=ours + (torchs if question.gpu is None else 0),
         device_bytes=0 if question.gpu is None else plan.device_peak + torchs,
         phases=None if steps is None else tuple(steps),
         endurance=endurance,
         days=None if steps is None else drive_days(plan, seconds(steps), endurance),
-        problems=tuple(_problems(question, plan, torchs + gaps)),
+        problems=tuple(_problems(question, plan, torchs)),
         network=found.network,
     )
-
-
-def heap_gaps(question: Question) -> int:
-    """What torch's memory takes more where the host computes and its heap keeps what is freed: with large batches."""
-    trace = question.trace
-    if isinstance(trace, str) or question.gpu is not None:
-        return 0
-    values = sum(parameter.nbytes for parameter in question.model.parameters())
-    return int(trace.peak * HEAP_GAPS) if trace.allocated > ACTIVATIONS * values else 0
 
 
 def _in_memory(question: Question) -> int:

@@ -12,8 +12,6 @@ _GB = 10**9
 
 # Python, torch and transformers in host memory, before there is a model.
 IMPORTS = 740 << 20
-# Of what torch holds at once, what lies between in a heap that keeps what is freed.
-HEAP_GAPS = 0.2
 # Terabytes written that consumer drives are warranted for, for each terabyte of size; those of servers have 2 to 10
 # times as much.
 ENDURANCE_PER_TB = 600

@@ -16,8 +16,8 @@ from memascend import engine, kernels
 from memascend.cli.plan.trace import recompute, settle, without_gradients_kept
 from memascend.cli.storage import disk_folder
 from memascend.errors import ConfigError, StorageError
+from memascend.memory import fix_heap
 from memascend.progress import Progress
-from memascend.run.heap import ACTIVATIONS, Heap
 from memascend.run.offloading import offload
 
 if TYPE_CHECKING:
@@ -83,9 +83,7 @@ def _model_seconds(model: nn.Module, trace: Trace, shape: tuple[int, int]) -> tu
     """Of its forward and backward: its own code on values that are made up, as deep as that is quick."""
     values = sum(parameter.nbytes for parameter in model.parameters())
     # As it will be while it is trained: pages that are mapped anew are zeroed anew.
-    heap = Heap(values)
-    if heap.steady and trace.allocated > ACTIVATIONS * values:
-        heap.keep()
+    fix_heap()
     depth = _depth(model)
     first = _pass_seconds(model, 1, trace, shape)
     if depth == 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from memascend.cli.plan.answer import disk_seconds, forecast_of, heap_gaps, moved
+from memascend.cli.plan.answer import disk_seconds, forecast_of, moved
 from memascend.cli.plan.cards import REACHED
 from memascend.cli.plan.machine import ENDURANCE_PER_TB, IMPORTS
 from memascend.formatting import bytes_shown, seconds_shown, table
@@ -98,10 +98,7 @@ def _torchs(question: Question) -> list[Row]:
         return []
     how = "blocks recomputed" if trace.recomputes else "blocks not recomputed"
     kinds = ", ".join(f"{kind} {bytes_shown(nbytes)}" for kind, nbytes in trace.held.items() if nbytes)
-    rows = [("  torch's", bytes_shown(trace.peak), f"{trace.tokens:,} tokens at once, {how}: {kinds}")]
-    if gaps := heap_gaps(question):
-        rows.append(("  gaps in torch's heap", bytes_shown(gaps), "about, with activations so large beside the model"))
-    return rows
+    return [("  torch's", bytes_shown(trace.peak), f"{trace.tokens:,} tokens at once, {how}: {kinds}")]
 
 
 def _fewer(found: Answer) -> str:

@@ -37,7 +37,6 @@ class Trace:
     backward: Pass  # likewise, with what is recomputed
     peak: int  # bytes of torch's own memory at its highest, gradients being gone as soon as they are whole
     held: dict[str, int]  # of these, by what they are: logits, gradients, activations
-    allocated: int  # bytes of all that was allocated, one after the other
     recomputes: bool  # whether blocks are computed again in the backward
 
     @property
@@ -53,7 +52,6 @@ class _Watch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = Pass()
         self.peak = 0
-        self.allocated = 0
         self.at_peak: list[tuple[int, tuple[int, ...]]] = []
         self._bytes = 0
         own = (*model.parameters(), *model.buffers())
@@ -82,7 +80,6 @@ class _Watch(TorchDispatchMode):
         nbytes = storage.nbytes()
         self._living[key] = nbytes, tuple(tensor.shape)
         self._bytes += nbytes
-        self.allocated += nbytes
         weakref.finalize(storage, self._gone, key)
         if self._bytes > self.peak:
             self.peak = self._bytes
@@ -174,7 +171,6 @@ def trace(model: nn.Module, batch: int, length: int, *, recomputes: bool) -> Tra
         backward=backward,
         peak=watch.peak,
         held=_kinds(model, watch.at_peak),
-        allocated=watch.allocated,
         recomputes=recomputes,
     )
 
@@ -202,7 +198,6 @@ def grown(one: Trace, two: Trace, times: int) -> Trace:
         backward=Pass(line(one.backward.flops, two.backward.flops)),
         peak=line(one.peak, two.peak),
         held={kind: line(nbytes, two.held[kind]) for kind, nbytes in one.held.items()},
-        allocated=line(one.allocated, two.allocated),
         recomputes=one.recomputes,
     )
 

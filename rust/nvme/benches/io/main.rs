@@ -1,6 +1,6 @@
 //! Benchmarks I/O: bandwidth, latency and processor time of the ring, of threads, of stripes, and of fio beside them.
 //!
-//! Beside `DeepSpeed` too, and with what a step of training does: `memascend bench io`.
+//! Beside `DeepSpeed` too, and with what a step of training does: `python -m benchmarks.peers.bench_io`.
 
 mod fio;
 mod target;

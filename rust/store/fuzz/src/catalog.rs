@@ -7,8 +7,7 @@
 
 use libfuzzer_sys::fuzz_target;
 use memascend_store::{
-    Description, parse_description, parse_description_of_version_1, parse_head_fields, parse_label, parse_root,
-    parse_root_fields, parse_root_of_version_1,
+    Description, parse_description, parse_head_fields, parse_label, parse_root, parse_root_fields,
 };
 
 /// What is let through can be laid out, or is refused for its size.
@@ -28,12 +27,8 @@ fuzz_target!(|bytes: &[u8]| {
     }
     if let Some((uuid, page)) = bytes.split_first_chunk::<16>() {
         drop(parse_root(page, uuid));
-        drop(parse_root_of_version_1(page, uuid));
     }
     if let Ok(description) = parse_description(bytes) {
-        laid_out(&description);
-    }
-    if let Ok(description) = parse_description_of_version_1(bytes) {
         laid_out(&description);
     }
 });

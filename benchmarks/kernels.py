@@ -1,30 +1,28 @@
-"""`memascend bench kernels`: measures the CPU kernels beside torch's operations, DeepSpeed's cpu_adam and bitsandbytes.
+"""Measures the CPU kernels beside torch's operations, DeepSpeed's cpu_adam and bitsandbytes.
 
 The peers get the same tensors, buffers for their casts that are already there, and as many threads.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from benchmarks.reduced import reduced_calls
+from benchmarks.rounds import interleaved
 from memascend.cli.bench import process
-from memascend.cli.bench.reduced import reduced_calls
-from memascend.cli.bench.rounds import interleaved
 from memascend.cli.show import bars
 from memascend.formatting import bytes_shown, seconds_shown, table
 
 if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import torch
 
     Call = Callable[[], object]
-
-SUMMARY = "the CPU kernels against torch's operations and, where installed, DeepSpeed's cpu_adam and bitsandbytes"
 
 _STEP = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 
@@ -44,15 +42,18 @@ class Row:
         return self.seconds[1] / self.seconds[0]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
+def main(words: Sequence[str] | None = None) -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--picture", metavar="PNG", help="draw the result into this file")
     parser.add_argument("--elements", type=int, default=64, metavar="MI", help="Mi elements (default 64)")
     parser.add_argument("--threads", type=int, default=None, metavar="N", help="default: torch's own number")
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="interleaved rounds (default 5)")
+    _measure(parser.parse_args(words))
 
 
-def run(options: argparse.Namespace) -> int:
-    """Measure and print."""
+def _measure(options: argparse.Namespace) -> None:
     import torch
 
     from memascend import kernels
@@ -80,7 +81,6 @@ def run(options: argparse.Namespace) -> int:
             "billions of elements a second",
             dict(zip(("memascend", "peer"), rates, strict=True)),
         )
-    return 0
 
 
 def _shown(rows: list[Row], numel: int) -> str:
@@ -200,3 +200,7 @@ def _cpu_adam(parameter: torch.nn.Parameter, m: torch.Tensor, v: torch.Tensor) -
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+if __name__ == "__main__":
+    main()

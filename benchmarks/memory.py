@@ -1,24 +1,22 @@
-"""`memascend bench memory`: computes what pools reserve for published models; measures what a lease costs."""
+"""Computes what pools reserve for published models; measures what a lease costs."""
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from benchmarks.reservation import POOLS, load_models, reserve, unit_bytes
+from benchmarks.rounds import interleaved
 from memascend import memory
-from memascend.cli.bench.reservation import POOLS, load_models, reserve, unit_bytes
-from memascend.cli.bench.rounds import interleaved
 from memascend.cli.show import bars
 from memascend.formatting import bytes_shown, seconds_shown, table
 
 if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    from memascend.cli.bench.reservation import Reservation
-
-SUMMARY = "host bytes that pools reserve for published models; the cost of a lease"
+    from benchmarks.reservation import Reservation
 
 # Compute on one unit, read the next, write back the last.
 _WINDOW = 3
@@ -26,8 +24,11 @@ _WINDOW = 3
 _LEASE_BYTES = (4 << 10, 1 << 20, 32 << 20)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
+def main(words: Sequence[str] | None = None) -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--picture", metavar="PNG", help="draw the result into this file")
     parser.add_argument(
         "--window",
         type=_units,
@@ -35,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"units in memory at once (default {_WINDOW})",
     )
+    _measure(parser.parse_args(words))
 
 
 def _units(text: str) -> int:
@@ -44,8 +46,7 @@ def _units(text: str) -> int:
     return units
 
 
-def run(options: argparse.Namespace) -> int:
-    """Measure and print."""
+def _measure(options: argparse.Namespace) -> None:
     window = options.window
     reservations = {model["model"]: reserve(unit_bytes(model), window) for model in load_models()}
     leases = _lease_seconds()
@@ -71,7 +72,6 @@ def run(options: argparse.Namespace) -> int:
         }
         title = f"Host memory reserved for {window} units in flight (bf16)"
         bars(Path(options.picture), title, "GiB", series)
-    return 0
 
 
 def reservation_table(reservations: dict[str, Reservation]) -> str:
@@ -114,3 +114,7 @@ def _lease_table(leases: dict[str, dict[str, float]]) -> str:
         for nbytes, seconds in leases.items()
     ]
     return table(("size", "lease", "torch.empty", "ratio"), rows)
+
+
+if __name__ == "__main__":
+    main()

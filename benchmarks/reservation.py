@@ -18,7 +18,7 @@ import json
 import math
 from collections import Counter
 from dataclasses import dataclass
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from memascend import memory
@@ -51,7 +51,7 @@ class Reservation:
 
 def load_models() -> list[dict[str, Any]]:
     """The models of model_shapes.json: "model", "parameters", and "units" with a "count" and shapes by name."""
-    text = resources.files("memascend.cli.bench").joinpath("model_shapes.json").read_text(encoding="utf-8")
+    text = Path(__file__).with_name("model_shapes.json").read_text(encoding="utf-8")
     models: list[dict[str, Any]] = json.loads(text)
     return models
 

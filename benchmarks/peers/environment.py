@@ -7,6 +7,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+import benchmarks
+import memascend
 from memascend.closing import Closing
 from memascend.errors import ConfigError
 
@@ -27,15 +29,28 @@ def found(given: str | None) -> Path | None:
     return Path(given) if given else ENVIRONMENT if ENVIRONMENT.exists() else None
 
 
+def required(given: str | None) -> Path:
+    """The same, for what measures nothing without it.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    python = found(given)
+    if python is None:
+        raise ConfigError(MISSING)
+    return python
+
+
 def variables(python: Path, package: Path) -> dict[str, str]:
     """The environment of a program in DeepSpeed's interpreter.
 
     Args:
         python: the interpreter.
-        package: an empty folder. It gets a link to this package, so that the program can import its modules, without
-            what is installed beside it here: the peer has a torch of its own.
+        package: an empty folder. It gets links to these benchmarks and to memascend, so that the program can import
+            their modules, without what is installed beside them here: the peer has a torch of its own.
     """
-    (package / "memascend").symlink_to(Path(__file__).parents[2])
+    for own in (benchmarks, memascend):
+        (package / own.__name__).symlink_to(Path(str(own.__file__)).parent)
     folder = python.absolute().parent
     return {
         **os.environ,

@@ -1,4 +1,4 @@
-"""Runs the other systems of `memascend bench io`: fio, with and without huge pages, and DeepSpeed's aio."""
+"""Runs fio, with and without huge pages, beside the benchmarks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memascend.cli.bench.deepspeed import Peer
 from memascend.cli.transfer import Speed
-from memascend.closing import Closing
 from memascend.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -78,19 +76,3 @@ def fio(
     moved = job["read"]["io_bytes"] + job["write"]["io_bytes"]
     seconds = max(job["read"]["runtime"], job["write"]["runtime"]) / 1e3
     return Speed(nbytes=moved, seconds=seconds, cpu_seconds=(job["usr_cpu"] + job["sys_cpu"]) / 100 * seconds)
-
-
-class DeepSpeed(Closing):
-    """DeepSpeed's aio with its own pinned buffer, in a Python of its own that waits for orders."""
-
-    def __init__(self, python: Path, path: Path, block: int, depth: int, nbytes: int) -> None:
-        self._peer = Peer(python, "memascend.cli.bench.deepspeed_peer", path, block, depth, nbytes)
-
-    def run(self, pattern: str) -> Speed:
-        """One pass over the file."""
-        nbytes, seconds, cpu_seconds = self._peer.ask(pattern).split()
-        return Speed(nbytes=int(nbytes), seconds=float(seconds), cpu_seconds=float(cpu_seconds))
-
-    def close(self) -> None:
-        """End its process."""
-        self._peer.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from memascend.cli.bench.deepspeed import Peer
+from benchmarks.peers.environment import Peer
 from memascend.closing import Closing
 from memascend.errors import ConfigError
 
@@ -35,7 +35,7 @@ class Swapper(Closing):
         for buffers in _BUFFERS:
             peer = None
             try:
-                peer = Peer(python, "memascend.cli.bench.deepspeed_update", folder, numel, buffers)
+                peer = Peer(python, "benchmarks.peers.nvme_update", folder, numel, buffers)
                 # Two steps show whether it runs: the first makes its state, the second reads it.
                 self._early = [json.loads(peer.ask("step"))["seconds"] for _ in range(2)]
             except ConfigError as failed:

@@ -1,6 +1,6 @@
 """Runs DeepSpeed's aio: reads orders ("read", "write"), prints bytes, seconds and processor seconds.
 
-Run by `memascend bench io` in an environment that has DeepSpeed; nothing of ours is imported.
+Run by `benchmarks.peers.bench_io` in an environment that has DeepSpeed; nothing of ours is imported.
 """
 
 import resource

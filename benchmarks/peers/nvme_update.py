@@ -1,6 +1,6 @@
 """Runs DeepSpeed's NVMe optimizer swapper: each order "step" updates the parameters once.
 
-`python -m memascend.cli.bench.deepspeed_update FOLDER NUMEL BUFFERS` in DeepSpeed's environment. The answer is JSON:
+`python -m benchmarks.peers.nvme_update FOLDER NUMEL BUFFERS` in DeepSpeed's environment. The answer is JSON:
 seconds of the step alone, without the backward before it, which also writes the gradients to SSD; memory; a sample.
 """
 
@@ -11,7 +11,8 @@ import sys
 import time
 from typing import Any
 
-from memascend.cli.bench import bag, deepspeed_start, process
+from benchmarks.peers import start
+from memascend.cli.bench import bag, process
 
 
 def main(folder: str, numel: int, buffers: int) -> None:
@@ -20,7 +21,7 @@ def main(folder: str, numel: int, buffers: int) -> None:
     import torch
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    deepspeed_start.start()
+    start.start()
     grad = bag.gradient(numel)
 
     class Weight(torch.nn.Module):

@@ -1,0 +1,58 @@
+"""Tests the published reservations: what pools reserve for models, by hand and beside each other."""
+
+import json
+
+import pytest
+
+from benchmarks.memory import main
+from benchmarks.reservation import POOLS, load_models, reserve, unit_bytes
+
+# Published sizes: the sum of all tensors, in billions of parameters.
+PUBLISHED = {
+    "Qwen2.5 0.5B": 0.494,
+    "Qwen2.5 7B": 7.616,
+    "Llama 3.1 8B": 8.030,
+    "Flan-T5 XXL": 11.135,
+    "Qwen2.5 14B": 14.770,
+    "Qwen2.5 32B": 32.764,
+    "Mixtral 8x7B": 46.703,
+    "Llama 3.1 70B": 70.554,
+}
+
+
+@pytest.mark.parametrize("model", load_models(), ids=lambda model: model["model"])
+def test_shapes_add_up_to_the_published_size(model):
+    total = sum(sum(unit) for unit in unit_bytes(model)) // 2
+    assert total == model["parameters"]
+    assert round(total / 1e9, 3) == PUBLISHED[model["model"]]
+
+
+def test_a_reservation_by_hand():
+    embedding, block, head = (1_000_000,), (300_000, 50_000), (1_000_000,)
+    result = reserve([embedding, block, block, block, head], window=2)
+    # Windows: embedding + block (1,350,000), block + block, block + head. 50,000 bytes are under the threshold of
+    # 100,000 elements, so ZeRO-Infinity keeps all three of them and swaps at most two tensors at once.
+    assert result.needed == 1_350_000
+    assert result.reserved["one size"] == 2 * 1_000_000 + 3 * 50_000
+    assert result.reserved["one size, rounded"] == 2**21 + 3 * 50_000
+    assert result.reserved["per shape"] == 1_000_000 + 2 * 350_000
+    # One slot that the embedding and the head share, two for blocks, in whole pages.
+    assert 1_700_000 <= result.reserved["arena"] <= 1_700_000 * 1.01 + 4096
+    assert result.waste("one size") == pytest.approx(100 * (2_150_000 / 1_350_000 - 1))
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 5])
+@pytest.mark.parametrize("model", load_models(), ids=lambda model: model["model"])
+def test_the_arena_reserves_no_more_than_any_other_pool(model, window):
+    result = reserve(unit_bytes(model), window)
+    assert all(result.reserved[pool] >= result.needed for pool in POOLS)
+    # At most the two percent that alignment may cost, and far less in fact.
+    assert result.reserved["arena"] <= 1.001 * min(result.reserved.values())
+
+
+def test_it_prints_and_draws(capsys, tmp_path):
+    picture = tmp_path / "deep" / "memory.png"
+    main(["--json", "--picture", str(picture)])
+    report = json.loads(capsys.readouterr().out)
+    assert set(report["reserved"]) == set(PUBLISHED)
+    assert picture.read_bytes()[:4] == b"\x89PNG"
