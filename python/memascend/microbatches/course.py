@@ -56,7 +56,7 @@ class Recorder:
     def take(self, gradient: Gradient) -> bool:
         """A gradient has arrived, which is left where it is."""
         path, name = self.paths[-1], gradient.name
-        values = gradient.standing
+        values = gradient.place.parameter.grad
         if name in path.arrivals:
             self.unfit.setdefault(name, "arrives in pieces")
         elif values is not None and values.is_sparse:

@@ -81,7 +81,7 @@ class PartialSums:
         own = self._baton.here
         if own is None:
             return False
-        values = gradient.standing
+        values = gradient.place.parameter.grad
         assert values is not None, "it was accumulated"
         gradient.place.parameter.grad = None
         if values.requires_grad or values.is_sparse:
