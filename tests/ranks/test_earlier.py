@@ -310,6 +310,8 @@ def gone_over(tmp_path, counts, last):
         assert left == stores(last)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_run_that_is_killed_once_it_has_gone_over_goes_on(tmp_path):
     gone_over(tmp_path, [(1, None), (2, "half")], 2)
 
@@ -323,6 +325,8 @@ def test_it_goes_on_from_every_point_of_that(tmp_path, counts, point, last):
     gone_over(tmp_path, [(count, point) for count in counts], last)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_store_of_zeros_is_named_and_nothing_begins_anew(tmp_path):
     """Whatever number of ranks comes next; and where it has no commit any more, too."""
     on_ranks(2, train, tmp_path, "run", 2, False, {})

@@ -79,7 +79,7 @@ def test_stores_stand_for_all_that_those_had_outlived():
         ([store(2, 2, 1), None], False, [1]),
         ([store(2, 1), store(2, 1)], False, []),
         # Whatever it is, it can be asked what it lacks.
-        ([store(2, 2, 1), store(2, filled=True, error="no memascend store")], False, []),
+        ([store(2, 2, 1), {**store(2), "filled": True, "error": "no memascend store"}], False, []),
     ],
 )
 def test_a_store_without_a_commit_is_unfilled_or_lost(each, is_unfilled, missing):
