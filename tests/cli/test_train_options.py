@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import stat
+import warnings
 
 import pytest
 import torch
@@ -52,7 +53,10 @@ def arguments(folder, place, *more):
 
 
 def ran(capfd, *command, status=0):
-    assert main(["train", *map(str, command)]) == status
+    with warnings.catch_warnings():
+        # Of libraries, when they are imported.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        assert main(["train", *map(str, command)]) == status
     out, err = capfd.readouterr()
     return [json.loads(line) for line in out.splitlines()], err
 
@@ -350,7 +354,7 @@ def test_packed_rows_have_the_loss_of_each_row_alone(family):
         together = model(input_ids=packed.input_ids, position_ids=packed.position_ids, labels=packed.labels).loss
         alone = [(model(input_ids=ids[None], labels=labels[None]).loss, len(ids) - 1) for ids, labels in rows]
     expected = sum(loss * count for loss, count in alone) / sum(count for _, count in alone)
-    torch.testing.assert_close(together, expected, rtol=1e-10, atol=0)
+    torch.testing.assert_close(together, expected, rtol=1e-5, atol=0)
 
 
 def test_a_model_that_would_mix_rows_leaves_them_alone(folder, tmp_path, capfd):
