@@ -280,7 +280,7 @@ class Job(Closing):
         if is_first:
             output.begin(self._record())
         try:
-            weights = None if existing == "resume" else self._described.weights
+            weights = None if existing in ("resume", "previous") else self._described.weights
             _, optimizer = offload(
                 self._described.model,
                 self._optimizer(),

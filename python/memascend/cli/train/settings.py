@@ -326,7 +326,7 @@ def _add_places(group: Any) -> None:
         help="rows that are held out; their loss is told at each save",
     )
     add("--previous", action="store_true",
-        help="go on from the step before the last one, where the last one is damaged")  # fmt: skip
+        help="go on from the commit before the last one, where that is damaged")  # fmt: skip
 
 
 def _add_memory(group: Any) -> None:
