@@ -113,7 +113,7 @@ def one_run(seed, folder):
     made = [stack(UNITS) for _ in range(2)]
     plain, ours = (Side(model, kind(model.parameters())) for model in made)
     if drawn.random() < 0.7:
-        options["host_memory"] = drawn.choice((smallest(*vars(ours).values()), "64MiB"))
+        options["host_memory"] = drawn.choice((smallest(ours.model, ours.optimizer), "64MiB"))
     elif drawn.random() < 0.5:
         options["units"] = [str(number) for number in range(UNITS)]
     refused_first(ours, drawn, folder, options)

@@ -79,9 +79,6 @@ class Subject:
         self.named = {name: owned.parameter for name, owned in self.owned.items()}
         self.trained = {name for name, owned in self.owned.items() if owned.group is not None}
         require_plain(self.named)
-        if not only_planned:
-            require_unaliased(self.named, model, () if sharding is None else sharding.held)
-            require_unaliased_state(self.original, self.named, model)
         if options.weights is not None and not any(parameter.is_meta for parameter in self.named.values()):
             raise ConfigError("weights= is for parameters on meta, and the model has none there: leave it out")
         formats = StateFormats(
@@ -94,6 +91,9 @@ class Subject:
         self.arithmetic = Arithmetic(self.original, options.master_dtype, self._ids(sparse_weights(model)), formats)
         if sharding is not None:
             sharding.require_by_rows(self.arithmetic)
+        if not only_planned:
+            require_unaliased(self.named, model, () if sharding is None else sharding.held)
+            require_unaliased_state(self.original, self.named, model)
         self.buffers = Buffers(model)
         self.earlier = earlier
 
