@@ -149,24 +149,15 @@ def _there(folder: str) -> list[list[int]]:
 
 
 def _never_filled(folder: str, sets: Mapping[int, Mapping[int, list[int]]], exchange: Exchange | None) -> list[int]:
-    """The numbers of ranks whose first commit was never made by all: one of their stores has none.
-
-    Where another one has a later commit, all had the first: then a store was lost, and the run is not ignored.
-    """
+    """The numbers of ranks whose first commit was never made by all: one of their stores has none."""
     rank = 0 if exchange is None else exchange.rank
-    found = []
+    empty = []
     for of, seers in sorted(sets.items()):
         # A store is looked at by one rank alone, which locks it meanwhile.
-        own = [seen_at(str(file_of_rank(folder, number, of))) for number in seers if seers[number][0] == rank]
-        newest = max((commit["number"] for one in own for commit in one["commits"]), default=0)
-        found.append([any(not one["filled"] for one in own), newest])
-    told = [found] if exchange is None else exchange.tell("which stores were filled", found)
-    unfilled = []
-    for index, of in enumerate(sorted(sets)):
-        empty, newest = zip(*(each[index] for each in told), strict=True)
-        if any(empty) and max(newest) <= 1:
-            unfilled.append(of)
-    return unfilled
+        own = [number for number in seers if seers[number][0] == rank]
+        empty.append(any(not seen_at(str(file_of_rank(folder, number, of)))["filled"] for number in own))
+    told = [empty] if exchange is None else exchange.tell("which stores were filled", empty)
+    return [of for index, of in enumerate(sorted(sets)) if any(each[index] for each in told)]
 
 
 def _is_whole(folder: str, rank: int, count: int, exchange: Exchange | None) -> bool:
