@@ -18,8 +18,8 @@ from memascend.engine import Entry, Store, commits
 from memascend.errors import RankError
 from memascend.planning.options import Options
 from memascend.ranks.agreement import Agreement
-from memascend.ranks.earlier import Earlier, find_earlier
-from memascend.ranks.opening import choose
+from memascend.ranks.earlier import find_earlier
+from memascend.ranks.opening import choose, require_own, seen_at
 from memascend.ranks.places import places_of_others
 from memascend.run import decision
 
@@ -315,12 +315,12 @@ def test_earlier_stores_are_those_of_their_ranks(tmp_path):
     earlier.open()
     earlier.close()
     assert earlier.identity == commits(paths[0])[0][0].identity
-    shutil.copy(paths[0], tmp_path / "memascend.store")
     swap(*paths)
-    with pytest.raises(memascend.ConfigError, match="is the store of rank 1 of 2"):
-        earlier.open()
-    with pytest.raises(memascend.ConfigError, match=r"rank 0: .* is the store of rank 0 of 2"):
-        Earlier([tmp_path / "memascend.store"], [0], None).open()
+    with pytest.raises(memascend.ConfigError, match=r"rank 0: .* is the store of rank 1 of 2"):
+        find_earlier(str(tmp_path), "resume", None).open()
+    # Nor is one that was copied to where that of a single process is.
+    with pytest.raises(memascend.ConfigError, match=r"rank 0: .* is the store of rank 1 of 2"):
+        require_own([seen_at(paths[0])])
 
 
 # --- whole runs -----------------------------------------------------------------------------------
