@@ -18,8 +18,8 @@ from memascend.engine import Entry, Store, commits
 from memascend.errors import RankError
 from memascend.planning.options import Options
 from memascend.ranks.agreement import Agreement
-from memascend.ranks.earlier import Earlier, find_earlier
-from memascend.ranks.opening import choose
+from memascend.ranks.earlier import find_earlier
+from memascend.ranks.opening import choose, require_own, seen_at
 from memascend.ranks.places import places_of_others
 from memascend.run import decision
 
@@ -307,25 +307,6 @@ def test_ranks_that_are_numbered_otherwise_do_not_begin_anew(tmp_path):
     assert Life(tmp_path, 2, paths=paths, others=others).began == [0, 0]
 
 
-def test_a_run_of_another_number_of_ranks_of_which_one_store_is_lost_does_not_begin_anew(tmp_path):
-    paths = [tmp_path / f"rank-{rank}-of-2" / "memascend.store" for rank in range(2)]
-    [path.parent.mkdir() for path in paths]
-
-    def lose(path):
-        with path.open("r+b") as file:
-            # Both roots.
-            file.seek(4096)
-            file.write(bytes(8192))
-
-    Life(tmp_path, 0, paths=dict(enumerate(paths)))
-    lose(paths[1])
-    assert find_earlier(str(tmp_path), "resume", None) is None
-    Life(tmp_path, 3, paths=dict(enumerate(paths)), existing="replace")
-    lose(paths[1])
-    with pytest.raises(RankError, match=r"rank 1: .*holds no state"):
-        find_earlier(str(tmp_path), "resume", None).open()
-
-
 def test_earlier_stores_are_those_of_their_ranks(tmp_path):
     paths = [tmp_path / f"rank-{rank}-of-2" / "memascend.store" for rank in range(2)]
     [path.parent.mkdir() for path in paths]
@@ -334,12 +315,12 @@ def test_earlier_stores_are_those_of_their_ranks(tmp_path):
     earlier.open()
     earlier.close()
     assert earlier.identity == commits(paths[0])[0][0].identity
-    shutil.copy(paths[0], tmp_path / "memascend.store")
     swap(*paths)
-    with pytest.raises(memascend.ConfigError, match="is the store of rank 1 of 2"):
-        earlier.open()
-    with pytest.raises(memascend.ConfigError, match=r"rank 0: .* is the store of rank 0 of 2"):
-        Earlier([tmp_path / "memascend.store"], [0], None).open()
+    with pytest.raises(memascend.ConfigError, match=r"rank 0: .* is the store of rank 1 of 2"):
+        find_earlier(str(tmp_path), "resume", None).open()
+    # Nor is one that was copied to where that of a single process is.
+    with pytest.raises(memascend.ConfigError, match=r"rank 0: .* is the store of rank 1 of 2"):
+        require_own([seen_at(paths[0])])
 
 
 # --- whole runs -----------------------------------------------------------------------------------

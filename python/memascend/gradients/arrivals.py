@@ -14,6 +14,7 @@ from memascend.errors import UsageError
 from memascend.gradients.backward_tasks import BackwardTasks, in_reentrant_checkpoint
 from memascend.gradients.gradient import Gradient
 from memascend.gradients.hooks import AccumulationHooks
+from memascend.ranks.local_parameter import LocalParameter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -109,7 +110,7 @@ class Arrivals:
                 pass
             elif values is not None and not gradient.stands_in(values):
                 # How ranks are handed theirs refers to it, too: there it is known.
-                alone = hasattr(type(parameter), "untouched_grad") or sys.getrefcount(values) <= _references_of_one()
+                alone = isinstance(parameter, LocalParameter) or sys.getrefcount(values) <= _references_of_one()
                 self._arrive(gradient, values, lasting=assigned or not alone)
             elif values is not None:
                 self.backwards.enter()
@@ -146,7 +147,7 @@ class Arrivals:
                 'kept: take gradients by torch.autograd.grad(..., create_graph=True), or pass gradients="ram"'
             )
         shared = _is_shared(values)
-        own_rows = hasattr(type(gradient.place.parameter), "untouched_grad")
+        own_rows = isinstance(gradient.place.parameter, LocalParameter)
         if lasting or (not own_rows and _was_there(values, shared=shared)):
             # The user reads and writes it by another name: it stays where it is, as under "ram".
             return

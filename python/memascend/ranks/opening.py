@@ -74,7 +74,7 @@ class Opening:
                 store.end()
                 store.close()
             raise
-        before = self.identity if earlier is None else earlier.identity
+        before = self.identity if self.number or earlier is None else earlier.identity
         agreement = Agreement(self.exchange, self.run, self.number, before, self.nonce)
         agreement.lead(store)
         return store, agreement
