@@ -207,7 +207,7 @@ impl Store {
         let flush = || store.volume.flush(Wait::forever());
         // First the old roots go, so that a second label that a former store left where no new one comes is that of no
         // store any more.
-        if let Some((of, page)) = former.and_then(without_root) {
+        if let Some((of, page)) = former.as_ref().and_then(without_root) {
             for slot in 0..2 {
                 let (device, offset) = of.on_device(of.root_offset(slot));
                 let before = devices.in_volume(device, offset);
@@ -369,7 +369,7 @@ fn labelled_before(volume: &Volume, devices: Devices) -> Result<Option<Found>> {
 }
 
 /// The geometry of a store, and what stands in the page of a root that it has no more.
-fn without_root(former: Found) -> Option<(Devices, Vec<u8>)> {
+fn without_root(former: &Found) -> Option<(Devices, Vec<u8>)> {
     match former {
         Found::Label(label) => Some((label.devices, root::mark(&label.uuid))),
         // Version 1 has no marks.
