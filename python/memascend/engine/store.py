@@ -34,8 +34,8 @@ _Path = str | os.PathLike[str]
 def not_as_written(path: str, what: str) -> CorruptionError:
     """That a store's checksums are right, and what it says is not what any version of memascend writes."""
     return CorruptionError(
-        f"{path}: {what}. The checksum is right, so another program wrote that; restore the store from a copy of it, "
-        "or try existing='previous', which opens the commit before",
+        f"{path}: {what}. The checksum is right, so another program wrote that; restore the store from a copy, or "
+        "try existing='previous', which opens the commit before",
         path=path,
     )
 

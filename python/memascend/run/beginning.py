@@ -103,7 +103,8 @@ def _require_format(store: Store, entries: list[engines.Entry]) -> None:
 
 def _hyperparameters(store: Store) -> dict[str, Any]:
     """What the last commit says of the optimizer, as `Record.hyperparameters` has it."""
-    stored = store.hyperparameters or {}
+    # What the user committed beside them is as damaged where it cannot be read.
+    stored, _ = store.hyperparameters or {}, store.user_state
     if isinstance(stored, dict):
         groups = stored.get("groups", [])
         if isinstance(groups, list):

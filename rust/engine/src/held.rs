@@ -264,11 +264,11 @@ impl Own {
         unsafe { std::slice::from_raw_parts_mut(self.words.as_mut_ptr().cast(), self.words.len()) }
     }
 
-    fn floats(&self, dtype: Dtype, count: usize) -> FloatsMut<'_> {
-        let (first, bytes) = (self.words.as_ptr().cast_mut(), usize::try_from(dtype.bytes()).unwrap_or(1));
+    fn floats(&mut self, dtype: Dtype, count: usize) -> FloatsMut<'_> {
+        let (first, bytes) = (self.words.as_mut_ptr(), usize::try_from(dtype.bytes()).unwrap_or(1));
         assert!(count * bytes <= self.nbytes, "elements past the end of a gradient");
         match dtype {
-            // SAFETY: inside the memory, which is aligned for any of the three and not shared yet; any bits are a float.
+            // SAFETY: inside the memory, which is aligned for any of the three and ours alone; any bits are a float.
             Dtype::F32 => FloatsMut::F32(unsafe { std::slice::from_raw_parts_mut(first.cast(), count) }),
             // SAFETY: as above.
             Dtype::Bf16 => FloatsMut::Bf16(unsafe { std::slice::from_raw_parts_mut(first.cast(), count) }),

@@ -1,7 +1,8 @@
 //! The dynamic maps of 8-bit moments: the number that each code stands for, beside the absolute maximum of its block.
 //!
 //! Seven decades below 1, each with twice as many numbers as the one below it, at equal distances; then 0 and 1. They are
-//! those of `bitsandbytes`, to the bit, which depends on how torch rounds them; so they are written down.
+//! those of `bitsandbytes`, to the bit, which depends on how torch rounds them; so they are written down. The document of
+//! the format has the recipe.
 
 /// The positive half of the signed map, from code 128 on; code 127 is 0, and code 127 - i minus code 127 + i. The last
 /// code, 255, is 1 and has no negative.
@@ -97,6 +98,30 @@ mod tests {
             (0..items).map(move |item| middle(item) * 10_f64.powi(exponent - 6))
         };
         (0..7).flat_map(decade).chain([1.0]).collect()
+    }
+
+    /// The recipe of the document of the format, which gives the bits.
+    fn recipe(first_items: u16) -> Vec<u32> {
+        let decade = |exponent: u8| {
+            let items = first_items << exponent;
+            let step = (1.0 - 0.1_f32) / f32::from(items);
+            let edge = move |item: u16| {
+                if item < items.div_ceil(2) {
+                    step.mul_add(f32::from(item), 0.1)
+                } else {
+                    (-step).mul_add(f32::from(items - item), 1.0)
+                }
+            };
+            let scale = [1e-6_f32, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0][usize::from(exponent)];
+            (0..items).map(move |item| (f32::midpoint(edge(item), edge(item + 1)) * scale).to_bits())
+        };
+        (0..7).flat_map(decade).chain([1.0_f32.to_bits()]).collect()
+    }
+
+    #[test]
+    fn the_maps_have_the_bits_of_their_recipe() {
+        assert_eq!(recipe(1), SIGNED_MAP[128..].iter().map(|number| number.to_bits()).collect::<Vec<_>>());
+        assert_eq!(recipe(2), UNSIGNED_MAP[1..].iter().map(|number| number.to_bits()).collect::<Vec<_>>());
     }
 
     #[test]

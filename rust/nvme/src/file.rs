@@ -332,6 +332,37 @@ mod tests {
         assert_eq!(lost(&path, &file), Some(Lost::Deleted));
     }
 
+    /// How often a folder is opened by something.
+    fn openings(folder: &Path, of: impl FnOnce()) -> usize {
+        use std::{
+            io::Read,
+            os::{fd::FromRawFd, unix::ffi::OsStrExt},
+        };
+        // SAFETY: takes flags alone, and gives a descriptor that nobody else has.
+        let mut events = unsafe { File::from_raw_fd(libc::inotify_init1(libc::IN_NONBLOCK | libc::IN_CLOEXEC)) };
+        let name = std::ffi::CString::new(folder.as_os_str().as_bytes()).unwrap_or_default();
+        // SAFETY: an open descriptor, and a path that ends.
+        assert!(unsafe { libc::inotify_add_watch(events.as_raw_fd(), name.as_ptr(), libc::IN_OPEN) } >= 0);
+        of();
+        let mut bytes = [0; 4096];
+        let read = events.read(&mut bytes).unwrap_or(0);
+        // Events without a name are the folder's own, of 16 bytes each.
+        read / 16
+    }
+
+    #[test]
+    fn the_folder_of_a_new_file_is_synced_and_that_of_another_is_not() {
+        let folder = Folder::new("synced");
+        let path: Arc<Path> = Arc::from(folder.0.join("file"));
+        let (file, _) = claim(&path, Missing::Make, &mut || {}).unwrap_or_else(|error| panic!("{error}"));
+        let settled = |is_new| assert!(settle(&path, &file, is_new).is_ok());
+        assert_eq!(openings(&folder.0, || settled(true)), 1, "its name has to last, too");
+        assert_eq!(openings(&folder.0, || settled(false)), 0);
+        let in_new = Arc::from(folder.0.join("new/file"));
+        let made = || assert!(make_folder(&in_new).is_ok_and(|made| made.is_some()));
+        assert_eq!(openings(&folder.0, made), 1, "that of the folder that is made");
+    }
+
     #[test]
     fn what_was_made_goes_with_the_folder_that_was_made_for_it() {
         let folder = Folder::new("folder");

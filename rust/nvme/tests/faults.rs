@@ -225,6 +225,21 @@ fn what_was_flushed_survives_a_loss_of_power_and_the_rest_may_not() {
 }
 
 #[test]
+fn a_flush_is_of_every_device() {
+    for seed in 0..20 {
+        let disks: Vec<SimDisk> = (0..3).map(|_| SimDisk::new(16_384)).collect();
+        let volume = opened(&disks, &Faults { seed, ..Faults::default() });
+        let write = volume.write(vec![1; 6 * 8192], 0).unwrap_or_else(|refused| panic!("{}", refused.error));
+        assert!(write.wait().result.is_ok());
+        volume.flush(Wait::forever()).unwrap_or_else(|error| panic!("{error}"));
+        for (index, disk) in disks.iter().enumerate() {
+            let after = disk.after_power_loss(seed).bytes();
+            assert!(after.iter().all(|byte| *byte == 1), "device {index}, seed {seed}");
+        }
+    }
+}
+
+#[test]
 fn dropped_tickets_and_a_dropped_volume_finish_what_they_began() {
     let disk = SimDisk::new(DISK_BYTES);
     let faults = Faults { delay: Duration::from_millis(2), reorder: true, ..Faults::default() };

@@ -4,24 +4,11 @@ use std::sync::Arc;
 
 use memascend_mem::Wait;
 use memascend_nvme::sim::{Faults, SimDisk};
-use memascend_store::{Buffer, Checkers, Error, Parts, Store};
+use memascend_store::{Checkers, Error, Parts, Store};
 
 mod toy;
 
-/// Memory that a test looks at after a part has let go of it.
-#[derive(Clone)]
-struct Seen(Arc<Vec<u8>>);
-
-// SAFETY: the bytes stay where they are while any clone lives; the tests look at them when the part is over.
-unsafe impl Buffer for Seen {
-    fn as_ptr(&self) -> std::ptr::NonNull<u8> {
-        std::ptr::NonNull::from(self.0.as_slice()).cast()
-    }
-
-    fn len(&self) -> usize {
-        self.0.len()
-    }
-}
+use toy::Seen;
 
 fn trained(disks: &[SimDisk]) -> Arc<Store> {
     let store = Store::create_on(toy::volume(disks, &Faults::default()), toy::STRIPE, toy::description(), &toy::how());
@@ -38,7 +25,7 @@ fn parts(store: &Arc<Store>, unit: usize) -> Arc<Parts> {
 }
 
 fn rooms(parts: &Arc<Parts>) -> Vec<Seen> {
-    parts.places().map(|(_, bytes)| Seen(Arc::new(vec![0xee; usize::try_from(bytes).unwrap_or(0)]))).collect()
+    parts.places().map(|(_, bytes)| Seen::new(usize::try_from(bytes).unwrap_or(0))).collect()
 }
 
 fn read(parts: &Arc<Parts>, checkers: &Checkers<Seen>, rooms: &[Seen]) -> Vec<Result<(), Error>> {
@@ -78,7 +65,7 @@ fn parts_are_the_same_whoever_checks_them() {
             let found = rooms(&parts);
             assert!(read(&parts, &checkers, &found).iter().all(Result::is_ok));
             for (found, expected) in found.iter().zip(&expected) {
-                assert_eq!(found.0, expected.0, "unit {unit} with {threads} threads");
+                assert_eq!(found.bytes(), expected.bytes(), "unit {unit} with {threads} threads");
             }
         }
     }
@@ -93,9 +80,9 @@ fn a_changed_byte_is_told_by_its_part_alone() {
     assert!(read(&parts, &Checkers::new(1), &whole).iter().all(Result::is_ok));
     assert!(whole.len() > 1, "one part alone shows nothing");
     let damaged = whole.len() / 2;
-    let length = whole[damaged].0.len().min(64);
+    let length = whole[damaged].bytes().len().min(64);
     let image = disks[0].bytes();
-    let at = image.windows(length).position(|bytes| *bytes == whole[damaged].0[..length]);
+    let at = image.windows(length).position(|bytes| *bytes == whole[damaged].bytes()[..length]);
     disks[0].flip(at.unwrap_or_else(|| panic!("the part is not on the disk")), 0x10);
     for threads in 0..=2 {
         let outcomes = read(&parts, &Checkers::new(threads), &rooms(&parts));
@@ -116,7 +103,7 @@ fn what_is_dropped_is_let_go_and_what_was_handed_over_is_checked() {
         drop(checking);
         // The checkers have let go of the memory; the disk's own thread does in a moment.
         let began = std::time::Instant::now();
-        while Arc::strong_count(&room.0) > 1 {
+        while room.clones() > 1 {
             assert!(began.elapsed().as_secs() < 60, "somebody still has the memory");
             std::thread::yield_now();
         }

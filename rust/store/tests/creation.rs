@@ -39,7 +39,7 @@ fn died(before: &[Vec<u8>], stripe_bytes: u64, point: u64) -> Option<Vec<Vec<Vec
     if Store::create_on(there, stripe_bytes, toy::description(), &Create::default()).is_ok() {
         return None;
     }
-    let lost = (0..toy::many(8, u64::from(point % 4 == 0)))
+    let lost = (0..toy::many(8, u64::from(point.is_multiple_of(4))))
         .map(|seed| disks.iter().map(|disk| disk.after_power_loss(seed).bytes()).collect());
     Some(std::iter::once(disks.iter().map(SimDisk::bytes).collect()).chain(lost).collect())
 }
@@ -101,7 +101,9 @@ fn a_store_that_was_being_made_is_replaced_and_never_resumed() {
             }
         }
         assert!(never_began > 5, "{count} devices: {never_began}");
-        paths.iter().for_each(|path| ok(fs::remove_file(path)));
+        for path in &paths {
+            ok(fs::remove_file(path));
+        }
     }
 }
 

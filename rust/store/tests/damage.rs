@@ -182,7 +182,7 @@ fn a_lost_table_page_is_found() {
 }
 
 #[test]
-fn a_truncated_a_foreign_and_a_future_store_are_named() {
+fn a_truncated_and_a_foreign_store_are_named() {
     let (bytes, ..) = trained();
     let cut = outcome(bytes[..bytes.len() / 2].to_vec());
     assert!(cut.as_ref().is_err_and(|why| why.contains("truncated")), "{cut:?}");

@@ -8,6 +8,8 @@ use memascend_store::{Commit, Error, Store};
 
 mod toy;
 
+use toy::Seen;
+
 fn trained(disks: &[SimDisk], steps: u64) -> Arc<Store> {
     let store = Store::create_on(toy::volume(disks, &Faults::default()), toy::STRIPE, toy::description(), &toy::how());
     let store = store.unwrap_or_else(|error| panic!("{error}"));
@@ -17,21 +19,6 @@ fn trained(disks: &[SimDisk], steps: u64) -> Arc<Store> {
 
 fn room(store: &Store, unit: usize) -> Vec<u8> {
     vec![0xee; usize::try_from(store.layout().unit_bytes(unit)).unwrap_or(0)]
-}
-
-/// Memory that a test looks at after a fetch has let go of it.
-#[derive(Clone)]
-struct Seen(Arc<Vec<u8>>);
-
-// SAFETY: the bytes stay where they are while any clone lives; the tests look at them when the fetch is over.
-unsafe impl memascend_store::Buffer for Seen {
-    fn as_ptr(&self) -> std::ptr::NonNull<u8> {
-        std::ptr::NonNull::from(self.0.as_slice()).cast()
-    }
-
-    fn len(&self) -> usize {
-        self.0.len()
-    }
 }
 
 /// What a unit holds after `step` steps.
@@ -54,13 +41,13 @@ fn a_unit_is_what_was_committed_last_and_its_version_says_so() {
     for count in 1..=3 {
         let store = trained(&toy::disks(count), 4);
         for unit in 0..3 {
-            let memory = Seen(Arc::new(room(&store, unit)));
+            let memory = Seen::new(room(&store, unit).len());
             let fetch = store.fetch(unit, memory.clone()).unwrap_or_else(|error| panic!("{error}"));
             // Generation 1 is step 0; unit 1 has entries of several versions.
             let version = fetch.wait(Wait::forever()).unwrap_or_else(|error| panic!("{error}"));
             assert_eq!((version, fetch.is_done()), (5, true), "unit {unit}");
             assert_eq!(fetch.wait(Wait::forever()).unwrap_or(0), 5);
-            assert!(*memory.0 == expected(&store, unit, 4), "unit {unit} on {count} devices");
+            assert!(memory.bytes() == expected(&store, unit, 4), "unit {unit} on {count} devices");
         }
         let counters = store.counters();
         let bytes: u64 = (0..3).map(|unit| store.layout().unit_bytes(unit)).sum();
@@ -79,7 +66,7 @@ fn ended(is_done: impl Fn() -> bool) {
 #[test]
 fn a_fetch_that_ended_holds_nothing_and_says_what_was_there_whenever_it_is_asked() {
     let store = trained(&toy::disks(1), 1);
-    let memory = Seen(Arc::new(room(&store, 0)));
+    let memory = Seen::new(room(&store, 0).len());
     let fetch = store.fetch(0, memory.clone()).unwrap_or_else(|error| panic!("{error}"));
     ended(|| fetch.is_done());
     // The slots that it read are written by the step after the next commit, and it still lives.
@@ -87,7 +74,7 @@ fn a_fetch_that_ended_holds_nothing_and_says_what_was_there_whenever_it_is_asked
         toy::step(&store, step).unwrap_or_else(|error| panic!("{error}"));
     }
     assert_eq!(fetch.wait(Wait::forever()).unwrap_or(0), 2, "checked by what was known when it began");
-    assert!(*memory.0 == expected(&store, 0, 1));
+    assert!(memory.bytes() == expected(&store, 0, 1));
     assert_eq!(toy::check(&store, "after the fetch"), 5);
 }
 
@@ -100,7 +87,7 @@ fn parts_hold_their_slots_until_each_was_read_once() {
     assert!(sizes.len() > 1, "{sizes:?}");
     toy::step(&store, 2).unwrap_or_else(|error| panic!("{error}"));
     let begun = |index: usize| {
-        let memory = Seen(Arc::new(vec![0xee; usize::try_from(sizes[index].1).unwrap_or(0)]));
+        let memory = Seen::new(usize::try_from(sizes[index].1).unwrap_or(0));
         parts.begin(index, memory.clone()).map(|fetch| (fetch, memory))
     };
     let mut fetches = Vec::new();
@@ -120,7 +107,7 @@ fn parts_hold_their_slots_until_each_was_read_once() {
     for ((fetch, memory), (start, bytes)) in fetches.iter().zip(&sizes) {
         fetch.wait(Wait::forever()).unwrap_or_else(|error| panic!("{error}"));
         let start = usize::try_from(*start).unwrap_or(0);
-        whole[start..start + usize::try_from(*bytes).unwrap_or(0)].copy_from_slice(&memory.0);
+        whole[start..start + usize::try_from(*bytes).unwrap_or(0)].copy_from_slice(&memory.bytes());
     }
     assert!(whole == expected(&store, 0, 1), "of the commit that they were begun at");
     let refused = begun(0).map(drop);

@@ -8,6 +8,8 @@ use memascend_store::{Error, Store};
 
 mod toy;
 
+use toy::Seen;
+
 fn ok<T>(result: Result<T, Error>) -> T {
     result.unwrap_or_else(|error| panic!("{error}"))
 }
@@ -30,24 +32,10 @@ fn read_bytes(store: &Store) -> u64 {
 
 /// The values of a unit as a fetch gives them.
 fn fetched(store: &Arc<Store>, unit: usize) -> Vec<u8> {
-    let room = vec![0_u8; usize::try_from(store.layout().unit_bytes(unit)).unwrap_or(0)];
-    let memory = Arc::new(room);
-    let fetch = ok(store.fetch(unit, Seen(Arc::clone(&memory))));
+    let memory = Seen::new(usize::try_from(store.layout().unit_bytes(unit)).unwrap_or(0));
+    let fetch = ok(store.fetch(unit, memory.clone()));
     ok(fetch.wait(Wait::forever()).map(drop));
-    memory.to_vec()
-}
-
-struct Seen(Arc<Vec<u8>>);
-
-// SAFETY: the bytes stay where they are; the test looks at them when the fetch is over.
-unsafe impl memascend_store::Buffer for Seen {
-    fn as_ptr(&self) -> std::ptr::NonNull<u8> {
-        std::ptr::NonNull::from(self.0.as_slice()).cast()
-    }
-
-    fn len(&self) -> usize {
-        self.0.len()
-    }
+    memory.bytes()
 }
 
 #[test]
@@ -97,6 +85,21 @@ fn a_step_that_was_discarded_leaves_nothing_of_it() {
     // Staged and not committed: readers see the last commit.
     ok(toy::stage(&store, 0, 4, 0xbeef));
     assert_eq!(toy::check(&store, "staged"), 3);
+}
+
+#[test]
+fn what_was_fresh_is_stale_after_a_discard() {
+    let store = created(&toy::disks(1));
+    hold(&store, &[0]);
+    for of_one in [false, true] {
+        ok(toy::stage(&store, 0, 1, 0xbeef));
+        // Whoever looks now finds in memory what is staged, and remembers when.
+        let epoch = store.held_epoch();
+        ok(if of_one { store.discard_entry(0, Wait::forever()) } else { store.discard(Wait::forever()) });
+        assert_ne!(store.held_epoch(), epoch, "what memory has is no version's");
+        ok(store.refresh(&[0], &mut |_, _| true));
+        assert_eq!(toy::check(&store, "read again"), 0);
+    }
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! Tests that an entry that is staged in part is never committed: whichever piece is missing, nothing changes.
 
 use memascend_mem::Wait;
-use memascend_nvme::sim::Faults;
+use memascend_nvme::{Action, sim::Faults};
 use memascend_store::{Commit, Error, Store};
 
 mod toy;
@@ -33,4 +33,26 @@ fn a_commit_with_one_piece_missing_is_refused_and_changes_nothing() {
         }
     }
     assert!(refused > 8, "{refused}");
+}
+
+#[test]
+fn a_step_of_which_a_write_failed_is_not_committed_without_the_entry_either() {
+    let disks = toy::disks(1);
+    let store = Store::create_on(toy::volume(&disks, &Faults::default()), toy::STRIPE, toy::description(), &toy::how());
+    let store = store.unwrap_or_else(|error| panic!("{error}"));
+    (0..=2).for_each(|step| toy::step(&store, step).unwrap_or_else(|error| panic!("{error}")));
+    drop(store);
+    let faults = Faults { errors: vec![(Action::Write, libc::EIO, 1000)], ..Faults::default() };
+    let store = Store::open_on(toy::volume(&disks, &faults), toy::STRIPE, &toy::how());
+    let store = store.unwrap_or_else(|error| panic!("{error}"));
+    assert!(matches!(toy::stage(&store, 0, 3, 0), Err(Error::Storage(_))));
+    // The others of the step would come without it.
+    store.discard_entry(0, Wait::forever()).unwrap_or_else(|error| panic!("{error}"));
+    let Err(Error::Usage(message)) = store.commit(Commit { step: 3, ..Commit::default() }, Wait::forever()) else {
+        panic!("the failure was forgotten")
+    };
+    assert!(message.contains("a write of this step failed"), "{message}");
+    drop(store);
+    let store = toy::open(&disks, &toy::how()).unwrap_or_else(|error| panic!("{error}"));
+    assert_eq!(toy::check(&store, "after a write that failed"), 2);
 }

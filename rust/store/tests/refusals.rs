@@ -113,3 +113,34 @@ fn looking_changes_nothing() {
     drop(ok(Store::commits(&paths, &Create::default())));
     assert!(ok(fs::read(&path)) == bytes);
 }
+
+/// Descriptors that this process has on a file.
+fn open_descriptors(path: &Path) -> usize {
+    let all = ok(fs::read_dir("/proc/self/fd")).filter_map(Result::ok);
+    all.filter(|one| fs::read_link(one.path()).is_ok_and(|of| of == path)).count()
+}
+
+#[test]
+fn whatever_opens_a_file_lets_go_of_it() {
+    let folder = Folder::new("descriptors");
+    let path = ok(fs::canonicalize(folder.paths(1)[0].parent().unwrap_or(Path::new(".")))).join("device-0");
+    let bytes = killed(&path, Durability::Step);
+    assert_eq!(open_descriptors(&path), 0, "made");
+    let paths = [&path];
+    for existing in [Existing::Resume, Existing::Previous, Existing::Refuse, Existing::Replace] {
+        let how = how(existing, Durability::Step);
+        drop(Store::create(&paths, toy::description(), &how));
+        assert_eq!(open_descriptors(&path), 0, "{existing:?}");
+        ok(fs::write(&path, &bytes));
+        drop(Store::open(&paths, &how));
+        drop(Store::look(&paths, &how));
+        drop(Store::commits(&paths, &how));
+        drop(Store::examine(&paths, &how, &mut |_, _| true));
+        assert_eq!(open_descriptors(&path), 0, "{existing:?}");
+        // And where it is refused.
+        ok(fs::write(&path, &bytes[..bytes.len() / 2]));
+        drop(Store::create(&paths, toy::description(), &how));
+        assert_eq!(open_descriptors(&path), 0, "{existing:?}, refused");
+        ok(fs::write(&path, &bytes));
+    }
+}

@@ -100,6 +100,31 @@ def test_a_run_goes_on_from_the_commit_before(offloaded, tmp_path, damaged):
     assert picture(again(offloaded, "resume", lr=0.04)) == pictures[3]
 
 
+@pytest.mark.parametrize(
+    ("user", "hyperparameters"),
+    [
+        ("{", None),
+        ("[" * 60_000, None),
+        (None, "nothing"),
+        (None, "[1]"),
+        (None, '{"groups": 3}'),
+        (None, '{"groups": [1]}'),
+        (None, '{"groups": [], "attributes": 5}'),
+    ],
+    ids=lambda text: str(text)[:30],
+)
+def test_values_that_no_version_wrote_are_damage(offloaded, tmp_path, user, hyperparameters):
+    path = tmp_path / "run.store"
+    pictures = trained(offloaded, 2)
+    with engine.Store.open(path) as store:
+        store._core.commit(3, user, hyperparameters, None, None)
+    before = path.read_bytes()
+    with pytest.raises(CorruptionError, match="The checksum is right, so another program wrote that"):
+        again(offloaded, "resume")
+    assert path.read_bytes() == before
+    assert picture(again(offloaded, "previous", lr=0.02)) == pictures[1]
+
+
 def test_closing_a_run_that_is_flushed_then_commits_once_more(offloaded):
     pictures = trained(offloaded, 3, durability="close")
     training = again(offloaded, "previous", lr=0.03)

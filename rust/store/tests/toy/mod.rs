@@ -3,9 +3,14 @@
 #![allow(clippy::allow_attributes, dead_code, reason = "each test file uses its part of it")]
 
 use std::{
+    cell::UnsafeCell,
     fs,
     path::{Path, PathBuf},
-    sync::atomic::{AtomicU64, Ordering},
+    ptr::NonNull,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
 };
 
 use memascend_mem::Wait;
@@ -130,6 +135,43 @@ pub(crate) fn check(store: &Store, seed: &str) -> u64 {
         }
     }
     info.step
+}
+
+/// Memory that a test looks at after an operation has let go of it. Clones are the same memory.
+#[derive(Clone)]
+pub(crate) struct Seen(Arc<[UnsafeCell<u8>]>);
+
+impl Seen {
+    pub(crate) fn new(nbytes: usize) -> Self {
+        Self((0..nbytes).map(|_| UnsafeCell::new(0xee)).collect())
+    }
+
+    /// What it holds; no operation uses it now.
+    pub(crate) fn bytes(&self) -> Vec<u8> {
+        // SAFETY: the tests look when the operation that had a clone is over.
+        self.0.iter().map(|byte| unsafe { *byte.get() }).collect()
+    }
+
+    /// How many have it.
+    pub(crate) fn clones(&self) -> usize {
+        Arc::strong_count(&self.0)
+    }
+}
+
+// SAFETY: one operation writes to it, and tests look when that is over.
+unsafe impl Send for Seen {}
+// SAFETY: as above.
+unsafe impl Sync for Seen {}
+
+// SAFETY: the bytes stay where they are while any clone lives, and may be written to through a shared reference.
+unsafe impl memascend_store::Buffer for Seen {
+    fn as_ptr(&self) -> NonNull<u8> {
+        NonNull::from(&*self.0).cast()
+    }
+
+    fn len(&self) -> usize {
+        self.0.len()
+    }
 }
 
 /// A folder of its own, gone in the end.
