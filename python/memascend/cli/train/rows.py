@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 KINDS = (("messages",), ("prompt", "completion"), ("text",))
 # A line is read at once.
 _LINE_BYTES_MAX = 64 << 20
+# Python's JSON lets these bytes pass, which UTF-8 does not have.
+_SURROGATE = b"\xed"
 # A text of any length is read in pieces of whole lines.
 _PIECE_CHARACTERS = 1 << 20
 
@@ -73,9 +75,22 @@ def _jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 values = json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise ConfigError(f"{place}: no JSON: {error}") from error
+            if b"\\u" in line or _SURROGATE in line:
+                _require_characters(place, values)
             if not isinstance(values, dict):
                 raise ConfigError(f"{place}: a row is an object, and this is a {type(values).__name__}")
             yield place, values
+
+
+def _require_characters(place: str, values: Any) -> None:
+    """Refuse half of a pair of UTF-16, which is no character and which no tokenizer takes."""
+    try:
+        json.dumps(values, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(error.object[error.start]):04x}"
+        raise ConfigError(
+            f"{place}: {half} is half of a character, without the other half beside it: write the whole character"
+        ) from error
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
