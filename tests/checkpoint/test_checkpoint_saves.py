@@ -228,9 +228,17 @@ def test_memory_does_not_grow_with_the_model(tmp_path, loaded):
     assert one.read_bytes() == other.read_bytes()
 
 
+class Configuration:
+    """As transformers has it: what is written beside the weights."""
+
+    def save_pretrained(self, folder):
+        (folder / "config.json").write_text(str(self.architectures))
+
+
 def test_all_of_it_is_synced_before_it_is_in_place_and_its_name_afterwards(running, tmp_path, monkeypatch):
     """After a loss of power a folder whose name is there has all of its bytes."""
-    _, optimizer = running
+    model, optimizer = running
+    model.config = Configuration()
     target, synced = tmp_path / "saved", []
     fsync = os.fsync
 
