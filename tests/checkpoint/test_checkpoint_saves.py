@@ -226,3 +226,37 @@ def test_memory_does_not_grow_with_the_model(tmp_path, loaded):
             (tmp_path / "savedsave").rename(tmp_path / "saved")
     one, other = (tmp_path / name / "memascend" / "state.safetensors" for name in ("saved", "savedload"))
     assert one.read_bytes() == other.read_bytes()
+
+
+class Configuration:
+    """As transformers has it: what is written beside the weights."""
+
+    def save_pretrained(self, folder):
+        (folder / "config.json").write_text(str(self.architectures))
+
+
+def test_all_of_it_is_synced_before_it_is_in_place_and_its_name_afterwards(running, tmp_path, monkeypatch):
+    """After a loss of power a folder whose name is there has all of its bytes."""
+    model, optimizer = running
+    model.config = Configuration()
+    target, synced = tmp_path / "saved", []
+    fsync = os.fsync
+
+    def noted(descriptor):
+        there = target.stat().st_ino if target.exists() else None
+        synced.append((os.fstat(descriptor).st_ino, there))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    before = None
+    for _ in range(2):
+        synced.clear()
+        optimizer.save(target)
+        new = target.stat().st_ino
+        assert new != before
+        first = {inode for inode, there in synced if there == before}
+        parts = [target, *target.rglob("*")]
+        assert len(parts) > 4
+        assert {path.name for path in parts if path.stat().st_ino not in first} == set()
+        assert (tmp_path.stat().st_ino, new) in synced
+        before = new

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import weakref
 
 import pytest
@@ -269,6 +270,13 @@ def test_damaged_and_partial_files_are_refused(tmp_path):
     index.unlink()
     refused(ConfigError, r"3 safetensors files and no model.safetensors.index.json")
     refused(ConfigError, "not there", tmp_path / "nowhere")
+    (tmp_path / "pipes").mkdir()
+    # Whoever opens one waits until somebody writes to it.
+    os.mkfifo(tmp_path / "pipes" / "model-1.safetensors")
+    refused(ConfigError, "no regular file", tmp_path / "pipes")
+    refused(ConfigError, "neither a file nor a folder", tmp_path / "pipes" / "model-1.safetensors")
+    os.mkfifo(tmp_path / "pipes" / "other.safetensors.index.json")
+    refused(ConfigError, "no regular file", tmp_path / "pipes")
     (tmp_path / "empty").mkdir()
     torch.save({}, tmp_path / "empty" / "pytorch_model.bin")
     refused(ConfigError, "pickled files are not read", tmp_path / "empty")

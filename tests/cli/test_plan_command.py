@@ -226,6 +226,9 @@ def test_what_describes_no_model_is_named(capsys, tmp_path, monkeypatch):
     assert "is no JSON" in refused(config)
     config.write_text("{}")
     assert "no model_type" in refused(config)
+    for depth in ("num_hidden_layers", "n_layer", "encoder_layers"):
+        config.write_text(json.dumps({"model_type": "llama", "text_config": {depth: 10**9}}))
+        assert f"says {depth} = 1000000000, and a model of more than 10000 layers is not made" in refused(config)
     config.write_text('{"model_type": "no such"}')
     assert "no such" in refused(config)
     written(tmp_path, "Qwen2")

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import signal
 import warnings
 
@@ -336,6 +337,43 @@ def test_several_ranks_are_started_by_torchrun(folders, tmp_path, capfd, monkeyp
     _, err = ran(capfd, *arguments(folders, tmp_path), status=1)
     assert "start several ranks by torchrun" in err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("WORLD_SIZE", "abc", "WORLD_SIZE is 'abc' in the environment, and no number"),
+        ("WORLD_SIZE", "-1", "WORLD_SIZE is -1"),
+        ("RANK", "abc", "RANK is 'abc' in the environment, and no number"),
+        ("RANK", "2", "RANK is 2 of WORLD_SIZE 2"),
+        ("MASTER_PORT", "abc", "MASTER_PORT is 'abc'"),
+    ],
+)
+def test_what_is_no_number_of_the_environment_is_named(folders, tmp_path, capfd, monkeypatch, name, value, said):
+    whole = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    for each, number in {**whole, name: value}.items():
+        monkeypatch.setenv(each, number)
+    _, err = ran(capfd, *arguments(folders, tmp_path), status=1)
+    assert said in err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "said"),
+    [
+        ("generation_config.json", "[]", "generation_config.json is no configuration that transformers reads"),
+        ("generation_config.json", "{", "generation_config.json is no configuration that transformers reads"),
+        ("config.json", '{"model_type": "qwen2", "num_hidden_layers": 1000000000}', "more than 10000 layers"),
+        ("config.json", "[]", "is no config: it holds a list"),
+    ],
+)
+def test_configurations_that_make_no_model_are_named(folders, tmp_path, capfd, file, text, said):
+    other = tmp_path / "model"
+    shutil.copytree(folders / "float32", other)
+    (other / file).write_text(text)
+    _, err = ran(capfd, *arguments(folders, tmp_path, "--model", other), status=1)
+    assert said in err
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_a_loss_that_is_no_number_is_not_learnt(folders, tmp_path, capfd, monkeypatch):

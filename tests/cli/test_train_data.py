@@ -186,6 +186,7 @@ def test_what_is_too_long_is_cut_and_counted(tmp_path):
         ('{"messages": []}', "a list of turns"),
         ('{"messages": ["a"]}', "message 1 is no object"),
         ('{"messages": [{"role": "user", "content": 1}]}', "message 1 has no text"),
+        ('{"messages": [{"role": "user", "content": "a\\ud800b"}]}', r"\\ud800 is half of a character"),
         ('{"messages": [{"role": "user", "content": "a"}]}', "no message has the role 'assistant'"),
         ('{"messages": [{"role": "bad", "content": "a"}, {"role": "assistant", "content": "a"}]}', "refuses these"),
     ],

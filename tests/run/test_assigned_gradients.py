@@ -211,3 +211,15 @@ def test_memory_given_to_backward_that_is_written_to_before_step_is_refused(tmp_
         model().backward(gradient=torch.ones(WIDTH * WIDTH))
         optimizer.step()
         assert optimizer.steps == 2
+
+
+@pytest.mark.parametrize("gradients", ["ssd", "fused", "ram"])
+def test_a_hook_that_returns_something_gets_torchs_own_error(tmp_path, gradients):
+    """What the first hook returns torch hands to the next one, which may be ours."""
+    model = chain()
+    model[1].weight.register_post_accumulate_grad_hook(lambda parameter: parameter.grad)
+    model, optimizer = memascend.offload(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), storage=tmp_path / "s", gradients=gradients
+    )
+    with optimizer, pytest.raises(RuntimeError, match="should return None"):
+        loss_of(model).backward()

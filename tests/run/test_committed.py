@@ -204,3 +204,100 @@ def test_values_that_are_written_become_the_master_and_leave_the_moments(tmp_pat
         for name in ("exp_avg", "exp_avg_sq"):
             assert torch.equal(after[name], before[name])
         assert bool((after["exp_avg_sq"] >= 0).all())
+
+
+class Blocks(nn.Module):
+    """Equal blocks that are read one after the other, and small parts that stay in memory."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([nn.Linear(64, 64) for _ in range(6)])
+        self.scale = nn.Parameter(torch.full((64,), 2.0))
+        self.norm = nn.LayerNorm(64)
+
+    def forward(self, x):
+        x = x * self.scale
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return self.norm(x)
+
+
+@pytest.mark.parametrize("held", ["nothing", "a view of each weight"])
+@pytest.mark.parametrize("gradients", ["fused", "ssd"])
+def test_every_forward_after_a_commit_has_its_values(tmp_path, gradients, held):
+    """Also those of pinned units, and of units whose old bytes somebody keeps alive."""
+    plain, model = Blocks(), Blocks()
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    model, optimizer = memascend.offload(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), storage=tmp_path / "s", gradients=gradients
+    )
+    kept = []
+    if held != "nothing":
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                module.register_forward_hook(lambda one, *_: kept.append(one.weight.detach()))
+    with optimizer:
+        homes = optimizer._session.run.residency.units.homes
+        assert any(home.pinned for home in homes)
+        assert not any(home.held for home in homes)
+        for seed in range(3):
+            x = torch.randn(4, 64, generator=torch.Generator().manual_seed(seed))
+            kept = kept[-len(plain.blocks) :]
+            wanted, got = plain(x), model(x)
+            assert torch.equal(wanted, got), f"after {seed} steps"
+            for loss, own in ((wanted, theirs), (got, optimizer)):
+                loss.square().mean().backward()
+                own.step()
+                own.zero_grad()
+
+
+def test_a_store_of_other_groups_is_refused_and_goes_on_with_its_own(tmp_path):
+    def made(split, **options):
+        model = Blocks()
+        parameters = list(model.parameters())
+        groups = [{"params": parameters[:split], "lr": 0.1}, {"params": parameters[split:], "lr": 0.2}]
+        optimizer = torch.optim.SGD(groups if split else parameters, lr=0.3)
+        before = [dict(group, params=len(group["params"])) for group in optimizer.param_groups]
+        try:
+            return memascend.offload(model, optimizer, storage=tmp_path / "s", **options)
+        except memascend.ConfigError:
+            after = [dict(group, params=len(group["params"])) for group in optimizer.param_groups]
+            assert after == before
+            raise
+
+    model, optimizer = made(4)
+    with optimizer:
+        model(torch.ones(2, 64)).sum().backward()
+        optimizer.step()
+    with pytest.raises(memascend.ConfigError, match=r"options of 2 parameter groups, and the optimizer has 1"):
+        made(0, existing="resume")
+    model, optimizer = made(4, existing="resume")
+    with optimizer:
+        assert optimizer.steps == 1
+        assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]
+
+
+@pytest.mark.parametrize("change", ["shape", "dtype", "shape in place"])
+@pytest.mark.parametrize("gradients", ["fused", "ssd"])
+def test_a_buffer_of_another_kind_is_committed_in_no_mode(tmp_path, change, gradients):
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    model, optimizer = memascend.offload(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), storage=tmp_path / "s", gradients=gradients
+    )
+    with optimizer:
+        norm = model[1]
+        own = norm.running_mean.clone()
+        model(torch.randn(4, 8)).sum().backward()
+        if change == "shape":
+            norm.running_mean = torch.zeros(2, 8)
+        elif change == "dtype":
+            norm.running_mean = norm.running_mean.half()
+        else:
+            norm.running_mean.resize_(4)
+        with pytest.raises(memascend.ConfigError, match=r"buffer '1\.running_mean'"):
+            optimizer.step()
+        assert optimizer.steps == 0
+        norm.running_mean = own
+        optimizer.step()
+        assert optimizer.steps == 1

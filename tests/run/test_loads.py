@@ -231,3 +231,36 @@ def test_a_second_step_after_one_backward_is_refused(tmp_path, gradients, optimi
             optimizer_.step()
             optimizer_.step()
             assert optimizer_.steps == index + 1
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way not in ("save", "gone", "close")])
+def test_a_load_that_torch_refused_is_nowhere_whoever_looks_first(tmp_path, way):
+    """Its fine half was staged, and is never committed: neither at once nor with the next step or load."""
+    model, optimizer = offloaded(tmp_path)
+    step(model, optimizer, 1)
+    before = copied(model)
+    bad = {name: tensor + 1 for name, tensor in before.items()}
+    del bad["blocks.1.weight"]
+    with pytest.raises(RuntimeError, match="Missing key"):
+        model.load_state_dict(bad)
+    if way == "forward":
+        plain = Stack(2)
+        plain.load_state_dict(before)
+        assert torch.equal(model.eval()(batch()), plain.eval()(batch()))
+    elif way == "parameter":
+        assert torch.equal(model.blocks[0].weight + 0, before["blocks.0.weight"])
+    elif way == "state dict":
+        assert same(copied(model), before)
+    elif way == "state":
+        assert torch.equal(optimizer.state_of(model.blocks[0].weight)["master"], before["blocks.0.weight"])
+    elif way == "step":
+        optimizer.step()
+    else:
+        optimizer.zero_grad()
+    # A load that fits takes nothing of the other with it.
+    model.load_state_dict({"blocks.1.bias": before["blocks.1.bias"] + 2}, strict=False)
+    before["blocks.1.bias"] = before["blocks.1.bias"] + 2
+    optimizer.close()
+    model, optimizer = offloaded(tmp_path, existing="resume")
+    with optimizer:
+        assert same(copied(model), before)

@@ -170,3 +170,36 @@ def test_a_failure_within_leaves_everything_as_it_was(tmp_path, monkeypatch):
         trained(model, optimizer, [3])
         optimizer.load_state_dict(older)
         assert optimizer.steps == 1
+
+
+@pytest.mark.parametrize("first", ["high", "low"])
+def test_the_loss_scale_goes_back_too(tmp_path, first):
+    """With its count of good steps, which decides when it grows."""
+
+    def stepped(model, optimizer, *, overflows):
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1)).half()
+        optimizer.backward((model(x) * torch.arange(WIDTH)).square().mean() * (1e30 if overflows else 1e-4))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer = offloaded(tmp_path, dtype=torch.float16)
+    scale = optimizer._session.run.record.scale
+    with optimizer:
+        stepped(model, optimizer, overflows=False)
+        if first == "low":
+            stepped(model, optimizer, overflows=True)
+            stepped(model, optimizer, overflows=False)
+        there = scale.state()
+        optimizer.save(tmp_path / "saved")
+        halves = {name: tensor.clone() for name, tensor in model.state_dict().items()}, optimizer.state_dict()
+        stepped(model, optimizer, overflows=True)
+        stepped(model, optimizer, overflows=False)
+        stepped(model, optimizer, overflows=False)
+        assert optimizer.loss_scale == there["scale"] / 2
+        assert scale.state()["good_steps"] != there["good_steps"]
+        model.load_state_dict(halves[0])
+        optimizer.load_state_dict(halves[1])
+        assert scale.state() == there
+    model, optimizer = offloaded(tmp_path, dtype=torch.float16, existing="resume")
+    with optimizer:
+        assert optimizer._session.run.record.scale.state() == there

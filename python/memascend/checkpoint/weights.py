@@ -220,7 +220,7 @@ def _files(path: Path) -> dict[Path, list[str] | None]:
     if path.is_file():
         return {path: None}
     if not path.is_dir():
-        raise ConfigError(f"weights={str(path)!r} is not there")
+        raise ConfigError(f"weights={str(path)!r} is {'neither a file nor a folder' if path.exists() else 'not there'}")
     if (path / _INDEX).is_file():
         return _indexed(path / _INDEX)
     if (path / _SINGLE).is_file():
@@ -251,6 +251,7 @@ def _without_weights(path: Path, files: list[Path]) -> ConfigError:
 
 def _indexed(index: Path) -> dict[Path, list[str] | None]:
     with file_errors(index, "cannot be read"):
+        _require_file(index)
         if index.stat().st_size > _INDEX_BYTES_MAX:
             raise CorruptionError(f"{index} is larger than {_INDEX_BYTES_MAX} bytes", path=str(index))
         text = index.read_bytes()
@@ -274,11 +275,18 @@ def _indexed(index: Path) -> dict[Path, list[str] | None]:
 def _opened(file: Path) -> Any:
     try:
         with file_errors(file, "cannot be read"):
+            _require_file(file)
             return safe_open(file, framework="pt").__enter__()  # type: ignore[no-untyped-call]
     except SafetensorError as error:
         raise CorruptionError(
             f"{file} is no whole safetensors file: {error}", path=str(file), nbytes=file.stat().st_size
         ) from error
+
+
+def _require_file(path: Path) -> None:
+    """Refuse what would be waited for, as a named pipe that nobody writes to."""
+    if not path.is_file():
+        raise ConfigError(f"{path} is no regular file, and weights are read from files: take it out of the folder")
 
 
 def _problem(what: str, names: list[str]) -> str:

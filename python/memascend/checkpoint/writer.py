@@ -28,7 +28,7 @@ from memascend.checkpoint.manifest import (
 from memascend.checkpoint.names import Names
 from memascend.checkpoint.safetensors_writer import TensorFile, divide_into_files
 from memascend.errors import ConfigError, StorageError
-from memascend.paths import expanded
+from memascend.paths import expanded, refusal_of
 from memascend.progress import Progress
 
 if TYPE_CHECKING:
@@ -62,6 +62,11 @@ def save(
         file_bytes_max: of one file of weights or state.
         among_others: the folder may hold files of others and no earlier checkpoint; weights in it are replaced.
     """
+    why = refusal_of(folder)
+    if why is not None:
+        raise ConfigError(
+            f"the checkpoint's folder is no path that a file can have ({why}): {os.fspath(folder)!r:.100}"
+        )
     target = Path(os.path.abspath(expanded(folder)))  # noqa: PTH100
     order = {name: position for position, (name, _) in enumerate(model.named_parameters())}
     files = _CheckpointFiles(contents, Names(model).tied, order, file_bytes_max)

@@ -103,7 +103,10 @@ class Arrivals:
     def _hear(self, parameter: torch.Tensor, *, assigned: bool = False) -> None:
         """A gradient was accumulated; `assigned`: it was added to what the user had put there."""
         began = time.perf_counter()
-        gradient = self._of[id(parameter)]
+        gradient = self._of.get(id(parameter))
+        if gradient is None:
+            # What a hook of the user's returned, which torch refuses after the last hook.
+            return
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             values = parameter.grad
             if values is not None and self.parts is not None and self.parts.take(gradient):

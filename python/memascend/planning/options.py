@@ -13,7 +13,7 @@ import torch
 
 from memascend import memory
 from memascend.errors import ConfigError
-from memascend.paths import expanded
+from memascend.paths import expanded, refusal_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -136,9 +136,13 @@ class Options:
                 "weights is a safetensors file, a folder of them, or a function of (name, parameter), not "
                 f"{self.weights!r}"
             )
-        for name in ("storage", "scratch", "checkpoint"):
+        for name in ("storage", "scratch", "checkpoint", "weights"):
             value = getattr(self, name)
             several = value if name == "storage" and isinstance(value, (list, tuple)) else [value]
+            for path in several:
+                _require_possible(name, path)
+            if name == "weights":
+                continue
             if value is not None and not all(
                 isinstance(path, (str, os.PathLike)) and os.fspath(path) for path in several
             ):
@@ -236,6 +240,12 @@ class Options:
         if isinstance(self.units, str) or not all(isinstance(name, str) for name in self.units):
             raise ConfigError(f"units is a list of module names, not {self.units!r}")
         return tuple(self.units)
+
+
+def _require_possible(name: str, path: object) -> None:
+    why = refusal_of(path) if isinstance(path, (str, os.PathLike)) else None
+    if why is not None:
+        raise ConfigError(f"{name} is no path that a file can have ({why}): {os.fspath(path)!r:.100}")  # type: ignore[call-overload]
 
 
 def _is_number(value: object) -> bool:

@@ -262,7 +262,10 @@ class Sharding:
             self._hand_on(leaf)
 
     def _hand_on(self, leaf: torch.Tensor) -> None:
-        one = self._of[id(leaf)]
+        one = self._of.get(id(leaf))
+        if one is None:
+            # What a hook of the user's returned, which torch refuses after the last hook.
+            return
         if self.collectives is not None:
             self.collectives.note(f"the gradient of {one.name}")
         reduction = self._reductions.get(id(leaf))

@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 
 _CONFIG = "config.json"
 _CONFIG_BYTES_MAX = 16 << 20
+# The deepest models that were published have some hundreds, DeepNet 1,000. torch takes a millisecond or more to make
+# one of transformers' layers, and some hundred kilobytes, also on "meta".
+_LAYERS_MAX = 10_000
+# How configs call it: num_hidden_layers, n_layer, decoder_layers, num_blocks, depth.
+_DEPTH = re.compile(r"(^|_)(n?layers?|blocks?|depths?)$")
 # What is computed last, whatever the order of names says.
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out|head|classifier|score|qa_outputs)\.")
 # Statistics, and not parameters.
@@ -51,7 +56,7 @@ def describe(path: Path, dtype: torch.dtype | None) -> DescribedModel:
     config = path if is_config else folder / _CONFIG
     if not config.is_file():
         return DescribedModel(described_by_names(path, dtype), "the names and shapes in its safetensors")
-    values = _read(config)
+    values = read_config(config)
     if not is_config and not values.get("model_type"):
         return DescribedModel(described_by_names(path, dtype), "the names and shapes in its safetensors")
     try:
@@ -112,7 +117,12 @@ def _untied(model: nn.Module, path: Path | None, *, tied: bool) -> list[str]:
     return [name for name in owned if name in names.tied]
 
 
-def _read(config: Path) -> dict[str, Any]:
+def read_config(config: Path) -> dict[str, Any]:
+    """What is in a model's config.json.
+
+    Raises:
+        ConfigError: it is none, or the model would have more layers than can be made.
+    """
     if config.stat().st_size > _CONFIG_BYTES_MAX:
         raise ConfigError(f"{config} is larger than {_CONFIG_BYTES_MAX} bytes: this is no config")
     try:
@@ -121,7 +131,20 @@ def _read(config: Path) -> dict[str, Any]:
         raise ConfigError(f"{config} is no JSON: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{config} is no config: it holds a {type(values).__name__}, and no object")
+    _require_layers(config, values)
     return values
+
+
+def _require_layers(config: Path, values: dict[str, Any]) -> None:
+    """Refuse depths that only a mistake has, before anything of such a length is made."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            _require_layers(config, value)
+        elif isinstance(value, int) and value > _LAYERS_MAX and _DEPTH.search(key):
+            raise ConfigError(
+                f"{config} says {key} = {value}, and a model of more than {_LAYERS_MAX} layers is not made, whose "
+                "modules alone would take minutes and gigabytes: correct it"
+            )
 
 
 def _configured(transformers: Any, config: Path, values: dict[str, Any], dtype: torch.dtype | None) -> nn.Module:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import json
 import sys
@@ -15,6 +14,7 @@ import torch
 
 from memascend.checkpoint.names import Names
 from memascend.checkpoint.weights import WeightFiles
+from memascend.cli.plan.sources import read_config
 from memascend.cli.train.batches import seed_of
 from memascend.errors import ConfigError
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     from memascend.cli.train.settings import Settings
 
+_CONFIG = "config.json"
+_GENERATION = "generation_config.json"
 _INSTALL = "pip install 'memascend[train]'"
 # Where each tensor of a merged model begins.
 _ALIGNED = 64
@@ -65,9 +67,16 @@ def load_tokenizer(folder: Path) -> Any:
     """The tokenizer of a folder.
 
     Raises:
-        ConfigError: there is none, or transformers cannot read it.
+        ConfigError: there is none, or transformers cannot read it; or the config beside it is none.
     """
     transformers = require_transformers()
+    if not folder.is_dir():
+        raise ConfigError(
+            f"--model {folder} is no folder: download the model first, with `hf download NAME --local-dir {folder}`"
+        )
+    # The tokenizer looks at it, too.
+    if (folder / _CONFIG).is_file():
+        read_config(folder / _CONFIG)
     try:
         return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
@@ -113,8 +122,14 @@ def _plain(folder: Path) -> tuple[Any, WeightFiles]:
         module, _, last = name.rpartition(".")
         setattr(model.get_submodule(module), last, torch.nn.Parameter(torch.empty_like(model.get_parameter(name))))
     # A folder need not have one.
-    with contextlib.suppress(OSError):
-        model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
+    if (folder / _GENERATION).exists():
+        try:
+            model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
+        except Exception as error:
+            raise ConfigError(
+                f"{folder / _GENERATION} is no configuration that transformers reads: {type(error).__name__}: {error}; "
+                "mend it, or take it away"
+            ) from error
     return model, files
 
 

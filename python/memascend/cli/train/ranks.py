@@ -44,7 +44,9 @@ class Ranks(Closing):
             ConfigError: they are several, and something else than torchrun started this one.
             RankError: they do not meet.
         """
-        self.rank, self.count = 0, int(os.environ.get("WORLD_SIZE") or 1)
+        self.rank, self.count = 0, _number("WORLD_SIZE", 1)
+        if self.count < 1:
+            raise ConfigError(f"WORLD_SIZE is {self.count}, and a run has at least one process: unset it")
         self._figures: Any = None
         if self.count == 1:
             return
@@ -54,6 +56,10 @@ class Ranks(Closing):
                 f"WORLD_SIZE is {self.count}, and {missing[0]} is not set: start several ranks by torchrun "
                 f"--nproc-per-node {self.count} -m memascend train, or unset WORLD_SIZE"
             )
+        rank = _number("RANK", 0)
+        if not 0 <= rank < self.count:
+            raise ConfigError(f"RANK is {rank} of WORLD_SIZE {self.count}: start the ranks by torchrun")
+        _number("MASTER_PORT", 0)
         # One process needs nothing of these.
         from memascend.ranks.exchange import Exchange
         from memascend.ranks.figures import Figures
@@ -82,7 +88,7 @@ class Ranks(Closing):
         if device.startswith("cuda:"):
             raise ConfigError(f"--device {device} is one device, and {self.count} ranks compute: give --device cuda")
         if device == "cuda":
-            local = int(os.environ.get("LOCAL_RANK") or 0)
+            local = _number("LOCAL_RANK", 0)
             torch.cuda.set_device(local)
             device = f"cuda:{local}"
         return replace(settings, device=device)
@@ -144,3 +150,14 @@ class Ranks(Closing):
             self._figures = None
         if self.count > 1 and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+
+
+def _number(name: str, default: int) -> int:
+    """A number of the environment, as torchrun sets it."""
+    value = os.environ.get(name) or default
+    try:
+        return int(value)
+    except ValueError as error:
+        raise ConfigError(
+            f"{name} is {value!r} in the environment, and no number: start several ranks by torchrun, or unset it"
+        ) from error

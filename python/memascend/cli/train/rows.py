@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 # A line, or an object of an array, is read at once.
 _LINE_BYTES_MAX = 64 << 20
+# Python's JSON lets these bytes pass, which UTF-8 does not have.
+_SURROGATE = b"\xed"
 # A text of any length is read in pieces of whole lines; an array, in pieces of this size.
 _PIECE_CHARACTERS = 1 << 20
 # Of a piece of a text that has another behind it; no column has this name.
@@ -92,7 +94,20 @@ def _jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 values = json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise ConfigError(f"{place}: no JSON: {error}") from error
+            if b"\\u" in line or _SURROGATE in line:
+                _require_characters(place, values)
             yield place, _object(place, values)
+
+
+def _require_characters(place: str, values: Any) -> None:
+    """Refuse half of a pair of UTF-16, which is no character and which no tokenizer takes."""
+    try:
+        json.dumps(values, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(error.object[error.start]):04x}"
+        raise ConfigError(
+            f"{place}: {half} is half of a character, without the other half beside it: write the whole character"
+        ) from error
 
 
 def _object(place: str, values: Any) -> dict[str, Any]:
@@ -130,6 +145,7 @@ def _array(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 if number == 1 and waiting.startswith("]"):
                     return
                 values, waiting = _decoded(decoder, file, waiting, place)
+                _require_characters(place, values)
                 yield place, _object(place, values)
                 waiting = waiting.lstrip() or file.read(_PIECE_CHARACTERS).lstrip()
                 if waiting.startswith("]"):
