@@ -70,7 +70,7 @@ def measured(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         cells = []
         for factor in BUDGETS:
             budget = int(comfortable * factor)
-            speeds = [] if options.memory else ["--cpu", "--storage", folder]
+            speeds = [] if options.memory else ["--storage", folder]
             order = {"config": str(config), "tokens": tokens, "budget": budget, "storage": folder}
             rounds = []
             for _ in range(options.rounds):
@@ -92,7 +92,8 @@ def measured(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def planned(config: Path, tokens: int, more: list[str]) -> dict[str, Any]:
     """What the command says."""
-    return child(["-m", "memascend", "plan", str(config), "--tokens", str(tokens), "--length", str(min(tokens, 512)),
+    command = ["benchmarks.processor"] if "--storage" in more else ["memascend", "plan"]
+    return child(["-m", *command, str(config), "--tokens", str(tokens), "--length", str(min(tokens, 512)),
                   "--keep-activations", "--gradients", "fused", *more, "--json"])  # fmt: skip
 
 

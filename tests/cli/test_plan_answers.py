@@ -186,15 +186,6 @@ def test_the_table_answers_in_words(capsys, config):
     assert "--gpu G says what computes" in capsys.readouterr().out
 
 
-def test_this_processor_is_measured(capsys, config):
-    found = told(capsys, config, "--cpu", "--drive", "5,4", "--tokens", 128)
-    assert found["gpu"] is None
-    compute = [phase["parts"]["compute"] for phase in found["step"]["phases"]]
-    assert all(0 < seconds < 60 for seconds in compute)
-    assert compute[0] < compute[1]
-    assert found["host_bytes"] > found["plan"]["host_peak"] + found["torch"]["peak_bytes"]
-
-
 def test_what_is_no_gpu_and_no_drive_is_refused(capsys, config):
     assert parse_gpu("RTX4090").tflops == 165
     assert parse_gpu("100,10,5").link == 5e9

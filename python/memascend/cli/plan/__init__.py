@@ -12,6 +12,7 @@ from memascend.errors import ConfigError
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Callable
 
     import torch
 
@@ -33,7 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     machine.add_argument(
         "--gpu", metavar="G", help="its name, as 3090, l40s, h100, mi300x; or TFLOPS,GB,PCIE_GB_S as 165,24,25"
     )
-    machine.add_argument("--cpu", action="store_true", help="measure this processor, which takes up to a minute")
     machine.add_argument(
         "--drive", metavar="READ,WRITE", help="GB/s as they last, or gen3, gen4, gen5; default: measured on --storage"
     )
@@ -89,12 +89,17 @@ def _speed(text: str) -> float:
     return value
 
 
-def run(options: argparse.Namespace) -> int:
-    """Print the plan; 1 where it does not fit the GPU or the storage that is named."""
+def run(options: argparse.Namespace, measure: Callable[[Question, tuple[int, int]], Question] | None = None) -> int:
+    """Print the plan; 1 where it does not fit the GPU or the storage that is named.
+
+    Args:
+        options: of the command line.
+        measure: puts what computes into a question, for so many sequences of so many tokens.
+    """
     from memascend.cli.plan import formats, text
     from memascend.cli.plan.answer import answer, larger
 
-    source, question, speeds = _asked(options)
+    source, question, speeds = _asked(options, measure)
     if options.fit:
         return _fit(options, question)
     found = answer(question)
@@ -115,7 +120,9 @@ def run(options: argparse.Namespace) -> int:
     return int(bool(found.problems))
 
 
-def _asked(options: argparse.Namespace) -> tuple[DescribedModel, Question, dict[str, float]]:
+def _asked(
+    options: argparse.Namespace, measure: Callable[[Question, tuple[int, int]], Question] | None
+) -> tuple[DescribedModel, Question, dict[str, float]]:
     """What the command line asks, and the measured speed of its storage."""
     import torch
 
@@ -159,30 +166,21 @@ def _asked(options: argparse.Namespace) -> tuple[DescribedModel, Question, dict[
         ranks=options.ranks,
         network=None if options.network is None else options.network * 1e9,
     )
-    return source, _traced(options, question), speeds
+    return source, _traced(options, question, measure), speeds
 
 
-def _traced(options: argparse.Namespace, question: Question) -> Question:
-    """The question with what torch takes for its tokens, and how fast this processor is where that was asked."""
+def _traced(
+    options: argparse.Namespace,
+    question: Question,
+    measure: Callable[[Question, tuple[int, int]], Question] | None,
+) -> Question:
+    """The question with what torch takes for its tokens, and how fast what computes is where that is measured."""
     from memascend.cli.plan.trace import trace
 
     batch, length = shape_of(options, question.model)
     found = trace(question.model, batch, length, recomputes=not options.keep_activations)
     question = replace(question, trace=found)
-    if options.cpu and not isinstance(found, str):
-        from memascend.cli.plan.processor import measure
-
-        computed = found if question.gpu is None else None
-        question = replace(question, processor=measure(question.model, computed, (batch, length), _folder(question)))
-    return question
-
-
-def _folder(question: Question) -> Path | None:
-    """Where storage is, if it is a folder."""
-    for path in map(Path, question.options.paths or ()):
-        if not path.is_block_device():
-            return path if path.is_dir() else path.parent
-    return None
+    return question if measure is None or isinstance(found, str) else measure(question, (batch, length))
 
 
 def shape_of(options: argparse.Namespace, model: torch.nn.Module) -> tuple[int, int]:

@@ -6,8 +6,6 @@ import os
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from memascend.cli.plan.machine import ENDURANCE_PER_TB, IMPORTS
 from memascend.cli.storage import speeds_at
 from memascend.formatting import bytes_shown
@@ -28,11 +26,12 @@ from memascend.planning.forecast import Forecast, forecast
 from memascend.run.decision import planned
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    import torch
+
     from memascend.cli.plan.cards import Gpu
-    from memascend.cli.plan.processor import Processor
     from memascend.cli.plan.trace import Trace
     from memascend.planning.network import Network
     from memascend.planning.options import Options
@@ -52,7 +51,7 @@ class Question:
     options: Options  # of `offload()`
     trace: Trace | str  # what torch takes for one backward; or why that is not known
     gpu: Gpu | None = None  # that computes; None: the processor does
-    processor: Processor | None = None  # measured; None where nobody asked
+    measured: Callable[[Plan], tuple[Work, Host]] | None = None  # what the processor takes; None: nobody measured it
     drive: Drive | None = None  # as fast as storage is; None where that is not known
     free: int | None = None  # bytes that storage has; None where none was named
     # Bytes that may be written to storage in its life; None: what is usual for as large a drive as the store needs.
@@ -133,31 +132,19 @@ def _in_memory(question: Question) -> int:
 
 
 def _phases(question: Question, plan: Plan, network: Network | None) -> list[Phase] | None:
-    trace, drive, processor = question.trace, question.drive, question.processor
+    trace, drive = question.trace, question.drive
     if drive is None or isinstance(trace, str):
         return None
     kept = plan.gradients in ("ssd", "ram")
-    times = question.options.accumulation_steps
-    threads = torch.get_num_threads()
     if question.gpu is not None:
         flops = question.gpu.flops
-        work = Work(forward=trace.forward.flops / flops, backward=trace.backward.flops / flops, backwards=times)
+        work = Work(forward=trace.forward.flops / flops, backward=trace.backward.flops / flops)
         host = assumed_host(question.gpu.link)
-    elif processor is not None:
-        parameters = sum(len(unit.parameters) for unit in plan.units)
-        handed = sum(unit.nbytes - unit.frozen_bytes for unit in plan.units) * processor.copy_seconds
-        work = Work(
-            forward=processor.forward_seconds + parameters * processor.bind_seconds,
-            backward=processor.backward_seconds + parameters * processor.hand_seconds + handed,
-            backwards=times,
-        )
-        # Where torch leaves processors free, the update has one of its own.
-        host = assumed_host(None, shared=threads >= len(os.sched_getaffinity(0)))
+    elif question.measured is not None:
+        work, host = question.measured(plan)
     else:
         return None
-    if processor is not None:
-        update = processor.update_seconds[question.options.state or "fp32"]
-        host = replace(host, update=update, check=processor.check_seconds, held_threads=threads)
+    work = replace(work, backwards=question.options.accumulation_steps)
     if network is not None and question.network is not None:
         backward = network.backward + network.gradients
         work = replace(work, exchanged=(network.forward / question.network, backward / question.network))
@@ -172,11 +159,6 @@ def _problems(question: Question, plan: Plan, torchs: int) -> list[str]:
             f"the {gpu.name} has {bytes_shown(gpu.usable)} for tensors, and {bytes_shown(plan.device_peak + torchs)} "
             "are needed: fewer tokens at once (--tokens) take less, and --fit finds how many fit"
         )
-    if question.processor is not None and gpu is None:
-        here = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        needed = plan.host_peak + plan.object_bytes + IMPORTS + torchs
-        if needed > here:
-            found.append(f"this machine has {bytes_shown(here)} of memory, and {bytes_shown(needed)} are needed")
     if question.free is not None and question.free < plan.disk_bytes:
         found.append(
             f"the store needs {bytes_shown(plan.disk_bytes)}, and {bytes_shown(question.free)} are free: not enough"

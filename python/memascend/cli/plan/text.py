@@ -206,8 +206,8 @@ def _disk(question: Question, found: Answer, speeds: Mapping[str, float]) -> Row
 def _unknown(question: Question) -> str:
     if isinstance(question.trace, str):
         return question.trace
-    if question.gpu is None and question.processor is None:
-        return "--gpu G says what computes, --cpu measures this processor"
+    if question.gpu is None and question.measured is None:
+        return "--gpu G says what computes"
     return "the speed of storage is not known"
 
 

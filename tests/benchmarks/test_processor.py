@@ -1,4 +1,4 @@
-"""Tests of what `memascend plan --cpu` measures: as deep as is quick, in the format that is asked for."""
+"""Tests what planning for this processor measures: as deep as is quick, in the format that is asked for."""
 
 import json
 import tempfile
@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from memascend.cli import main
-from memascend.cli.plan import processor
+from benchmarks import processor
 from memascend.cli.plan.sources import describe
 
 CONFIG = {
@@ -41,7 +40,7 @@ def test_blocks_that_are_not_computed_take_what_the_others_take(config, monkeypa
         return 0.01 + seconds * depth, 0.02 + 2 * seconds * depth
 
     monkeypatch.setattr(processor, "_pass_seconds", passed)
-    found = processor._model_seconds(model, SimpleNamespace(allocated=0), (1, 16))
+    found = processor._model_seconds(model, SimpleNamespace(), (1, 16))
     assert found == pytest.approx((0.01 + 12 * seconds, 0.02 + 24 * seconds))
     assert depths[0] == 1
     assert depths[1] <= deepest
@@ -79,10 +78,10 @@ def test_without_storage_another_place_than_memory_is_found(monkeypatch):
 def test_a_step_has_the_update_of_the_format_that_is_asked_for(capsys, config, monkeypatch):
     monkeypatch.setattr(processor, "measure", lambda *_: PROCESSOR)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1024)
-    asked = ("--cpu", "--drive", "1e6,1e6", "--tokens", "16", "--keep-activations", "--gradients", "fused")
+    asked = ("--drive", "1e6,1e6", "--tokens", "16", "--keep-activations", "--gradients", "fused")
 
     def told(*words):
-        assert main(["plan", str(config), *asked, *words, "--json"]) == 0
+        assert processor.main([str(config), *asked, *words, "--json"]) == 0
         return json.loads(capsys.readouterr().out)
 
     found = told()
@@ -95,3 +94,13 @@ def test_a_step_has_the_update_of_the_format_that_is_asked_for(capsys, config, m
     assert step == pytest.approx(3 + tensors * 3e-3 + elements * PROCESSOR.update_seconds["8bit"], rel=1e-3)
     alike = told("--state", "8bit", "--host-memory", str(found["plan"]["budget"]))
     assert alike["step"]["seconds_per_step"] == pytest.approx(took["8bit"])
+
+
+def test_this_processor_is_measured(capsys, config):
+    assert processor.main([str(config), "--drive", "5,4", "--tokens", "16", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["gpu"] is None
+    compute = [phase["parts"]["compute"] for phase in found["step"]["phases"]]
+    assert all(0 < seconds < 60 for seconds in compute)
+    assert compute[0] < compute[1]
+    assert found["host_bytes"] > found["plan"]["host_peak"] + found["torch"]["peak_bytes"]

@@ -1,30 +1,42 @@
-"""Measures this processor: a model's own forward and backward, and what offloading takes of the same cores."""
+"""Plans as `memascend plan` does, where this processor computes: measures it, and what offloading takes of its cores.
+
+The model itself computes on made-up values, forward and backward, as it will in training: with all of its blocks where
+that takes seconds, and else with as many as are quick; those that are left out take what more blocks took more. Also
+measured: the update in the format of `--state`, a checksum, a copy of a gradient, what each parameter costs in Python.
+Where torch computes on all cores, all of that is added to compute: its threads wait for each other.
+"""
 
 from __future__ import annotations
 
+import argparse
 import copy
+import os
 import statistics
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from memascend import engine, kernels
+from memascend.cli import plan as plans
 from memascend.cli.plan.trace import recompute, settle, without_gradients_kept
 from memascend.cli.storage import disk_folder
 from memascend.errors import ConfigError, StorageError
 from memascend.memory import fix_heap
+from memascend.planning.costs import Host, Work, assumed_host
 from memascend.progress import Progress
 from memascend.run.offloading import offload
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from pathlib import Path
+    from collections.abc import Callable, Mapping, Sequence
 
+    from memascend.cli.plan.answer import Question
     from memascend.cli.plan.trace import Trace
+    from memascend.planning.table import Plan
 
 # Of one depth of the model: after a first pass, so many, or those that fit into so many seconds.
 _PASSES, _SECONDS = 5, 10.0
@@ -40,7 +52,7 @@ _WIDTH, _BLOCKS, _STEPS = 32, 16, 8
 class Processor:
     """What was measured, in seconds."""
 
-    forward_seconds: float  # of the batch, on all threads of torch; 0 where something else computes
+    forward_seconds: float  # of the batch, on all threads of torch
     backward_seconds: float  # likewise
     # Of one thread, for the arithmetic of AdamW on one parameter, by the format of its state.
     update_seconds: Mapping[str, float]
@@ -50,17 +62,49 @@ class Processor:
     hand_seconds: float  # that a backward and `step()` take longer for each, but for the gradient's bytes
 
 
-def measure(model: nn.Module, trace: Trace | None, shape: tuple[int, int], folder: Path | None) -> Processor:
+def main(words: Sequence[str] | None = None) -> int:
+    """Plan; the options are those of `memascend plan`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    plans.add_arguments(parser)
+    return plans.run(parser.parse_args(words), _with_processor)
+
+
+def _with_processor(question: Question, shape: tuple[int, int]) -> Question:
+    if question.gpu is not None:
+        raise ConfigError("this processor computes: leave --gpu out")
+    assert not isinstance(question.trace, str)
+    folders = (path if path.is_dir() else path.parent for path in map(Path, question.options.paths or ()))
+    processor = measure(question.model, question.trace, shape, next(folders, None))
+    state = question.options.state or "fp32"
+    return replace(question, measured=lambda plan: _taken(processor, plan, state))
+
+
+def _taken(processor: Processor, plan: Plan, state: str) -> tuple[Work, Host]:
+    """What a backward and the update take."""
+    parameters = sum(len(unit.parameters) for unit in plan.units)
+    handed = sum(unit.nbytes - unit.frozen_bytes for unit in plan.units) * processor.copy_seconds
+    work = Work(
+        forward=processor.forward_seconds + parameters * processor.bind_seconds,
+        backward=processor.backward_seconds + parameters * processor.hand_seconds + handed,
+    )
+    threads = torch.get_num_threads()
+    # Where torch leaves processors free, the update has one of its own.
+    host = assumed_host(None, shared=threads >= len(os.sched_getaffinity(0)))
+    update = processor.update_seconds[state]
+    return work, replace(host, update=update, check=processor.check_seconds, held_threads=threads)
+
+
+def measure(model: nn.Module, trace: Trace, shape: tuple[int, int], folder: Path | None) -> Processor:
     """Compute with the model, in parts where it is large, and with the pieces of a step.
 
     Args:
         model: on "meta".
-        trace: of one backward; None where something else than this processor computes it.
+        trace: of one backward.
         shape: sequences, and tokens of each.
         folder: for the store of a small model; None: the first of those for temporary files that is on a disk.
     """
     with Progress("measuring this processor", 4, unit="parts") as progress:
-        forward, backward = (0.0, 0.0) if trace is None else _model_seconds(model, trace, shape)
+        forward, backward = _model_seconds(model, trace, shape)
         progress.add(1)
         bind, hand = _parameter_seconds(folder)
         progress.add(1)
@@ -172,7 +216,7 @@ def _parameter_seconds(folder: Path | None) -> tuple[float, float]:
             with offloaded:
                 streamed = _step_seconds(model, offloaded)
     except (ConfigError, StorageError) as error:
-        raise ConfigError(f"--cpu measures a small model on storage: name a disk with --storage ({error})") from error
+        raise ConfigError(f"a small model is measured on storage: name a disk with --storage ({error})") from error
     forward, rest = (max(0.0, ours - torchs) / count for ours, torchs in zip(streamed, plain, strict=True))
     return forward, rest
 
@@ -242,3 +286,7 @@ def _shortest(call: Callable[[], object]) -> float:
         call()
         took.append(time.perf_counter() - before)
     return min(took)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
