@@ -60,7 +60,9 @@ fn damaged(whole: &[u8]) -> Vec<(String, Vec<u8>)> {
     let heads = (0..whole.len()).step_by(4096).filter(|&at| whole[at..].starts_with(b"mascstep"));
     for at in heads {
         let mut bytes = whole.to_vec();
-        [at, at + 100, at - 4096].into_iter().for_each(|at| bytes[at] ^= 1);
+        for at in [at, at + 100, at - 4096] {
+            bytes[at] ^= 1;
+        }
         all.push((format!("three flips of the log at {at}"), bytes));
     }
     let mut bytes = whole.to_vec();
