@@ -1,8 +1,10 @@
 """Tests aliases of weights at random: taken before, between and inside; read and written; beside the same in memory."""
 
+import contextlib
 import random
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 import torch
 from support.bits import same_bits
@@ -28,7 +30,7 @@ def of(handle):
     """A handle as a tensor on its memory."""
     if isinstance(handle, torch.UntypedStorage):
         return torch.empty(0).set_(handle)
-    return torch.as_tensor(handle).detach()
+    return handle.detach() if isinstance(handle, torch.Tensor) else torch.from_numpy(np.asarray(handle))
 
 
 @dataclass
@@ -73,9 +75,9 @@ class Side:
         return [loss.detach(), *seen, *(p.detach().clone() for p in self.model.parameters())]
 
 
-def smallest(model, optimizer):
+def smallest(side, folder, options):
     try:
-        memascend.offload(model, optimizer, host_memory=1)
+        memascend.offload(side.model, side.optimizer, storage=folder, host_memory=1, **options)
     except memascend.BudgetError as error:
         return error.smallest
     raise AssertionError
@@ -113,11 +115,13 @@ def one_run(seed, folder):
     made = [stack(UNITS) for _ in range(2)]
     plain, ours = (Side(model, kind(model.parameters())) for model in made)
     if drawn.random() < 0.7:
-        options["host_memory"] = drawn.choice((smallest(ours.model, ours.optimizer), "64MiB"))
+        options["host_memory"] = drawn.choice((smallest(ours, folder, options), "64MiB"))
     elif drawn.random() < 0.5:
         options["units"] = [str(number) for number in range(UNITS)]
     refused_first(ours, drawn, folder, options)
-    with ours.optimizer:
+    made = 0
+    # What was written inside, and is nowhere else, is missed at the end, too.
+    with contextlib.suppress(memascend.UsageError), ours.optimizer:
         for step in range(STEPS):
             doings = []
             for _ in range(drawn.randrange(4)):
@@ -130,19 +134,17 @@ def one_run(seed, folder):
                     doings.append(("write", drawn.randrange(len(plain.handles)), drawn.random()))
             # Inside, nothing can see what is written through memory that torch has handed out.
             inside = (drawn.randrange(UNITS), drawn.choice(("data", "detach", "turned")), drawn.random() < 0.2)
-            try:
-                for name, *arguments in doings:
-                    got = getattr(ours, name)(*arguments)
-                    wanted = getattr(plain, name)(*arguments)
-                    assert wanted is None or same_bits(got, wanted), (seed, step, name, arguments)
-                inside = inside if drawn.random() < 0.5 else None
-                got = ours.step(inside)
-            except memascend.UsageError:
-                return step
+            for name, *arguments in doings:
+                got = getattr(ours, name)(*arguments)
+                wanted = getattr(plain, name)(*arguments)
+                assert wanted is None or same_bits(got, wanted), (seed, step, name, arguments)
+            inside = inside if drawn.random() < 0.5 else None
+            got = ours.step(inside)
             assert all(map(same_bits, got, plain.step(inside))), (seed, step, inside)
             assert all(same_bits(ours.read(n), plain.read(n)) for n in range(len(plain.handles))), (seed, step)
+            made += 1
         ours.handles.clear()
-    return STEPS
+    return made
 
 
 @pytest.mark.parametrize("first", [0, *(pytest.param(n * RUNS, marks=pytest.mark.slow) for n in range(1, 30))])
