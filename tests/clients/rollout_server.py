@@ -1,7 +1,6 @@
 """Stands in for SGLang's server in a process of its own: generates, and loads the weights that it is told of."""
 
 import json
-import sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import torch
@@ -49,5 +48,4 @@ class Handler(BaseHTTPRequestHandler):
 if __name__ == "__main__":
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
         print(server.server_port, flush=True)
-        sys.stdout.close()
         server.serve_forever()
