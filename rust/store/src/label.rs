@@ -105,12 +105,9 @@ mod tests {
     fn a_label_of_another_version_is_of_that_version_whatever_else_it_says() {
         let uuid = [7; 16];
         let label = Label { uuid, index: 0, devices: Devices { count: 1, stripe_bytes: PAGE_BYTES } };
-        for (version, expected) in [
-            (0, Found::Version(0)),
-            (VERSION_1, Found::Old(label)),
-            (VERSION, Found::Label(label)),
-            (3, Found::Version(3)),
-        ] {
+        for (version, expected) in
+            [(0, Found::Version(0)), (1, Found::Version(1)), (VERSION, Found::Label(label)), (3, Found::Version(3))]
+        {
             let mut sector = label.encode()[..SECTOR_BYTES - 8].to_vec();
             sector[8..12].copy_from_slice(&version.to_le_bytes());
             seal(&mut sector, &uuid, Subject::Label);
