@@ -36,7 +36,7 @@ def main() -> None:
     if options.json:
         print(json.dumps(found, indent=1))
         return
-    from memascend.formatting import table
+    from memascend.text import table
 
     for dtype, rows in found.items():
         count = rows[0]["parameters"]

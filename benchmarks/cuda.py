@@ -27,10 +27,10 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 import memascend
 from benchmarks.train.judge import bound
 from memascend.cli.bench import process
-from memascend.cli.bench.machine import described
+from memascend.cli.bench.io import described
 from memascend.cli.storage import bandwidth
-from memascend.formatting import bytes_shown, table
-from memascend.planning.options import parse_bytes
+from memascend.plan.options import parse_bytes
+from memascend.text import bytes_shown, table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

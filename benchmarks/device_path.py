@@ -15,10 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memascend.device.download import WINDOWS, DeviceEngine
-from memascend.device.upload import CHECKERS, CHUNKS, Staging
-from memascend.engine.checksum import Checksum
-from memascend.engine.entries import CHUNK_ELEMENTS
+from memascend.device.transfer import CHECKERS, CHUNKS, WINDOWS, DeviceEngine, Staging
+from memascend.storage.entries import CHUNK_ELEMENTS, Checksum
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from memascend.formatting import table
+from memascend.text import table
 
 _KIB, _MIB = 1 << 10, 1 << 20
 _THRESHOLDS = {"none": None, "32K": 32 * _KIB, "1M": _MIB, "4M": 4 * _MIB, "32M": 32 * _MIB}

@@ -15,7 +15,7 @@ from benchmarks.reduced import reduced_calls
 from benchmarks.rounds import interleaved
 from memascend.cli.bench import process
 from memascend.cli.show import bars
-from memascend.formatting import bytes_shown, seconds_shown, table
+from memascend.text import bytes_shown, seconds_shown, table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from memascend import kernels
-from memascend.formatting import table
+from memascend.text import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -33,10 +33,10 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from transformers.models.qwen2 import modeling_qwen2  # noqa: F401
 
 import memascend
-import memascend.run.offloading
+import memascend.session.offload
 from benchmarks.train.cell.systems.ours import smallest_budget
-from memascend.formatting import bytes_shown, seconds_shown, table
-from memascend.planning.options import parse_bytes
+from memascend.plan.options import parse_bytes
+from memascend.text import bytes_shown, seconds_shown, table
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,7 +11,7 @@ from benchmarks.reservation import POOLS, load_models, reserve, unit_bytes
 from benchmarks.rounds import interleaved
 from memascend import memory
 from memascend.cli.show import bars
-from memascend.formatting import bytes_shown, seconds_shown, table
+from memascend.text import bytes_shown, seconds_shown, table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -17,8 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from memascend.cli.plan.machine import IMPORTS
-from memascend.formatting import bytes_shown, seconds_shown, table
+from memascend.cli.plan.answer import IMPORTS
+from memascend.text import bytes_shown, seconds_shown, table
 
 MODELS: dict[str, dict[str, Any]] = {
     "25 M, Qwen2": {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_size": 384,

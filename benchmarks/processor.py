@@ -23,20 +23,20 @@ from torch import nn
 
 from memascend import engine, kernels
 from memascend.cli import plan as plans
-from memascend.cli.plan.trace import recompute, settle, without_gradients_kept
+from memascend.cli.plan.model import recompute, settle, without_gradients_kept
 from memascend.cli.storage import disk_folder
 from memascend.errors import ConfigError, StorageError
 from memascend.memory import fix_heap
-from memascend.planning.costs import Host, Work, assumed_host
-from memascend.progress import Progress
-from memascend.run.offloading import offload
+from memascend.plan.cost import Host, Work, assumed_host
+from memascend.session.offload import offload
+from memascend.text import Progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from memascend.cli.plan.answer import Question
-    from memascend.cli.plan.trace import Trace
-    from memascend.planning.table import Plan
+    from memascend.cli.plan.model import Trace
+    from memascend.plan.table import Plan
 
 # Of one depth of the model: after a first pass, so many, or those that fit into so many seconds.
 _PASSES, _SECONDS = 5, 10.0

@@ -20,8 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from memascend.drawing import open_pyplot
-from memascend.formatting import bytes_shown, seconds_shown, table
+from memascend.text import bytes_shown, open_pyplot, seconds_shown, table
 
 WARM = 2
 WIDTH, BLOCKS, ROWS = 512, 6, 64

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from memascend import memory
-from memascend.planning.slot_classes import arena_classes
+from memascend.plan.memory_plan import arena_classes
 
 POOLS = ("one size, rounded", "one size", "per shape", "arena")
 

@@ -77,8 +77,7 @@ def _run(name: str, seed: int) -> dict[str, Any]:
     """Train one model; its losses, and a checksum of its weights at the end."""
     import torch
 
-    from memascend.cli.demo.model import ByteModel
-    from memascend.cli.demo.text import batch, read_text
+    from memascend.cli.demo.side import ByteModel, batch, read_text
 
     torch.set_num_threads(1)
     text = read_text()

@@ -62,7 +62,7 @@ def main() -> None:
     if options.work:
         _Worker(json.loads(options.work)).serve()
         return
-    from memascend.cli.bench.machine import described
+    from memascend.cli.bench.io import described
 
     with tempfile.TemporaryDirectory(dir=options.storage, prefix=".memascend-step-") as folder:
         results = [_Workload(options, Path(folder), tokens).run() for tokens in options.tokens]
@@ -160,7 +160,7 @@ class _Workload:
     def _bandwidth(self, pattern: Any) -> float:
         """Of our engine, through as much memory as an update stages in, on a file as large as a store."""
         from memascend import nvme
-        from memascend.cli.transfer import blocks, transfer
+        from memascend.cli.storage import blocks, transfer
 
         path, nbytes = self.folder / "bandwidth", self.store_bytes
         with nvme.open(path, size=nbytes, queue_depth=8) as volume, blocks(_MIB, 12) as tensors:
@@ -201,7 +201,7 @@ def _compare(name: str, case: dict[str, Any], ram: dict[str, Any] | None, bandwi
 
 
 def _shown(result: dict[str, Any]) -> str:
-    from memascend.formatting import table
+    from memascend.text import table
 
     rows = []
     for name, case in result["cases"].items():

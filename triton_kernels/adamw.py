@@ -140,7 +140,7 @@ def _update(
             half, master.numel(), dataclasses.astuple(scalars), threads,
         )  # fmt: skip
     elif taken == "triton":
-        from .adamw_jit import launch
+        from memascend.kernels.adamw_jit import launch
 
         launch(master, grad, exp_avg, exp_avg_sq, out16, scalars)
     else:

@@ -59,7 +59,7 @@ def _move(source: torch.Tensor, out: torch.Tensor, source_name: str, out_name: s
         read, written = ((tensor.data_ptr(), FLOATS.index(tensor.dtype)) for tensor in (source, out))
         move(read, written, out.numel(), threads)
     elif taken == "triton":
-        from .casts_jit import launch
+        from memascend.kernels.casts_jit import launch
 
         launch(source, out, add=add)
     else:

@@ -8,7 +8,7 @@ import torch
 
 from memascend import _core
 from memascend.errors import ConfigError
-from memascend.squares import summed
+from memascend.tensors import summed
 
 from .arguments import FLOATS, factor_of, flat, require, require_apart, threads_of
 from .routes import route
@@ -16,7 +16,7 @@ from .routes import route
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from memascend.squares import Squares
+    from memascend.tensors import Squares
 
 __all__ = ["check_and_unscale", "check_and_unscale_reference", "checked"]
 
@@ -67,7 +67,7 @@ def check_and_unscale(
     if taken == "rust":
         result = _check_rust(filled, factor, count)
     elif taken == "triton":
-        from .check_jit import launch
+        from memascend.kernels.check_jit import launch
 
         result = launch(filled, factor, device)
     else:

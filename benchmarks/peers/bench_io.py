@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from benchmarks.peers import environment
 from memascend.cli.bench import io
-from memascend.cli.transfer import Speed
-from memascend.closing import Closing
+from memascend.cli.storage import Speed
+from memascend.text import Closing
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.peers import environment
 from benchmarks.peers.swapper import Swapper
 from memascend.cli.bench import update
-from memascend.formatting import bytes_shown
+from memascend.text import bytes_shown
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import benchmarks
 import memascend
-from memascend.closing import Closing
 from memascend.errors import ConfigError
+from memascend.text import Closing
 
 # What `make peers` builds.
 ENVIRONMENT = Path(".venv-deepspeed/bin/python")

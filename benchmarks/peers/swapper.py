@@ -6,8 +6,8 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.peers.environment import Peer
-from memascend.closing import Closing
 from memascend.errors import ConfigError
+from memascend.text import Closing
 
 if TYPE_CHECKING:
     from pathlib import Path

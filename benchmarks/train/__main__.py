@@ -22,9 +22,9 @@ from benchmarks.train.measure import Bench
 from benchmarks.train.results import Results
 from benchmarks.train.selection import FULL, HEADLINE, LIMITS, Cells
 from benchmarks.train.tables import notes, pictures, workload_table
-from memascend.cli.bench.machine import described
+from memascend.cli.bench.io import described
 from memascend.errors import ConfigError, MemascendError
-from memascend.formatting import table
+from memascend.text import table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

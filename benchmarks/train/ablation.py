@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from benchmarks.reservation import reserve
 from memascend import kernels, memory
 from memascend.cli.bench import process
-from memascend.cli.bench.weights import WEIGHT_CASES, weight_cases
-from memascend.formatting import bytes_shown, seconds_shown, table
+from memascend.cli.bench.io import WEIGHT_CASES, weight_cases
+from memascend.text import bytes_shown, seconds_shown, table
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.train.search import least, most
-from memascend.formatting import table
+from memascend.text import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable

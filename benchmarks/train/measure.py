@@ -8,7 +8,7 @@ from benchmarks.train.cell.systems import SYSTEMS
 from benchmarks.train.code import code_hash, commit
 from benchmarks.train.speeds import disk_speeds
 from benchmarks.train.tuning import tuned
-from memascend.cli.bench.machine import described
+from memascend.cli.bench.io import described
 from memascend.errors import ConfigError
 
 if TYPE_CHECKING:

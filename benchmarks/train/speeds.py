@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 from memascend import nvme
-from memascend.cli.transfer import blocks, transfer
+from memascend.cli.storage import blocks, transfer
 
 __all__ = ["disk_speeds"]
 

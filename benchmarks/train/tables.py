@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.train.cell.systems import SYSTEMS
 from memascend.cli.show import bars
-from memascend.formatting import table
+from memascend.text import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable

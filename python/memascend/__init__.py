@@ -22,11 +22,10 @@ if TYPE_CHECKING:
         TimeoutExpired,
         UsageError,
     )
-    from memascend.planning.table import Plan
-    from memascend.run.materialized import materialized
-    from memascend.run.offloading import offload
-    from memascend.run.optimizer import OffloadedOptimizer
-    from memascend.run.report import Report
+    from memascend.plan.table import Plan
+    from memascend.session.offload import offload
+    from memascend.session.optimizer import OffloadedOptimizer, materialized
+    from memascend.session.report import Report
 
 __all__ = [
     "BudgetError",
@@ -55,11 +54,11 @@ _MODULES = ("engine", "kernels", "memory", "nvme")
 # Needs what may not be installed, so that it is no part of "everything".
 _OPTIONAL = ("trainer",)
 _OWNERS = {
-    "OffloadedOptimizer": "run.optimizer",
-    "Plan": "planning.plan",
-    "Report": "run.report",
-    "materialized": "run.materialized",
-    "offload": "run.offloading",
+    "OffloadedOptimizer": "session.optimizer",
+    "Plan": "plan.table",
+    "Report": "session.report",
+    "materialized": "session.optimizer",
+    "offload": "session.offload",
 }
 _ERRORS = tuple(name for name in __all__ if name[0].isupper() and name not in _OWNERS)
 

@@ -22,9 +22,8 @@ import weakref
 from typing import TYPE_CHECKING, Any, Literal
 
 from memascend import _core
-from memascend.closing import Closing
 from memascend.errors import ConfigError, MemascendError
-from memascend.paths import expanded
+from memascend.text import Closing, expanded
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,11 +1,14 @@
-"""Looks at tensors as memory: flat, as bytes, for Python's own calls; compares them bit for bit."""
+"""Looks at tensors as memory: flat, as bytes, bit for bit; sums their squares without rounding."""
 
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.dlpack import from_dlpack
+
+from memascend import _core
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -39,3 +42,46 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors of one kind and shape, on one device, hold the same bits."""
     left, right = (tensor.detach().reshape(-1).contiguous().view(torch.uint8) for tensor in (one, other))
     return torch.equal(left, right)
+
+
+# In units of 2^-298, the square of the smallest fp32; or a float that was rounded already, or infinity or NaN.
+Squares = int | float
+
+
+_UNITS = 1 << 298
+
+
+def summed(units: bytes | None, value: float) -> Squares:
+    """As rust/math gives it: in units, where it is a number of them."""
+    return value if units is None else int.from_bytes(units, "little")
+
+
+def total(squares: Iterable[Squares]) -> Squares:
+    """The sum of them all. What was rounded is added in the order given."""
+    whole, rest, exact = 0, 0.0, True
+    for one in squares:
+        if isinstance(one, int):
+            whole += one
+        else:
+            rest, exact = rest + one, False
+    return whole if exact else rounded(whole) + rest
+
+
+def rounded(squares: Squares) -> float:
+    """The nearest float."""
+    # Python's division of two whole numbers rounds once.
+    return squares / _UNITS if isinstance(squares, int) else squares
+
+
+# DLPack's numbers of devices. torch calls both kinds of GPU "cuda".
+_KINDS = {"cpu": 1, "cuda": 10 if torch.version.hip else 2}
+
+
+def lent(address: int, nbytes: int, device: torch.device, owner: Any) -> torch.Tensor:
+    """Bytes of a device as a uint8 tensor; `owner` is held until the last view of it is gone.
+
+    Nothing waits, and no stream is ordered: that is the caller's.
+    """
+    index = 0 if device.index is None else device.index
+    tensor: torch.Tensor = from_dlpack(_core.dlpack(address, nbytes, _KINDS[device.type], index, owner))
+    return tensor

@@ -6,11 +6,11 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memascend.checkpoint.manifest import Checkpoint, identity_of
+from memascend.checkpoint.reader import Checkpoint, identity_of
 from memascend.errors import ConfigError, MemascendError, UsageError
-from memascend.run.offloading import offload
-from memascend.run.optimizer import OffloadedOptimizer, session_of
-from memascend.run.position import shown
+from memascend.session.offload import offload
+from memascend.session.optimizer import OffloadedOptimizer, session_of
+from memascend.session.run import shown
 
 try:
     from transformers import PreTrainedModel, TrainerCallback
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
-    from memascend.run.session import Session
+    from memascend.session.session import Session
 
 __all__ = ["Callback", "Offload", "last_checkpoint"]
 

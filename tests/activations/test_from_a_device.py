@@ -13,7 +13,7 @@ from support.checkpointed import WIDTH, keeper, require_two_backwards
 
 import memascend
 from memascend.activations import activations
-from memascend.activations import pool as activation_memory
+from memascend.activations import chunks as activation_memory
 
 ROWS, BLOCKS = 64, 6
 NBYTES = ROWS * WIDTH * 4

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memascend
 from memascend.activations import activations
-from memascend.activations import scratch_files as scratch
+from memascend.activations import chunks as scratch
 
 ROWS, BLOCKS = 128, 10
 

@@ -62,5 +62,5 @@ def test_what_runs_beside_a_peer_loads_nothing_else_of_ours():
     *names, torch = done.stdout.split()
     assert torch == "False"
     allowed = tuple(f"memascend.cli.bench.{name}" for name in ("bag", "process"))
-    above = {"memascend", "memascend.errors", "memascend.paths", "memascend.cli", "memascend.cli.bench"}
+    above = {"memascend", "memascend.errors", "memascend.text", "memascend.cli", "memascend.cli.bench"}
     assert [name for name in names if name not in above and not name.startswith(allowed)] == []

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from benchmarks import processor
-from memascend.cli.plan.sources import describe
+from memascend.cli.plan.model import describe
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16", "vocab_size": 128,

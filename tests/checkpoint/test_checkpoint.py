@@ -9,11 +9,11 @@ from support.bits import same_states
 from support.checkpoints import everything, made, trained
 
 import memascend
-from memascend.checkpoint import manifest as checkpoints
-from memascend.checkpoint import safetensors_writer as tensorfile
+from memascend.checkpoint import files as tensorfile
+from memascend.checkpoint import reader as checkpoints
 from memascend.checkpoint import writer as saving
 from memascend.errors import UsageError
-from memascend.progress import Progress
+from memascend.text import Progress
 
 KINDS = [
     pytest.param(torch.bfloat16, torch.optim.AdamW, {}, {}, id="bf16"),

@@ -13,7 +13,7 @@ from safetensors.torch import load_model
 from support.checkpoints import Mixed, everything, made, trained
 
 import memascend
-from memascend.checkpoint import manifest as checkpoints
+from memascend.checkpoint import reader as checkpoints
 from memascend.errors import ConfigError, CorruptionError
 
 

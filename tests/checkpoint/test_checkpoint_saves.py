@@ -16,8 +16,8 @@ from support.checkpoints import batches, made, trained
 from support.killed_child import kill_after
 
 import memascend
-from memascend.checkpoint import folder_swap
-from memascend.checkpoint import manifest as checkpoints
+from memascend.checkpoint import files
+from memascend.checkpoint import reader as checkpoints
 from memascend.errors import ConfigError, StorageError, UsageError
 
 
@@ -81,7 +81,7 @@ def test_what_fails_leaves_the_old_one(running, tmp_path, monkeypatch):
         assert error.value.errno == errno.ENOSPC
     assert step() == 0
     with monkeypatch.context() as patch:
-        patch.setattr(folder_swap, "_exchange", lambda *_: 1 / 0)
+        patch.setattr(files, "_exchange", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             optimizer.save(folder)
     assert step() == 0
@@ -90,7 +90,7 @@ def test_what_fails_leaves_the_old_one(running, tmp_path, monkeypatch):
         with pytest.raises(StorageError, match="has room for 100"):
             optimizer.save(folder)
     with monkeypatch.context() as patch:
-        patch.setattr(folder_swap, "_exchange", lambda *_: False)
+        patch.setattr(files, "_exchange", lambda *_: False)
         optimizer.save(folder)
     assert step() == 1
     trained(model, optimizer, torch.bfloat16, 1, 2)

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from memascend.checkpoint.folder_swap import new_folder, put_in_place
+from memascend.checkpoint.files import new_folder, put_in_place
 from memascend.errors import UsageError
 
 

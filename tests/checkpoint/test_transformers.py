@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, MixtralConfig, Qwen2Config, Qwen2MoeConfig, T5Config
 
 import memascend
-from memascend.checkpoint import safetensors_writer as tensorfile
+from memascend.checkpoint import files as tensorfile
 from memascend.checkpoint import writer as saving
 from memascend.errors import ConfigError
 

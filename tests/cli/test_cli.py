@@ -12,10 +12,9 @@ import pytest
 
 import memascend
 from memascend.cli import _in_own_words, _ran, main
-from memascend.cli.demo.screen import Screen
-from memascend.cli.demo.turns import Settings, Side
+from memascend.cli.demo.turns import Screen, Settings, Side
 from memascend.errors import MemascendError
-from memascend.formatting import bytes_shown, counted, seconds_shown, table
+from memascend.text import bytes_shown, counted, seconds_shown, table
 
 ROOT = Path(__file__).resolve().parents[2]
 

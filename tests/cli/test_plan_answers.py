@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from memascend.cli import main
-from memascend.cli.plan.machine import parse_gpu
-from memascend.cli.plan.sources import describe
-from memascend.cli.plan.trace import grown, trace
+from memascend.cli.plan.answer import parse_gpu
+from memascend.cli.plan.model import describe, grown, trace
 from memascend.errors import ConfigError
-from memascend.formatting import bytes_shown
+from memascend.text import bytes_shown
 
 LAYERS, HIDDEN, WIDE, VOCABULARY = 4, 64, 160, 512
 CONFIG = {

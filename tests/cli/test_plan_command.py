@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 import memascend
 from memascend.cli import main
-from memascend.cli.plan.sources import describe, described_by_names
+from memascend.cli.plan.model import describe, described_by_names
 
 TEXT = {
     "vocab_size": 2048,

@@ -17,7 +17,7 @@ from support.train_command import events, run_until  # noqa: E402
 from transformers.models.llama.modeling_llama import LlamaMLP  # noqa: E402
 
 from memascend.cli import main  # noqa: E402
-from memascend.cli.train.batches import seed_of  # noqa: E402
+from memascend.cli.train.data import seed_of  # noqa: E402
 from memascend.cli.train.loop import Loop  # noqa: E402
 
 # What a process begins with is loaded within a minute or two where ten others want the processors.
@@ -155,10 +155,10 @@ def test_ctrl_c_and_the_same_command(folders, tmp_path, capfd, monkeypatch, mome
     command = arguments(folders, tmp_path, "--save-every", 4, "--eval", folders / "eval.jsonl")
     places = {"before": "of_step", "forward": "_loss", "step": "_step", "between": "_tell", "save": "_save_where_due"}
     stops = {"before": 4, "forward": 7, "step": 4, "between": 4, "save": 4}
-    owner = "memascend.cli.train.batches.Batches" if moment == "before" else "memascend.cli.train.loop.Loop"
+    owner = "memascend.cli.train.data.Batches" if moment == "before" else "memascend.cli.train.loop.Loop"
     own = getattr(Loop, places[moment], None)
     if moment == "before":
-        from memascend.cli.train.batches import Batches
+        from memascend.cli.train.data import Batches
 
         own = Batches.of_step
     calls = []

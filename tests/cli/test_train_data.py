@@ -9,11 +9,15 @@ transformers = pytest.importorskip("transformers")
 
 from support.small_folder import CHATML, GENERATION, make_tokenizer, write_rows  # noqa: E402
 
-from memascend.cli.train.batches import Batches, alone  # noqa: E402
-from memascend.cli.train.encoding import Counts, Encoder  # noqa: E402
-from memascend.cli.train.rate import Rate  # noqa: E402
+from memascend.cli.train.data import (  # noqa: E402  # noqa: E402
+    Batches,
+    Counts,
+    Encoder,
+    Sequences,
+    alone,
+)
+from memascend.cli.train.loop import Rate  # noqa: E402
 from memascend.cli.train.rows import read_rows  # noqa: E402
-from memascend.cli.train.sequences import Sequences  # noqa: E402
 from memascend.errors import ConfigError  # noqa: E402
 
 BEGAN = dt.datetime(2025, 3, 4, tzinfo=dt.UTC)

@@ -17,7 +17,7 @@ from support.small_folder import make_model, make_tokenizer, write_rows  # noqa:
 
 from memascend.cli import main  # noqa: E402
 from memascend.cli.train import job  # noqa: E402
-from memascend.cli.train.batches import Batch  # noqa: E402
+from memascend.cli.train.data import Batch  # noqa: E402
 from memascend.cli.train.loop import Loop  # noqa: E402
 from memascend.cli.train.model import keeps_rows_apart  # noqa: E402
 from memascend.cli.train.settings import Settings, add_arguments  # noqa: E402
@@ -299,7 +299,7 @@ def test_an_optimizer_goes_on_with_its_bits(folder, tmp_path, capfd, monkeypatch
 
 
 def test_muon_is_torchs_muon_and_adamw():
-    from memascend.cli.train.optimizer import Muon
+    from memascend.cli.train.model import Muon
 
     torch.manual_seed(0)
     values = [torch.randn(8, 6), torch.randn(12, 6), torch.randn(6)]

@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from memascend.cli.train.reporters import open_reporters, require_reporters
+from memascend.cli.train.loop import open_reporters, require_reporters
 from memascend.errors import ConfigError
 
 NAMES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}

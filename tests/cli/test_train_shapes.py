@@ -10,11 +10,19 @@ transformers = pytest.importorskip("transformers")
 
 from support.small_folder import make_tokenizer, write_rows  # noqa: E402
 
-from memascend.cli.train.batches import Batch, packed  # noqa: E402
-from memascend.cli.train.encoding import Counts, Encoder  # noqa: E402
-from memascend.cli.train.files import find_files, find_model, is_hub_name  # noqa: E402
-from memascend.cli.train.rows import read_rows  # noqa: E402
-from memascend.cli.train.sequences import Sequences  # noqa: E402
+from memascend.cli.train.data import (  # noqa: E402  # noqa: E402
+    Batch,
+    Counts,
+    Encoder,
+    Sequences,
+    packed,
+)
+from memascend.cli.train.rows import (  # noqa: E402
+    find_files,
+    find_model,
+    is_hub_name,
+    read_rows,
+)
 from memascend.errors import ConfigError  # noqa: E402
 
 BEGAN = dt.datetime(2025, 3, 4, tzinfo=dt.UTC)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import memascend
-from memascend.optimizers.bitsandbytes_state import is_8bit_adam
+from memascend.optim.state import is_8bit_adam
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "optimizers.md"
 LIBRARIES = ("torch", "pytorch-optimizer", "schedulefree", "bitsandbytes", "timm", "torchao", "transformers")

@@ -9,7 +9,7 @@ import pytest
 # Five pieces that take longer than the bar waits, as loading a large checkpoint would.
 CELL = """
 import time
-from memascend.progress import Progress
+from memascend.text import Progress
 
 with Progress("loading weights", 5, unit="pieces") as progress:
     for _ in range(5):

@@ -8,7 +8,7 @@ from device.determinism import deterministic, refusal
 from support.fake_device import fake
 
 from memascend.device import device as devices
-from memascend.planning import options as config
+from memascend.plan import options as config
 
 __all__ = ["device", "fake"]
 

@@ -5,7 +5,7 @@ import torch
 from parity.zoo_plain import Stack, next_token, tokens
 
 import memascend
-from memascend.device.graphs import refuse_graphs
+from memascend.device.device import refuse_graphs
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import memascend
-from memascend.device.recurrent import Flattening
+from memascend.device.device import Flattening
 
 KINDS = [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN]
 

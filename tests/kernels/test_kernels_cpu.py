@@ -14,7 +14,7 @@ from memascend import ConfigError, kernels
 from memascend.kernels.adamw import adamw_reference
 from memascend.kernels.check import check_and_unscale_reference
 from memascend.kernels.scalars import checked_scalars
-from memascend.squares import rounded
+from memascend.tensors import rounded
 
 CPU = torch.device("cpu")
 

@@ -93,7 +93,7 @@ assert driver.fakeRetained() == 0
 
 def test_doctor_says_what_a_refusal_costs(cuda):
     """It falls back to mlock, and a run is slower for it: that is a finding of its own."""
-    program = LOADED + "from memascend.cli.registration import examine_registration\nprint(examine_registration())"
+    program = LOADED + "from memascend.cli.doctor import examine_registration\nprint(examine_registration())"
     output, _ = cuda(program)
     assert "possible" in output
     assert "fine" in output

@@ -16,8 +16,8 @@ from parity.replayed import require_replay
 from support.bits import same_bits
 
 import memascend
-from memascend.planning.options import Options
-from memascend.run.decision import planned
+from memascend.plan.options import Options
+from memascend.session.decide import planned
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

@@ -15,7 +15,7 @@ import torch
 import xxhash
 from support.moments import VALUES, MomentsInRam, drawn, rounded
 
-from memascend import kernels, squares
+from memascend import kernels, tensors
 
 # torch.amp.GradScaler's constants.
 SCALE_FIRST, SCALE_GROWTH, SCALE_BACKOFF, SCALE_WINDOW = 65536.0, 2.0, 0.5, 2000
@@ -143,7 +143,7 @@ class Reference(torch.optim.Optimizer):
             else float(kernels.check_and_unscale(g.clone())[1])
             for g in gradients.values()
         ]
-        return squares.rounded(squares.total(parts))
+        return tensors.rounded(tensors.total(parts))
 
     def _rescale(self):
         if not self.dynamic:

@@ -18,8 +18,8 @@ from parity.zoo_plain import Rooted, Stack, squares, vectors
 
 import memascend
 from memascend.engine import Store
-from memascend.planning.options import Options
-from memascend.run.decision import planned
+from memascend.plan.options import Options
+from memascend.session.decide import planned
 
 TESTS = Path(__file__).resolve().parent.parent
 SECONDS_MAX = 280

@@ -52,7 +52,7 @@ else:
 
 def test_the_function_stays_where_its_module_was_imported_first(loaded):
     loaded(
-        "from memascend.run.offloading import offload; import memascend;"
+        "from memascend.session.offload import offload; import memascend;"
         "assert memascend.offload is offload and callable(memascend.offload);"
         "assert memascend.Report.__name__ == 'Report'"
     )

@@ -26,67 +26,46 @@ CRATES = {
 RESERVED = {"pyo3": "memascend-py", "io-uring": "memascend-nvme"}
 
 # The rooms of python/memascend, each with the rooms that it may import: what stands in ARCHITECTURE.md, row by row.
-BASE = {
-    "closing",
-    "drawing",
-    "errors",
-    "formatting",
-    "pages",
-    "paths",
-    "progress",
-    "squares",
-    "tensors",
-    "memory",
-    "nvme",
-    "dlpack",
-}
+BASE = {"errors", "memory", "nvme", "tensors", "text"}
 ROOMS = {
-    "engine": BASE,
+    "storage": BASE,
     "kernels": BASE,
-    "planning": BASE | {"engine"},
-    "residency": BASE | {"engine"},
-    "device": BASE | {"engine", "residency"},
-    "activations": BASE | {"engine", "device"},
-    "optimizers": BASE | {"engine", "residency"},
-    "ranks": BASE | {"engine", "planning", "residency", "optimizers"},
-    "gradients": BASE | {"engine", "residency", "optimizers", "ranks"},
-    "checkpoint": BASE | {"engine", "planning", "residency", "optimizers", "ranks"},
-    "microbatches": BASE | {"engine", "residency", "gradients"},
-    "run": BASE
+    "params": BASE | {"storage"},
+    "plan": BASE | {"storage"},
+    "device": BASE | {"storage", "params"},
+    "activations": BASE | {"storage", "device"},
+    "optim": BASE | {"storage", "params"},
+    "distributed": BASE | {"storage", "plan", "params", "optim"},
+    "grads": BASE | {"storage", "params", "optim", "distributed"},
+    "checkpoint": BASE | {"storage", "plan", "params", "optim", "distributed"},
+    "session": BASE
     | {
-        "microbatches",
-        "engine",
+        "storage",
         "kernels",
-        "planning",
-        "residency",
+        "plan",
+        "params",
         "device",
         "activations",
-        "ranks",
-        "gradients",
-        "optimizers",
+        "distributed",
+        "grads",
+        "optim",
         "checkpoint",
     },
-    "trainer": BASE | {"checkpoint", "run"},
-    "cli": BASE | {"engine", "kernels", "planning", "checkpoint", "ranks", "run"},
+    "trainer": BASE | {"checkpoint", "session"},
+    "cli": BASE | {"storage", "kernels", "plan", "checkpoint", "distributed", "session"},
     "__main__": {"cli"},
 }
-# Who may import whom in the base itself.
+# Who may import whom in the base itself; `engine` is the public name of a room.
 GROUND = {
-    "closing": set(),
-    "drawing": {"errors"},
     "errors": set(),
-    "formatting": set(),
-    "pages": set(),
-    "paths": set(),
-    "progress": {"closing", "formatting"},
-    "squares": set(),
-    "tensors": set(),
-    "memory": {"closing", "errors", "_core"},
-    "nvme": {"closing", "errors", "paths", "_core"},
-    "dlpack": {"_core"},
+    "text": {"errors"},
+    "tensors": {"_core"},
+    "memory": {"errors", "text", "_core"},
+    "nvme": {"errors", "text", "_core"},
+    "engine": {"storage"},
 }
 # The only ones that may import the extension.
-FACES = {"memory", "nvme", "dlpack", "engine", "kernels"}
+FACES = {"memory", "nvme", "tensors", "storage", "kernels"}
 
 
 def crates():
@@ -129,11 +108,9 @@ def python_files():
         yield path, ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports(path, *, running=False):
-    """Modules and names of ours that a file imports: all of them, or those that its import itself loads."""
-    tree = ast.parse(path.read_text())
-    nodes = _loaded(tree.body) if running else ast.walk(tree)
-    for node in nodes:
+def imports(path):
+    """Modules and names of ours that a file imports, wherever it does: at its top, for types alone, in a function."""
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -142,17 +119,6 @@ def imports(path, *, running=False):
         else:
             continue
         yield from (name for name in names if name.split(".")[0] == "memascend")
-
-
-def _loaded(body):
-    """Statements that run when a module is imported."""
-    for node in body:
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            continue
-        yield node
-        for inner in ("body", "orelse", "handlers", "finalbody"):
-            if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                yield from _loaded(getattr(node, inner, []))
 
 
 PYTHON = {module: path for path, module in python_files()}
@@ -183,9 +149,9 @@ def test_rooms_and_modules_have_no_cycle():
     assert cycle({**ROOMS, **GROUND}) is None
     modules = {}
     for module, path in PYTHON.items():
-        found = {name if name in PYTHON else name.rpartition(".")[0] for name in imports(path, running=True)}
-        # A room's face names what is in it; what is in it never needs the face.
-        modules[module] = {name for name in found if name in PYTHON and name != module}
+        found = {name if name in PYTHON else name.rpartition(".")[0] for name in imports(path)}
+        # The package's own face names what is public, for types alone; nothing needs the face.
+        modules[module] = {name for name in found if name in PYTHON and name not in {module, "memascend"}}
     assert cycle(modules) is None
 
 

@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from memascend import dlpack
+from memascend import tensors
 
 # torch itself says once that there is none.
 WITHOUT = """
@@ -65,7 +65,7 @@ def test_the_owner_lives_as_long_as_the_last_view():
     there = torch.zeros(64, dtype=torch.uint8)
     owner = Owner()
     gone = weakref.ref(owner)
-    tensor = dlpack.lent(there.data_ptr() + 8, 32, torch.device("cpu"), owner)
+    tensor = tensors.lent(there.data_ptr() + 8, 32, torch.device("cpu"), owner)
     view = tensor.view(torch.float32)[2:]
     del owner, tensor
     gc.collect()
@@ -83,7 +83,7 @@ def test_the_owner_lives_as_long_as_the_last_view():
 def test_an_owner_that_nobody_takes_in_goes():
     owner = Owner()
     gone = weakref.ref(owner)
-    capsule = dlpack._core.dlpack(0x1000, 32, 1, 0, owner)
+    capsule = tensors._core.dlpack(0x1000, 32, 1, 0, owner)
     del owner
     assert gone() is not None
     del capsule
@@ -95,7 +95,7 @@ def test_a_lent_tensor_at_the_end_of_the_interpreter(loaded):
     loaded(
         """
 import torch
-from memascend import dlpack
+from memascend import tensors as dlpack
 there = torch.zeros(8, dtype=torch.uint8)
 class Cycle:
     pass
@@ -110,6 +110,6 @@ torch.kept = one
 def test_memory_of_a_gpu():
     device = torch.device("cuda", torch.cuda.current_device())
     there = torch.arange(64, dtype=torch.uint8, device=device)
-    lent = dlpack.lent(there.data_ptr() + 16, 8, device, there)
+    lent = tensors.lent(there.data_ptr() + 16, 8, device, there)
     assert lent.device == device
     assert lent.tolist() == list(range(16, 24))

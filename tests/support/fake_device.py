@@ -21,7 +21,7 @@ import torch
 from memascend.device import device
 from memascend.device.device import CAPTURED
 from memascend.errors import UsageError
-from memascend.planning import options as config
+from memascend.plan import options as config
 
 # NaN in every floating type, and nothing that an integer is likely to be.
 SPOILT = 0xFF

@@ -3,7 +3,7 @@
 import torch
 from support.bits import same_bits
 
-from memascend.gradients.handle import GradientHandle
+from memascend.grads.lazy_grad import GradientHandle
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -133,9 +133,9 @@ def _rank(folder, meeting, rank, options):
     from torch import distributed
 
     from memascend import engine as engines
+    from memascend.distributed.control_plane import Exchange
+    from memascend.distributed.opening import choose
     from memascend.errors import MemascendError
-    from memascend.ranks.exchange import Exchange
-    from memascend.ranks.opening import choose
 
     told = {"opened": None, "committed": None, "error": None, "seconds": None, "digests": {}, "ranks": []}
     meet = distributed.FileStore(str(meeting / "meet"), options["world"])
@@ -336,9 +336,9 @@ def _watch(agreement, options, rank):
 
 def _watch_groups(options, rank):
     """Have the fault happen before the ranks look for each other, or once they did and begin to meet."""
-    from memascend.ranks import groups
+    from memascend.distributed import control_plane
 
-    missing = groups._missing
+    missing = control_plane._missing
 
     def watched(*asked):
         _fault(options, rank, options["at"], "before groups")
@@ -346,7 +346,7 @@ def _watch_groups(options, rank):
         _fault(options, rank, options["at"], "in groups")
         return found
 
-    groups._missing = watched
+    control_plane._missing = watched
 
 
 def _fault(options, rank, step, point):

@@ -13,7 +13,7 @@ import torch
 
 from memascend.checkpoint.weights import WeightFiles
 from memascend.cli import main
-from memascend.cli.train import beginning, job, loop, output  # noqa: F401 - loaded before the forks
+from memascend.cli.train import job, loop, output  # noqa: F401 - loaded before the forks
 
 __all__ = ["events", "run_ranks", "run_until", "train"]
 

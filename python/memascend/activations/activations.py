@@ -17,9 +17,7 @@ import torch
 import torch.utils.checkpoint
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from memascend.activations.chunks import Chunks
-from memascend.activations.pool import ChunkPool
-from memascend.activations.scratch_files import Scratch
+from memascend.activations.chunks import ChunkPool, Chunks, Scratch
 from memascend.errors import UsageError
 from memascend.tensors import bytes_of
 
@@ -28,7 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import FrameType
 
-    from memascend.activations.pool import Piece
+    from memascend.activations.chunks import Piece
     from memascend.device.device import Copy, Device
 
 # {bytes: count}. One request of a storage device each, and as many as keep it busy (docs/measurements.md).

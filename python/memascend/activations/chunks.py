@@ -1,28 +1,207 @@
-"""Moves activation chunks between device, host memory and storage.
-
-A chunk is filled, by a copy on a device's own stream where there is one. It is written to storage when chunks are
-needed for what comes, the one first that is used farthest from now: a backward uses what was saved in the order
-opposite to the forward's. It is read, checked, and copied back when its turn comes. This is not for several threads.
-"""
+"""Moves activation chunks between device, host memory and unlinked scratch files."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
+import uuid
 from typing import TYPE_CHECKING
 
-from memascend.activations.pool import ActivationChunk, ChunkPool, Piece
-from memascend.engine.checksum import checksum_of
-from memascend.errors import CorruptionError, UsageError
-from memascend.pages import whole_pages
+import torch
+
+from memascend import memory, nvme
+from memascend.errors import CorruptionError, MemoryLimitError, StorageError, UsageError
+from memascend.memory import whole_pages
+from memascend.storage import checksum_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+    from pathlib import Path
 
-    import torch
-
-    from memascend.activations.scratch_files import Scratch
     from memascend.device.device import Copy, Device
+
+
+# The first file; each later one is as large as all before it, so that there are few.
+_FIRST_BYTES = 64 << 20
+
+
+class ScratchPlace:
+    """One of the places; it is given back as a whole."""
+
+    __slots__ = ("_volume", "offset")
+
+    def __init__(self, volume: nvme.Volume, offset: int) -> None:
+        self._volume = volume
+        self.offset = offset
+
+    @property
+    def path(self) -> str:
+        """The file, which has no name any more, for errors."""
+        return ", ".join(self._volume.paths)
+
+    def write(self, memory: torch.Tensor) -> nvme.Ticket:
+        """Begin to write its first bytes."""
+        return self._volume.write(memory, self.offset)
+
+    def read(self, memory: torch.Tensor) -> nvme.Ticket:
+        """Begin to read its first bytes."""
+        return self._volume.read(memory, self.offset)
+
+
+class Scratch:
+    """Places in files that grow as they are needed, striped over some folders, and are gone with the process."""
+
+    def __init__(self, folders: Sequence[Path], place_bytes: int, *, what: str) -> None:
+        """Begin without a file.
+
+        Args:
+            folders: one file is made in each.
+            place_bytes: the size of a place, a multiple of 4,096.
+            what: what it is for, as errors say it.
+        """
+        self._folders = list(folders)
+        self._place_bytes = place_bytes
+        self._what = what
+        self._volumes: list[nvme.Volume] = []
+        self._free: list[ScratchPlace] = []
+
+    @property
+    def file_bytes(self) -> int:
+        """Room that is taken on storage."""
+        return sum(volume.size for volume in self._volumes)
+
+    def take(self) -> ScratchPlace:
+        """A place that nobody has.
+
+        Raises:
+            StorageError: the file system is full.
+        """
+        if not self._free:
+            self._grow()
+        return self._free.pop()
+
+    def give_back(self, place: ScratchPlace) -> None:
+        """Somebody else may have it; nothing is on its way there any more."""
+        self._free.append(place)
+
+    def _grow(self) -> None:
+        granule = self._place_bytes * len(self._folders)
+        size = -(-max(_FIRST_BYTES, self.file_bytes) // granule) * granule
+        files = [folder / f".memascend-{uuid.uuid4().hex}" for folder in self._folders]
+        try:
+            volume = nvme.open(files, size=size, stripe=self._place_bytes if len(files) > 1 else None)
+        except StorageError as error:
+            raise StorageError(
+                f"no room for {self._what} ({size} bytes more than the {self.file_bytes} that it has): {error}; give "
+                "offload(scratch=) a folder with more",
+                errno=error.errno,
+                path=error.path,
+            ) from error
+        finally:
+            for file in files:
+                with contextlib.suppress(FileNotFoundError):
+                    file.unlink()
+        self._volumes.append(volume)
+        # The first place is taken first.
+        self._free += [
+            ScratchPlace(volume, offset) for offset in range(size - self._place_bytes, -1, -self._place_bytes)
+        ]
+
+    def close(self) -> None:
+        """Wait for what is in flight; the files are gone. Twice is fine."""
+        volumes, self._volumes = self._volumes, []
+        self._free.clear()
+        for volume in volumes:
+            volume.close()
+
+
+_log = logging.getLogger("memascend")
+
+
+class Piece:
+    """A chunk's worth of a tensor: in which chunk it is, or where on storage; or both."""
+
+    __slots__ = ("checksum", "chunk", "dead", "nbytes", "number", "place")
+
+    def __init__(self, nbytes: int, number: int) -> None:
+        self.nbytes = nbytes
+        # Of its tensor: later ones are used earlier.
+        self.number = number
+        self.chunk: ActivationChunk | None = None
+        self.place: ScratchPlace | None = None
+        self.checksum = ""
+        self.dead = False
+
+
+class ActivationChunk:
+    """A chunk of host memory, and what is in it."""
+
+    __slots__ = ("copy", "memory", "piece", "reading", "source", "ticket")
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self.piece: Piece | None = None
+        # From storage or to it.
+        self.ticket: nvme.Ticket | None = None
+        self.reading = False
+        # From a device or to it, the last that was begun.
+        self.copy: Copy | None = None
+        # What is being copied from a device, and its version.
+        self.source: tuple[torch.Tensor, int] | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is on its way."""
+        return (self.copy is None or self.copy.done()) and (self.ticket is None or self.ticket.done())
+
+
+class ChunkPool:
+    """The memory of the chunks: a few at the start, and more of it when it is needed, as far as the plan goes."""
+
+    def __init__(self, chunk_bytes: int, count: int, more: Sequence[int], *, pinned: bool) -> None:
+        """Take the first `count` chunks; `more` are the counts of those that may follow."""
+        self._chunk_bytes = chunk_bytes
+        self._pin = "auto" if pinned else False
+        self._rings: list[memory.ChunkRing] = []
+        self._more = list(more)
+        self.first = self._taken(count)
+
+    @property
+    def left(self) -> int:
+        """Chunks that may be taken yet."""
+        return sum(self._more)
+
+    def more(self) -> list[ActivationChunk]:
+        """Further ones; none where there are no more."""
+        if not self._more:
+            return []
+        try:
+            return self._taken(self._more.pop())
+        except MemoryLimitError as error:
+            self._more.clear()
+            _log.warning("checkpointed activations go to storage from here on: %s", error)
+            return []
+
+    def _taken(self, count: int) -> list[ActivationChunk]:
+        ring = memory.ChunkRing(self._chunk_bytes, count, pin=self._pin)  # type: ignore[arg-type]
+        self._rings.append(ring)
+        return [
+            ActivationChunk(ring.lease(0, "activations").tensor(self._chunk_bytes, torch.uint8)) for _ in range(count)
+        ]
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that is held."""
+        return sum(int(ring.region.mapped_bytes + ring.stats()["tables"]) for ring in self._rings)
+
+    def close(self) -> None:
+        """Let it go."""
+        self.first.clear()
+        rings, self._rings = self._rings, []
+        for ring in rings:
+            ring.close()
+
 
 _CHANGED = (
     "a checkpointed activation was changed in place before it was copied off the device, which autograd refuses as "

@@ -1,4 +1,4 @@
-"""Reads a store as a checkpoint has it: values, and state by torch's names, part by part."""
+"""Reads a store as a checkpoint has it: values, and state by torch's names, of one rank or of all together."""
 
 from __future__ import annotations
 
@@ -7,17 +7,120 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from memascend.checkpoint.state_forms import plain_parts, plain_tensors
-from memascend.engine import master_of
+from memascend.distributed.row_transfer import StoppedError
 from memascend.errors import ConfigError
+from memascend.storage import decode_state, master_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-    from memascend.engine import Part, Store
+    from memascend.distributed.row_transfer import Line
+    from memascend.distributed.rows import Rows
+    from memascend.storage import Part, Store
 
     # Takes elements of an entry's values ("") or of a state tensor, from an element on, in their order.
     Put = Callable[[str, str, int, torch.Tensor], object]
+
+
+# Of a compact master: what is not written, since the master is.
+_MASTER_PARTS = frozenset({"rest", "rounded_up"})
+
+
+_ABSMAX = "_absmax"
+
+
+_KINDS = (frozenset({"exp_avg", "exp_avg_sq"}), frozenset({"momentum_buffer"}))
+
+
+_WIDTHS = {torch.float32: "", torch.bfloat16: "bf16", torch.uint8: "8bit"}
+
+
+_WORDS = {"": "32 bits", "bf16": "bfloat16", "8bit": "8 bits"}
+
+
+_BLOCK = 256
+
+
+@dataclass(frozen=True)
+class StateForm:
+    """How a checkpoint holds the state of one parameter."""
+
+    moments: frozenset[str]  # the names of its moments
+    width: str  # "" for float32, "bf16" or "8bit"
+    master: bool  # whether a float32 master stands beside them
+
+    def decoded(self, values: torch.Tensor, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The same state in float32; without a master where there is none."""
+        if not self.width:
+            return dict(state)
+        given = self.width if self.master or values.dtype == torch.float32 else f"stochastic {self.width}"
+        whole = decode_state(values, state, given)
+        return {of: tensor for of, tensor in whole.items() if of != "master" or self.master}
+
+    def lost_in(self, other: StateForm) -> list[str]:
+        """What a conversion into another form loses, in words."""
+        lost = []
+        if other.width and other.width != self.width:
+            lost.append(f"moments are rounded from {_WORDS[self.width]} to {_WORDS[other.width]}")
+        if self.master and not other.master:
+            lost.append("masters go, and the values that are their roundings stay")
+        return lost
+
+
+def form_of(tensors: Mapping[str, torch.Tensor], shape: torch.Size) -> StateForm | None:
+    """The form of state that can be converted, from its tensors, which may be on meta; None where it is another."""
+    names = {of for of in tensors if of != "master" and not of.endswith(_ABSMAX)}
+    widths = {_WIDTHS.get(tensors[of].dtype) for of in names}
+    if names not in _KINDS or len(widths) != 1 or None in widths:
+        return None
+    width = str(widths.pop())
+    wanted = dict.fromkeys(names, shape)
+    if width == "8bit":
+        wanted |= {of + _ABSMAX: torch.Size([-(-shape.numel() // _BLOCK)]) for of in names}
+    if "master" in tensors:
+        wanted["master"] = shape
+    wide = [of for of in wanted if of not in names]
+    if {of: tensor.shape for of, tensor in tensors.items()} != wanted:
+        return None
+    if any(tensors[of].dtype != torch.float32 for of in wide):
+        return None
+    return StateForm(frozenset(names), width, "master" in tensors)
+
+
+def plain_tensors(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The state tensors of an entry as a checkpoint has them, on meta: a master in place of a compact entry's parts."""
+    found = {}
+    for of, tensor in state.items():
+        if of == "rest":
+            found["master"] = torch.empty(tensor.shape, dtype=torch.float32, device="meta")
+        elif of not in _MASTER_PARTS:
+            found[of] = tensor
+    return found
+
+
+def plain_parts(values: torch.Tensor, state: Mapping[str, torch.Tensor], given: str) -> dict[str, torch.Tensor]:
+    """The state of an entry of that format, or of a part of it, as a checkpoint has it: moments as they are."""
+    plain = {of: tensor for of, tensor in state.items() if of not in _MASTER_PARTS}
+    if "rest" in state:
+        plain["master"] = decode_state(values, state, given)["master"]
+        if "exp_avg_sq" in plain and plain["exp_avg_sq"].is_floating_point():
+            # Its sign was the master's.
+            plain["exp_avg_sq"] = plain["exp_avg_sq"].abs()
+    return plain
+
+
+def conversion_warning(where: object, pairs: Iterable[tuple[StateForm, StateForm]]) -> str | None:
+    """What is said of a start from a checkpoint of other formats; None where nothing is converted."""
+    changed = [(one, other) for one, other in pairs if one != other]
+    if not changed:
+        return None
+    lost = list(dict.fromkeys(words for one, other in changed for words in one.lost_in(other)))
+    end = "; ".join(lost) if lost else "nothing is lost"
+    return (
+        f"the state in the checkpoint {where} is in another format than this run's, and is converted for "
+        f"{len(changed)} parameters: {end}"
+    )
+
 
 # The count of updates, which stands among the state of a parameter that is trained.
 UPDATES = "updates"
@@ -176,3 +279,96 @@ def _in_fewer_bits(entry: Mapping[str, Any]) -> bool:
 
 def _meta(dtype: str, shape: list[int]) -> torch.Tensor:
     return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+
+
+class GatheredContents:
+    """The contents of all ranks' stores, as the first one has them: whole parameters, and its own buffers.
+
+    They pass through it piece by piece, so that no parameter is whole in anybody's memory.
+    """
+
+    def __init__(self, own: RankContents, rows: Mapping[str, Rows], line: Line) -> None:
+        """`own` is what the first rank has, `rows` which rows of each parameter those are."""
+        self._own = own
+        self._rows = rows
+        self._line = line
+        self._done = False
+        self.has_formats = own.has_formats
+        self.entries = [_whole(entry, rows.get(entry.name)) for entry in own.entries]
+
+    def read(self, put: Put) -> None:
+        """Hand out all of it: of each parameter the rows of one rank after the other.
+
+        Raises:
+            StoppedError: another rank could not send what it has, which it tells.
+        """
+        for entry in self._own.entries:
+            self._own.read_entries([entry.name], put)
+            if entry.name in self._rows:
+                for rank in range(1, self._line.world_size):
+                    self._read_from(rank, entry, put)
+        self._line.finish()
+        self._done = True
+
+    def stop(self) -> None:
+        """Let nobody wait any more, where something failed on the way."""
+        if not self._done:
+            self._done = True
+            self._line.stop()
+
+    def _read_from(self, rank: int, entry: Content, put: Put) -> None:
+        names = ["", *entry.state]
+        dtypes = [entry.values.dtype, *(tensor.dtype for tensor in entry.state.values())]
+        for piece in self._line.pieces(rank, dtypes):
+            put(entry.name, names[piece.tensor], piece.start, piece.values)
+
+
+def send_contents(own: RankContents, rows: Mapping[str, Rows], order: Sequence[str], line: Line) -> None:
+    """Send what a rank has to the first one, which makes `GatheredContents` of it.
+
+    Args:
+        own: what it has.
+        rows: which rows of each parameter those are.
+        order: the names of the parameters that the first rank has, in its order.
+        line: how they are sent.
+
+    Raises:
+        StoppedError: the first rank wants no more.
+    """
+    there = {entry.name: entry for entry in own.entries}
+    try:
+        for name in order:
+            if name in there:
+                _send(own, there[name], rows[name], line)
+            line.end()
+        line.end()
+    except StoppedError:
+        raise
+    except BaseException:
+        line.fail()
+        raise
+
+
+def _send(own: RankContents, entry: Content, rows: Rows, line: Line) -> None:
+    numbers = {of: number for number, of in enumerate(["", *entry.state])}
+    tensors = {"": entry.values, **entry.state}
+
+    def put(name: str, of: str, start: int, values: torch.Tensor) -> None:
+        del name
+        first = rows.first_of(of, tensors[of])
+        # What is not divided is the same on all ranks.
+        if of != UPDATES and first is not None:
+            line.send(numbers[of], first + start, values)
+
+    own.read_entries([entry.name], put)
+
+
+def _whole(entry: Content, rows: Rows | None) -> Content:
+    if rows is None:
+        return entry
+    values = torch.empty(rows.whole, dtype=entry.values.dtype, device="meta")
+    state = {
+        of: torch.empty(rows.whole_of(of, tensor), dtype=tensor.dtype, device="meta")
+        for of, tensor in entry.state.items()
+    }
+    return Content(entry.name, values, state, entry.order)

@@ -2,31 +2,283 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import math
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from memascend.checkpoint.file_errors import file_errors
-from memascend.checkpoint.hub_names import convert_names
-from memascend.checkpoint.safetensors_writer import DTYPES
-from memascend.checkpoint.shards import joined_tensors, part_offsets
+from memascend.checkpoint.files import DTYPES, file_errors
 from memascend.errors import ConfigError, CorruptionError
-from memascend.formatting import listed
 from memascend.tensors import same_bits
+from memascend.text import expanded, listed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from memascend.checkpoint.hub_names import WeightTensor
-    from memascend.checkpoint.names import Matched, Names
-from memascend.paths import expanded
+    from memascend.checkpoint.files import Matched, Names
+
+
+# What transformers does to experts that a model has as one parameter, and to several such that it has as one.
+_STACKED = [("MergeModulelist", 0)]
+
+
+_JOINED = [("Concatenate", 1)]
+
+
+class WeightTensor(Protocol):
+    """One tensor of weights."""
+
+    def described(self) -> tuple[torch.dtype | None, tuple[int, ...]]:
+        """Its dtype, None where torch has none such, and shape."""
+
+    def values(self) -> torch.Tensor:
+        """It; on mapped files where that can be."""
+
+
+# Its name in the files, the pattern that it fits, and itself.
+_Named = tuple[str, str, WeightTensor]
+
+
+class _MergedTensor:
+    """A parameter that is made from several tensors, or one of several that are made from one."""
+
+    def __init__(self, name: str, layer: str, converter: Any, config: Any, parts: Sequence[_Named]) -> None:
+        """`converter` is transformers', which collects tensors and is copied for that; `parts` are what it is given."""
+        self._name = name
+        self._layer = layer
+        self._converter = converter
+        self._config = config
+        self._parts = parts
+
+    def names(self) -> list[str]:
+        """All that come out, of which this is one."""
+        return list(self._all(_on_meta))
+
+    def described(self) -> tuple[torch.dtype | None, tuple[int, ...]]:
+        """What comes out of tensors on meta."""
+        made = self._made(_on_meta)
+        return made.dtype, tuple(made.shape)
+
+    def values(self) -> torch.Tensor:
+        """It, in memory: piece after piece where experts are put together, else as transformers computes it."""
+        stacked = self._stacked()
+        if stacked is None:
+            return self._made(lambda source: source.values()).contiguous()
+        dtype, shape = self.described()
+        whole = torch.empty(shape, dtype=dtype)
+        at = 0
+        for sources in stacked:
+            for number, source in enumerate(sources):
+                piece = source.values()
+                whole[number].narrow(0, at, piece.shape[0]).copy_(piece)
+            at += sources[0].described()[1][0]
+        return whole
+
+    def _stacked(self) -> list[list[WeightTensor]] | None:
+        """Matrices by pattern, where they are stacked along a new first dimension, and these joined along the next."""
+        operations = [(type(each).__name__, getattr(each, "dim", None)) for each in self._converter.operations]
+        of_pattern: dict[str, list[WeightTensor]] = {pattern: [] for pattern in self._converter.source_patterns}
+        for _, pattern, source in self._parts:
+            of_pattern[pattern].append(source)
+        pieces = list(of_pattern.values())
+        known = operations == _STACKED + _JOINED or (operations == _STACKED and len(pieces) == 1)
+        flat = all(len(source.described()[1]) == 2 for _, _, source in self._parts)
+        return pieces if known and flat and len({len(sources) for sources in pieces}) == 1 else None
+
+    def _made(self, value_of: Callable[[WeightTensor], torch.Tensor]) -> torch.Tensor:
+        made: torch.Tensor | list[torch.Tensor] = self._all(value_of)[self._name]
+        return made[0] if isinstance(made, list) else made
+
+    def _all(self, value_of: Callable[[WeightTensor], torch.Tensor]) -> dict[str, Any]:
+        converter = copy.deepcopy(self._converter)
+        for key, pattern, source in self._parts:
+            converter.add_tensor(self._layer, key, pattern, value_of(source))
+        made: Any = converter.convert(self._layer, config=self._config)
+        # The first versions of transformers 5 tell beside it what went wrong.
+        found: dict[str, Any] = made[0] if isinstance(made, tuple) else made
+        return found
+
+
+def convert_names(model: torch.nn.Module, sources: Mapping[str, WeightTensor]) -> dict[str, WeightTensor] | None:
+    """The same tensors as the model has them; None where transformers knows nothing of it.
+
+    Raises:
+        ConfigError: transformers cannot convert them.
+    """
+    renamings, converters = _conversions(model)
+    if not renamings and not converters:
+        return None
+    from transformers.core_model_loading import dot_natural_key, rename_source_key
+
+    of_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    own = _names(model)
+    prefix = getattr(model, "base_model_prefix", None)
+    config = getattr(model, "config", None)
+    found: dict[str, WeightTensor] = {}
+    layers: dict[str, list[_Named]] = {}
+    # Experts by their numbers.
+    for key in sorted(sources, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, prefix, own)
+        if pattern is None:
+            found[name] = sources[key]
+        else:
+            layers.setdefault(name, []).append((key, pattern, sources[key]))
+    for layer, parts in layers.items():
+        converter = of_pattern[parts[0][1]]
+        try:
+            names = _MergedTensor(layer, layer, converter, config, parts).names()
+        except Exception as error:
+            raise ConfigError(
+                f"transformers cannot make {layer} from {parts[0][0]} and {len(parts) - 1} more: {error}; give a "
+                "function as weights= that returns it"
+            ) from error
+        found.update({name: _MergedTensor(name, layer, converter, config, parts) for name in names})
+    return found
+
+
+def misread_names(model: torch.nn.Module) -> list[str]:
+    """Names of the model that transformers takes for others, where it finds them in a file."""
+    renamings, converters = _conversions(model)
+    if not renamings and not converters:
+        return []
+    from transformers.core_model_loading import rename_source_key
+
+    own = _names(model)
+    prefix = getattr(model, "base_model_prefix", None)
+    return [name for name in own if rename_source_key(name, renamings, converters, prefix, own) != (name, None)]
+
+
+def _conversions(model: torch.nn.Module) -> tuple[list[Any], list[Any]]:
+    """What transformers does to the names, and to the tensors, of a file for a model of its own."""
+    transformers = sys.modules.get("transformers")
+    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
+        return [], []
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming
+    except ImportError:
+        # Versions that load files as they are.
+        return [], []
+    found = get_model_conversion_mapping(model)
+    return (
+        [each for each in found if isinstance(each, WeightRenaming)],
+        [each for each in found if isinstance(each, WeightConverter)],
+    )
+
+
+def _names(model: torch.nn.Module) -> dict[str, bool]:
+    return {name: True for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
+
+
+def _on_meta(source: WeightTensor) -> torch.Tensor:
+    dtype, shape = source.described()
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+# Where torch says, in the header of each file, at which element in each dimension the parts in it begin.
+_METADATA = "DCP_SHARDING_INFO"
+
+
+# Where a part begins, how large it is, and itself.
+_Part = tuple[tuple[int, ...], tuple[int, ...], "WeightTensor"]
+
+
+def part_offsets(file: Any, path: Path) -> dict[str, tuple[int, ...]] | None:
+    """Where each tensor of an open safetensors file begins in the whole one; None: the file does not say.
+
+    Raises:
+        CorruptionError: what it says makes no sense.
+    """
+    said = (file.metadata() or {}).get(_METADATA)
+    if said is None:
+        return None
+    try:
+        found = {key: tuple(place["saved_offsets"]) for key, place in json.loads(said).items()}
+        well = all(
+            len(found[key]) == len(file.get_slice(key).get_shape())
+            and all(type(at) is int and at >= 0 for at in found[key])
+            for key in file.keys()  # noqa: SIM118
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptionError(
+            f"{path} does not say where its parts of tensors begin: {error}", path=str(path)
+        ) from error
+    if not well:
+        raise CorruptionError(f"{path} does not say where its parts of tensors begin", path=str(path))
+    return found
+
+
+def joined_tensors(parts: Mapping[str, Sequence[tuple[tuple[int, ...], WeightTensor]]], path: Path) -> dict[str, Any]:
+    """Whole tensors by name, of all their parts and where these begin.
+
+    Raises:
+        ConfigError: parts are missing, overlap or differ in dtype.
+    """
+    return {key: _joined(key, found, path) for key, found in parts.items()}
+
+
+def _joined(key: str, found: Sequence[tuple[tuple[int, ...], WeightTensor]], path: Path) -> WeightTensor:
+    sized = [(at, tensor.described()[1], tensor) for at, tensor in found]
+    # Ranks that have no row of a tensor write an empty part.
+    parts = [part for part in sized if math.prod(part[1])] or sized[:1]
+    shape = _tiled(parts, len(parts[0][0]))
+    if shape is None or len({tensor.described()[0] for *_, tensor in parts}) > 1:
+        raise ConfigError(
+            f"the {len(parts)} parts of {key} in {path} do not make it whole: some are missing, or of another save; "
+            "save again, into an empty folder"
+        )
+    return parts[0][2] if len(parts) == 1 else _JoinedTensor(parts, shape)
+
+
+def _tiled(parts: Sequence[_Part], dims: int) -> tuple[int, ...] | None:
+    """The shape that parts fill, each element once, as a grid; None where they do not. `dims`: how many are left."""
+    if dims == 0:
+        return () if len(parts) == 1 else None
+    dim = len(parts[0][0]) - dims
+    end, inner = 0, set()
+    for at in sorted({part[0][dim] for part in parts}):
+        beside = [part for part in parts if part[0][dim] == at]
+        lengths = {part[1][dim] for part in beside}
+        if at != end or len(lengths) > 1:
+            return None
+        end += lengths.pop()
+        inner.add(_tiled(beside, dims - 1))
+    rest = inner.pop()
+    return None if inner or rest is None else (end, *rest)
+
+
+class _JoinedTensor:
+    """A tensor whose parts are in several files."""
+
+    def __init__(self, parts: Sequence[_Part], shape: tuple[int, ...]) -> None:
+        self._parts = parts
+        self._shape = shape
+
+    def described(self) -> tuple[torch.dtype | None, tuple[int, ...]]:
+        """Dtype and shape of the whole."""
+        return self._parts[0][2].described()[0], self._shape
+
+    def values(self) -> torch.Tensor:
+        """The whole, in memory."""
+        whole = torch.empty(self._shape, dtype=self.described()[0])
+        for at, shape, tensor in self._parts:
+            place = tuple(slice(begin, begin + length) for begin, length in zip(at, shape, strict=True))
+            whole[place].copy_(tensor.values())
+        return whole
+
 
 _INDEX = "model.safetensors.index.json"
+
+
 _SINGLE = "model.safetensors"
+
+
 # An index of a million tensors is smaller.
 _INDEX_BYTES_MAX = 256 << 20
 

@@ -13,10 +13,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memascend.checkpoint.file_errors import file_errors
-from memascend.checkpoint.folder_swap import is_empty, new_folder, put_in_place, sync
-from memascend.checkpoint.hub_names import misread_names
-from memascend.checkpoint.manifest import (
+from memascend.checkpoint.files import (
+    Names,
+    TensorFile,
+    divide_into_files,
+    file_errors,
+    is_empty,
+    new_folder,
+    put_in_place,
+    sync,
+)
+from memascend.checkpoint.reader import (
     FOLDER,
     FORMAT,
     MANIFEST,
@@ -25,11 +32,9 @@ from memascend.checkpoint.manifest import (
     render_manifest,
     state_key,
 )
-from memascend.checkpoint.names import Names
-from memascend.checkpoint.safetensors_writer import TensorFile, divide_into_files
+from memascend.checkpoint.weights import misread_names
 from memascend.errors import ConfigError, StorageError
-from memascend.paths import expanded, refusal_of
-from memascend.progress import Progress
+from memascend.text import Progress, expanded, refusal_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,7 +42,8 @@ if TYPE_CHECKING:
     import torch
 
     from memascend.checkpoint.contents import Contents
-    from memascend.checkpoint.safetensors_writer import FileLayout
+    from memascend.checkpoint.files import FileLayout
+
 
 # Weights as transformers names them, whole or in parts.
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json")

@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from memascend.errors import MemascendError
-from memascend.paths import expanded
+from memascend.text import expanded
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -12,18 +12,36 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memascend import memory
-from memascend.cli.finding import Finding
-from memascend.cli.registration import examine_registration
-from memascend.cli.storage import examine_ring, examine_storage
+from memascend.cli.storage import Finding, examine_ring, examine_storage
 from memascend.errors import MemascendError
-from memascend.formatting import bytes_shown, table
+from memascend.text import bytes_shown, table
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Iterable, Iterator
 
-# One huge page and a little more: enough to see what regions get here.
+
 _PROBE_BYTES = 8 << 20
+
+
+def examine_registration() -> Finding:
+    """Register some memory, in a process that has a CUDA context."""
+    subject = "registration with CUDA"
+    try:
+        region = memory.Region(_PROBE_BYTES, owner="doctor")
+    except MemascendError as error:
+        return Finding(subject=subject, found="no memory for it", verdict="fails", advice=str(error))
+    with region:
+        if region.pinned == "cuda":
+            return Finding(subject=subject, found="possible")
+        return Finding(
+            subject=subject,
+            found=f"refused; {region.pinned or 'nothing'} instead",
+            verdict="slower",
+            advice=f"{region.why_not}; {memory.UNREGISTERED}",
+        )
+
+
 # The instruction sets that the kernels are written for, widest first, as /proc/cpuinfo names them.
 _INSTRUCTION_SETS = ("avx512f", "avx512_bf16", "avx2", "fma", "f16c", "asimd", "bf16")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from memascend.drawing import IN_MEMORY, OURS, open_pyplot
+from memascend.text import IN_MEMORY, OURS, open_pyplot
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

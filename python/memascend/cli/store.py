@@ -8,13 +8,12 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from memascend.formatting import bytes_shown, table
-from memascend.progress import Progress
+from memascend.text import Progress, bytes_shown, table
 
 if TYPE_CHECKING:
     import argparse
 
-    from memascend import engine
+    from memascend import storage
 
 _PREVIOUS = '`memascend train ... --previous`, or existing="previous" of offload(),'
 
@@ -38,15 +37,15 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _info(paths: list[str], *, as_json: bool) -> int:
-    from memascend import engine
+    from memascend import storage
     from memascend.errors import StorageError
 
     try:
-        with engine.Store.open(paths) as store:
+        with storage.Store.open(paths) as store:
             _describe(store, as_json=as_json)
     except StorageError as error:
         try:
-            looked_at = engine.look(paths)
+            looked_at = storage.look(paths)
         except StorageError:
             raise error from None
         with looked_at as store:
@@ -58,7 +57,7 @@ def _info(paths: list[str], *, as_json: bool) -> int:
     return 0
 
 
-def _describe(store: engine.Store, *, as_json: bool) -> None:
+def _describe(store: storage.Store, *, as_json: bool) -> None:
     info, entries = store.info(), store.entries()
     if as_json:
         print(json.dumps({**info, "entries": entries}, indent=2))
@@ -103,11 +102,11 @@ def _summary(info: dict[str, Any], entries: list[dict[str, Any]]) -> str:
 
 
 def _verify(paths: list[str], *, as_json: bool) -> int:
-    from memascend import engine
+    from memascend import storage
 
     began = time.perf_counter()
     with Progress("verifying the store", 0) as progress:
-        commits = engine.examine(paths, None if as_json else progress.reached)
+        commits = storage.examine(paths, None if as_json else progress.reached)
     seconds = time.perf_counter() - began
     damaged = _damaged_copies(paths)
     if as_json:
@@ -121,18 +120,18 @@ def _verify(paths: list[str], *, as_json: bool) -> int:
 
 
 def _damaged_copies(paths: list[str]) -> list[str]:
-    from memascend import engine
+    from memascend import storage
     from memascend.errors import CorruptionError
 
     try:
-        with engine.look(paths) as store:
+        with storage.look(paths) as store:
             return store.damaged()
     except CorruptionError:
         # No catalog is whole, which is said already.
         return []
 
 
-def _as_json(commits: list[engine.Commit], seconds: float) -> dict[str, object]:
+def _as_json(commits: list[storage.Commit], seconds: float) -> dict[str, object]:
     newest = commits[0]
     described = [
         {
@@ -156,7 +155,7 @@ def _as_json(commits: list[engine.Commit], seconds: float) -> dict[str, object]:
     }
 
 
-def _tell(commits: list[engine.Commit], seconds: float) -> None:
+def _tell(commits: list[storage.Commit], seconds: float) -> None:
     newest, others = commits[0], commits[1:]
     if newest.whole:
         speed = sum(commit.nbytes for commit in commits) / seconds / 1e9
@@ -185,14 +184,14 @@ def _tell(commits: list[engine.Commit], seconds: float) -> None:
         )
 
 
-def _named(commit: engine.Commit) -> str:
+def _named(commit: storage.Commit) -> str:
     if commit.generation is None:
         return "a root, which may be that of the newest commit,"
     step = "" if commit.step is None else f"step {commit.step}, "
     return f"the commit of {step}generation {commit.generation}"
 
 
-def _list(commit: engine.Commit) -> None:
+def _list(commit: storage.Commit) -> None:
     for damage in commit.damages:
         print(f"  {damage}", file=sys.stderr)
     if commit.others:

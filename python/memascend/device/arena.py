@@ -1,10 +1,4 @@
-"""Allocates exact-size slots on a device; frees each after its last view and its last use on a stream.
-
-A lease belongs to its storage, as on the host. The host's part of a use ends with the last view; the device may still
-compute with the bytes then. So a slot comes back with marks on the streams that used it, and what is copied into it
-next comes after these: nobody waits for that on the host. A fresh slot has a mark, too, for its memory may be that of
-somebody whose work has not ended.
-"""
+"""Allocates exact-size slots on a device; frees each after its last view and its last use on a stream."""
 
 from __future__ import annotations
 
@@ -18,7 +12,7 @@ import torch
 
 from memascend.device.device import failures_named
 from memascend.errors import ConfigError, MemoryLimitError, TimeoutExpired, UsageError
-from memascend.pages import whole_pages
+from memascend.memory import whole_pages
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

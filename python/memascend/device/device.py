@@ -1,23 +1,24 @@
-"""Copies to and from an accelerator, ordered by streams and events without waiting for the whole device.
-
-Nothing here waits for a whole device. Work on a device runs in streams: what computes has one (torch's current one),
-and copies in either direction have their own. A `Copy` is how one is ordered after the other.
-"""
+"""Copies to and from an accelerator by streams and events; refuses CUDA graphs, keeps recurrent weights in place."""
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import threading
+import warnings
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from memascend import dlpack
+from memascend import tensors
 from memascend.errors import ConfigError, DeviceError, MemascendError, UsageError
 from memascend.memory import ignore_captures
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from types import FrameType
+
 
 CAPTURED = (
     "an offloaded model cannot be captured into a CUDA graph: its weights are at other addresses each time, and a "
@@ -162,7 +163,7 @@ class Cuda:
 
     def lent(self, memory: torch.Tensor, start: int, nbytes: int, owner: Any) -> torch.Tensor:
         """See `Device`."""
-        return dlpack.lent(memory.data_ptr() + start, nbytes, self.torch_device, owner)
+        return tensors.lent(memory.data_ptr() + start, nbytes, self.torch_device, owner)
 
     def keep_for(self, memory: torch.Tensor, stream: torch.cuda.Stream) -> None:
         """See `Device`. What torch's allocator hands out anew waits for the stream that it was made on alone."""
@@ -217,3 +218,104 @@ class Cuda:
                 copy.order()
             target.copy_(source, non_blocking=True)
             return _Event(self.torch_device, stream)
+
+
+# Of Dynamo's function that runs compiled code; its context is called `self` there.
+_DYNAMO = "torch/_dynamo/eval_frame.py"
+
+
+# The option of inductor's that mode="reduce-overhead" and mode="max-autotune" set.
+_OPTION = "triton.cudagraphs"
+
+
+_REFUSED = (
+    "CUDA graphs do not work with an offloaded model, whose weights are at other addresses each time: compile with "
+    'mode="default" or "max-autotune-no-cudagraphs" (not "reduce-overhead" or "max-autotune"), or with '
+    'options={"triton.cudagraphs": False}'
+)
+
+
+def refuse_graphs(module: torch.nn.Module, *, whole: bool) -> None:
+    """Look at what calls a module, and at itself; `whole`: at all that is in it, too.
+
+    Raises:
+        UsageError: it is compiled so that it would be captured.
+    """
+    for part in module.modules() if whole else (module,):
+        compiled: Any = part._compiled_call_impl  # noqa: SLF001
+        if compiled is not None and _captures(_context_of(compiled)):
+            raise UsageError(_REFUSED)
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(_DYNAMO) and _captures(frame.f_locals.get("self")):
+            raise UsageError(_REFUSED)
+        frame = frame.f_back
+
+
+def _context_of(compiled: Any) -> Any:
+    """What stands in Dynamo's closure."""
+    code, cells = getattr(compiled, "__code__", None), getattr(compiled, "__closure__", None) or ()
+    free = () if code is None else code.co_freevars
+    return next((cell.cell_contents for name, cell in zip(free, cells, strict=False) if name == "self"), None)
+
+
+def _captures(context: Any) -> bool:
+    """Whether a context that runs compiled code has graphs made of it."""
+    config = getattr(context, "compiler_config", None)
+    if isinstance(config, dict) and config.get(_OPTION):
+        return True
+    backend: Any = getattr(context, "callback", None)
+    while hasattr(backend, "_torchdynamo_orig_backend"):
+        backend = backend._torchdynamo_orig_backend  # noqa: SLF001
+    return getattr(backend, "compiler_name", None) == "cudagraphs"
+
+
+_NAME = "flatten_parameters"
+
+
+# What cuDNN's caller says in each call, and asks for what does nothing here. `Plan` has the bytes.
+_WARNING = "RNN module weights are not part of single contiguous chunk of memory"
+
+
+def copied_bytes(model: torch.nn.Module) -> int:
+    """What cuDNN's copies take while all of them are there, from the forward of each module to its backward."""
+    of_modules = [parameter for module in _recurrent(model) for parameter in module.parameters(recurse=False)]
+    return sum({id(parameter): parameter.nbytes for parameter in of_modules}.values())
+
+
+class Flattening:
+    """Whether the recurrent modules of a model move their weights."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._modules = _recurrent(model)
+        # What a module had of its own in its place.
+        self._before: dict[torch.nn.Module, Any] = {}
+        self._filter: Any = None
+
+    def stop(self) -> None:
+        """Let them stay where they are."""
+        for module in self._modules:
+            self._before[module] = module.__dict__.get(_NAME)
+            module.__dict__[_NAME] = _stay
+        if self._modules:
+            warnings.filterwarnings("ignore", message=_WARNING)
+            self._filter = warnings.filters[0]
+
+    def resume(self) -> None:
+        """As it was. Twice is fine."""
+        for module, before in self._before.items():
+            module.__dict__.pop(_NAME, None)
+            if before is not None:
+                module.__dict__[_NAME] = before
+        self._before.clear()
+        # Whoever put others there may have taken this one away.
+        with contextlib.suppress(ValueError):
+            warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
+
+
+def _stay() -> None:
+    """In place of a module's `flatten_parameters`."""
+
+
+def _recurrent(model: torch.nn.Module) -> list[torch.nn.Module]:
+    return [module for module in model.modules() if isinstance(module, torch.nn.RNNBase)]

@@ -9,17 +9,16 @@ import torch
 
 from memascend import memory
 from memascend.device.arena import DeviceArena
-from memascend.device.download import WINDOWS, DeviceEngine
-from memascend.device.host_arena import HostArena
-from memascend.device.upload import CHECKERS, CHUNKS, Staging
-from memascend.engine import Checkers
-from memascend.residency.environment import Memory
+from memascend.device.transfer import CHECKERS, CHUNKS, WINDOWS, DeviceEngine, Staging
+from memascend.memory import HostArena
+from memascend.params.unit import Memory
+from memascend.storage import Checkers
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     from memascend.device.device import Device
-    from memascend.engine import Engine, Store, UnitParts
+    from memascend.storage import Engine, Store, UnitParts
 
 _log = logging.getLogger("memascend")
 

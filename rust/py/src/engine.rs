@@ -124,7 +124,7 @@ impl Engine {
             .map_err(|error| engine_error(py, &error))
     }
 
-    /// Whether a non-finite is in what is spilled, and the sum of its squares. See `memascend.squares`.
+    /// Whether a non-finite is in what is spilled, and the sum of its squares. See `memascend.tensors`.
     fn spilled(&self, py: Python<'_>, entry: usize) -> PyResult<(bool, Summed)> {
         let spilled = waiting(py, None, |wait| self.inner.spilled(entry, wait))?;
         let spilled = spilled.map_err(|error| engine_error(py, &error))?;

@@ -75,7 +75,7 @@ fn kernel_scalars(
     ))
 }
 
-/// A sum of squares: as whole units, where it is a number of them, and rounded. See `memascend.squares`.
+/// A sum of squares: as whole units, where it is a number of them, and rounded. See `memascend.tensors`.
 pub(crate) type Summed = (Option<Vec<u8>>, f64);
 
 pub(crate) fn summed(squares: &math::Squares) -> Summed {

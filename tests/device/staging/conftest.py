@@ -8,7 +8,7 @@ from support.staged_units import CHUNK, ELEMENTS, UNITS, in_one, pages
 from memascend import engine
 from memascend.device.arena import DeviceArena
 from memascend.device.device import Cuda
-from memascend.device.upload import Staging
+from memascend.device.transfer import Staging
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from support.fake_device import SPOILT, Fake, Work
 from support.staged_units import CHUNK, EITHER, UNITS, in_one, leased, pages
 
 from memascend.device.arena import DeviceArena
-from memascend.device.upload import Staging
+from memascend.device.transfer import Staging
 from memascend.errors import ConfigError, TimeoutExpired
 
 

@@ -9,7 +9,7 @@ from support.fake_device import SPOILT, Work
 from support.staged_units import CHUNK, EITHER, ELEMENTS, UNITS, in_one, leased, pages
 
 from memascend import engine
-from memascend.device.upload import Staging
+from memascend.device.transfer import Staging
 from memascend.errors import ConfigError, CorruptionError, DeviceError, StorageError, UsageError
 
 

@@ -9,9 +9,9 @@ from support.fake_device import Fake
 from support.staged_units import EITHER, ELEMENTS, pages
 
 from memascend import engine
-from memascend.device.download import WINDOWS, DeviceEngine
-from memascend.engine.entries import CHUNK_ELEMENTS
+from memascend.device.transfer import WINDOWS, DeviceEngine
 from memascend.errors import DeviceError
+from memascend.storage.entries import CHUNK_ELEMENTS
 
 
 @EITHER

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from types import ModuleType
 
-    from memascend.run.optimizer import OffloadedOptimizer
+    from memascend.session.optimizer import OffloadedOptimizer
 
 __all__ = ["Ours", "begin", "held_budget", "ready", "smallest_budget"]
 
 
 def ready() -> list[ModuleType]:
     """Import what a user imports."""
-    importlib.import_module("memascend.run.offloading")
+    importlib.import_module("memascend.session.offload")
     return [*in_ram.ready(), sys.modules["memascend"]]
 
 
@@ -40,7 +40,7 @@ def begin(work: Workload, settings: dict[str, Any], storage: Path) -> Ours:
     import torch
     import transformers
 
-    from memascend.run.offloading import offload
+    from memascend.session.offload import offload
 
     if settings.get("lean") or settings.get("weights"):
         dtype = getattr(torch, work.dtype)
@@ -82,7 +82,7 @@ def _write(work: Workload, folder: Path) -> None:
 def smallest_budget(model: Any, optimizer: Any, options: dict[str, Any]) -> int:
     """The least `host_memory` with which these options of `offload()` work. Nothing is offloaded."""
     from memascend.errors import BudgetError
-    from memascend.run.offloading import offload
+    from memascend.session.offload import offload
 
     try:
         offload(model, optimizer, **{**options, "host_memory": 1})
@@ -94,8 +94,8 @@ def smallest_budget(model: Any, optimizer: Any, options: dict[str, Any]) -> int:
 
 def held_budget(model: Any, optimizer: Any, options: dict[str, Any], percent: int) -> int:
     """The `host_memory` that holds this part of all parameters. Nothing is offloaded."""
-    from memascend.planning.options import Options
-    from memascend.run.decision import planned
+    from memascend.plan.options import Options
+    from memascend.session.decide import planned
 
     plan = planned(model, optimizer, Options(**{**options, "host_memory": None})).plan
     return plan.comfortable + (plan.all_held - plan.comfortable) * percent // 100
@@ -105,7 +105,7 @@ class Ours:
     """The usual loop, its optimizer offloaded."""
 
     def __init__(self, model: Any, optimizer: OffloadedOptimizer, *, scaled: bool, trace: str | None) -> None:
-        from memascend.run.optimizer import session_of
+        from memascend.session.optimizer import session_of
 
         self.model, self.optimizer, self.scaled = model, optimizer, scaled
         self._trace = Trace(session_of(optimizer).run.resources.engine, Path(trace)) if trace else None

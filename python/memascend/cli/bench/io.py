@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import datetime as dt
+import importlib.metadata
 import json
+import os
+import platform
 import random
+import resource
+import shutil
 import statistics
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -14,33 +21,196 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from memascend import memory, nvme
-from memascend.cli.bench.fio import PASSES, fio, huge_pages
-from memascend.cli.bench.machine import described
-from memascend.cli.bench.weights import WEIGHT_CASES, weight_cases
 from memascend.cli.show import bars
-from memascend.cli.transfer import Speed, blocks, transfer
+from memascend.cli.storage import Speed, blocks, transfer
 from memascend.errors import ConfigError
-from memascend.formatting import bytes_shown, table
-from memascend.progress import Progress
+from memascend.text import Progress, bytes_shown, table
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator
 
+    import torch
+
+
+def described() -> dict[str, str | int]:
+    """Processor, memory, system, versions and the day."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    models = [line.partition(": ")[2] for line in lines if line.startswith(("model name", "CPU part"))]
+    return {
+        "date": dt.datetime.now(tz=dt.UTC).date().isoformat(),
+        "processor": models[0] if models else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE"),
+        "kernel": platform.release(),
+        "memascend": importlib.metadata.version("memascend"),
+        "torch": importlib.metadata.version("torch"),
+        "fio": _fio_version(),
+    }
+
+
+def _fio_version() -> str:
+    if shutil.which("fio") is None:
+        return "none"
+    return subprocess.run(["fio", "--version"], check=False, capture_output=True, text=True).stdout.strip()
+
+
+# Over the file in one measurement, ours and fio's: the start of either is then a small part of it.
+PASSES = 2
+
+
+_FIO_PATTERNS = {"read": "read", "write": "write", "mixed": "rw"}
+
+
+_HUGE_PAGES = Path("/proc/sys/vm/nr_hugepages")
+
+
+_HUGE_PAGE_BYTES = 2 << 20
+
+
+@contextmanager
+def huge_pages(nbytes: int) -> Iterator[Path | None]:
+    """A file on a hugetlbfs for `fio --iomem=mmaphuge:FILE`; None where this process may not make one."""
+    with tempfile.TemporaryDirectory(prefix="memascend-huge-") as folder:
+        mounted = False
+        try:
+            before = _HUGE_PAGES.read_text()
+            # fio aligns its buffers and rounds up to 4 MiB, and aborts where it finds too few.
+            _HUGE_PAGES.write_text(str(int(before) + nbytes // _HUGE_PAGE_BYTES + 4))
+        except OSError:
+            yield None
+            return
+        try:
+            done = subprocess.run(["mount", "-t", "hugetlbfs", "none", folder], check=False, capture_output=True)
+            mounted = done.returncode == 0
+            yield Path(folder) / "fio" if mounted else None
+        finally:
+            if mounted:
+                subprocess.run(["umount", folder], check=False, capture_output=True)
+            _HUGE_PAGES.write_text(before)
+
+
+def fio(
+    path: Path, pattern: str, block: int, depth: int, nbytes: int, huge: Path | None, *, reads_percent: int = 50
+) -> Speed:
+    """Run fio with io_uring and direct I/O; its own clock and its own account of processor time."""
+    if shutil.which("fio") is None:
+        raise ConfigError("fio is not installed: apt-get install fio")
+    words = [
+        "fio",
+        "--name=peer",
+        f"--filename={path}",
+        f"--rw={_FIO_PATTERNS[pattern]}",
+        f"--rwmixread={reads_percent}",
+        f"--bs={block}",
+        f"--iodepth={depth}",
+        f"--size={nbytes}",
+        f"--loops={PASSES}",
+        "--ioengine=io_uring",
+        "--direct=1",
+        "--allow_mounted_write=1",
+        "--output-format=json",
+    ]
+    if huge is not None:
+        words.append(f"--iomem=mmaphuge:{huge}")
+    done = subprocess.run(words, check=False, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise ConfigError(f"fio failed: {done.stderr.strip() or done.stdout.strip()}")
+    job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
+    moved = job["read"]["io_bytes"] + job["write"]["io_bytes"]
+    seconds = max(job["read"]["runtime"], job["write"]["runtime"]) / 1e3
+    return Speed(nbytes=moved, seconds=seconds, cpu_seconds=(job["usr_cpu"] + job["sys_cpu"]) / 100 * seconds)
+
+
+WEIGHT_CASES = ("a file per tensor", "volume")
+
+
+_WEIGHT_BYTES, _COUNT = 16 << 20, 16
+
+
+def weight_cases(folder: Path, stack: ExitStack) -> dict[str, Callable[[], Speed]]:
+    """As ZeRO-Infinity keeps parameters (a file each), and as we do; both write all, make it durable and read all.
+
+    The page cache is dropped before reading, as a model larger than memory would find it.
+    """
+    from memascend.tensors import memory_of
+
+    tensors = stack.enter_context(blocks(_WEIGHT_BYTES, _COUNT))
+    volume = stack.enter_context(nvme.open(folder / "weights", size=_WEIGHT_BYTES * _COUNT))
+
+    def files() -> None:
+        paths = [folder / f"weight{index}" for index in range(_COUNT)]
+        for path, tensor in zip(paths, tensors, strict=True):
+            with path.open("wb") as file:
+                file.write(memory_of(tensor))
+                file.flush()
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        for path, tensor in zip(paths, tensors, strict=True):
+            with path.open("rb", buffering=0) as file:
+                _fill(file.fileno(), tensor)
+
+    def engine() -> None:
+        for begin in (volume.write, volume.read):
+            tickets = [begin(tensor, index * _WEIGHT_BYTES) for index, tensor in enumerate(tensors)]
+            for ticket in tickets:
+                ticket.wait()
+            if begin == volume.write:
+                volume.flush()
+
+    return {name: _timed(work) for name, work in zip(WEIGHT_CASES, (files, engine), strict=True)}
+
+
+def _fill(descriptor: int, tensor: torch.Tensor) -> None:
+    from memascend.tensors import memory_of
+
+    view = memory_of(tensor)
+    done = 0
+    while done < len(view):
+        done += os.readv(descriptor, [view[done:]])
+
+
+def _timed(work: Callable[[], None]) -> Callable[[], Speed]:
+    def case() -> Speed:
+        before, began = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
+        work()
+        took, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF)
+        cpu = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+        return Speed(nbytes=2 * _WEIGHT_BYTES * _COUNT, seconds=took, cpu_seconds=cpu)
+
+    return case
+
+
 SUMMARY = "bandwidth and processor time of storage, beside fio"
 
+
 _MIB = 1 << 20
+
+
 _PATTERNS = ("read", "write", "mixed")
+
+
 # What the headline compares: the size and depth at which every disk measured was fastest.
 _BLOCK_BYTES, _DEPTH = _MIB, 8
+
+
 _GRID_BLOCKS = (128 << 10, 256 << 10, _MIB, 4 * _MIB, 16 * _MIB)
+
+
 _GRID_DEPTHS = (1, 4, 8, 16, 32)
+
+
 # Hundreds of measurements: more rounds would take an hour.
 _GRID_ROUNDS_MAX = 3
+
+
 # fio's buffers are bounded by the huge pages that a machine can spare.
 _FLYING_BYTES_MAX = 256 * _MIB
 
+
 _Case = Callable[[], Speed]
+
+
 _Results = dict[str, dict[str, Speed]]
 
 

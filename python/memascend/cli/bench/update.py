@@ -1,7 +1,4 @@
-"""`memascend bench update`: measures the pipelined AdamW on SSD beside plain I/O and fio.
-
-What checksums cost is measured by `cargo bench -p memascend-engine`, which can leave them out.
-"""
+"""`memascend bench update`: measures the pipelined AdamW on SSD beside plain I/O and fio."""
 
 from __future__ import annotations
 
@@ -19,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from memascend import nvme
 from memascend.cli.bench import bag
-from memascend.cli.bench.fio import PASSES, fio, huge_pages
+from memascend.cli.bench.io import PASSES, fio, huge_pages
 from memascend.cli.show import bars
-from memascend.cli.transfer import blocks
-from memascend.formatting import bytes_shown, seconds_shown, table
+from memascend.cli.storage import blocks
+from memascend.text import bytes_shown, seconds_shown, table
 
 if TYPE_CHECKING:
     import argparse
@@ -30,16 +27,28 @@ if TYPE_CHECKING:
 
     import torch
 
-    from memascend import engine
+    from memascend import storage
     from memascend.nvme import Ticket, Volume
+
 
 SUMMARY = "a step of AdamW on SSD, against pure I/O of the same bytes and fio"
 
+
 _MEGA = 1_000_000
+
+
 _MIB = 1 << 20
+
+
 _VALUE_BYTES = 2
+
+
 _BLOCK = 4096
+
+
 _FORMS = {"own": "", "fp32": "compact", "bf16": "compact bf16", "8bit": "compact 8bit"}
+
+
 _STATE_HELP = "format of the state: as `offload(state=...)` has it, or own: float32 masters beside the values (default)"
 
 
@@ -122,20 +131,22 @@ class _Parameters:
         return self.chunks * self.each.moved
 
 
-def _entry(name: str, values: torch.Tensor, form: str) -> engine.Entry:
-    from memascend import engine
+def _entry(name: str, values: torch.Tensor, form: str) -> storage.Entry:
+    from memascend import storage
 
-    state = engine.encode_state(values, {}, form) if form else engine.adam_state(values)
-    return engine.Entry(name=name, values=values, state=state, format=form or None)
+    state = storage.encode_state(values, {}, form) if form else storage.adam_state(values)
+    return storage.Entry(name=name, values=values, state=state, format=form or None)
 
 
 def _choose_parameters(options: argparse.Namespace) -> _Parameters:
     import torch
 
-    from memascend import engine
+    from memascend import storage
 
     form = _FORMS[options.state]
-    chunk = options.chunk_elements or engine.chunk_elements_of([_entry("", torch.zeros(1, dtype=torch.bfloat16), form)])
+    chunk = options.chunk_elements or storage.chunk_elements_of(
+        [_entry("", torch.zeros(1, dtype=torch.bfloat16), form)]
+    )
     whole = _entry("", torch.empty(chunk, dtype=torch.bfloat16, device="meta"), form)
     each = _Bytes(
         state=_whole_blocks(sum(tensor.nbytes for tensor in whole.state.values())),
@@ -151,17 +162,17 @@ def _whole_blocks(nbytes: int) -> int:
     return -(-nbytes // _BLOCK) * _BLOCK
 
 
-def _create(folder: Path, subject: _Parameters) -> engine.Store:
-    from memascend import engine
+def _create(folder: Path, subject: _Parameters) -> storage.Store:
+    from memascend import storage
 
     values = bag.values(subject.numel)
     entries = [_entry(name, values, subject.form) for name in subject.names]
-    return engine.Store.create(folder / "store", entries, chunk_elements=subject.chunk)
+    return storage.Store.create(folder / "store", entries, chunk_elements=subject.chunk)
 
 
 def measure(folder: Path, options: argparse.Namespace, begin: Callable[[int], Other] | None = None) -> dict[str, Any]:
     """Medians of all that is measured; also of another system, which `begin` gives for the elements of a parameter."""
-    from memascend import engine
+    from memascend import storage
 
     subject = _choose_parameters(options)
     store = _create(folder, subject)
@@ -170,7 +181,7 @@ def measure(folder: Path, options: argparse.Namespace, begin: Callable[[int], Ot
     block_bytes = subject.each.state + subject.each.values
     with ExitStack() as stack:
         volume = stack.enter_context(nvme.open(folder / "pure", size=2 * subject.chunks * block_bytes))
-        updates = stack.enter_context(engine.Engine(store, chunks=options.chunks))
+        updates = stack.enter_context(storage.Engine(store, chunks=options.chunks))
         memory = stack.enter_context(blocks(block_bytes, options.chunks))
         peers = _fio_peers(folder, subject, options, stack)
         other = None if begin is None else begin(subject.numel)
@@ -181,7 +192,7 @@ def measure(folder: Path, options: argparse.Namespace, begin: Callable[[int], Ot
         for step in range(1, options.rounds + 3):
             began = time.perf_counter()
             for name in subject.names:
-                updates.update(name, gradient, engine.Adam(step=step))
+                updates.update(name, gradient, storage.Adam(step=step))
             updates.finish()
             updated = time.perf_counter()
             updates.commit(step)

@@ -9,10 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memascend.cli.demo.screen import Screen
-from memascend.cli.demo.turns import Settings, Side
+from memascend.cli.demo.turns import Screen, Settings, Side
 from memascend.cli.storage import disk_folder
-from memascend.formatting import bytes_shown, seconds_shown, table
+from memascend.text import bytes_shown, seconds_shown, table
 
 if TYPE_CHECKING:
     import argparse

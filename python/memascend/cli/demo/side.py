@@ -1,7 +1,4 @@
-"""Runs one side of the demonstration in a process of its own: one training step for each line on standard input.
-
-Each answer is a line of JSON. A process of its own makes its peak of memory its own, and lets it be killed.
-"""
+"""Runs one side of the demonstration in a process of its own: one training step for each line on standard input."""
 
 from __future__ import annotations
 
@@ -9,21 +6,98 @@ import contextlib
 import hashlib
 import json
 import sys
+import sysconfig
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from memascend.cli.bench import process
-from memascend.cli.demo.model import ByteModel
-from memascend.cli.demo.text import batch, read_text
 from memascend.cli.demo.turns import Settings
 from memascend.errors import ConfigError, MemascendError
-from memascend.run.offloading import offload
+from memascend.session.offload import offload
 from memascend.tensors import memory_of
 
 if TYPE_CHECKING:
-    from memascend.run.optimizer import OffloadedOptimizer
+    from memascend.session.optimizer import OffloadedOptimizer
+
+
+_TEXT_BYTES_MAX = 4 << 20
+
+
+def read_text() -> torch.Tensor:
+    """The bytes of Python's licence and sources, the same ones in the same order each time."""
+    library = Path(sysconfig.get_path("stdlib"))
+    # A Python whose library is an archive has no sources; torch has.
+    files = sorted(library.glob("*.py")) or sorted(Path(torch.__file__).parent.glob("*.py"))
+    text = bytearray()
+    for file in [*library.glob("LICENSE*"), *files]:
+        if len(text) >= _TEXT_BYTES_MAX:
+            break
+        text += file.read_bytes()
+    return torch.frombuffer(text[:_TEXT_BYTES_MAX], dtype=torch.uint8)
+
+
+def batch(text: torch.Tensor, step: int, rows: int, length: int) -> torch.Tensor:
+    """What step number `step` learns from: `rows` pieces of `length` bytes, and one more byte to be foretold."""
+    generator = torch.Generator().manual_seed(step)
+    starts = torch.randint(len(text) - length - 1, (rows,), generator=generator)
+    return torch.stack([text[start : start + length + 1] for start in starts.tolist()]).long()
+
+
+_BYTES = 256
+
+
+_HEAD_WIDTH = 64
+
+
+class ByteModel(nn.Module):
+    """A decoder: embeddings, blocks of attention and two linear layers, a head."""
+
+    def __init__(self, layers: int, width: int, length: int) -> None:
+        super().__init__()
+        self.bytes = nn.Embedding(_BYTES, width)
+        self.places = nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(_Block(width) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, _BYTES, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The loss of foretelling each byte from those before it."""
+        given, wanted = tokens[:, :-1], tokens[:, 1:]
+        hidden = self.bytes(given) + self.places(torch.arange(given.shape[1]))
+        for block in self.blocks:
+            # Activations are the same with and without offloading, so both sides keep few.
+            hidden = checkpoint(block, hidden, use_reentrant=False)
+        logits = self.head(self.norm(hidden))
+        return functional.cross_entropy(logits.flatten(0, 1), wanted.flatten())
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.heads = max(1, width // _HEAD_WIDTH)
+        self.norm1 = nn.LayerNorm(width)
+        self.mix = nn.Linear(width, 3 * width)
+        self.join = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.widen = nn.Linear(width, 4 * width)
+        self.narrow = nn.Linear(4 * width, width)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        rows, length, width = hidden.shape
+        parts = self.mix(self.norm1(hidden)).view(rows, length, 3, self.heads, width // self.heads)
+        query, key, value = parts.permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        hidden = hidden + self.join(mixed.transpose(1, 2).reshape(rows, length, width))
+        wide: torch.Tensor = self.widen(self.norm2(hidden))
+        narrow: torch.Tensor = self.narrow(functional.gelu(wide))
+        return hidden + narrow
+
 
 _LR = 1e-3
 

@@ -16,9 +16,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from memascend.cli.plan.answer import Answer, Question
-    from memascend.cli.plan.fit import Takeover
-    from memascend.cli.plan.sources import DescribedModel
+    from memascend.cli.plan.answer import Answer, Question, Takeover
+    from memascend.cli.plan.model import DescribedModel
 
 _TYPES = {"float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16",
           "float16": "float16", "fp16": "float16"}  # fmt: skip
@@ -96,27 +95,28 @@ def run(options: argparse.Namespace, measure: Callable[[Question, tuple[int, int
         options: of the command line.
         measure: puts what computes into a question, for so many sequences of so many tokens.
     """
-    from memascend.cli.plan import formats, text
+    from memascend.cli.plan import text
+    from memascend.cli.plan import text as formats
     from memascend.cli.plan.answer import answer, larger
 
     source, question, speeds = _asked(options, measure)
     if options.fit:
         return _fit(options, question)
     found = answer(question)
-    compared = formats.compared(question, found.plan.budget)
+    compared = formats.formats_compared(question, found.plan.budget)
     more = None if found.plan.all_held <= found.plan.budget else larger(question, found)
     if options.picture is not None:
-        from memascend.cli.plan.picture import draw
+        from memascend.cli.plan.text import draw
 
         draw(options.picture, found)
     if options.json:
         described = _values(options, source, question, found, more, speeds)
-        print(json.dumps({**described, "formats": formats.values(compared)}, indent=2))
+        print(json.dumps({**described, "formats": formats.format_values(compared)}, indent=2))
     else:
         head = f"{options.model}: {{parameters}}, described by {source.by}; {options.optimizer}"
         fewer = formats.next_format(compared, options.state)
         choices = text.Choices(more=more, fewer=fewer, takeover=_takes_over(options, question))
-        print(text.shown(head, question, found, choices, speeds) + formats.shown(compared, found.plan.budget))
+        print(text.shown(head, question, found, choices, speeds) + formats.formats_shown(compared, found.plan.budget))
     return int(bool(found.problems))
 
 
@@ -126,10 +126,9 @@ def _asked(
     """What the command line asks, and the measured speed of its storage."""
     import torch
 
-    from memascend.cli.plan.answer import Question, drive_at, free_bytes
-    from memascend.cli.plan.machine import parse_drive, parse_gpu
-    from memascend.cli.plan.sources import describe, with_adapters
-    from memascend.planning.options import Options
+    from memascend.cli.plan.answer import Question, drive_at, free_bytes, parse_drive, parse_gpu
+    from memascend.cli.plan.model import describe, with_adapters
+    from memascend.plan.options import Options
 
     gpu = None if options.gpu is None else parse_gpu(options.gpu)
     drive = None if options.drive is None else parse_drive(options.drive)
@@ -175,7 +174,7 @@ def _traced(
     measure: Callable[[Question, tuple[int, int]], Question] | None,
 ) -> Question:
     """The question with what torch takes for its tokens, and how fast what computes is where that is measured."""
-    from memascend.cli.plan.trace import trace
+    from memascend.cli.plan.model import trace
 
     batch, length = shape_of(options, question.model)
     found = trace(question.model, batch, length, recomputes=not options.keep_activations)
@@ -191,7 +190,7 @@ def shape_of(options: argparse.Namespace, model: torch.nn.Module) -> tuple[int, 
 
 
 def _takes_over(options: argparse.Namespace, question: Question) -> Takeover | None:
-    from memascend.cli.plan.fit import takes_over
+    from memascend.cli.plan.answer import takes_over
 
     if isinstance(question.trace, str):
         return None
@@ -199,13 +198,14 @@ def _takes_over(options: argparse.Namespace, question: Question) -> Takeover | N
 
 
 def _fit(options: argparse.Namespace, question: Question) -> int:
-    from memascend.cli.plan import fit, text
+    from memascend.cli.plan import answer as fit
+    from memascend.cli.plan import text
 
     if question.gpu is None:
         raise ConfigError("--fit finds what fits a GPU: name it, as --gpu 4090")
     found = fit.find(question, options.length, recomputes=not options.keep_activations)
     if options.json:
-        print(json.dumps([fit.described(one) for one in found], indent=2))
+        print(json.dumps([fit.described_fit(one) for one in found], indent=2))
     else:
         print(text.fitting(found))
     return int(not any(one.fits for one in found))

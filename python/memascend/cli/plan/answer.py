@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from memascend.cli.plan.machine import ENDURANCE_PER_TB, IMPORTS
+from memascend.cli.plan.model import grown, trace
 from memascend.cli.storage import speeds_at
-from memascend.formatting import bytes_shown
-from memascend.planning.costs import (
+from memascend.errors import ConfigError
+from memascend.plan.cost import (
     Drive,
+    Forecast,
     Host,
     Phase,
     Work,
     assumed_host,
     drive_days,
+    forecast,
     phases,
     seconds,
     storage_seconds,
     through_link,
     update_seconds,
 )
-from memascend.planning.forecast import Forecast, forecast
-from memascend.run.decision import planned
+from memascend.session.decide import planned
+from memascend.text import bytes_shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,14 +34,151 @@ if TYPE_CHECKING:
 
     import torch
 
-    from memascend.cli.plan.cards import Gpu
-    from memascend.cli.plan.trace import Trace
-    from memascend.planning.network import Network
-    from memascend.planning.options import Options
-    from memascend.planning.table import Plan
-    from memascend.run.decision import Planned
+    from memascend.cli.plan.model import Trace
+    from memascend.plan.cost import Network
+    from memascend.plan.options import Options
+    from memascend.plan.table import Plan
+    from memascend.session.decide import Planned
+
+
+_CARD_GB, _GIB, _T = 10**9, 1 << 30, 10**12
+
+
+# Of a GPU's dense 16-bit peak, what training of large blocks reaches: large products alone reach 0.7 and more, the
+# operations between them are bound by memory.
+REACHED = 0.5
+
+
+# What CUDA, its libraries and the allocator's gaps take of a card beside tensors.
+_CONTEXT = 1 << 30
+
+
+# What a link of 16 lanes moves one way, of 31.5 and 63 GB/s in its specification.
+_PCIE_4, _PCIE_5 = 25e9, 50e9
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What is known of a GPU: its peak, its memory, its link; 10**12 operations, bytes, bytes a second."""
+
+    name: str
+    tflops: float
+    nbytes: int
+    link: float
+
+    @property
+    def usable(self) -> int:
+        """Memory for tensors."""
+        return max(0, self.nbytes - _CONTEXT)
+
+    @property
+    def flops(self) -> float:
+        """Operations a second that training reaches."""
+        return self.tflops * _T * REACHED
+
+
+# The peak is of dense bf16 products with sums in fp32: half of what is given with sparsity.
+CARDS = {
+    # NVIDIA Ampere GA102 GPU Architecture, whitepaper V2, tables of the GeForce RTX 3080 and 3090
+    "3080": Gpu("RTX 3080", 59.5, 10 * _GIB, _PCIE_4),
+    "3090": Gpu("RTX 3090", 71, 24 * _GIB, _PCIE_4),
+    # NVIDIA Ada GPU Architecture, whitepaper V2, appendix A
+    "4070": Gpu("RTX 4070", 58.3, 12 * _GIB, _PCIE_4),
+    "4070ti": Gpu("RTX 4070 Ti", 80.2, 12 * _GIB, _PCIE_4),
+    "4080": Gpu("RTX 4080", 97.5, 16 * _GIB, _PCIE_4),
+    "4090": Gpu("RTX 4090", 165, 24 * _GIB, _PCIE_4),
+    # NVIDIA RTX Blackwell GPU Architecture, whitepaper V1, appendix A
+    "5070ti": Gpu("RTX 5070 Ti", 87.9, 16 * _GIB, _PCIE_5),
+    "5080": Gpu("RTX 5080", 112.6, 16 * _GIB, _PCIE_5),
+    "5090": Gpu("RTX 5090", 209, 32 * _GIB, _PCIE_5),
+    # NVIDIA RTX A6000, RTX 6000 Ada and L4, L40S: data sheets
+    "a6000": Gpu("RTX A6000", 154.8, 48 * _GIB, _PCIE_4),
+    "6000ada": Gpu("RTX 6000 Ada", 364, 48 * _GIB, _PCIE_4),
+    "l4": Gpu("L4", 121, 24 * _GIB, _PCIE_4),
+    "l40s": Gpu("L40S", 362, 48 * _GIB, _PCIE_4),
+    # NVIDIA A10, A100, H100, H200 and HGX B200: data sheets
+    "a10": Gpu("A10", 125, 24 * _GIB, _PCIE_4),
+    "a100": Gpu("A100 80 GB", 312, 80 * _GIB, _PCIE_4),
+    "a100-40": Gpu("A100 40 GB", 312, 40 * _GIB, _PCIE_4),
+    "h100": Gpu("H100 SXM", 989, 80 * _GIB, _PCIE_5),
+    "h100-pcie": Gpu("H100 PCIe", 756, 80 * _GIB, _PCIE_5),
+    "h200": Gpu("H200", 989, 141 * _CARD_GB, _PCIE_5),
+    "b200": Gpu("B200", 2250, 180 * _CARD_GB, _PCIE_5),
+    # AMD Instinct MI210, MI300X and MI325X: data sheets
+    "mi210": Gpu("MI210", 181, 64 * _CARD_GB, _PCIE_4),
+    "mi300x": Gpu("MI300X", 1307, 192 * _CARD_GB, _PCIE_5),
+    "mi325x": Gpu("MI325X", 1307, 256 * _CARD_GB, _PCIE_5),
+}
+
+
+# What good drives sustain, after any cache, by the generation of PCIe that they speak on four lanes, which bounds
+# reading at 3.9, 7.9 and 15.8 GB/s: somewhat below the data sheets of servers' drives of 4 TB, read and written in
+# sequence: Samsung PM983 (3.2 and 2.0 GB/s), Micron 7450 PRO (6.8 and 5.3), Micron 9550 PRO (14 and 10). Many drives of
+# desktops write 1 to 2 GB/s once their cache is full.
+DRIVES = {
+    "gen3": Drive(read=3e9, write=2e9),
+    "gen4": Drive(read=5e9, write=4e9),
+    "gen5": Drive(read=10e9, write=8e9),
+}
+
+
+_GB = 10**9
+
+
+# Python, torch and transformers in host memory, before there is a model.
+IMPORTS = 740 << 20
+
+
+# Terabytes written that consumer drives are warranted for, for each terabyte of size; those of servers have 2 to 10
+# times as much.
+ENDURANCE_PER_TB = 600
+
+
+def parse_gpu(text: str) -> Gpu:
+    """A name, or TFLOPS,GB,PCIE_GB_S: the peak of dense 16-bit products, the memory, the link's speed one way.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    plain = re.sub(r"^(nvidia|geforce|amd|instinct|rtx|\s|-)*", "", text.lower())
+    known = CARDS.get(plain) or CARDS.get(plain.replace(" ", "").replace("-", ""))
+    if known is not None:
+        return known
+    try:
+        tflops, memory, link = _positive(text, 3)
+    except ValueError as error:
+        raise ConfigError(
+            f"--gpu is one of {', '.join(CARDS)}, or TFLOPS,GB,PCIE_GB_S as 165,24,25, and not {text!r}"
+        ) from error
+    return Gpu(f"GPU of {tflops:g} TFLOPS and {memory:g} GB", tflops, int(memory * _GB), link * _GB)
+
+
+def parse_drive(text: str) -> Drive:
+    """READ,WRITE in GB/s, of all devices together, as they last: not a cache's speed; or a kind of drive by name.
+
+    Raises:
+        ConfigError: it is not that.
+    """
+    known = DRIVES.get(text.lower().replace(" ", ""))
+    if known is not None:
+        return known
+    try:
+        read, write = _positive(text, 2)
+    except ValueError as error:
+        raise ConfigError(f"--drive is {', '.join(DRIVES)}, or READ,WRITE in GB/s, as 5,4, and not {text!r}") from error
+    return Drive(read=read * _GB, write=write * _GB)
+
+
+def _positive(text: str, count: int) -> list[float]:
+    values = [float(part) for part in text.split(",")]
+    if len(values) != count or not all(0 < value < float("inf") for value in values):
+        raise ValueError(text)
+    return values
+
 
 _MORE = 16 << 30
+
+
 _TB = 10**12
 
 
@@ -256,4 +396,159 @@ def described(one: Answer) -> dict[str, Any]:
         "seconds_per_step": one.seconds,
         "bound": one.bound,
         "phases": None if one.phases is None else [{**asdict(phase), "seconds": phase.seconds} for phase in one.phases],
+    }
+
+
+_LENGTHS = (8192, 2048, 512)
+
+
+_BATCH_MAX = 256
+
+
+# More sequences are in no step.
+_SEQUENCES_MAX = 1 << 20
+
+
+# Where none is asked for: as torch has it, and what moves fewer bytes.
+_STATES: tuple[Literal["bf16", "8bit"] | None, ...] = (None, "bf16", "8bit")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A batch, and what it takes."""
+
+    state: str | None  # the format of the optimizer's state; None: as it has it
+    batch: int  # sequences
+    length: int  # tokens of each
+    answer: Answer  # of the plan
+
+    @property
+    def fits(self) -> bool:
+        """Whether nothing is too small."""
+        return not self.answer.problems
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """None where a speed is not known."""
+        return None if self.answer.seconds is None else self.batch * self.length / self.answer.seconds
+
+
+def find(question: Question, length: int | None, *, recomputes: bool) -> list[Candidate]:
+    """The largest batch of some lengths, in powers of two, for each format of the state.
+
+    Args:
+        question: its trace is replaced; the format that it asks for is the only one.
+        length: tokens of a sequence; None: a long, a usual and a short one.
+        recomputes: whether blocks are computed again in the backward.
+    """
+    most = getattr(getattr(question.model, "config", None), "max_position_embeddings", None)
+    most = most if isinstance(most, int) else max(_LENGTHS)
+    lengths = [length] if length else [one for one in _LENGTHS if one <= most] or [most]
+    traces = {
+        length: [trace(question.model, batch, length, recomputes=recomputes) for batch in (1, 2)] for length in lengths
+    }
+    found = []
+    for state in _STATES if question.options.state is None else (question.options.state,):
+        asked = replace(question, options=replace(question.options, state=state))
+        try:
+            plan = planned(asked.model, asked.optimizer, asked.options, asked.ranks)
+        except ConfigError:
+            if state == question.options.state:
+                raise
+            # What does not go with the optimizer is no choice.
+            continue
+        found += [_largest(asked, plan, length, one, two) for length, (one, two) in traces.items()]
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Takeover:
+    """From how many tokens a step on the GPU takes longer than anything else."""
+
+    tokens: int  # of the step
+    seconds: float  # that it takes
+    problem: str  # why so many do not fit at once; empty where they do
+
+    @property
+    def tokens_per_second(self) -> float:
+        """There."""
+        return self.tokens / self.seconds
+
+
+def takes_over(question: Question, length: int, *, recomputes: bool) -> Takeover | None:
+    """The fewest sequences of a length that let compute take longest; None where that is not known, or never so."""
+    if question.gpu is None or question.drive is None:
+        return None
+    one, two = (trace(question.model, batch, length, recomputes=recomputes) for batch in (1, 2))
+    if isinstance(one, str) or isinstance(two, str):
+        return None
+    plan = planned(question.model, question.optimizer, question.options, question.ranks)
+
+    def at(batch: int) -> Answer:
+        return answer(replace(question, trace=grown(one, two, batch - 1)), plan)
+
+    enough = 1
+    while at(enough).bound != "compute":
+        enough *= 2
+        if enough > _SEQUENCES_MAX:
+            return None
+    too_few = enough // 2
+    while enough - too_few > 1:
+        between = (enough + too_few) // 2
+        if at(between).bound == "compute":
+            enough = between
+        else:
+            too_few = between
+    found = at(enough)
+    assert found.seconds is not None
+    return Takeover(
+        tokens=enough * length * question.options.accumulation_steps * question.ranks,
+        seconds=found.seconds,
+        problem="; ".join(found.problems),
+    )
+
+
+def _largest(question: Question, plan: Planned, length: int, one: Trace | str, two: Trace | str) -> Candidate:
+    """The largest batch of one length that fits; if none does, one sequence.
+
+    Args:
+        question: what is asked, with the format.
+        plan: what `offload()` would do, which does not depend on the batch.
+        length: tokens of a sequence.
+        one: what torch takes for one sequence.
+        two: for two.
+    """
+
+    def candidate(batch: int) -> Candidate:
+        # All that a batch takes grows by the same for each sequence.
+        traced = one if isinstance(one, str) or isinstance(two, str) else grown(one, two, batch - 1)
+        found = answer(replace(question, trace=traced), plan)
+        return Candidate(state=question.options.state, batch=batch, length=length, answer=found)
+
+    best = candidate(1)
+    if isinstance(one, str) or not best.fits:
+        return best
+    while best.batch < _BATCH_MAX:
+        larger = candidate(2 * best.batch)
+        if not larger.fits:
+            break
+        best = larger
+    return best
+
+
+def described_fit(one: Candidate) -> dict[str, Any]:
+    """As JSON values."""
+    return {
+        "state": one.state,
+        "batch": one.batch,
+        "length": one.length,
+        "fits": one.fits,
+        "problems": list(one.answer.problems),
+        "device_bytes": one.answer.device_bytes,
+        "host_bytes": one.answer.host_bytes,
+        "disk_bytes": one.answer.plan.disk_bytes,
+        "log_bytes": one.answer.plan.log_bytes,
+        "seconds_per_step": one.answer.seconds,
+        "bound": one.answer.bound,
+        "tokens_per_second": one.tokens_per_second,
     }

@@ -1,23 +1,56 @@
-"""Prints what a plan answers: the lines to write, memory, seconds and what bounds them, room, wear, what more buys."""
+"""Prints and draws what a plan answers: the lines to write, memory, seconds and what bounds them, wear."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-from memascend.cli.plan.answer import disk_seconds, forecast_of, moved
-from memascend.cli.plan.cards import REACHED
-from memascend.cli.plan.machine import ENDURANCE_PER_TB, IMPORTS
-from memascend.formatting import bytes_shown, seconds_shown, table
+from memascend.cli.plan.answer import ENDURANCE_PER_TB, IMPORTS, REACHED, disk_seconds, forecast_of, moved, step_seconds
+from memascend.plan.table import cost_of_format, format_table
+from memascend.session.decide import planned_formats
+from memascend.text import IN_MEMORY, OURS, bytes_shown, open_pyplot, seconds_shown, table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
-    from memascend.cli.plan.answer import Answer, Question
-    from memascend.cli.plan.fit import Candidate, Takeover
-    from memascend.planning.format_table import FormatCost
+    from memascend.cli.plan.answer import Answer, Candidate, Question, Takeover
+    from memascend.plan.table import FormatCost
+
+
+def formats_compared(question: Question, budget: int) -> list[FormatCost]:
+    """What a step costs in each format that goes with the optimizer, with one budget."""
+    elements = {name: parameter.numel() for name, parameter in question.model.named_parameters()}
+    found = planned_formats(question.model, question.optimizer, question.options, budget, question.ranks)
+    return [
+        cost_of_format(state, one.plan, elements, disk_seconds(asked, one.plan), step_seconds(asked, one.plan))
+        for state, one in found.items()
+        for asked in [replace(question, options=replace(question.options, state=state))]
+    ]
+
+
+def next_format(costs: list[FormatCost], now: str | None) -> FormatCost | None:
+    """The one with the next fewer bits than what the optimizer has, or was asked to have; None after the last."""
+    names = [cost.state for cost in costs]
+    at = names.index(now or "fp32") + 1 if (now or "fp32") in names else len(names)
+    return costs[at] if at < len(costs) else None
+
+
+def formats_shown(costs: list[FormatCost], budget: int) -> str:
+    """A table, where there is something to compare."""
+    if len(costs) < 2:
+        return ""
+    return "\n\nOther numerics that move fewer bytes (docs/state-formats.md):\n\n" + format_table(costs, budget)
+
+
+def format_values(costs: list[FormatCost]) -> list[dict[str, Any]]:
+    """The same as JSON values."""
+    return [asdict(cost) for cost in costs]
+
 
 Row = tuple[str, str, str]
+
+
 _YEAR_DAYS = 365
 
 
@@ -280,3 +313,44 @@ def fitting(found: Sequence[Candidate]) -> str:
         "",
     )
     return table(head, rows)
+
+
+_GIB = 1 << 30
+
+
+def draw(path: Path, found: Answer) -> None:
+    """Draw it.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    plt = open_pyplot()
+    plan = found.plan
+    figure, axes = plt.subplots(1, 3, figsize=(14, 5), layout="constrained")
+    beside, owners, moved = axes
+    beside.bar(["in memory", "memascend"], [found.in_memory / _GIB, plan.host_peak / _GIB], color=[IN_MEMORY, OURS])
+    beside.set_title("Host memory, but for activations")
+    _stacked(owners, "of host memory", {name: nbytes for name, nbytes in plan.host.items() if nbytes})
+    owners.axhline(plan.budget / _GIB, color=IN_MEMORY, linestyle=":", label="budget")
+    owners.set_title("memascend, by owner")
+    for direction, kinds in (("read", plan.read_bytes), ("written", plan.written_bytes)):
+        _stacked(moved, direction, {f"{direction}: {kind}": nbytes for kind, nbytes in kinds.items()})
+    moved.set_title("What a step moves")
+    for axis in axes:
+        axis.set_ylabel("GiB")
+        axis.grid(axis="y", alpha=0.3)
+    for axis in (owners, moved):
+        axis.margins(x=0.3)
+        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=2)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=110)
+    finally:
+        plt.close(figure)
+
+
+def _stacked(axis: Any, where: str, parts: Mapping[str, int]) -> None:
+    bottom = 0.0
+    for name, nbytes in parts.items():
+        axis.bar([where], [nbytes / _GIB], 0.6, bottom=bottom, label=name)
+        bottom += nbytes / _GIB

@@ -24,7 +24,7 @@ def run(options: argparse.Namespace) -> int:
             f"memascend train: looking at {settings.model} and {' '.join(settings.data)}", file=sys.stderr, flush=True
         )
     from memascend.cli.train.job import Job
-    from memascend.cli.train.ranks import Ranks
+    from memascend.cli.train.output import Ranks
 
     with Ranks() as ranks, ranks.together(lambda: Job(settings, dt.datetime.now().astimezone(), ranks)) as job:
         if settings.dry_run:

@@ -1,30 +1,275 @@
-"""Runs the training loop: forward, backward, step, and what is told and saved between steps."""
+"""Runs the training loop: forward, backward, step, and what is shown and saved between steps."""
 
 from __future__ import annotations
 
+import json
 import math
 import operator
+import os
+import sys
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import reduce
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from memascend.cli.train.batches import Batch, seed_of
-from memascend.cli.train.display import Step
-from memascend.errors import UsageError
+from memascend.cli.train.data import Batch, seed_of
+from memascend.errors import ConfigError, UsageError
+from memascend.text import bytes_shown, counted
 
 if TYPE_CHECKING:
-    from memascend.cli.train.batches import Batches
-    from memascend.cli.train.display import Display
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from memascend.cli.train.data import Batches
     from memascend.cli.train.model import Described
-    from memascend.cli.train.output import Output
-    from memascend.cli.train.ranks import Ranks
-    from memascend.cli.train.rate import Rate
-    from memascend.cli.train.reporters import Reporter
-    from memascend.run.optimizer import OffloadedOptimizer
+    from memascend.cli.train.output import Output, Ranks
+    from memascend.session.optimizer import OffloadedOptimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rate:
+    """The learning rate over a run."""
+
+    peak: float  # the highest
+    steps: int  # of the run
+    warmup_steps: int  # of them, that warm up
+    schedule: str  # "linear", "cosine" or "constant" after that
+    lowest: float = 0.0  # what it falls to
+
+    def of_step(self, step: int) -> float:
+        """Of a step, counted from 0: the first and the last learn something, too."""
+        if step < self.warmup_steps:
+            return self.peak * (step + 1) / (self.warmup_steps + 1)
+        part = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
+        factor = {"linear": 1 - part, "cosine": (1 + math.cos(math.pi * part)) / 2, "constant": 1.0}[self.schedule]
+        return self.lowest + (self.peak - self.lowest) * factor
+
+    def said(self) -> str:
+        """In words."""
+        falls = {"linear": "falls linearly to {}", "cosine": "falls to {} as a cosine", "constant": "stays"}
+        fall = falls[self.schedule].format(f"{self.lowest:g}")
+        rises = f"rises to {self.peak:g} in {counted(self.warmup_steps, 'step')}, then" if self.warmup_steps else ""
+        return f"lr {rises or f'begins at {self.peak:g} and'} {fall}"
+
+
+def warmup_steps(warmup: float, steps: int) -> int:
+    """Steps that warm up, of --warmup: a part of all, or how many."""
+    return int(warmup) if warmup >= 1 else math.ceil(steps * warmup)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What is told of a step."""
+
+    step: int  # its number, from 1
+    steps: int  # of the run
+    epoch: float  # passes over the data so far
+    loss: float  # the mean over the tokens that are learnt
+    grad_norm: float | None  # of all gradients, before clipping; None where the step was skipped
+    lr: float  # the learning rate
+    tokens: int  # computed, without padding
+    seconds: float  # that the step took
+    tokens_per_second: float  # over the last steps
+    read_bytes: int  # from storage
+    written_bytes: int  # to storage
+    seconds_left: float  # to the end of the run, at the speed of the last steps
+    skipped: bool = False  # whether gradients overflowed, so that nothing was learnt
+
+    def figures(self) -> str:
+        """In a few words."""
+        norm = "skipped (overflow)" if self.skipped or self.grad_norm is None else f"norm {self.grad_norm:.3g}"
+        moved = bytes_shown(self.read_bytes + self.written_bytes)
+        return f"loss {self.loss:.4f}, {norm}, {self.tokens_per_second:,.0f} tokens/s, {moved} moved"
+
+
+class Display:
+    """Where it is told; here nowhere."""
+
+    def tell(self, text: str) -> None:
+        """A sentence."""
+
+    def event(self, name: str, values: Mapping[str, Any], text: str) -> None:
+        """Something beside steps: `values` for machines, `text` for people."""
+
+    def step(self, step: Step) -> None:
+        """A step was committed."""
+
+    def close(self) -> None:
+        """Nothing more comes."""
+
+
+def open_display(steps: int, first: int, *, as_json: bool, rank: int = 0) -> Display:
+    """What fits where the output goes; `first` steps are done. The first rank tells: what all do is the same."""
+    if rank:
+        return Display()
+    if as_json:
+        return _JsonLines()
+    if sys.stderr is not None and sys.stderr.isatty():
+        try:
+            from tqdm import tqdm
+        except ImportError:
+            pass
+        else:
+            return _Bar(tqdm(total=steps, initial=first, unit="step", dynamic_ncols=True))
+    return _Lines()
+
+
+class Log(Display):
+    """Another display, and one JSON line for each step and event in a file."""
+
+    def __init__(self, path: Path, shown: Display) -> None:
+        """Go on with the file, behind what a killed process may have left of a line."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._shown = shown
+        self._file = path.open("ab+", buffering=0)
+        if self._file.tell():
+            self._file.seek(-1, os.SEEK_END)
+            if self._file.read(1) != b"\n":
+                self._file.write(b"\n")
+
+    def tell(self, text: str) -> None:
+        """A sentence, which the file does not have."""
+        self._shown.tell(text)
+
+    def event(self, name: str, values: Mapping[str, Any], text: str) -> None:
+        """Something beside steps."""
+        self._write({"event": name, **values})
+        self._shown.event(name, values, text)
+
+    def step(self, step: Step) -> None:
+        """A step was committed."""
+        self._write({"event": "step", **asdict(step)})
+        self._shown.step(step)
+
+    def close(self) -> None:
+        """Nothing more comes."""
+        self._shown.close()
+        self._file.close()
+
+    def _write(self, values: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(values).encode() + b"\n")
+
+
+class _Lines(Display):
+    def tell(self, text: str) -> None:
+        print(text, flush=True)
+
+    def event(self, name: str, values: Mapping[str, Any], text: str) -> None:
+        del name, values
+        self.tell(text)
+
+    def step(self, step: Step) -> None:
+        self.tell(f"step {step.step}/{step.steps}: {step.figures()}, {time_shown(step.seconds_left)} left")
+
+
+class _Bar(Display):
+    def __init__(self, bar: Any) -> None:
+        self._bar = bar
+
+    def tell(self, text: str) -> None:
+        self._bar.write(text)
+
+    def event(self, name: str, values: Mapping[str, Any], text: str) -> None:
+        del name, values
+        self.tell(text)
+
+    def step(self, step: Step) -> None:
+        self._bar.set_postfix_str(step.figures(), refresh=False)
+        self._bar.update(1)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+class _JsonLines(Display):
+    """Steps and events on standard output, sentences on standard error."""
+
+    def tell(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    def event(self, name: str, values: Mapping[str, Any], text: str) -> None:
+        del text
+        print(json.dumps({"event": name, **values}), flush=True)
+
+    def step(self, step: Step) -> None:
+        self.event("step", asdict(step), "")
+
+
+def time_shown(seconds: float) -> str:
+    """A time to wait, in the two largest units that it has."""
+    whole = round(seconds)
+    for size, unit, part, smaller in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if whole >= size:
+            return f"{whole // size} {unit} {whole % size // part} {smaller}"
+    return f"{whole} s"
+
+
+class Reporter(Protocol):
+    """One of them."""
+
+    def add(self, step: int, figures: Mapping[str, float]) -> None:
+        """Figures of a step."""
+
+    def close(self) -> None:
+        """Nothing more comes."""
+
+
+def require_reporters(names: Sequence[str]) -> None:
+    """Refuse those that are not installed, before anything is done.
+
+    Raises:
+        ConfigError: one is not.
+    """
+    for name in names:
+        try:
+            if name == "tensorboard":
+                from torch.utils.tensorboard import SummaryWriter  # noqa: F401
+            else:
+                import wandb  # noqa: F401
+        except ImportError as error:
+            raise ConfigError(f"--report {name} needs it: pip install {name}") from error
+
+
+def open_reporters(names: Sequence[str], folder: Path, run: str, options: Mapping[str, Any]) -> list[Reporter]:
+    """Those that were asked for, which write to `folder`; a run that goes on has the same name in `run`."""
+    found: list[Reporter] = []
+    if "tensorboard" in names:
+        found.append(_TensorBoard(folder))
+    if "wandb" in names:
+        found.append(_Wandb(folder, run, options))
+    return found
+
+
+class _TensorBoard:
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(folder))
+
+    def add(self, step: int, figures: Mapping[str, float]) -> None:
+        for name, value in figures.items():
+            self._writer.add_scalar(f"train/{name}", value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Wandb:
+    def __init__(self, folder: Path, run: str, options: Mapping[str, Any]) -> None:
+        import wandb
+
+        folder.mkdir(parents=True, exist_ok=True)
+        self._run: Any = wandb.init(dir=str(folder), id=run, resume="allow", config=dict(options))
+
+    def add(self, step: int, figures: Mapping[str, float]) -> None:
+        self._run.log(dict(figures), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
 
 # Steps whose mean speed tells how long the rest takes.
 _STEPS_OF_SPEED = 20

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from memascend.errors import ConfigError
-from memascend.paths import expanded
+from memascend.text import expanded
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from memascend.planning.options import Options
+    from memascend.plan.options import Options
 
 SCHEDULES = ("linear", "cosine", "constant")
 REPORTERS = ("tensorboard", "wandb")
@@ -162,7 +162,7 @@ class Settings:
 
     def offload_options(self, ranks: int = 1) -> Options:
         """What `offload()` is given of these, with its own checks."""
-        from memascend.planning.options import Options
+        from memascend.plan.options import Options
 
         return Options(**self.offloaded(ranks))
 
@@ -216,7 +216,7 @@ def _flag(name: str) -> str:
 
 def _absolute(path: str) -> str:
     """A path that means the same from another folder; a name on the hub stays."""
-    from memascend.cli.train.files import is_hub_name
+    from memascend.cli.train.rows import is_hub_name
 
     if is_hub_name(path):
         return path

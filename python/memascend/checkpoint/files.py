@@ -1,0 +1,365 @@
+"""Writes safetensors files, matches the names in them, and replaces folders at once; errors name the path."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import json
+import os
+import shutil
+import stat
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memascend.errors import ConfigError, StorageError, UsageError
+from memascend.storage import Checksum
+from memascend.tensors import memory_of
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping
+
+
+@contextmanager
+def file_errors(path: Path, what: str) -> Iterator[None]:
+    """Around work on a file or folder; `what` says what could not be done, as "cannot be read"."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        raise StorageError(f"{path} {what}: {error.strerror}", errno=error.errno, path=str(path)) from error
+
+
+_AT_FDCWD = -100
+
+
+_RENAME_EXCHANGE = 2
+
+
+_MARK = ".memascend-saving"
+
+
+# Others may put what is at the temporary name into its place, or remove it, between two looks.
+_ATTEMPTS = 16
+
+
+@contextlib.contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A new folder beside the target, gone at the end; what a killed process left there before is, too.
+
+    It and the target are locked meanwhile, whichever of the two paths each is at; nothing is removed that is not.
+    """
+    new = target.parent / f".{target.name}{_MARK}"
+    with file_errors(new, "cannot be written"), contextlib.ExitStack() as held:
+        ours: list[int] = []
+        for _ in range(_ATTEMPTS):
+            with contextlib.suppress(FileExistsError):
+                new.mkdir()
+            try:
+                ours = [_lock(new, target, held)]
+            except FileNotFoundError:
+                continue
+            if not _is_one_of(new, ours):
+                # Whoever had it has just put it in place.
+                continue
+            if is_empty(new):
+                break
+            shutil.rmtree(new)
+        else:
+            raise UsageError(f"other processes keep saving to {target}")
+        try:
+            if target.is_dir():
+                ours.append(_lock(target, target, held))
+            yield new
+        finally:
+            if _is_one_of(new, ours):
+                shutil.rmtree(new, ignore_errors=True)
+
+
+def _lock(folder: Path, target: Path, held: contextlib.ExitStack) -> int:
+    """A descriptor of a folder that no other saver has."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    held.callback(os.close, descriptor)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UsageError(f"another process is saving to {target} now") from None
+    return descriptor
+
+
+def _is_one_of(path: Path, descriptors: list[int]) -> bool:
+    """Whether a path names what one of the descriptors has open."""
+    try:
+        there = path.stat()
+    except FileNotFoundError:
+        return False
+    return any(os.path.samestat(there, os.fstat(descriptor)) for descriptor in descriptors)
+
+
+def put_in_place(target: Path, new: Path) -> None:
+    """Put the new folder in the place of the target; at no moment is there less than one of them whole."""
+    with file_errors(target, "cannot be written"):
+        if target.is_dir():
+            # Who may look into it stays as it was.
+            new.chmod(stat.S_IMODE(target.stat().st_mode))
+        _sync_all(new)
+        if not target.exists() or is_empty(target):
+            new.rename(target)
+        elif not _exchange(new, target):
+            old = target.parent / f".{target.name}.memascend-old"
+            shutil.rmtree(old, ignore_errors=True)
+            target.rename(old)
+            new.rename(target)
+            shutil.rmtree(old)
+        sync(target.parent)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap two folders at once; False where the system or the file system cannot."""
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except AttributeError:
+        return False
+    done: int = renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
+    return done == 0
+
+
+def is_empty(path: Path) -> bool:
+    """Whether it is a folder with nothing in it."""
+    return path.is_dir() and not any(path.iterdir())
+
+
+def sync(path: Path) -> None:
+    """Flush a file or folder."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync_all(folder: Path) -> None:
+    for path, _, _ in os.walk(folder):
+        sync(Path(path))
+
+
+# Torch's types by the names that the format has for them.
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+# Of one file, unless a single tensor is larger; what file systems, caches and downloads like.
+FILE_BYTES_MAX = 4 << 30
+
+
+# Bytes that may wait in the page cache before they are sent to the device.
+_FLUSH_BYTES = 256 << 20
+
+
+_ALIGN = 64
+
+
+@dataclass
+class FileLayout:
+    """One file: its name, its tensors (meta ones will do) and where each begins."""
+
+    name: str
+    tensors: dict[str, torch.Tensor]
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+    def header(self) -> tuple[bytes, dict[str, int]]:
+        """The bytes before the data, and where in the file each tensor begins."""
+        # The largest elements first, so that every tensor is aligned to its own.
+        names = sorted(self.tensors, key=lambda name: -self.tensors[name].element_size())
+        described: dict[str, Any] = {"__metadata__": dict(self.metadata)} if self.metadata else {}
+        offsets, at = {}, 0
+        for name in names:
+            tensor = self.tensors[name]
+            if tensor.dtype not in _NAMES:
+                raise ConfigError(f"{name!r} is {tensor.dtype}, which safetensors has no name for")
+            nbytes = tensor.numel() * tensor.element_size()
+            described[name] = {
+                "dtype": _NAMES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [at, at + nbytes],
+            }
+            offsets[name] = at
+            at += nbytes
+        text = json.dumps(described, separators=(",", ":"), ensure_ascii=True).encode()
+        text += b" " * (-(8 + len(text)) % _ALIGN)
+        start = 8 + len(text)
+        return len(text).to_bytes(8, "little") + text, {name: start + offset for name, offset in offsets.items()}
+
+    @property
+    def nbytes(self) -> int:
+        """Of its tensors."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+
+
+def divide_into_files(
+    stem: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], *, bytes_max: int | None = None
+) -> list[FileLayout]:
+    """Divide tensors, in their order, over files of a bounded size, named as transformers names them."""
+    limit = FILE_BYTES_MAX if bytes_max is None else bytes_max
+    parts: list[dict[str, torch.Tensor]] = [{}]
+    held = 0
+    for name, tensor in tensors.items():
+        nbytes = tensor.numel() * tensor.element_size()
+        if parts[-1] and held + nbytes > limit:
+            parts.append({})
+            held = 0
+        parts[-1][name] = tensor
+        held += nbytes
+    if len(parts) == 1:
+        return [FileLayout(f"{stem}.safetensors", parts[0], metadata)]
+    return [
+        FileLayout(f"{stem}-{number:05}-of-{len(parts):05}.safetensors", part, metadata)
+        for number, part in enumerate(parts, 1)
+    ]
+
+
+class TensorFile:
+    """One file being written; the parts of a tensor come in their order."""
+
+    def __init__(self, folder: Path, layout: FileLayout) -> None:
+        """Make the file and write its header."""
+        self.path = folder / layout.name
+        header, self._offsets = layout.header()
+        self.nbytes = len(header) + layout.nbytes
+        self._written = 0
+        self._unflushed = 0
+        self._sums = {name: Checksum() for name in layout.tensors}
+        self._header_sum = Checksum()
+        self._header_sum.update(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+        with file_errors(self.path, "cannot be written"):
+            self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._write(header, 0)
+
+    def write(self, name: str, start: int, values: torch.Tensor) -> None:
+        """Write contiguous elements of a tensor from element `start` on, which follow what was written of it."""
+        if values.numel() == 0:
+            return
+        self._sums[name].update(values)
+        self._write(memory_of(values), self._offsets[name] + start * values.element_size())
+
+    def _write(self, part: bytes | memoryview, offset: int) -> None:
+        at = 0
+        with file_errors(self.path, "cannot be written"):
+            while at < len(part):
+                at += os.pwrite(self._descriptor, part[at:], offset + at)
+            self._written += at
+            self._unflushed += at
+            if self._unflushed >= _FLUSH_BYTES:
+                self._flush()
+
+    def _flush(self) -> None:
+        os.fsync(self._descriptor)
+        os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        self._unflushed = 0
+
+    def finish(self) -> dict[str, Any]:
+        """Flush it; what a manifest says of it."""
+        assert self._written == self.nbytes, f"{self.path}: {self._written} bytes of {self.nbytes}"
+        with file_errors(self.path, "cannot be written"):
+            self._flush()
+        self.close()
+        return {
+            "bytes": self.nbytes,
+            "header": str(self._header_sum),
+            "tensors": {name: str(checksum) for name, checksum in self._sums.items()},
+        }
+
+    def close(self) -> None:
+        """Let the file go. Twice is fine."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+@dataclass(frozen=True)
+class Matched:
+    """How the names of files match."""
+
+    # By the model's first name of a tensor, the names in the files that are meant; that first name before others.
+    of: dict[str, list[str]]
+    unexpected: list[str]  # names in the files that the model has nothing for
+    named: dict[str, str]  # by the names in the files, those that the model has for the same, first or tied
+
+
+class Names:
+    """All names of a model's tensors; a tied one's first name stands for it."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+        self._first: dict[str, str] = {}
+        # Names beside the first, and that.
+        self.tied: dict[str, str] = {}
+        # What is not in a state dict, and in some files all the same.
+        self._unsaved: set[str] = set()
+        prefix = getattr(model, "base_model_prefix", None)
+        self._base = prefix if isinstance(prefix, str) and prefix else None
+        seen: dict[int, str] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            self._first[name] = seen.setdefault(id(parameter), name)
+            if self._first[name] != name:
+                self.tied[name] = self._first[name]
+        for prefix, module in model.named_modules():
+            for short, buffer in module._buffers.items():  # noqa: SLF001
+                if buffer is None:
+                    continue
+                name = f"{prefix}.{short}" if prefix else short
+                self._first[name] = seen.setdefault(id(buffer), name)
+                if short in module._non_persistent_buffers_set:  # noqa: SLF001
+                    self._unsaved.add(name)
+                elif self._first[name] != name:
+                    self.tied[name] = self._first[name]
+
+    def matched(self, keys: Collection[str]) -> Matched:
+        """Match the names in files: as they are, or with a prefix more or less, whichever leaves fewest over."""
+        best = self._with(keys, None)
+        if self.left(best):
+            for prefix in self._prefixes(keys):
+                found = self._with(keys, prefix)
+                if self.left(found) < self.left(best):
+                    best = found
+        return best
+
+    def left(self, found: Matched) -> int:
+        """How many names are left over, on both sides."""
+        wanted = {first for name, first in self._first.items() if name not in self._unsaved}
+        return len(found.unexpected) + len(wanted - found.of.keys())
+
+    def _prefixes(self, keys: Collection[str]) -> Iterator[str]:
+        if self._base is not None:
+            yield self._base
+            return
+        yield from dict.fromkeys(name.partition(".")[0] for names in (self._first, keys) for name in names)
+
+    def _with(self, keys: Collection[str], prefix: str | None) -> Matched:
+        of: dict[str, list[str]] = {}
+        unexpected = []
+        named = {}
+        for key in keys:
+            ways = [key]
+            if prefix is not None:
+                ways += [f"{prefix}.{key}", key.removeprefix(f"{prefix}.")]
+            name = next((way for way in ways if way in self._first), None)
+            if name is None:
+                unexpected.append(key)
+                continue
+            named[key], first = name, self._first[name]
+            keys_of = of.setdefault(first, [])
+            keys_of.insert(0 if name == first else len(keys_of), key)
+        return Matched(of, unexpected, named)

@@ -1,0 +1,610 @@
+"""Gives a new store its first values: from the model, from `weights=`, or by initialisation; commits buffers."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import weakref
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+
+from memascend.checkpoint.files import Names
+from memascend.distributed.rows import Partition
+from memascend.errors import ConfigError
+from memascend.params.offloaded_param import dense_strides, laid_out
+from memascend.storage import checksum_of
+from memascend.text import listed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+
+    from memascend.checkpoint.weights import Weights
+    from memascend.optim.rules import Arithmetic
+    from memascend.plan.units import Unit
+    from memascend.storage import Entry, Store
+
+
+# Parents initialise what these hold.
+_LISTS = (torch.nn.ParameterList, torch.nn.ParameterDict)
+
+
+def unwritten(like: torch.Tensor) -> torch.Tensor:
+    """A tensor on the CPU, of the shape and type of one on meta, whose elements are all still to be written."""
+    fill = float("nan") if like.dtype.is_floating_point or like.dtype.is_complex else 0
+    with torch.inference_mode(mode=False):
+        return torch.full(like.shape, fill, dtype=like.dtype, device="cpu")
+
+
+def is_written(tensor: torch.Tensor) -> bool:
+    """Whether every element of what `unwritten` made has a value, as far as can be told."""
+    if tensor.numel() == 0:
+        return True
+    if tensor.dtype.is_floating_point and tensor.element_size() > 1:
+        # It carries a NaN through, and needs no temporary.
+        return not bool(tensor.detach().min().isnan())
+    return tensor._version > 0  # noqa: SLF001
+
+
+class Initialiser:
+    """The modules of a model in the order in which they are built, and what initialises each."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._order: list[torch.nn.Module] = []
+        self._init: dict[int, Callable[[torch.nn.Module], object] | None] = {}
+        self._walk(model, None)
+
+    def _walk(self, module: torch.nn.Module, init: Callable[[torch.nn.Module], object] | None) -> None:
+        if id(module) in self._init:
+            return
+        own = getattr(module, "_init_weights", None)
+        init = own if _takes_one(own) else init
+        self._init[id(module)] = init
+        for child in module.children():
+            self._walk(child, init)
+        self._order.append(module)
+
+    # --- buffers ------------------------------------------------------------------------------
+
+    def buffers_of(self, module: torch.nn.Module, made: Sequence[torch.Tensor]) -> None:
+        """Let a module compute the buffers that were `made` for it; what else is real keeps its values."""
+        with torch.no_grad(), _spared(module, set(map(id, made))):
+            self._initialise(module, made)
+
+    def _initialise(self, module: torch.nn.Module, made: Sequence[torch.Tensor]) -> None:
+        init = self._init[id(module)]
+        if init is not None:
+            init(module)
+        if made and not all(map(is_written, made)):
+            for name in ("reset_parameters", "_reset_parameters"):
+                reset = getattr(module, name, None)
+                if callable(reset):
+                    reset()
+                    return
+
+    # --- parameters ---------------------------------------------------------------------------
+
+    def parameters(
+        self, units: Sequence[Unit], named: Mapping[str, torch.nn.Parameter]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Initialise the parameters on meta, one unit or so at a time, from torch's default generator.
+
+        Yields:
+            Name and values of each that was on meta. What is yielded is real no longer.
+
+        Raises:
+            ConfigError: nothing initialises some of them; it names them.
+        """
+        walk = _Walk(self._model, units, {name: named[name] for unit in units for name in unit.parameters})
+        versions = {name: p._version for name, p in named.items() if not p.is_meta}  # noqa: SLF001
+        try:
+            for module in self._order:
+                if isinstance(module, _LISTS):
+                    continue
+                made = walk.begin(module)
+                if made or walk.is_open(module):
+                    with torch.no_grad(), _spared(module, walk.real_ids):
+                        self._initialise(module, made)
+                yield from walk.ended(module)
+        finally:
+            walk.put_back()
+        changed = [name for name, version in versions.items() if named[name]._version != version]  # noqa: SLF001
+        if changed:
+            raise ConfigError(f"initialising what is on meta wrote to {changed[0]}, which has values of its own")
+
+
+class _Walk:
+    """Which parameters are real now."""
+
+    def __init__(self, model: torch.nn.Module, units: Sequence[Unit], named: Mapping[str, torch.nn.Parameter]) -> None:
+        self._modules = dict(model.named_modules())
+        self._name = {id(parameter): name for name, parameter in named.items() if parameter.is_meta}
+        self._unit = {name: unit for unit in units for name in unit.parameters}
+        self._left = {unit.name: sum(id(named[name]) in self._name for name in unit.parameters) for unit in units}
+        # Units that need not wait for a module to end, and by module those that it ends.
+        self._reached: set[str] = set()
+        self._ends: dict[int, list[str]] = {}
+        sizes = _sizes(self._modules, named)
+        limit = max(unit.nbytes for unit in units)
+        for unit in units:
+            last = _last(unit, sizes, limit)
+            if last is None:
+                self._reached.add(unit.name)
+            else:
+                self._ends.setdefault(id(self._modules[last]), []).append(unit.name)
+        # Every place of a tied parameter.
+        self._places: dict[int, list[tuple[torch.nn.Module, str]]] = {}
+        for module in self._modules.values():
+            for short, parameter in module._parameters.items():  # noqa: SLF001
+                if parameter is not None:
+                    self._places.setdefault(id(parameter), []).append((module, short))
+        # By unit: parameters on meta, and what stands for them.
+        self._open: dict[str, list[tuple[torch.nn.Parameter, torch.nn.Parameter]]] = {}
+        self._begun: set[int] = set()
+        self.real_ids: set[int] = set()
+
+    def begin(self, module: torch.nn.Module) -> list[torch.Tensor]:
+        """Make real what a module owns."""
+        made: list[torch.Tensor] = []
+        for owner in (module, *(child for child in module.children() if isinstance(child, _LISTS))):
+            for parameter in _own(owner._parameters):  # noqa: SLF001
+                name = self._name.get(id(parameter))
+                if name is None or id(parameter) in self._begun:
+                    continue
+                self._begun.add(id(parameter))
+                real = torch.nn.Parameter(unwritten(parameter), requires_grad=parameter.requires_grad)
+                unit = self._unit[name].name
+                self._open.setdefault(unit, []).append((parameter, real))
+                self._left[unit] -= 1
+                self.real_ids.add(id(real))
+                self._place(parameter, real)
+                made.append(real)
+        return made
+
+    def _place(self, parameter: torch.nn.Parameter, stands: torch.nn.Parameter) -> None:
+        for module, short in self._places[id(parameter)]:
+            module._parameters[short] = stands  # noqa: SLF001
+
+    def is_open(self, module: torch.nn.Module) -> bool:
+        """Whether something below the module is real."""
+        return bool(self.real_ids) and any(id(parameter) in self.real_ids for parameter in module.parameters())
+
+    def ended(self, module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        """What is complete after a module."""
+        self._reached.update(self._ends.get(id(module), ()))
+        for unit in [unit for unit in self._open if not self._left[unit] and unit in self._reached]:
+            pairs = self._open.pop(unit)
+            unknown = [self._name[id(parameter)] for parameter, real in pairs if not is_written(real)]
+            if unknown:
+                self._open[unit] = pairs
+                raise ConfigError(
+                    f"nothing initialises {listed(unknown)}: they are on meta, and their modules "
+                    "have no reset_parameters() and the model no _init_weights(module) that writes them; give weights="
+                )
+            while pairs:
+                parameter, real = pairs.pop(0)
+                self._place(parameter, parameter)
+                self.real_ids.discard(id(real))
+                yield self._name[id(parameter)], real.detach()
+                del real
+
+    def put_back(self) -> None:
+        """Let everything be on meta again."""
+        for pairs in self._open.values():
+            for parameter, _ in pairs:
+                self._place(parameter, parameter)
+        self._open.clear()
+
+
+def _sizes(modules: Mapping[str, torch.nn.Module], named: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Bytes of the parameters below each module."""
+    sizes = dict.fromkeys(modules, 0)
+    for name, parameter in named.items():
+        owner = name
+        while owner:
+            owner = owner.rpartition(".")[0]
+            if owner in sizes:
+                sizes[owner] += parameter.nbytes
+    return sizes
+
+
+def _last(unit: Unit, sizes: Mapping[str, int], limit: int) -> str | None:
+    """The module whose end a unit waits for, as its code may write to the unit, too; none where that holds too much."""
+    if unit.pinned:
+        # A little of everything.
+        return ""
+    last = unit.module
+    if last is None:
+        owners = [name.split(".")[:-1] for name in unit.parameters]
+        alike = (len(set(parts)) == 1 for parts in zip(*owners, strict=False))
+        last = ".".join(owners[0][: sum(takewhile(bool, alike))])
+        if sizes.get(last, limit + 1) > limit:
+            return None
+    while last and sizes.get(parent := last.rpartition(".")[0], limit + 1) <= limit:
+        last = parent
+    return last
+
+
+@contextlib.contextmanager
+def _spared(module: torch.nn.Module, ours: set[int]) -> Iterator[None]:
+    """Copies in place of the real tensors that a module owns and that are not `ours`, which stay as they are."""
+    spared: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    parameters: dict[str, Any] = module._parameters  # noqa: SLF001
+    buffers: dict[str, Any] = module._buffers  # noqa: SLF001
+    for table in (parameters, buffers):
+        for short, tensor in table.items():
+            if tensor is not None and not tensor.is_meta and id(tensor) not in ours:
+                spared.append((table, short, tensor))
+                copy = tensor.detach().clone()
+                table[short] = torch.nn.Parameter(copy, tensor.requires_grad) if table is parameters else copy
+    try:
+        yield
+    finally:
+        for table, short, tensor in spared:
+            table[short] = tensor
+
+
+def _own(table: Mapping[str, Any]) -> Iterator[Any]:
+    return (tensor for tensor in table.values() if tensor is not None)
+
+
+def _takes_one(function: object) -> bool:
+    if not callable(function):
+        return False
+    try:
+        inspect.signature(function).bind(None)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def require_plain(named: Mapping[str, torch.nn.Parameter]) -> None:
+    """Refuse parameters on meta that cannot be given a body in place.
+
+    Raises:
+        ConfigError: something else holds one of them.
+    """
+    for name, parameter in named.items():
+        if parameter.is_meta and weakref.getweakrefs(parameter):
+            raise ConfigError(
+                f"{name} is on meta and something holds a weak reference to it; call offload() before what made that"
+            )
+        used: Any = parameter
+        if parameter.is_meta and (parameter.grad is not None or used._use_count() > 1):  # noqa: SLF001
+            raise ConfigError(
+                f"{name} is on meta and has a gradient, or is part of a graph: call zero_grad() and drop what was "
+                "computed before offload()"
+            )
+
+
+def embody(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
+    """Let a parameter on meta be on the CPU, with `values`; it stays the object that module and optimizer hold."""
+    # `.data` begins a version counter of its own: `values` may be what many parameters are made of.
+    other = torch.nn.Parameter(values.data, requires_grad=parameter.requires_grad)
+    other.__class__ = parameter.__class__
+    other.__dict__.update(parameter.__dict__)
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if getattr(parameter, hooks, None) is not None:
+            setattr(other, hooks, getattr(parameter, hooks))
+    swap: Any = torch.utils.swap_tensors
+    swap(parameter, other)
+
+
+class MetaBuffers:
+    """The buffers of a model that are on meta: made real before there is a store, and meta again where that fails."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        # By the tensor on meta: its names, where it stands, whether it is saved.
+        self._places: dict[int, list[tuple[str, torch.nn.Module, str, bool]]] = {}
+        self._old: dict[int, torch.Tensor] = {}
+        for prefix, module in model.named_modules():
+            for short, tensor in module._buffers.items():  # noqa: SLF001
+                if tensor is None or not tensor.is_meta:
+                    continue
+                name = f"{prefix}.{short}" if prefix else short
+                saved = short not in module._non_persistent_buffers_set  # noqa: SLF001
+                self._places.setdefault(id(tensor), []).append((name, module, short, saved))
+                self._old[id(tensor)] = tensor
+        self._new: dict[int, torch.Tensor] = {}
+
+    @property
+    def saved(self) -> dict[str, torch.Tensor]:
+        """Those that a state dict has, by their first names."""
+        found = {}
+        for key, places in self._places.items():
+            names = [name for name, _, _, saved in places if saved]
+            if names:
+                found[names[0]] = self._old[key]
+        return found
+
+    def install(self) -> None:
+        """Put tensors on the CPU in their places, marked as not written."""
+        for key, places in self._places.items():
+            old = self._old[key]
+            new = self._new[key] = unwritten(old)
+            for _, module, short, _ in places:
+                module._buffers[short] = new  # noqa: SLF001
+
+    def uninstall(self) -> None:
+        """Put what was there before into its places."""
+        for key, places in self._places.items():
+            for _, module, short, _ in places:
+                module._buffers[short] = self._old[key]  # noqa: SLF001
+
+    def rebuild(self, weights: Weights | None, *, saved: bool) -> None:
+        """Let the modules compute those that are not saved, and with `saved` all; what they cannot, `weights` may have.
+
+        Raises:
+            ConfigError: the values of some are not known; it names them.
+        """
+        asked = {key: places for key, places in self._places.items() if saved or not any(last for *_, last in places)}
+        modules = {id(module): module for places in asked.values() for _, module, _, _ in places}
+        initialiser = Initialiser(self._model)
+        with torch.random.fork_rng(devices=[]):
+            for module in modules.values():
+                made = [
+                    self._new[key] for key, places in asked.items() if any(owner is module for _, owner, *_ in places)
+                ]
+                initialiser.buffers_of(module, made)
+        lost = []
+        for key, places in asked.items():
+            new, name = self._new[key], places[0][0]
+            if is_written(new):
+                continue
+            if weights is not None and weights.has(name):
+                new.copy_(weights.tensor(name, self._old[key]))
+            else:
+                lost.append(name)
+        if lost:
+            raise ConfigError(
+                f"nobody knows the values of the buffers {', '.join(lost)}: they are on meta, no weights have them, "
+                "and no reset_parameters() or _init_weights() of the modules computes them; register them outside of "
+                "torch.device('meta'), or give weights= a function that returns them"
+            )
+        self._require_no_others()
+
+    def _require_no_others(self) -> None:
+        for prefix, module in self._model.named_modules():
+            for name, value in module.__dict__.items():
+                if isinstance(value, torch.Tensor) and value.is_meta:
+                    raise ConfigError(
+                        f"{f'{prefix}.' if prefix else ''}{name} is a tensor on meta, and neither a parameter nor "
+                        "a buffer; make it on the CPU"
+                    )
+
+
+class FirstValue(NamedTuple):
+    """The first values of a parameter."""
+
+    name: str
+    values: torch.Tensor  # as they are stored
+    state: dict[str, torch.Tensor]  # of the optimizer, what there is
+    step: int  # how many updates made it
+
+
+class ValueSource(Protocol):
+    """Where the first values come from."""
+
+    # What is committed with them.
+    step: int
+    user_state: Any
+
+    def check(self) -> None:
+        """Refuse what does not fit, before anything is written."""
+
+    def hyperparameters(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
+        """What is committed of options, where those of the optimizer's groups are `groups`."""
+
+    def parameters(
+        self, units: Sequence[Unit]
+    ) -> Generator[tuple[str, torch.Tensor, dict[str, torch.Tensor], int], None, None]:
+        """Each parameter of the units once; what was yielded may go before the next is asked for."""
+
+    def buffer(self, name: str, tensor: torch.Tensor) -> None:
+        """Write the first values of a persistent buffer into it."""
+
+
+class Divided(NamedTuple):
+    """What a model is made of whose parameters ranks share."""
+
+    partition: Partition  # what this rank has
+    named: Mapping[str, torch.nn.Parameter]  # the model's own parameters, by name
+    units: Sequence[Unit]  # those, whole
+
+
+class ModelValues:
+    """The values that model and optimizer have, and for parameters on meta `weights`, or their initialisation."""
+
+    step = 0
+    user_state = None
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        named: Mapping[str, torch.nn.Parameter],
+        trained: Collection[str],
+        arithmetic: Arithmetic,
+        weights: Weights | None,
+        meta_buffers: Mapping[str, torch.Tensor],
+        divided: Divided | None = None,
+    ) -> None:
+        """`trained` are the names that the optimizer owns, `meta_buffers` the persistent buffers that were on meta.
+
+        `divided` has what the model is made of where `named` are some of its rows.
+        """
+        self._divided = divided
+        self._partition = Partition() if divided is None else divided.partition
+        self._model = model
+        self._named = named
+        self._trained = trained
+        self._arithmetic = arithmetic
+        self._weights = weights
+        self._meta_buffers = meta_buffers
+
+    def check(self) -> None:
+        """Match names, shapes and dtypes with the weights."""
+        if self._weights is not None:
+            wanted = {name: self._partition.whole(name, p) for name, p in self._named.items() if p.is_meta}
+            self._weights.check(Names(self._model), {**wanted, **self._meta_buffers})
+
+    def hyperparameters(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
+        """The optimizer's own."""
+        return {"groups": groups, "loss_scale": None}
+
+    def parameters(self, units: Sequence[Unit]) -> Generator[FirstValue, None, None]:
+        """Those on meta first where they are initialised; then all in the order of the units."""
+        if self._weights is None and any(p.is_meta for p in self._named.values()):
+            yield from self._initialised(units)
+        for unit in units:
+            for name in unit.parameters:
+                parameter = self._named[name]
+                if not parameter.is_meta:
+                    state, step = self._arithmetic.initial(parameter) if name in self._trained else ({}, 0)
+                    yield FirstValue(name, laid_out(parameter.detach().cpu()), state, step)
+                elif self._weights is not None:
+                    whole = self._weights.tensor(name, self._partition.whole(name, parameter))
+                    yield FirstValue(name, as_laid(self._partition.part(name, whole), parameter), {}, 0)
+
+    def _initialised(self, units: Sequence[Unit]) -> Iterator[FirstValue]:
+        """What is on meta, by the model's own code, which makes whole parameters."""
+        divided = self._divided
+        whole_units, whole = (units, self._named) if divided is None else (divided.units, divided.named)
+        for name, values in Initialiser(self._model).parameters(whole_units, whole):
+            if name in self._named:
+                part = self._partition.part(name, values)
+                yield FirstValue(name, as_laid(part, self._named[name]), {}, 0)
+
+    def buffer(self, name: str, tensor: torch.Tensor) -> None:
+        """From the weights, where it was on meta and was not initialised."""
+        if self._weights is not None and name in self._meta_buffers:
+            tensor.copy_(self._weights.tensor(name, self._meta_buffers[name]))
+
+
+def as_laid(values: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Values with the strides that the parameter is stored with: themselves, or a copy."""
+    strides = dense_strides(parameter)
+    if tuple(values.stride()) == strides or (values.numel() <= 1 and values.is_contiguous()):
+        return values
+    return torch.empty_strided(parameter.shape, strides, dtype=values.dtype).copy_(values)
+
+
+# Buffers up to this many bytes in all are written with every step; more are only when they were seen to change.
+_ALWAYS_BYTES_MAX = 1 << 20
+
+
+class Buffers:
+    """The persistent buffers of a model."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._owners = {name: (module, short) for name, module, short in persistent_buffers(model)}
+        # Checksums of what was committed. A codebook that is written through `.data` counts no writes.
+        self._seen: dict[str, str] = {}
+        self._staged: dict[str, str] = {}
+        self._kinds = {name: _kind(self._tensor(name)) for name in self._owners}
+        self._always = sum(self._tensor(name).nbytes for name in self._owners) <= _ALWAYS_BYTES_MAX
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        tensor = self._found(name)
+        assert tensor is not None
+        return tensor
+
+    def _found(self, name: str) -> torch.Tensor | None:
+        module, short = self._owners[name]
+        return module._buffers.get(short)  # noqa: SLF001
+
+    @property
+    def names(self) -> list[str]:
+        """As `state_dict()` names them; of one that the model has no more, storage keeps what was committed."""
+        return [name for name in self._owners if self._found(name) is not None]
+
+    def entries(self, entry: type[Entry]) -> list[Entry]:
+        """How the store knows them."""
+        return [
+            entry(name=name, values=self._tensor(name).detach(), state={}, unit="buffers", buffer=True)
+            for name in self.names
+        ]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A buffer's values, contiguous in host memory."""
+        return self._tensor(name).detach().cpu().contiguous()
+
+    def target(self, name: str) -> torch.Tensor:
+        """A buffer itself, to be written to."""
+        return self._tensor(name).detach()
+
+    def restore(self, store: Store) -> None:
+        """Take the values that the store holds."""
+        for name in self.names:
+            values, _ = store.read(name)
+            with torch.no_grad():
+                self._tensor(name).copy_(values)
+
+    def require_same_kinds(self) -> None:
+        """Before a step: refuse buffers that storage has no room for any more.
+
+        Raises:
+            ConfigError: one has another shape or dtype than when it was offloaded; nothing was changed.
+        """
+        for name in self.names:
+            now, then = _kind(self._tensor(name)), self._kinds[name]
+            if now != then:
+                raise ConfigError(
+                    f"buffer {name!r} is {now[0]} of shape {list(now[1])}, and was {then[0]} of {list(then[1])} when "
+                    "the model was offloaded, which its store keeps: set it back, and step() goes on. What changes its "
+                    "shape is registered with persistent=False before offload(), or is a plain attribute"
+                )
+
+    def stage(self, store: Store, step: int) -> None:
+        """Stage those that changed."""
+        self._staged = {}
+        for name in self.names:
+            values = self.tensor(name)
+            now = "" if self._always else checksum_of(values)
+            if self._always or self._seen.get(name) != now:
+                store.discard(name)
+                store.stage(name, values, step=step)
+                self._staged[name] = now
+
+    def unstage(self, store: Store) -> None:
+        """Forget what was staged."""
+        for name in self._staged:
+            store.discard(name)
+        self._staged = {}
+
+    def committed(self) -> None:
+        """What was staged is on storage."""
+        self._seen.update(self._staged)
+
+
+def _kind(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size]:
+    return tensor.dtype, tensor.shape
+
+
+def persistent_buffers(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module, str]]:
+    """Each persistent buffer once: its name, its module and its name there."""
+    seen: set[int] = set()
+    found = []
+    for prefix, module in model.named_modules():
+        for short, tensor in module._buffers.items():  # noqa: SLF001
+            if tensor is None or short in module._non_persistent_buffers_set or id(tensor) in seen:  # noqa: SLF001
+                continue
+            seen.add(id(tensor))
+            found.append((f"{prefix}.{short}" if prefix else short, module, short))
+    return found
+
+
+def move_buffers(model: torch.nn.Module, device: torch.device) -> None:
+    """Let all buffers of a model, persistent or not, be on a device: all of them, or with an exception none."""
+    moved: dict[int, torch.Tensor] = {}
+    places = []
+    for module in model.modules():
+        for name, tensor in module._buffers.items():  # noqa: SLF001
+            if tensor is not None:
+                if id(tensor) not in moved:
+                    moved[id(tensor)] = tensor.to(device)
+                places.append((module, name, tensor))
+    for module, name, tensor in places:
+        module._buffers[name] = moved[id(tensor)]  # noqa: SLF001

@@ -1,0 +1,443 @@
+"""Copies units to a device and gradients from it through a few chunks of pinned host memory."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memascend.device.device import failures_named
+from memascend.errors import DeviceError, UsageError
+from memascend.storage.entries import Lent
+from memascend.tensors import bytes_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+    from memascend.device.device import Copy, Device
+    from memascend.storage import Adam, Chunk, Engine, Late, UnitParts
+
+
+# {bytes: count}. Large enough that a thread of Python keeps up with several drives.
+CHUNKS = {4 << 20: 4}
+
+
+# Threads that check what comes, beside the one that begins copies: each does more than several drives bring.
+CHECKERS = 2
+
+
+class _UnitUpload:
+    """A unit on its way. Guarded by the staging's lock."""
+
+    __slots__ = ("address", "base", "cancelled", "copied", "error", "held", "last", "next", "parts", "places")
+
+    def __init__(self, parts: UnitParts, base: torch.Tensor) -> None:
+        self.parts: UnitParts | None = parts
+        self.places = parts.places()
+        self.base: torch.Tensor | None = base
+        self.address = base.data_ptr()
+        self.next = 0
+        self.copied = 0
+        # The copies of a device in one direction are in order: after the last one they all are.
+        self.last: Copy | None = None
+        # Parts that the thread has at hand.
+        self.held = 0
+        self.error: BaseException | None = None
+        self.cancelled = False
+
+    @property
+    def ended(self) -> bool:
+        return self.copied == len(self.places) or self.error is not None
+
+
+class Staged:
+    """A unit on its way, for whoever asked for it. Dropping it ends what was not begun, and waits for what was."""
+
+    __slots__ = ("_staging", "_unit")
+
+    def __init__(self, staging: Staging, unit: _UnitUpload) -> None:
+        self._staging = staging
+        self._unit = unit
+
+    def wait(self) -> int:
+        """Wait until every copy is begun, and let what the caller computes from now on come after them.
+
+        Returns:
+            Its bytes.
+
+        Raises:
+            StorageError: a device failed, or what is on it is not what was written (CorruptionError).
+        """
+        return self._staging.waited(self._unit)
+
+    def done(self) -> bool:
+        """Whether every copy is over."""
+        unit = self._unit
+        return unit.ended and (unit.last is None or unit.last.done())
+
+    def __del__(self) -> None:
+        self._staging.dropped(self._unit)
+
+
+class _StagingChunk:
+    __slots__ = ("copy", "memory")
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self.copy: Copy | None = None
+
+
+class Staging:
+    """Brings units to a device, through chunks that are its own."""
+
+    def __init__(
+        self,
+        device: Device,
+        chunks: Sequence[torch.Tensor],
+        parts_of: Callable[[str, int], UnitParts],
+        after: Callable[[torch.Tensor], Sequence[Copy]],
+    ) -> None:
+        """Start its thread.
+
+        Args:
+            device: where they go.
+            chunks: pinned uint8 tensors of equal size, which begin on pages.
+            parts_of: the parts of a unit by its name, of at most so many bytes each.
+            after: what has to be over before a lease is written to; told once, and asked on the thread.
+        """
+        self._device = device
+        self._chunk_bytes = chunks[0].nbytes
+        self._free = deque(_StagingChunk(memory) for memory in chunks)
+        self._copying: deque[_StagingChunk] = deque()
+        self._reading: deque[tuple[_UnitUpload, int, _StagingChunk, Any]] = deque()
+        self._parts_of = parts_of
+        self._after = after
+        self._changed = threading.Condition(threading.RLock())
+        self._waiting: deque[_UnitUpload] = deque()
+        self._closing = False
+        self._broken: BaseException | None = None
+        # By the address of its lease: the last copy of the unit that is there.
+        self._arrived: dict[int, Copy] = {}
+        self.wait_seconds = 0.0
+        self._thread = threading.Thread(target=self._serve, name="memascend-staging", daemon=True)
+        self._thread.start()
+
+    # --- callers -------------------------------------------------------------------
+
+    def begin(self, name: str, base: torch.Tensor) -> Staged:
+        """Begin to bring a unit, as the last commit left it, into a lease on the device."""
+        unit = _UnitUpload(self._parts_of(name, self._chunk_bytes), base)
+        with self._changed:
+            self._require_working()
+            self._waiting.append(unit)
+            self._changed.notify_all()
+        return Staged(self, unit)
+
+    def waited(self, unit: _UnitUpload) -> int:
+        """See `Staged.wait`."""
+        began = time.perf_counter()
+        with self._changed:
+            while not unit.ended:
+                self._require_working()
+                # What is waited for goes before what was only looked ahead for.
+                if self._waiting and unit in self._waiting and self._waiting[0] is not unit:
+                    self._waiting.remove(unit)
+                    self._waiting.appendleft(unit)
+                self._changed.wait(0.1)
+            self.wait_seconds += time.perf_counter() - began
+            if unit.error is not None:
+                raise unit.error
+        if unit.last is not None:
+            self._arrived[unit.address] = unit.last
+            with failures_named(self._device):
+                unit.last.order()
+        return sum(nbytes for _, nbytes in unit.places)
+
+    def order(self, base: torch.Tensor) -> None:
+        """Let what the caller computes from now on come after the copy of the unit that a lease has."""
+        last = self._arrived.get(base.data_ptr())
+        if last is not None:
+            with failures_named(self._device):
+                last.order()
+
+    def _require_working(self) -> None:
+        if self._broken is not None:
+            raise self._broken
+        if self._closing:
+            raise UsageError("the staging of units was closed")
+
+    def dropped(self, unit: _UnitUpload) -> None:
+        """See `Staged`."""
+        with self._changed:
+            unit.cancelled = True
+            if unit in self._waiting:
+                self._waiting.remove(unit)
+            while unit.held and self._thread.is_alive() and threading.current_thread() is not self._thread:
+                self._changed.wait(0.1)
+            unit.base = unit.parts = None
+
+    def close(self) -> None:
+        """End the thread, once what it has at hand is over. Twice is fine."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()
+        for chunk in self._copying:
+            if chunk.copy is not None and self._broken is None:
+                # A device that is lost copies nothing any more.
+                with contextlib.suppress(DeviceError), failures_named(self._device):
+                    chunk.copy.wait()
+
+    # --- the thread ----------------------------------------------------------------
+
+    def _serve(self) -> None:
+        try:
+            with failures_named(self._device):
+                self._device.enter_thread()
+                self._work()
+        except BaseException as error:  # noqa: BLE001
+            # A device that is lost, most likely: whoever waits hears of it, and so does whoever comes later.
+            with self._changed:
+                self._broken = error
+                self._changed.notify_all()
+
+    def _work(self) -> None:
+        while True:
+            self._recycle(wait=not self._free and not self._reading)
+            if self._free:
+                self._begin_reads()
+            if self._reading:
+                self._copy_one()
+                continue
+            with self._changed:
+                if self._closing:
+                    return
+                if not self._waiting:
+                    self._changed.wait()
+
+    def _recycle(self, *, wait: bool) -> None:
+        """Take chunks back that the device has copied, in their order."""
+        while self._copying:
+            chunk = self._copying[0]
+            assert chunk.copy is not None
+            if not chunk.copy.done():
+                if not wait:
+                    return
+                chunk.copy.wait()
+            wait = False
+            chunk.copy = None
+            self._free.append(self._copying.popleft())
+
+    def _begin_reads(self) -> None:
+        while self._free:
+            with self._changed:
+                if self._closing or not self._waiting:
+                    return
+                unit = self._waiting[0]
+                parts = unit.parts
+                if parts is None or unit.error is not None or unit.next == len(unit.places):
+                    self._waiting.popleft()
+                    self._changed.notify_all()
+                    continue
+                index = unit.next
+                unit.next += 1
+                unit.held += 1
+            chunk = self._free.popleft()
+            try:
+                part = parts.begin(index, chunk.memory[: unit.places[index][1]])
+            except BaseException as error:  # noqa: BLE001
+                self._free.append(chunk)
+                self._ended(unit, error)
+                continue
+            self._reading.append((unit, index, chunk, part))
+
+    def _copy_one(self) -> None:
+        unit, index, chunk, part = self._reading.popleft()
+        start, nbytes = unit.places[index]
+        try:
+            part.wait()
+            base = unit.base
+            if unit.cancelled or base is None:
+                self._free.append(chunk)
+                self._ended(unit, None)
+                return
+            # Not before a copy is begun: what is told is forgotten, and a unit may be dropped on its way. Later copies
+            # come after the first one anyway.
+            after = self._after(base) if unit.last is None else ()
+            with failures_named(self._device):
+                copy = self._device.bring(chunk.memory[:nbytes], base[start : start + nbytes], after)
+        except BaseException as error:  # noqa: BLE001
+            self._free.append(chunk)
+            self._ended(unit, error)
+            return
+        chunk.copy = copy
+        self._copying.append(chunk)
+        self._ended(unit, None, copy)
+
+    def _ended(self, unit: _UnitUpload, error: BaseException | None, copy: Copy | None = None) -> None:
+        """A part is no longer at hand."""
+        with self._changed:
+            unit.held -= 1
+            if copy is not None:
+                unit.last = copy
+                unit.copied += 1
+            if error is not None and unit.error is None:
+                unit.error = error
+            if unit.ended and not unit.held:
+                # The slots that it reads may be staged into again.
+                unit.parts = None
+                unit.base = None
+            self._changed.notify_all()
+
+
+# {bytes: count}. One is used, one is filled. Each asks Python once: a step of 7 B parameters has 14 GB of gradients, so
+# 3,400 windows of this size, where 1 MiB took 13,600. Larger ones keep the first chunk of each gradient waiting.
+WINDOWS = {4 << 20: 2}
+
+
+class _Gradient:
+    """A gradient on the device, and what made it."""
+
+    __slots__ = ("after", "data")
+
+    def __init__(self, data: torch.Tensor, after: Copy) -> None:
+        # Its bytes, in the order in which its parameter is stored.
+        self.data = data
+        self.after = after
+
+
+class _Window:
+    """A window on a gradient: what is in it, or on its way."""
+
+    __slots__ = ("copy", "gradient", "memory", "nbytes", "start")
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self.gradient: _Gradient | None = None
+        self.start = self.nbytes = 0
+        self.copy: Copy | None = None
+
+    def wait(self) -> None:
+        copy, self.copy = self.copy, None
+        if copy is not None:
+            copy.wait()
+
+
+class DeviceEngine:
+    """An engine that is lent gradients on a device; all else is the engine's own."""
+
+    def __init__(
+        self, engine: Engine, device: Device, windows: Sequence[torch.Tensor], held: Collection[str] = ()
+    ) -> None:
+        """Lend gradients through `windows`, and copy those of `held` entries, which wait in host memory.
+
+        The windows are two pinned uint8 tensors of equal size, a multiple of what a chunk of an update takes.
+        """
+        self._engine = engine
+        self._held = frozenset(held)
+        self._device = device
+        self._windows = [_Window(memory) for memory in windows]
+        self._bytes = windows[0].nbytes
+        # The engine asks on one thread; a step that failed may be asked about on another.
+        self._lock = threading.Lock()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def update(self, name: str, gradient: torch.Tensor, numbers: Adam, *, values: torch.Tensor | None = None) -> None:
+        """See `Engine.update`."""
+        self._engine.update(name, self._lend(name, gradient), numbers, values=values)
+
+    def spill(self, name: str, gradient: torch.Tensor, *, add: bool = False) -> None:
+        """See `Engine.spill`."""
+        self._engine.spill(name, self._lend(name, gradient), add=add)
+
+    def apply(
+        self,
+        name: str,
+        function: Callable[[Chunk], object],
+        *,
+        step: int,
+        gradient: torch.Tensor | None = None,
+        whole: bool = False,
+        late: Late = "never",
+    ) -> None:
+        """See `Engine.apply`."""
+        given = None if gradient is None else self._lend(name, gradient)
+        self._engine.apply(name, function, step=step, gradient=given, whole=whole, late=late)
+
+    def read_spilled(self, name: str, into: torch.Tensor) -> None:
+        """See `Engine.read_spilled`; by way of host memory of its size, as whoever reads a gradient asks for."""
+        if into.device.type == "cpu":
+            self._engine.read_spilled(name, into)
+            return
+        host = torch.empty_strided(into.shape, into.stride(), dtype=into.dtype, device="cpu")
+        self._engine.read_spilled(name, host)
+        into.copy_(host)
+
+    def _lend(self, name: str, gradient: torch.Tensor) -> torch.Tensor | Lent:
+        """What the engine is given for a gradient: itself where the engine can read it."""
+        if gradient.device != self._device.torch_device:
+            # Values that are written back: the engine reaches them.
+            return gradient
+        self._device.require_no_capture()
+        if name in self._held:
+            with torch.no_grad(), failures_named(self._device):
+                host = torch.empty_strided(gradient.shape, gradient.stride(), dtype=gradient.dtype, device="cpu")
+                return host.copy_(gradient.detach())
+        with torch.no_grad(), failures_named(self._device):
+            data = bytes_of(gradient.detach())
+            # What made it is on the stream of whoever hands it over.
+            held = _Gradient(data, self._device.mark(self._device.stream()))
+        return Lent(gradient, partial(self._window, held), partial(self._order, held))
+
+    def _order(self, gradient: _Gradient) -> None:
+        """Let what the engine's thread computes come after what made a gradient."""
+        self._device.enter_thread()
+        gradient.after.order()
+
+    def _window(self, gradient: _Gradient, start: int, nbytes: int) -> tuple[int, int, int]:
+        """Where bytes of a gradient are in host memory: an address, the first byte there, and how many."""
+        # Whole chunks of the update, as all but the last one are of one size.
+        span = self._bytes // nbytes * nbytes
+        if not span:
+            raise UsageError(f"a chunk of {nbytes} bytes of a gradient does not fit a window of {self._bytes}")
+        with self._lock, failures_named(self._device):
+            self._device.enter_thread()
+            window = next(
+                (
+                    window
+                    for window in self._windows
+                    if window.gradient is gradient
+                    and window.start <= start
+                    and start + nbytes <= window.start + window.nbytes
+                ),
+                None,
+            )
+            if window is None:
+                window = self._windows[0]
+                self._fill(window, gradient, start, span)
+            window.wait()
+            other = self._windows[1] if window is self._windows[0] else self._windows[0]
+            after = window.start + window.nbytes
+            if after < gradient.data.nbytes:
+                if other.gradient is not gradient or other.start != after:
+                    self._fill(other, gradient, after, window.nbytes)
+            else:
+                # The last of it: nothing here holds it any longer.
+                for one in self._windows:
+                    one.wait()
+                    one.gradient = None
+            return window.memory.data_ptr(), window.start, window.nbytes
+
+    def _fill(self, window: _Window, gradient: _Gradient, start: int, nbytes: int) -> None:
+        window.wait()
+        window.gradient, window.start = gradient, start
+        window.nbytes = min(nbytes, gradient.data.nbytes - start)
+        part = gradient.data[start : start + window.nbytes]
+        window.copy = self._device.take(part, window.memory[: window.nbytes], [gradient.after])

@@ -1,0 +1,499 @@
+"""Reaches into torch's FSDP2: its private fields, local tensors, and the rows of one rank as parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils._pytree import tree_leaves, tree_map
+
+from memascend.distributed.rows import Rows
+from memascend.errors import ConfigError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
+
+    from memascend.params.offloaded_param import Place
+    from memascend.params.residency import Residency
+
+
+__all__ = ["AllGather", "FsdpGroup", "FsdpParameter", "ReduceScatter", "groups_of", "reshard"]
+
+
+# What is used of torch's parameter groups, and of the parameters in them.
+_OF_GROUPS = ("fsdp_params", "modules", "mesh_info", "post_forward_mesh_info", "_reset_sharded_params")
+
+
+_OF_GROUPS_TOO = (
+    "_all_gather_comm",
+    "_reduce_scatter_comm",
+    "gradient_divide_factor",
+    "force_sum_reduction_for_comms",
+    "offload_policy",
+)
+
+
+_OF_PARAMETERS = ("sharded_param", "_sharded_param_data", "padded_sharded_param_size", "sharded_size", "mp_policy")
+
+
+_OF_PARAMETERS_TOO = ("_module_info", "reset_sharded_param")
+
+
+_CALLED = ("_init_extensions", "to_sharded_dtensor")
+
+
+@dataclass(frozen=True, eq=False)
+class FsdpParameter:
+    """One parameter that `fully_shard` divides."""
+
+    name: str  # as `model.named_parameters()` gives it
+    leaf: torch.nn.Parameter  # the DTensor that model and optimizer hold
+    _torch: Any
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's rows."""
+        rows: torch.Tensor = self.leaf._local_tensor  # type: ignore[attr-defined] # noqa: SLF001
+        return rows
+
+    @property
+    def held(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the parameter and torch keep on the memory of this rank's rows."""
+        return self.local, self._torch._sharded_param_data  # noqa: SLF001
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of this rank's rows."""
+        return torch.Size(self._torch.sharded_size)
+
+    @property
+    def padded_shape(self) -> torch.Size:
+        """Of what is gathered from each rank: as many rows as the first has."""
+        return torch.Size(self._torch.padded_sharded_param_size)
+
+    @property
+    def rows(self) -> Rows:
+        """Which rows of the parameter this rank has."""
+        shape = self.shape
+        after = int(self.leaf.device_mesh.get_local_rank()) * self.padded_shape[0]  # type: ignore[attr-defined]
+        return Rows(self.leaf.shape, min(after, self.leaf.shape[0]), shape[0])
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        kind: str = self.leaf.device_mesh.device_type  # type: ignore[attr-defined]
+        return torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+    @property
+    def reduce_dtype(self) -> torch.dtype | None:
+        """What `MixedPrecisionPolicy` reduces its gradient in; None: as it comes."""
+        found: torch.dtype | None = self._torch.mp_policy.reduce_dtype
+        return found
+
+    def replace_local(self, rows: torch.Tensor) -> None:
+        """Let the parameter's local tensor be another one, which may have the hooks of an extension."""
+        # What it had lies in here, too.
+        self._torch._sharded_param_data = torch.empty(0, dtype=rows.dtype, device=rows.device)  # noqa: SLF001
+        if self.leaf.is_meta:
+            # A DTensor is on the device that it was made with.
+            made = torch.nn.Parameter(self.as_sharded(rows), requires_grad=self.leaf.requires_grad)
+            swap: Any = torch.utils.swap_tensors
+            swap(self.leaf, made)
+        self.leaf._local_tensor = rows  # type: ignore[attr-defined] # noqa: SLF001
+        self._torch._init_extensions()  # noqa: SLF001
+        # After `load_state_dict()` and what casts a module torch would take the memory of the rows.
+        self._torch.reset_sharded_param = self._require_kept
+
+    def _require_kept(self) -> None:
+        of = self._torch._module_info  # noqa: SLF001
+        rows = self.leaf._local_tensor  # type: ignore[attr-defined] # noqa: SLF001
+        if getattr(of.module, of.param_name) is not self.leaf or not hasattr(rows, "fsdp_pre_all_gather"):
+            raise UsageError(
+                f"{self.name!r} is offloaded and was replaced, as a cast or a move of the model does it: close() and "
+                "offload() anew for another dtype or device"
+            )
+
+    def as_sharded(self, local: torch.Tensor) -> torch.Tensor:
+        """A DTensor of the parameter's shape and division, with these rows: what stands in `.grad`."""
+        with torch.no_grad():
+            found: torch.Tensor = self._torch.to_sharded_dtensor(local)
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class FsdpGroup:
+    """Parameters that are gathered and reduced together."""
+
+    name: str  # of the module, or the first of the modules, that it was made for
+    parameters: tuple[FsdpParameter, ...]  # in the order in which they are gathered
+    _torch: Any
+
+    @property
+    def process_group(self) -> Any:
+        """The ranks among which rows are divided."""
+        return self._torch.mesh_info.shard_process_group
+
+    @property
+    def kept_after_forward(self) -> str | None:
+        """What does not work: parts of another number of ranks stay after the forward."""
+        after = self._torch.post_forward_mesh_info
+        if after is not None and after != self._torch.mesh_info:
+            return "reshard_after_forward= is a number of ranks: pass True or False"
+        return None
+
+    @property
+    def divided_twice(self) -> bool:
+        """Whether ranks replicate what others divide (HSDP), or nothing is divided at all."""
+        info = self._torch.mesh_info
+        return type(info).__name__ != "FSDPMeshInfo"
+
+    @property
+    def offloads(self) -> bool:
+        """Whether torch itself keeps the rows on the CPU."""
+        return type(self._torch.offload_policy).__name__ == "CPUOffloadPolicy"
+
+    def settle(self) -> None:
+        """Torch is not to look for parameters that were replaced since: these were."""
+        self._torch._reset_sharded_params = True  # noqa: SLF001
+
+    def gather_by(self, gather: AllGather) -> None:
+        """Let rows be gathered by this."""
+        self._torch._all_gather_comm = gather  # noqa: SLF001
+
+    def reduce_by(self, reduction: ReduceScatter, *, sums: bool) -> None:
+        """Let gradients be reduced by this; what `sums` has its sum divided after it."""
+        self._torch._reduce_scatter_comm = reduction  # noqa: SLF001
+        if sums:
+            self._torch.force_sum_reduction_for_comms = True
+
+    def factor_after(self, dtype: torch.dtype) -> float | None:
+        """What torch divides a sum of this dtype by, after it was made; None: by nothing."""
+        found = _fsdp_collectives._get_gradient_divide_factors(  # noqa: SLF001
+            self.process_group,
+            None,
+            dtype,
+            factor=self._torch.gradient_divide_factor,
+            force_sum_reduction_for_comms=True,
+        )
+        after: float | None = found[1]
+        return after
+
+    @property
+    def state(self) -> Any:
+        """What tells two groups apart."""
+        return self._torch
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """Let every rank have its rows alone; a forward may have left more."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def groups_of(model: torch.nn.Module) -> list[FsdpGroup]:
+    """The groups of a model, in the order of its modules.
+
+    Raises:
+        ConfigError: torch keeps them in another way than is known here.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found: list[FsdpGroup] = []
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        for group in _groups_of_module(module):
+            if id(group) in seen:
+                continue
+            seen.add(id(group))
+            _require_known(group, _OF_GROUPS + _OF_GROUPS_TOO)
+            parameters = []
+            for one in group.fsdp_params:
+                _require_known(one, _OF_PARAMETERS + _OF_PARAMETERS_TOO + _CALLED)
+                leaf: Any = one.sharded_param
+                if id(leaf) not in names or not isinstance(leaf, DTensor):
+                    raise ConfigError(
+                        f"a parameter of {name or 'the model'} was replaced after fully_shard(): call offload() before "
+                        "it is, or fully_shard() after it was"
+                    )
+                if tuple(leaf.placements) != (Shard(0),):
+                    raise ConfigError(
+                        f"{names[id(leaf)]} is divided as {leaf.placements}, and offload() takes parameters whose rows "
+                        "are divided (Shard(0)) over one mesh: leave out shard_placement_fn, tensor parallelism and "
+                        "a mesh of two dimensions"
+                    )
+                parameters.append(FsdpParameter(names[id(leaf)], one.sharded_param, one))
+            found.append(FsdpGroup(name or "root", tuple(parameters), group))
+    return found
+
+
+def _groups_of_module(module: Any) -> Iterator[Any]:
+    _require_known(module, ("_get_fsdp_state",))
+    state = module._get_fsdp_state()  # noqa: SLF001
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        # Before torch 2.12 there was one at most.
+        _require_known(state, ("_fsdp_param_group",))
+        one = state._fsdp_param_group  # noqa: SLF001
+        groups = [] if one is None else [one]
+    return iter(groups)
+
+
+def _require_known(kept: Any, names: tuple[str, ...]) -> None:
+    """Refuse a torch whose FSDP2 keeps other things."""
+    missing = [name for name in names if not hasattr(kept, name)]
+    if missing:
+        raise ConfigError(
+            f"FSDP2 of torch {torch.__version__} is not known to this version of memascend: its "
+            f"{type(kept).__name__} has no {', '.join(missing)}; use a torch version that the documentation names"
+        )
+
+
+# These give the same tensor again.
+_SAME = frozenset({"detach", "alias"})
+
+
+class RowSource:
+    """Where one parameter's rows come from."""
+
+    def __init__(
+        self,
+        name: str,
+        shape: torch.Size,
+        padded_shape: torch.Size,
+        dtype: torch.dtype,
+        alone: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """`padded_shape` is what each rank gives to a gather; `alone` is around what it does before."""
+        self._alone = alone
+        self.name = name
+        self.shape = shape
+        self.dtype = dtype
+        self._padded_shape = padded_shape
+        self._place: Place | None = None
+        self._residency: Residency | None = None
+
+    def connect(self, place: Place | None, residency: Residency) -> None:
+        """They come from the unit of `place`; None: this rank has no rows of it."""
+        self._place = place
+        self._residency = residency
+
+    def gathered(self, dtype: torch.dtype | None) -> torch.Tensor:
+        """The rows for a gather, in `dtype`, filled up to as many as each rank gives.
+
+        They lie in the arena, which has their bytes for as long as the tensor lives.
+        """
+        with self._alone():
+            return self._gathered(dtype)
+
+    def _gathered(self, dtype: torch.dtype | None) -> torch.Tensor:
+        wanted = self.dtype if dtype is None or not self.dtype.is_floating_point else dtype
+        residency, place = self._residency, self._place
+        assert residency is not None
+        residency.units.require_open()
+        residency.transfers.settle()
+        if not residency.reached.computes:
+            # A part of the model that is called by itself.
+            residency.reached.look()
+        if place is None:
+            return torch.zeros(self._padded_shape, dtype=wanted)
+        found: list[torch.Tensor] = []
+
+        def take(values: torch.Tensor) -> None:
+            if self.shape == self._padded_shape:
+                found.append(values.to(wanted))
+                return
+            padded = torch.zeros(self._padded_shape, dtype=wanted, device=values.device)
+            padded[: self.shape[0]] = values
+            found.append(padded)
+
+        residency.read_into(place, take)
+        return found[0]
+
+    def copy(self) -> torch.Tensor:
+        """The rows, in an unlinked file of their own; or the memory that somebody has of them."""
+        residency, place = self._residency, self._place
+        assert residency is not None
+        residency.units.require_open()
+        if place is None:
+            return torch.empty(self.shape, dtype=self.dtype)
+        if residency.reached.has([place]):
+            return residency.reached.stand_in(place).detach()
+        return residency.copy_of(place)
+
+    def memory(self, what: str, *, written: bool) -> torch.Tensor:
+        """Memory of the rows, which the model computes with from the next forward on, for an operation that needs it.
+
+        Raises:
+            UsageError: the model computes, or a step is staged and `written` says that it is written to.
+        """
+        residency, place = self._residency, self._place
+        assert residency is not None
+        reached = residency.reached
+        if reached.computes:
+            raise UsageError(
+                f"the values of {self.name!r} are on storage, on each rank its rows, and {what}() needs their memory "
+                "while the model computes: call it between forwards, or clone() them"
+            )
+        reached.handed_out = True
+        if place is None:
+            residency.units.require_open()
+            return torch.empty(self.shape, dtype=self.dtype)
+        if written:
+            reached.require_writable(place)
+        return reached.stand_in(place).detach()
+
+
+class LocalRows(torch.Tensor):
+    """This rank's rows without their memory. What reads them gets a copy; what writes to them has memory of theirs."""
+
+    source: RowSource
+
+    @staticmethod
+    def __new__(cls: type[Self], source: RowSource, device: torch.device) -> Self:
+        """Make a tensor that has all of a tensor but its memory."""
+        made: Self = torch.Tensor._make_wrapper_subclass(cls, source.shape, dtype=source.dtype, device=device)  # noqa: SLF001
+        return made
+
+    def __init__(self, source: RowSource, device: torch.device) -> None:
+        del device
+        self.source = source
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment] # noqa: SLF001
+
+    # --- what FSDP2 asks ------------------------------------------------------------
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[torch.Tensor], None]:
+        """What this rank gives to a gather."""
+        del mesh, outer_size, outer_stride, module
+        return (self.source.gathered(mp_policy.param_dtype),), None
+
+    def fsdp_post_all_gather(
+        self,
+        outputs: tuple[torch.Tensor, ...],
+        metadata: None,
+        param_dtype: torch.dtype,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
+        """The gathered parameter: what was gathered, where it was gathered to."""
+        del metadata, param_dtype
+        if out is not None:
+            # It lies in the same memory as before.
+            return None
+        (gathered,) = outputs
+        return gathered, (gathered,)
+
+    # --- what anybody else does ---------------------------------------------------------
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Every operation of torch that gets rows comes through here."""
+        del types
+        options = kwargs or {}
+        schema = func._schema  # noqa: SLF001
+        name = schema.name.removeprefix("aten::")
+        if name in _SAME or (name == "view" and torch.Size(args[1]) == args[0].shape):
+            return LocalRows(args[0].source, args[0].device)
+        named = zip(schema.arguments, args, strict=False)
+        written = [value for argument, value in named if argument.alias_info and argument.alias_info.is_write]
+        written += [options[one.name] for one in schema.arguments if _writes(one, options)]
+        sources = {id(leaf.source) for leaf in tree_leaves(written) if isinstance(leaf, LocalRows)}
+        is_view = any(one.alias_info and not one.alias_info.is_write for one in schema.returns)
+        # By its source: two tensors of the same rows are one to the operation.
+        instead: dict[int, torch.Tensor] = {}
+        own: dict[int, LocalRows] = {}
+
+        def real(leaf: Any) -> Any:
+            if not isinstance(leaf, LocalRows):
+                return leaf
+            key = id(leaf.source)
+            if key not in instead:
+                is_written = key in sources
+                needed = is_written or is_view
+                instead[key] = leaf.source.memory(name, written=is_written) if needed else leaf.source.copy()
+                own[id(instead[key])] = leaf
+            return instead[key]
+
+        found = func(*tree_map(real, args), **tree_map(real, options))
+        return tree_map(lambda leaf: own.get(id(leaf), leaf), found)
+
+    # --- what does not come through the dispatcher ----------------------------------------
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Share the memory of the rows with numpy."""
+        return self.source.memory("numpy", written=False).numpy(force=force)
+
+    def __array__(self, *given: Any, **options: Any) -> Any:
+        return self.source.memory("numpy", written=False).__array__(*given, **options)
+
+    def tolist(self) -> Any:
+        """The numbers."""
+        return self.source.copy().tolist()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.source.copy().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise UsageError(
+            f"{self.source.name!r} is offloaded and cannot be copied with its model: save() and load it elsewhere"
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        del tensor_contents
+        return f"LocalRows({self.source.name}, {list(self.shape)}, {self.dtype})"
+
+
+def _writes(argument: Any, options: dict[str, Any]) -> bool:
+    return argument.name in options and argument.alias_info is not None and argument.alias_info.is_write
+
+
+class LocalParameter(torch.nn.Parameter):
+    """This rank's rows of a parameter that `fully_shard` divides.
+
+    What stands in its `grad` is what the DTensor's `grad` has of this rank. So there is one record of which gradients
+    there are, and everything that users do to the model's parameters is seen.
+    """
+
+    _sharded: FsdpParameter
+
+    @classmethod
+    def of(cls, sharded: FsdpParameter) -> Self:
+        """The rows that a parameter has now, on the same memory."""
+        found: Self = torch.Tensor._make_subclass(cls, sharded.local.detach(), sharded.leaf.requires_grad)  # noqa: SLF001
+        found._sharded = sharded
+        return found
+
+    @property
+    def sharded(self) -> FsdpParameter:
+        """The parameter whose rows these are."""
+        return self._sharded
+
+    @property
+    def grad(self) -> Any:
+        """This rank's rows of the gradient."""
+        found: Any = self._sharded.leaf.grad
+        return None if found is None else found._local_tensor  # noqa: SLF001
+
+    @grad.setter
+    def grad(self, values: torch.Tensor | None) -> None:
+        self._sharded.leaf.grad = None if values is None else self._sharded.as_sharded(values)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self._sharded.leaf.grad = None

@@ -1,0 +1,416 @@
+"""Opens the stores of all ranks at the newest commit that all of them have, and tells which store goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from memascend.distributed.control_plane import Agreement, shortened
+from memascend.errors import ConfigError, CorruptionError, MemascendError, RankError, StorageError
+from memascend.storage import commits, look
+from memascend.text import paths_listed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from pathlib import Path
+
+    from memascend.distributed.control_plane import Exchange
+    from memascend.distributed.reshard import Earlier
+    from memascend.storage import Store
+
+
+# In the hyperparameters of a first commit: the stores that it stands for, the ones that were read first.
+EARLIER = "earlier"
+
+
+# The number of a run's first commit; that of a single process has none.
+_FIRST = 1
+
+
+_OF_ONE = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stores:
+    """The stores of one number of ranks, in one folder."""
+
+    count: int  # of ranks
+    owners: Mapping[int, int]  # by old rank, which of now reads its store
+    seen: Mapping[int, Mapping[str, Any]]  # by old rank, what its roots name: see `seen_at`
+
+    @property
+    def missing(self) -> list[int]:
+        """The ranks whose store is not there, or has no commit."""
+        return [rank for rank in range(self.count) if rank not in self.seen or self._is_empty(rank)]
+
+    @property
+    def has_commits(self) -> bool:
+        """Whether there is one on any rank."""
+        return any(one["commits"] for one in self.seen.values())
+
+    @property
+    def is_unfilled(self) -> bool:
+        """Whether not all have made their first commit: a rank stages its second one once all have the first."""
+        numbers = [commit["number"] for one in self.seen.values() for commit in one["commits"]]
+        return any(map(self._is_empty, self.seen)) and all(number <= _FIRST for number in numbers)
+
+    @property
+    def owned(self) -> list[int]:
+        """By old rank, which of now reads its store, where all are there."""
+        return [self.owners[rank] for rank in range(self.count)]
+
+    def named(self, run: str, number: int) -> dict[str, Any]:
+        """What tells a commit of theirs from any other: that of a single process by its store's id and its step."""
+        return {"ranks": self.count, "run": run, "number": number}
+
+    def are(self, identity: Mapping[str, Any], said: Mapping[str, Any] | None) -> bool:
+        """Whether they are what is left of the stores of this identity; others of them may be removed by now."""
+        if self.count == _OF_ONE:
+            return said is not None and self.named(said["uuid"], said["step"]) == identity
+        return all(
+            any(
+                commit["run"] == identity["run"] and commit["number"] == identity["number"] for commit in one["commits"]
+            )
+            for rank, one in self.seen.items()
+            if not self._is_empty(rank)
+        )
+
+    def _is_empty(self, rank: int) -> bool:
+        # A file of zeros is no store, and one whose first write did not finish names no commit.
+        one = self.seen[rank]
+        return not one["commits"] and (not one["there"] or not one["filled"])
+
+
+def told_by(file: Path) -> dict[str, Any] | None:
+    """What a store says of itself beside its roots; None where it cannot be looked at."""
+    try:
+        with look(file) as store:
+            said = store.hyperparameters
+            known = said.get(EARLIER) if isinstance(said, dict) else None
+            return {"uuid": store.info()["uuid"], "step": store.step, EARLIER: known or []}
+    except (StorageError, ConfigError, CorruptionError):
+        return None
+
+
+def outlived_by(found: Iterable[Stores], said: Mapping[int, Mapping[str, Any] | None]) -> dict[int, Mapping[str, Any]]:
+    """By their number of ranks, the stores that others, which are whole, stand for; and the identity that they have.
+
+    Args:
+        found: stores that were filled.
+        said: of the number of ranks, what `told_by` gave for one of its stores.
+    """
+    by_count = {one.count: one for one in found}
+    outlived: dict[int, Mapping[str, Any]] = {}
+    for count, one in by_count.items():
+        told = said.get(count)
+        if one.missing or told is None:
+            # They may not stand for others: their own rows are not all there.
+            continue
+        for identity in told[EARLIER]:
+            other = by_count.get(identity["ranks"])
+            if other is not None and other is not one and other.are(identity, said.get(other.count)):
+                outlived[other.count] = identity
+    return outlived
+
+
+Existing = Literal["refuse", "resume", "replace", "previous"]
+
+
+_Path = str | os.PathLike[str]
+
+
+_NOTHING = "holds no store"
+
+
+_UNFILLED = "its first write did not finish, so it holds no state; give existing='replace'"
+
+
+_ANEW = "give existing='replace' to begin anew on all ranks, or bring back what is missing"
+
+
+_AS_THEY_WERE = "number the ranks as before (torchrun --node-rank), or move each store to where its rank looks for it"
+
+
+# The identity of commits that an earlier version made.
+_NO_IDENTITY = bytes(16)
+
+
+_log = logging.getLogger("memascend")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opening:
+    """How this rank opens its store, so that all ranks are at one commit."""
+
+    exchange: Exchange  # how the ranks talk
+    existing: Existing  # as `Store.create` takes it; "previous" where this rank is ahead of others
+    run: bytes  # which run it is
+    number: int  # of the commit that is opened; 0 where the stores are made
+    identity: bytes  # of that commit; zeros where they are made, or it has none
+    nonce: bytes  # of this opening
+
+    def open(self, make: Callable[[Existing], Store], earlier: Earlier | None = None) -> tuple[Store, Agreement]:
+        """Open the store by `make`, and give up on every rank what not all have, before any rank stages.
+
+        `make` leaves the newest commit there until `Store.go_back()`, where it opens the one before. New stores go on
+        from `earlier` ones, if there are any.
+
+        Raises:
+            RankError: another rank could not open its store; nothing was changed on any.
+        """
+        store, about, told = None, "opened", False
+        try:
+            store = make(self.existing)
+            self._require_unchanged(store)
+            told = True
+            _told(self.exchange, about, None)
+            about, told = "went back", False
+            store.go_back()
+            told = True
+            _told(self.exchange, about, None)
+        except BaseException as error:
+            with contextlib.suppress(RankError):
+                if not told:
+                    _told(self.exchange, about, error)
+            if store is not None:
+                if store.created:
+                    store.forsake()
+                store.end()
+                store.close()
+            raise
+        before = self.identity if self.number or earlier is None else earlier.identity
+        agreement = Agreement(self.exchange, self.run, self.number, before, self.nonce)
+        agreement.lead(store)
+        return store, agreement
+
+    def _require_unchanged(self, store: Store) -> None:
+        found = store.info()
+        there = (found["run"], found["common"], found["identity"] or _NO_IDENTITY.hex())
+        if self.number and there != (self.run.hex(), self.number, self.identity.hex()):
+            raise StorageError("the store was changed while the ranks agreed on what to open")
+
+
+def choose(
+    paths: _Path | Sequence[_Path] | None,
+    exchange: Exchange,
+    existing: Existing,
+    others: Mapping[int, Sequence[str]] | None = None,
+) -> Opening:
+    """Look at the stores of all ranks, and say which commit each opens. Writes nothing; all ranks call it together.
+
+    Without `paths` the store is a temporary one. `others` are places that this rank sees and others look for their
+    stores at, by rank: on a host of its own a rank that had another number left its store there.
+
+    Raises:
+        ConfigError: stores are there on some ranks and not on others, of other ranks or not of one run; or `existing`
+            refuses them.
+        CorruptionError: a root of a rank is damaged; existing="previous" opens the commit that all have whole.
+        RankError: a rank's store cannot be opened, or a rank is gone.
+    """
+    # What only one of them draws is the same for all.
+    drawn = exchange.tell("a new run", os.urandom(16).hex())[0]
+    seen = exchange.tell(
+        "what is there", {**seen_at(paths), "others": sorted(map(list, _places(others or {}).items()))}
+    )
+    unread = {rank: one["error"] for rank, one in enumerate(seen) if one["error"] is not None}
+    missing = {rank: _NOTHING for rank, one in enumerate(seen) if not one["there"]}
+    if missing:
+        _require_none_elsewhere(seen, others or {}, exchange)
+    nonce = bytes.fromhex(drawn)
+    anew = Opening(exchange=exchange, existing="refuse", run=nonce, number=0, identity=_NO_IDENTITY, nonce=nonce)
+    if existing == "replace":
+        return replace(anew, existing="replace")
+    if unread:
+        raise RankError(f"{_listed(unread)}; nothing was changed on any rank", ranks=tuple(unread))
+    if len(missing) == len(seen):
+        if existing == "previous":
+            raise ConfigError("there is no store on any rank: existing='previous' opens one that is there")
+        return anew
+    if existing == "refuse":
+        there = {rank: "a store is there already" for rank, one in enumerate(seen) if one["there"]}
+        raise ConfigError(f"{_listed(there)}: open them with existing='resume', or give existing='replace'")
+    if missing:
+        raise ConfigError(
+            f"{_listed(missing)}, and others do; nothing was changed. If the run had another number of ranks, start "
+            f"that number: only one folder that is given to all ranks goes on with others. Else {_ANEW}"
+        )
+    require_own(seen)
+    run, number, identity = _common(seen, existing)
+    if identity == _NO_IDENTITY:
+        _log.warning(
+            "the stores are of an earlier version, whose commits do not say which continuation of the run they are of, "
+            "nor whose rows they have: commit %d of all ranks is taken as it is, and those after it say so",
+            number,
+        )
+    own = seen[exchange.rank]["commits"][0]
+    # The second root of a run that was closed may be of the same commit as the first.
+    newest = is_at(own, number, identity) and seen[exchange.rank]["damage"] is None
+    return Opening(
+        exchange=exchange,
+        existing="resume" if newest else "previous",
+        run=run,
+        number=number,
+        identity=identity,
+        nonce=nonce,
+    )
+
+
+def seen_at(paths: _Path | Sequence[_Path] | None) -> dict[str, Any]:
+    """What the roots of a store name, or why that cannot be said; one that is not "filled" never had a commit."""
+    seen: dict[str, Any] = {"there": True, "filled": True, "commits": [], "damage": None, "error": None, "at": None}
+    if paths is None:
+        return {**seen, "there": False}
+    seen["at"] = f"{', '.join(paths_listed(paths))} on {socket.gethostname()}"
+    try:
+        found = commits(paths)
+    except (MemascendError, OSError) as error:
+        return {**seen, "error": shortened(error)}
+    if found is None:
+        return {**seen, "there": False}
+    named, damage = found
+    if not named:
+        return {**seen, "filled": False, "error": f"{', '.join(paths_listed(paths))}: {_UNFILLED}"}
+    known = [
+        {
+            "run": one.run.hex(),
+            "number": one.number,
+            "identity": one.identity.hex(),
+            "rank": one.rank,
+            "ranks": one.ranks,
+        }
+        for one in named
+    ]
+    return {**seen, "commits": known, "damage": damage and damage[:400]}
+
+
+def common_of(seen: list[dict[str, Any]]) -> tuple[int, bytes]:
+    """Number and identity of the newest commit that all of some stores have, by what `seen_at` says of each.
+
+    Raises:
+        RankError, ConfigError, CorruptionError: they have none.
+    """
+    unread = {rank: one["error"] for rank, one in enumerate(seen) if one["error"] is not None}
+    if unread:
+        raise RankError(f"{_listed(unread)}; nothing was changed on any rank", ranks=tuple(unread))
+    return _common(seen, "resume")[1:]
+
+
+def require_own(seen: list[dict[str, Any]]) -> None:
+    """Refuse stores that say that they are those of other ranks than that of their place in this list, or of so many.
+
+    Raises:
+        ConfigError: some are.
+    """
+    count = len(seen)
+    known = {rank: whose for rank, whose in enumerate(map(_whose, seen)) if whose is not None}
+    apart = {
+        rank: f"{seen[rank]['at']} is the store of {_rank_of(whose)}"
+        for rank, whose in known.items()
+        if whose != (rank, count)
+    }
+    if not apart:
+        return
+    if len(set(known.values())) < len(known):
+        instead = "a store was copied over another one: bring that one back"
+    elif all(ranks == count for _, ranks in known.values()):
+        instead = _AS_THEY_WERE
+    else:
+        instead = "start as many ranks as there were: another number goes on where all ranks are given one folder"
+    raise ConfigError(f"{_listed(apart)}; nothing was changed: {instead}")
+
+
+def _whose(one: dict[str, Any]) -> tuple[int, int] | None:
+    """Rank and number of ranks as the commits of a store say it; None where none does."""
+    return next(((commit["rank"], commit["ranks"]) for commit in one["commits"] if commit["ranks"]), None)
+
+
+def _rank_of(whose: tuple[int, int]) -> str:
+    return f"rank {whose[0]} of {whose[1]}"
+
+
+def _places(others: Mapping[int, Sequence[str]]) -> dict[int, str]:
+    """What tells the places of other ranks apart, by rank."""
+    return {rank: f"{socket.gethostname()}:{os.path.realpath(places[0])}" for rank, places in others.items()}
+
+
+def _require_none_elsewhere(
+    seen: list[dict[str, Any]], others: Mapping[int, Sequence[str]], exchange: Exchange
+) -> None:
+    """Refuse where the host of a rank has the store of another one that finds none: nothing begins anew beside that."""
+    # A store is looked at by one rank alone, which locks it meanwhile.
+    looks: dict[str, tuple[int, int]] = {}
+    for seer, one in enumerate(seen):
+        for rank, place in one["others"]:
+            if rank >= len(seen) or not seen[rank]["there"]:
+                looks.setdefault(place, (seer, rank))
+    if not looks:
+        return
+    own = [rank for seer, rank in looks.values() if seer == exchange.rank]
+    told = exchange.tell("what is there of other ranks", [[rank, seen_at(others[rank])] for rank in own])
+    found = [(rank, one) for each in told for rank, one in each if one["there"] and one["filled"]]
+    if not found:
+        return
+    there = "; ".join(
+        f"{one['at']} is the store of {_rank_of(_whose(one) or (rank, len(seen)))}" for rank, one in found
+    )
+    missing = {rank: f"{_NOTHING} at {one['at']}" for rank, one in enumerate(seen) if not one["there"]}
+    raise ConfigError(
+        f"{_listed(missing)}, and there are stores of other ranks: {there}; nothing was changed: {_AS_THEY_WERE}; to "
+        "begin anew, move them away"
+    )
+
+
+def is_at(commit: dict[str, Any], number: int, identity: bytes) -> bool:
+    """Whether what `seen_at` says of a commit is this one."""
+    return _named(commit) == (number, identity.hex())
+
+
+def _named(commit: dict[str, Any]) -> tuple[int, str]:
+    return commit["number"], commit["identity"]
+
+
+def _common(seen: list[dict[str, Any]], existing: Existing) -> tuple[bytes, int, bytes]:
+    """The run, and number and identity of the commit that all ranks open."""
+    runs = {one["commits"][0]["run"] for one in seen}
+    damaged = {rank: one["damage"] for rank, one in enumerate(seen) if one["damage"] is not None}
+    alone = {rank: "belongs to no run" for rank, one in enumerate(seen) if not one["commits"][0]["number"]}
+    if alone:
+        raise ConfigError(f"the newest commit of {_listed(alone)} of several ranks: {_ANEW}")
+    if len(runs) > 1:
+        of = {rank: f"is of run {one['commits'][0]['run'][:8]}" for rank, one in enumerate(seen)}
+        raise ConfigError(f"the stores are of several runs: {_listed(of)}; nothing was changed: {_ANEW}")
+    (run,) = runs
+    have = [{_named(one) for one in each["commits"] if one["run"] == run} for each in seen]
+    both = set.intersection(*have)
+    if damaged and existing != "previous":
+        left = f"existing='previous' opens commit {max(both)[0]}, which the roots of all name" if both else _ANEW
+        raise CorruptionError(f"{_listed(damaged)}; nothing was changed: {left}")
+    if existing == "previous" and not damaged:
+        both -= {max(both, default=(0, ""))}
+    if not both:
+        of = {
+            rank: "has " + ", ".join(f"{number} ({identity[:8]})" for number, identity in sorted(commits))
+            for rank, commits in enumerate(have)
+        }
+        why = ""
+        if set.intersection(*({number for number, _ in commits} for commits in have)):
+            why = ", as the run was continued more than once, and these stores are of several of its continuations"
+        raise ConfigError(f"no commit is there on every rank{why}: {_listed(of)}; nothing was changed: {_ANEW}")
+    number, identity = max(both)
+    return bytes.fromhex(run), number, bytes.fromhex(identity)
+
+
+def _told(exchange: Exchange, about: str, error: BaseException | None) -> None:
+    """Hear whether all ranks have come so far."""
+    answers = exchange.tell(about, None if error is None else shortened(error))
+    failed = {rank: answer for rank, answer in enumerate(answers) if answer is not None}
+    if failed and error is None:
+        raise RankError(f"the stores were not opened: {_listed(failed)}", ranks=tuple(failed))
+
+
+def _listed(ranks: dict[int, str]) -> str:
+    return "; ".join(f"rank {rank}: {what}" for rank, what in ranks.items())

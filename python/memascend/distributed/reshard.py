@@ -1,0 +1,421 @@
+"""Finds the stores of a run that had another number of ranks, and fills new ones from ranges of them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memascend.distributed.opening import EARLIER, Stores, common_of, is_at, outlived_by, require_own, seen_at, told_by
+from memascend.distributed.row_transfer import Passed, Transfer
+from memascend.distributed.rows import BLOCK_ELEMENTS
+from memascend.errors import ConfigError
+from memascend.storage import Store, order_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Mapping, Sequence
+
+    from memascend.distributed.control_plane import Exchange
+
+    # A parameter's name, values and state, and how many updates made it.
+    First = tuple[str, torch.Tensor, dict[str, torch.Tensor], int]
+
+
+_log = logging.getLogger("memascend")
+
+
+_FOLDER = re.compile(r"rank-(\d{1,5})-of-(\d{1,5})")
+
+
+_FILE = "memascend.store"
+
+
+# A parameter's count of updates goes with its rows.
+_STEP = "\0step"
+
+
+def file_of_rank(folder: str, rank: int, count: int) -> Path:
+    """The store of one of several ranks in the folder that they share; that of a single process lies in it itself."""
+    return Path(folder, _FILE) if count == 1 else Path(folder, f"rank-{rank}-of-{count}", _FILE)
+
+
+class Earlier:
+    """The stores of another number of ranks, of which each is read by one rank of now.
+
+    Attributes:
+        files: by the old rank; none where the run goes on with the stores of now, and only has others to remove.
+        owners: by the old rank, which of now reads it.
+        exchange: how the ranks of now talk; None for one.
+        stores: by the old rank, those that are open here.
+        stands_for: what the first commit of the stores of now says that it stands for; known once these are open.
+        identity: of the commit that they are opened at, which the new stores go on from.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        source: Stores | None,
+        outlived: Sequence[tuple[Stores, Mapping[str, Any]]],
+        exchange: Exchange | None,
+    ) -> None:
+        """`outlived` are stores that others stand for, and what they are known by: nobody reads them."""
+        self.exchange = exchange
+        self.rank, self.count = (0, 1) if exchange is None else (exchange.rank, exchange.size)
+        self.owners = [] if source is None else source.owned
+        self.files = [file_of_rank(folder, rank, len(self.owners)) for rank in range(len(self.owners))]
+        self.stores: dict[int, Store] = {}
+        self.identity = bytes(16)
+        # Those of as many ranks as now are replaced.
+        others = [(one, identity) for one, identity in outlived if one.count != self.count]
+        self.stands_for: list[Mapping[str, Any]] = [identity for _, identity in others]
+        self._source = source
+        self._useless = [
+            (file_of_rank(folder, rank, one.count), owner) for one, _ in others for rank, owner in one.owners.items()
+        ]
+        self._open = contextlib.ExitStack()
+
+    def open(self) -> None:
+        """Open those that this rank reads, at the newest commit that all have. They are locked until `close()`."""
+        source = self._source
+        assert source is not None
+        each = [dict(source.seen[number]) for number in range(source.count)]
+        require_own(each)
+        common = None
+        if source.count > 1:
+            common, self.identity = common_of(each)
+        for number in [number for number, owner in enumerate(self.owners) if owner == self.rank]:
+            newest = common is None or is_at(source.seen[number]["commits"][0], common, self.identity)
+            store = Store.open(self.files[number], existing="resume" if newest else "previous")
+            self._open.callback(store.close)
+            self.stores[number] = store
+        own = self.stores.get(0)
+        ids = self.tell("what they are", None if own is None else [own.info()["uuid"], own.step])
+        uuid, step = ids[self.owners[0]]
+        run, number = (uuid, step) if common is None else (source.seen[0]["commits"][0]["run"], common)
+        self.stands_for = [source.named(run, number), *self.stands_for]
+
+    def tell(self, about: str, said: Any) -> list[Any]:
+        """What each rank says."""
+        return [said] if self.exchange is None else self.exchange.tell(about, said)
+
+    def close(self) -> None:
+        """Let them go."""
+        self._open.close()
+
+    def remove(self) -> None:
+        """Remove them: all ranks have committed the new ones, and none gives them up any more."""
+        self.close()
+        useless = [*self._useless, *zip(self.files, self.owners, strict=True)]
+        for file in [file for file, owner in useless if owner == self.rank]:
+            file.unlink(missing_ok=True)
+            _flush_folder(file.parent)
+            if file.parent.name.startswith("rank-"):
+                # A folder with files of others stays.
+                with contextlib.suppress(OSError):
+                    file.parent.rmdir()
+        if useless:
+            _log.info("the run goes on with %d ranks, and the stores of others are removed", self.count)
+
+
+def _flush_folder(folder: Path) -> None:
+    """What was removed stays so after a loss of power, too: then it would be older than what stands for it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def find_earlier(folder: str, existing: str, exchange: Exchange | None) -> Earlier | None:
+    """The stores that a run is to go on from which had another number of ranks; None where there are none.
+
+    Raises:
+        ConfigError: they are there and cannot be gone on from; nothing was changed.
+    """
+    count = 1 if exchange is None else exchange.size
+    found = _found(folder, count, exchange)
+    for one in [one for one in found.values() if one.is_unfilled]:
+        if one.count != count:
+            _log.warning(
+                "the stores of %d ranks in %s were never filled and are ignored: remove them", one.count, folder
+            )
+            _require_harmless(one, [other for other in found.values() if not other.is_unfilled], existing)
+        del found[one.count]
+    others = sorted(of for of in found if of != count)
+    if not others:
+        return None
+    if existing != "resume":
+        raise ConfigError(
+            f"stores of {' and of '.join(map(str, others))} ranks are in {folder}, and there are {count} now: "
+            "existing='resume' goes on from them; to begin anew, move them away"
+        )
+    known = _outlived(folder, found, exchange) if len(found) > 1 else {}
+    newest = [one for one in found.values() if one.count not in known]
+    if len(newest) != 1:
+        of = " and of ".join(map(str, sorted(found)))
+        raise ConfigError(
+            f"stores of {of} ranks are in {folder}, and none says that it was made from the others: move away those "
+            "that the run is not to go on from; nothing was changed"
+        )
+    (source,) = newest
+    outlived = [(found[of], identity) for of, identity in sorted(known.items())]
+    if source.count == count:
+        return Earlier(folder, None, outlived, exchange)
+    if source.missing:
+        rank = source.missing[0]
+        lacks = "holds no commit" if rank in source.seen else "cannot be reached"
+        raise ConfigError(
+            f"the store of rank {rank} of {source.count} {lacks} ({file_of_rank(folder, rank, source.count)}): bring "
+            "it back to where one of the ranks sees it; nothing was changed"
+        )
+    return Earlier(folder, source, outlived, exchange)
+
+
+def _found(folder: str, count: int, exchange: Exchange | None) -> dict[int, Stores]:
+    """What is in the folder, by the number of ranks; nothing where all of it is of as many as now."""
+    rank = 0 if exchange is None else exchange.rank
+    there = _there(folder)
+    told = [there] if exchange is None else exchange.tell("which stores are there", there)
+    seers: dict[int, dict[int, list[int]]] = {}
+    for seer, each in enumerate(told):
+        for number, of in each:
+            seers.setdefault(of, {}).setdefault(number, []).append(seer)
+    if not seers.keys() - {count}:
+        return {}
+    # A store is looked at by one rank alone, which locks it meanwhile.
+    owners = {of: {number: who[number % len(who)] for number, who in each.items()} for of, each in seers.items()}
+    seen = [
+        [of, number, seen_at(str(file_of_rank(folder, number, of)))]
+        for of, each in sorted(owners.items())
+        for number, owner in sorted(each.items())
+        if owner == rank
+    ]
+    all_seen: dict[int, dict[int, Any]] = {of: {} for of in owners}
+    for of, number, one in (one for each in _told("what they name", seen, exchange) for one in each):
+        all_seen[of][number] = one
+    return {of: Stores(count=of, owners=owners[of], seen=all_seen[of]) for of in sorted(owners)}
+
+
+def _outlived(folder: str, found: Mapping[int, Stores], exchange: Exchange | None) -> dict[int, Mapping[str, Any]]:
+    rank = 0 if exchange is None else exchange.rank
+    said = {}
+    for of, one in found.items():
+        number = min(number for number, seen in one.seen.items() if seen["commits"] or seen["error"])
+        if one.owners[number] == rank:
+            said[str(of)] = told_by(file_of_rank(folder, number, of))
+    told = _told("what they stand for", said, exchange)
+    return outlived_by(found.values(), {int(of): one for each in told for of, one in each.items()})
+
+
+def _told(about: str, said: Any, exchange: Exchange | None) -> list[Any]:
+    return [said] if exchange is None else exchange.tell(about, said)
+
+
+def _require_harmless(unfilled: Stores, filled: Sequence[Stores], existing: str) -> None:
+    """Refuse to begin anew beside stores of which some have a commit."""
+    if existing != "resume" or filled or not unfilled.has_commits:
+        return
+    raise ConfigError(
+        f"the store of rank {unfilled.missing[0]} of {unfilled.count} holds no state, and others of these ranks do: "
+        "its first write did not finish, or it is damaged; nothing was changed: bring it back, or give "
+        "existing='replace' to begin anew"
+    )
+
+
+def _there(folder: str) -> list[list[int]]:
+    """The stores in a folder: by (rank, number of ranks)."""
+    found = [[0, 1]] if file_of_rank(folder, 0, 1).is_file() else []
+    with contextlib.suppress(OSError):
+        for name in sorted(os.listdir(folder)):  # noqa: PTH208
+            match = _FOLDER.fullmatch(name)
+            if match and Path(folder, name, _FILE).is_file():
+                found.append([int(match[1]), int(match[2])])
+    return found
+
+
+class EarlierValues:
+    """The first values of new stores, from ranges of earlier ones: a source as a checkpoint is one.
+
+    Attributes:
+        step: that they are at.
+        user_state: of the old rank of this rank's number; of the first one where there were fewer.
+    """
+
+    def __init__(
+        self,
+        earlier: Earlier,
+        shapes: Mapping[str, torch.Size],
+        named: Mapping[str, torch.Tensor],
+        describe: Callable[[str], Mapping[str, torch.Tensor]],
+        optimizer: str,
+    ) -> None:
+        """Open the earlier stores.
+
+        Args:
+            earlier: which.
+            shapes: of whole parameters, by name, the same on all ranks.
+            named: this rank's rows of them, by name.
+            describe: the state of a parameter, on meta, by its name.
+            optimizer: whose state it is.
+        """
+        self._earlier = earlier
+        self._shapes = shapes
+        self._named = named
+        self._describe = describe
+        self._optimizer = optimizer
+        earlier.open()
+        said = {
+            str(number): [store.step, store.user_state, store.hyperparameters]
+            for number, store in earlier.stores.items()
+        }
+        of = {int(number): one for each in earlier.tell("where they stand", said) for number, one in each.items()}
+        self.step, self.user_state, self._hyperparameters = of[0]
+        if earlier.rank in of:
+            self.user_state = of[earlier.rank][1]
+
+    def check(self) -> None:
+        """Refuse stores of another model or optimizer, before anything is written."""
+        first = self._earlier.stores.get(0)
+        said = None if first is None else [first.info()["optimizer"], _described(first)]
+        optimizer, there = next(one for one in self._earlier.tell("what they hold", said) if one is not None)
+        if optimizer != self._optimizer:
+            raise ConfigError(f"the earlier stores are of {optimizer}, and the optimizer is {self._optimizer}")
+        for name, own in self._named.items():
+            here = _description(own, self._describe(name))
+            if there.get(name) != here:
+                raise ConfigError(
+                    f"{name!r} is {here} and was {there.get(name)} in the earlier stores: nothing was changed"
+                )
+        gone = there.keys() - self._shapes.keys()
+        if gone:
+            raise ConfigError(f"the model has no {min(gone)!r}, which the earlier stores have: nothing was changed")
+        for number, store in self._earlier.stores.items():
+            store.set_first_elements({name: self._first_element(name, number) for name in self._shapes})
+
+    def hyperparameters(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
+        """Those that were committed last."""
+        del groups
+        kept = {name: value for name, value in (self._hyperparameters or {}).items() if name != "line"}
+        return {**kept, EARLIER: self._earlier.stands_for}
+
+    def parameters(self, units: Sequence[Any]) -> Generator[First, None, None]:
+        """Each of this rank's parameters once; all ranks move the rows of all parameters in one order."""
+        del units
+        with contextlib.closing(Transfer(self._earlier.exchange)) as transfer:
+            for name, shape in self._shapes.items():
+                into = self._room(name)
+                transfer.move(self._pieces(name, shape, into))
+                if into:
+                    step = int(into.pop(_STEP))
+                    yield name, into.pop(""), into, step
+
+    def buffer(self, name: str, tensor: torch.Tensor) -> None:
+        """Persistent buffers are those of the first old rank."""
+        store, owner = self._earlier.stores.get(0), self._earlier.owners[0]
+        sent = None if store is None else store.read(name)[0]
+        got = torch.empty(tensor.shape, dtype=tensor.dtype)
+        with contextlib.closing(Transfer(self._earlier.exchange)) as transfer:
+            ranks = range(self._earlier.count)
+            transfer.move([Passed(owner, rank, sent, got if rank == self._earlier.rank else None) for rank in ranks])
+        tensor.copy_(got)
+
+    def _first_element(self, name: str, number: int) -> int:
+        """Where in a whole parameter the rows of an earlier store begin."""
+        shape = self._shapes[name]
+        return _rows(shape[0], len(self._earlier.files), number)[0] * shape[1:].numel() if shape else 0
+
+    def _room(self, name: str) -> dict[str, torch.Tensor]:
+        """Where this rank's part of a parameter comes to; nothing where it has none."""
+        own = self._named.get(name)
+        if own is None:
+            return {}
+        described = {"": own.detach(), **self._describe(name)}
+        room = {of: torch.empty_like(tensor, device="cpu") for of, tensor in described.items()}
+        return {**room, _STEP: torch.zeros((), dtype=torch.int64)}
+
+    def _pieces(self, name: str, shape: torch.Size, into: Mapping[str, torch.Tensor]) -> list[Passed]:
+        """All that this rank sends or gets of a parameter."""
+        earlier = self._earlier
+        rows = shape[0] if shape else 1
+        olds = [_rows(rows, len(earlier.files), number) for number in range(len(earlier.files))]
+        read = {number: self._read(number, name) for number in earlier.stores if olds[number][0] < olds[number][1]}
+        pieces = []
+        for rank in range(earlier.count):
+            start, end = _rows(rows, earlier.count, rank)
+            first = True
+            for number, (old_start, old_end) in enumerate(olds):
+                low, high = max(start, old_start), min(end, old_end)
+                if low >= high:
+                    continue
+                source = earlier.owners[number]
+                sent = read.get(number, {}) if source == earlier.rank else {}
+                got = into if rank == earlier.rank else {}
+                for of in sorted(sent or got):
+                    if not first and not _is_divided(sent or got, of):
+                        # It is the same in all.
+                        continue
+                    out = _part(sent, of, low - old_start, high - old_start) if sent else None
+                    room = _part(got, of, low - start, high - start) if got else None
+                    pieces.append(Passed(source, rank, out, room))
+                first = False
+        return pieces
+
+    def _read(self, number: int, name: str) -> dict[str, torch.Tensor]:
+        store = self._earlier.stores[number]
+        values, state = store.read(name)
+        return {"": values, **state, _STEP: torch.tensor(store.entry(name)["step"])}
+
+
+def _rows(rows: int, count: int, rank: int) -> tuple[int, int]:
+    """The rows that one of several ranks has, as FSDP2 divides them."""
+    size = -(-rows // count)
+    return min(rows, rank * size), min(rows, (rank + 1) * size)
+
+
+def _is_in_blocks(of: str) -> bool:
+    return of.endswith("_absmax")
+
+
+def _together(of: str) -> int:
+    """How many elements have one number of this state; 0 where each has its own, or all have one."""
+    # A bit for each: which way a compact master was rounded.
+    return BLOCK_ELEMENTS if _is_in_blocks(of) else 8 if of == "rounded_up" else 0
+
+
+def _is_divided(tensors: Mapping[str, torch.Tensor], of: str) -> bool:
+    return bool(_together(of)) or (bool(tensors[""].shape) and tensors[of].shape == tensors[""].shape)
+
+
+def _part(tensors: Mapping[str, torch.Tensor], of: str, start: int, end: int) -> torch.Tensor:
+    """What belongs to some rows, which begin and end with a block where there are blocks."""
+    tensor, values = tensors[of], tensors[""]
+    together = _together(of)
+    if together:
+        elements = values.shape[1:].numel()
+        return tensor[start * elements // together : -(-end * elements // together)]
+    return tensor[start:end] if _is_divided(tensors, of) else tensor
+
+
+def _description(values: torch.Tensor, state: Mapping[str, torch.Tensor]) -> list[Any]:
+    """What is the same of a parameter's rows whatever their number."""
+    kinds = sorted([of, str(tensor.dtype), tensor.shape == values.shape] for of, tensor in state.items())
+    # Blocks of another order are of other elements.
+    reordered = any(map(_is_in_blocks, state)) and order_of(values) is not None
+    return [str(values.dtype), list(values.shape[1:]), kinds, reordered]
+
+
+def _described(store: Store) -> dict[str, list[Any]]:
+    found = {}
+    for entry in store.each_entry():
+        if entry["buffer"]:
+            continue
+        shape, state = list(entry["shape"]), entry["state"]
+        kinds = sorted([of, f"torch.{dtype}", list(own) == shape] for of, dtype, own in state)
+        reordered = any(_is_in_blocks(of) for of, _, _ in state) and entry["order"] is not None
+        found[entry["name"]] = [f"torch.{entry['dtype']}", shape[1:], kinds, reordered]
+    return found

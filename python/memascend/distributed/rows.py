@@ -1,0 +1,159 @@
+"""Tells which rows of whole parameters a rank has, and which parameters are gathered together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from memascend.errors import ConfigError
+from memascend.memory import whole_pages
+from memascend.plan.units import Unit
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from memascend.optim.rules import Arithmetic
+
+
+# Elements that have one scale in a format of 8 bits.
+BLOCK_ELEMENTS = 256
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A range of rows of one parameter."""
+
+    whole: torch.Size  # the shape of all of it
+    first: int  # the first row
+    count: int  # how many
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of these rows."""
+        return torch.Size((self.count, *self.whole[1:]))
+
+    @property
+    def first_element(self) -> int:
+        """The first one of these rows, in all of the parameter."""
+        return self.first * self.whole[1:].numel()
+
+    def of(self, state: str, tensor: torch.Tensor) -> torch.Tensor:
+        """These rows of a whole tensor; `state` is its name where it is the parameter's state, else ""."""
+        if tensor.shape == self.whole:
+            return tensor[self.first : self.first + self.count]
+        if _is_in_blocks(state):
+            start = self.first_element // BLOCK_ELEMENTS
+            return tensor[start : start + _blocks(self.shape)]
+        return tensor
+
+    def first_of(self, state: str, part: torch.Tensor) -> int | None:
+        """Where the part of a tensor that belongs to these rows begins in all of it; None: it is not divided."""
+        if part.shape == self.shape:
+            return self.first_element
+        return self.first_element // BLOCK_ELEMENTS if _is_in_blocks(state) else None
+
+    def whole_of(self, state: str, part: torch.Tensor) -> torch.Size:
+        """The shape of the tensor of which this is the part that belongs to these rows."""
+        if part.shape == self.shape:
+            return self.whole
+        return torch.Size([_blocks(self.whole)]) if _is_in_blocks(state) else part.shape
+
+
+@dataclass(frozen=True)
+class Partition:
+    """What of a model's parameters a process has."""
+
+    rows: Mapping[str, Rows] = field(default_factory=dict)  # of those that are divided, by name; empty for one process
+    rank: int = 0  # which one this is
+    count: int = 1  # how many share them
+
+    def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        """The parameter on meta that a part is of: itself where it is not divided."""
+        if name not in self.rows:
+            return part
+        whole = torch.empty(self.rows[name].whole, dtype=part.dtype, device="meta")
+        return torch.nn.Parameter(whole, requires_grad=part.requires_grad)
+
+    def part(self, name: str, whole: torch.Tensor, state: str = "") -> torch.Tensor:
+        """What this process has of a parameter, or where `state` names it, of its state."""
+        return self.rows[name].of(state, whole) if name in self.rows else whole
+
+
+def require_divisible(
+    arithmetic: Arithmetic, named: Mapping[str, torch.nn.Parameter], firsts: Mapping[str, int]
+) -> None:
+    """Refuse what cannot be updated by rows: optimizers that need whole parameters, rows that end within a block.
+
+    Args:
+        arithmetic: of the optimizer.
+        named: rows of parameters, by name.
+        firsts: by the same names, the first element of a rank's rows in the whole parameter.
+
+    Raises:
+        ConfigError: something needs more; nothing was changed.
+    """
+    for layout in arithmetic.layouts.values():
+        if layout is not None and layout.whole:
+            raise ConfigError(
+                f"an update of {type(arithmetic.optimizer).__name__} needs whole parameters, and fully_shard() divides "
+                "their rows: use an optimizer that works element by element (AdamW, Lion, SGD), or one process"
+            )
+    for name, parameter in named.items():
+        given = (arithmetic.format_of(parameter) if parameter.requires_grad else None) or ""
+        block = 1
+        if "8bit" in given:
+            block = BLOCK_ELEMENTS
+        elif given == "compact bf16" and "rounded_up" in arithmetic.describe(parameter):
+            # A byte has a bit for each of eight.
+            block = 8
+        if firsts[name] % block:
+            kept = "8bit" if "8bit" in given else "bf16"
+            raise ConfigError(
+                f"rows of {name!r} begin at element {firsts[name]} on another rank, within a block of {block} that "
+                f"state={kept!r} keeps together: leave state= out, or use a number of ranks that divides the rows into "
+                "whole blocks"
+            )
+
+
+def _is_in_blocks(state: str) -> bool:
+    return state.endswith("_absmax")
+
+
+def _blocks(shape: torch.Size) -> int:
+    return -(-shape.numel() // BLOCK_ELEMENTS)
+
+
+def units_of_gathers(
+    gathers: Iterable[tuple[str, Iterable[str]]], named: Mapping[str, torch.nn.Parameter]
+) -> tuple[Unit, ...]:
+    """The units of one rank.
+
+    Args:
+        gathers: names, and the names of the parameters that are gathered together.
+        named: this rank's rows, of those that it has some of.
+    """
+    units: list[Unit] = []
+    taken: set[str] = set()
+    for given, parameters in gathers:
+        names = [each for each in parameters if each in named]
+        if not names:
+            continue
+        name = given
+        while name in taken:
+            name += "'"
+        taken.add(name)
+        sizes = {each: whole_pages(named[each].nbytes) for each in names}
+        units.append(
+            Unit(
+                name=name,
+                parameters=tuple(names),
+                nbytes=sum(sizes.values()),
+                module=None,
+                pinned=False,
+                frozen_bytes=sum(sizes[each] for each in names if not named[each].requires_grad),
+                elements=sum(named[each].numel() for each in names),
+            )
+        )
+    return tuple(units)

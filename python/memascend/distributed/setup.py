@@ -1,0 +1,450 @@
+"""Finds out whether several ranks train a model together, where each one's store lies, and divides the model."""
+
+from __future__ import annotations
+
+import copy
+import glob
+import logging
+import os
+import re
+import socket
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import distributed
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from memascend.distributed.reshard import file_of_rank
+from memascend.distributed.rows import require_divisible, units_of_gathers
+from memascend.errors import ConfigError, StorageError
+from memascend.plan.cost import Network
+from memascend.plan.units import find_units
+from memascend.session.original_state import require_unaliased
+from memascend.storage import Checksum
+from memascend.text import expanded
+
+if TYPE_CHECKING:
+    import contextlib
+    from collections.abc import Sequence
+
+    from memascend.distributed.reshard import Earlier
+    from memascend.distributed.row_transfer import Figures
+    from memascend.distributed.sharding import Sharding
+    from memascend.optim.rules import Arithmetic
+    from memascend.plan.options import Options
+    from memascend.plan.units import Unit
+
+
+def places_of_rank(options: Options) -> list[str] | None:
+    """The paths of this rank's store; None for a temporary one.
+
+    Raises:
+        ConfigError: a path is the same for all ranks, and no folder.
+    """
+    if options.paths is None:
+        return None
+    rank = distributed.get_rank()
+    several = not (options.storage is None or isinstance(options.storage, (str, os.PathLike)))
+    return [_place(path, rank, several=several) for path in options.paths]
+
+
+def filled(path: str, rank: int) -> str:
+    """A path with the rank in it, and its number on its host."""
+    local = os.environ.get("LOCAL_RANK", str(rank))
+    return path.replace("{rank}", str(rank)).replace("{local_rank}", local)
+
+
+def _place(path: str, rank: int, *, several: bool) -> str:
+    place = filled(path, rank)
+    if place != path:
+        return place
+    if several:
+        raise ConfigError(f"storage={path!r} is the same for all ranks: put {{rank}} or {{local_rank}} into each path")
+    found = Path(path)
+    if found.exists() and not found.is_dir():
+        what = "a device" if found.is_block_device() else "a file"
+        raise ConfigError(
+            f"{path} is {what}, and each rank has a store of its own: give a folder, or a path with {{rank}} or "
+            "{local_rank} in it"
+        )
+    # A folder in it that is made where it is missing.
+    found.mkdir(parents=True, exist_ok=True)
+    # Of which number of ranks it is: another number has other rows.
+    return str(file_of_rank(path, rank, distributed.get_world_size()).parent) + "/"
+
+
+def shared_folder(options: Options) -> str | None:
+    """The folder that all ranks have their stores in; None where each is told its own place."""
+    storage = options.storage
+    if not isinstance(storage, (str, os.PathLike)) or options.paths is None or "{" in options.paths[0]:
+        return None
+    return options.paths[0]
+
+
+def places_of_others(options: Options) -> dict[int, list[str]]:
+    """What this rank sees where other ranks look for their stores, by the rank in its path."""
+    folder, rank = shared_folder(options), distributed.get_rank()
+    if folder is None:
+        local = os.environ.get("LOCAL_RANK", str(rank))
+        paths = [path.replace("{local_rank}", local) for path in options.paths or ()]
+    else:
+        paths = [str(Path(folder, f"rank-{{rank}}-of-{distributed.get_world_size()}")) + "/"]
+    parts = os.path.normpath(paths[0]).split("{rank}") if paths else []
+    if len(parts) < 2:
+        # It is the same for all.
+        return {}
+    first, *more = map(re.escape, parts)
+    pattern = re.compile(first + r"(\d{1,5})" + r"\1".join(more))
+    there = map(pattern.fullmatch, glob.glob("*".join(map(glob.escape, parts))))  # noqa: PTH207
+    numbers = {int(match[1]) for match in there if match and _may_be_of_rank(match[0], int(match[1]))}
+    return {number: [path.replace("{rank}", str(number)) for path in paths] for number in numbers - {rank}}
+
+
+def _may_be_of_rank(path: str, number: int) -> bool:
+    """Files are ours by their names; devices of other numbers are somebody else's."""
+    return not Path(path).is_block_device() or number < distributed.get_world_size()
+
+
+def candidates(paths: Sequence[str], rank: int, count: int) -> list[list[str]]:
+    """Where the store of a rank may be, its own place first; then those of other numbers of ranks, by their names."""
+    places = [filled(path, rank) for path in paths] if count > 1 else list(paths)
+    if len(paths) > 1 or places != list(paths):
+        return [places]
+    folder = Path(paths[0])
+    # A single process makes a file where no folder is.
+    own = str(file_of_rank(paths[0], rank, count)) if count > 1 or folder.is_dir() else paths[0]
+    there = [
+        str(file) for pattern in ("rank-*-of-*/memascend.store", "memascend.store") for file in folder.glob(pattern)
+    ]
+    return [[own], *([file] for file in sorted(there) if file != own)]
+
+
+def require_own(places: Sequence[str], figures: Figures) -> None:
+    """No two ranks have one file or device; asked of all ranks.
+
+    Raises:
+        StorageError: two have; it names both.
+    """
+    owner: dict[str, int] = {}
+    for rank, theirs in enumerate(figures.everyone([_identity(place) for place in places])):
+        for identity in theirs:
+            if identity in owner:
+                path = identity.split(":", 1)[1]
+                raise StorageError(
+                    f"{path} is given to rank {owner[identity]} and to rank {rank}: each has a store of its own; "
+                    "nothing was changed",
+                    path=path,
+                )
+            owner[identity] = rank
+
+
+def _identity(place: str) -> str:
+    """What tells two places apart: on which host, and where a path leads to, or which device that is."""
+    path = os.path.realpath(place)
+    if Path(path).is_block_device():
+        number = Path(path).stat().st_rdev
+        path = f"device {os.major(number)}:{os.minor(number)}"
+    return f"{socket.gethostname()}:{path}"
+
+
+_log = logging.getLogger("memascend")
+
+
+def divide(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    units: Sequence[str] | None,
+    figures: Figures,
+    undo: contextlib.ExitStack,
+) -> None:
+    """Divide a model's rows among all ranks, and let its optimizer own what then stands for the parameters.
+
+    Args:
+        model: stays divided, also where the rest of `offload()` is refused: torch cannot take it back.
+        optimizer: has no state yet.
+        units: names of modules that are gathered as one each; None: found from the model.
+        figures: what ranks tell each other.
+        undo: takes back what is changed of the optimizer.
+
+    Raises:
+        ConfigError: it cannot be divided so; nothing was changed.
+    """
+    modules = figures.together(lambda: _found(model, optimizer, units))
+    told = figures.everyone(_checksum(model))
+    other = next((rank for rank, checksum in enumerate(told) if checksum != told[0]), None)
+    if other is not None:
+        raise ConfigError(
+            f"rank {other} has other values in its model than rank 0: every rank begins with the whole model and the "
+            "same values (the same seed, or the same files); stages of a pipeline do not work with offload()"
+        )
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for module in modules:
+        fully_shard(module)
+    fully_shard(model)
+    divided = dict(model.named_parameters())
+    for group in optimizer.param_groups:
+        given = group["params"]
+        undo.callback(group.__setitem__, "params", given)
+        group["params"] = [divided[names[id(one)]] if id(one) in names else one for one in given]
+    _log.info(
+        "fully_shard() was applied to %d modules and to the model, which divides its rows among %d ranks",
+        len(modules),
+        figures.world_size,
+    )
+
+
+def _found(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, units: Sequence[str] | None
+) -> list[torch.nn.Module]:
+    """The modules that are gathered as one each; the rest is gathered with the model."""
+    if optimizer.state:
+        raise ConfigError(
+            "the optimizer has state of whole parameters: call torch.distributed.fsdp.fully_shard() on each block and "
+            "on the model before the optimizer is made"
+        )
+    divided = next((name for name, one in model.named_parameters() if isinstance(one, DTensor)), None)
+    if divided is not None:
+        raise ConfigError(
+            f"{divided} is a DTensor that fully_shard() did not make: tensor parallelism (tp_plan=, "
+            "parallelize_module()) does not work with offload(): leave it out, and call "
+            "torch.distributed.fsdp.fully_shard() on each block and on the model"
+        )
+    require_unaliased(dict(model.named_parameters()), model)
+    found = find_units(model, units=units)
+    named = dict(model.named_modules())
+    # What is tied to another unit is gathered with the model, as both use it.
+    whole = [unit.module for unit in found if unit.module and not unit.again]
+    return [named[name] for name in whole]
+
+
+def _checksum(model: torch.nn.Module) -> str:
+    checksum = Checksum()
+    for parameter in model.parameters():
+        if parameter.is_meta:
+            continue
+        values = parameter.detach().cpu().contiguous()
+        if values.numel():
+            checksum.update(values)
+    return str(checksum)
+
+
+# How long ranks wait for each other where nobody says.
+_TIMEOUT_SECONDS = 600.0
+
+
+def begin(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, options: Options, undo: contextlib.ExitStack
+) -> tuple[Sharding | None, Options, Earlier | None]:
+    """The rows of a model that ranks share, the options as this rank has them, and what another number of ranks left.
+
+    None and None for one process's own model: one process with a plain model imports and pays nothing.
+
+    Raises:
+        ConfigError: what is asked for does not work with several ranks; the message says what does.
+    """
+    several = _world_size() > 1
+    if not (several or _is_sharded(model)):
+        return None, *_earlier_of_others(options, undo)
+    _refuse_wrappers(model)
+    if not several:
+        return _sharding(model, optimizer, options, undo, None), *_earlier_of_others(options, undo)
+    from memascend.distributed.control_plane import Exchange
+    from memascend.distributed.opening import choose
+    from memascend.distributed.reshard import find_earlier
+    from memascend.distributed.row_transfer import Figures
+
+    exchange = Exchange(options.timeout or _TIMEOUT_SECONDS)
+    undo.callback(exchange.close)
+    figures = Figures(exchange)
+    if figures.any(not _is_sharded(model)):
+        figures.together(lambda: refuse_options(replace(options, units=None)))
+        divide(model, optimizer, options.unit_names, figures, undo)
+        options = replace(options, units=None)
+    asked = options
+
+    def found() -> tuple[Sharding, Options]:
+        sharding = _sharding(model, optimizer, asked, undo, figures)
+        return sharding, replace(asked, storage=places_of_rank(asked))
+
+    sharding, own = figures.together(found)
+    if options.weights is None and options.checkpoint is None:
+        sharding.require_same_generators()
+    require_own(own.paths or (), figures)
+    folder = shared_folder(asked)
+    earlier = None if folder is None else find_earlier(folder, asked.existing, exchange)
+    if earlier is not None:
+        undo.callback(earlier.close)
+        if earlier.files:
+            # What lies there of now was never filled, or the earlier ones stand for it.
+            own = replace(own, existing="replace")
+    opening = choose(own.paths, exchange, own.existing, places_of_others(asked))
+    sharding.open_by(opening)
+    # A rank that is ahead of others goes back.
+    return sharding, replace(own, existing=opening.existing), earlier
+
+
+def _earlier_of_others(options: Options, undo: contextlib.ExitStack) -> tuple[Options, Earlier | None]:
+    """The stores that several ranks left in the folder of a single process, which goes on from them."""
+    storage = options.storage
+    if not isinstance(storage, (str, os.PathLike)) or not any(Path(expanded(storage)).glob("rank-*-of-*")):
+        return options, None
+    from memascend.distributed.reshard import find_earlier
+
+    earlier = find_earlier(expanded(storage), options.existing, None)
+    if earlier is None:
+        return options, None
+    undo.callback(earlier.close)
+    return (replace(options, existing="replace") if earlier.files else options), earlier
+
+
+def _sharding(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    options: Options,
+    undo: contextlib.ExitStack,
+    figures: Figures | None,
+) -> Sharding:
+    try:
+        from memascend.distributed.sharding import Sharding
+    except ImportError as error:
+        raise ConfigError(
+            f"torch {torch.__version__} keeps what fully_shard() divides in another way: {error}"
+        ) from error
+
+    refuse_options(options)
+    sharding = Sharding(model, options.reduction, figures)
+    sharding.stand_in(optimizer, undo)
+    return sharding
+
+
+def _world_size() -> int:
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_world_size()
+    return 1
+
+
+def _is_sharded(model: torch.nn.Module) -> bool:
+    # Whoever divided a model has imported it.
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None or not isinstance(model, torch.nn.Module):
+        return False
+    return any(isinstance(module, fsdp.FSDPModule) for module in model.modules())
+
+
+def _refuse_wrappers(model: torch.nn.Module) -> None:
+    """Other ways to train on several ranks."""
+    kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
+    for kind in ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel"):
+        if kind in kinds:
+            raise ConfigError(
+                f"{kind} does not work with offload(): give the module inside it, after "
+                "torch.distributed.fsdp.fully_shard() on each block and on the model"
+            )
+
+
+def refuse_options(options: Options) -> None:
+    """What this version does with one rank only."""
+    refused = {
+        "activations": (options.activations != "device", "leave it out, and checkpoint activations"),
+        "units": (options.units is not None, "what fully_shard() was called on is a unit: leave it out"),
+    }
+    for name, (is_refused, instead) in refused.items():
+        if is_refused:
+            raise ConfigError(f"{name}={getattr(options, name)!r} does not work under fully_shard(): {instead}")
+
+
+class PlannedSharding:
+    """The rows of the first of some ranks, as `offload()` divides a model that nobody divided.
+
+    It has the most, where rows cannot be divided evenly.
+
+    Attributes:
+        named: by the names of the model's parameters, on meta.
+        network: what each rank sends and receives.
+        world_size: the number of ranks.
+    """
+
+    # There is nobody to talk to.
+    figures = None
+
+    def __init__(self, model: torch.nn.Module, count: int, options: Options) -> None:
+        """Divide a model on meta among `count` ranks; `options` are those of `offload()`.
+
+        Raises:
+            ConfigError: a parameter cannot be divided, or an option does not work with several ranks.
+        """
+        refuse_options(replace(options, units=None))
+        self.world_size = count
+        whole = dict(model.named_parameters())
+        for name, parameter in whole.items():
+            if not parameter.dim():
+                raise ConfigError(f"{name} is a single number without rows, which fully_shard() does not divide")
+        self.named = {name: _rows(parameter, count) for name, parameter in whole.items()}
+        self._whole = {name: parameter.numel() for name, parameter in whole.items()}
+        self._local = {id(parameter): self.named[name] for name, parameter in whole.items()}
+        blocks = [unit for unit in find_units(model, units=options.unit_names) if unit.module and not unit.again]
+        inside = {name for unit in blocks for name in unit.parameters}
+        self._root = [name for name in whole if name not in inside]
+        # In the order in which torch gathers.
+        self._gathers = [("root", self._root), *((unit.name, unit.parameters) for unit in blocks)]
+        self.network = self._network(count)
+
+    def _network(self, count: int) -> Network:
+        values = {name: self._nbytes(name) for name in self.named}
+        gradients = {name: nbytes for name, nbytes in values.items() if self.named[name].requires_grad}
+        of_blocks = [sum(values[name] for name in names) for name, names in self._gathers if name != "root"]
+        of_gradients = [sum(gradients.get(name, 0) for name in names) for _, names in self._gathers]
+        root = sum(values[name] for name in self._root)
+        others = count - 1
+        return Network(
+            forward=others * sum(values.values()),
+            backward=others * (sum(values.values()) - root),
+            gradients=others * sum(gradients.values()),
+            # Each rank has as many rows of what is gathered as the first.
+            gathered=count * (root + 2 * max(of_blocks, default=0) + 2 * max(of_gradients, default=0)),
+        )
+
+    def _nbytes(self, name: str) -> int:
+        return self.named[name].nbytes
+
+    def stand_in(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """An optimizer like this one, of the rows."""
+        made = copy.copy(optimizer)
+        made.param_groups = [
+            {**group, "params": [self._local[id(one)] for one in group["params"]]} for group in optimizer.param_groups
+        ]
+        return made
+
+    def units(self) -> tuple[Unit, ...]:
+        """What is gathered together."""
+        return units_of_gathers(self._gathers, self.named)
+
+    @property
+    def first_elements(self) -> dict[str, int]:
+        """Where in the whole parameters the rows begin, by name."""
+        return dict.fromkeys(self.named, 0)
+
+    def require_by_rows(self, arithmetic: Arithmetic) -> None:
+        """Refuse what needs more than rows."""
+        # The rank after the first begins where that one's rows end.
+        firsts = {name: rows.numel() if rows.numel() < self._whole[name] else 0 for name, rows in self.named.items()}
+        require_divisible(arithmetic, self.named, firsts)
+
+    def elements(self) -> dict[int, int]:
+        """How many elements the parameters have whose rows these are, by the rows' ids."""
+        return {id(rows): self._whole[name] for name, rows in self.named.items()}
+
+    def local_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The rows of a parameter of the model."""
+        return self._local.get(id(parameter), parameter)
+
+
+def _rows(parameter: torch.nn.Parameter, count: int) -> torch.nn.Parameter:
+    shape = (-(-parameter.shape[0] // count), *parameter.shape[1:])
+    rows = torch.empty(shape, dtype=parameter.dtype, device="meta")
+    return torch.nn.Parameter(rows, requires_grad=parameter.requires_grad)

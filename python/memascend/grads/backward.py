@@ -1,0 +1,572 @@
+"""Takes each gradient as autograd accumulates it: measures it, updates by it at once, or moves it to storage."""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+import time
+import weakref
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import torch
+from torch.utils.checkpoint import CheckpointFunction
+
+from memascend.distributed.fsdp import LocalParameter
+from memascend.errors import UsageError
+from memascend.grads.gradient import Gradient, Measure
+from memascend.params import module_hooks
+from memascend.params.threads import current, is_autograds
+from memascend.tensors import Squares, flat, rounded, total
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from types import FrameType
+
+    from memascend.distributed.row_transfer import Figures
+    from memascend.grads.gradient import Updates
+    from memascend.grads.loop import Loop, LossScale
+    from memascend.params.offloaded_param import Place
+    from memascend.storage import Engine
+
+    Check = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    Checked = Callable[[torch.Tensor], tuple[bool, Squares]]
+
+
+# In the parameters' tables of hooks, where torch's own keys are numbers.
+_KEY = "memascend"
+
+
+class AccumulationHooks:
+    """One function for all parameters, called with each whose gradient was accumulated."""
+
+    def __init__(self, heard: Callable[[torch.Tensor], None]) -> None:
+        """`heard` is a bound method. torch holds hooks where Python's collector does not look, so it is held weakly."""
+        weak = weakref.WeakMethod(heard)
+
+        def call(parameter: torch.Tensor) -> None:
+            method = weak()
+            if method is not None:
+                method(parameter)
+
+        self._call = call
+        self._parameters: list[Any] = []
+
+    def add(self, parameter: torch.Tensor) -> None:
+        """Hear of this one's gradients."""
+        self._parameters.append(parameter)
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            frozen = not parameter.requires_grad
+            # One that is frozen now may thaw later, and torch takes no hook of it.
+            parameter.requires_grad_(True)
+            own: Any = parameter
+            if own._post_accumulate_grad_hooks is None:  # noqa: SLF001
+                own._post_accumulate_grad_hooks = _Hooks()  # noqa: SLF001
+            own._post_accumulate_grad_hooks[_KEY] = self._call  # noqa: SLF001
+            parameter.requires_grad_(not frozen)
+
+    def remove(self) -> None:
+        """Let go of all parameters."""
+        for parameter in self._parameters:
+            with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+                hooks = parameter._post_accumulate_grad_hooks  # noqa: SLF001
+            if hooks is not None:
+                hooks.pop(_KEY, None)
+        self._parameters.clear()
+
+
+class _Hooks(dict[Any, Any]):
+    """A parameter's hooks, as torch's own table of them but smaller: a model has thousands of parameters."""
+
+    __slots__ = ("__weakref__",)
+
+
+# What runs a reentrant checkpoint's part of the model, without gradients, for the first time.
+_CHECKPOINTED = CheckpointFunction.forward.__code__
+
+
+class BackwardTasks:
+    """The backwards since the last step, and the one that is open."""
+
+    def __init__(self, declared: int, begins: Callable[[], None], fails: Callable[[], None]) -> None:
+        """None yet.
+
+        Args:
+            declared: how many make a step.
+            begins: hears of each new one, which it may refuse.
+            fails: hears of each that failed, once that is seen.
+        """
+        self.declared = declared
+        # A call has said how many follow.
+        self.expected = False
+        # Those that ended and brought a gradient.
+        self.count = 0
+        # The one that is open brought a gradient.
+        self.delivered = False
+        self.failed = False
+        self._begins = begins
+        self._fails = fails
+        self._task: int | None = None
+        # The thread that began it, and the one that computed the model last, which begins it where autograd's runs it.
+        self._thread = self._last = 0
+
+    @staticmethod
+    def inside() -> bool:
+        """Whether autograd runs a backward in this thread now."""
+        return bool(torch._C._current_graph_task_id() != -1)  # noqa: SLF001
+
+    def enter(self) -> bool:
+        """Note that a backward runs; whether this is one inside another."""
+        task = torch._C._current_graph_task_id()  # noqa: SLF001
+        if task == -1:
+            return False
+        if self._task is None:
+            self._begins()
+            module_hooks.note_thread()
+            self._task = task
+            self._thread = self._last if is_autograds() else current()
+            self.delivered = False
+            torch.autograd.Variable._execution_engine.queue_callback(self._ended)  # noqa: SLF001
+        return bool(task != self._task)
+
+    def _ended(self) -> None:
+        self._task = None
+        # One that asked for gradients of something else is none.
+        self.count += self.delivered
+
+    def entered(self) -> None:
+        """The model is entered; by another thread than the one that has a backward open, this says nothing of it."""
+        here = current()
+        if not self.inside():
+            self._last = here
+        if self._task is None or here == self._thread:
+            self.seen_outside()
+
+    def seen_outside(self) -> None:
+        """A backward that is still open, seen from outside, failed."""
+        if self.inside():
+            self.enter()
+        elif self._task is not None:
+            self._task = None
+            self.failed = True
+            self._fails()
+            module_hooks.let_go()
+
+    def restart(self) -> None:
+        """Count anew: a step was made, or all gradients were dropped."""
+        self.count = 0
+
+    def forget_failure(self) -> None:
+        """What a failed one brought was dropped."""
+        self.failed = False
+        self.restart()
+
+    @contextmanager
+    def expecting(self, more: int) -> Iterator[None]:
+        """So many backwards follow inside; where no number was declared, the last of them makes the step."""
+        declared, self.expected = self.declared, True
+        if declared == 1:
+            self.declared = self.count + more
+        try:
+            yield
+        finally:
+            self.declared, self.expected = declared, False
+
+    def is_last(self, more: int = 1) -> bool:
+        """Whether the one that is open makes a step."""
+        return (self.count + more) % self.declared == 0
+
+    def require_declared(self, name: str) -> None:
+        """Refuse more backwards than were declared: the step would be none of the loop's."""
+        if 1 < self.declared <= self.count:
+            raise UsageError(
+                f"backward {self.count + 1} of a step of {self.declared}, for {name!r}: accumulation_steps= says "
+                'how many make a step; pass another number, or gradients="ssd", which takes any'
+            )
+
+
+def in_reentrant_checkpoint() -> bool:
+    """Whether this is the forward of a reentrant checkpoint: its backward is going to run inside of another."""
+    if torch.is_grad_enabled():
+        return False
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001
+    while frame is not None:
+        if frame.f_code is _CHECKPOINTED:
+            return True
+        frame = frame.f_back
+    return False
+
+
+# What the kernels compute with.
+_FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
+
+
+class Norms:
+    """The norm of all gradients of a step, from a measure that was taken once of each."""
+
+    def __init__(self, check: Check, checked: Checked, figures: Figures | None = None) -> None:
+        """Measure by the kernels; `figures` is what ranks tell each other, where there are several.
+
+        Args:
+            check: `kernels.check_and_unscale`.
+            checked: `kernels.checked`.
+            figures: of all ranks.
+        """
+        self._check = check
+        self._checked = checked
+        self._figures = figures
+        # Of gradients that were measured in memory for this step, by name.
+        self._measures: dict[str, Measure] = {}
+
+    def begin_step(self) -> None:
+        """Forget what the step before has measured."""
+        self._measures.clear()
+
+    def measure(self, values: torch.Tensor) -> Measure:
+        """The measure of a gradient in memory."""
+        return measure(values, self._check, self._checked)
+
+    def measure_once(self, gradient: Gradient, values: torch.Tensor) -> None:
+        """Take the measure that this gradient has for this step, of its values in memory."""
+        if gradient.name not in self._measures:
+            self._measures[gradient.name] = self.measure(values)
+
+    def of(self, gradients: Iterable[tuple[Gradient, torch.Tensor]]) -> tuple[bool, float]:
+        """Whether all of these are finite, and the norm of them all, in double precision.
+
+        Where all were measured in host memory, the sum of all ranks is rounded once: neither order nor the number of
+        ranks changes the norm. Nothing is read for it: each was measured as it was handed on, written or used. What
+        was done by scalars to one on storage, as clipping does, counts as a factor.
+        """
+        numbers = read([self._measures.get(gradient.name) or gradient.measure() for gradient, _ in gradients])
+        # In the order of the parameters, whichever gradient came first.
+        bad, squares = any(bad for bad, _ in numbers), total(squared for _, squared in numbers)
+        if self._figures is not None:
+            # Each rank has measured its rows.
+            told = self._figures.everyone([bad, squares])
+            bad, squares = any(bad for bad, _ in told), total(squares for _, squares in told)
+        return not bad, math.sqrt(rounded(squares))
+
+
+def measure(gradient: torch.Tensor, check: Check, checked: Checked) -> Measure:
+    """Take the measure of a gradient in memory, in whatever order it lies there, by the kernels.
+
+    Numbers where it lies in host memory: two tensors for each parameter would be held otherwise.
+    """
+    values = (gradient.coalesce().values() if gradient.is_sparse else gradient).detach()
+    if values.is_complex():
+        values = torch.view_as_real(values.resolve_conj())
+    if values.dtype not in _FLOATS:
+        found = ~torch.isfinite(values).all()
+        squared = values.abs().double().square_().sum()
+        return (bool(found), float(squared)) if values.device.type == "cpu" else (found, squared)
+    if not torch.ops.aten.is_non_overlapping_and_dense(values):
+        values = values.contiguous()
+    # Neither the flag nor the norm knows an order of dimensions, and the kernel takes few of them.
+    return checked(flat(values)) if values.device.type == "cpu" else check(flat(values))
+
+
+def read(measures: Sequence[Measure]) -> list[tuple[bool, Squares]]:
+    """All of them as numbers."""
+    away = [index for index, (_, square) in enumerate(measures) if isinstance(square, torch.Tensor)]
+    if not away:
+        return [(bool(bad), _number(square)) for bad, square in measures]
+    # A flag is exact as a number.
+    pairs = [torch.stack([cast("torch.Tensor", part).double() for part in measures[index]]) for index in away]
+    numbers = torch.stack(pairs).tolist()
+    found = {index: (bool(bad), square) for index, (bad, square) in zip(away, numbers, strict=True)}
+    return [found.get(index) or (bool(bad), _number(square)) for index, (bad, square) in enumerate(measures)]
+
+
+def _number(square: torch.Tensor | Squares) -> Squares:
+    return float(square) if isinstance(square, torch.Tensor) else square
+
+
+# The gradient's own, and the one that asks.
+_STORAGE_USES = 2
+
+
+class Parts(Protocol):
+    """Takes the gradients of micro-batches; see `microbatches`, which is in a room above this."""
+
+    def take(self, gradient: Gradient) -> bool:
+        """Take what stands in `p.grad`, which autograd has just accumulated; False: it is left there."""
+
+
+class Arrivals:
+    """All gradients, and what becomes of each when it arrives.
+
+    Attributes:
+        by_name: the gradients, by the names of their parameters, in the order of the parameters.
+        backwards: of this step.
+        fresh: something arrived, or was changed, since the last step.
+        scaled: a backward was begun by optimizer.backward().
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        rule: Updates,
+        scale: LossScale,
+        loop: Loop,
+        norms: Norms,
+        on_arrived: Callable[[str, int, float], None],
+        on_begins: Callable[[], None],
+    ) -> None:
+        """Nothing has arrived.
+
+        Args:
+            engine: where gradients wait, and updates run.
+            rule: the arithmetic of an update.
+            scale: what losses are multiplied by; where it is on, every backward is begun within `Gradients.scaled()`.
+            loop: what is known of the training loop.
+            norms: of the gradients of a step.
+            on_arrived: hears of each gradient that was handed on: its name, its bytes, and when that began.
+            on_begins: hears of each backward, before anything of it is taken.
+        """
+        self.by_name: dict[str, Gradient] = {}
+        self.engine = engine
+        self.rule = rule
+        self.scale = scale
+        self.loop = loop
+        self.backwards = BackwardTasks(loop.accumulation_steps, self.begin_backward, self._note_failure)
+        self.fresh = False
+        self.scaled = False
+        self.norms = norms
+        # Takes what micro-batches accumulate, while they are computed.
+        self.parts: Parts | None = None
+        # More parts of the gradient that arrives follow, and it is not the first part.
+        self._more = self._continued = False
+        self._on_arrived = on_arrived
+        self._on_begins = on_begins
+        self._of: dict[int, Gradient] = {}
+        self._hooks = AccumulationHooks(self._hear)
+        # What stood in `p.grad` when a failed backward was seen.
+        self._left: list[tuple[Gradient, weakref.ref[torch.Tensor]]] = []
+
+    def watch(self, place: Place, group: int, step: int) -> None:
+        """Take charge of a parameter's gradients."""
+        self.by_name[place.name] = self._of[id(place.parameter)] = Gradient(self, place, group, step)
+        self._hooks.add(place.parameter)
+
+    def unwatch(self) -> None:
+        """Let go of the parameters."""
+        self._hooks.remove()
+        self._of.clear()
+
+    # --- one arrives -----------------------------------------------------------------
+
+    def _hear(self, parameter: torch.Tensor, *, assigned: bool = False) -> None:
+        """A gradient was accumulated; `assigned`: it was added to what the user had put there."""
+        began = time.perf_counter()
+        gradient = self._of.get(id(parameter))
+        if gradient is None:
+            # What a hook of the user's returned, which torch refuses after the last hook.
+            return
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            values = parameter.grad
+            if values is not None and self.parts is not None and self.parts.take(gradient):
+                pass
+            elif values is not None and not gradient.stands_in(values):
+                # How ranks are handed theirs refers to it, too: there it is known.
+                alone = isinstance(parameter, LocalParameter) or sys.getrefcount(values) <= _references_of_one()
+                self._arrive(gradient, values, lasting=assigned or not alone)
+            elif values is not None:
+                self.backwards.enter()
+        self._on_arrived(gradient.name, gradient.place.nothing.nbytes, began)
+
+    def heard_parts(self, parameter: torch.Tensor, before: torch.Tensor | None, parts: Sequence[torch.Tensor]) -> None:
+        """A gradient came in parts, which are added one by one to what was there `before`; None: the sum is there."""
+        if before is not None:
+            try:
+                with torch.no_grad():
+                    for index, part in enumerate(parts):
+                        self._more, self._continued = index + 1 < len(parts), index > 0
+                        before.add_(part)
+            finally:
+                self._more = self._continued = False
+        self._hear(parameter, assigned=before is not None)
+
+    def _arrive(self, gradient: Gradient, values: torch.Tensor, *, lasting: bool) -> None:
+        """A gradient came where there was none; `lasting`: somebody else has the tensor."""
+        nested = self.backwards.enter()
+        if gradient.handle is not None:
+            # The handle was taken away: what stood behind it is dropped.
+            gradient.drop()
+        gradient.arrived_in = self.backwards.count
+        self.fresh = True
+        self.backwards.delivered = True
+        self._require_declared(gradient)
+        if self.loop.mode == "ram" or values.is_sparse:
+            # A sparse one is small: it waits where it is.
+            return
+        if values.requires_grad:
+            raise UsageError(
+                f"backward(create_graph=True) leaves a graph on the gradient of {gradient.name!r}, which cannot be "
+                'kept: take gradients by torch.autograd.grad(..., create_graph=True), or pass gradients="ram"'
+            )
+        shared = _is_shared(values)
+        own_rows = isinstance(gradient.place.parameter, LocalParameter)
+        if lasting or (not own_rows and _was_there(values, shared=shared)):
+            # The user reads and writes it by another name: it stays where it is, as under "ram".
+            return
+        if shared:
+            # On memory of other gradients, or that somebody gave to backward(gradient=), and may write to.
+            gradient.note_given(values)
+            values = values.clone()
+        if self._is_whole(gradient, nested):
+            self._use(gradient, values)
+        else:
+            gradient.in_pieces = gradient.in_pieces or nested
+            gradient.store(gradient.laid_out(values))
+
+    def _use(self, gradient: Gradient, values: torch.Tensor) -> None:
+        values = gradient.laid_out(values)
+        gradient.take(values, self.norms.measure(values))
+
+    def deliver(self, gradient: Gradient, values: torch.Tensor, *, whole: bool) -> None:
+        """The sum of what all micro-batches of a call have accumulated; `whole`: no more of it comes in this step."""
+        if self.loop.mode == "ram":
+            self._note_delivered(gradient)
+            gradient.place.parameter.grad = values
+        elif whole and self.loop.mode == "fused" and not gradient.in_pieces:
+            self._note_delivered(gradient)
+            self._use(gradient, values)
+        else:
+            self.store(gradient, values)
+
+    def store(self, gradient: Gradient, values: torch.Tensor) -> None:
+        """A sum, or the first part of one, which waits on storage."""
+        self._note_delivered(gradient)
+        gradient.store(gradient.laid_out(values))
+
+    def _note_delivered(self, gradient: Gradient) -> None:
+        if gradient.handle is not None:
+            # The handle was taken away: what stood behind it is dropped.
+            gradient.drop()
+        gradient.arrived_in = self.backwards.count
+        self.fresh = True
+
+    def add(self, gradient: Gradient, values: torch.Tensor) -> None:
+        """A gradient came where there is one, which no update used: its handle refuses another."""
+        inside = self.backwards.inside()
+        if inside:
+            self.backwards.enter()
+        again = gradient.arrived_in == self.backwards.count and inside and not self._continued
+        if again:
+            gradient.in_pieces = True
+        if not again:
+            if not self.backwards.expected:
+                self.loop.notice("accumulation")
+            self._require_declared(gradient)
+        gradient.require_own()
+        gradient.arrived_in = self.backwards.count
+        self.fresh = True
+        self.backwards.delivered = self.backwards.delivered or inside
+        gradient.change(gradient.laid_out(values), add=True)
+        if self._is_whole(gradient, again):
+            gradient.stage_stored((), 1.0)
+
+    def _is_whole(self, gradient: Gradient, nested: bool) -> bool:
+        """Whether nothing more will come of it in this step, so that it can be used at once."""
+        waits = nested or self._more or gradient.in_pieces
+        return self.loop.mode == "fused" and not waits and self.backwards.is_last()
+
+    def _require_declared(self, gradient: Gradient) -> None:
+        if self.loop.mode == "fused":
+            self.backwards.require_declared(gradient.name)
+
+    # --- what is around it --------------------------------------------------------------
+
+    def _note_failure(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            left = ((gradient, gradient.place.parameter.grad) for gradient in self.by_name.values())
+            self._left = [(gradient, weakref.ref(values)) for gradient, values in left if values is not None]
+
+    def require_no_failure(self) -> None:
+        """After a failed backward, go on where all that it left in `p.grad` was dropped, by whatever means.
+
+        Raises:
+            UsageError: some of it stands there still.
+        """
+        if not self.backwards.failed:
+            return
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            for gradient, left in self._left:
+                values = gradient.place.parameter.grad
+                if values is not None and (values is left() or gradient.stands_in(values)):
+                    raise UsageError(
+                        f"the last backward failed, and {gradient.name!r} still has the gradient of a part of it: call "
+                        "zero_grad()"
+                    )
+        self.drop_all()
+
+    def drop_all(self) -> None:
+        """Forget all that arrived, and the updates that are staged. What stands in `p.grad` is left alone."""
+        if self.fresh or self.backwards.failed or any(gradient.state.staged for gradient in self.by_name.values()):
+            self.engine.discard()
+        for gradient in self.by_name.values():
+            gradient.drop(discarded=True)
+        self.fresh = False
+        self._left.clear()
+        self.backwards.forget_failure()
+
+    def begin_backward(self) -> None:
+        """A backward begins, or a call that makes several at once."""
+        self.require_no_failure()
+        self._on_begins()
+        if self.scale.enabled and not self.scaled:
+            raise UsageError("there is a loss scale: begin the backward by optimizer.backward(loss)")
+        if self.backwards.count and self.loop.mode == "fused" and self._all_dropped():
+            # By p.grad = None, as model.zero_grad() does: the count begins again.
+            self.backwards.restart()
+
+    def _all_dropped(self) -> bool:
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            return not any(
+                gradient.handle is not None and gradient.stands_in(gradient.place.parameter.grad)
+                for gradient in self.by_name.values()
+            )
+
+    def entered(self, module: torch.nn.Module) -> None:
+        """A module of the model is entered."""
+        self.backwards.entered()
+        if in_reentrant_checkpoint():
+            self._expect_pieces({id(parameter) for parameter in module.parameters()})
+
+    def touched(self, places: Iterable[Place]) -> None:
+        """Parameters are used outside of their modules."""
+        if in_reentrant_checkpoint():
+            self._expect_pieces({id(place.parameter) for place in places})
+
+    def _expect_pieces(self, parameters: set[int]) -> None:
+        # The backward of a reentrant checkpoint is one inside another. A gradient from outside of it, which may come
+        # first, is not all of it.
+        for gradient in self.by_name.values():
+            if id(gradient.place.parameter) in parameters:
+                gradient.in_pieces = True
+
+
+def _is_shared(values: torch.Tensor) -> bool:
+    """Whether another tensor has the memory."""
+    return bool(torch._C._storage_Use_Count(values.untyped_storage()._cdata) > _STORAGE_USES)  # noqa: SLF001
+
+
+def _was_there(values: torch.Tensor, *, shared: bool) -> bool:
+    """Whether a gradient is on memory that was in `p.grad` before the backward, and is the user's.
+
+    What autograd makes is no view of another tensor, and on memory that can be resized. Accumulation writes to what
+    was there, which counts as a version; what is shared is seldom written to otherwise.
+    """
+    return values._is_view() or not values.untyped_storage().resizable() or (shared and values._version > 0)  # noqa: SLF001
+
+
+@functools.cache
+def _references_of_one() -> int:
+    """What Python counts of a gradient that nobody else has; it depends on the versions of Python and torch."""
+    with torch.inference_mode(mode=False):
+        parameter = torch.nn.Parameter(torch.zeros((), device="cpu"))
+        parameter.grad = torch.zeros((), device="cpu")
+    values = parameter.grad
+    return sys.getrefcount(values)

@@ -1,0 +1,427 @@
+"""Lets one of several threads run at a time, each with a micro-batch, in an order that is learnt and predicted."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import logging
+import math
+import queue
+import threading
+import time
+from bisect import bisect_right
+from collections import Counter
+from dataclasses import dataclass, field
+from difflib import SequenceMatcher
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.overrides import _get_current_function_mode_stack
+
+from memascend.params import module_hooks
+from memascend.params.threads import working_for
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from memascend.grads.gradient import Gradient
+    from memascend.params.unit import Home
+
+
+@dataclass
+class Path:
+    """The streamed units that one micro-batch used, in order, and at which of them each gradient arrived."""
+
+    units: list[int] = field(default_factory=list)
+    # The stage at which each parameter's gradient arrived: the place in `units`, by the parameter's name.
+    arrivals: dict[str, int] = field(default_factory=dict)
+
+    def reach(self, homes: Iterable[Home]) -> list[int]:
+        """Note that units are used; returns those that begin a stage."""
+        begun = []
+        for home in homes:
+            # A unit that is always in memory is read once, whoever uses it when.
+            if home.pinned or home.held or (self.units and self.units[-1] == home.index):
+                continue
+            self.units.append(home.index)
+            begun.append(home.index)
+        return begun
+
+
+class Recorder:
+    """Follows micro-batches that are computed one after the other."""
+
+    def __init__(self) -> None:
+        self.paths: list[Path] = []
+        # Parameters whose gradient cannot be summed by layer, with the reason.
+        self.unfit: dict[str, str] = {}
+
+    def begin(self) -> None:
+        """The next micro-batch begins."""
+        self.paths.append(Path())
+
+    def arrive(self, homes: Iterable[Home]) -> None:
+        """A module or a backward is about to use units."""
+        self.paths[-1].reach(homes)
+
+    def take(self, gradient: Gradient) -> bool:
+        """A gradient has arrived, which is left where it is."""
+        path, name = self.paths[-1], gradient.name
+        values = gradient.place.parameter.grad
+        if name in path.arrivals:
+            self.unfit.setdefault(name, "arrives in pieces")
+        elif values is not None and values.is_sparse:
+            self.unfit.setdefault(name, "is sparse")
+        path.arrivals[name] = len(path.units) - 1
+        return False
+
+
+class Course:
+    """The stages of a micro-batch: the units in the order in which earlier micro-batches used them."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        """Merge the paths of micro-batches, which may skip units, as experts are skipped."""
+        self.units: list[int] = []
+        alike = Counter(tuple(path.units) for path in paths)
+        for units in alike:
+            self.units = _merged(self.units, list(units))
+        self._stages: dict[int, list[int]] = {}
+        for stage, unit in enumerate(self.units):
+            self._stages.setdefault(unit, []).append(stage)
+        # The last stage at which the gradient of a parameter arrived.
+        self.arrivals: dict[str, int] = {}
+        for path in paths:
+            stages = self._followed(path)
+            for name, at in path.arrivals.items():
+                stage = stages[at] if at >= 0 else -1
+                self.arrivals[name] = max(stage, self.arrivals.get(name, -1))
+
+    def next_stage(self, unit: int, stage: int) -> int | None:
+        """The next stage after `stage` that uses a unit; None where no micro-batch has used it from there."""
+        stages = self._stages.get(unit, [])
+        at = bisect_right(stages, stage)
+        return stages[at] if at < len(stages) else None
+
+    def _followed(self, path: Path) -> list[int]:
+        stage, found = -1, []
+        for unit in path.units:
+            following = self.next_stage(unit, stage)
+            stage = stage if following is None else following
+            found.append(stage)
+        return found
+
+
+def _merged(first: list[int], second: list[int]) -> list[int]:
+    """The shortest order that has both, where they agree for the most part."""
+    if not first:
+        return second
+    merged: list[int] = []
+    for tag, i, j, k, m in SequenceMatcher(None, first, second, autojunk=False).get_opcodes():
+        merged += first[i:j]
+        if tag in ("insert", "replace"):
+            merged += second[k:m]
+    return merged
+
+
+class KeptValues:
+    """Finds the modules that keep something from one micro-batch for the next: attributes, buffers."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._seen = self._look()
+
+    def changed(self) -> str | None:
+        """What changed since the last look, in words; None where nothing did."""
+        now = self._look()
+        before, self._seen = self._seen, now
+        for name, values in now.items():
+            for attribute, value in values.items():
+                other = before.get(name, {}).get(attribute)
+                if other is None or not _same(value, other):
+                    return f"module {name!r} changes {attribute!r}" if name else f"the model changes {attribute!r}"
+        return None
+
+    def _look(self) -> dict[str, dict[str, tuple[Any, Any]]]:
+        found = {}
+        for name, module in self._model.named_modules():
+            own = {attribute: _mark(value) for attribute, value in vars(module).items() if attribute not in _OF_MODULES}
+            own.update((attribute, _mark(value)) for attribute, value in module._buffers.items())  # noqa: SLF001
+            found[name] = own
+        return found
+
+
+# What torch keeps in every module.
+_OF_MODULES = frozenset(vars(torch.nn.Module()))
+
+
+def _mark(value: Any) -> tuple[Any, Any]:
+    """The value itself, so that nothing else takes its identity, and what tells of a change in place."""
+    if isinstance(value, torch.Tensor):
+        return value, None if value.is_inference() else value._version  # noqa: SLF001
+    return value, len(value) if isinstance(value, list | dict | set) else None
+
+
+def _same(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
+    plain = isinstance(one[0], int | float | str | bool) and type(one[0]) is type(other[0])
+    return (one[0] is other[0] or (plain and one[0] == other[0])) and one[1] == other[1]
+
+
+_log = logging.getLogger("memascend")
+
+
+# How long one micro-batch may compute one stage before the log names it.
+_STAGE_SECONDS = 120.0
+
+
+# How often the caller looks whether a signal has come.
+_POLL_SECONDS = 0.1
+
+
+class _Abandoned(Exception):
+    """Unwinds a micro-batch that waits while another one has failed."""
+
+
+class Generators:
+    """The states of torch's default random number generators, of the CPU and of the device that computes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
+        if not hasattr(self._module, "get_rng_state"):
+            self._module = None
+
+    def states(self) -> list[torch.Tensor]:
+        """The states now."""
+        states = [torch.get_rng_state()]
+        if self._module is not None:
+            states.append(self._module.get_rng_state())
+        return states
+
+    def load(self, states: list[torch.Tensor]) -> None:
+        """Go on from other states."""
+        torch.set_rng_state(states[0])
+        if self._module is not None:
+            self._module.set_rng_state(states[1])
+
+
+class CallerModes:
+    """What torch keeps for each thread, as the calling thread has it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._grad = torch.is_grad_enabled()
+        self._functions = _get_current_function_mode_stack()
+        self._hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # noqa: SLF001
+        self._autocast = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
+            for kind in {"cpu", device.type}
+            if torch.is_autocast_enabled(kind)
+        ]
+        module: Any = None if device.type == "cpu" else torch.get_device_module(device)
+        self._device = module
+        self._stream = module.current_stream() if hasattr(module, "current_stream") else None
+        self._index = device.index
+        self.context = contextvars.copy_context()
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Have them in this thread inside."""
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(torch.set_grad_enabled(self._grad))
+            # The thread that begins a backward computes all of it: a device's own thread would wait at the first pass.
+            undo.enter_context(torch.autograd.set_multithreading_enabled(False))
+            if self._stream is not None:
+                undo.enter_context(self._device.device(self._index))
+                undo.enter_context(self._device.stream(self._stream))
+            for kind, dtype, cached in self._autocast:
+                undo.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=cached))
+            if self._hooks is not None:
+                undo.enter_context(torch.autograd.graph.saved_tensors_hooks(*self._hooks))
+            for mode in self._functions:
+                torch._C._push_on_torch_function_stack(mode)  # noqa: SLF001
+                undo.callback(torch._C._pop_torch_function_stack)  # noqa: SLF001
+            yield
+
+
+class MicroBatch:
+    """One micro-batch of a call: how far it has come, and what it computes with."""
+
+    def __init__(self, index: int, states: list[torch.Tensor]) -> None:
+        self.index = index
+        self.states = states
+        # The stage that it is in or waits for; -1 before the first one.
+        self.stage: float = -1
+        self.path = Path()
+        self.turn = threading.Semaphore(0)
+        self.result: Any = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has come to its end."""
+        return self.stage == math.inf
+
+
+class Baton:
+    """The micro-batches of one call, of which one runs.
+
+    Attributes:
+        micro_batches: all of them, in order.
+        low: the stage that all of them have reached.
+        strayed: one of them used units in an order that no earlier call has shown.
+    """
+
+    def __init__(self, course: Course, generators: Generators, states: list[list[torch.Tensor]]) -> None:
+        """`states` are those of the random numbers that each micro-batch begins with."""
+        self.micro_batches = [MicroBatch(index, own) for index, own in enumerate(states)]
+        self.low: float = -1
+        self.strayed = False
+        self._course = course
+        self._generators = generators
+        self._local = threading.local()
+        self._passed_at = time.monotonic()
+        self._runs = self.micro_batches[0]
+        self._failure: BaseException | None = None
+        self._all_ended = threading.Semaphore(0)
+        self.on_low: Callable[[float], None] = lambda _: None
+
+    @property
+    def here(self) -> MicroBatch | None:
+        """The micro-batch of this thread."""
+        return getattr(self._local, "micro_batch", None)
+
+    def arrive(self, homes: Iterable[Home]) -> None:
+        """Wait for this micro-batch's turn where it is about to use another unit."""
+        own = self.here
+        if own is None:
+            return
+        for unit in own.path.reach(homes):
+            stage = self._course.next_stage(unit, own.stage)  # type: ignore[arg-type]
+            if stage is None:
+                self.strayed = True
+                continue
+            own.stage = stage
+            self._pass(own)
+
+    def _pass(self, own: MicroBatch) -> None:
+        self._require_whole()
+        chosen = self._choose()
+        if chosen is own or chosen is None:
+            return
+        own.states = self._generators.states()
+        self._hand_to(chosen)
+        own.turn.acquire()
+        self._require_whole()
+
+    def _choose(self) -> MicroBatch | None:
+        running = [one for one in self.micro_batches if not one.ended]
+        low = min((one.stage for one in running), default=math.inf)
+        if low > self.low:
+            self.low = low
+            self.on_low(low)
+        return next((one for one in running if one.stage == low), None)
+
+    def _hand_to(self, chosen: MicroBatch) -> None:
+        self._generators.load(chosen.states)
+        self._passed_at = time.monotonic()
+        self._runs = chosen
+        chosen.turn.release()
+
+    def _require_whole(self) -> None:
+        if self._failure is not None:
+            raise _Abandoned
+
+    def run(self, compute: Callable[[MicroBatch], Any], modes: CallerModes, threads: Threads) -> None:
+        """Compute all micro-batches; raises what the first one that fails raises, after the others have ended."""
+        thread = threading.get_ident()
+        for one in self.micro_batches:
+            threads.begin(one.index, partial(modes.context.copy().run, self._live, one, compute, modes, thread))
+        self._hand_to(self.micro_batches[0])
+        told, interrupted = False, None
+        waiting = len(self.micro_batches)
+        while waiting:
+            try:
+                if self._all_ended.acquire(timeout=_POLL_SECONDS):
+                    waiting -= 1
+                elif not told and time.monotonic() - self._passed_at > _STAGE_SECONDS:
+                    told = True
+                    self._tell()
+            except BaseException as error:
+                if interrupted is not None:
+                    raise
+                interrupted = error
+                self._fail(error)
+        if self._failure is not None:
+            raise self._failure
+
+    def _tell(self) -> None:
+        units = self._runs.path.units
+        _log.warning(
+            "micro-batch %d has computed one stage (%s) for %d seconds: loss_of must not wait for the result of "
+            "another micro-batch; by_layer=False computes one after the other",
+            self._runs.index,
+            f"unit {units[-1]}" if units else "before the first unit",
+            _STAGE_SECONDS,
+        )
+
+    def _fail(self, error: BaseException) -> None:
+        if self._failure is None:
+            self._failure = error
+
+    def _live(self, own: MicroBatch, compute: Callable[[MicroBatch], Any], modes: CallerModes, thread: int) -> None:
+        own.turn.acquire()
+        self._local.micro_batch = own
+        try:
+            with working_for(thread), modes.entered():
+                if self._failure is None:
+                    own.result = compute(own)
+        except _Abandoned:
+            module_hooks.let_go()
+        except BaseException as error:  # noqa: BLE001 - it is raised by the call
+            self._fail(error)
+            module_hooks.let_go()
+        finally:
+            self._local.micro_batch = None
+            self._end(own)
+
+    def _end(self, own: MicroBatch) -> None:
+        own.stage = math.inf
+        own.states = self._generators.states()
+        try:
+            chosen = self._choose()
+        except BaseException as error:  # noqa: BLE001 - likewise
+            self._fail(error)
+            chosen = self._choose()
+        if chosen is not None:
+            self._hand_to(chosen)
+        self._all_ended.release()
+
+
+class Threads:
+    """One thread for each micro-batch, kept from call to call; a waiting one takes no processor time."""
+
+    def __init__(self) -> None:
+        self._queues: list[queue.SimpleQueue[Callable[[], None] | None]] = []
+
+    def begin(self, index: int, work: Callable[[], None]) -> None:
+        """Begin some work in the thread of that number."""
+        while index >= len(self._queues):
+            own: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+            self._queues.append(own)
+            threading.Thread(target=_serve, args=(own,), name=f"memascend micro-batch {index}", daemon=True).start()
+        self._queues[index].put(work)
+
+    def close(self) -> None:
+        """Let the threads end."""
+        queues, self._queues = self._queues, []
+        for own in queues:
+            own.put(None)
+
+
+def _serve(work: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    module_hooks.note_thread()
+    while True:
+        todo = work.get()
+        if todo is None:
+            return
+        todo()
+        # What it leads to is not held by a thread that waits.
+        del todo

@@ -1,0 +1,513 @@
+"""Holds the gradient of one parameter from its arrival until its update, and begins that update."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
+
+import torch
+
+from memascend.errors import UsageError
+from memascend.grads.lazy_grad import GradientHandle
+from memascend.optim import generic
+from memascend.optim.generic import Rehearsals
+from memascend.optim.shared import group_options
+from memascend.params.weight_access import Outlived
+from memascend.storage import decode_state, master_of
+from memascend.tensors import Squares, rounded
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from memascend.grads.lazy_grad import Notice
+    from memascend.grads.loop import Loop, LossScale
+    from memascend.optim.rules import Arithmetic
+    from memascend.optim.state import StateLayout
+    from memascend.params.offloaded_param import Place
+    from memascend.storage import Adam, Chunk, Engine, Late, Momentum, Store
+
+
+# Whether a gradient has a value that is not finite, and its squared norm: numbers, or tensors without dimensions.
+Measure = tuple[torch.Tensor, torch.Tensor] | tuple[bool, Squares]
+
+
+class State(Enum):
+    """Where a gradient is, and whether an update by it is staged."""
+
+    # There is none, or one in memory that no staged update uses. Here and in the next state `p.grad` has no handle.
+    NONE = auto()
+    # In memory; step() staged an update by it, and has not committed.
+    MEMORY_STAGED = auto()
+    # On storage, for step() to use.
+    STORED = auto()
+    # On storage; an update by it is staged.
+    STORED_STAGED = auto()
+    # Gone into an update that is staged.
+    TAKEN = auto()
+    # Gone into an update of a step that is over: committed, or skipped for an overflow.
+    SPENT = auto()
+
+    # Asked for each parameter many times in a step: Enum's own is a call of Python.
+    __hash__ = object.__hash__
+
+    @property
+    def staged(self) -> bool:
+        """Whether an update is staged and not committed."""
+        return self in {State.MEMORY_STAGED, State.STORED_STAGED, State.TAKEN}
+
+    @property
+    def stored(self) -> bool:
+        """Whether the gradient lies on storage."""
+        return self in {State.STORED, State.STORED_STAGED}
+
+
+Move = Literal["store", "change", "take", "stage", "unstage", "end", "drop"]
+
+
+_MOVES: dict[Move, dict[State, State]] = {
+    "store": {State.NONE: State.STORED},
+    # More of it came, or it was replaced.
+    "change": {State.STORED: State.STORED},
+    "take": {State.NONE: State.TAKEN},
+    "stage": {State.NONE: State.MEMORY_STAGED, State.STORED: State.STORED_STAGED},
+    # The staged update was discarded, and what it was made of is still there.
+    "unstage": {State.MEMORY_STAGED: State.NONE, State.STORED_STAGED: State.STORED},
+    # The step was committed, or skipped.
+    "end": {State.MEMORY_STAGED: State.NONE, State.STORED_STAGED: State.STORED, State.TAKEN: State.SPENT},
+    "drop": dict.fromkeys(State, State.NONE),
+}
+
+
+def moved(name: str, state: State, move: Move) -> State:
+    """The state after a move, which has to be one that this state allows."""
+    after = _MOVES[move].get(state)
+    assert after is not None, f"{move!r} of the gradient of {name!r}, which is {state.name}"
+    return after
+
+
+class Receiver(Protocol):
+    """Receives gradients, and has what their updates need."""
+
+    engine: Engine
+    rule: Updates
+    scale: LossScale
+    loop: Loop
+    fresh: bool
+
+    def add(self, gradient: Gradient, values: torch.Tensor) -> None:
+        """A gradient came where there is one."""
+
+
+_WORDS: dict[Notice, str] = {
+    "add": "accumulation",
+    "change": "a change of gradients, as by clipping",
+    "norm": "a norm of gradients",
+    "read": "a read of gradients",
+    "scaler": "a GradScaler",
+    "zero": "zero_grad(set_to_none=False)",
+}
+
+
+class Gradient:
+    """The gradient of one parameter: where it is, the update that it makes, what stands in `p.grad` for it."""
+
+    __slots__ = (
+        "__weakref__",
+        "_arrivals",
+        "_given",
+        "_used",
+        "arrived_in",
+        "found",
+        "group",
+        "handle",
+        "in_pieces",
+        "name",
+        "options",
+        "place",
+        "state",
+        "step",
+    )
+
+    def __init__(self, arrivals: Receiver, place: Place, group: int, step: int) -> None:
+        """`group` is the parameter's place in `param_groups`; `step` counts the updates that are committed."""
+        self._arrivals = arrivals
+        self.place = place
+        self.name = place.name
+        self.group = group
+        self.step = step
+        self.state = State.NONE
+        self.handle: GradientHandle | None = None
+        # Of the update that is staged.
+        self.options: Any = None
+        # The measure of a gradient that is gone into an update.
+        self.found: Measure | None = None
+        # The backward of the step that brought it last.
+        self.arrived_in = -1
+        # It comes in several pieces in one backward (nested graph tasks), so it is never updated as it appears.
+        self.in_pieces = False
+        # The gradient in memory that a step has used (which may be gone, and another be where it was), and its version.
+        self._used: tuple[weakref.ref[torch.Tensor], int] | None = None
+        # The memory that it came on, which others have, too; in memory it would be on it still.
+        self._given: Outlived | None = None
+
+    # --- what becomes of it ---------------------------------------------------------
+
+    def store(self, gradient: torch.Tensor) -> None:
+        """Write one that came where there was none to storage."""
+        self._arrivals.engine.spill(self.name, gradient)
+        self._move("store")
+        self._stand_in()
+
+    def change(self, gradient: torch.Tensor, *, add: bool) -> None:
+        """Replace what is on storage, or add to it."""
+        after = moved(self.name, self.state, "change")
+        self._arrivals.engine.spill(self.name, gradient, add=add)
+        self.state = after
+
+    def take(self, gradient: torch.Tensor, found: Measure) -> None:
+        """Use one that came where there was none: nothing is left of it but its measure."""
+        self.found = found
+        self._begin("take", gradient, 1.0)
+        self._stand_in()
+
+    def stage(self, gradient: torch.Tensor, factor: float) -> None:
+        """Begin the update by its value in memory, multiplied by `factor`."""
+        self._begin("stage", gradient, factor)
+
+    def stage_stored(self, factors: Sequence[float], factor: float) -> None:
+        """Begin the update by what is on storage, multiplied by each of `factors` in turn."""
+        after = moved(self.name, self.state, "stage")
+        self.options = self._arrivals.rule.options(self)
+        self._arrivals.rule.update_spilled(self, factors, self._arrivals.scale.inverse * factor)
+        self.state = after
+
+    def unstage(self) -> None:
+        """Discard the update that is staged; the gradient is still there."""
+        self._arrivals.engine.discard(self.name)
+        self._move("unstage")
+
+    def commit(self) -> None:
+        """The step that has its update is committed."""
+        self._move("end")
+        self.step += 1
+
+    def skip(self) -> None:
+        """The step that had its update is skipped."""
+        self._move("end")
+
+    def drop(self, *, discarded: bool = False) -> None:
+        """Forget it, and the update that is staged; `discarded`: all updates of the step were."""
+        if self.state.staged and not discarded:
+            self._arrivals.engine.discard(self.name)
+        if self.state.stored:
+            self._arrivals.engine.drop_spilled(self.name)
+        if self.handle is not None:
+            self.handle.gradient.drop()
+        self.handle = self._given = None
+        self._move("drop")
+
+    def _begin(self, move: Move, gradient: torch.Tensor, factor: float) -> None:
+        after = moved(self.name, self.state, move)
+        self.options = self._arrivals.rule.options(self)
+        self._arrivals.rule.update(self, gradient, self._arrivals.scale.inverse * factor)
+        # Only now: an update that could not begin is no part of the step.
+        self.state = after
+
+    def _move(self, move: Move) -> None:
+        self.state = moved(self.name, self.state, move)
+
+    # --- what stands in p.grad ------------------------------------------------------
+
+    def _stand_in(self) -> None:
+        # torch's `grad` is an edge that Python's collector does not see: what stands in it must not lead back here.
+        self.handle = GradientHandle(weakref.proxy(self), strides=self.place.stride, device=self.place.device)
+        self.place.parameter.grad = self.handle
+
+    def stands_in(self, gradient: torch.Tensor | None) -> bool:
+        """Whether p.grad is the handle, or another tensor of the same gradient, which then is the handle."""
+        if gradient is self.handle:
+            return True
+        if (
+            self.handle is None
+            or not isinstance(gradient, GradientHandle)
+            or gradient.gradient is not self.handle.gradient
+        ):
+            return False
+        self.handle = gradient
+        return True
+
+    def note_used(self, gradient: torch.Tensor) -> None:
+        """A step has used this gradient in memory."""
+        self._used = (weakref.ref(gradient), gradient._version)  # noqa: SLF001
+
+    def is_used(self, gradient: torch.Tensor) -> bool:
+        """Whether a step has used this gradient in memory, which nobody wrote to since."""
+        return self._used is not None and self._used[0]() is gradient and self._used[1] == gradient._version  # noqa: SLF001
+
+    def laid_out(self, gradient: torch.Tensor) -> torch.Tensor:
+        """A gradient laid out as the parameter is stored."""
+        if isinstance(gradient, GradientHandle):
+            gradient = gradient.materialize()
+        gradient = gradient.detach()
+        if gradient.is_sparse:
+            return gradient
+        if tuple(gradient.stride()) != self.place.stride and gradient.numel() > 1:
+            gradient = torch.empty_strided(
+                self.place.shape, self.place.stride, dtype=gradient.dtype, device=gradient.device
+            ).copy_(gradient)
+        return gradient
+
+    def note_given(self, values: torch.Tensor) -> None:
+        """It came on memory that somebody else may have."""
+        self._given = Outlived(self.place, values)
+
+    def require_own(self) -> None:
+        """Refuse to change it where somebody has the memory that it came on, which would change with it."""
+        if self._given is not None and self._given.checksum() is not None:
+            self._refuse_given("would be changed with it")
+
+    def require_unwritten(self) -> None:
+        """Refuse a step where the memory that it came on was written to."""
+        if self._given is None:
+            return
+        now = self._given.checksum()
+        if now is None:
+            self._given = None
+        elif now != self._given.seen:
+            self._refuse_given("was written to since")
+
+    def _refuse_given(self, what: str) -> NoReturn:
+        raise UsageError(
+            f"the gradient of {self.name!r} is a view of memory that your code keeps, such as a tensor that was given "
+            f"to backward(), and which {what}, where storage has its own: call zero_grad(), and give backward() a "
+            'clone(), or pass gradients="ram" to offload()'
+        )
+
+    # --- what its handle asks ---------------------------------------------------------
+
+    @property
+    def shape(self) -> torch.Size:
+        """The parameter's."""
+        return torch.Size(self.place.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The gradient's."""
+        return self.place.dtype
+
+    @property
+    def fused(self) -> bool:
+        """Whether an update used it already: it is gone, or a change would come too late."""
+        return self.state.staged or not self.state.stored
+
+    def read(self) -> torch.Tensor:
+        """A copy of it, in host memory."""
+        into = torch.empty_strided(self.place.shape, self.place.stride, dtype=self.dtype, device="cpu")
+        self._arrivals.engine.read_spilled(self.name, into)
+        return into
+
+    def add(self, gradient: torch.Tensor) -> None:
+        """More of it came."""
+        self._arrivals.add(self, gradient)
+
+    def assign(self, gradient: torch.Tensor) -> None:
+        """It is another one now."""
+        self.change(gradient, add=False)
+        self._arrivals.fresh = True
+
+    def measure(self) -> Measure:
+        """Whether a gradient that has a handle has a value that is not finite, and its squared norm; nothing is read.
+
+        What was done by scalars to one on storage, as clipping does, counts as a factor.
+        """
+        assert self.handle is not None, "a gradient in memory is measured there"
+        if not self.state.stored:
+            return self._measured()
+        factors = self.handle.factors()
+        assert factors is not None, "a gradient that was changed in another way is measured in memory"
+        bad, squared = self._arrivals.engine.spilled(self.name)
+        return bad, rounded(squared) * math.prod((*factors, *factors)) if factors else squared
+
+    def norm(self) -> float:
+        """Its 2-norm, in double precision."""
+        squares = self._measured()[1]
+        return math.sqrt(float(squares) if isinstance(squares, torch.Tensor) else rounded(squares))
+
+    def nonfinite(self) -> bool:
+        """Whether it has a value that is not finite."""
+        return bool(self._measured()[0])
+
+    def _measured(self) -> Measure:
+        """As it was taken, or as it is stored."""
+        return self._arrivals.engine.spilled(self.name) if self.state.stored else self.found or (False, 0)
+
+    def noticed(self, what: Notice) -> None:
+        """Somebody looked at it, or changed it. A second piece of it is told from accumulation where it is added."""
+        if what != "add":
+            self._arrivals.loop.notice(_WORDS[what])
+
+
+_AS_IT_COMES = generic.Given()
+
+
+class Updates:
+    """The arithmetic of a run's optimizer at work, on an engine."""
+
+    def __init__(
+        self,
+        arithmetic: Arithmetic,
+        engine: Engine,
+        store: Store,
+        values: Callable[[Gradient], torch.Tensor | None],
+    ) -> None:
+        """`values` gives the values of a parameter where they are resident."""
+        self._arithmetic = arithmetic
+        self._engine = engine
+        self._store = store
+        self._values = values
+        self._groups = arithmetic.optimizer.param_groups
+        # The last ones of each group: parameters whose options are equal share them.
+        self._options: dict[int, dict[str, Any]] = {}
+        self._rehearsals = Rehearsals(arithmetic.optimizer)
+
+    def _layout(self, kept: Gradient) -> StateLayout | None:
+        return self._arithmetic.layouts[id(kept.place.parameter)]
+
+    def _group(self, kept: Gradient) -> dict[str, Any]:
+        if kept.group >= len(self._groups):
+            raise UsageError(
+                f"optimizer.param_groups has lost the group of {kept.name!r}, which it had at offload(): put it back "
+                "and call zero_grad(); freeze parameters with requires_grad_(False)"
+            )
+        return self._groups[kept.group]
+
+    def _run(
+        self, kept: Gradient, layout: StateLayout, given: generic.Given = _AS_IT_COMES, method: str = "step"
+    ) -> tuple[Callable[[Chunk], None], Late]:
+        """A run of the optimizer's own code on one parameter, and when it may be called."""
+        group, is_first = self._group(kept), kept.step == 0
+        function = generic.Update(
+            self._arithmetic.optimizer,
+            group,
+            layout,
+            given,
+            first=is_first,
+            method=method,
+            ended=self._arithmetic.shared.ended(kept.name, kept.group),
+        )
+        return self._rehearsals.followed(function, group, kept.dtype, is_first, given.gradient is not None)
+
+    def _own_numbers(self, kept: Gradient, step: int, scale: float) -> Adam | Momentum | None:
+        """The numbers of an update on the engine, of state as its optimizer keeps it; None where that runs itself."""
+        first = kept.step == 0
+        options = self._arithmetic.own_options(self._group(kept), kept.place.parameter, first=first)
+        return None if options is None else self._arithmetic.numbers(options, step, scale)
+
+    def options(self, kept: Gradient) -> dict[str, Any]:
+        """The options that an update of this parameter would use now."""
+        group = self._group(kept)
+        if self._layout(kept) is not None:
+            return group_options(group)
+        options = self._arithmetic.rust_options(group, kept.place.parameter)
+        if options is None:
+            raise UsageError(
+                f"the options of {kept.name!r} now need other state than it has (amsgrad, say): set them before "
+                "offload()"
+            )
+        if self._options.get(kept.group) != options:
+            self._options[kept.group] = options
+        return self._options[kept.group]
+
+    def update(self, kept: Gradient, gradient: torch.Tensor, scale: float) -> None:
+        """Begin the update by a gradient in memory, multiplied by `scale`."""
+        layout = self._layout(kept)
+        step = kept.step + 1
+        if layout is None:
+            if gradient.is_sparse:
+                raise UsageError(
+                    f"{type(self._arithmetic.optimizer).__name__} does not support sparse gradients, and {kept.name!r} "
+                    "has one; use SparseAdam or SGD, or an embedding without sparse=True"
+                )
+            numbers = self._arithmetic.numbers(kept.options, step, scale)
+            self._engine.update(kept.name, gradient, numbers, values=self._values(kept))
+            return
+        own = None if gradient.is_sparse else self._own_numbers(kept, step, scale)
+        if own is not None:
+            self._engine.update(kept.name, gradient, own, values=self._values(kept))
+            return
+        # Its rows are few, and looked up by the engine's thread.
+        sparse = gradient.cpu() if gradient.is_sparse else None
+        function, late = self._run(kept, layout, generic.Given(gradient=sparse, grad_scale=scale))
+        dense = gradient.to_dense() if gradient.is_sparse else gradient
+        whole = layout.whole or sparse is not None
+        self._engine.apply(kept.name, function, step=step, gradient=dense, whole=whole, late=late)
+
+    def update_spilled(self, kept: Gradient, factors: Sequence[float], scale: float) -> None:
+        """Begin the update by the gradient that was spilled."""
+        layout = self._layout(kept)
+        step = kept.step + 1
+        if layout is None:
+            numbers = self._arithmetic.numbers(kept.options, step, scale)
+            self._engine.update_spilled(kept.name, numbers, factors=factors)
+            return
+        own = self._own_numbers(kept, step, scale)
+        if own is not None:
+            self._engine.update_spilled(kept.name, own, factors=factors)
+            return
+        function, late = self._run(kept, layout, generic.Given(factors=tuple(factors), grad_scale=scale))
+        self._engine.apply(kept.name, function, step=step, whole=layout.whole, late=late)
+
+    def switch(self, mode: str, parameters: Iterable[Gradient]) -> list[str]:
+        """Stage what `train()` or `eval()` of the optimizer does to its parameters; the names of those."""
+        begun = []
+        for kept in parameters:
+            layout = self._layout(kept)
+            if kept.step == 0 or layout is None:
+                # Before its first step there is nothing to do, which offload() has tried.
+                continue
+            # The engine wants a gradient; nothing reads it, and what is not written takes no memory.
+            unread = torch.empty_strided(kept.place.shape, kept.place.stride, dtype=kept.dtype, device="cpu")
+            function, late = self._run(kept, layout, method=mode)
+            self._engine.apply(kept.name, function, step=kept.step, gradient=unread, whole=layout.whole, late=late)
+            begun.append(kept.name)
+        return begun
+
+    def rewrite(self, name: str, values: torch.Tensor, step: int) -> None:
+        """Stage other values, and a master that equals them; the moments stay."""
+
+        def function(chunk: Chunk) -> None:
+            given = chunk.gradient
+            assert given is not None
+            chunk.values.copy_(given)
+            if "master" in chunk.state:
+                chunk.state["master"].copy_(given)
+            # The master is the values, nothing was rounded: no rest, and no bit or sign that says so.
+            for of in ("rest", "rounded_up"):
+                if of in chunk.state:
+                    chunk.state[of].zero_()
+            second = chunk.state.get("exp_avg_sq")
+            if "rest" in chunk.state and second is not None and second.is_floating_point():
+                second.abs_()
+
+        self._engine.apply(name, function, step=step, gradient=values)
+
+    def state(self, kept: Gradient) -> dict[str, torch.Tensor]:
+        """A copy of the state, by torch's names, and the master."""
+        values, state = self._store.read(kept.name)
+        layout = self._layout(kept)
+        if layout is not None:
+            master = {"master": state.pop("master", values)}
+            if kept.step == 0:
+                return master
+            return {**generic.export_state(layout, state), **master}
+        given = self._arithmetic.format_of(kept.place.parameter)
+        whole = master_of(values, state) if given is None else decode_state(values, state, given)
+        master = {"master": whole.pop("master")}
+        if kept.step == 0:
+            return master
+        if "momentum_buffer" in whole:
+            # SGD counts no steps.
+            return {**whole, **master}
+        return {"step": torch.tensor(float(kept.step), dtype=torch.float32, device="cpu"), **whole, **master}

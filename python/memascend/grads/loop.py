@@ -1,0 +1,168 @@
+"""Learns how the training loop lets gradients wait, and scales its loss as torch.amp.GradScaler does."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from typing import TYPE_CHECKING, Any, Literal
+
+from memascend.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from memascend.distributed.row_transfer import Figures
+
+
+class Loop:
+    """What is known of the training loop, and so how gradients wait.
+
+    Attributes:
+        mode: "fused" (gradients do not wait), "ssd" or "ram".
+        accumulation_steps: backwards that make a step.
+    """
+
+    def __init__(self, mode: str, accumulation_steps: int, *, keeps: bool, figures: Figures | None = None) -> None:
+        """`mode` may be "auto", too; `keeps`: it is known to need its gradients until step(), and nothing is learnt.
+
+        `figures` is what ranks tell each other, where there are several.
+        """
+        self._figures = figures
+        self.mode = "ssd" if mode == "auto" else mode
+        self.accumulation_steps = accumulation_steps
+        self._learning = mode == "auto"
+        self._keeps = keeps
+        self._noticed: set[str] = set()
+
+    def notice(self, what: str) -> None:
+        """It does something that needs its gradients until step()."""
+        self._noticed.add(what)
+
+    def learn(self) -> str | None:
+        """After the first step: what it needs; the words for the log, once."""
+        if not self._learning:
+            return None
+        self._learning = False
+        if self._figures is not None:
+            # All ranks go on in the same way.
+            self._noticed = self._figures.union(self._noticed)
+        if self._keeps or self._noticed:
+            why = ", ".join(sorted(self._noticed)) or "a declared max_grad_norm or accumulation_steps"
+            return f'gradients="auto": kept on storage until step() ("ssd"), because of {why}'
+        self.mode = "fused"
+        return 'gradients="auto": updated as they appear ("fused") from the second step on'
+
+
+# torch.amp.GradScaler's defaults.
+SCALE_FIRST = 65536.0
+
+
+GROWTH = 2.0
+
+
+BACKOFF = 0.5
+
+
+GROWTH_STEPS = 2000
+
+
+Mode = Literal["dynamic", "fixed", "off"]
+
+
+def _float32(value: float) -> float:
+    """GradScaler keeps its scale in fp32."""
+    return ctypes.c_float(value).value
+
+
+def _checked(scale: object) -> float:
+    if isinstance(scale, bool) or not isinstance(scale, int | float):
+        raise ConfigError(f"loss_scale is {scale!r}: give 'dynamic', a positive number or None")
+    try:
+        rounded = _float32(scale)
+    except OverflowError:
+        rounded = math.inf
+    if not 0.0 < rounded < math.inf:
+        raise ConfigError(f"loss_scale is {scale!r}: a fixed scale is positive and finite as fp32")
+    return rounded
+
+
+class LossScale:
+    """What the loss is multiplied by, and how that changes from step to step.
+
+    Args:
+        setting: "dynamic" (doubles after 2000 steps without overflow, halves on each overflow), a number (stays), or
+            None (off: 1.0, and an overflow is the user's business).
+
+    Raises:
+        ConfigError: another setting.
+    """
+
+    def __init__(self, setting: float | str | None) -> None:
+        self._mode: Mode
+        self._scale: float
+        self._good_steps = 0
+        if setting is None:
+            self._mode, self._scale = "off", 1.0
+        elif setting == "dynamic":
+            self._mode, self._scale = "dynamic", SCALE_FIRST
+        else:
+            self._mode, self._scale = "fixed", _checked(setting)
+
+    @property
+    def mode(self) -> Mode:
+        """How the scale moves: "dynamic", "fixed" or "off"."""
+        return self._mode
+
+    @property
+    def enabled(self) -> bool:
+        """Whether losses are scaled at all."""
+        return self._mode != "off"
+
+    @property
+    def scale(self) -> float:
+        """What the loss is multiplied by now; an fp32 number."""
+        return self._scale
+
+    @property
+    def inverse(self) -> float:
+        """What undoes it: the reciprocal as GradScaler takes it, in f64 and rounded to fp32."""
+        return _float32(1.0 / self._scale) if self._scale else math.inf
+
+    def update(self, overflowed: bool) -> None:
+        """Account for one step: whether any gradient was not finite."""
+        if self._mode != "dynamic":
+            return
+        if overflowed:
+            self._scale = _float32(self._scale * BACKOFF)
+            self._good_steps = 0
+            return
+        self._good_steps += 1
+        if self._good_steps == GROWTH_STEPS:
+            grown = _float32(self._scale * GROWTH)
+            if math.isfinite(grown):
+                self._scale = grown
+            self._good_steps = 0
+
+    def state(self) -> dict[str, Any]:
+        """Everything that a resume needs, as a JSON value."""
+        return {"mode": self._mode, "scale": self._scale, "good_steps": self._good_steps}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take over what state() gave, mode included.
+
+        Raises:
+            ConfigError: that is no such state; nothing is changed.
+        """
+        mode, scale, good_steps = state.get("mode"), state.get("scale"), state.get("good_steps")
+        if mode not in {"dynamic", "fixed", "off"}:
+            raise ConfigError(f"the stored loss scale has the mode {mode!r}: dynamic, fixed and off are known")
+        # A dynamic scale that only ever saw overflows ends at 0, as torch's does.
+        scale = 0.0 if mode == "dynamic" and scale == 0 else _checked(scale)
+        if isinstance(good_steps, bool) or not isinstance(good_steps, int) or not 0 <= good_steps < GROWTH_STEPS:
+            raise ConfigError(
+                f"the stored loss scale counts {good_steps!r} good steps: 0 to {GROWTH_STEPS - 1} make sense"
+            )
+        self._mode, self._scale, self._good_steps = mode, scale, good_steps
+
+    def __repr__(self) -> str:
+        return f"LossScale({self._mode}, {self._scale:g})"

@@ -1,0 +1,395 @@
+"""Computes the micro-batches of one step layer by layer, with the bits of computing them one after the other."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_map_only
+
+from memascend.errors import ConfigError, UsageError
+from memascend.grads.baton import Baton, CallerModes, Course, Generators, KeptValues, Path, Recorder, Threads
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from memascend.grads.backward import Arrivals
+    from memascend.grads.baton import MicroBatch
+    from memascend.grads.gradient import Gradient
+    from memascend.params.residency import Residency
+    from memascend.storage import Engine
+
+
+# The gradient's own storage, and the reference that asks.
+_STORAGE_USES = 2
+
+
+class _Sum:
+    """What has come of one parameter's gradient."""
+
+    __slots__ = ("came", "early", "gradient", "stage", "stored", "values")
+
+    def __init__(self, gradient: Gradient, stage: int) -> None:
+        self.gradient = gradient
+        # At which its parts arrive: a micro-batch that has passed it brings none.
+        self.stage = stage
+        # The micro-batches whose parts have come.
+        self.came: set[int] = set()
+        # Parts that came before one of an earlier micro-batch.
+        self.early: dict[int, torch.Tensor] = {}
+        self.values: torch.Tensor | None = None
+        # The sum is on storage: memory had no room for it.
+        self.stored = False
+
+
+class PartialSums:
+    """The gradients of one call. Each goes to the update or to storage once no micro-batch can add to it."""
+
+    def __init__(
+        self,
+        arrivals: Arrivals,
+        course: Course,
+        baton: Baton,
+        limit: int,
+        room: Callable[[int], None],
+        *,
+        whole: bool,
+    ) -> None:
+        """Begin with none.
+
+        Args:
+            arrivals: takes what is complete.
+            course: at which stage each gradient arrives.
+            baton: which micro-batch runs, and how far the others are.
+            limit: bytes of sums in memory; others lie on storage, and each part is added there.
+            room: waits until the queue of gradients leaves room for so many bytes of sums.
+            whole: nothing more of this step comes after the call.
+        """
+        self._arrivals = arrivals
+        self._course = course
+        self._baton = baton
+        self._limit = limit
+        self._room = room
+        self._whole = whole
+        self._open: dict[str, _Sum] = {}
+        self._done: set[str] = set()
+        # By the stage at which they are complete: the names of gradients that have begun to come.
+        self._due: dict[int, list[str]] = {}
+        self._passed = -1
+        self.nbytes = 0
+        self.peak = 0
+        baton.on_low = self._reached
+
+    def take(self, gradient: Gradient) -> bool:
+        """Take the part of a gradient that a micro-batch has just accumulated, and leave nothing in `p.grad`."""
+        own = self._baton.here
+        if own is None:
+            return False
+        values = gradient.place.parameter.grad
+        assert values is not None, "it was accumulated"
+        gradient.place.parameter.grad = None
+        if values.requires_grad or values.is_sparse:
+            kind = "a sparse" if values.is_sparse else "backward(create_graph=True) leaves a graph on the"
+            raise UsageError(f"{kind} gradient of {gradient.name!r} is not summed by layer: pass by_layer=False")
+        if torch._C._storage_Use_Count(values.untyped_storage()._cdata) > _STORAGE_USES:  # noqa: SLF001
+            # A view of memory that somebody else may write to.
+            values = values.clone()
+        with torch.no_grad():
+            self._add_part(gradient, own, values)
+        return True
+
+    def _add_part(self, gradient: Gradient, own: MicroBatch, values: torch.Tensor) -> None:
+        name = gradient.name
+        found = self._open.get(name)
+        if name in self._done or (found is not None and own.index in found.came):
+            raise _other_order(name)
+        if found is None:
+            found = self._open[name] = _Sum(gradient, max(self._course.arrivals.get(name, -1), int(own.stage)))
+            self._due.setdefault(found.stage, []).append(name)
+        found.came.add(own.index)
+        own.path.arrivals[name] = len(own.path.units) - 1
+        found.early[own.index] = values
+        self._add_in_order(found)
+        if len(found.came) == len(self._baton.micro_batches) and not found.early:
+            self._complete(found)
+
+    def _add_in_order(self, found: _Sum, *, all_of_it: bool = False) -> None:
+        """Add what nothing of an earlier micro-batch can precede any more."""
+        for index in sorted(found.early):
+            if not all_of_it and any(self._may_come(found, before) for before in range(index)):
+                return
+            self._add(found, found.early.pop(index))
+
+    def _may_come(self, found: _Sum, index: int) -> bool:
+        """Whether a micro-batch may bring a part of a gradient yet: it has not passed the stage where they arrive."""
+        if index in found.came:
+            return False
+        return self._baton.micro_batches[index].stage <= found.stage
+
+    def _add(self, found: _Sum, values: torch.Tensor) -> None:
+        gradient = found.gradient
+        if found.stored:
+            gradient.change(gradient.laid_out(values), add=True)
+        elif found.values is not None:
+            found.values.add_(values)
+        elif self.nbytes + values.nbytes <= self._limit:
+            self._room(self.nbytes + values.nbytes)
+            self.nbytes += values.nbytes
+            self.peak = max(self.peak, self.nbytes)
+            found.values = values
+        else:
+            self._arrivals.store(gradient, values)
+            gradient.place.parameter.grad = None
+            found.stored = True
+
+    def _complete(self, found: _Sum) -> None:
+        gradient = found.gradient
+        del self._open[gradient.name]
+        self._done.add(gradient.name)
+        if found.stored:
+            gradient.place.parameter.grad = gradient.handle
+            if self._whole and self._arrivals.loop.mode == "fused" and not gradient.in_pieces:
+                gradient.stage_stored((), 1.0)
+        elif found.values is not None:
+            values, found.values = found.values, None
+            self.nbytes -= values.nbytes
+            self._arrivals.deliver(gradient, values, whole=self._whole)
+
+    def _reached(self, low: float) -> None:
+        """All micro-batches have come to a stage: what arrives before it is complete, whoever brought nothing."""
+        last = max(self._due, default=-1)
+        end = int(min(low, last + 1))
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            for stage in sorted(stage for stage in self._due if stage < end):
+                for name in self._due.pop(stage):
+                    found = self._open.get(name)
+                    if found is not None:
+                        self._add_in_order(found, all_of_it=True)
+                        self._complete(found)
+
+    def drop(self) -> None:
+        """Forget all that is not complete."""
+        for found in self._open.values():
+            if found.stored:
+                found.gradient.place.parameter.grad = found.gradient.handle
+        self._open.clear()
+        self.nbytes = 0
+
+
+def _other_order(name: str) -> UsageError:
+    return UsageError(
+        f"the gradient of {name!r} arrived in another order than in earlier calls, and its sum would have other bits: "
+        "nothing of the step is kept; compute it again with accumulate(..., by_layer=False)"
+    )
+
+
+_log = logging.getLogger("memascend")
+
+
+# The key of our own hook on accumulated gradients.
+_OWN_HOOK = "memascend"
+
+
+@dataclass(kw_only=True, eq=False)
+class Accumulation:
+    """The micro-batches of a run, and what earlier calls have shown of them."""
+
+    model: torch.nn.Module
+    arrivals: Arrivals  # of its gradients
+    residency: Residency  # of its units
+    engine: Engine  # whose queue of gradients has the same bound as their sums
+    device: torch.device  # the one that computes
+    limit: int  # bytes of gradients that may be summed in memory
+    strict: bool  # the user gave a budget: sums and queue together stay within `limit`
+    never: str | None  # why micro-batches cannot be computed by layer; None where they can
+    peak: int = 0  # bytes of gradients that were summed in memory at once, at most
+
+    def __post_init__(self) -> None:
+        self._generators = Generators(self.device)
+        self._threads = Threads()
+        # What the calls so far have shown; None before the first.
+        self._course: Course | None = None
+        self._sums: PartialSums | None = None
+        self._told: set[str] = set()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of gradients that are summed in memory now."""
+        return 0 if self._sums is None else self._sums.nbytes
+
+    def run(
+        self,
+        loss_of: Callable[[Any], Any],
+        batches: Iterable[Any],
+        begin: Callable[[torch.Tensor], None],
+        *,
+        by_layer: bool,
+    ) -> list[Any]:
+        """Compute the losses and gradients of micro-batches; `begin` begins the backward of one's loss."""
+        listed = list(batches)
+        seeds = [int(torch.empty((), dtype=torch.int64, device="cpu").random_().item()) for _ in listed]
+        if not listed:
+            return []
+
+        def computed(batch: Any) -> Any:
+            result = loss_of(batch)
+            begin(_loss_in(result))
+            return tree_map_only(torch.Tensor, torch.Tensor.detach, result)
+
+        if by_layer and self._is_fit(len(listed)):
+            return self._by_layer(computed, listed, seeds)
+        watched = by_layer and self.never is None and self._course is None and len(listed) > 1
+        with self._watched() if watched else contextlib.nullcontext() as recorder:
+            return self._in_turn(computed, listed, seeds, recorder)
+
+    def close(self) -> None:
+        """Let the threads end."""
+        self._threads.close()
+
+    # --- one after the other -----------------------------------------------------------
+
+    def _in_turn(
+        self, computed: Callable[[Any], Any], batches: list[Any], seeds: list[int], recorder: Recorder | None
+    ) -> list[Any]:
+        results = []
+        with self.arrivals.backwards.expecting(len(batches)):
+            for batch, seed in zip(batches, seeds, strict=True):
+                if recorder is not None:
+                    recorder.begin()
+                torch.manual_seed(seed)
+                results.append(computed(batch))
+        return results
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[Recorder]:
+        """Learn the order in which units are used, and whether a module keeps something for the next micro-batch."""
+        kept, numbers = KeptValues(self.model), _random_states()
+        recorder = Recorder()
+        self.residency.stages = recorder
+        self.arrivals.parts = recorder
+        try:
+            yield recorder
+        finally:
+            self.residency.stages = None
+            self.arrivals.parts = None
+        changed = kept.changed()
+        self.never = changed or (None if numbers == _random_states() else _OTHER_NUMBERS)
+        if recorder.unfit:
+            name, reason = next(iter(recorder.unfit.items()))
+            self.never = f"the gradient of {name!r} {reason}"
+        self._learn(recorder.paths)
+        if self.never is not None:
+            self._tell(self.never)
+
+    def _learn(self, paths: list[Path]) -> None:
+        self._course = Course(paths)
+        if len(self._course.units) < 2:
+            self.never = self.never or "no more than one unit is streamed"
+
+    def _tell(self, why: str) -> None:
+        if why not in self._told:
+            self._told.add(why)
+            _log.info("accumulate(): micro-batches are computed one after the other, since %s", why)
+
+    # --- by layer -----------------------------------------------------------------------
+
+    def _is_fit(self, count: int) -> bool:
+        """Whether this call is computed by layer; the log says why not."""
+        if count == 1:
+            return False
+        why = self.never or self._unfit_now()
+        if why is not None:
+            self._tell(why)
+            return False
+        return self._course is not None
+
+    def _unfit_now(self) -> str | None:
+        if _get_current_dispatch_mode_stack():
+            return "a dispatch mode is active, which other threads do not have"
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            for gradient in self.arrivals.by_name.values():
+                parameter = gradient.place.parameter
+                if parameter.grad is not None:
+                    return f"{gradient.name!r} has a gradient already"
+                hooks = parameter._post_accumulate_grad_hooks  # noqa: SLF001
+                if hooks is not None and set(hooks) != {_OWN_HOOK}:
+                    return f"a hook of yours hears of each accumulated gradient of {gradient.name!r}"
+        return None
+
+    def _by_layer(self, computed: Callable[[Any], Any], batches: list[Any], seeds: list[int]) -> list[Any]:
+        states = []
+        for seed in seeds:
+            torch.manual_seed(seed)
+            states.append(self._generators.states())
+        assert self._course is not None
+        baton = Baton(self._course, self._generators, states)
+        backwards = self.arrivals.backwards
+        whole = backwards.declared == 1 or backwards.is_last(len(batches))
+        self._sums = PartialSums(self.arrivals, self._course, baton, self.limit, self._make_room, whole=whole)
+        kept, numbers = KeptValues(self.model), _random_states()
+        self.residency.stages, self.arrivals.parts = baton, self._sums
+        try:
+            self.arrivals.begin_backward()
+            baton.run(lambda own: computed(batches[own.index]), CallerModes(self.device), self._threads)
+            self._require_nothing_kept(kept.changed() or (None if numbers == _random_states() else _OTHER_NUMBERS))
+        except BaseException:
+            self._abandon()
+            raise
+        finally:
+            self.residency.stages = self.arrivals.parts = None
+            self.peak = max(self.peak, self._sums.peak)
+            self._sums = None
+        backwards.count += len(batches)
+        if baton.strayed:
+            before = Path(self._course.units, self._course.arrivals)
+            self._course = Course([before, *(one.path for one in baton.micro_batches)])
+        self._generators.load(baton.micro_batches[-1].states)
+        return [one.result for one in baton.micro_batches]
+
+    def _require_nothing_kept(self, changed: str | None) -> None:
+        if changed is not None:
+            self.never = changed
+            raise UsageError(
+                f"{changed} while micro-batches are computed by layer, and did not in earlier calls: nothing of the "
+                "step is kept; call accumulate() again, which takes one after the other from now on"
+            )
+
+    def _abandon(self) -> None:
+        """Forget all that the call has brought; before it there was nothing."""
+        assert self._sums is not None
+        self._sums.drop()
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            self.arrivals.drop_all()
+            for gradient in self.arrivals.by_name.values():
+                gradient.place.parameter.grad = None
+
+    def _make_room(self, nbytes: int) -> None:
+        if self.strict and self.engine.queued_bytes + nbytes > self.limit:
+            self.engine.drain()
+
+
+def _loss_in(result: Any) -> torch.Tensor:
+    loss = result[0] if isinstance(result, tuple) and result else result
+    if not isinstance(loss, torch.Tensor):
+        raise ConfigError(
+            f"loss_of returned {type(result).__name__}: it returns the loss, or a tuple whose first item is the loss"
+        )
+    return loss
+
+
+_OTHER_NUMBERS = "random numbers of Python or numpy are drawn"
+
+
+def _random_states() -> tuple[Any, ...]:
+    """The states of generators that are not torch's, so that two of them can be compared."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return (random.getstate(),)
+    name, keys, *rest = numpy.random.get_state(legacy=True)
+    return (random.getstate(), name, keys.tobytes(), *rest)

@@ -1,0 +1,171 @@
+"""Records scalar arithmetic on a gradient that is not in memory; replays it bit-exactly."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+# Elementwise, in place, and the same whenever they run: nothing random, nothing that looks at a whole tensor.
+RECORDABLE = frozenset(
+    {
+        "abs_",
+        "add_",
+        "clamp_",
+        "clamp_max_",
+        "clamp_min_",
+        "copysign_",
+        "div_",
+        "fill_",
+        "mul_",
+        "nan_to_num_",
+        "neg_",
+        "pow_",
+        "sgn_",
+        "sign_",
+        "sub_",
+        "zero_",
+    }
+)
+
+
+# The old values do not matter to these.
+OVERWRITING = frozenset({"zero_", "fill_"})
+
+
+UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
+
+
+def is_scalar(value: object) -> bool:
+    """Whether an argument is one number (or none, or a mode such as a rounding), whatever carries it."""
+    if isinstance(value, torch.Tensor):
+        return type(value) is torch.Tensor and value.dim() == 0
+    return value is None or isinstance(value, bool | int | float | complex | str)
+
+
+def is_recordable(name: str, arguments: list[Any]) -> bool:
+    """Whether the operation, by its name without "_foreach_", is elementwise by these arguments alone."""
+    return name in RECORDABLE and all(is_scalar(argument) for argument in arguments)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation of torch, and its arguments but for the gradient."""
+
+    function: Any
+    name: str
+    arguments: tuple[Any, ...]
+    options: dict[str, Any] = field(default_factory=dict)
+    listed: bool = False
+
+    def owned(self) -> Operation:
+        """The same with tensors of its own: the caller's may change before the replay."""
+
+        def own(value: object) -> object:
+            return value.clone() if isinstance(value, torch.Tensor) else value
+
+        arguments = tuple(own(value) for value in self.arguments)
+        return Operation(
+            self.function, self.name, arguments, {key: own(value) for key, value in self.options.items()}, self.listed
+        )
+
+    def apply(self, tensor: Tensor) -> Any:
+        """Do it to a tensor by torch, and return what torch does."""
+        # A list where torch was given a list: on a GPU the two have kernels of their own.
+        if not self.listed:
+            return self.function(tensor, *self.arguments, **self.options)
+        results = self.function([tensor], *self.arguments, **self.options)
+        return results[0] if results else None
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether a number that it takes lies on a GPU."""
+        return any(isinstance(value, torch.Tensor) and value.device.type != "cpu" for value in self.arguments)
+
+    @property
+    def overwrites(self) -> bool:
+        """Whether the result is the same for any gradient."""
+        return self.name in OVERWRITING
+
+    @property
+    def rounds_its_scalar(self) -> bool:
+        """Whether torch's CPU code rounds the scalar to the gradient's dtype: `_foreach_mul_` does, `mul_` does not."""
+        return self.function._overloadname in {"Scalar", "ScalarList"}  # noqa: SLF001
+
+    def changes_nothing(self) -> bool:
+        """Whether any gradient stays as it is; waits for a GPU only where the number lies on one."""
+        numbers = [*self.arguments, *self.options.values()]
+        values = [value.item() if isinstance(value, torch.Tensor) else value for value in numbers]
+        if self.name == UNSCALE:
+            return bool(values[-1] == 1)
+        if self.name in {"mul_", "div_"}:
+            return len(values) == 1 and values[0] == 1
+        if self.name in {"clamp_", "clamp_min_", "clamp_max_"}:
+            low, high = self._bounds(values)
+            return low in {None, -math.inf} and high in {None, math.inf}
+        return False
+
+    def _bounds(self, values: list[Any]) -> tuple[Any, Any]:
+        if self.name == "clamp_min_":
+            return values[0], None
+        if self.name == "clamp_max_":
+            return None, values[0]
+        named = dict(zip(self.options, values[len(self.arguments) :], strict=True))
+        low, high, *_ = [*values[: len(self.arguments)], None, None]
+        return named.get("min", low), named.get("max", high)
+
+    def factor(self, dtype: torch.dtype, dimensions: int, device: torch.device) -> float | None:  # noqa: PLR0911
+        """The fp32 number by which this multiplies, or None where it does anything else.
+
+        torch multiplies 16-bit gradients in fp32 by the scalar in fp32 and rounds once. That does not hold where the
+        scalar takes part in the promotion: a double beside a gradient without dimensions is multiplied in double.
+        """
+        if dtype not in {torch.float32, torch.bfloat16, torch.float16} or self.options:
+            return None
+        if self.name == UNSCALE:
+            scale: Tensor = self.arguments[1]
+            return scale.item()
+        if self.name not in {"mul_", "div_"} or len(self.arguments) != 1:
+            return None
+        (number,) = self.arguments
+        if isinstance(number, list | tuple):
+            (number,) = number
+        if isinstance(number, torch.Tensor):
+            if number.is_complex() or (dimensions == 0 and number.dtype == torch.float64):
+                return None
+            scalar = number
+        else:
+            kind = torch.int64 if isinstance(number, bool | int) else torch.float64
+            scalar = torch.tensor(number, dtype=kind, device="cpu")
+        rounded = scalar.to(dtype).to(torch.float32).item()
+        value = scalar.to(torch.float32).item()
+        if self.rounds_its_scalar and device.type == "cpu":
+            value = rounded
+        elif (self.listed or scalar.device.type != "cpu" or device.type != "cpu") and rounded != value:
+            # On a GPU it depends on the kernel whether the scalar is rounded to the gradient's dtype first.
+            return None
+        if self.name == "mul_":
+            return value
+        # A division is a multiplication by a power of two, or it is none.
+        inverse = 1.0 / value if value else math.inf
+        is_power = math.isfinite(value) and abs(math.frexp(value)[0]) == 0.5
+        return inverse if is_power and 2.0**-126 <= abs(inverse) <= 2.0**126 else None
+
+
+def factors_of(
+    operations: list[Operation], dtype: torch.dtype, dimensions: int, device: torch.device
+) -> tuple[float, ...] | None:
+    """The operations as fp32 factors of such a gradient, each product rounded to its dtype; None where they are not."""
+    factors = []
+    for operation in operations:
+        factor = operation.factor(dtype, dimensions, device)
+        if factor is None:
+            return None
+        factors.append(factor)
+    return tuple(factors)

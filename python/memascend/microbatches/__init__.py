@@ -1,1 +1,0 @@
-"""Computes the micro-batches of one step layer by layer, with the bits of computing them one after the other."""

@@ -1,0 +1,480 @@
+"""Runs any torch optimizer with per-parameter state on streamed state, with torch's own arithmetic."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from memascend.errors import ConfigError, UsageError
+from memascend.optim.shared import (
+    GONE,
+    Disagreement,
+    SharedName,
+    SharedValues,
+    attributes_of,
+    cloned,
+    common_end,
+    copied,
+    named,
+    parts_of,
+    plain,
+    put,
+    restored,
+    run,
+    same,
+    stand_in,
+    storable,
+)
+from memascend.optim.state import StateLayout, in_order
+from memascend.optim.trial import known
+from memascend.tensors import flat
+
+if TYPE_CHECKING:
+    import contextlib
+    from collections.abc import Callable, Hashable, Iterable, Mapping
+
+    from memascend.storage import Chunk, Late
+
+    # Hears what a run changed beside its parameter and the state of that.
+    Ended = Callable[[dict[SharedName, Any]], None]
+
+
+_FLOAT32_MAX = torch.finfo(torch.float32).max
+
+
+def rust_options(
+    optimizer: torch.optim.Optimizer,
+    group: Mapping[str, Any],
+    *,
+    dtype: torch.dtype,
+    master_dtype: torch.dtype | None = torch.float32,
+) -> dict[str, Any] | None:
+    """The numbers of `Engine.update` for a parameter of `dtype` in `group`; None where its update is torch's own code.
+
+    AdamW and Adam run on our kernel, by their exact type, where master and moments are float32. The kernel keeps no
+    maximum (amsgrad). A change between the two during a run is the caller's to refuse: they keep different state.
+    """
+    if type(optimizer) not in {torch.optim.AdamW, torch.optim.Adam} or group.get("amsgrad"):
+        return None
+    if dtype != torch.float32 and (master_dtype != torch.float32 or dtype not in {torch.bfloat16, torch.float16}):
+        return None
+    return adam_options(optimizer, group)
+
+
+def adam_options(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers of `engine.Adam` for a group of Adam or AdamW, torch's or those of bitsandbytes."""
+    beta1, beta2 = group["betas"]
+    return {
+        "lr": float(group["lr"]),
+        "betas": (float(beta1), float(beta2)),
+        "eps": float(group["eps"]),
+        "weight_decay": float(group["weight_decay"]),
+        # Both of bitsandbytes' decouple it.
+        "decoupled": type(optimizer) is not torch.optim.Adam or bool(group.get("decoupled_weight_decay")),
+        "maximize": bool(group.get("maximize")),
+    }
+
+
+def sgd_options(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], layout: StateLayout, *, first: bool
+) -> dict[str, Any] | None:
+    """The numbers of `engine.Momentum` for a parameter of SGD in `group`, on state as torch keeps it.
+
+    None where torch's own code has to run: its fused kernel has other bits with momentum, and what options are no
+    numbers in their ranges, or need other state than there is (`first`: none was made yet), is its to say.
+    """
+    if type(optimizer) is not torch.optim.SGD or layout.dtype != torch.float32 or group.get("fused"):
+        return None
+    options = {name: group[name] for name in ("lr", "momentum", "dampening", "weight_decay")}
+    if not all(type(value) in {int, float} and 0 <= value <= _FLOAT32_MAX for value in options.values()):
+        return None
+    has_momentum, keeps_one = options["momentum"] != 0, "momentum_buffer" in layout.tensors
+    nesterov = bool(group["nesterov"] and has_momentum)
+    if (has_momentum and not keeps_one) or (keeps_one and first and not has_momentum):
+        return None
+    if nesterov and options["dampening"]:
+        return None
+    numbers = {name: float(value) for name, value in options.items()}
+    return {**numbers, "nesterov": nesterov, "maximize": bool(group["maximize"])}
+
+
+class Given(NamedTuple):
+    """What an update is told of its gradient."""
+
+    # In place of the chunks': all of the parameter's. A sparse one needs `whole=True`.
+    gradient: torch.Tensor | None = None
+    factors: tuple[float, ...] = ()  # each multiplies the gradient in the gradient's own type, in this order
+    grad_scale: float = 1.0  # multiplies the gradient after that, in the type that the update computes in
+
+
+_AS_IT_COMES = Given()
+
+
+class Update:
+    """One update of one parameter, as the options stand now, for `Engine.apply` with `whole=layout.whole`.
+
+    It runs the optimizer's own step on the memory of the chunks, and writes state that the step makes anew into theirs.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        group: Mapping[str, Any],
+        layout: StateLayout,
+        given: Given = _AS_IT_COMES,
+        *,
+        first: bool,
+        method: str = "step",
+        ended: Ended | None = None,
+    ) -> None:
+        """Begin with the options as they stand now.
+
+        Args:
+            optimizer: the original; nothing is done to it.
+            group: the group of the parameter, one of the optimizer's own.
+            layout: what `describe` said of the parameter.
+            given: of the gradient.
+            first: whether the parameter has no state yet; what its chunks hold of it is then not read.
+            method: another method than the optimizer's step, which is run without a gradient.
+            ended: is told the options and attributes that the run changed, on the engine's thread; None: it changes
+                none.
+        """
+        self._optimizer = optimizer
+        self._layout = layout
+        self._first = first
+        self._given = given
+        self._whole_gradient = given.gradient
+        self._method = method
+        self._ended = ended
+        # Taken now: the chunks come on the engine's thread, while a scheduler may already be at the next step's.
+        self._place = next(index for index, other in enumerate(optimizer.param_groups) if other is group)
+        shared = SharedValues.of(optimizer)
+        if known(optimizer):
+            # A class that we do not know may read its first group, whichever the parameter is in, and write to any.
+            shared, self._place = SharedValues(shared.attributes, [shared.groups[self._place]]), 0
+            self._begin = SharedValues(shared.attributes, copied(shared.groups))
+        else:
+            self._begin = shared.copy()
+        # The scalars as they were before the update: each chunk advances a copy.
+        self._scalars: dict[str, torch.Tensor] = {}
+
+    def __call__(self, chunk: Chunk) -> None:
+        """Update the part of the parameter that a chunk has."""
+        layout = self._layout
+        whole = chunk.start == 0 and chunk.last
+        if not whole and (
+            layout.whole or (self._whole_gradient is not None and self._whole_gradient.layout != torch.strided)
+        ):
+            raise UsageError(
+                f"an update by {named(self._optimizer)} needs the whole parameter at once: apply whole=True"
+            )
+        values = self._laid(chunk.values, whole)
+        target = self._laid(chunk.state["master"], whole) if layout.master else values
+        parameter = stand_in(target, layout.attributes)
+        if self._method == "step":
+            parameter.grad = self._gradient_of(chunk, target, whole)
+        state = {} if self._first else self._state_of(chunk, whole)
+        begin = self._begin if known(self._optimizer) else self._begin.copy()
+        groups: list[dict[str, Any]] = [{**group, "params": []} for group in begin.groups]
+        groups[self._place]["params"] = [parameter]
+        states: dict[torch.Tensor, dict[str, Any]] = {parameter: state} if state else {}
+        copy = cloned(self._optimizer, begin.attributes, groups, states)
+        run(copy, self._method)
+        with torch.no_grad():
+            if parameter.data_ptr() != target.data_ptr():
+                target.copy_(parameter)
+            if layout.master:
+                values.copy_(target)
+            self._keep(chunk, copy.state.get(parameter, {}), whole)
+        if not known(self._optimizer):
+            self._tell(copy)
+
+    def _tell(self, copy: torch.optim.Optimizer) -> None:
+        """Say what the run changed beside the parameter and its state."""
+        changes = self._begin.changes(SharedValues.of(copy))
+        if self._ended is not None:
+            self._ended(changes)
+        elif changes:
+            raise UsageError(f"{named(copy)} changed {next(iter(changes))}, which is not followed here")
+
+    def _laid(self, tensor: torch.Tensor, whole: bool) -> torch.Tensor:
+        """A tensor of the parameter's shape, laid out as the parameter is; a part of it has no shape."""
+        if not whole:
+            return tensor.reshape(-1)
+        return (
+            tensor if tensor.shape == self._layout.shape else tensor.as_strided(self._layout.shape, self._layout.stride)
+        )
+
+    def _gradient_of(self, chunk: Chunk, target: torch.Tensor, whole: bool) -> torch.Tensor:
+        gradient = chunk.gradient if self._whole_gradient is None else self._whole_gradient
+        if gradient is None:
+            raise UsageError(f"an update by {named(self._optimizer)} was begun without a gradient")
+        if gradient.layout == torch.strided:
+            if self._whole_gradient is not None and not whole:
+                self._whole_gradient = in_order(gradient, self._layout)
+                elements = flat(self._whole_gradient)
+                gradient = elements[chunk.start : chunk.start + chunk.count]
+            gradient = self._laid(gradient, whole)
+        for factor in self._given.factors:
+            gradient = gradient * factor
+        gradient = gradient.to(target.dtype)
+        scale = self._given.grad_scale
+        return gradient if scale == 1.0 else gradient * scale
+
+    def _shared(self, name: str) -> bool:
+        """Whether every chunk has the same tensor under that name."""
+        return self._layout.tensors[name].shape != self._layout.shape
+
+    def _state_of(self, chunk: Chunk, whole: bool) -> dict[str, Any]:
+        layout = self._layout
+        if chunk.start == 0:
+            self._scalars = {}
+        state: dict[str, Any] = {}
+        for name, described in layout.tensors.items():
+            if name == "master":
+                continue
+            tensor = chunk.state[name]
+            if not self._shared(name):
+                state[name] = self._laid(tensor, whole)
+                continue
+            if not whole:
+                tensor = self._scalars.setdefault(name, tensor.clone()).clone()
+            state[name] = tensor.reshape(described.shape)
+        return layout.state_from(state)
+
+    def _keep(self, chunk: Chunk, state: Mapping[str, Any], whole: bool) -> None:
+        """Write what the step made anew into the chunk's tensors."""
+        layout = self._layout
+        if self._first and not state and self._method != "step":
+            # It has no state before its first step.
+            return
+        made = {name: value for name, value in state.items() if value is not None}
+        wanted = layout.names
+        if made.keys() != set(wanted):
+            raise UsageError(
+                f"{named(self._optimizer)} now keeps {sorted(made)} for a parameter and kept {sorted(wanted)} when "
+                "offload() looked: options that decide what it keeps (momentum, amsgrad, ...) must not change"
+            )
+        for name, value in made.items():
+            parts = layout.parted.get(name)
+            if (parts is None) != (parts_of(value) is None) or (parts is not None and not parts.fits(value)):
+                raise self._unfit(name, value)
+            tensors = {name: value} if parts is None else parts.apart(name, value)
+            for part, tensor in tensors.items():
+                # What all chunks share gets the same values from each: each began from a copy.
+                self._keep_tensor(chunk.state[part], part, tensor, whole)
+
+    def _keep_tensor(self, into: torch.Tensor, name: str, value: Any, whole: bool) -> None:
+        if name in self._layout.numbers:
+            into.fill_(value)
+            return
+        if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.dtype != into.dtype:
+            raise self._unfit(name, value)
+        into = into.reshape(self._layout.tensors[name].shape) if self._shared(name) else self._laid(into, whole)
+        if value.shape != into.shape:
+            raise self._unfit(name, value)
+        if value.data_ptr() != into.data_ptr():
+            into.copy_(value)
+
+    def _unfit(self, name: str, value: Any) -> UsageError:
+        described = self._layout.tensors.get(name)
+        stored = (
+            "is of a class of its own" if described is None else f"{described.dtype} of shape {list(described.shape)}"
+        )
+        got = type(value).__qualname__
+        if isinstance(value, torch.Tensor):
+            got += f" of {value.dtype}, {value.layout} and shape {list(value.shape)}"
+        return UsageError(f"{named(self._optimizer)} made a {got} of its state {name!r}; the store has {stored}")
+
+
+def import_state(
+    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, layout: StateLayout
+) -> tuple[dict[str, torch.Tensor], int]:
+    """The state that the optimizer already has for `parameter`, as tensors for the store, and how many updates made it.
+
+    The optimizer's own tensors where they fit; no master. State that torch does not count counts as one update, so that
+    0 means none.
+
+    Raises:
+        ConfigError: some of it is missing, or of another kind.
+    """
+    existing = optimizer.state.get(parameter, {})
+    existing = {name: value for name, value in existing.items() if value is not None}
+    # State on "meta" was made with the parameter and holds nothing yet.
+    if not existing or any(isinstance(value, torch.Tensor) and value.is_meta for value in existing.values()):
+        return {}, 0
+    missing = [name for name in layout.names if name not in existing]
+    if missing:
+        raise ConfigError(
+            f"{named(optimizer)} has state for a parameter, but no {missing[0]!r}, which it keeps with the options it "
+            "has now; set them back, or start without its state"
+        )
+    state = {}
+    for name in layout.names:
+        parts, value = layout.parted.get(name), existing[name]
+        own = parts_of(value)
+        if (parts is None) != (own is None) or (
+            own is not None and list(own.parts) != list(parts.parts if parts else ())
+        ):
+            raise ConfigError(
+                f"{named(optimizer)} has a {type(value).__qualname__} as {name!r}, and now keeps another kind; "
+                "start without its state"
+            )
+        for part, tensor in ({name: value} if parts is None else parts.apart(name, value)).items():
+            described = layout.tensors[part]
+            plain = torch.as_tensor(tensor).detach().to("cpu", described.dtype)
+            if plain.shape != described.shape:
+                raise ConfigError(
+                    f"{named(optimizer)} has {part!r} of shape {list(plain.shape)}, and now keeps it in "
+                    f"{list(described.shape)}; start without its state"
+                )
+            state[part] = in_order(plain, layout)
+    return state, max(1, int(existing.get("step", 1)))
+
+
+def export_state(layout: StateLayout, state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """What torch's optimizer would have in `optimizer.state[parameter]`: the store's tensors under torch's names."""
+    return layout.state_from({name: state[name] for name in layout.tensors if name != "master"})
+
+
+class Rehearsals:
+    """The kinds of runs of one optimizer that have come to their end."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._known = known(optimizer)
+        self._ended: set[Hashable] = set()
+
+    def followed(
+        self, function: Callable[[Chunk], None], group: Mapping[str, Any], *traits: Hashable
+    ) -> tuple[Callable[[Chunk], None], Late]:
+        """A run that is heard of when it ends, and when it may be called.
+
+        Args:
+            function: the run.
+            group: the options that it uses.
+            traits: what else decides what it does.
+        """
+        if not self._known:
+            return function, "rehearsed"
+        kind = (traits, tuple((name, _kind(value)) for name, value in group.items() if name != "params"))
+
+        def heard(chunk: Chunk) -> None:
+            function(chunk)
+            if chunk.last:
+                self._ended.add(kind)
+
+        return heard, "always" if kind in self._ended else "rehearsed"
+
+
+def _kind(value: Any) -> object:
+    """What of an option decides which code runs."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.shape, value.device
+    if isinstance(value, list | tuple):
+        return type(value), *map(_kind, value)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return type(value), bool(value)
+    if value is None or isinstance(value, bool | str):
+        return value
+    return type(value)
+
+
+class Adoption:
+    """What the runs of a step changed beside their parameters, until all of them have ended."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, examples: Mapping[SharedName, Any], *, runs: bool = True
+    ) -> None:
+        """`examples`: values that steps are known to change, as a step leaves them; `runs`: its own code does run."""
+        self._optimizer = optimizer
+        self._changes = runs and not known(optimizer)
+        self.examples = dict(examples)
+        # By the parameter: the number of its group, and what its last run changed.
+        self._ends: dict[str, tuple[int, Mapping[SharedName, Any]]] = {}
+
+    def ended(self, name: str, group: int) -> Callable[[dict[SharedName, Any]], None]:
+        """What hears of the end of a parameter's run, on the engine's thread."""
+        self._ends.pop(name, None)
+        return functools.partial(self._ended, name, group)
+
+    def _ended(self, name: str, group: int, changes: dict[SharedName, Any]) -> None:
+        lost = next((place for place, value in changes.items() if not storable(value)), None)
+        if lost is not None:
+            raise UsageError(
+                f"{named(self._optimizer)} changed {lost} to a {type(changes[lost]).__qualname__}, which cannot be "
+                "committed with the step: only numbers and text can"
+            )
+        _, before = self._ends.get(name, (group, changes))
+        if not same(dict(before), changes):
+            raise UsageError(
+                f"{named(self._optimizer)} changed its options in another way when its update of {name!r} ran again, "
+                "after a trial on a copy: an update has to do the same with the same state and gradient"
+            )
+        self._ends[name] = group, changes
+
+    def adopt(
+        self, names: Iterable[str], finish: Callable[[], None], changed: Mapping[SharedName, Any] | None = None
+    ) -> Callable[[], None]:
+        """Set what the runs of these parameters changed; what gives the old values back.
+
+        Args:
+            names: of the parameters.
+            finish: waits until all runs have ended.
+            changed: what has to be changed by each of them, and is also where there are none.
+
+        Raises:
+            UsageError: they did not end alike; nothing was set.
+        """
+        if not self._changes:
+            # It changes nothing, and nobody waits.
+            return functools.partial(self._give_back, [])
+        finish()
+        ends = [self._ends[name] for name in names if name in self._ends]
+        if changed is not None:
+            ends += [(number, changed) for number in range(len(self._optimizer.param_groups))]
+        try:
+            changes = common_end(ends)
+        except Disagreement as error:
+            raise UsageError(
+                f"{named(self._optimizer)} changed {error.place} in another way for each parameter, so that this step "
+                "would not be torch's: call zero_grad(), and use an optimizer that does not"
+            ) from None
+        before = [(place, copied(self._home(place).get(place.name, GONE))) for place in changes]
+        for place, value in changes.items():
+            self.examples.setdefault(place, value)
+            put(self._home(place), place.name, value)
+        return functools.partial(self._give_back, before)
+
+    def switched(self, mode: str) -> dict[SharedName, Any]:
+        """What `train()` or `eval()` changes for all parameters alike, beside what it does to each; nothing is set."""
+        begin = SharedValues.of(self._optimizer).copy()
+        given = begin.copy()
+        groups = [{**group, "params": []} for group in given.groups]
+        copy = cloned(self._optimizer, given.attributes, groups, {})
+        run(copy, mode)
+        return begin.changes(SharedValues.of(copy))
+
+    def _home(self, place: SharedName) -> dict[str, Any]:
+        """Where a value stands."""
+        return vars(self._optimizer) if place.group is None else self._optimizer.param_groups[place.group]
+
+    def _give_back(self, before: list[tuple[SharedName, Any]]) -> None:
+        for place, value in before:
+            put(self._home(place), place.name, value)
+
+    def attributes(self) -> dict[str, Any]:
+        """The attributes that steps change, as JSON; options of groups are stored with the others."""
+        now = attributes_of(self._optimizer)
+        names = [place.name for place in self.examples if place.group is None]
+        return {name: plain(now[name]) for name in names if name in now and storable(now[name])}
+
+    def restore(self, attributes: Mapping[str, Any], undo: contextlib.ExitStack) -> None:
+        """Set attributes that were stored; `undo` gives the optimizer back its own."""
+        for name, value in attributes.items():
+            place = SharedName(None, name)
+            own = attributes_of(self._optimizer).get(name, GONE)
+            undo.callback(put, self._home(place), name, copied(own))
+            example = self.examples.setdefault(place, None if own is GONE else own)
+            put(self._home(place), name, restored(value, example))

@@ -1,0 +1,259 @@
+"""Chooses how each parameter is updated: Adam in the engine or the optimizer's own code, and the state that takes."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from memascend.errors import ConfigError, UsageError
+from memascend.memory import whole_pages
+from memascend.optim import generic
+from memascend.optim import state as bitsandbytes_state
+from memascend.optim.generic import Adoption
+from memascend.optim.state import StateFormats, StateTrials, describe, momentum_options, rule_of
+from memascend.optim.trial import require_streamable
+from memascend.params.offloaded_param import dense_strides
+from memascend.storage import Adam, Momentum, state_tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from memascend.optim.state import StateLayout
+
+
+_FORMATS_AS_EVER = StateFormats()
+
+
+class Arithmetic:
+    """What has to be known of an optimizer's parameters before there is a store.
+
+    Args:
+        optimizer: the original.
+        master_dtype: of the copies that 16-bit parameters are updated in, or None.
+        sparse: the ids of parameters whose gradients may be sparse: those are updated whole.
+        formats: in which formats state is kept.
+
+    Raises:
+        ConfigError: the optimizer cannot be streamed, or not in these formats; the message says why.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        master_dtype: torch.dtype | None,
+        sparse: frozenset[int] = frozenset(),
+        formats: StateFormats = _FORMATS_AS_EVER,
+    ) -> None:
+        # By parameter, where they are not as ever.
+        self._formats = formats.of(optimizer, master_dtype)
+        self._rule = rule_of(optimizer)
+        self.seed = formats.seed
+        self._taken = bool(self._formats) and bitsandbytes_state.is_8bit_adam(optimizer)
+        # What its steps change for all parameters alike.
+        examples = {} if self._taken else require_streamable(optimizer, master_dtype)
+        self.shared = Adoption(optimizer, examples, runs=not self._taken)
+        self.optimizer = optimizer
+        self.master_dtype = master_dtype
+        self._sparse = sparse
+        # By parameter: what torch's own code keeps of it; None where Adam runs on the engine.
+        self.layouts: dict[int, StateLayout | None] = {}
+        trials = StateTrials(optimizer)
+        for group in optimizer.param_groups:
+            for parameter in filter(torch.is_floating_point, group["params"]):
+                rust = self.rust_options(group, parameter)
+                layout = None if rust is not None else describe(optimizer, parameter, master_dtype, trials)
+                self.layouts[id(parameter)] = layout
+
+    def rust_options(self, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any] | None:
+        """The numbers of an update on the engine; None where torch's own code has to run."""
+        given = self._formats.get(id(parameter))
+        if given is not None and self._rule == "adam":
+            return None if group.get("amsgrad") else generic.adam_options(self.optimizer, group)
+        if given and self._rule == "momentum":
+            return momentum_options(group)
+        return generic.rust_options(self.optimizer, group, dtype=parameter.dtype, master_dtype=self.master_dtype)
+
+    def own_options(self, group: Mapping[str, Any], parameter: torch.Tensor, *, first: bool) -> dict[str, Any] | None:
+        """The numbers of an update on the engine of a parameter whose state is as its optimizer keeps it, or None."""
+        layout = self.layouts[id(parameter)]
+        return None if layout is None else generic.sgd_options(self.optimizer, group, layout, first=first)
+
+    def numbers(self, options: Mapping[str, Any], step: int, scale: float) -> Adam | Momentum:
+        """What the engine is told of update number `step`, by gradients that are multiplied by `scale`."""
+        kind = Momentum if "momentum" in options else Adam
+        return kind(step=step, grad_scale=scale, seed=self.seed, **options)
+
+    def format_of(self, parameter: torch.Tensor) -> str | None:
+        """The name of the engine's format of its state; None where each tensor is what it is called."""
+        return self._formats.get(id(parameter)) or None
+
+    def seeded(self) -> dict[str, int]:
+        """What is committed of the seed: something where it is drawn from."""
+        given = self._formats.values()
+        # A momentum in bfloat16 is rounded to nearest.
+        draws = any(map(_has_no_master, given)) or (self._rule == "adam" and any("bf16" in one for one in given))
+        return {"seed": self.seed} if draws else {}
+
+    def take_seed(self, stored: Mapping[str, Any]) -> None:
+        """Draw from the seed that is stored, where there is one."""
+        if not self.seeded() or "seed" not in stored:
+            return
+        if self.seed not in (0, stored["seed"]):
+            warnings.warn(
+                f"the stored seed stands: {stored['seed']}, and not {self.seed}; another one begins with another store",
+                stacklevel=5,
+            )
+        self.seed = int(stored["seed"])
+
+    def describe(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The state tensors of a parameter, on meta."""
+        layout = self.layouts[id(parameter)]
+        if layout is not None:
+            return dict(layout.tensors)
+        given = self.format_of(parameter)
+        if given is not None:
+            strides = dense_strides(parameter)
+            meta = torch.empty_strided(parameter.shape, strides, dtype=parameter.dtype, device="meta")
+            return state_tensors(meta, given, self._rule or "adam")
+        moments = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
+        masters = {torch.float32: {}, torch.bfloat16: {"rest": torch.int16}, torch.float16: {"master": torch.float32}}
+        strides = dense_strides(parameter)
+        return {
+            name: torch.empty_strided(parameter.shape, strides, dtype=dtype, device="meta")
+            for name, dtype in {**masters[parameter.dtype], **moments}.items()
+        }
+
+    def initial(self, parameter: torch.Tensor) -> tuple[dict[str, torch.Tensor], int]:
+        """The state that the optimizer has already, and how many updates made it."""
+        layout = self.layouts[id(parameter)]
+        if layout is not None:
+            return generic.import_state(self.optimizer, parameter, layout)
+        strides = dense_strides(parameter)
+        if self._taken:
+            found, step = bitsandbytes_state.state_of(self.optimizer, parameter)
+        else:
+            state = self.optimizer.state.get(parameter) or {}
+            found = {
+                name: torch.empty_strided(parameter.shape, strides, dtype=torch.float32).copy_(state[name])
+                for name in ("exp_avg", "exp_avg_sq", "momentum_buffer")
+                if state.get(name) is not None
+            }
+            # SGD counts no steps; a momentum says that there was one.
+            step = int(state.get("step", "momentum_buffer" in found))
+        has_master = parameter.dtype != torch.float32 and not _has_no_master(self.format_of(parameter) or "")
+        if found and has_master:
+            found["master"] = torch.empty_strided(parameter.shape, strides, dtype=torch.float32).copy_(parameter)
+        return found, step
+
+    @property
+    def whole_bytes(self) -> int:
+        """Memory for the largest parameter that is updated whole."""
+        whole = [
+            layout.whole_bytes
+            for parameter, layout in self.layouts.items()
+            if layout is not None and (layout.whole or parameter in self._sparse)
+        ]
+        # Its tensors begin on lines of the cache.
+        return whole_pages(max(whole) + 64 * 16) if whole else 0
+
+    def is_replayed(self, parameter: torch.Tensor) -> bool:
+        """Whether its updates can be made again from their gradients alone: they are the engine's own."""
+        if id(parameter) in self._sparse:
+            return False
+        if self.layouts.get(id(parameter), parameter) is None:
+            return True
+        groups = self.optimizer.param_groups
+        own = next((group for group in groups if any(parameter is one for one in group["params"])), None)
+        return own is not None and self.own_options(own, parameter, first=False) is not None
+
+    @property
+    def update_values(self) -> Literal["resident", "read", "never"]:
+        """Whether updates need the values, for the plan: "resident", "read" or "never"."""
+        trained = [
+            (group, parameter)
+            for group in self.optimizer.param_groups
+            for parameter in group["params"]
+            if id(parameter) in self.layouts
+        ]
+        rust = {parameter.dtype for _, parameter in trained if self.layouts[id(parameter)] is None}
+        # Of SGD with a master those are written alone.
+        own = {parameter.dtype for _, parameter in trained if self.layouts[id(parameter)] is not None}
+        if any(
+            self.layouts[id(parameter)] is not None
+            and (id(parameter) in self._sparse or self.own_options(group, parameter, first=False) is None)
+            for group, parameter in trained
+        ):
+            return "read"
+        if torch.float32 in rust | own or torch.bfloat16 in rust or any(map(_has_no_master, self._formats.values())):
+            return "resident"
+        return "never"
+
+
+def _has_no_master(given: str) -> bool:
+    return given.startswith("stochastic")
+
+
+class GroupMembers:
+    """Which parameters each group has. By that it was decided what is updated, and with which options."""
+
+    def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
+        """They are those of `groups` now."""
+        self._groups = groups
+        self._members: list[list[torch.Tensor]] = [list(group["params"]) for group in groups]
+
+    def require_same(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Look at the groups that an optimizer has now.
+
+        Raises:
+            UsageError: they are others, or have other parameters.
+        """
+        found = [group["params"] for group in groups]
+        if groups is self._groups and len(found) == len(self._members) and all(map(_are_same, found, self._members)):
+            return
+        had = ", ".join(str(len(members)) for members in self._members)
+        has = ", ".join(str(len(params)) for params in found) or "no"
+        raise UsageError(
+            "optimizer.param_groups has other groups, or other parameters in them, than at offload() "
+            f"({has} parameters, and had {had}), by which updates go: put "
+            "them back and call zero_grad(); freeze parameters with requires_grad_(False), set the options of a group "
+            "in place, and for other groups save() and offload() anew"
+        )
+
+
+def _are_same(params: Sequence[torch.Tensor], members: Sequence[torch.Tensor]) -> bool:
+    return len(params) == len(members) and all(one is other for one, other in zip(params, members, strict=True))
+
+
+_ACCELERATED = ("accelerate.optimizer", "AcceleratedOptimizer")
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer that runs the steps: itself, or the one inside of accelerate's wrapper.
+
+    Raises:
+        ConfigError: the wrapper does more than to hand the steps on.
+    """
+    if not _is_accelerated(optimizer):
+        return optimizer
+    instead = (
+        "; give offload() the model and the optimizer before accelerator.prepare(), which then takes what it returns"
+    )
+    if optimizer.scaler is not None:
+        raise ConfigError(f"the AcceleratedOptimizer scales gradients (fp16){instead}")
+    steps = optimizer.gradient_state.num_steps
+    if steps != 1:
+        raise ConfigError(f"the AcceleratedOptimizer steps after {steps} backwards alone{instead}")
+    return optimizer.optimizer
+
+
+def wrap_again(optimizer: Any, offloaded: torch.optim.Optimizer) -> None:
+    """Put the offloaded optimizer where the wrapper had the original: whoever holds the wrapper goes on with it."""
+    if _is_accelerated(optimizer):
+        optimizer.optimizer = offloaded
+
+
+def _is_accelerated(optimizer: Any) -> bool:
+    """By name: accelerate need not be there."""
+    return any((kind.__module__, kind.__name__) == _ACCELERATED for kind in type(optimizer).__mro__)

@@ -1,0 +1,460 @@
+"""Copies optimizers and their options, and tracks the values that a step changes for all parameters alike."""
+
+from __future__ import annotations
+
+import copy as copying
+import types
+import warnings
+from collections import OrderedDict, defaultdict, deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from memascend.errors import ConfigError
+from memascend.tensors import same_bits
+
+if TYPE_CHECKING:
+    import contextlib
+    from collections.abc import Mapping, Sequence
+
+
+# Tensors that are copied for each update; a larger one is a table that steps only read.
+_COPIED_NUMEL = 4096
+
+
+def copied(value: Any, *, deep: bool = False, memo: dict[int, Any] | None = None) -> Any:
+    """A copy of containers and tensors, through and through; what is one object in several places stays one.
+
+    Large tensors and objects of other classes stay as they are, unless it is `deep`: then nothing of the copy is the
+    value's own, but for functions, classes and modules.
+
+    Args:
+        value: what is copied.
+        deep: whether all is.
+        memo: the copies made so far, by the ids of what they are of, where several values are copied.
+    """
+    memo = {} if memo is None else memo
+    if id(value) in memo:
+        return memo[id(value)][0]
+    made = _copied(value, deep=deep, memo=memo)
+    # With the value: another may not come to be where it was.
+    memo[id(value)] = made, value
+    return made
+
+
+def _copied(value: Any, *, deep: bool, memo: dict[int, Any]) -> Any:
+    kind = type(value)
+    if isinstance(value, torch.Tensor):
+        small = value.numel() <= _COPIED_NUMEL and kind is torch.Tensor
+        return value.detach().clone() if small or deep else value
+    if kind in {dict, OrderedDict}:
+        return kind((name, copied(part, deep=deep, memo=memo)) for name, part in value.items())
+    if kind is defaultdict:
+        parts = {name: copied(part, deep=deep, memo=memo) for name, part in value.items()}
+        return defaultdict(value.default_factory, parts)
+    if kind in {list, tuple, set, deque}:
+        made = [copied(part, deep=deep, memo=memo) for part in value]
+        return deque(made, value.maxlen) if kind is deque else kind(made)
+    return copying.deepcopy(value) if deep and kind is not types.ModuleType else value
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two such copies are equal to the bit."""
+    if one is other or type(one) is not type(other):
+        return one is other
+    if isinstance(one, torch.Tensor):
+        equal = _same_tensor(one, other)
+    elif isinstance(one, dict):
+        equal = one.keys() == other.keys() and all(same(one[name], other[name]) for name in one)
+    elif isinstance(one, list | tuple | deque):
+        equal = len(one) == len(other) and all(map(same, one, other))
+    elif isinstance(one, int | float | str | bytes | complex | set | frozenset):
+        # NaN is what differs from itself.
+        equal = bool(one == other or (one != one and other != other))  # noqa: PLR0124
+    else:
+        equal = hasattr(one, "__dict__") and same(vars(one), vars(other))
+    return equal
+
+
+def _same_tensor(one: Any, other: Any) -> bool:
+    if one.dtype != other.dtype or one.shape != other.shape or one.layout != other.layout:
+        return False
+    if hasattr(one, "__tensor_flatten__"):
+        (names, context), (others, their_context) = one.__tensor_flatten__(), other.__tensor_flatten__()
+        return (
+            list(names) == list(others)
+            and same(context, their_context)
+            and all(same(getattr(one, name), getattr(other, name)) for name in names)
+        )
+    if one.layout != torch.strided:
+        return False
+    return same_bits(one, other)
+
+
+# What a copy does not take: the state, the groups, and what scalers left on it.
+_OWN = frozenset({"state", "param_groups", "grad_scale", "found_inf"})
+
+
+def named(optimizer: torch.optim.Optimizer) -> str:
+    """Its name, as messages say it."""
+    kind = type(optimizer)
+    return f"torch.optim.{kind.__name__}" if kind.__module__.startswith("torch.optim") else kind.__qualname__
+
+
+def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What its `__init__` left on it, beside groups, state, hooks and methods that others replaced (schedulers do)."""
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if name not in _OWN
+        and not name.startswith("_optimizer_")
+        and not callable(getattr(torch.optim.Optimizer, name, None))
+        and not _is_own_method(optimizer, value)
+    }
+
+
+def _is_own_method(optimizer: torch.optim.Optimizer, value: Any) -> bool:
+    """Whether it is a method of the optimizer's that it keeps under another name: a copy has to have its own."""
+    return isinstance(value, types.MethodType) and value.__self__ is optimizer
+
+
+def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a group's options, which later changes of the group do not reach."""
+    return {name: copied(value) for name, value in group.items() if name != "params"}
+
+
+def arithmetic_dtype(dtype: torch.dtype, master_dtype: torch.dtype | None) -> torch.dtype:
+    """What a parameter's update computes in: its master's type where it has one."""
+    return master_dtype if master_dtype is not None and dtype.itemsize == 2 else dtype
+
+
+def user_attributes(parameter: torch.Tensor) -> dict[str, Any]:
+    """What users wrote on a parameter, which an optimizer may read."""
+    return {name: value for name, value in vars(parameter).items() if not name.startswith("_memascend")}
+
+
+def stand_in(values: torch.Tensor, attributes: Mapping[str, Any] | None = None) -> torch.nn.Parameter:
+    """A parameter on the memory of `values`, with what users wrote on the one that it stands for."""
+    parameter = torch.nn.Parameter(values)
+    vars(parameter).update(attributes or {})
+    return parameter
+
+
+def cloned(
+    optimizer: torch.optim.Optimizer,
+    attributes: Mapping[str, Any],
+    groups: Sequence[dict[str, Any]],
+    state: Mapping[torch.Tensor, Mapping[str, Any]],
+) -> torch.optim.Optimizer:
+    """A copy that has these attributes, groups and state, of the very type of the original.
+
+    Its `__init__` does not run: what that takes is the class's own business. Hooks do not run either: they are for
+    steps, and a copy makes one parameter's part of a step.
+    """
+    copy: Any = object.__new__(type(optimizer))
+    copy.__dict__.update(attributes)
+    for name, value in vars(optimizer).items():
+        if _is_own_method(optimizer, value):
+            copy.__dict__[name] = types.MethodType(value.__func__, copy)
+    for moment in ("step", "state_dict", "load_state_dict"):
+        for when in ("pre", "post"):
+            copy.__dict__[f"_optimizer_{moment}_{when}_hooks"] = OrderedDict()
+    copy.param_groups = list(groups)
+    copy.state = defaultdict(dict)
+    for parameter, known in state.items():
+        copy.state[parameter] = dict(known)
+    if isinstance(copy, torch.optim.Adagrad):
+        _begin_adagrad(copy)
+    return copy  # type: ignore[no-any-return]
+
+
+def run(copy: torch.optim.Optimizer, method: str = "step") -> None:
+    """Run a method of a copy, as its class has it."""
+    function = getattr(type(copy), method)
+    # torch wraps the step of every class, so that hooks run, also those of all optimizers.
+    if getattr(function, "hooked", False):
+        function = function.__wrapped__
+    function(copy)
+
+
+def _begin_adagrad(copy: torch.optim.Adagrad) -> None:
+    """Adagrad makes its state in `__init__`; not every version of torch makes it elsewhere too."""
+    begin = copy.defaults["initial_accumulator_value"]
+    for group in copy.param_groups:
+        for parameter in group["params"]:
+            if not copy.state[parameter]:
+                made = torch.optim.Adagrad([parameter], initial_accumulator_value=begin)
+                copy.state[parameter] = made.state[parameter]
+
+
+_UNCHANGED = object()
+
+
+# In the place of a value: there is none, or a step took it away.
+GONE = object()
+
+
+class SharedName(NamedTuple):
+    """Where a value stands: an option of the group of that number, or an attribute of the optimizer."""
+
+    group: int | None
+    name: str
+
+    def __str__(self) -> str:
+        return f"its attribute {self.name!r}" if self.group is None else f"the option {self.name!r} of a group"
+
+
+class Disagreement(Exception):
+    """Two parameters ended with different values."""
+
+    def __init__(self, place: SharedName) -> None:
+        super().__init__(str(place))
+        self.place = place
+
+
+@dataclass(frozen=True)
+class SharedValues:
+    """What an optimizer holds beside the state of its parameters: its attributes, and the options of each group."""
+
+    attributes: dict[str, Any]
+    groups: list[dict[str, Any]]
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer) -> SharedValues:
+        """Those of an optimizer, which later changes reach."""
+        groups = [
+            {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
+        ]
+        return cls(attributes_of(optimizer), groups)
+
+    def copy(self, *, deep: bool = False) -> SharedValues:
+        """A copy that later changes do not reach; see `copied`."""
+        # A default is often one tensor in all groups.
+        attributes, groups = copied((self.attributes, self.groups), deep=deep)
+        return SharedValues(attributes, groups)
+
+    def changes(self, after: SharedValues) -> dict[SharedName, Any]:
+        """The values that are others now."""
+        found = {SharedName(None, name): value for name, value in _changed(self.attributes, after.attributes).items()}
+        for number, (before, group) in enumerate(zip(self.groups, after.groups, strict=True)):
+            found |= {SharedName(number, name): value for name, value in _changed(before, group).items()}
+        return found
+
+    def with_changes(self, changes: Mapping[SharedName, Any]) -> SharedValues:
+        """These, but for what is changed."""
+        made = self.copy()
+        for place, value in changes.items():
+            put(made.attributes if place.group is None else made.groups[place.group], place.name, value)
+        return made
+
+
+def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    every = dict.fromkeys([*before, *after])
+    return {
+        name: after.get(name, GONE)
+        for name in every
+        if not (name in before and name in after and same(before[name], after[name]))
+    }
+
+
+def common_end(ends: Sequence[tuple[int, Mapping[SharedName, Any]]]) -> dict[SharedName, Any]:
+    """What a step changed, from what the run of each parameter changed, beside the number of the parameter's group.
+
+    An option of a group is what the group's own parameters made of it; where none of them took part, what the others
+    did.
+
+    Raises:
+        Disagreement: they did not end alike.
+    """
+    places = dict.fromkeys(place for _, changes in ends for place in changes)
+    found: dict[SharedName, Any] = {}
+    for place in places:
+        own = [changes for number, changes in ends if number == place.group] or [changes for _, changes in ends]
+        values = [changes.get(place, _UNCHANGED) for changes in own]
+        if not all(same(values[0], value) for value in values[1:]):
+            raise Disagreement(place)
+        if values[0] is not _UNCHANGED:
+            found[place] = values[0]
+    return found
+
+
+def storable(value: Any) -> bool:
+    """Whether a value can be stored as JSON and come back as it was."""
+    if type(value) in {bool, int, float, str, type(None)}:
+        return True
+    if isinstance(value, torch.Tensor):
+        return type(value) is torch.Tensor and value.numel() == 1 and not value.dtype.is_complex
+    if type(value) in {list, tuple}:
+        return all(map(storable, value))
+    return type(value) is dict and all(type(name) is str and storable(part) for name, part in value.items())
+
+
+def plain(value: Any) -> Any:
+    """Such a value as JSON has it."""
+    if isinstance(value, torch.Tensor):
+        return value.item()
+    if isinstance(value, dict):
+        return {name: plain(part) for name, part in value.items()}
+    return [plain(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def put(home: dict[Any, Any], name: Any, value: Any) -> None:
+    """Set a value where it stands; a tensor keeps its place in memory, since groups and schedulers may share it."""
+    if value is GONE:
+        home.pop(name, None)
+        return
+    now: Any = home.get(name)
+    tensors = type(now) is torch.Tensor and isinstance(value, torch.Tensor)
+    if tensors and (now.dtype, now.shape) == (value.dtype, value.shape):
+        now.detach().copy_(value)
+    elif type(now) is dict and type(value) is dict and now.keys() == value.keys():
+        for part in now:
+            put(now, part, value[part])
+    else:
+        home[name] = copied(value)
+
+
+def restored(value: Any, like: Any) -> Any:
+    """A value from JSON, of the kind of another one that stood there."""
+    if isinstance(like, torch.Tensor) and value is not None:
+        return torch.full_like(like, value)
+    if isinstance(like, tuple) and isinstance(value, list):
+        return tuple(_each(value, like))
+    if isinstance(like, list) and isinstance(value, list):
+        return _each(value, like)
+    if isinstance(like, dict) and isinstance(value, dict):
+        return {name: restored(part, like.get(name)) for name, part in value.items()}
+    return value
+
+
+def _each(values: list[Any], like: Sequence[Any]) -> list[Any]:
+    kinds = [*like, *[None] * len(values)]
+    return [restored(value, kind) for value, kind in zip(values, kinds, strict=False)]
+
+
+@dataclass(frozen=True)
+class TensorParts:
+    """How a tensor subclass is made of others."""
+
+    kind: Any  # its class
+    context: Any  # what the class needs beside the parts
+    size: torch.Size  # its own shape
+    stride: tuple[int, ...]  # its own strides
+    parts: dict[str, TensorParts | None]  # by name; those of a part that is of a subclass itself, else None
+
+    def fits(self, value: Any) -> bool:
+        """Whether a value is made in the same way, so that it can be put together from its parts."""
+        other = parts_of(value)
+        if other is None or other.kind is not self.kind or other.size != self.size or other.stride != self.stride:
+            return False
+        if list(other.parts) != list(self.parts) or not same(other.context, self.context):
+            return False
+        return all(
+            inner.fits(getattr(value, name)) if inner is not None else other.parts[name] is None
+            for name, inner in self.parts.items()
+        )
+
+    def names(self, name: str) -> list[str]:
+        """The names that the plain tensors of the value called `name` have."""
+        found: list[str] = []
+        for part, inner in self.parts.items():
+            found += [f"{name}.{part}"] if inner is None else inner.names(f"{name}.{part}")
+        return found
+
+    def apart(self, name: str, value: Any) -> dict[str, torch.Tensor]:
+        """The plain tensors of a value that fits, each under a name of its own."""
+        found: dict[str, torch.Tensor] = {}
+        for part, inner in self.parts.items():
+            tensor: torch.Tensor = getattr(value, part)
+            found |= {f"{name}.{part}": tensor} if inner is None else inner.apart(f"{name}.{part}", tensor)
+        return found
+
+    def together(self, name: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The value, on the memory of those tensors."""
+        parts = {
+            part: tensors[f"{name}.{part}"] if inner is None else inner.together(f"{name}.{part}", tensors)
+            for part, inner in self.parts.items()
+        }
+        made: torch.Tensor = self.kind.__tensor_unflatten__(parts, self.context, self.size, self.stride)
+        return made
+
+
+def parts_of(value: Any) -> TensorParts | None:
+    """How a tensor is made of others; None for a plain one, and for what is no tensor."""
+    if not isinstance(value, torch.Tensor) or not is_traceable_wrapper_subclass(value):
+        return None
+    names, context = value.__tensor_flatten__()
+    parts = {name: parts_of(getattr(value, name)) for name in names}
+    return TensorParts(type(value), context, value.shape, value.stride(), parts)
+
+
+def options_of(group: dict[str, Any]) -> dict[str, Any]:
+    """The options of a group that JSON can hold; a tensor of one element becomes a number."""
+    found: dict[str, Any] = {}
+    for name, value in group.items():
+        if name in ("params", "param_names"):
+            continue
+        if storable(value):
+            found[name] = plain(value)
+    return found
+
+
+def require_as_many(groups: Sequence[dict[str, Any]], stored: list[dict[str, Any]] | None) -> None:
+    """Refuse stored options that are not those of as many groups.
+
+    Raises:
+        ConfigError: there are others; nothing was changed.
+    """
+    if stored is None or len(stored) != len(groups):
+        names = ", ".join(f"group {number}: {len(group['params'])}" for number, group in enumerate(groups))
+        raise ConfigError(
+            f"what is stored has the options of {len(stored or [])} parameter groups, and the optimizer has "
+            f"{len(groups)} ({names} parameters); nothing was changed: make the optimizer with the groups that it had, "
+            'or begin anew with existing="replace"'
+        )
+
+
+def take_options(
+    groups: Sequence[dict[str, Any]],
+    stored: list[dict[str, Any]] | None,
+    undo: contextlib.ExitStack,
+    changed_by_steps: Mapping[SharedName, Any] | None = None,
+) -> None:
+    """Let the groups have the options that are stored; `undo` gives them back their own.
+
+    Options that the optimizer's own steps change are no surprise: of those nothing is said.
+    """
+    examples = changed_by_steps or {}
+    require_as_many(groups, stored)
+    assert stored is not None
+    changed = []
+    for number, (group, options) in enumerate(zip(groups, stored, strict=True)):
+        now = options_of(group)
+        for name, value in options.items():
+            if now.get(name) != value:
+                place = SharedName(number, name)
+                if place not in examples and not _is_scheduled(name, now, options):
+                    changed.append((number, name, now.get(name), value))
+                undo.callback(put, group, name, copied(group.get(name, GONE)))
+                put(group, name, restored(value, examples.get(place, group.get(name))))
+    if changed:
+        number, name, own, _ = changed[0]
+        words = (
+            "the stored options stand, and differ from the optimizer's: "
+            + "; ".join(f"group {number}: {name} {own} -> {value}" for number, name, own, value in changed)
+            + ". To train with your own, set them after offload(): "
+            + f"optimizer.param_groups[{number}][{name!r}] = {own!r}"
+        )
+        if any(name == "lr" for _, name, _, _ in changed):
+            words += "; a learning rate scheduler computes from its base_lrs: set those, too"
+        warnings.warn(words, stacklevel=4)
+
+
+def _is_scheduled(name: str, given: dict[str, Any], stored: dict[str, Any]) -> bool:
+    """Whether a scheduler made an option what it is, from the value that is given now too."""
+    if name not in given:
+        # A scheduler's own: initial_lr, max_lr and their like.
+        return True
+    return name == "lr" and stored.get("initial_lr") in (given["lr"], given.get("initial_lr", GONE))

@@ -1,0 +1,431 @@
+"""Hooks modules so that their parameters are loaded while they compute; frees what a failed backward leaves."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memascend.errors import UsageError
+from memascend.params.threads import works_for_another
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from types import FrameType
+
+    from memascend.params.residency import Residency
+    from memascend.params.unit import Home
+
+
+_local = threading.local()
+
+
+# Later than that, nothing of torch can be called.
+_exiting = False
+
+
+def let_go() -> None:
+    """Free what failed backwards left in this thread; nothing while a backward runs in it."""
+    if torch._C._current_graph_task_id() != -1:  # noqa: SLF001
+        return
+    # What belongs to no backward any more is taken from the queue before anything else is. A forked child may have no
+    # autograd, where it had threads; it says so.
+    with contextlib.suppress(RuntimeError), torch.inference_mode(mode=False), torch.enable_grad():
+        torch.zeros((), requires_grad=True, device="cpu").backward()
+
+
+class _End:
+    """Held by a thread, and gone when it ends, in that thread, while it still may use Python."""
+
+    def __del__(self) -> None:
+        let_go()
+
+
+def note_thread() -> None:
+    """A backward may begin in this thread: look after its queue when it ends."""
+    if not hasattr(_local, "end") and not _exiting:
+        _register()
+        _local.end = _End()
+
+
+@functools.cache
+def _register() -> None:
+    """Once in a process."""
+    atexit.register(_exit)
+
+
+def _exit() -> None:
+    global _exiting  # noqa: PLW0603
+    _exiting = True
+    # Of the first thread.
+    _local.__dict__.pop("end", None)
+
+
+_KEY = "memascend"
+
+
+# What TorchScript calls first.
+_SCRIPT = "__prepare_scriptable__"
+
+
+class Gate:
+    """What a module's hooks know: the units to bind, and how often the module is being computed."""
+
+    __slots__ = ("frames", "homes", "open", "owned", "residency", "root")
+
+    def __init__(
+        self, homes: tuple[Home, ...], owned: tuple[_Owned, ...], residency: Residency, frames: Frames, *, root: bool
+    ) -> None:
+        self.homes = homes
+        # The parameters that are bound, and where their modules keep them.
+        self.owned = owned
+        self.residency = residency
+        self.frames = frames
+        self.root = root
+        self.open = 0
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError(COPIED)
+
+
+# A module's own table of parameters, the name there, and the parameter.
+_Owned = tuple[dict[str, Any], str, torch.nn.Parameter]
+
+
+class _Frame:
+    __slots__ = ("again", "bound", "caller", "module", "pushed", "task")
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+        # Of the outermost frame: the Python frame that computes it. It is on the stack for as long as it does.
+        self.caller: FrameType | None = None
+        self.bound: list[Home] = []
+        self.pushed = False
+        # The backward in which they were pushed; see `_leave`.
+        self.task = torch._C._current_graph_task_id()  # noqa: SLF001
+        # Calls of the module from inside itself.
+        self.again = 0
+
+
+class Frames:
+    """The modules that are being computed, outermost first, of each thread."""
+
+    def __init__(self, residency: Residency, entered: Callable[[torch.nn.Module], None]) -> None:
+        """`entered` hears of every module that is entered."""
+        self._residency = residency
+        self._entered = entered
+        self._local = threading.local()
+        # Those of all threads; an interrupted one may end without having left its modules.
+        self._stacks: list[tuple[threading.Thread, list[_Frame]]] = []
+
+    @property
+    def stack(self) -> list[_Frame]:
+        """This thread's."""
+        if not hasattr(self._local, "stack"):
+            self._local.stack = []
+            note_thread()
+            self._stacks = [(thread, stack) for thread, stack in self._stacks if stack or thread.is_alive()]
+            self._stacks.append((threading.current_thread(), self._local.stack))
+        stack: list[_Frame] = self._local.stack
+        return stack
+
+    def enter(self, module: torch.nn.Module, gate: Gate) -> None:
+        """Bind what a module needs: all of it or, with an exception, nothing."""
+        self._residency.units.require_open()
+        self._residency.transfers.settle()
+        self._residency.turns.note_thread()
+        _refuse_wrappers()
+        for table, name, parameter in gate.owned:
+            if table.get(name) is not parameter:
+                raise _replaced(name)
+        stack = self.stack
+        if gate.root:
+            self.unwind()
+        if self._residency.stages is not None:
+            self._residency.stages.arrive(gate.homes)
+        self._entered(module)
+        if stack and stack[-1].module is module:
+            stack[-1].again += 1
+            return
+        frame = _Frame(module)
+        if not stack:
+            frame.caller = _caller()
+        # First, so that `unwind` finds it after an interrupt between any two lines.
+        stack.append(frame)
+        try:
+            for home in gate.homes:
+                self._residency.bind(home)
+                frame.bound.append(home)
+            hooks = self._residency.hooks
+            frame.pushed = (bool(frame.bound) or (gate.root and hooks.keeper is not None)) and hooks.push()
+            self._count(gate, module)
+        except BaseException:
+            self._leave(frame)
+            stack.remove(frame)
+            self._count(gate, module)
+            raise
+
+    def leave(self, module: torch.nn.Module, gate: Gate) -> None:
+        """End what `enter` began, if it began anything."""
+        stack = self.stack
+        if not stack or stack[-1].module is not module:
+            return
+        if stack[-1].again:
+            stack[-1].again -= 1
+            return
+        self._leave(stack[-1])
+        stack.pop()
+        self._count(gate, module)
+
+    @property
+    def inside(self) -> bool:
+        """Whether this thread computes a module now."""
+        stack = self.stack
+        return bool(stack) and _is_running(stack[0].caller)
+
+    def unwind(self, *, all_of_it: bool = False) -> None:
+        """End what an interrupt left open; `all_of_it`: also what is being computed."""
+        if all_of_it or not self.inside:
+            self._end(self.stack)
+            if works_for_another():
+                # What is bound here is bound for all micro-batches of a call.
+                return
+            # And what no frame knows of: an interrupt came while it was bound or pushed.
+            self._residency.release(threading.get_ident())
+            self._residency.turns.release()
+            self._residency.hooks.pop_left()
+        for thread, stack in self._stacks:
+            if stack and not thread.is_alive():
+                for frame in stack:
+                    # Its hooks ended with it.
+                    frame.pushed = False
+                self._end(stack, thread.ident)
+
+    def _end(self, stack: list[_Frame], holder: int | None = None) -> None:
+        while stack:
+            self._leave(stack[-1], holder)
+            module = stack.pop().module
+            gate = _gate_of(module)
+            if gate is not None:
+                self._count(gate, module)
+
+    def _count(self, gate: Gate, module: torch.nn.Module) -> None:
+        """Anew from the stacks, since an interrupt may have left it behind them."""
+        with self._residency.lock:
+            gate.open = sum(frame.module is module for _, stack in self._stacks for frame in stack)
+
+    def _leave(self, frame: _Frame, holder: int | None = None) -> None:
+        if frame.pushed:
+            frame.pushed = False
+            # Autograd takes back by itself what is pushed within a backward, with each node that it computes: outside
+            # of it, the hooks that are on top are others'.
+            if frame.task == torch._C._current_graph_task_id():  # noqa: SLF001
+                self._residency.hooks.pop()
+        while frame.bound:
+            self._residency.unbind(frame.bound.pop(), holder)
+
+
+def open_gates(
+    model: torch.nn.Module,
+    modules: Iterable[tuple[torch.nn.Module, tuple[Home, ...]]],
+    residency: Residency,
+    frames: Frames,
+) -> None:
+    """Give modules their gates; `model` itself has one, too."""
+    owners = _owners(model)
+    # Of the modules of a unit it is the same.
+    owned: dict[tuple[Home, ...], tuple[_Owned, ...]] = {}
+    for module, homes in modules:
+        if homes not in owned:
+            owned[homes] = tuple(
+                one for home in homes for place in home.places for one in owners.get(id(place.parameter), ())
+            )
+        if module._modules:  # noqa: SLF001
+            # In others torch stumbles over the hooks.
+            module.__dict__[_SCRIPT] = _refuse_script
+        _hook(module)
+        # torch asks for the key alone. An attribute of its own would cost each module a dict that is not shared.
+        gate: Any = Gate(homes, owned[homes], residency, frames, root=module is model)
+        module._forward_hooks_always_called[_KEY] = gate  # type: ignore[index] # noqa: SLF001
+
+
+def _hook(module: torch.nn.Module) -> None:
+    module._forward_pre_hooks[_KEY] = _before  # type: ignore[index] # noqa: SLF001
+    # Before others' hooks: a parametrization computes in its own.
+    module._forward_pre_hooks.move_to_end(_KEY, last=False)  # type: ignore[attr-defined] # noqa: SLF001
+    module._forward_hooks[_KEY] = _after  # type: ignore[index] # noqa: SLF001
+
+
+def close_gates(modules: Iterable[torch.nn.Module]) -> None:
+    """Take the gates away."""
+    for module in modules:
+        module.__dict__.pop(_SCRIPT, None)
+        module._forward_pre_hooks.pop(_KEY, None)  # type: ignore[call-overload] # noqa: SLF001
+        module._forward_hooks.pop(_KEY, None)  # type: ignore[call-overload] # noqa: SLF001
+        module._forward_hooks_always_called.pop(_KEY, None)  # type: ignore[call-overload] # noqa: SLF001
+
+
+def gated(model: torch.nn.Module) -> bool:
+    """Whether a module, or one in it, is offloaded."""
+    return any(_gate_of(module) is not None for module in model.modules())
+
+
+def _gate_of(module: torch.nn.Module) -> Gate | None:
+    gate: Any = module.__dict__.get("_forward_hooks_always_called", {}).get(_KEY)
+    return gate  # type: ignore[no-any-return]
+
+
+def _owners(model: torch.nn.Module) -> dict[int, list[_Owned]]:
+    owners: dict[int, list[_Owned]] = {}
+    for module in model.modules():
+        table: dict[str, Any] = module._parameters  # noqa: SLF001
+        for name, parameter in table.items():
+            if parameter is not None:
+                owners.setdefault(id(parameter), []).append((table, name, parameter))
+    return owners
+
+
+def _before(module: torch.nn.Module, args: Any) -> None:
+    del args
+    gate: Any = module._forward_hooks_always_called.get(_KEY)  # type: ignore[call-overload] # noqa: SLF001
+    if gate is None:
+        raise _hooks_moved(module, "")
+    residency = gate.residency
+    if gate.open > 0 or gate.root or residency.turns.several or residency.stages is not None:
+        # The module calls itself, or another thread or micro-batch may have bound what is bound.
+        _enter(module, gate)
+        return
+    for home in gate.homes:
+        if home.bound == 0:
+            _enter(module, gate)
+            return
+
+
+def _after(module: torch.nn.Module, args: Any, result: Any) -> None:
+    del args, result
+    gate: Any = module._forward_hooks_always_called.get(_KEY)  # type: ignore[call-overload] # noqa: SLF001
+    if gate is not None and gate.open > 0:
+        _leave(module, gate)
+
+
+@torch._dynamo.disable  # type: ignore[untyped-decorator] # noqa: SLF001
+def _enter(module: torch.nn.Module, gate: Gate) -> None:
+    gate.frames.enter(module, gate)
+
+
+@torch._dynamo.disable  # type: ignore[untyped-decorator] # noqa: SLF001
+def _leave(module: torch.nn.Module, gate: Gate) -> None:
+    gate.frames.leave(module, gate)
+
+
+def _refuse_wrappers() -> None:
+    if torch._C._is_tracing():  # noqa: SLF001
+        raise UsageError("torch.jit.trace would record placeholders; trace the model before offload()")
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # noqa: SLF001
+        raise UsageError("torch.func transforms do not work on an offloaded model; use autograd's own functions")
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined] # noqa: SLF001
+        raise UsageError("saved-tensor hooks are disabled here, and an offloaded model needs them")
+
+
+COPIED = (
+    "an offloaded model cannot be copied or pickled: its values are on storage; do it within "
+    "memascend.materialized(model), or save model.state_dict()"
+)
+
+
+def _refuse_script() -> Any:
+    raise UsageError("torch.jit.script would record placeholders; script the model before offload()")
+
+
+def _hooks_moved(module: torch.nn.Module, name: str) -> UsageError:
+    whose = f"{name!r}, a {type(module).__name__}," if name else f"a {type(module).__name__}"
+    return UsageError(
+        f"{whose} was given the hooks of an offloaded module, as fuse_modules() moves them: fuse before offload(), or "
+        "a copy.deepcopy() of the model, which is a plain one"
+    )
+
+
+def _replaced(name: str) -> UsageError:
+    return UsageError(
+        f"parameter {name!r} of a module is not the one that was offloaded: it was deleted, replaced or tied to "
+        "another after offload(), or torch.func.functional_call put another there for a call. Undo that; or save(), do "
+        "it in a plain model with those weights, and offload() anew. Values are changed within "
+        "memascend.materialized(model, modify=True)"
+    )
+
+
+def refuse_moved(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
+    """Refuse an offloaded parameter in another place of a model, as pruning, parametrizing and tying put it there.
+
+    And what takes the place of one that was taken out, as the older `weight_norm` does it.
+    """
+    if parameter is None:
+        return
+    gate = _gate_of(module)
+    table: dict[str, Any] = module._parameters  # noqa: SLF001
+    gone = {} if gate is None else {of: one for where, of, one in gate.owned if where is table and of not in table}
+    place: Any = parameter.__dict__.get("_memascend")
+    if place is None:
+        # Within materialized() all parameters are plain.
+        place = next((one.__dict__["_memascend"] for one in gone.values() if "_memascend" in one.__dict__), None)
+        if place is None:
+            return
+    elif gate is None:
+        # Others' modules may have it, as a head outside of the model does.
+        if not isinstance(module, torch.nn.utils.parametrize.ParametrizationList):
+            return
+    elif any(where is table and of == name and one is parameter for where, of, one in gate.owned):
+        return
+    elif all(of != name and one is not parameter for _, of, one in gate.owned):
+        # Nothing of this module's own goes, and the parameter stays where it is.
+        return
+    # Some take it from its own place first.
+    table.update(gone)
+    raise UsageError(
+        f"{place.name!r} is offloaded and cannot become {name!r} of a {type(module).__name__}: parametrize, prune, "
+        "normalise and tie before offload(); now save(), do it in a plain model with those weights, and offload() anew"
+    )
+
+
+def refuse_wrapper(wrapper: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
+    """Refuse wrappers for several devices when they are made: they may call what is in them from anywhere.
+
+    And what was given the hooks of an offloaded module, as fusing modules moves them.
+    """
+    if module is None:
+        return
+    if _gate_of(module) is None:
+        if _before in module._forward_pre_hooks.values() or _after in module._forward_hooks.values():  # noqa: SLF001
+            for own in wrapper.modules():
+                if _gate_of(own) is not None:
+                    _hook(own)
+            raise _hooks_moved(module, name)
+        return
+    kinds = [kind.__name__ for kind in type(wrapper).__mro__]
+    for kind in ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"):
+        if kind in kinds:
+            raise UsageError(
+                f"{kind} does not work with an offloaded model: offload() works in one process, on one device"
+            )
+
+
+def _caller() -> FrameType | None:
+    """The Python frame that called the module."""
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001
+    while frame is not None and (frame.f_code.co_filename == __file__ or "torch/_dynamo" in frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+def _is_running(caller: FrameType | None) -> bool:
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001
+    while frame is not None:
+        if frame is caller:
+            return True
+        frame = frame.f_back
+    return False

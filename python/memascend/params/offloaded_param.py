@@ -1,0 +1,630 @@
+"""Stands in for a parameter whose values are on storage: binds values, takes them away, loads or refuses."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from memascend.errors import ConfigError, UsageError
+from memascend.tensors import strides_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from contextlib import AbstractContextManager
+
+
+def _metadata() -> frozenset[Any]:
+    attributes = [
+        "shape",
+        "dtype",
+        "device",
+        "layout",
+        "ndim",
+        "is_sparse",
+        "is_sparse_csr",
+        "is_quantized",
+        "is_meta",
+        "is_cpu",
+        "is_cuda",
+        "is_xpu",
+        "is_mps",
+        "is_mkldnn",
+        "is_nested",
+        "is_leaf",
+        "requires_grad",
+        "grad",
+        "grad_fn",
+        "output_nr",
+        "names",
+        "itemsize",
+        "nbytes",
+        "_backward_hooks",
+        "_version",
+        "_grad",
+        "_base",
+        "name",
+        "retains_grad",
+        "_post_accumulate_grad_hooks",
+        "is_mtia",
+        "is_ipu",
+        "is_vulkan",
+        "is_ort",
+        "is_maia",
+        "volatile",
+        "_has_symbolic_sizes_strides",
+    ]
+    methods = [
+        "size",
+        "dim",
+        "ndimension",
+        "numel",
+        "nelement",
+        "element_size",
+        "is_floating_point",
+        "is_complex",
+        "is_signed",
+        "get_device",
+        "is_same_size",
+        "is_coalesced",
+        "requires_grad_",
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "retain_grad",
+        "__len__",
+        "__hash__",
+        "is_inference",
+        "is_conj",
+        "is_neg",
+        "has_names",
+        "_is_view",
+        "dim_order",
+        "is_distributed",
+        "is_shared",
+    ]
+    found: set[Any] = set()
+    for name in attributes:
+        attribute = getattr(torch.Tensor, name, None)
+        if attribute is not None and hasattr(attribute, "__get__"):
+            found.add(attribute.__get__)
+    for name in ("requires_grad", "grad", "_grad", "names", "_backward_hooks", "_post_accumulate_grad_hooks"):
+        attribute = getattr(torch.Tensor, name, None)
+        for setter in ("__set__", "__delete__"):
+            if hasattr(attribute, setter):
+                found.add(getattr(attribute, setter))
+    found |= {getattr(torch.Tensor, name) for name in methods if hasattr(torch.Tensor, name)}
+    found |= {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_conj, torch.is_neg, torch.is_signed}
+    found |= {torch.is_inference, torch.is_same_size}
+    found.add(torch._has_compatible_shallow_copy_type)  # noqa: SLF001
+    return frozenset(found)
+
+
+METADATA = _metadata()
+
+
+# Raised where a parameter that is away is asked for its memory, or written to, and cannot be.
+_HOW = "use memascend.materialized(model) to read it, and materialized(model, modify=True) to change it"
+
+
+class Away:
+    """Mixed into a parameter's class while it is away."""
+
+    _memascend: Place
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        del types
+        kwargs = kwargs or {}
+        if func in METADATA:
+            with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+                return func(*args, **kwargs)
+        places = find_away(args, kwargs)
+        if all(place.source.holds(place) for place in places):
+            # Of this thread, and real: as a plain parameter does it.
+            with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+                return func(*args, **kwargs)
+        special = _SPECIAL.get(func)
+        if special is not None:
+            return special(func, *args, **kwargs)
+        return _apply(func, places, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        place = self._memascend
+        if id(self) not in memo:
+            _require_outside(place, "copied deeply")
+            memo[id(self)] = place.source.reached.duplicate(place)
+        return memo[id(self)]
+
+    # torch asks no class before it does these.
+
+    def set_(self, *_: Any, **__: Any) -> Any:
+        """Refused: other memory would be another parameter's."""
+        raise UsageError(
+            f"{self._memascend.name!r} is offloaded and cannot be given other memory by set_(), as a parametrization "
+            "does it: parametrize before offload() (now save(), do it in a plain model with those weights, and "
+            "offload() anew); p.data.copy_(values) changes its values"
+        )
+
+    def as_subclass(self, _: type) -> Any:
+        """Refused: there is no memory to be seen."""
+        raise _refused(self._memascend, "seen as another class; p.detach() can")
+
+    def is_shared(self) -> bool:
+        """Whether other processes see the memory."""
+        return False
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        place = self._memascend
+        _require_outside(place, "pickled")
+        return place.source.reached.stand_in(place).__reduce_ex__(protocol)
+
+
+_CLASSES: dict[type, type] = {}
+
+
+def away_class(kind: type) -> type:
+    """The class that parameters of a class have while they are away."""
+    if kind not in _CLASSES:
+        _CLASSES[kind] = type(kind.__name__, (Away, kind), {"__module__": kind.__module__})
+    return _CLASSES[kind]
+
+
+def find_away(*trees: Any) -> list[Place]:
+    """The parameters in `trees` that are away."""
+    return [leaf._memascend for leaf in tree_leaves(trees) if isinstance(leaf, Away)]  # noqa: SLF001
+
+
+def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The strides with which a tensor is stored: its own where it is dense, else row-major ones."""
+    if isinstance(tensor, Away):
+        return tensor._memascend.stride  # noqa: SLF001
+    if torch.ops.aten.is_non_overlapping_and_dense(tensor) and tensor.numel() > 1:
+        return tuple(tensor.stride())
+    return strides_of(tensor.shape)
+
+
+def said(whose: str, how: str) -> str:
+    """The words for an error about values that are not there."""
+    return f"the values of {whose} are on storage and cannot be {how} here: {_HOW}"
+
+
+def _refused(place: Place, how: str) -> UsageError:
+    return UsageError(said(repr(place.name), how))
+
+
+def _require_outside(place: Place, how: str) -> None:
+    if place.source.reached.computes:
+        raise _refused(place, how)
+
+
+# --- what a function does ------------------------------------------------------------
+
+
+def _apply(func: Callable[..., Any], places: list[Place], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function on parameters that are away."""
+    source = places[0].source
+    written = _written(func, args, kwargs)
+    if source.reached.computes:
+        if func in _MEMORY:
+            raise _refused(places[0], _MEMORY[func])
+        if written:
+            raise _refused(written[0], f"written to by {func.__name__}()")
+        with source.borrowed(places):
+            return func(*args, **kwargs)
+    if written:
+        source.reached.require_writable(written[0])
+    if not (written or func in _MEMORY):
+        tracked = torch.is_grad_enabled() and any(place.parameter.requires_grad for place in places)
+        found = _borrow(func, places, args, kwargs, tracked=tracked)
+        if found is not _NOTHING:
+            return found
+        if tracked:
+            # A view in a graph: its gradient is the parameter's own.
+            with source.reached.bound(places):
+                return func(*args, **kwargs)
+    return _stand_in(func, places, args, kwargs)
+
+
+# What no function returns.
+_NOTHING = object()
+
+
+def _borrow(
+    func: Callable[..., Any], places: list[Place], args: tuple[Any, ...], kwargs: dict[str, Any], *, tracked: bool
+) -> Any:
+    """What a function gives for values in the arena; `_NOTHING` where that would hand out their memory."""
+    source = places[0].source
+    if source.reached.has(places) or not source.fits(places):
+        return _NOTHING
+    with source.borrowed(places):
+        found = func(*args, **kwargs)
+        own = {id(place.parameter) for place in places}
+        given = [leaf for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor) and id(leaf) not in own]
+        if any(source.hooks.lies_in_unit(tensor) for tensor in given):
+            # A device has no room for a second copy of what a graph needs.
+            return found if tracked and places[0].device.type != "cpu" else _NOTHING
+        return found
+
+
+def _stand_in(func: Callable[..., Any], places: list[Place], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function on real memory of the parameters."""
+    reached = places[0].source.reached
+    instead = {id(place.parameter): reached.stand_in(place) for place in places}
+    own = {id(instead[id(place.parameter)]): place.parameter for place in places}
+    given, options = tree_map(
+        lambda leaf: instead[id(leaf._memascend.parameter)] if isinstance(leaf, Away) else leaf,  # noqa: SLF001
+        (args, kwargs),
+    )
+    found = func(*given, **options)
+    return tree_map(lambda leaf: own.get(id(leaf), leaf), found)
+
+
+def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Place]:
+    """The parameters that a function writes to."""
+    written = find_away(kwargs.get("out"))
+    if is_in_place(func):
+        written += find_away(args[0] if args else kwargs)
+    return written
+
+
+def is_in_place(func: Callable[..., Any]) -> bool:
+    """Whether a function of torch writes to its first argument."""
+    name = getattr(func, "__name__", "")
+    if name.startswith("__i") and name.endswith("__"):
+        return name not in ("__index__", "__int__", "__invert__", "__iter__")
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+
+
+# What calls detach() where a parameter is made of another.
+_MAKES_PARAMETER = torch.nn.Parameter.__new__.__code__
+
+
+# --- functions with an answer of their own -----------------------------------------------
+
+
+def _refuse(how: str) -> Callable[..., Any]:
+    def refuse(func: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        del func
+        places = find_away(tensor, args, kwargs)
+        raise _refused(places[0], how)
+
+    return refuse
+
+
+def _data_set(func: Callable[..., Any], tensor: Any, values: Any) -> None:
+    if not isinstance(tensor, Away):
+        # Another tensor's, which gets the memory of a parameter.
+        _stand_in(func, find_away(values), (tensor, values), {})
+        return
+    if values is tensor:
+        return
+    place = tensor._memascend  # noqa: SLF001
+    _require_outside(place, "replaced through .data")
+    reached = place.source.reached
+    reached.require_writable(place)
+    reached.replace(place, reached.stand_in(values._memascend) if isinstance(values, Away) else values)  # noqa: SLF001
+
+
+def _stride(func: Callable[..., Any], tensor: Any, dim: int | None = None) -> Any:
+    del func
+    stride = tensor._memascend.stride  # noqa: SLF001
+    return stride if dim is None else stride[dim]
+
+
+def _is_contiguous(func: Callable[..., Any], tensor: Any, **kwargs: Any) -> bool:
+    place = tensor._memascend  # noqa: SLF001
+    meta = torch.empty_strided(place.shape, place.stride, dtype=place.dtype, device="meta")
+    return bool(func(meta, **kwargs))
+
+
+def _storage_offset(func: Callable[..., Any], tensor: Any) -> int:
+    del func, tensor
+    return 0
+
+
+def _detach(func: Callable[..., Any], tensor: Any) -> Any:
+    place: Place = tensor._memascend  # noqa: SLF001
+    caller = sys._getframe(1).f_back  # noqa: SLF001
+    if caller is not None and caller.f_code is _MAKES_PARAMETER:
+        # A parametrization does this, too; torch's own error speaks of detach().
+        raise ConfigError(
+            f"nn.Parameter({place.name}) would be a new trainable parameter on the values of one that is offloaded: "
+            "save(), make it (or parametrize) in a plain model with those weights, and offload() anew; "
+            "nn.Parameter(p.detach().clone()) is a plain copy"
+        )
+    copy = place.source.detached(place)
+    if copy is not None:
+        return copy
+    if place.source.reached.computes:
+        with place.source.borrowed([place]):
+            return func(tensor)
+    return _stand_in(func, [place], (tensor,), {})
+
+
+def _copy(func: Callable[..., Any], tensor: Any, values: Any, *args: Any, **kwargs: Any) -> Any:
+    if isinstance(tensor, Away) and tensor._memascend.source.assigned(tensor._memascend, values):  # noqa: SLF001
+        return tensor
+    return _apply(func, find_away(tensor, values), (tensor, values, *args), kwargs)
+
+
+def _is_laid_out(place: Place, layout: torch.memory_format) -> bool:
+    """Whether a parameter has its elements where a memory format has them."""
+    meta = torch.empty_strided(place.shape, place.stride, dtype=place.dtype, device="meta")
+    return meta.to(memory_format=layout) is meta
+
+
+def _cast(func: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    """What `to()` and its kin give: the parameter itself where nothing changes."""
+    if not isinstance(tensor, Away):
+        # `other.to(parameter)` asks for its dtype and device alone.
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            return func(tensor, *args, **kwargs)
+    place = tensor._memascend  # noqa: SLF001
+    # A tensor of no elements tells what would come out.
+    sample = torch.empty(0, dtype=place.dtype, device=place.device)
+    layout = kwargs.get("memory_format", torch.preserve_format)
+    asked = func(sample, *args, **{key: value for key, value in kwargs.items() if key != "memory_format"})
+    if isinstance(asked, str):
+        return asked
+    if asked.device == place.device:
+        if asked is sample and _is_laid_out(place, layout):
+            return tensor
+        # A copy; a module that is cast assigns it to `.data`, which is refused.
+        return _apply(func, [place], (tensor, *args), kwargs)
+    raise UsageError(
+        f"the values of {place.name!r} are on storage and cannot be moved to {asked.device} here: give offload() "
+        "device=, or move a copy of the parameter, p.clone()"
+    )
+
+
+_T = torch.Tensor
+
+
+def _named(names: dict[str, Any]) -> dict[Any, Any]:
+    """By the methods of these names that this torch has."""
+    return {getattr(_T, name): value for name, value in names.items() if hasattr(_T, name)}
+
+
+# What hands out memory where that is not seen in the result, and what the error says while the model computes.
+_MEMORY: dict[Any, str] = {
+    _T.data.__get__: "reached through .data",  # type: ignore[attr-defined]
+    **_named(
+        {
+            "numpy": "shared with numpy",
+            "__array__": "shared with numpy",
+            "__dlpack__": "exported",
+            "__iter__": "iterated over",
+        }
+    ),
+}
+
+
+_SPECIAL: dict[Any, Callable[..., Any]] = {
+    _T.data.__set__: _data_set,  # type: ignore[attr-defined]
+    _T.stride: _stride,
+    _T.is_contiguous: _is_contiguous,
+    _T.storage_offset: _storage_offset,
+    _T.detach: _detach,
+    torch.detach: _detach,
+    _T.copy_: _copy,
+    # Addresses outlive the memory, and another shape would not be the one that is stored.
+    **_named(
+        dict.fromkeys(("data_ptr",), _refuse("reached by data_ptr()"))
+        | dict.fromkeys(("untyped_storage", "storage", "_typed_storage"), _refuse("reached through its storage"))
+        | {
+            name: _refuse(f"changed by {name}()")
+            for name in (
+                *("share_memory_", "set_", "detach_", "resize_", "resize_as_", "t_", "transpose_", "squeeze_"),
+                *("unsqueeze_", "swapaxes_", "swapdims_", "as_strided_"),
+            )
+        }
+    ),
+    **_named(dict.fromkeys(("to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type"), _cast)),
+}
+
+
+class WeightMemory(Protocol):
+    """Real memory that weights are given between forwards."""
+
+    @property
+    def computes(self) -> bool:
+        """Whether the model computes now."""
+
+    def has(self, places: Iterable[Place]) -> bool:
+        """Whether one of these has such memory."""
+
+    def stand_in(self, place: Place) -> torch.Tensor:
+        """That memory, as a plain tensor."""
+
+    def replace(self, place: Place, values: torch.Tensor) -> None:
+        """Give the parameter this memory."""
+
+    def bound(self, places: list[Place]) -> AbstractContextManager[None]:
+        """Let the parameters have that memory for one operation."""
+
+    def duplicate(self, place: Place) -> torch.nn.Parameter:
+        """A plain parameter with a copy of the values."""
+
+    def require_writable(self, place: Place) -> None:
+        """Refuse a write that no update could see."""
+
+
+class UnitHooks(Protocol):
+    """Hooks on the tensors that autograd saves."""
+
+    def lies_in_unit(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is on the memory of a unit."""
+
+
+class Source(Protocol):
+    """Loads the values of parameters that are away."""
+
+    @property
+    def reached(self) -> WeightMemory:
+        """The memory of weights between forwards."""
+
+    @property
+    def hooks(self) -> UnitHooks:
+        """The hooks on saved tensors."""
+
+    def holds(self, place: Place) -> bool:
+        """Whether this thread has bound the parameter."""
+
+    def borrowed(self, places: Iterable[Place]) -> AbstractContextManager[None]:
+        """Bind the units of some parameters for one operation."""
+
+    def fits(self, places: Iterable[Place]) -> bool:
+        """Whether the units of some parameters have room in memory together."""
+
+    def detached(self, place: Place) -> torch.Tensor | None:
+        """A copy of the values where a state dict is made; None elsewhere."""
+
+    def assigned(self, place: Place, values: torch.Tensor) -> bool:
+        """Write values to storage where a state dict is loaded; False elsewhere."""
+
+
+_CPU = torch.device("cpu")
+
+
+# A model has some tens of kinds of parameters; where it has more than this, further ones have a tensor each.
+_KINDS_MAX = 1024
+
+
+class Place:
+    """One parameter: where its bytes lie in its unit, and what it is while they are away."""
+
+    __slots__ = (
+        "away",
+        "bound_version",
+        "device",
+        "dtype",
+        "kind",
+        "name",
+        "nothing",
+        "offset",
+        "parameter",
+        "shape",
+        "source",
+        "stride",
+        "unswapped",
+    )
+
+    def __init__(
+        self,
+        parameter: torch.nn.Parameter,
+        name: str,
+        offset: int,
+        source: Source,
+        device: torch.device = _CPU,
+    ) -> None:
+        """`device` is the one that computes with it."""
+        self.parameter = parameter
+        self.device = device
+        self.name = name
+        self.offset = offset
+        self.source = source
+        self.shape = tuple(parameter.shape)
+        self.dtype = parameter.dtype
+        self.stride = dense_strides(parameter)
+        self.kind = type(parameter)
+        self.away = away_class(self.kind)
+        self.nothing = _nothing(self.shape, self.stride, self.dtype, device)
+        self.bound_version: int | None = None
+        # `torch.utils.swap_tensors` refuses what a weak reference is held of: what it swapped would be lost.
+        self.unswapped: weakref.ref[torch.nn.Parameter] | None = None
+
+    def unbind(self) -> None:
+        """Take the values away."""
+        parameter = self.parameter
+        if self.unswapped is None:
+            self.unswapped = weakref.ref(parameter)
+        parameter._memascend = self  # type: ignore[attr-defined] # noqa: SLF001
+        parameter.__class__ = self.away
+        _set_data(parameter, self.nothing)
+        self.note_version()
+
+    def bind(self, values: torch.Tensor, *, guarded: bool = False) -> None:
+        """Let the parameter have its values; `values` is of its shape and strides.
+
+        Args:
+            values: what it has from now on.
+            guarded: it keeps the class that asks `Residency.holds` at each use.
+        """
+        parameter = self.parameter
+        # In this order another thread never finds a plain parameter without its values.
+        _set_data(parameter, values)
+        if not guarded:
+            parameter.__class__ = self.kind
+        self.note_version()
+
+    def release(self, values: torch.Tensor) -> None:
+        """Make the parameter a plain one, which knows nothing of this, until `unbind`."""
+        self.bind(values)
+        self.parameter.__dict__.pop("_memascend", None)
+        self.unswapped = None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError(said(repr(self.name), "pickled or copied"))
+
+    def note_version(self) -> None:
+        """What was written to the parameter up to here is known."""
+        self.bound_version = _version_of(self.parameter)
+
+    @property
+    def written(self) -> bool:
+        """Whether somebody wrote to the parameter in place since it was bound, or unbound: views outlive both."""
+        return self.bound_version is not None and _version_of(self.parameter) != self.bound_version
+
+
+def _version_of(parameter: torch.Tensor) -> int:
+    # Each bind and unbind asks; by the class of what is away the answer takes five times as long.
+    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+        version: int = parameter._version  # noqa: SLF001
+        return version
+
+
+@functools.lru_cache(maxsize=_KINDS_MAX)
+def _nothing(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of this shape without memory, one for all parameters that are alike."""
+    with torch.inference_mode(mode=False):
+        nothing = torch.empty((), dtype=dtype, device=device).expand(shape)
+        if device == _CPU and not _is_row_major(shape, stride):
+            # Autograd compares a gradient's strides with its parameter's, and warns. This takes addresses for a moment
+            # and no memory, which it would take on a device.
+            nothing = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+            nothing.untyped_storage().resize_(0)
+        # It has no memory from here on. What asks torch's core for it (DLPack, a custom kernel, a thread that found
+        # the parameter bound a moment ago) gets this error, and no number.
+        whose = f"a parameter of {list(shape)} {str(dtype).removeprefix('torch.')}"
+        torch._C._set_storage_access_error_msg(nothing, said(whose, "read past the parameter's class"))  # noqa: SLF001
+    return nothing
+
+
+def _is_row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    # The stride of a dimension of one element says nothing.
+    wanted = strides_of(shape)
+    return all(length == 1 or got == want for length, got, want in zip(shape, stride, wanted, strict=True))
+
+
+def laid_out(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without gaps: itself, or a copy."""
+    strides = dense_strides(tensor)
+    if tuple(tensor.stride()) == strides or tensor.numel() <= 1:
+        return tensor
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def _set_data(parameter: torch.Tensor, values: torch.Tensor) -> None:
+    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+        # Past the property that parameters have while any model is offloaded.
+        torch.Tensor.data.__set__(parameter, values)  # type: ignore[attr-defined]

@@ -1,0 +1,441 @@
+"""Binds parameters to their bytes for modules, single operations and backwards, and takes them away again."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+
+from memascend.errors import UsageError
+from memascend.params.offloaded_param import said
+from memascend.params.resident_units import ResidentUnits
+from memascend.params.threads import ProcessLock, Turns, current, others_alive
+from memascend.params.unit import view
+from memascend.params.weight_access import ReachedWeights, Transfers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from types import FrameType
+
+    from memascend.params.offloaded_param import Place
+    from memascend.params.unit import Copies, Home, Limits, Listener, Memory, Moment, Stages, Sums
+
+
+_CHECKPOINT = "torch.utils.checkpoint"
+
+
+class Note(NamedTuple):
+    """Where a tensor that autograd saved lies: enough to build the same view again."""
+
+    home: Home
+    version: int
+    offset: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    conjugate: bool
+    negative: bool
+
+
+class Keeper(Protocol):
+    """Keeps tensors that lie in no unit elsewhere; a protocol, as who does, `activations`, is in a room above this."""
+
+    def save(self, tensor: torch.Tensor, caller: FrameType) -> Any:
+        """What stands for a tensor that is saved in this frame, with a method `tensor()`; or the tensor itself."""
+
+
+class SavedTensorHooks:
+    """One pair of hooks, which are pushed while a unit computes."""
+
+    __slots__ = ("_pair", "_residency", "keeper")
+
+    def __init__(self, residency: Residency, keeper: Keeper | None = None) -> None:
+        """Where there is a keeper, the hooks are pushed for all of a model's forward."""
+        self._residency = residency
+        self.keeper = keeper
+        # Bound once, so that they can be told from others'.
+        self._pair = (self.pack, self.unpack)
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """A note for what lies in a unit; anything else as it is."""
+        note = self._note(tensor)
+        if note is not None:
+            return note
+        if _is_offloaded(tensor):
+            return _Saved(tensor.detach(), tensor._memascend.name)  # type: ignore[attr-defined] # noqa: SLF001
+        kept = tensor if self.keeper is None else self.keeper.save(tensor, sys._getframe(1))  # noqa: SLF001
+        return _Saved(tensor) if kept is tensor else kept
+
+    def unpack(self, saved: Any) -> torch.Tensor:
+        """The tensor again."""
+        if isinstance(saved, Note):
+            return self._tensor(saved)
+        tensor: torch.Tensor = saved if isinstance(saved, torch.Tensor) else saved.tensor()
+        return tensor
+
+    def lies_in_unit(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor's memory is a unit's."""
+        return self._note(tensor) is not None
+
+    def push(self) -> bool:
+        """Push the hooks where they are needed, which is not where ours are on top; whether they were pushed."""
+        top = torch._C._autograd._top_saved_tensors_default_hooks(False)  # noqa: SLF001
+        if top is None:
+            torch._C._autograd._push_saved_tensors_default_hooks(*self._pair)  # noqa: SLF001
+            return True
+        pack, unpack = top
+        if _owner(pack) is self:
+            return False
+        if isinstance(pack, _OverCheckpoint) or getattr(pack, "__module__", "") == _CHECKPOINT:
+            pack = _OverCheckpoint(self, pack)
+        else:
+            theirs = _Delegating(self, pack, unpack)
+            pack, unpack = theirs.pack, theirs.unpack
+        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)  # noqa: SLF001
+        return True
+
+    @staticmethod
+    def pop() -> None:
+        """Pop what `push` pushed, if anything is there: a user's own hooks, left by an interrupt, may have taken it."""
+        if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:  # noqa: SLF001
+            return
+        torch._C._autograd._pop_saved_tensors_default_hooks()  # noqa: SLF001
+
+    def pop_left(self) -> None:
+        """Pop what an interrupt left on top, where this thread computes nothing."""
+        while torch._C._current_graph_task_id() == -1:  # noqa: SLF001
+            top = torch._C._autograd._top_saved_tensors_default_hooks(False)  # noqa: SLF001
+            if top is None or _owner(top[0]) is not self:
+                return
+            self.pop()
+
+    def _note(self, tensor: torch.Tensor) -> Note | None:
+        try:
+            address = tensor.untyped_storage().data_ptr()
+        except (NotImplementedError, RuntimeError):
+            # Sparse, or a subclass without memory of its own: no bytes of ours.
+            return None
+        found = self._residency.units.home_at(address)
+        if found is None:
+            return None
+        home, version = found
+        return Note(
+            home,
+            version,
+            int(tensor.storage_offset()) * tensor.element_size(),
+            tensor.dtype,
+            tuple(tensor.shape),
+            tensor.stride(),
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
+
+    def _tensor(self, note: Note) -> torch.Tensor:
+        storage = self._residency.storage_of(note.home, note.version)
+        if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            # Elsewhere, as in most backwards, there is nothing to leave.
+            with torch.inference_mode(mode=False), torch.no_grad():
+                return _viewed(storage, note)
+        return _viewed(storage, note)
+
+
+def _viewed(storage: torch.UntypedStorage, note: Note) -> torch.Tensor:
+    tensor = torch.empty(0, dtype=note.dtype, device=storage.device)
+    tensor.set_(storage, note.offset // note.dtype.itemsize, note.size, note.stride)
+    if note.conjugate:
+        tensor = tensor.conj()
+    return torch._neg_view(tensor) if note.negative else tensor  # noqa: SLF001
+
+
+class _Saved:
+    """What lies in no unit, as it was when it was saved. Torch looks at no version of what hooks have packed."""
+
+    __slots__ = ("_name", "_values", "_version")
+
+    def __init__(self, values: torch.Tensor, name: str | None = None) -> None:
+        """`name`: of the parameter that it is, which had memory of its own and is away when the graph is walked."""
+        self._values = values
+        self._name = name
+        self._version = values._version  # noqa: SLF001
+
+    def tensor(self) -> torch.Tensor:
+        values = self._values
+        version = values._version  # noqa: SLF001
+        if version == self._version:
+            return values
+        if self._name is not None:
+            raise UsageError(
+                f"a graph needs {self._name!r} as it was before step(), or before it was written to: call backward() "
+                "before that, or compute what it is of again"
+            )
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"{list(values.shape)} {values.dtype} is at version {version}, and was saved at version {self._version}"
+        )
+
+
+class _Delegating:
+    """Ours over another user's hooks (`save_on_cpu`, say): what is no unit's is handed on."""
+
+    __slots__ = ("_pack", "_unpack", "hooks")
+
+    def __init__(self, hooks: SavedTensorHooks, pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
+        self.hooks = hooks
+        self._pack = pack
+        self._unpack = unpack
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        note = self.hooks._note(tensor)  # noqa: SLF001
+        if note is not None:
+            return (True, note)
+        return (False, self._pack(tensor.detach() if _is_offloaded(tensor) else tensor))
+
+    def unpack(self, saved: Any) -> torch.Tensor:
+        ours, what = saved
+        if ours:
+            return self.hooks._tensor(what)  # noqa: SLF001
+        tensor: torch.Tensor = self._unpack(what)
+        return tensor
+
+
+class _OverCheckpoint:
+    """Ours over a checkpoint's, which keeps what is saved as it is: a view keeps its bytes alive, a parameter does not.
+
+    Of what needs a gradient it makes a view itself; a frozen parameter that it kept would be away in the backward.
+    """
+
+    __slots__ = ("_pack", "hooks")
+
+    # So torch finds the hooks of users beneath: what a selective checkpoint caches is not for these.
+    _checkpoint_internal = True
+
+    def __init__(self, hooks: SavedTensorHooks, pack: Callable[..., Any]) -> None:
+        self.hooks = hooks
+        self._pack = pack
+
+    @property
+    def _user_hooks(self) -> Any:
+        return getattr(self._pack, "_user_hooks", None)
+
+    def __call__(self, tensor: torch.Tensor) -> Any:
+        return self._pack(tensor.detach() if _is_offloaded(tensor) else tensor)
+
+
+def _is_offloaded(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, torch.nn.Parameter) and "_memascend" in tensor.__dict__
+
+
+def _owner(pack: Callable[..., Any]) -> SavedTensorHooks | None:
+    """Whose a pack hook is, where it is one of this module's."""
+    owner = pack if isinstance(pack, _OverCheckpoint) else getattr(pack, "__self__", None)
+    if isinstance(owner, (_Delegating, _OverCheckpoint)):
+        return owner.hooks
+    return owner if isinstance(owner, SavedTensorHooks) else None
+
+
+class Residency:
+    """Makes the parameters of units real and lets them be away. All of it runs under one lock; compute does not.
+
+    Attributes:
+        units: the units and their bytes.
+        turns: of the threads that use parameters.
+        hooks: what keeps what autograd saves of units.
+        transfers: state dicts that are being made or loaded.
+        reached: weights that have memory of their own between forwards.
+        stages: hears of each unit before it is used, while micro-batches are computed; None otherwise.
+    """
+
+    def __init__(
+        self,
+        memory: Memory,
+        limits: Limits,
+        listener: Listener,
+        copies: Copies,
+        moment: Moment,
+        *,
+        keeper: Keeper | None = None,
+        sums: Sums,
+    ) -> None:
+        """Begin with nothing resident.
+
+        `keeper` keeps what autograd saves and lies in no unit; `sums` finds what was written to past torch's counters.
+        """
+        self._memory = memory
+        self._limits = limits
+        self._listener = listener
+        self._copies = copies
+        self.lock = ProcessLock()
+        self.turns = Turns(self.lock)
+        self.units = ResidentUnits(memory, limits, copies, self.turns, moment.busy, sums)
+        self.hooks = SavedTensorHooks(self, keeper)
+        self.transfers = Transfers()
+        self.reached = ReachedWeights(self, copies, moment)
+        self.stages: Stages | None = None
+
+    # --- binding ---------------------------------------------------------------
+
+    def bind(self, home: Home) -> None:
+        """Make a unit's parameters real. Every call is ended by `unbind`."""
+        self._memory.require_usable()
+        here = current()
+        with self.lock:
+            self.turns.wait_to_bind()
+            if home.bound == 0:
+                # Through views that were taken while the model computed.
+                self.units.find_written_in(home, [place.name for place in home.places if place.written])
+                base = self.units.use(home)
+                if home.views is None:
+                    home.views = [view(base, place) for place in home.places]
+                home.guarded = self.turns.several or others_alive(self.turns.first)
+                # Counted before: what an interrupt leaves half bound is found by `release`.
+                home.count(here, 1)
+                try:
+                    for place, values in zip(home.places, home.views, strict=True):
+                        place.bind(values, guarded=home.guarded)
+                except BaseException:
+                    self.unbind(home)
+                    raise
+            else:
+                home.count(here, 1)
+
+    def unbind(self, home: Home, holder: int | None = None) -> None:
+        """End what `bind` began; `holder`: the thread that it began in, where that is another."""
+        here = current() if holder is None else holder
+        with self.lock:
+            if here not in home.holders:
+                # close() or `release` have ended it already.
+                return
+            if home.bound > 1:
+                home.count(here, -1)
+                return
+            self._take_away(home)
+            home.count(here, -1)
+        self._listener.used()
+
+    def release(self, holder: int) -> None:
+        """End what a thread has bound: it computes nothing, and interrupts may come between any two lines."""
+        with self.lock:
+            for home in self.units.homes:
+                if not (home.bound or home.holders):
+                    continue
+                if home.holders.keys() <= {holder}:
+                    self._take_away(home)
+                # Not the sum: an interrupt may have come between the two.
+                home.count(holder, -home.holders.get(holder, 0))
+
+    def _take_away(self, home: Home) -> None:
+        """Let the parameters of a unit be away; done again after an interrupt it does the rest."""
+        self.units.find_written_in(home, [place.name for place in home.places if place.written])
+        for place in home.places:
+            place.unbind()
+
+    def holds(self, place: Place) -> bool:
+        """Whether this thread has bound a parameter that asks."""
+        return current() in self.units.home_of[place.name].holders
+
+    def note_data(self, place: Place) -> None:
+        """Somebody takes the `.data` of a parameter, which is watched from here on where it is bound."""
+        with self.lock:
+            home = self.units.home_of[place.name]
+            if home.bound:
+                self.units.sums.take(home, place)
+
+    def require_away(self, place: Place) -> None:
+        """Refuse other memory for a parameter that is bound."""
+        if self.units.home_of[place.name].bound:
+            raise UsageError(said(repr(place.name), "replaced through .data"))
+
+    @contextmanager
+    def borrowed(self, places: Iterable[Place]) -> Iterator[None]:
+        """Bind the units of some parameters for one operation."""
+        self.units.require_open()
+        self.transfers.settle()
+        self._listener.borrowed(places)
+        homes = list({id(home): home for home in (self.units.home_of[place.name] for place in places)}.values())
+        bound: list[Home] = []
+        pushed = False
+        with self.turns.touching():
+            try:
+                for home in homes:
+                    self.bind(home)
+                    bound.append(home)
+                pushed = self.hooks.push()
+                yield
+            finally:
+                if pushed:
+                    self.hooks.pop()
+                for home in reversed(bound):
+                    self.unbind(home)
+
+    def fits(self, places: Iterable[Place]) -> bool:
+        """Whether the units of some parameters have room in memory together."""
+        homes = {id(home): home for home in (self.units.home_of[place.name] for place in places)}.values()
+        sizes = [home.slot_bytes for home in homes if not home.held]
+        return all(sizes.count(size) <= self._limits.slots.get(size, 0) for size in set(sizes))
+
+    def detached(self, place: Place) -> torch.Tensor | None:
+        """A copy of a parameter's values where a state dict is made; None elsewhere."""
+        if place.device.type == "cpu" and not self.reached.computes:
+            # Memory that is watched.
+            return self.transfers.detached(place, self.reached.for_state_dict)
+        return self.transfers.detached(place, self.copy_of)
+
+    def assigned(self, place: Place, values: torch.Tensor) -> bool:
+        """Write values through to storage where a state dict is being loaded; False elsewhere."""
+        return self.transfers.assigned(place, values)
+
+    def copy_of(self, place: Place) -> torch.Tensor:
+        """A parameter's values in an unlinked file, as a tensor that nothing else sees."""
+        self.transfers.settle()
+        home = self.units.home_of[place.name]
+        self.bind(home)
+        try:
+            return self._copies.of(place)
+        finally:
+            self.unbind(home)
+
+    def read_into(self, place: Place, take: Callable[[torch.Tensor], None]) -> None:
+        """Let `take` have a parameter's values, for as long as it runs."""
+        home = self.units.home_of[place.name]
+        self.bind(home)
+        try:
+            assert home.base is not None
+            take(view(home.base, place))
+        finally:
+            self.unbind(home)
+
+    def require_idle(self, call: str) -> None:
+        """Refuse a call that may not come while units are in use, in whichever thread."""
+        with self.lock:
+            used = next((home.name for home in self.units.homes if home.bound), None)
+        if used is not None:
+            raise UsageError(
+                f"unit {used!r} is in use: call {call} outside of the model's forward and of materialized()"
+            )
+
+    def close(self, why: str) -> None:
+        """Let everything go; afterwards a touch of a parameter raises `UsageError(why)`."""
+        with self.lock:
+            for home in self.units.homes:
+                if home.bound or home.holders:
+                    self._take_away(home)
+                    home.holders.clear()
+                    home.bound = 0
+            self.units.close(why)
+
+    def storage_of(self, home: Home, version: int) -> torch.UntypedStorage:
+        """The bytes of a unit as they were at `version`."""
+        if self.stages is not None:
+            self.stages.arrive((home,))
+        self._memory.require_usable()
+        self.transfers.settle()
+        self.reached.note_walk()
+        with self.lock:
+            if home.version != version:
+                raise UsageError(
+                    f"a graph needs unit {home.name!r} as it was before step(), or before it was written to: call "
+                    "backward() before that, or run the forward again"
+                )
+            return self.units.use(home).untyped_storage()

@@ -1,0 +1,506 @@
+"""Keeps units' bytes in memory: reads them ahead of their use, evicts others to make room."""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from memascend.errors import BudgetError, TimeoutExpired, UsageError
+from memascend.params.unit import Home, alive, view
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Container, Iterable
+
+    from memascend.params.offloaded_param import Place
+    from memascend.params.threads import Turns
+    from memascend.params.unit import Copies, Limits, Memory, Sums
+
+
+_NEVER = 1 << 60
+
+
+# A step that uses more units than this (a long generate()) is not learnt beyond it.
+_RECORDED_MAX = 1 << 16
+
+
+class Order:
+    """The order in which units are used: recorded in one step, expected in the next."""
+
+    __slots__ = ("_expected", "_position", "_recorded", "_uses")
+
+    def __init__(self) -> None:
+        self._expected: list[int] = []
+        self._uses: dict[int, list[int]] = {}
+        self._recorded: list[int] = []
+        self._position = 0
+
+    def expect(self, indices: Iterable[int]) -> None:
+        """Expect this order, until a step has shown the true one."""
+        self._expected = list(indices)
+        self._uses = {}
+        for position, index in enumerate(self._expected):
+            self._uses.setdefault(index, []).append(position)
+        self._position = 0
+
+    def went_to(self, index: int) -> None:
+        """A unit is used now."""
+        if self._recorded and self._recorded[-1] == index:
+            return
+        if len(self._recorded) < _RECORDED_MAX:
+            self._recorded.append(index)
+        uses = self._uses.get(index, [])
+        at = bisect_left(uses, self._position)
+        # Another path than the last step's: go on where this unit is used next, or was used at all.
+        if at < len(uses):
+            self._position = uses[at] + 1
+        elif uses:
+            self._position = uses[0] + 1
+
+    def ahead(self, count: int, beside: Container[int] = ()) -> list[int]:
+        """The next units that are used, `beside` some, this many at most."""
+        total = len(self._expected)
+        found: list[int] = []
+        looked = 0
+        for step in range(total):
+            index = self._expected[(self._position + step) % total]
+            if index in beside:
+                continue
+            looked += 1
+            if index not in found:
+                found.append(index)
+            if len(found) >= count or looked >= 4 * count:
+                break
+        return found
+
+    def next_use(self, index: int) -> int:
+        """How many uses from now a unit is used again."""
+        uses = self._uses.get(index)
+        if not uses:
+            return _NEVER
+        at = bisect_left(uses, self._position)
+        if at < len(uses):
+            return uses[at] - self._position
+        return uses[0] + len(self._expected) - self._position
+
+    def is_used_again(self, index: int) -> bool:
+        """Whether what is left of the step uses a unit."""
+        uses = self._uses.get(index, [])
+        return bisect_left(uses, self._position) < len(uses)
+
+    def end(self) -> None:
+        """The step is over."""
+        if self._recorded:
+            self.expect(self._recorded)
+        self._recorded = []
+        self._position = 0
+
+
+def victim_for(home: Home, homes: Iterable[Home], order: Order, current: Home | None, *, must: bool) -> Home | None:
+    """The unit in the same class whose next use is farthest; one that is used before `home` only if it must be.
+
+    `current` is the unit that is asked for right now, which stays.
+    """
+    best: Home | None = None
+    best_key = (-1, 0)
+    for other in homes:
+        if other.slot_bytes != home.slot_bytes or other.bound or other.pinned or other in (home, current):
+            continue
+        if other.base is None and (other.fetch is None or not must):
+            continue
+        key = (order.next_use(other.index), -other.used)
+        if key > best_key:
+            best, best_key = other, key
+    if best is not None and not must and best_key[0] <= order.next_use(home.index):
+        return None
+    return best
+
+
+def is_leaving(home: Home, homes: Iterable[Home]) -> bool:
+    """Whether the bytes of an evicted unit of the same class are still held by somebody."""
+    return any(
+        other.slot_bytes == home.slot_bytes
+        and other is not home
+        and other.base is None
+        and other.fetch is None
+        and other.weak is not None
+        and not other.weak[0].expired()
+        for other in homes
+    )
+
+
+def holders_beside(home: Home, homes: Iterable[Home]) -> list[str]:
+    """The names of units of the same class whose bytes somebody holds."""
+    return [
+        other.name
+        for other in homes
+        if other.slot_bytes == home.slot_bytes and other.weak is not None and alive(other.weak[0]) is not None
+    ]
+
+
+def is_useless(home: Home, order: Order) -> bool:
+    """Whether what is left of the step does not use a unit, and its commit makes the unit's values old."""
+    return home.trained and not order.is_used_again(home.index)
+
+
+def has_useless(home: Home, homes: Iterable[Home], order: Order) -> bool:
+    """Whether a resident of the same class may go without being read again."""
+    return any(
+        other.slot_bytes == home.slot_bytes
+        and other.base is not None
+        and not (other.bound or other.pinned)
+        and is_useless(other, order)
+        for other in homes
+    )
+
+
+def crowded(home: Home, homes: Iterable[Home], limits: Limits) -> BudgetError:
+    """The error where nothing can leave for a unit, with a budget that has room."""
+    holders = holders_beside(home, homes)
+    smallest = limits.larger(home.slot_bytes)
+    return BudgetError(
+        f"no room for unit {home.name!r} ({home.nbytes} bytes): all places of its size are held by views of "
+        f"{', '.join(holders) or 'units in use'}, which a checkpoint segment of several blocks, or your "
+        f"code, keeps; {limits.option}={smallest} has a place for every unit",
+        smallest=smallest,
+    )
+
+
+_log = logging.getLogger("memascend")
+
+
+# How long the bytes of an evicted unit may take to come back, and how long to wait before giving up.
+_RELEASE_SECONDS = 0.05
+
+
+_LAST_SECONDS = 1.0
+
+
+# Units beyond the planned ones that are fetched ahead where there is room anyway.
+_FARTHER = 3
+
+
+class ResidentUnits:
+    """The units of a model, and which of them have their bytes in the arena.
+
+    Attributes:
+        homes: the units, in the order in which they were added.
+        home_of: the unit of each parameter, by the parameter's name.
+        order: in which units are used.
+        closed: why nothing may be used any more, once that is so.
+        written: parameters that somebody wrote to while they were bound.
+        overrides: values that are not on storage, and that the model computes with, by parameter.
+        counters: what was done, for reports.
+    """
+
+    def __init__(
+        self,
+        memory: Memory,
+        limits: Limits,
+        copies: Copies,
+        turns: Turns,
+        busy: Callable[[], bool],
+        sums: Sums,
+    ) -> None:
+        """See `Residency`; `busy` says whether updates are under way, which may hold units."""
+        self._memory = memory
+        self._arena = memory.arena
+        self._limits = limits
+        self._classes = sorted(limits.slots)
+        self._copies = copies
+        self._turns = turns
+        self._lock = turns.lock
+        self._busy = busy
+        self.sums = sums
+        self.homes: list[Home] = []
+        self.home_of: dict[str, Home] = {}
+        self.order = Order()
+        # The places of units that are held: they are always there.
+        self._held: set[int] = set()
+        self.closed: str | None = None
+        self.written: set[str] = set()
+        self.overrides: dict[str, torch.Tensor] = {}
+        self.counters = {"fetches": 0, "hits": 0, "adopted": 0, "evictions": 0}
+        self._at: dict[int, tuple[Home, int]] = {}
+        self._clock = 0
+        # The unit that is asked for right now: not to be evicted for one that comes later.
+        self._current: Home | None = None
+
+    def add(self, name: str, places: list[Place], nbytes: int, *, pinned: bool, held: bool = False) -> None:
+        """Take charge of a unit of so many bytes."""
+        slot_bytes = 0 if held else next((size for size in self._classes if size >= nbytes), nbytes)
+        home = Home(len(self.homes), name, nbytes, slot_bytes, pinned=pinned, held=held)
+        home.places = places
+        self.homes.append(home)
+        if held:
+            self._held.add(home.index)
+        self.home_of.update((place.name, home) for place in places)
+
+    def require_open(self) -> None:
+        """Refuse what comes after the end, and what a forked child asks."""
+        if self.closed:
+            raise UsageError(self.closed)
+        self._lock.process.require_here()
+
+    # --- reading ------------------------------------------------------------------------
+
+    def use(self, home: Home) -> torch.Tensor:
+        """The bytes of a unit, waited for; and begin to fetch what comes after it."""
+        with self._lock:
+            self.require_open()
+            self._clock += 1
+            home.used = self._clock
+            self._current = home
+            self.order.went_to(home.index)
+            if home.in_place and home.epoch != self._memory.held_epoch:
+                # It was changed by a step, and by nobody else.
+                self.sums.note(home)
+                self.evict(home)
+            if home.base is None:
+                self._bring(home)
+            else:
+                self.counters["hits"] += 1
+            self._look_ahead()
+            base = home.base
+            assert base is not None
+            self._memory.used(base)
+            return base
+
+    def _bring(self, home: Home) -> None:
+        if home.held:
+            base = self._held_bytes(home)
+        else:
+            if home.fetch is None and not self._adopt(home):
+                self._start(home, must=True)
+            fetch, pending = home.fetch, home.pending
+            home.fetch = home.pending = None
+            if fetch is None or pending is None:
+                return
+            fetch.wait()
+            # Not before it was checked: after an error somebody's traceback may hold what it was read into.
+            base = pending
+            home.weak = (StorageWeakRef(base.untyped_storage()), home.version)
+        self._at[base.data_ptr()] = (home, home.version)
+        home.overlay(base, self.overrides)
+        self.sums.forget(home)
+        # The last thing: an interrupt before it leaves a unit that is brought again.
+        home.base = base
+        self.sums.note(home)
+
+    def _held_bytes(self, home: Home) -> torch.Tensor:
+        """A unit whose values are in memory: it is computed with where they lie, but for values that are not stored."""
+        # Asked first: what becomes stale in between is brought again.
+        home.epoch = self._memory.held_epoch
+        held = self._memory.held(home.name)
+        home.held_at = held.data_ptr()
+        home.in_place = not any(place.name in self.overrides for place in home.places)
+        if home.in_place:
+            return held
+        # What only the model has is no part of what is held: in a file, as all that user code reached.
+        base = self._copies.of_bytes(held[: home.nbytes])
+        home.mapped = StorageWeakRef(base.untyped_storage())
+        return base
+
+    def _start(self, home: Home, *, must: bool) -> bool:
+        """Lease memory and begin the read."""
+        lease = self._room(home, must=must)
+        if lease is None:
+            return False
+        with torch.inference_mode(mode=False):
+            base = lease.tensor((home.nbytes,), torch.uint8)
+        home.weak = None
+        home.fetch = self._memory.begin(home.name, base)
+        home.pending = base
+        self.counters["fetches"] += 1
+        return True
+
+    def _adopt(self, home: Home) -> bool:
+        """Take living bytes of the current version again."""
+        if home.weak is None or home.weak[1] != home.version:
+            return False
+        storage = alive(home.weak[0])
+        if storage is None or home.fetch is not None:
+            return False
+        with torch.inference_mode(mode=False):
+            home.base = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (home.nbytes,), (1,))
+        self.counters["adopted"] += 1
+        return True
+
+    def look_ahead(self) -> None:
+        """Begin to fetch what is used next, where there is room now."""
+        with self._lock:
+            if not self.closed:
+                self._look_ahead()
+
+    def _look_ahead(self) -> None:
+        """Begin to fetch the next units.
+
+        Farther ones, too, where nothing has to leave for them that this step uses again: embeddings and heads have
+        places of their own, and the disk is not to wait until they are next.
+        """
+        near = self._limits.lookahead
+        if len(self._held) == len(self.homes):
+            return
+        for count, index in enumerate(self.order.ahead(near + _FARTHER if near else 0, self._held)):
+            home = self.homes[index]
+            if (
+                home.bound
+                or home.base is not None
+                or home.fetch is not None
+                or is_useless(home, self.order)
+                or self._adopt(home)
+            ):
+                # One that is useless now is read when the commit has made its values new.
+                # One that is bound without bytes of ours is materialized: they could not leave before it is no more.
+                continue
+            room = count < near or self._arena.free_slots(home.nbytes) or has_useless(home, self.homes, self.order)
+            if not room:
+                continue
+            if not self._start(home, must=False):
+                return
+
+    # --- making room --------------------------------------------------------------------
+
+    def _room(self, home: Home, *, must: bool) -> Any:
+        """A lease for a unit; None where there is no room now and it is not needed yet."""
+        patience, evicted = 0.0, False
+        while True:
+            # Where there is no room now, that is asked and not tried: an error with its message takes its time.
+            if patience or self._arena.free_slots(home.nbytes):
+                try:
+                    return self._arena.lease(home.nbytes, timeout=patience, owner="units")
+                except TimeoutExpired:
+                    if patience == _LAST_SECONDS and not self._busy():
+                        if self._limits.add is None:
+                            raise crowded(home, self.homes, self._limits) from None
+                        self._add_room(home, self._limits.add)
+                        continue
+            leaving = is_leaving(home, self.homes)
+            if not must and (evicted or leaving):
+                # It is asked for again soon; waiting here would keep compute from going on.
+                return None
+            if leaving and patience != _LAST_SECONDS and (self._busy() or not patience):
+                # Whoever read it lets go in a moment; an update that works on it, when it is done.
+                patience = _RELEASE_SECONDS
+                continue
+            victim = victim_for(home, self.homes, self.order, self._current, must=must)
+            if victim is not None:
+                self.evict(victim)
+                evicted, patience = True, 0.0
+            elif must:
+                patience = _LAST_SECONDS
+            else:
+                return None
+
+    def _add_room(self, home: Home, add: Callable[[int], int]) -> None:
+        """Take memory beside the planned: nobody gave a budget, and a plan cannot know what code keeps."""
+        added = add(home.nbytes)
+        _log.warning(
+            "%d bytes beside the planned %s were added for unit %r: all places of its size are held by views of %s, "
+            "which a checkpoint segment of several blocks, or your code, keeps",
+            added,
+            self._limits.option,
+            home.name,
+            ", ".join(holders_beside(home, self.homes)) or "units in use",
+        )
+
+    def evict(self, home: Home) -> None:
+        """Let a unit's bytes go; views that others hold keep them until they are gone."""
+        with self._lock:
+            if home.fetch is not None:
+                # Dropping a read waits for it; what it reads into goes after it, and was never checked.
+                home.fetch = None
+                home.pending = None
+                home.weak = None
+            self.written.update(self.sums.changed(home))
+            home.views = None
+            home.base = None
+            home.in_place = False
+            self.counters["evictions"] += 1
+
+    # --- values that change -------------------------------------------------------------
+
+    def override(self, place: Place, values: torch.Tensor | None) -> None:
+        """Let the model compute with these values from now on; None: with those on storage again."""
+        with self._lock:
+            self.overrides.pop(place.name, None)
+            if values is not None:
+                self.overrides[place.name] = values
+            home = self.home_of[place.name]
+            # A graph of what it was before is not walked any more.
+            home.version += 1
+            self.evict(home)
+            home.weak = None
+
+    def settle_override(self, place: Place) -> None:
+        """The values of an override are on storage now: what is resident is right, what is being read may be old."""
+        with self._lock:
+            self.overrides.pop(place.name, None)
+            home = self.home_of[place.name]
+            if home.base is None:
+                self.evict(home)
+
+    def find_written(self) -> None:
+        """Look for values in memory that are not what was read, as far as they are compared."""
+        with self._lock:
+            for home in self.homes:
+                self.find_written_in(home)
+
+    def find_written_in(self, home: Home, seen: Iterable[str] = ()) -> None:
+        """The same for one unit; `seen` are parameters of it that were seen to be written to."""
+        written = {*seen, *self.sums.changed(home)}
+        if written:
+            self.written.update(written)
+            for name in written if home.held else ():
+                self._memory.spoil(name)
+            # What it holds now is no step's: it is read again.
+            self.evict(home)
+            home.weak = None
+
+    def changed(self, names: Iterable[str]) -> None:
+        """Parameters have new values on storage: what is resident of their units is old."""
+        with self._lock:
+            for index in {self.home_of[name].index for name in names}:
+                home = self.homes[index]
+                home.version += 1
+                home.trained = True
+                if home.held:
+                    home.count_write()
+                    self.sums.note(home)
+                self.evict(home)
+
+    def end_step(self) -> None:
+        """Learn the order in which units were used, and begin to fetch the first of the next step."""
+        with self._lock:
+            self.order.end()
+            self._look_ahead()
+
+    # --- looking ------------------------------------------------------------------------
+
+    def values_of(self, place: Place) -> torch.Tensor | None:
+        """The values of a parameter where they are resident, as the last commit left them. They hold the unit."""
+        with self._lock:
+            home = self.home_of[place.name]
+            # What is held the engine has.
+            return None if home.base is None or home.held else view(home.base, place)
+
+    def home_at(self, address: int) -> tuple[Home, int] | None:
+        """The unit whose bytes begin at an address, and their version."""
+        found = self._at.get(address)
+        if found is not None and found[0].held and found[0].held_at != address:
+            # Where a file was, something else may be now.
+            storage = None if found[0].mapped is None else alive(found[0].mapped)
+            if storage is None or storage.data_ptr() != address:
+                self._at.pop(address, None)
+                return None
+        return found
+
+    def close(self, why: str) -> None:
+        """Let all bytes go; afterwards a use raises `UsageError(why)`."""
+        self.closed = why
+        for home in self.homes:
+            self.evict(home)
+        self._at.clear()

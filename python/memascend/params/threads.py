@@ -1,0 +1,203 @@
+"""Serialises threads that use parameters with the one that changes them."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from memascend.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+# Threads of these packages carry out their own work, and never touch a model: progress bars, loaders, debuggers.
+_HELPERS = ("torch", "tqdm", "multiprocessing", "ipykernel", "execnet", "memascend")
+
+
+_local = threading.local()
+
+
+def current() -> int:
+    """The thread that uses parameters here: this one, or the one that it works for, which waits meanwhile."""
+    return getattr(_local, "works_for", 0) or threading.get_ident()
+
+
+def works_for_another() -> bool:
+    """Whether this thread computes a micro-batch for another one, as others do by turns."""
+    return hasattr(_local, "works_for")
+
+
+@contextmanager
+def working_for(thread: int) -> Iterator[None]:
+    """Inside, what this thread binds is bound for another one, which waits."""
+    _local.works_for = thread
+    try:
+        yield
+    finally:
+        del _local.works_for
+
+
+def is_autograds() -> bool:
+    """Whether this is a thread of autograd's, which computes a backward while the one that began it waits."""
+    return bool(torch._C._current_graph_task_id() != -1) and isinstance(  # noqa: SLF001
+        threading.current_thread(),
+        threading._DummyThread,  # noqa: SLF001
+    )
+
+
+def others_alive(waits: int | None = None) -> bool:
+    """Whether a thread runs beside this one that is not known to be a library's helper.
+
+    Args:
+        waits: the thread that waits for this one, where this one is autograd's.
+    """
+    if threading.active_count() == 1:
+        return False
+    here = {threading.get_ident(), current()}
+    if waits is not None and is_autograds():
+        here.add(waits)
+    others = [thread for thread in threading.enumerate() if thread.ident not in here and not _is_helper(thread)]
+    return bool(others) and not _compilers().issuperset(others)
+
+
+def _compilers() -> set[threading.Thread]:
+    """The threads that torch.compile keeps: a pool like any other, which runs nothing but compilers."""
+    loaded = sys.modules.get("torch._inductor.async_compile")
+    found: set[threading.Thread] = set()
+    for name in ("pool", "thread_pool"):
+        made = getattr(getattr(loaded, "AsyncCompile", None), name, None)
+        if made is not None and hasattr(made, "cache_info") and made.cache_info().currsize:
+            found |= getattr(made(), "_threads", set())
+    return found
+
+
+def _is_helper(thread: threading.Thread) -> bool:
+    if isinstance(thread, threading._DummyThread):  # noqa: SLF001
+        # Begun outside of Python, as autograd's and ours are.
+        return True
+    module = getattr(getattr(thread, "_target", None), "__module__", None) or type(thread).__module__
+    return module.partition(".")[0] in _HELPERS
+
+
+# How long an operation of another thread on a parameter may take before it is refused as one that does not end.
+_TOUCH_SECONDS = 60.0
+
+
+class OwnProcess:
+    """The process that offloaded a model; its forks have none of the threads, and see zeros where units are."""
+
+    def __init__(self) -> None:
+        self._id = os.getpid()
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the process that asks is a fork of it."""
+        return os.getpid() != self._id
+
+    def require_here(self) -> None:
+        """Refuse what a fork asks."""
+        if self.is_elsewhere:
+            raise UsageError(
+                "the model belongs to the process that offloaded it, and this process is a fork of it: compute there, "
+                "or offload a model here"
+            )
+
+
+class ProcessLock(type(threading.RLock())):  # type: ignore[misc]
+    """A reentrant lock that a fork is refused: it may be held there by a thread that is not there."""
+
+    def __init__(self) -> None:
+        self.process = OwnProcess()
+
+    def __enter__(self) -> bool:
+        self.process.require_here()
+        return bool(super().__enter__())
+
+
+class Turns:
+    """Which threads use parameters now, and which one waits to change them; all under the residency's lock."""
+
+    def __init__(self, lock: ProcessLock) -> None:
+        self.lock = lock
+        # Tells of every change of what follows.
+        self._turn = threading.Condition(lock)
+        # The thread that changes values or waits to, how deep, and whether the others have stopped; see `alone`.
+        self._changer: int | None = None
+        self._changes = 0
+        self._changing = False
+        # Threads that carry out one operation on a parameter, with how often.
+        self._touching: dict[int, int] = {}
+        # More threads than one have bound units: what one has bound is not bound for another.
+        self.several = False
+        # The first one that used them.
+        self.first: int | None = None
+
+    def note_thread(self) -> None:
+        """A thread is about to use parameters: from its first module on it must not lean on what another has bound."""
+        thread = current()
+        if self.first is None:
+            self.first = thread
+        elif thread != self.first and not is_autograds():
+            self.several = True
+
+    def wait_to_bind(self) -> None:
+        """Under the lock: let another thread that changes values end."""
+        if self._changing and self._changer != current():
+            self._turn.wait_for(lambda: not self._changing)
+        self.note_thread()
+
+    @contextmanager
+    def touching(self) -> Iterator[None]:
+        """Carry out one operation on parameters inside, not while another thread changes them or waits to."""
+        here = current()
+        with self.lock:
+            if here not in self._touching:
+                self._turn.wait_for(lambda: self._changer in (None, here))
+            count_here(self._touching, 1)
+        try:
+            yield
+        finally:
+            with self.lock:
+                count_here(self._touching, -1)
+                self._turn.notify_all()
+
+    def release(self) -> None:
+        """End what an interrupt left of this thread's operations."""
+        with self.lock:
+            if self._touching.pop(current(), None) is not None:
+                self._turn.notify_all()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Let the operations of other threads on parameters end, and no other thread bind anything inside."""
+        here = current()
+        with self.lock:
+            self._turn.wait_for(lambda: self._changer in (None, here))
+            self._changer = here
+            self._changes += 1
+        try:
+            with self.lock:
+                # An operation that has begun goes on, also where it binds more; no other begins.
+                self._turn.wait_for(lambda: not self._touching.keys() - {here}, timeout=_TOUCH_SECONDS)
+                self._changing = True
+            yield
+        finally:
+            with self.lock:
+                self._changes -= 1
+                if self._changes == 0:
+                    self._changer, self._changing = None, False
+                    self._turn.notify_all()
+
+
+def count_here(threads: dict[int, int], more: int) -> None:
+    """Count for this thread; those that stand at nothing are not there."""
+    thread = current()
+    counted = threads.pop(thread, 0) + more
+    if counted > 0:
+        threads[thread] = counted

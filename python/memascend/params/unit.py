@@ -1,0 +1,359 @@
+"""Tracks one unit in memory: its parameters, where its bytes are, copies of them, and writes unseen by torch."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import tempfile
+import zlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from memascend.errors import ConfigError, StorageError
+from memascend.memory import file_memory
+from memascend.tensors import bytes_of, memory_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from pathlib import Path
+
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    from memascend.memory import Arena
+    from memascend.params.offloaded_param import Place
+
+
+# Holds what is bound for all threads; no thread has this number.
+NOBODY = 0
+
+
+class UnitRead(Protocol):
+    """A read of a unit that was begun."""
+
+    def wait(self) -> int:
+        """Wait for it, and check it."""
+
+    def done(self) -> bool:
+        """Whether the device is done."""
+
+
+class Home:
+    """One unit at run time: its parameters, and where its bytes are now."""
+
+    __slots__ = (
+        "base",
+        "bound",
+        "epoch",
+        "fetch",
+        "guarded",
+        "held",
+        "held_at",
+        "holders",
+        "in_place",
+        "index",
+        "mapped",
+        "name",
+        "nbytes",
+        "pending",
+        "pinned",
+        "places",
+        "slot_bytes",
+        "trained",
+        "used",
+        "version",
+        "views",
+        "weak",
+    )
+
+    def __init__(
+        self,
+        index: int,
+        name: str,
+        nbytes: int,
+        slot_bytes: int,
+        *,
+        pinned: bool,
+        held: bool = False,
+    ) -> None:
+        self.index = index
+        self.name = name
+        self.nbytes = nbytes
+        self.slot_bytes = slot_bytes
+        self.pinned = pinned
+        # Its values are in memory for the whole run: it has no place in the arena.
+        self.held = held
+        # `base` is where they are held, at this address, and was fresh at this epoch of the store.
+        self.in_place = False
+        self.held_at = 0
+        self.epoch = -1
+        # Of the file that it was brought into, where the model computes with values that are not stored.
+        self.mapped: StorageWeakRef | None = None
+        self.places: list[Place] = []
+        self.bound = 0
+        # Its parameters ask each thread whether it has bound them.
+        self.guarded = False
+        # The threads that have bound it, with how often; `bound` is the sum.
+        self.holders: dict[int, int] = {}
+        self.version = 0
+        # A step has changed its values, so the next one will.
+        self.trained = False
+        self.used = 0
+        self.base: torch.Tensor | None = None
+        self.fetch: UnitRead | None = None
+        # The bytes that `fetch` fills.
+        self.pending: torch.Tensor | None = None
+        self.views: list[torch.Tensor] | None = None
+        # Of the storage that was leased last: views that others hold may keep it alive.
+        self.weak: tuple[StorageWeakRef, int] | None = None
+
+    def count(self, holder: int, more: int) -> None:
+        """Count how often a thread has bound it. An interrupt in here leaves a holder that is found."""
+        counted = self.holders.get(holder, 0) + more
+        if counted > 0:
+            self.holders[holder] = counted
+        else:
+            self.holders.pop(holder, None)
+        self.bound = sum(self.holders.values())
+
+    def overlay(self, base: torch.Tensor, overrides: Mapping[str, torch.Tensor]) -> None:
+        """Let the bytes that it gets have values that are not on storage, by the names of their parameters."""
+        if overrides:
+            with torch.inference_mode(mode=False), torch.no_grad():
+                for place in self.places:
+                    values = overrides.get(place.name)
+                    if values is not None:
+                        view(base, place).copy_(values)
+
+    def count_write(self) -> None:
+        """Its values were updated where they lie, as by an optimizer in place: a graph that saved a view is refused."""
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            for place in self.places:
+                torch.autograd.graph.increment_version(place.parameter)
+                if place.bound_version is not None:
+                    place.note_version()
+
+
+def view(base: torch.Tensor, place: Place) -> torch.Tensor:
+    """A parameter's values in the bytes of its unit."""
+    with torch.inference_mode(mode=False), torch.no_grad():
+        values = torch.empty(0, dtype=place.dtype, device=base.device)
+        return values.set_(base.untyped_storage(), place.offset // values.element_size(), place.shape, place.stride)
+
+
+def alive(weak: StorageWeakRef) -> torch.UntypedStorage | None:
+    """The storage of a weak reference, if it lives."""
+    if weak.expired():
+        return None
+    return torch.UntypedStorage._new_with_weak_ptr(weak.cdata)  # noqa: SLF001
+
+
+class Memory(Protocol):
+    """The memory of units, and the way there; see `device.unit_memory`."""
+
+    arena: Arena
+
+    def begin(self, name: str, base: torch.Tensor) -> UnitRead:
+        """Begin to bring a unit into a lease of the arena."""
+
+    def held(self, name: str) -> torch.Tensor:
+        """The bytes of a unit that is held, as the last commit left them."""
+
+    @property
+    def held_epoch(self) -> int:
+        """While it stays the same, what `held` gave is what the last commit left."""
+
+    def spoil(self, name: str) -> None:
+        """Somebody wrote to a parameter of a unit that is held."""
+
+    def used(self, base: torch.Tensor) -> None:
+        """The caller is about to compute with a unit's bytes."""
+
+    def require_usable(self) -> None:
+        """Refuse, before anything is done, where nobody may compute with them."""
+
+
+class Stages(Protocol):
+    """Follows the micro-batches of a step; see `microbatches`, which is in a room above this."""
+
+    def arrive(self, homes: Iterable[Home]) -> None:
+        """A module or a backward is about to use units; other micro-batches may be computed before it goes on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listener:
+    """Who hears of what is done with units."""
+
+    borrowed: Callable[[Iterable[Place]], None]  # parameters are touched outside of their modules
+    used: Callable[[], None]  # the use of a unit has ended
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """What the run does now."""
+
+    busy: Callable[[], bool]  # updates are under way, which may hold units until they are done
+    computes: Callable[[], bool]  # this thread is inside of the model's forward
+    updates: Callable[[], bool]  # an update has begun of a step that is not committed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What the plan lets units have."""
+
+    lookahead: int  # how many units ahead of the one in use are fetched
+    slots: dict[int, int]  # the arena's classes, {bytes: count}
+    option: str  # what the user sets the budget by
+    larger: Callable[[int], int]  # a budget that has more room, where a unit of so many bytes finds none
+    # Takes memory for one more unit of so many bytes, and tells how many; None where a budget was given.
+    add: Callable[[int], int] | None
+
+
+_WRITE_BYTES = 8 << 20
+
+
+class Copies:
+    """Where copies lie: a file for each parameter, which nothing else sees and which is gone with its tensor."""
+
+    def __init__(self, folder: Path | None) -> None:
+        """`folder` is where they lie; None where nobody named one and the storage is no folder."""
+        self._given = folder
+
+    def of(self, place: Place) -> torch.Tensor:
+        """A copy of a parameter that is bound."""
+        # No name for the values, see there.
+        return self.of_values(place, place.parameter.detach())
+
+    def of_values(self, place: Place, values: torch.Tensor) -> torch.Tensor:
+        """A copy of values of a parameter, which have its strides."""
+        nbytes, folder = place.nothing.nbytes, self._folder
+        with _unlinked(folder) as descriptor:
+            try:
+                _write(descriptor, bytes_of(values), folder)
+            finally:
+                # The traceback of an error would hold them, and with them their unit's place in memory.
+                del values
+            if nbytes == 0:
+                return torch.empty(place.shape, dtype=place.dtype, device="cpu")
+            return file_memory(descriptor, nbytes).view(place.dtype).as_strided(place.shape, place.stride)
+
+    def of_bytes(self, values: torch.Tensor) -> torch.Tensor:
+        """A copy of bytes."""
+        folder = self._folder
+        with _unlinked(folder) as descriptor:
+            _write(descriptor, values, folder)
+            return file_memory(descriptor, values.nbytes)
+
+    @property
+    def _folder(self) -> Path:
+        if self._given is None:
+            raise ConfigError("the storage is a raw device: give offload(scratch=) a folder for copies of the weights")
+        return self._given
+
+
+@contextlib.contextmanager
+def _unlinked(folder: Path) -> Iterator[int]:
+    try:
+        descriptor = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError:
+        descriptor = _named_for_a_moment(folder)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _named_for_a_moment(folder: Path) -> int:
+    """For file systems without O_TMPFILE."""
+    try:
+        descriptor, name = tempfile.mkstemp(prefix=".memascend-copy-", dir=folder)
+    except OSError as error:
+        raise _no_copy(folder, error) from error
+    os.unlink(name)  # noqa: PTH108
+    return descriptor
+
+
+def _no_copy(folder: Path, error: OSError) -> StorageError:
+    return StorageError(
+        f"{folder}: no room for a copy of the weights: {error.strerror}; give offload(scratch=) another folder",
+        errno=error.errno,
+        path=str(folder),
+    )
+
+
+def _write(descriptor: int, values: torch.Tensor, folder: Path) -> None:
+    """Write bytes to a file, and let the page cache go behind it."""
+    nbytes = values.nbytes
+    for start in range(0, nbytes, _WRITE_BYTES):
+        length = min(_WRITE_BYTES, nbytes - start)
+        # A piece at a time is in host memory where they lie on a device.
+        piece = values[start : start + length].cpu()
+        part = memory_of(piece)
+        at = 0
+        while at < length:
+            try:
+                at += os.pwrite(descriptor, part[at:], start + at)
+            except OSError as error:
+                # The traceback would hold the values, and with them their place in memory.
+                del values, piece, part
+                raise _no_copy(folder, error) from error
+    if nbytes > _WRITE_BYTES:
+        os.fdatasync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+_log = logging.getLogger("memascend")
+
+
+def wanted() -> bool:
+    """Whether the environment asks for all of them: they cost a pass over every unit at each use."""
+    return os.environ.get("MEMASCEND_DEBUG", "") not in ("", "0")
+
+
+class Sums:
+    """What the parameters in memory were when they were read, or when their `.data` was taken."""
+
+    def __init__(self, *, everything: bool) -> None:
+        """`everything`: compare all parameters, and not only those that somebody took the data of."""
+        self._everything = everything
+        self._read: dict[str, int] = {}
+        self._told: set[str] = set()
+
+    def note(self, home: Home) -> None:
+        """A unit was read."""
+        self.forget(home)
+        if self._everything:
+            for place in home.places:
+                self.take(home, place)
+
+    def forget(self, home: Home) -> None:
+        """What was read is not compared any more."""
+        for place in home.places:
+            self._read.pop(place.name, None)
+
+    def take(self, home: Home, place: Place) -> None:
+        """Somebody is about to have a parameter's memory."""
+        if home.base is not None and place.name not in self._read:
+            self._read[place.name] = _sum(home.base, place.offset, place.nothing.nbytes)
+
+    def changed(self, home: Home) -> list[str]:
+        """The parameters of a unit in memory that are not what was read."""
+        base = home.base
+        if base is None or not self._read:
+            return []
+        names = [
+            place.name
+            for place in home.places
+            if place.name in self._read and self._read[place.name] != _sum(base, place.offset, place.nothing.nbytes)
+        ]
+        for name in names:
+            if name not in self._told:
+                _log.warning("the values of %s were changed in memory, past torch's counters (.data?)", name)
+                self._told.add(name)
+        return names
+
+
+def _sum(base: torch.Tensor, offset: int, nbytes: int) -> int:
+    return zlib.crc32(memory_of(base[offset : offset + nbytes].cpu()))

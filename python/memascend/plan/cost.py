@@ -1,0 +1,285 @@
+"""Computes what a step takes on a machine, in seconds, and how long a drive lasts: arithmetic alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from memascend.text import bytes_shown, seconds_shown
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from memascend.plan.table import Plan
+    from memascend.plan.units import Unit
+
+
+@dataclass(frozen=True)
+class Network:
+    """What one rank receives of the others, and sends to them, for one forward and backward, in bytes."""
+
+    forward: int  # values that are gathered for the forward
+    backward: int  # values that are gathered once more; what belongs to no block stays from the forward
+    gradients: int  # parts of gradients
+    # Whole parameters and gradients that torch holds at once: what belongs to no block, two blocks of values, and the
+    # gradients of one with the parts that were received.
+    gathered: int
+
+    @property
+    def total(self) -> int:
+        """All that is received."""
+        return self.forward + self.backward + self.gradients
+
+
+_DAY_SECONDS = 86_400
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drive:
+    """How fast storage is, all devices together, in bytes a second."""
+
+    read: float  # where nothing is written
+    write: float  # where nothing is read
+    # Both in turn, counted together; None: as if reads and writes took turns at their own speeds.
+    mixed: float | None = None
+    processor_seconds: float = 0.0  # that one processor is busy with a byte; 0 where nobody measured it
+
+    def seconds(self, read_bytes: float, written_bytes: float) -> float:
+        """How long it takes to move both."""
+        if self.mixed is None or not read_bytes or not written_bytes:
+            return read_bytes / self.read + written_bytes / self.write
+        # What there is more of goes on alone when the other is done.
+        both = 2 * min(read_bytes, written_bytes)
+        rest = max(read_bytes, written_bytes) - both / 2
+        return both / self.mixed + rest / (self.read if read_bytes > written_bytes else self.write)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What the model computes for one backward, in seconds of the device that computes."""
+
+    forward: float  # of the forward
+    backward: float  # of the backward, with what it recomputes
+    backwards: int = 1  # that make one step
+    # Seconds of the network in a forward and in a backward, where several ranks share the model.
+    exchanged: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """What the processors do beside the model, in seconds of one of them."""
+
+    update: float  # the arithmetic of a step
+    check: float  # the checksum of a byte that is read or written
+    threads: int  # that share the update of what streams
+    # Whether the model computes on all of the same processors: what takes one of them holds up the model, whose threads
+    # wait for each other at the end of each operation.
+    shared: bool
+    link: float | None = None  # bytes a second between host and device, each way; None where the host computes
+    held_threads: int | None = None  # that share the update of what is held; None: as many
+
+
+# One thread's seconds for AdamW on a parameter and for the checksum of a byte, where nobody measured them. Measured on
+# a server's processor of 2023 in training: 1.9 ns a parameter for both.
+_UPDATE_SECONDS, _CHECK_SECONDS = 1.1e-9, 0.03e-9
+
+
+# So many of them share the update of what is held, of processors that nobody measured: with more, the 26 bytes that it
+# moves for a parameter wait for the memory of a desktop.
+_HELD_THREADS = 4
+
+
+def assumed_host(link: float | None, *, threads: int = 1, shared: bool = False) -> Host:
+    """A processor that nobody measured: the update's threads, beside a device that computes unless it is shared."""
+    return Host(
+        update=_UPDATE_SECONDS,
+        check=_CHECK_SECONDS,
+        threads=threads,
+        shared=shared,
+        link=link,
+        held_threads=threads if shared else max(threads, _HELD_THREADS),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """A part of a step, whose parts run beside each other: it takes as long as the longest of them."""
+
+    name: str  # forward, backward, or update where gradients wait for all others
+    parts: Mapping[str, float]  # seconds by what they are spent on: compute, PCIe, disk, update, network
+    tail: float = 0.0  # of storage and update that nothing else goes on beside: of the gradient that comes last
+
+    @property
+    def seconds(self) -> float:
+        """Of the longest part, or of what precedes the tail, and the tail."""
+        before = max((took for part, took in self.parts.items() if part not in {"disk", "update"}), default=0.0)
+        return max(*self.parts.values(), before + self.tail)
+
+    @property
+    def bound(self) -> str:
+        """The longest part."""
+        return max(self.parts, key=lambda part: self.parts[part])
+
+
+def phases(plan: Plan, work: Work, drive: Drive, host: Host, *, kept: bool) -> list[Phase]:
+    """The parts of one step that follow each other.
+
+    Args:
+        plan: what it moves.
+        work: what it computes.
+        drive: what it is stored on.
+        host: what the processors and the link do.
+        kept: whether gradients wait until all of them are there ("ssd" and "ram", clipping, accumulation).
+    """
+    forward_read = plan.read_bytes.get("values, forward", 0)
+    backward_read = plan.read_bytes.get("values, backward", 0)
+    spilled = plan.written_bytes.get("gradients", 0)
+    update_read = sum(plan.read_bytes.values()) - forward_read - backward_read
+    update_written = sum(plan.written_bytes.values()) - spilled
+    into, back, out = through_link(plan)
+    times = work.backwards
+    # Each backward after the first reads what is spilled, and adds to it.
+    added = spilled * (times - 1)
+    # What is held waits for step() in every mode, and all threads share it.
+    streamed = host.update * (1 - plan.held_part)
+    together = host.held_threads or host.threads
+    # Their values are checked before it, and have new checksums after it.
+    checked = 2 * plan.held_part * sum(unit.nbytes - unit.frozen_bytes for unit in plan.units) * host.check
+    in_step = {"update": (host.update - streamed + checked) / together}
+    if plan.held_part and not plan.log_steps:
+        # Without a log it is written there, too.
+        through = int(update_written * plan.held_part)
+        update_written -= through
+        in_step["disk"] = drive.seconds(0, through)
+    held = [Phase(name="step()", parts=in_step)] if plan.held_part else []
+    to, fro = (None, None) if work.exchanged is None else (part * times for part in work.exchanged)
+    forward = _phase("forward", work.forward * times, (into * times, 0), (forward_read * times, 0), drive, host)
+    forward = _beside(forward, to)
+    if kept:
+        backward = _phase(
+            "backward", work.backward * times, (back * times, out * times),
+            (backward_read * times + added, spilled * times), drive, host,
+        )  # fmt: skip
+        update = _phase("update", 0.0, (0, 0), (update_read, update_written), drive, host, streamed)
+        return [forward, _beside(backward, fro), update, *held]
+    last = _phase(
+        "backward and update", work.backward * times, (back * times, out * times),
+        (backward_read * times + update_read, update_written), drive, host, streamed,
+    )  # fmt: skip
+    part = _last_part(plan)
+    tail = max(drive.seconds(update_read * part, update_written * part), streamed * part / host.threads)
+    if host.shared:
+        # By then the model has ended.
+        last = replace(last, parts={**last.parts, "compute": last.parts["compute"] - streamed * part / host.threads})
+    return [forward, _beside(replace(last, tail=tail), fro), *held]
+
+
+def _last_part(plan: Plan) -> float:
+    """Of what is trained and streams, the part of the unit that is first in the forward: its gradient comes last."""
+    streams = [0.0 if unit.name in plan.held_units else _trained(unit) for unit in plan.units]
+    return streams[0] / sum(streams) if any(streams) else 0.0
+
+
+def _trained(unit: Unit) -> float:
+    """Elements of a unit that a step changes."""
+    return unit.elements * (1 - unit.frozen_bytes / max(1, unit.nbytes))
+
+
+def _beside(phase: Phase, network: float | None) -> Phase:
+    """A phase with what ranks exchange in it."""
+    return phase if network is None else replace(phase, parts={**phase.parts, "network": network})
+
+
+def through_link(plan: Plan) -> tuple[int, int, int]:
+    """Bytes that a forward and a backward bring to the device, and gradients that leave it."""
+    moving = [unit for unit in plan.units if not unit.pinned]
+    into = sum(unit.nbytes for unit in moving)
+    back = sum(unit.nbytes for unit in moving if unit.name not in plan.resident)
+    return into, back, sum(unit.nbytes - unit.frozen_bytes for unit in plan.units)
+
+
+def _phase(
+    name: str,
+    compute: float,
+    link: tuple[int, int],
+    disk: tuple[int, int],
+    drive: Drive,
+    host: Host,
+    update: float = 0.0,
+) -> Phase:
+    checked = sum(disk) * (host.check + drive.processor_seconds)
+    parts = {"disk": drive.seconds(*disk)}
+    if host.shared:
+        # The model's threads are on the same processors, and none goes on without the others.
+        parts["compute"] = compute + (update + checked) / host.threads
+    else:
+        parts["compute"] = compute
+        parts["update"] = (update + checked) / host.threads
+    if host.link is not None:
+        # Both ways at once.
+        parts["PCIe"] = max(link) / host.link
+    return Phase(name=name, parts=parts)
+
+
+def seconds(parts: Sequence[Phase]) -> float:
+    """Of a whole step."""
+    return sum(part.seconds for part in parts)
+
+
+def storage_seconds(plan: Plan, drive: Drive, host: Host, *, backwards: int = 1) -> float:
+    """Of a step of a model that takes no time itself: what storage and the update take."""
+    host = replace(host, update=update_seconds(plan, host.update))
+    work = Work(forward=0.0, backward=0.0, backwards=backwards)
+    return seconds(phases(plan, work, drive, host, kept=plan.gradients in ("ssd", "ram")))
+
+
+def update_seconds(plan: Plan, a_parameter: float) -> float:
+    """Of one processor, for the update of everything that is trained."""
+    return sum(map(_trained, plan.units)) * a_parameter
+
+
+def drive_days(plan: Plan, step_seconds: float, endurance: float) -> float | None:
+    """Days of training without a pause until so many bytes are written; None where a step writes nothing."""
+    written = sum(plan.written_bytes.values())
+    if not written or not step_seconds:
+        return None
+    return endurance / written * step_seconds / _DAY_SECONDS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """Seconds of a step."""
+
+    now: float  # with the plan as it is
+    without: float  # with nothing held
+    larger: Mapping[int, float]  # by larger budgets, those of the plan
+
+
+def forecast(plan: Plan, reckon: Callable[[Plan], float | None]) -> Forecast | None:
+    """What a step takes; `reckon` says it of one plan, or None where that is not known."""
+    now, without = reckon(plan), reckon(plan.moving(plan.without))
+    larger = {budget: reckon(plan.moving(traffic)) for budget, traffic in plan.larger.items()}
+    if now is None or without is None:
+        return None
+    known = {budget: seconds for budget, seconds in larger.items() if seconds is not None}
+    return Forecast(now=now, without=without, larger=known)
+
+
+def said(plan: Plan, seconds: Forecast | None) -> str:
+    """In one line what is held, what a step moves and takes, and what more memory would buy."""
+    moves = f"a step moves {bytes_shown(plan.moved_bytes)}"
+    if plan.held:
+        moves = (
+            f"{len(plan.held)} parameters are held in memory, and {moves} instead of {bytes_shown(plan.without.total)}"
+        )
+    more = []
+    for budget, traffic in plan.larger.items():
+        took = "" if seconds is None else f", {seconds_shown(seconds.larger[budget])}"
+        more.append(f"{budget} ({bytes_shown(budget)}): {bytes_shown(traffic.total)}{took}")
+    instead = f"; with host_memory={', '.join(more)}" if more else ""
+    if seconds is None:
+        return f"{moves}{instead}"
+    took = f"which takes storage and the update about {seconds_shown(seconds.now)}"
+    if plan.held:
+        took += f" instead of {seconds_shown(seconds.without)}"
+    return f"{moves}, {took}{instead}"

@@ -1,0 +1,598 @@
+"""Plans a run within a budget: units in memory, sizes of slots, entries that are held, bytes that a step moves."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
+
+from memascend import memory
+from memascend.errors import BudgetError, ConfigError
+from memascend.memory import whole_pages
+from memascend.plan.table import Plan, Traffic, with_log
+from memascend.plan.units import count_reads, forward_order, list_windows
+from memascend.text import bytes_shown
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
+    from memascend.plan.units import Unit
+    from memascend.storage import Sizes
+
+
+# What an arena keeps on the heap beside its slots: for itself, for each class, for each slot.
+_ARENA_BYTES, _CLASS_BYTES, SLOT_BYTES = 16_416, 112, 5
+
+
+def arena_classes(windows: Sequence[Sequence[int]]) -> dict[int, int]:
+    """The cheapest classes ({bytes: count}) of an arena that holds each of `windows`, one after another.
+
+    A window is the sizes in bytes of what must be held at once. Sizes that are near each other and never meet (an
+    embedding and a head, say) may share slots of the larger size; what shares slots is chosen so that the arena as a
+    whole is smallest. As an arena never lends a larger class than needed, each window is granted in every order.
+    """
+    # What a window holds, not in which order: a model of a hundred equal blocks has a handful of different windows.
+    contents = {tuple(sorted(window)) for window in windows}
+    sizes = sorted({size for content in contents for size in content})
+    if sizes and sizes[0] < 1:
+        raise ConfigError(f"what is held in memory has at least one byte, not {sizes[0]}")
+    # best[count]: what the `count` smallest sizes cost; how many of them their largest class leaves; its slots.
+    best = [(0, 0, 0)]
+    for count in range(1, len(sizes) + 1):
+        bound = sizes[count - 1]
+        ends = [bisect_right(content, bound) for content in contents]
+        options = []
+        for first in range(count):
+            begins = (bisect_left(content, sizes[first]) for content in contents)
+            slots = max(end - begin for begin, end in zip(begins, ends, strict=True))
+            options.append((best[first][0] + bound * slots, first, slots))
+        best.append(min(options))
+    classes = {}
+    count = len(sizes)
+    while count > 0:
+        _, first, slots = best[count]
+        classes[sizes[count - 1]] = slots
+        count = first
+    return classes
+
+
+def arena_bytes(classes: Mapping[int, int]) -> int:
+    """What an arena of these classes takes, with its own tables."""
+    if not classes:
+        return 0
+    tables = _ARENA_BYTES + _CLASS_BYTES * len(classes) + SLOT_BYTES * sum(classes.values())
+    return memory.layout(classes).reserved + tables
+
+
+# Each entry is written whole once in so many steps: of 12 bytes a parameter, three quarters of one a step. Twice as
+# many would save three eighths of a byte, and take twice the room and twice as long to replay.
+_STEPS = 16
+
+
+# Unless it was asked for by a number, a log leaves the rest of what is free to others.
+_SHARE = 2
+
+
+@dataclass(frozen=True, eq=False)
+class Log:
+    """What a log of gradients could be."""
+
+    names: Collection[str]  # of the entries whose updates can be replayed
+    # What it takes for some of these, by the number of its steps, from 1 on.
+    nbytes: Callable[[Sequence[str], int], int]
+    asked: int | None = None  # how many steps; None: as many as are good
+    room: int | None = None  # bytes that there are for it; None where nobody knows
+    shares: bool = True  # that room is others', too
+
+    def wanted(self, names: Sequence[str]) -> int:
+        """How many steps it would keep of these entries if there was room."""
+        return (_STEPS if self.asked is None else self.asked) if names else 0
+
+    def plan(self, names: Sequence[str]) -> tuple[int, int]:
+        """How many steps it keeps of these entries, and its bytes; 0 where there is no room for one."""
+        wanted = self.wanted(names)
+        if not wanted:
+            return 0, 0
+        first = self.nbytes(names, 1)
+        each = self.nbytes(names, 2) - first
+        if self.room is not None:
+            room = self.room // _SHARE if self.shares and self.asked is None else self.room
+            wanted = min(wanted, 1 + (room - first) // each)
+        return (wanted, first + (wanted - 1) * each) if wanted > 0 else (0, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Requirements:
+    """What a run needs memory for."""
+
+    units: Sequence[Unit]  # in the order of the forward
+    sizes: Sizes  # of the store that holds them
+    # How they are kept: "ram" needs memory for all of them, the others for the largest.
+    gradients: Literal["auto", "fused", "ssd", "ram"]
+    largest_gradient: int  # bytes of it
+    all_gradients: int  # bytes of all of them
+    whole_bytes: int = 0  # what an optimizer needs that updates whole parameters
+    # {bytes: count} of those through which checkpointed activations go to storage.
+    activation_chunks: Mapping[int, int] = field(default_factory=dict)
+    activation_group: int = 0  # further ones, so many at a time, in which they stay where there is room; 0: all go
+    activation_groups: int = 0  # how many of these keep the disk out of it, as far as anybody can say beforehand
+    # Where a device computes, the chunks, {bytes: count}, that lie between it and storage, by owner; units and
+    # gradients are then in its memory. None: the host computes.
+    staging: Mapping[str, Mapping[int, int]] | None = None
+    segment: int = 1  # units that a checkpoint segment recomputes together
+    # Whether an update reads the values: "resident" where their unit was evicted (the compact state), "read" always
+    # (values of 32 bits), "never" (the state has a master of its own).
+    update_values: Literal["resident", "read", "never"] = "resident"
+    trained: Collection[str] = ()  # the names of the parameters that a step changes
+    gradient_bytes: Mapping[str, int] = field(default_factory=dict)  # of each of those
+    # Updates of held entries are applied in memory, and nothing of them is written before the end.
+    applies: bool = False
+    # What a log of their gradients could be, where they are durable each step; None where none is kept.
+    log: Log | None = None
+
+    @property
+    def group_bytes(self) -> int:
+        """One further group of chunks for activations."""
+        return arena_bytes(
+            {nbytes: self.activation_group for nbytes in self.activation_chunks if self.activation_group}
+        )
+
+    def bytes_of(self, unit: Unit) -> int:
+        """The values of a unit on storage, and in a lease."""
+        return self.sizes.unit_bytes.get(unit.name, unit.nbytes)
+
+    def trained_bytes(self, unit: Unit) -> int:
+        """The values of a unit that a step changes."""
+        return self.bytes_of(unit) - unit.frozen_bytes
+
+
+@dataclass(frozen=True)
+class Held:
+    """Entries whose values and state stay in host memory: they are read once, and their gradients wait there."""
+
+    names: tuple[str, ...] = ()  # of the entries
+    nbytes: int = 0  # what their values and state take
+    gradients: int = 0  # what their gradients take that wait for `step()`
+    # Those of which all values are held: they are computed with where they lie, and need no slot.
+    units: frozenset[str] = frozenset()
+    # By unit, bytes of values that are not read to compute with.
+    values: Mapping[str, int] = field(default_factory=dict)
+    update: int = 0  # bytes of values that are not read for an update
+    state: int = 0  # bytes of state that are not read for one
+    # Names of those whose gradients go to the log; beside it bytes of their values, state and gradients.
+    logged: tuple[str, ...] = ()
+    logged_bytes: tuple[int, int, int] = (0, 0, 0)
+
+    @property
+    def room(self) -> int:
+        """All of it."""
+        return self.nbytes + self.gradients
+
+
+NOTHING = Held()
+
+
+def choose_held(run: Requirements, room: int | None) -> Held:
+    """Hold whole entries within so many bytes, the first units' first; None: all of them."""
+    names: list[str] = []
+    by_unit: dict[str, int] = {}
+    nbytes = gradients = update = state = 0
+    logged: dict[str, tuple[int, int, int]] = {}
+    for unit in run.units:
+        for name in unit.parameters:
+            own_values, own_state = run.sizes.entry_bytes.get(name, (0, 0))
+            own = own_values + own_state
+            # Where all gradients are held anyway, they have their room.
+            waits = 0 if run.gradients == "ram" else run.gradient_bytes.get(name, 0)
+            if not own or (room is not None and nbytes + gradients + own + waits > room):
+                continue
+            names.append(name)
+            nbytes += own
+            gradients += waits
+            by_unit[unit.name] = by_unit.get(unit.name, 0) + own_values
+            if name in run.trained:
+                update += own_values
+                state += own_state
+            if run.log is not None and name in run.log.names:
+                logged[name] = (own_values, own_state, run.gradient_bytes.get(name, 0))
+    # On a device units are computed with there.
+    here = [] if run.staging is not None else run.units
+    whole = frozenset(unit.name for unit in here if run.bytes_of(unit) <= by_unit.get(unit.name, 0))
+    values, states, waiting = (sum(part) for part in zip(*logged.values(), strict=True)) if logged else (0, 0, 0)
+    return Held(
+        tuple(names),
+        nbytes,
+        gradients,
+        whole,
+        by_unit,
+        update,
+        state,
+        logged=tuple(logged),
+        logged_bytes=(values, states, waiting),
+    )
+
+
+@dataclass(frozen=True)
+class MemorySplit:
+    """One way to divide memory."""
+
+    window: int  # units that follow each other and are in memory at once
+    chunks: int  # of the update
+    queue_bytes: int  # of gradients that wait
+    classes: dict[int, int]  # of the arena that holds the units, as {bytes: count}
+    host: dict[str, int]  # host memory by owner
+    device: dict[str, int]  # memory of the device by owner; empty where the host computes
+    activation_groups: int = 0  # further groups of chunks for activations
+
+    def with_activations(self, groups: int, group_bytes: int) -> MemorySplit:
+        """The same with so many groups of chunks for activations."""
+        more = (groups - self.activation_groups) * group_bytes
+        if not more:
+            return self
+        host = {**self.host, "activations": self.host["activations"] + more}
+        return replace(self, host=host, activation_groups=groups)
+
+    def holding(self, held: Held) -> MemorySplit:
+        """The same with entries that are held."""
+        return replace(self, host={**self.host, **_held_owners(held)})
+
+    @property
+    def peak(self) -> int:
+        """All of it on the host."""
+        return sum(self.host.values())
+
+    @property
+    def device_peak(self) -> int:
+        """All of it on the device."""
+        return sum(self.device.values())
+
+    @property
+    def units_peak(self) -> int:
+        """All of the memory in which units lie."""
+        return self.device_peak if self.device else self.peak
+
+
+@dataclass(frozen=True)
+class Reads:
+    """Bytes of values that a step reads to compute with, and the units that it reads once at most."""
+
+    forward: int
+    backward: int
+    resident: frozenset[str]
+
+    @property
+    def total(self) -> int:
+        """Both together."""
+        return self.forward + self.backward
+
+
+class MemoryPlanner:
+    """Makes splits of memory for one run."""
+
+    def __init__(self, run: Requirements, held: Held = NOTHING) -> None:
+        """`held` is beside what units, updates and gradients need; units that are held whole need no slot."""
+        self.run = run
+        self.held = held
+        self.order = forward_order(run.units)
+        self._all_gradients = max(run.all_gradients, run.largest_gradient) if run.gradients == "ram" else 0
+        # With ease: the largest gradient is worked on while those of one block come in.
+        counts = Counter(run.bytes_of(unit) for unit in run.units if not unit.pinned)
+        block = max(counts.items(), key=lambda item: (item[1], item[0]), default=(0, 0))[0]
+        self.queue_bytes = max(run.largest_gradient, min(run.largest_gradient + block, run.all_gradients))
+
+    def smallest(self, window: int, chunks: int, queue_bytes: int) -> MemorySplit:
+        """The smallest memory that does with this window, these chunks, this queue."""
+        held = list_windows(self.run.units, window + self.run.segment - 1)
+        contents = [[self.run.bytes_of(unit) for unit in each.values()] for each in held]
+        return self._split(window, chunks, queue_bytes, arena_classes(contents))
+
+    def _split(self, window: int, chunks: int, queue_bytes: int, classes: dict[int, int]) -> MemorySplit:
+        run, sizes = self.run, self.run.sizes
+        # Where all gradients are held, their updates wait in the memory that they have anyway.
+        queue_bytes = self._all_gradients or queue_bytes
+        staging = arena_bytes({sizes.chunk_bytes: chunks} if sizes.chunk_bytes else {})
+        if run.staging is None:
+            device = {}
+            host = {"units": arena_bytes(classes), "update staging": staging, "gradients": queue_bytes}
+        else:
+            # Slots there begin on pages, and its arena keeps nothing beside them.
+            units = sum(whole_pages(nbytes) * count for nbytes, count in classes.items())
+            device = {"units": units, "gradients": queue_bytes}
+            host = {owner: arena_bytes(passed) for owner, passed in run.staging.items()}
+            host["update staging"] = staging
+        host |= {
+            "catalog": sizes.buffer_bytes,
+            "index": sizes.index_bytes,
+            "whole parameters": run.whole_bytes,
+            "activations": arena_bytes(run.activation_chunks),
+        }
+        host |= _held_owners(self.held)
+        return MemorySplit(window, chunks, queue_bytes, classes, host, device)
+
+    def _by_class(self, classes: Mapping[int, int]) -> dict[int, tuple[list[Unit], int]]:
+        """For each class its units in the order of the forward, and the slots that pinned ones leave them."""
+        bounds = sorted(classes)
+        members: dict[int, list[Unit]] = {bound: [] for bound in bounds}
+        left = dict(classes)
+
+        def class_of(unit: Unit) -> int:
+            return bounds[bisect_left(bounds, self.run.bytes_of(unit))]
+
+        for unit in self.run.units:
+            if unit.pinned:
+                left[class_of(unit)] -= 1
+        for unit in self.order:
+            if unit.name not in self.held.units:
+                members[class_of(unit)].append(unit)
+        return {bound: (members[bound], left[bound]) for bound in bounds}
+
+    def count_reads(self, classes: Mapping[int, int]) -> Reads:
+        """What a step reads with these slots."""
+
+        def bytes_of(unit: Unit) -> int:
+            return max(0, self.run.bytes_of(unit) - self.held.values.get(unit.name, 0))
+
+        # A pinned unit is read anew after a commit that changed it.
+        pinned = [unit for unit in self.run.units if unit.pinned]
+        forward = sum(bytes_of(unit) for unit in pinned if unit.frozen_bytes < unit.nbytes)
+        backward = 0
+        resident = {unit.name for unit in pinned} | self.held.units
+        for members, slots in self._by_class(classes).values():
+            ahead, back = count_reads(members, slots)
+            for unit in {unit.name: unit for unit in members}.values():
+                forward += ahead[unit.name] * bytes_of(unit)
+                backward += back[unit.name] * bytes_of(unit)
+                if ahead[unit.name] + back[unit.name] <= 1:
+                    resident.add(unit.name)
+        return Reads(forward, backward, frozenset(resident))
+
+    def widened(self, split: MemorySplit, budget: int | None) -> MemorySplit:
+        """More slots, as long as they save reads and the budget has room; None: as many as save any."""
+        classes = split.classes
+        options = []
+        for bound, (members, slots) in self._by_class(classes).items():
+            wanted = len({unit.name for unit in members}) - slots
+            if wanted > 0:
+                gain = self._saved(members, slots, slots + wanted) / (wanted * bound)
+                options.append((gain, bound, members, slots, wanted))
+        # The most for its bytes first (frozen units stay from step to step), then the largest.
+        for _, bound, members, slots, wanted in sorted(options, key=lambda option: option[:2], reverse=True):
+            each = bound + SLOT_BYTES if self.run.staging is None else whole_pages(bound)
+            room = wanted if budget is None else (budget - split.units_peak) // each
+            count = min(wanted, room)
+            if count <= 0 or not self._saved(members, slots, slots + count):
+                continue
+            wider = self._with_classes(split, {**split.classes, bound: classes[bound] + count})
+            # Alignment may take a percent more than the slots themselves.
+            while budget is not None and wider.units_peak > budget and count > 0:
+                count -= 1
+                wider = self._with_classes(split, {**split.classes, bound: classes[bound] + count})
+            split = wider
+        return split
+
+    def _with_classes(self, split: MemorySplit, classes: dict[int, int]) -> MemorySplit:
+        other = self._split(split.window, split.chunks, split.queue_bytes, classes)
+        return other.with_activations(split.activation_groups, self.run.group_bytes)
+
+    def _saved(self, members: Sequence[Unit], slots: int, more: int) -> int:
+        def total(count: int) -> int:
+            ahead, back = count_reads(members, count)
+            kinds = {unit.name: unit for unit in members}.values()
+            return sum((ahead[unit.name] + back[unit.name]) * self.run.bytes_of(unit) for unit in kinds)
+
+        return total(slots) - total(more)
+
+
+def _held_owners(held: Held) -> dict[str, int]:
+    owners = {"held entries": held.nbytes, "held gradients": held.gradients}
+    return {owner: nbytes for owner, nbytes in owners.items() if nbytes}
+
+
+# Staging chunks: fewer do not overlap at all; four do, but the disk runs dry while one is computed; more gain nothing.
+_CHUNKS_MIN, _CHUNKS_FEW, _CHUNKS = 2, 4, 12
+
+
+def rungs(planner: MemoryPlanner) -> list[MemorySplit]:
+    """From the smallest split to the comfortable one, in the order of what it gains: two chunks more cost little."""
+    run = planner.run
+    return [
+        planner.smallest(1, _CHUNKS_MIN, run.largest_gradient),
+        planner.smallest(1, _CHUNKS_FEW, run.largest_gradient),
+        planner.smallest(2, _CHUNKS_FEW, run.largest_gradient),
+        planner.smallest(2, _CHUNKS_FEW, planner.queue_bytes),
+        planner.smallest(2, _CHUNKS, planner.queue_bytes).with_activations(run.activation_groups, run.group_bytes),
+    ]
+
+
+def choose(planner: MemoryPlanner, steps: Sequence[MemorySplit], budget: int, device_budget: int | None) -> MemorySplit:
+    """The best split within `budget` on the host and, where units lie there, `device_budget` on a device.
+
+    Args:
+        planner: makes others than the rungs.
+        steps: the rungs.
+        budget: at least the smallest rung's.
+        device_budget: likewise; None: units lie on the host.
+    """
+    comfortable = steps[-1]
+    limit = budget if device_budget is None else device_budget
+
+    def fits(split: MemorySplit) -> bool:
+        return split.peak <= budget and (device_budget is None or split.device_peak <= device_budget)
+
+    if fits(comfortable):
+        # What the host has beyond that holds entries first.
+        return comfortable if device_budget is None else planner.widened(comfortable, limit)
+    chosen = [step for step in steps if fits(step)][-1]
+    if device_budget is not None:
+        # The host's budget is for chunks, the device's for all else: too little of one leaves the other what it has.
+        for step in steps:
+            other = planner.smallest(step.window, chosen.chunks, step.queue_bytes)
+            chosen = other if fits(other) else chosen
+    if device_budget is None or device_budget < comfortable.device_peak:
+        # Gradients get what is left, up to what they would have with ease; where all are held, they have it.
+        spare = limit - chosen.units_peak if planner.run.gradients != "ram" else 0
+        queue_bytes = max(chosen.queue_bytes, min(planner.queue_bytes, chosen.queue_bytes + spare))
+        chosen = planner.smallest(chosen.window, chosen.chunks, queue_bytes)
+    # And then chunks.
+    for chunks in range(comfortable.chunks, chosen.chunks, -1):
+        more = planner.smallest(chosen.window, chunks, chosen.queue_bytes)
+        if fits(more):
+            chosen = more
+            break
+    if device_budget is not None and device_budget >= comfortable.device_peak:
+        return planner.widened(chosen, limit)
+    return chosen
+
+
+# A plan says what larger budgets buy, up to the one that holds everything, in so many equal parts.
+_PARTS = 4
+
+
+def make_plan(run: Requirements, *, budget: int | None = None, device_budget: int | None = None) -> Plan:
+    """Decide what lies in memory.
+
+    Args:
+        run: what it needs memory for.
+        budget: bytes of host memory; None: the smallest that keeps disk and compute busy. Of a larger one, units stay
+            resident.
+        device_budget: likewise of the device, where one computes.
+
+    Raises:
+        BudgetError: a budget is too small; `smallest` is the one that works, to the byte.
+    """
+    if run.segment < 1:
+        raise ConfigError(f"a checkpoint segment has at least one unit, not {run.segment}")
+    planner = MemoryPlanner(run)
+    steps = rungs(planner)
+    comfortable, ample = steps[-1], planner.widened(steps[-1], None)
+    smallest, device_smallest = _require_room(run, steps, budget, device_budget)
+    budget = comfortable.peak if budget is None else budget
+    device_budget = comfortable.device_peak if device_budget is None else device_budget
+    chosen = choose(planner, steps, budget, None if run.staging is None else device_budget)
+    if run.group_bytes:
+        # What is left, from here on.
+        more = (budget - chosen.peak) // run.group_bytes
+        chosen = chosen.with_activations(chosen.activation_groups + more, run.group_bytes)
+    held, everything = choose_held(run, budget - chosen.peak), choose_held(run, None)
+    holding, chosen = MemoryPlanner(run, held), chosen.holding(held)
+    if run.staging is None and chosen.peak >= comfortable.peak:
+        chosen = holding.widened(chosen, budget)
+    now = holding.count_reads(chosen.classes)
+    moved = _traffic(run, chosen, now, held)
+    without = _traffic_with(run, comfortable, NOTHING)
+    log_steps, log_bytes = _log(run, held)
+    larger = [comfortable.peak + everything.room * part // _PARTS for part in range(1, _PARTS + 1)]
+    return Plan(
+        units=tuple(run.units),
+        order=tuple(unit.name for unit in planner.order),
+        classes=chosen.classes,
+        window=chosen.window,
+        segment=run.segment,
+        chunks=chosen.chunks,
+        activation_groups=chosen.activation_groups,
+        gradients=run.gradients,
+        queue_bytes=chosen.queue_bytes,
+        resident=now.resident,
+        held=held.names,
+        held_units=held.units,
+        whole_bytes=run.whole_bytes,
+        host=chosen.host,
+        host_peak=chosen.peak,
+        device=chosen.device,
+        device_peak=chosen.device_peak,
+        device_budget=0 if run.staging is None else device_budget,
+        device_smallest=device_smallest,
+        device_comfortable=comfortable.device_peak,
+        device_ample=ample.device_peak,
+        budget=budget,
+        smallest=smallest,
+        comfortable=comfortable.peak,
+        ample=ample.peak,
+        all_held=comfortable.peak + everything.room,
+        disk_bytes=run.sizes.total_bytes,
+        logged=held.logged,
+        logged_bytes=held.logged_bytes,
+        log_steps=log_steps,
+        log_bytes=log_bytes,
+        log_wanted=0 if run.log is None else run.log.wanted(held.logged),
+        read_bytes=moved.read,
+        written_bytes=moved.written,
+        held_part=moved.held,
+        saved_bytes=max(0, without.total - moved.total),
+        without=without,
+        larger={nbytes: _traffic_at(run, comfortable, nbytes) for nbytes in larger if nbytes > budget},
+        device_savable_bytes=max(0, now.total - planner.count_reads(ample.classes).total) if run.staging else 0,
+    )
+
+
+def _log(run: Requirements, held: Held) -> tuple[int, int]:
+    return (0, 0) if run.log is None else run.log.plan(held.logged)
+
+
+def _traffic_at(run: Requirements, comfortable: MemorySplit, budget: int) -> Traffic:
+    """About what a step moves with another budget, from the comfortable one on."""
+    return _traffic_with(run, comfortable, choose_held(run, budget - comfortable.peak))
+
+
+def _traffic_with(run: Requirements, comfortable: MemorySplit, held: Held) -> Traffic:
+    reads = MemoryPlanner(run, held).count_reads(comfortable.classes)
+    return _traffic(run, comfortable, reads, held)
+
+
+def _require_room(
+    run: Requirements, steps: Sequence[MemorySplit], budget: int | None, device_budget: int | None
+) -> tuple[int, int]:
+    """The smallest budgets that work, on the host and on the device; given ones may not be smaller."""
+    smallest = min(step.peak for step in steps)
+    if budget is not None and budget < smallest:
+        largest = max(run.units, key=run.bytes_of)
+        note = f"; the largest unit, {largest.name!r}, has {bytes_shown(run.bytes_of(largest))}"
+        raise _too_small("host_memory", budget, smallest, f"{_owners_shown(steps[0].host)}{note}")
+    device_smallest = min(step.device_peak for step in steps)
+    if device_budget is not None and device_budget < device_smallest:
+        raise _too_small("device_memory", device_budget, device_smallest, _owners_shown(steps[0].device))
+    return smallest, device_smallest
+
+
+def _too_small(option: str, budget: int, smallest: int, owners: str) -> BudgetError:
+    return BudgetError(
+        f"{option} {bytes_shown(budget)} is too small: the smallest budget that works is {smallest} bytes "
+        f"({bytes_shown(smallest)}), of which {owners}",
+        smallest=smallest,
+    )
+
+
+def _owners_shown(split: Mapping[str, int]) -> str:
+    ranked = sorted(split.items(), key=lambda item: -item[1])
+    return ", ".join(f"{owner} {bytes_shown(nbytes)}" for owner, nbytes in ranked if nbytes)
+
+
+def _traffic(run: Requirements, chosen: MemorySplit, reads: Reads, held: Held) -> Traffic:
+    """What a step reads and writes."""
+    trained = sum(map(run.trained_bytes, run.units))
+    # Below the comfortable window, a unit may have made room before its update is done.
+    evicted = chosen.window < 2 or run.gradients in ("ssd", "ram")
+    updated = {
+        "read": trained - held.update,
+        "resident": trained - held.update if evicted else 0,
+        "never": 0,
+    }
+    state = run.sizes.slot_bytes - sum(run.sizes.unit_bytes.values())
+    waiting = sum(run.gradient_bytes.get(name, 0) for name in held.names)
+    spilled = max(0, run.all_gradients - waiting) if run.gradients == "ssd" else 0
+    read = {
+        "values, forward": reads.forward,
+        "values, backward": reads.backward,
+        "values, update": updated[run.update_values],
+        "state": state - held.state,
+        "gradients": spilled,
+    }
+    spared = (held.update, held.state) if run.applies else (0, 0)
+    whole = {"values": trained - spared[0], "state": state - spared[1], "gradients": spilled}
+    written = with_log(whole, held.logged_bytes, _log(run, held)[0])
+    return Traffic(
+        {kind: nbytes for kind, nbytes in read.items() if nbytes},
+        {kind: nbytes for kind, nbytes in written.items() if nbytes},
+        held.update / trained if trained else 0.0,
+    )

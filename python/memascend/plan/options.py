@@ -1,0 +1,261 @@
+"""Validates the options of `offload()`, each by itself and against the others."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from memascend import memory
+from memascend.errors import ConfigError
+from memascend.text import expanded, refusal_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+_UNITS = {
+    "": 1, "b": 1,
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+
+
+# Two digits of an exponent are more than any memory has.
+_PART = re.compile(r"\s*(\d{1,3}(?:\.\d*)?)\s*%\s*", re.ASCII)
+
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)(?:e\+?(\d{1,2}))?\s*([a-z]*)\s*", re.IGNORECASE | re.ASCII)
+
+
+# More would be replayed for longer than anybody waits, and take more room than anybody has.
+_LOG_STEPS_MAX = 4096
+
+
+_Path = str | os.PathLike[str]
+
+
+_CHOICES: dict[str, tuple[str | None, ...]] = {
+    "existing": ("refuse", "resume", "replace", "previous"),
+    "gradients": ("auto", "fused", "ssd", "ram"),
+    "durability": ("step", "close", "none"),
+    "activations": ("device", "host", "ssd"),
+    "state": (None, "fp32", "bf16", "8bit"),
+    "rounding": ("nearest", "stochastic"),
+    "reduction": ("ordered", "native"),
+}
+
+
+def parse_bytes(size: float | str, name: str = "a size") -> int:
+    """A number of bytes: 8 << 30, 8e9, or text such as "8GiB", "1.5 GiB", "500MB" or "8e9" (MB are 10^6, MiB 2^20).
+
+    Raises:
+        ConfigError: it is neither, has a fraction, or is less than 1 byte; `name` is what the message calls it.
+    """
+    if isinstance(size, int) and not isinstance(size, bool):
+        nbytes = size
+    elif isinstance(size, float) and size.is_integer():
+        nbytes = int(size)
+    else:
+        match = _SIZE.fullmatch(size) if isinstance(size, str) else None
+        if match is None or match[3].lower() not in _UNITS:
+            raise ConfigError(f'{name} is a number of bytes, or text such as "8GiB" or "500MB", not {size!r}')
+        whole, _, fraction = match[1].partition(".")
+        # In integers: a float would lose bytes from 8 PiB on, and "1.1GB" is meant exactly.
+        nbytes = int(whole + fraction) * 10 ** int(match[2] or 0) * _UNITS[match[3].lower()] // 10 ** len(fraction)
+    if nbytes < 1:
+        raise ConfigError(f"{name} is at least 1 byte, not {size!r}")
+    return nbytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of `offload()`, as given; `paths`, `host_bytes` and `unit_names` in the form that is worked with.
+
+    Raises:
+        ConfigError: an option is wrong by itself or does not go with another; the message says what works.
+    """
+
+    storage: _Path | Sequence[_Path] | None = None
+    existing: Literal["refuse", "resume", "replace", "previous"] = "refuse"
+    host_memory: float | str | None = None
+    device: str | torch.device | None = None
+    gradients: Literal["auto", "fused", "ssd", "ram"] = "auto"
+    max_grad_norm: float | None = None
+    accumulation_steps: int = 1
+    loss_scale: float | Literal["dynamic"] | None = None
+    master_dtype: torch.dtype | None = torch.float32
+    units: Sequence[str] | None = None
+    weights: Any = None
+    checkpoint: _Path | None = None
+    scratch: _Path | None = None
+    device_memory: float | str | None = None
+    activations: Literal["device", "host", "ssd"] = "device"
+    durability: Literal["step", "close", "none"] = "step"
+    state: Literal["fp32", "bf16", "8bit"] | None = None
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    seed: int = 0
+    log_steps: int | None = None
+    reduction: Literal["ordered", "native"] = "ordered"
+    timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"{name} is one of {', '.join(map(repr, choices))}, not {getattr(self, name)!r}")
+        self._check_device()
+        self._check_places()
+        self._check_numbers()
+        if self.master_dtype not in (None, torch.float32):
+            raise ConfigError(f"master_dtype is torch.float32 or None, not {self.master_dtype!r}")
+        self._check_formats()
+        _ = self.host_bytes, self.unit_names
+        if self.gradients == "fused" and self.max_grad_norm is not None:
+            raise ConfigError(
+                "max_grad_norm needs the norm of all gradients before the first update, and gradients='fused' updates "
+                "each as it appears: pass gradients='ssd' (or 'ram', or 'auto')"
+            )
+
+    def _check_device(self) -> None:
+        try:
+            device = self.where
+        except (RuntimeError, TypeError) as error:
+            raise ConfigError(f"device is None, 'cpu', 'cuda' or 'cuda:1', not {self.device!r}") from error
+        if device.type not in ("cpu", "cuda"):
+            raise ConfigError(f"device {str(device)!r} cannot be computed on: pass None, 'cpu', 'cuda' or 'cuda:1'")
+        _ = self.device_bytes
+        if device.type == "cuda":
+            return
+        if self.device_memory is not None:
+            raise ConfigError(
+                "device_memory is the budget of a CUDA device, and the model computes on the CPU: leave it out, or "
+                "pass device='cuda'"
+            )
+
+    def _check_places(self) -> None:
+        if self.weights is not None and self.checkpoint is not None:
+            raise ConfigError("a checkpoint has its own weights: give weights= or checkpoint=, not both")
+        if self.weights is not None and not (isinstance(self.weights, (str, os.PathLike)) or callable(self.weights)):
+            raise ConfigError(
+                "weights is a safetensors file, a folder of them, or a function of (name, parameter), not "
+                f"{self.weights!r}"
+            )
+        for name in ("storage", "scratch", "checkpoint", "weights"):
+            value = getattr(self, name)
+            several = value if name == "storage" and isinstance(value, (list, tuple)) else [value]
+            for path in several:
+                _require_possible(name, path)
+            if name == "weights":
+                continue
+            if value is not None and not all(
+                isinstance(path, (str, os.PathLike)) and os.fspath(path) for path in several
+            ):
+                what = "a path or a list of paths" if name == "storage" else "a folder"
+                raise ConfigError(f"{name} is {what}, not {value!r}")
+        paths = self.paths
+        if paths is not None and (not paths or len(set(paths)) < len(paths)):
+            raise ConfigError(f"storage names each file, folder or device once, and at least one: not {self.storage!r}")
+        if paths is None and self.resumes:
+            raise ConfigError(
+                f"existing={self.existing!r} needs storage=: without it the store is a new temporary file each time"
+            )
+
+    def _check_formats(self) -> None:
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed < 1 << 64:
+            raise ConfigError(f"seed is an integer from 0 to 2**64 - 1, not {self.seed!r}")
+        if self.rounding == "stochastic" and self.master_dtype is not None:
+            raise ConfigError(
+                "rounding='stochastic' is for 16-bit parameters without masters: pass master_dtype=None with it, or "
+                "leave it out"
+            )
+
+    def _check_numbers(self) -> None:
+        steps = self.accumulation_steps
+        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+            raise ConfigError(f"accumulation_steps is an integer from 1 on, not {steps!r}")
+        logged = self.log_steps
+        if logged is not None and not (
+            isinstance(logged, int) and not isinstance(logged, bool) and 0 <= logged <= _LOG_STEPS_MAX
+        ):
+            raise ConfigError(f"log_steps is an integer from 0 to {_LOG_STEPS_MAX}, or None, not {logged!r}")
+        if logged and (self.durability == "none" or not self.paths):
+            why = "with durability='none'" if self.paths else "a temporary store (storage=None) keeps nothing, and"
+            raise ConfigError(f"{why} there is no log: leave log_steps out, or ask for a store that lasts")
+        if self.max_grad_norm is not None and not (_is_number(self.max_grad_norm) and self.max_grad_norm > 0):
+            raise ConfigError(f"max_grad_norm is a number above 0, or None, not {self.max_grad_norm!r}")
+        if self.timeout is not None and not (_is_number(self.timeout) and 0 < self.timeout < math.inf):
+            raise ConfigError(f"timeout is a number of seconds above 0, or None, not {self.timeout!r}")
+        scale = self.loss_scale
+        if scale not in (None, "dynamic") and not (_is_number(scale) and 0 < scale < math.inf):  # type: ignore[operator]
+            raise ConfigError(f"loss_scale is None, 'dynamic' or a finite number above 0, not {scale!r}")
+
+    @property
+    def resumes(self) -> bool:
+        """Whether a store that is there is gone on from, at its last commit or at the one before."""
+        return self.existing in ("resume", "previous")
+
+    @property
+    def paths(self) -> tuple[str, ...] | None:
+        """Where the store lies; None for a temporary file."""
+        if self.storage is None:
+            return None
+        if isinstance(self.storage, (str, os.PathLike)):
+            return (expanded(self.storage),)
+        return tuple(expanded(path) for path in self.storage)
+
+    @property
+    def where(self) -> torch.device:
+        """The device that computes, as far as it is named: where none is, CUDA if there is one."""
+        if self.device is not None:
+            return torch.device(self.device)
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    @functools.cached_property
+    def host_bytes(self) -> int | None:
+        """The budget of host memory in bytes, a part of what there was when first asked; None: the plan chooses."""
+        if self.host_memory is None:
+            return None
+        part = _PART.fullmatch(self.host_memory) if isinstance(self.host_memory, str) else None
+        if part is None:
+            return parse_bytes(self.host_memory, "host_memory")
+        percent = float(part[1])
+        if not 0 < percent <= 100:
+            raise ConfigError(
+                f"host_memory is more than 0% and at most 100% of what there is, not {self.host_memory!r}"
+            )
+        available: int = memory.limits()["available"]
+        return max(1, int(available * percent / 100))
+
+    @property
+    def device_bytes(self) -> int | None:
+        """The budget of the device's memory in bytes; None where the plan chooses."""
+        return None if self.device_memory is None else parse_bytes(self.device_memory, "device_memory")
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the loop is known to need kept gradients, so that "auto" has nothing to learn."""
+        return self.max_grad_norm is not None or self.accumulation_steps > 1
+
+    @property
+    def unit_names(self) -> tuple[str, ...] | None:
+        """The modules that travel as one; None where they are found."""
+        if self.units is None:
+            return None
+        if isinstance(self.units, str) or not all(isinstance(name, str) for name in self.units):
+            raise ConfigError(f"units is a list of module names, not {self.units!r}")
+        return tuple(self.units)
+
+
+def _require_possible(name: str, path: object) -> None:
+    why = refusal_of(path) if isinstance(path, (str, os.PathLike)) else None
+    if why is not None:
+        raise ConfigError(f"{name} is no path that a file can have ({why}): {os.fspath(path)!r:.100}")  # type: ignore[call-overload]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)

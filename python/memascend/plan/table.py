@@ -1,0 +1,390 @@
+"""Defines the figures of a plan and prints them as a table, for one format of the state or for several."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from memascend.text import bytes_shown, seconds_shown, table
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from memascend.plan.units import Unit
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a step moves."""
+
+    read: dict[str, int]  # bytes by kind
+    written: dict[str, int]  # bytes by kind
+    held: float = 0.0  # the part of what is trained that is held: it is updated in `step()`, and not as it streams
+
+    @property
+    def total(self) -> int:
+        """All bytes."""
+        return sum(self.read.values()) + sum(self.written.values())
+
+
+def with_log(
+    written: Mapping[str, int], logged: tuple[int, int, int], steps: int, *, back: bool = False
+) -> dict[str, int]:
+    """What a step writes where so many bytes of values, state and gradients are in a log; `back`: without it again."""
+    found = dict(written)
+    if not steps:
+        return found
+    values, state, gradients = logged
+    sign = -1 if back else 1
+    for kind, nbytes in (("values", values), ("state", state)):
+        # A part of them is written whole each step.
+        found[kind] = found.get(kind, 0) - sign * (nbytes - nbytes // steps)
+    found["log"] = found.get("log", 0) + sign * gradients
+    return found
+
+
+# Measured at rest after three steps of Qwen2 models of 24 and 48 blocks: 5 to 9.5 KiB for each parameter. They are the
+# module's hooks, the placeholder, the entry of the store and its index, the gradient's record and autograd's nodes.
+OBJECT_BYTES = 10 << 10
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is decided before the run. `str()` is a table.
+
+    Attributes:
+        units: in the order of the forward.
+        order: their names as a forward uses them, tied ones more than once, pinned ones not at all.
+        classes: of the arena that holds them, as {bytes: count}.
+        window: units that follow each other and may be in memory at once: 1 reads the next one when it is needed, 2
+            while the one before computes.
+        segment: units that a checkpoint segment holds together.
+        chunks: staging chunks of the update.
+        activation_groups: chunks for checkpointed activations that are taken when they are needed, in groups.
+        gradients: how they are kept, as the option says.
+        queue_bytes: of gradients that may wait for their update.
+        resident: units that are read at most once a step, as they stay from the forward to the backward; frozen ones
+            from step to step.
+        held: the names of the entries whose values and state stay in host memory: they are read once, and their
+            gradients wait there for `step()`.
+        held_units: the units of which all values are held: they are computed with where they lie.
+        whole_bytes: for optimizers that update whole parameters.
+        host: host memory by owner; everything that is held, and its sum `host_peak`, is in the budget.
+        device: memory of the device by owner, where that is not the host; its sum is `device_peak`.
+        device_budget: the limit in force there; 0 where the host computes.
+        device_smallest: the smallest that works there.
+        device_comfortable: the smallest there that keeps disk and compute busy.
+        device_ample: the budget there from which on more of it saves nothing.
+        budget: the limit in force.
+        smallest: the smallest budget that works.
+        comfortable: the smallest budget that keeps disk and compute busy.
+        ample: a budget with a slot for every unit beside the comfortable one's; it holds entries first.
+        all_held: the budget from which on all entries are held, and more of it saves nothing.
+        disk_bytes: the store, with both slots.
+        logged: the names of held entries whose gradients go to the log, instead of their values and state each step.
+        logged_bytes: their values, state and gradients.
+        log_steps: so many steps of gradients are in the log, and each of these entries is written whole once in as
+            many; 0: they are written each step.
+        log_bytes: the room of the log behind the store.
+        log_wanted: how many steps it would have if there was room for them.
+        read_bytes: per step, by kind.
+        written_bytes: per step, by kind.
+        held_part: of what is trained, the part that is held.
+        saved_bytes: of what a step moves at the comfortable budget, those that this budget saves.
+        without: what a step moves with nothing held.
+        larger: what a step moves by larger budgets, up to the one that holds all entries.
+        device_savable_bytes: reads of a step that the device's ample budget would save in addition.
+        recurrent_bytes: what cuDNN copies of the weights of LSTM, GRU and RNN modules, each from its forward to its
+            backward; torch's own memory of the device, and in no budget.
+    """
+
+    units: tuple[Unit, ...]
+    order: tuple[str, ...]
+    classes: dict[int, int]
+    window: int
+    segment: int
+    chunks: int
+    activation_groups: int
+    gradients: str
+    queue_bytes: int
+    resident: frozenset[str]
+    held: tuple[str, ...]
+    held_units: frozenset[str]
+    whole_bytes: int
+    host: dict[str, int]
+    host_peak: int
+    device: dict[str, int]
+    device_peak: int
+    device_budget: int
+    device_smallest: int
+    device_comfortable: int
+    device_ample: int
+    budget: int
+    smallest: int
+    comfortable: int
+    ample: int
+    all_held: int
+    disk_bytes: int
+    read_bytes: dict[str, int]
+    written_bytes: dict[str, int]
+    held_part: float
+    saved_bytes: int
+    without: Traffic
+    larger: dict[int, Traffic]
+    device_savable_bytes: int
+    logged: tuple[str, ...] = ()
+    logged_bytes: tuple[int, int, int] = (0, 0, 0)
+    log_steps: int = 0
+    log_bytes: int = 0
+    log_wanted: int = 0
+    recurrent_bytes: int = 0
+
+    @property
+    def object_bytes(self) -> int:
+        """About so many bytes of objects are beside the budget: what Python and torch keep for each parameter."""
+        return OBJECT_BYTES * sum(len(unit.parameters) for unit in self.units)
+
+    @property
+    def storage_bytes(self) -> int:
+        """What lies on storage: the store, and the log behind it."""
+        return self.disk_bytes + self.log_bytes
+
+    @property
+    def moved_bytes(self) -> int:
+        """All that a step reads and writes."""
+        return sum(self.read_bytes.values()) + sum(self.written_bytes.values())
+
+    def moving(self, traffic: Traffic) -> Plan:
+        """The plan, if a step moved this."""
+        return replace(self, read_bytes=traffic.read, written_bytes=traffic.written, held_part=traffic.held)
+
+    def larger_budget(self, nbytes: int) -> int:
+        """A budget that works where the model holds more units together than a plan can know: all of them, if need be.
+
+        Where that is there already, it is `nbytes` more, for what code keeps beyond the units.
+        """
+        now, most = (self.device_budget, self.device_ample) if self.device else (self.budget, self.all_held)
+        return most if most > now else now + nbytes
+
+    def with_added(self, slots: Mapping[int, int], nbytes: int) -> Plan:
+        """The plan with more slots for units, {bytes: count}, which take `nbytes` in all."""
+        if not slots:
+            return self
+        classes = {bound: count + slots.get(bound, 0) for bound, count in self.classes.items()}
+        if self.device:
+            return replace(
+                self,
+                classes=classes,
+                device={**self.device, "units": self.device["units"] + nbytes},
+                device_peak=self.device_peak + nbytes,
+                device_budget=self.device_budget + nbytes,
+            )
+        return replace(
+            self,
+            classes=classes,
+            host={**self.host, "units": self.host["units"] + nbytes},
+            host_peak=self.host_peak + nbytes,
+            budget=self.budget + nbytes,
+        )
+
+    def logging(self, steps: int, nbytes: int) -> Plan:
+        """The plan with the log that there is room for, of so many steps."""
+        if steps == self.log_steps:
+            return self
+        whole = with_log(self.written_bytes, self.logged_bytes, self.log_steps, back=True)
+        written = with_log(whole, self.logged_bytes, steps)
+        return replace(self, written_bytes=written, log_steps=steps, log_bytes=nbytes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as JSON values."""
+        plain = asdict(self)
+        plain["classes"] = [{"bytes": nbytes, "count": count} for nbytes, count in sorted(self.classes.items())]
+        plain["held_units"] = sorted(self.held_units)
+        plain["larger"] = [
+            {"budget": nbytes, "moved_bytes": moved.total, "held_part": moved.held}
+            for nbytes, moved in self.larger.items()
+        ]
+        plain["without"] = {"moved_bytes": self.without.total}
+        plain["resident"] = [unit.name for unit in self.units if unit.name in self.resident]
+        return plain
+
+    def __str__(self) -> str:
+        return _table(self)
+
+
+def _table(plan: Plan) -> str:
+    """What the plan decided, and what that costs."""
+    elements = sum(unit.elements for unit in plan.units)
+    lines = [f"Units, which are read and let go together: {len(plan.units)}, with {elements:,} parameters"]
+    lines += _rows(_unit_rows(plan))
+    lines += ["", f"Host memory: {bytes_shown(plan.host_peak)} of a budget of {bytes_shown(plan.budget)}"]
+    lines += _rows([(owner, bytes_shown(nbytes), _note(plan, owner)) for owner, nbytes in plan.host.items() if nbytes])
+    lines.append(f"  beside it Python's objects: about {bytes_shown(plan.object_bytes)}")
+    if plan.device:
+        lines += [
+            "",
+            f"Device memory: {bytes_shown(plan.device_peak)} of a budget of {bytes_shown(plan.device_budget)}",
+        ]
+        lines += _rows([(owner, bytes_shown(nbytes), _note(plan, owner)) for owner, nbytes in plan.device.items()])
+    if plan.recurrent_bytes:
+        lines.append(
+            f"  beside it cuDNN copies recurrent weights, each until its backward: {bytes_shown(plan.recurrent_bytes)}"
+        )
+    lines += ["", f"Storage: {bytes_shown(plan.disk_bytes)}{_log_shown(plan)}"]
+    lines += ["", "Each step moves" + (", in bytes for each parameter" if elements else "")]
+    rows = []
+    for verb, kinds in (("read", plan.read_bytes), ("written", plan.written_bytes)):
+        for kind, nbytes in (*kinds.items(), ("in all", sum(kinds.values()))):
+            rows.append((f"{verb}: {kind}", bytes_shown(nbytes), f"{nbytes / elements:.2f}" if elements else ""))
+    lines += [*_rows(rows), "", _advice(plan)]
+    return "\n".join(lines)
+
+
+def _log_shown(plan: Plan) -> str:
+    less = f" ({plan.log_wanted} have no room)" if plan.log_steps < plan.log_wanted else ""
+    if plan.log_steps:
+        return f"; behind it a log of {plan.log_steps} steps of gradients{less}: {bytes_shown(plan.log_bytes)}"
+    return "; no room for a log, so that what is held is written each step" if less else ""
+
+
+def _unit_rows(plan: Plan) -> list[tuple[str, ...]]:
+    """Units that are alike are one row, in the order of the first: those of one name but for numbers, or neighbours."""
+    groups: dict[object, list[Unit]] = {}
+    last: object = None
+    for unit in plan.units:
+        likeness = _likeness(unit)
+        key: object = (re.sub(r"\d+", "*", unit.name), likeness)
+        # Neighbours alike with other names (an encoder's projections) go on in the row before.
+        if key not in groups and last is not None and likeness == _likeness(groups[last][-1]):
+            key = last
+        groups.setdefault(key, []).append(unit)
+        last = key
+    rows: list[tuple[str, ...]] = []
+    for group in groups.values():
+        first = group[0]
+        name = first.name if len(group) == 1 else f"{first.name} .. {group[-1].name} ({len(group)})"
+        stays = sum(member.name in plan.resident for member in group)
+        what = (
+            "always in memory (pinned)" if first.pinned else f"{stays} stay from forward to backward" if stays else ""
+        )
+        rows.append((name, bytes_shown(first.nbytes), what))
+    return rows
+
+
+def _likeness(unit: Unit) -> tuple[int, bool, int]:
+    return unit.nbytes, unit.pinned, len(unit.parameters)
+
+
+def _note(plan: Plan, owner: str) -> str:
+    if owner == "units":
+        slots = ", ".join(f"{count} x {bytes_shown(nbytes)}" for nbytes, count in sorted(plan.classes.items()))
+        return f"{plan.window} in use at once; slots: {slots}"
+    stay = "pinned, taken as they are needed; what finds no room goes to storage"
+    through = "chunks through which they go to storage and come back"
+    return {
+        "update staging": f"{plan.chunks} chunks through which state streams to its update",
+        "catalog": "what the store knows of itself",
+        "index": "where each piece lies, and its checksum",
+        "gradients": "all of them" if plan.gradients == "ram" else "that wait for their update",
+        "activations": stay if plan.activation_groups else through,
+        "held entries": f"{len(plan.held)} parameters with their state: read once",
+        "held gradients": "of those, until step()",
+        "unit staging": "pinned, on the way to the device",
+        "gradient windows": "pinned, on the way from the device",
+    }.get(owner, "")
+
+
+def _advice(plan: Plan) -> str:
+    host = ("host_memory", plan.budget, plan.smallest, plan.comfortable, plan.ample)
+    there = (plan.device_budget, plan.device_smallest, plan.device_comfortable, plan.device_ample)
+    device = ("device_memory", *there)
+    for option, budget, smallest, comfortable, _ in [host, device]:
+        if budget < comfortable:
+            return (
+                f"{option}={comfortable} ({bytes_shown(comfortable)}) would keep disk and compute busy; "
+                f"{smallest} is the smallest that works"
+            )
+    saved = f"the budget saves {bytes_shown(plan.saved_bytes)} of that; " if plan.saved_bytes else ""
+    if plan.device_savable_bytes:
+        option, *_, ample = device
+        saves = bytes_shown(plan.device_savable_bytes)
+        return f"{saved}{option}={ample} ({bytes_shown(ample)}) would save {saves} of reads a step"
+    if not plan.larger:
+        return f"{saved}a larger budget would save nothing"
+    lines = [
+        f"  host_memory={nbytes} ({bytes_shown(nbytes)}): {bytes_shown(moved.total)}"
+        for nbytes, moved in plan.larger.items()
+    ]
+    return "\n".join([f"{saved}a step moves {bytes_shown(plan.moved_bytes)}, and would move with", *lines])
+
+
+def _rows(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    names = max((len(row[0]) for row in rows), default=0)
+    sizes = max((len(row[1]) for row in rows), default=0)
+    return [f"  {row[0]:<{names}}  {row[1]:>{sizes}}  {row[2]}".rstrip() for row in rows]
+
+
+# What wear is reckoned by: drives are rated in terabytes written.
+_WRITTEN_BYTES = 100 * 10**12
+
+
+@dataclass(frozen=True, kw_only=True)
+class FormatCost:
+    """What a step costs with state in one format."""
+
+    state: str  # the format, as the option of `offload()` has it
+    bytes_per_parameter: float  # moved in a step
+    disk_seconds: float | None  # that the disk takes for a step; None where that is not known
+    step_seconds: float | None  # that a step takes; None where that is not known
+    steps_per_100_tb: int  # how many steps write 100 TB
+    disk_bytes: int  # of the store
+    log_bytes: int  # of the log of gradients behind it
+    held: float  # the part of the parameters whose state stays in memory with the budget
+
+
+def cost_of_format(
+    state: str,
+    plan: Plan,
+    elements: Mapping[str, int],
+    disk_seconds: float | None = None,
+    step_seconds: float | None = None,
+) -> FormatCost:
+    """The row of one plan; `elements` of all parameters, by name."""
+    everything = max(1, sum(elements.values()))
+    written = sum(plan.written_bytes.values())
+    return FormatCost(
+        state=state,
+        bytes_per_parameter=(sum(plan.read_bytes.values()) + written) / everything,
+        disk_seconds=disk_seconds,
+        step_seconds=step_seconds,
+        steps_per_100_tb=_WRITTEN_BYTES // max(1, written),
+        disk_bytes=plan.disk_bytes,
+        log_bytes=plan.log_bytes,
+        held=sum(elements.get(name, 0) for name in plan.held) / everything,
+    )
+
+
+def format_table(costs: Sequence[FormatCost], budget: int) -> str:
+    """Them below each other; `budget` is the host memory that all plans have."""
+    rows = [
+        (
+            f'state="{cost.state}"',
+            f"{cost.bytes_per_parameter:.1f} bytes",
+            *("not known" if one is None else seconds_shown(one) for one in (cost.disk_seconds, cost.step_seconds)),
+            f"{cost.steps_per_100_tb:,}",
+            bytes_shown(cost.disk_bytes + cost.log_bytes),
+            f"{cost.held:.0%}",
+        )
+        for cost in costs
+    ]
+    heads = (
+        "state",
+        "moved a parameter",
+        "the disk's part of a step",
+        "a step",
+        "steps write 100 TB",
+        "storage",
+        f"held in {bytes_shown(budget)}",
+    )
+    return table(heads, rows)

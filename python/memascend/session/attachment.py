@@ -1,0 +1,193 @@
+"""Attaches a model to its run, and detaches it: hooks, deep copies, parameters that came later, autocast."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memascend.checkpoint.init import persistent_buffers
+from memascend.device.device import Flattening
+from memascend.errors import ConfigError
+from memascend.params.module_hooks import close_gates, open_gates
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Iterator
+
+    from memascend.params.module_hooks import Frames
+    from memascend.params.residency import Residency
+    from memascend.params.unit import Home
+    from memascend.session.value_edits import StateDicts
+
+
+class Newcomers:
+    """The parameters of one model that are not offloaded.
+
+    They are judged where the model is used, not where they come: peft registers an adapter first and freezes it then.
+    """
+
+    def __init__(self, model: torch.nn.Module, registrations: Callable[[], int]) -> None:
+        """`registrations` counts what any module of the process was given."""
+        self._model = model
+        self._registrations = registrations
+        self._judged = registrations()
+
+    def judge(self) -> None:
+        """Before a forward: refuse those that would be trained; without gradients nothing is, and it can wait."""
+        if self._judged != self._registrations() and torch.is_grad_enabled():
+            self.require_none()
+
+    def unsaved(self, buffers: Collection[str]) -> list[str]:
+        """What a checkpoint has not: frozen parameters, and persistent buffers beside those that were offloaded."""
+        new = [name for name, one in self._model.named_parameters() if "_memascend" not in one.__dict__]
+        return new + [name for name, _, _ in persistent_buffers(self._model) if name not in buffers]
+
+    def require_none(self) -> None:
+        """Before a step: refuse those that train.
+
+        Raises:
+            ConfigError: there is one; nothing was changed.
+        """
+        now = self._registrations()
+        if self._judged == now:
+            return
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad and "_memascend" not in parameter.__dict__:
+                raise ConfigError(
+                    f"{name!r} is a new trainable parameter of a model that is offloaded, and no update has it: freeze "
+                    "it with requires_grad_(False), or save(), add it to a plain model with those weights, and "
+                    "offload() anew"
+                )
+        self._judged = now
+
+
+# A smaller part of a model in 32 bits (norms, routers) is not worth a word.
+_SHARE = 10
+
+
+class AutocastWatch:
+    """Warns once, when a forward runs under autocast and most of what it multiplies by is in 32 bits."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor], device: str) -> None:
+        """`device` is the type of the one that computes."""
+        self._device = device
+        every = list(parameters)
+        # What autocast makes copies of: the weights of matrix products and convolutions.
+        copied = sum(p.numel() for p in every if p.dtype == torch.float32 and p.dim() > 1)
+        self._nbytes = 2 * copied
+        self._silent = copied * _SHARE < sum(p.numel() for p in every)
+
+    def look(self) -> None:
+        """A module is entered."""
+        if self._silent or not torch.is_autocast_enabled(self._device):
+            return
+        self._silent = True
+        warnings.warn(
+            f"autocast over float32 weights keeps 16-bit copies of them all in memory ({self._nbytes / 2**20:.0f} MiB, "
+            "outside of host_memory), in the graph and in its cache: make the model 16-bit (model.to(torch.bfloat16)) "
+            "before offload(), which keeps float32 masters on storage, and leave autocast out",
+            stacklevel=2,
+        )
+
+
+# What copy.deepcopy() asks a module for, and what makes it an offloaded one.
+_COPIER = "__deepcopy__"
+
+
+_OURS = (_COPIER, "__prepare_scriptable__", "_memascend")
+
+
+_KEY = "memascend"
+
+
+_TABLES = (
+    *("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called", "_state_dict_pre_hooks"),
+    *("_state_dict_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
+
+
+def copy_module(module: torch.nn.Module, memo: dict[int, Any]) -> Any:
+    """Copy a module deeply without what makes it an offloaded one: `torch.nn.Module.__deepcopy__` while any run is.
+
+    An attribute of each module would cost one or two kilobytes: its dict would no longer share the keys of its class.
+    """
+    with _plain(module):
+        # As copy.deepcopy() does it where a class has no `__deepcopy__`.
+        return copy._reconstruct(module, memo, *module.__reduce_ex__(4))  # type: ignore[attr-defined]  # noqa: SLF001
+
+
+def allow_copies(modules: Iterable[torch.nn.Module]) -> None:
+    """Let modules be copied deeply whose class has a `__deepcopy__` of its own."""
+    for module in modules:
+        if getattr(type(module), _COPIER, copy_module) is not copy_module:
+            module.__dict__[_COPIER] = functools.partial(_copied, module)
+
+
+def forbid_copies(modules: Iterable[torch.nn.Module]) -> None:
+    """Take that back; what is plain needs no help."""
+    for module in modules:
+        module.__dict__.pop(_COPIER, None)
+
+
+def _copied(module: torch.nn.Module, memo: dict[int, Any]) -> Any:
+    with _plain(module):
+        return copy.deepcopy(module, memo)
+
+
+@contextlib.contextmanager
+def _plain(module: torch.nn.Module) -> Iterator[None]:
+    """Without our attributes and hooks inside."""
+    own = module.__dict__
+    ours = {name: own.pop(name) for name in _OURS if name in own}
+    tables = {name: own[name] for name in _TABLES if _KEY in own.get(name, ())}
+    try:
+        for name, table in tables.items():
+            own[name] = type(table)((key, hook) for key, hook in table.items() if key != _KEY)
+        yield
+    finally:
+        own.update(ours)
+        own.update(tables)
+
+
+class Attachment:
+    """The hooks of one model; nothing of it changes before `enter`."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        gates: list[tuple[torch.nn.Module, tuple[Home, ...]]],
+        residency: Residency,
+        frames: Frames,
+        state_dicts: StateDicts,
+        *,
+        on_device: bool,
+    ) -> None:
+        """`gates` are modules with the units that each binds; `on_device`: the host does not compute."""
+        self.model = model
+        self._gates = gates
+        self._residency = residency
+        self._frames = frames
+        self._state_dicts = state_dicts
+        self._flattening = Flattening(model)
+        self._on_device = on_device
+
+    def enter(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let the model be an offloaded one, whose optimizer this is."""
+        open_gates(self.model, self._gates, self._residency, self._frames)
+        if self._on_device:
+            self._flattening.stop()
+        self._state_dicts.install()
+        allow_copies(self.model.modules())
+        self.model.__dict__["_memascend"] = optimizer
+
+    def leave(self) -> None:
+        """Let it be a plain one."""
+        forbid_copies(self.model.modules())
+        self._state_dicts.remove()
+        close_gates(module for module, _ in self._gates)
+        self._flattening.resume()
+        self.model.__dict__.pop("_memascend", None)

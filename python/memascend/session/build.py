@@ -1,0 +1,279 @@
+"""Builds the parts of a run for one model and plan, and connects them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from memascend import kernels
+from memascend.checkpoint.init import embody, move_buffers
+from memascend.device.device import refuse_graphs
+from memascend.grads.backward import Arrivals, Norms
+from memascend.grads.gradient import Updates
+from memascend.grads.gradients import Gradients
+from memascend.grads.loop import Loop, LossScale
+from memascend.grads.microbatches import Accumulation
+from memascend.params.module_hooks import Frames
+from memascend.params.offloaded_param import Place
+from memascend.params.residency import Residency
+from memascend.params.unit import Copies, Limits, Listener, Moment, Sums, wanted
+from memascend.session import original_state
+from memascend.session.attachment import Attachment, AutocastWatch, Newcomers
+from memascend.session.materialize import Materializer, Saving
+from memascend.session.optimizer import OffloadedOptimizer
+from memascend.session.process_hooks import ProcessHooks
+from memascend.session.report import Measurements, Meter
+from memascend.session.run import Position, Record, Run
+from memascend.session.session import Session
+from memascend.session.value_edits import Loads, Modes, ReachedValues, Rewrites, Rollback, StateDicts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from pathlib import Path
+    from typing import Any
+
+    from memascend.grads.gradient import Gradient
+    from memascend.params.unit import Home
+    from memascend.session.decide import Decision, Subject
+    from memascend.session.run import Resources
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """What a run is made of. Nothing of the model has changed before `run`."""
+
+    subject: Subject  # model and optimizer
+    decision: Decision  # units and plan
+    resources: Resources  # store, engine and memory
+    scratch: Path | None  # where copies of the weights go
+
+    def run(self) -> tuple[Session, OffloadedOptimizer]:
+        """Let the parameters go, and hand out the optimizer that has charge of them."""
+        subject, resources = self.subject, self.resources
+        session = self._session()
+        offloaded = OffloadedOptimizer(subject.original, session)
+        # What may not fit there, before anything is let go.
+        move_buffers(subject.model, self._device)
+        for home in session.run.residency.units.homes:
+            for place in home.places:
+                if not torch._has_compatible_shallow_copy_type(place.parameter, place.nothing):  # noqa: SLF001
+                    # On meta, and on devices whose tensors are of another kind.
+                    embody(place.parameter, place.nothing)
+                place.unbind()
+                group = subject.owned[place.name].group
+                if group is not None:
+                    session.run.gradients.watch(place, group, resources.store.entry(place.name)["step"])
+        if subject.sharding is not None:
+            places = {place.name: place for home in session.run.residency.units.homes for place in home.places}
+            run, written = session.run, session.reached_values.write_in_gather
+            subject.sharding.install(run.residency, places, run.gradients.heard_parts, written)
+        original_state.leave(subject.original, offloaded)
+        session.attachment.enter(offloaded)
+        return session, offloaded
+
+    def _session(self) -> Session:
+        # What lives as long as the run holds these, and not all that is known of each parameter here.
+        subject, plan, resources = self.subject, self.decision.plan, self.resources
+        engine, arena, mode = resources.engine, resources.units.arena, subject.options.gradients
+        meter = Meter(
+            lambda: arena.in_use_bytes,
+            lambda: engine.queued_bytes + accumulation.nbytes,
+            lambda: engine.waiting_bytes,
+            keeps_all=mode == "ram",
+        )
+
+        def borrowed(places: Iterable[Place]) -> None:
+            gradients.touched(places)
+
+        def begins() -> None:
+            residency.transfers.settle()
+            reached_values.write_before_backward()
+
+        def forward_begins() -> None:
+            reached_values.forward_begins()
+
+        def updates() -> bool:
+            return gradients.has_updates
+
+        moment = Moment(busy=lambda: engine.queued_bytes > 0, computes=lambda: frames.inside, updates=updates)
+        residency = self._residency(Listener(borrowed=borrowed, used=meter.used), moment)
+        scale = self._scale()
+        arrivals = self._arrivals(residency, meter, scale, begins)
+        gradients = Gradients(arrivals, frozenset(plan.held))
+        accumulation = self._accumulation(arrivals, residency)
+        # FSDP2 registers parameters all the time.
+        registrations = (lambda: ProcessHooks.registrations) if subject.sharding is None else (lambda: 0)
+        newcomers = Newcomers(subject.model, registrations)
+        frames = self._frames(residency, gradients, newcomers, forward_begins)
+        position = Position(resources.store, subject.options.checkpoint)
+        record = Record(resources.store, position, subject.buffers, subject.arithmetic, scale)
+        run = Run(resources=resources, residency=residency, frames=frames, gradients=gradients, record=record)
+        reached_values = ReachedValues(run, None if subject.sharding is None else subject.sharding.figures)
+        rewrites = Rewrites(run)
+        loads = Loads(run, rewrites)
+        state_dicts = StateDicts(subject.model, run, loads, sharded=subject.sharding is not None)
+        attachment = Attachment(
+            subject.model, self._gates(residency), residency, frames, state_dicts, on_device=self._on_device
+        )
+        return Session(
+            run=run,
+            newcomers=newcomers,
+            modes=Modes(run),
+            loads=loads,
+            reached_values=reached_values,
+            state_dicts=state_dicts,
+            materializer=Materializer(run, rewrites, attachment, sharded=subject.sharding is not None),
+            saving=Saving(subject.model, run, loads, reached_values, newcomers, subject.sharding),
+            rollback=Rollback(subject.model, subject.arithmetic, run),
+            attachment=attachment,
+            measurements=Measurements(resources, residency, plan, position, meter),
+            accumulation=accumulation,
+            max_grad_norm=subject.options.max_grad_norm,
+            sharding=subject.sharding,
+        )
+
+    @property
+    def _grows(self) -> bool:
+        """Whether there is room beside the plan: nobody gave a budget."""
+        options = self.subject.options
+        return (options.device_memory if self._on_device else options.host_memory) is None
+
+    @property
+    def _on_device(self) -> bool:
+        return self.resources.units.device is not None
+
+    @property
+    def _device(self) -> torch.device:
+        """The one that computes."""
+        device = self.resources.units.device
+        return torch.device("cpu") if device is None else device.torch_device
+
+    def _residency(self, listener: Listener, moment: Moment) -> Residency:
+        """The units' homes, and the order in which they are expected to be used."""
+        plan, resources = self.decision.plan, self.resources
+        limits = Limits(
+            lookahead=max(0, plan.window - 1),
+            slots=plan.classes,
+            option="device_memory" if plan.device else "host_memory",
+            larger=plan.larger_budget,
+            add=resources.units.arena.add if self._grows else None,
+        )
+        residency = Residency(
+            resources.units,
+            limits,
+            listener,
+            Copies(self.scratch),
+            moment,
+            keeper=resources.activations,
+            sums=Sums(everything=wanted()),
+        )
+        for unit in self.decision.units:
+            places = [
+                Place(
+                    self.subject.named[name], name, resources.store.entry(name)["unit_offset"], residency, self._device
+                )
+                for name in unit.parameters
+            ]
+            nbytes = self.decision.sizes.unit_bytes[unit.name]
+            held = unit.name in plan.held_units
+            residency.units.add(unit.name, places, nbytes, pinned=unit.pinned, held=held)
+        index = {home.name: home.index for home in residency.units.homes}
+        forward = [index[name] for name in plan.order]
+        residency.units.order.expect(forward + forward[::-1])
+        return residency
+
+    def _accumulation(self, arrivals: Arrivals, residency: Residency) -> Accumulation:
+        plan = self.decision.plan
+        return Accumulation(
+            model=self.subject.model,
+            arrivals=arrivals,
+            residency=residency,
+            engine=self.resources.engine,
+            device=self._device,
+            limit=plan.queue_bytes,
+            strict=not self._grows,
+            never=None if self.subject.sharding is None else "several ranks share the model",
+        )
+
+    def _arrivals(
+        self, residency: Residency, meter: Meter, scale: LossScale, backward_begins: Callable[[], None]
+    ) -> Arrivals:
+        subject, plan, resources = self.subject, self.decision.plan, self.resources
+        engine = resources.units.engine(resources.engine)
+
+        def resident(kept: Gradient) -> torch.Tensor | None:
+            # Where one unit at a time is held, an update must not keep it from making room.
+            return residency.units.values_of(kept.place) if plan.window > 1 and not plan.device else None
+
+        def arrived(name: str, nbytes: int, began: float) -> None:
+            meter.arrived(name, nbytes, began)
+            # Updates may have let go of units since the last one was used.
+            residency.units.look_ahead()
+
+        options = subject.options
+        figures = None if subject.sharding is None else subject.sharding.figures
+        loop = Loop(options.gradients, options.accumulation_steps, keeps=options.keeps, figures=figures)
+        rule = Updates(subject.arithmetic, engine, resources.store, resident)
+        norms = Norms(kernels.check_and_unscale, kernels.checked, figures)
+        return Arrivals(engine, rule, scale, loop, norms, arrived, backward_begins)
+
+    def _frames(
+        self, residency: Residency, gradients: Gradients, newcomers: Newcomers, begins: Callable[[], None]
+    ) -> Frames:
+        model, on_device, sharding = self.subject.model, self._on_device, self.subject.sharding
+        watch = AutocastWatch(self.subject.named.values(), self._device.type)
+
+        def entered(module: torch.nn.Module) -> None:
+            # Elsewhere torch makes none.
+            if on_device and not frames.stack:
+                refuse_graphs(module, whole=module is model)
+            if not frames.stack:
+                newcomers.judge()
+                if sharding is not None and torch.is_grad_enabled():
+                    sharding.require_exact()
+                begins()
+            watch.look()
+            gradients.entered(module)
+
+        frames = Frames(residency, entered)
+        return frames
+
+    def _gates(self, residency: Residency) -> list[tuple[torch.nn.Module, tuple[Home, ...]]]:
+        """Every module that owns a parameter, and every unit that is one module, with the units that it binds."""
+        if self.subject.sharding is not None:
+            # A gather binds what it needs, and only while it copies.
+            return [(self.subject.model, ())]
+        homes = {home.name: home for home in residency.units.homes}
+        home_of = {id(place.parameter): home for home in homes.values() for place in home.places}
+        whole = {unit.module: homes[unit.name] for unit in self.decision.units if unit.module is not None}
+        gates = []
+        # One tuple for all modules of a unit.
+        alike: dict[tuple[Home, ...], tuple[Home, ...]] = {}
+        for name, module in self.subject.model.named_modules():
+            needed = [whole[name]] if name in whole else []
+            needed += [home_of[id(own)] for own in module._parameters.values() if own is not None]  # noqa: SLF001
+            needed += [home_of[id(own)] for own in _listed(module)]
+            if needed or module is self.subject.model:
+                needs = tuple(dict.fromkeys(needed))
+                gates.append((module, alike.setdefault(needs, needs)))
+        return gates
+
+    def _scale(self) -> LossScale:
+        subject = self.subject
+        asked = subject.options.loss_scale
+        if asked is None and any(subject.named[name].dtype == torch.float16 for name in subject.trained):
+            asked = "dynamic"
+        scale = LossScale(asked)
+        stored: Mapping[str, Any] | None = (self.resources.store.hyperparameters or {}).get("loss_scale")
+        if stored and scale.mode == "dynamic" and stored.get("mode") == "dynamic":
+            scale.load(stored)
+        return scale
+
+
+def _listed(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
+    """Parameters that a module reaches through a ParameterList or ParameterDict of its own, which is never called."""
+    for child in module.children():
+        if isinstance(child, torch.nn.ParameterList | torch.nn.ParameterDict):
+            yield from child.parameters()

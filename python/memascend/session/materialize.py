@@ -1,0 +1,261 @@
+"""Takes values out of a run: real parameters for a while, in unlinked files, and whole checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import weakref
+from typing import TYPE_CHECKING, Any, cast
+
+from memascend.checkpoint.contents import StoreContents, WeightContents
+from memascend.checkpoint.writer import save, save_weights
+from memascend.errors import RankError, UsageError
+from memascend.params.unit import NOBODY
+from memascend.storage import checksum_of
+from memascend.tensors import bytes_of
+from memascend.text import listed
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    import torch
+
+    from memascend.checkpoint.contents import Contents, RankContents
+    from memascend.distributed.sharding import Sharding
+    from memascend.params.unit import Home
+    from memascend.session.attachment import Attachment, Newcomers
+    from memascend.session.run import Run
+    from memascend.session.value_edits import Loads, ReachedValues, Rewrites
+
+
+# Models whose parameters are real now.
+MATERIALIZED: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+
+class Materializer:
+    """Makes an offloaded model a plain one, and takes it back."""
+
+    def __init__(self, run: Run, rewrites: Rewrites, attachment: Attachment, *, sharded: bool) -> None:
+        """`sharded`: ranks share the parameters."""
+        self._sharded = sharded
+        self._run = run
+        self._rewrites = rewrites
+        self._attachment = attachment
+
+    @contextlib.contextmanager
+    def materialized(self, *, modify: bool) -> Iterator[None]:
+        """Real parameters inside."""
+        model = self._attachment.model
+        if self._sharded:
+            raise UsageError(
+                "materialized() is for a model of one process: under fully_shard(), optimizer.save() writes all "
+                "values, parameter.full_tensor() gathers those of one, and model.state_dict() has the rows of all"
+            )
+        if model in MATERIALIZED:
+            raise UsageError("materialized() within materialized(): the parameters are real already")
+        if modify:
+            self._run.require_quiet()
+        self._run.require_open()
+        optimizer = model.__dict__["_memascend"]
+        homes: list[Home] = []
+        # What is written back is compared with storage: only what is dropped needs them.
+        checksums: dict[str, str] | None = None if modify else {}
+        written: str | None = None
+        try:
+            with self._run.residency.turns.alone():
+                self._run.residency.require_idle("materialized()")
+                # What user code wrote to weights is what the model has.
+                self._run.residency.reached.look()
+                self._make_real(homes, checksums)
+            MATERIALIZED.add(model)
+            # What is copied or pickled in there is a plain model.
+            self._attachment.leave()
+            self._run.resources.unread = False
+            yield
+            if checksums is None:
+                self._run.require_open()
+                self._write_back(homes)
+            else:
+                written = _written(homes, checksums)
+        finally:
+            if model in MATERIALIZED:
+                MATERIALIZED.discard(model)
+                if not self._run.resources.closed:
+                    self._attachment.enter(optimizer)
+            self._release(homes)
+        if written is not None:
+            warnings.warn(
+                f"the values of {written} were changed within materialized(model), and are what they were before: "
+                "materialized(model, modify=True) keeps changes",
+                stacklevel=3,
+            )
+
+    def _make_real(self, homes: list[Home], checksums: dict[str, str] | None) -> None:
+        """Let every parameter be a plain one; `homes` are those that are, `checksums` of all values where asked for."""
+        residency = self._run.residency
+        for home in residency.units.homes:
+            copies = [residency.copy_of(place) for place in home.places]
+            if checksums is not None:
+                named = zip(home.places, copies, strict=True)
+                checksums.update({place.name: checksum_of(bytes_of(copy)) for place, copy in named})
+            with residency.lock:
+                # Its place in the arena is needed for the next one.
+                residency.units.evict(home)
+                homes.append(home)
+                home.count(NOBODY, 1)
+                for place, copy in zip(home.places, copies, strict=True):
+                    place.release(copy)
+
+    def _write_back(self, homes: list[Home]) -> None:
+        values = {place.name: place.parameter.detach() for home in homes for place in home.places}
+        self._release(homes)
+        places = [place for home in self._run.residency.units.homes for place in home.places]
+        try:
+            changed = [place.name for place in places if self._rewrites.stage(place, values.pop(place.name))]
+            if changed:
+                self._rewrites.commit(changed)
+        except BaseException:
+            self._run.discard(place.name for place in places)
+            raise
+
+    def _release(self, homes: list[Home]) -> None:
+        with self._run.residency.turns.alone(), self._run.residency.lock:
+            while homes:
+                home = homes[-1]
+                for place in home.places:
+                    place.unbind()
+                home.count(NOBODY, -1)
+                homes.pop()
+
+
+def _written(homes: list[Home], checksums: dict[str, str]) -> str | None:
+    """A parameter whose values are not what they were, by whatever way they were changed; None where there is none."""
+    for place in (place for home in homes for place in home.places):
+        values = place.parameter.detach()
+        is_alike = values.shape == place.shape and values.dtype == place.dtype and values.stride() == place.stride
+        if not is_alike or not values.is_cpu or checksum_of(bytes_of(values)) != checksums[place.name]:
+            return place.name
+    return None
+
+
+def is_materialized(model: torch.nn.Module) -> bool:
+    """Whether a module, or one in it, is offloaded and within `materialized()` now."""
+    return any(module in MATERIALIZED for module in model.modules())
+
+
+class Saving:
+    """How checkpoints of one run are written."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        run: Run,
+        loads: Loads,
+        reached_values: ReachedValues,
+        newcomers: Newcomers,
+        sharding: Sharding | None,
+    ) -> None:
+        self._model = model
+        self._run = run
+        self._loads = loads
+        self._reached_values = reached_values
+        self._newcomers = newcomers
+        # Where ranks share the parameters, and there are several.
+        self._sharding = None if sharding is None or sharding.figures is None else sharding
+
+    def save(self, folder: str | os.PathLike[str], *, among_others: bool) -> None:
+        """Write what is committed, with the options that the groups have now; all ranks do so together."""
+        if self._sharding is None:
+            self._settle()
+            self._write(folder, self._contents(), {}, among_others=among_others)
+        else:
+            self._save_together(self._sharding, folder, among_others=among_others)
+        self._run.record.position.save_to(folder)
+        self._run.resources.unread = False
+        missing = self._newcomers.unsaved(self._run.record.buffers.names)
+        if missing:
+            warnings.warn(
+                f"{listed(missing)} came to the model after offload(), and the checkpoint in {folder} has them not: "
+                "save them beside it, by torch.save() of their values",
+                stacklevel=4,
+            )
+
+    def save_weights(self, folder: Path | None) -> None:
+        """Write weights and configuration alone into a folder that is there; all ranks do so together.
+
+        `folder` is the first rank's; the others have none.
+        """
+        sharding = self._sharding
+        assert sharding is not None
+        figures = sharding.figures
+        assert figures is not None
+        figures.together(self._settle, UsageError)
+        own = figures.together(lambda: WeightContents(self._contents()))
+        self._gather(sharding, own, lambda contents: save_weights(cast("Path", folder), contents, self._model))
+
+    def _settle(self) -> None:
+        self._run.require_quiet()
+        self._loads.settle()
+        self._reached_values.write_between_steps()
+
+    def _contents(self) -> StoreContents:
+        return StoreContents(self._run.resources.store, self._run.gradients.by_name.keys())
+
+    def _write(
+        self, folder: str | os.PathLike[str], contents: Contents, more: dict[str, Any], *, among_others: bool
+    ) -> None:
+        save(folder, contents, self._model, {**self._run.record.facts(), **more}, among_others=among_others)
+
+    def _save_together(self, sharding: Sharding, folder: str | os.PathLike[str], *, among_others: bool) -> None:
+        figures = sharding.figures
+        assert figures is not None
+        figures.together(self._settle, UsageError)
+        own = figures.together(self._contents)
+        # Data positions, random states: each rank has its own.
+        states = figures.everyone(self._run.record.user_state)
+        more = {} if all(state == states[0] for state in states) else {"user_states": states}
+        self._gather(sharding, own, lambda found: self._write(folder, found, more, among_others=among_others))
+
+    def _gather(self, sharding: Sharding, own: RankContents, write: Callable[[Contents], None]) -> None:
+        """Have the first rank write what all have."""
+        # One process needs nothing of these.
+        from memascend.checkpoint.contents import GatheredContents, send_contents
+        from memascend.distributed.row_transfer import StoppedError
+
+        figures = sharding.figures
+        assert figures is not None
+        line = figures.line()
+
+        def receive() -> None:
+            gathered = GatheredContents(own, sharding.rows, line)
+            try:
+                write(gathered)
+            finally:
+                gathered.stop()
+
+        def do_part() -> bool:
+            """Whether nobody stopped it."""
+            try:
+                if sharding.rank:
+                    send_contents(own, sharding.rows, sharding.order, line)
+                else:
+                    receive()
+            except StoppedError:
+                return False
+            except RankError as error:
+                # The first rank names whom it misses; who sends may wait for it while it waits for another.
+                if not sharding.rank:
+                    raise
+                raise figures.exchange.lost(
+                    f"sending rows to the first rank ({error})", figures.exchange.timeout
+                ) from error
+            return True
+
+        if not figures.together(do_part, _not_saved):
+            raise _not_saved("rows of a rank did not arrive")
+
+
+def _not_saved(why: str) -> RankError:
+    return RankError(f"the checkpoint was not written, and what was there before stays: {why}", ranks=())

@@ -1,0 +1,323 @@
+"""Implements `memascend.offload()`: checks, plans and starts a run."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+
+import torch
+
+from memascend import storage as engines
+from memascend.activations import activations as activation_files
+from memascend.device import device as devices
+from memascend.device.unit_memory import DeviceUnits, HostUnits
+from memascend.distributed.setup import begin
+from memascend.memory import fix_heap, trim_heap
+from memascend.optim.rules import unwrapped, wrap_again
+from memascend.optim.shared import take_options
+from memascend.plan.cost import said
+from memascend.plan.options import Options
+from memascend.session import open_store as open_runs
+from memascend.session.build import Assembly
+from memascend.session.decide import Subject, decide, folders_of, scratch_of
+from memascend.session.open_store import FirstValues, Watch, begin_log, end_log, open_store
+from memascend.session.process_hooks import ProcessHooks
+from memascend.session.run import Resources
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from memascend.device.unit_memory import UnitMemory
+    from memascend.distributed.opening import Existing
+    from memascend.distributed.sharding import Sharding
+    from memascend.plan.cost import Forecast
+    from memascend.session.decide import Decision
+    from memascend.session.optimizer import OffloadedOptimizer
+    from memascend.storage import Engine, Store
+
+
+_Path = str | os.PathLike[str]
+
+
+# Type checkers see the model that they gave.
+_Model = TypeVar("_Model", bound=torch.nn.Module)
+
+
+_Done = TypeVar("_Done")
+
+
+_log = logging.getLogger("memascend")
+
+
+def offload(  # noqa: PLR0913 - options are keywords
+    model: _Model,
+    optimizer: torch.optim.Optimizer,
+    *,
+    storage: _Path | Sequence[_Path] | None = None,
+    existing: Literal["refuse", "resume", "replace", "previous"] = "refuse",
+    host_memory: float | str | None = None,
+    device: str | torch.device | None = None,
+    gradients: Literal["auto", "fused", "ssd", "ram"] = "auto",
+    max_grad_norm: float | None = None,
+    accumulation_steps: int = 1,
+    loss_scale: float | Literal["dynamic"] | None = None,
+    master_dtype: torch.dtype | None = torch.float32,
+    units: Sequence[str] | None = None,
+    weights: Any = None,
+    checkpoint: _Path | None = None,
+    scratch: _Path | None = None,
+    device_memory: float | str | None = None,
+    activations: Literal["device", "host", "ssd"] = "device",
+    durability: Literal["step", "close", "none"] = "step",
+    state: Literal["fp32", "bf16", "8bit"] | None = None,
+    rounding: Literal["nearest", "stochastic"] = "nearest",
+    seed: int = 0,
+    log_steps: int | None = None,
+    reduction: Literal["ordered", "native"] = "ordered",
+    timeout: float | None = None,
+) -> tuple[_Model, OffloadedOptimizer]:
+    """Move a model's parameters and an optimizer's state to storage, and train on as before.
+
+    The loop stays what it is. Nothing changes numerically, and host memory stays within the budget.
+
+    Args:
+        model: any module on the CPU, on meta, or on the device that computes; the same object comes back.
+        optimizer: a torch.optim optimizer that owns every trainable parameter of the model. State that it has already
+            moves into the store.
+        storage: a folder, file or raw block device, or several of them, over which it is striped; None: a temporary
+            file that is gone with the process. "~" is the user's home. A path that ends in "/" is a folder, which is
+            made where it is missing; any other that is not there becomes a file.
+        existing: what to do where a store is already: "refuse", "resume" its last committed step, or "replace" it.
+            "previous" resumes the commit before the last one, after every byte of it was read and checked, and gives
+            the last one up: for a store whose newest commit is damaged, as long as the step after it was not begun.
+        host_memory: a hard budget for what is held in memory, in bytes, as "8GiB", or as "75%" of what process and
+            cgroup have now; None: the smallest that keeps disk and compute busy. What a larger one has left holds
+            parameters with their state, the model's first ones first: they are read once, when the store is opened.
+        device: where the model computes: "cpu", "cuda", "cuda:1"; None: CUDA if there is one. Batches go there by
+            themselves no more than without offloading; buffers are moved by this call. The update runs on the CPU.
+        gradients: "fused": updated as they appear; "ssd" or "ram": kept until `step()`; "auto": learnt in the first
+            step.
+        max_grad_norm: clip the global norm in `step()`.
+        accumulation_steps: backwards that make one step; "ssd" and "ram" take any number undeclared.
+        loss_scale: "dynamic" or a number, for `optimizer.backward()`; None: dynamic for fp16 models, off otherwise.
+        master_dtype: of the copies that 16-bit parameters are updated in; None: their own.
+        units: names of modules that travel as one; None: found from the model.
+        weights: for parameters on "meta": a safetensors file, a folder of them with their index, or a function of
+            (name, parameter) that returns a tensor and is called one at a time. None: they are initialised by the
+            model's own code, from torch's default generator. A store that is resumed needs none.
+        checkpoint: a folder that `OffloadedOptimizer.save` wrote, to start from: its values, state, options and step
+            stand. A store that is resumed stands before it.
+        scratch: a folder for copies of the weights that `state_dict()` and `materialized()` make; None: beside the
+            store.
+        device_memory: with CUDA, a hard budget for what is held in the device's memory: units, and gradients that wait
+            for their update; in bytes or as "8GiB". None: the smallest that keeps disk and compute busy. Activations
+            and what else torch holds there come on top.
+        activations: where what checkpoints save within the model's forward waits for the backward, in the same bits:
+            "device": where it was made, as torch keeps it; "host": in pinned host memory, as far as the budget goes (1
+            GiB of it where `host_memory` is None), then in files; "ssd": in files beside the store (in `scratch`,
+            where that is given). On the CPU, "host" is "device".
+        durability: "step": every step survives a loss of power; "close": the death of the process; "none": nothing is
+            kept before `close()`. Without `storage` it is "none", and nothing is kept then, either.
+        state: in which format the moments of Adam, AdamW and SGD with momentum are kept. None: as the optimizer has
+            them, exact. "bf16" and "8bit" move fewer bytes and are other numerics: 16 bits, of which the second moment
+            is rounded stochastically, or bitsandbytes' blocks of 8 bits, but for embeddings and parameters of fewer
+            than 4,096 elements, which keep 32. "fp32": 32 bits, said explicitly. A store is resumed in its own format;
+            `checkpoint` converts.
+        rounding: "stochastic": 16-bit parameters have no masters (`master_dtype=None`), and an update rounds them up
+            or down by chance, so that small steps are not lost.
+        seed: of what is rounded stochastically; kept in the store and in checkpoints, whose own stands.
+        log_steps: steps of gradients that the store's log keeps of what is held, which is written whole once in as
+            many; 0: it is written each step. None: 16, or as many as half of the free room has place for (on a raw
+            device all of it); fewer are logged. A number that has no room is refused.
+        reduction: how the gradients of several ranks are added under `fully_shard`. "ordered": in the order of ranks,
+            as one process adds them that accumulates, so that the bits do not depend on the number of ranks; "native":
+            as torch's backend adds them.
+        timeout: how many seconds the ranks wait for each other in `offload()` and in `step()`; None: ten minutes.
+
+    Returns:
+        The model, and a `memascend.OffloadedOptimizer` that shares the original's `param_groups`.
+
+    Raises:
+        ConfigError: an option, the model, the optimizer or the store that is there does not fit; nothing was changed.
+        BudgetError: `host_memory` or `device_memory` is too small; `smallest` is what works.
+        MemoryLimitError: the machine or the device does not have the memory that the plan takes.
+        StorageError: storage failed, is full, foreign or in use.
+    """
+    options = Options(
+        storage=storage,
+        existing=existing,
+        host_memory=host_memory,
+        device=device,
+        gradients=gradients,
+        max_grad_norm=max_grad_norm,
+        accumulation_steps=accumulation_steps,
+        loss_scale=loss_scale,
+        master_dtype=master_dtype,
+        units=units,
+        weights=weights,
+        checkpoint=checkpoint,
+        scratch=scratch,
+        device_memory=device_memory,
+        activations=activations,
+        durability=durability,
+        state=state,
+        rounding=rounding,
+        seed=seed,
+        log_steps=log_steps,
+        reduction=reduction,
+        timeout=timeout,
+    )
+    # A default device (torch.set_default_device) is for the user's tensors.
+    with torch.no_grad(), torch.device("cpu"), contextlib.ExitStack() as undo:
+        opened = devices.open_device(options.where)
+        sharding, options, earlier = begin(model, unwrapped(optimizer), options, undo)
+        own = options
+        subject = _together(
+            sharding,
+            lambda: Subject(model, optimizer, own, opened, sharding=sharding, earlier=earlier),
+        )
+        offloaded, seconds = _offloaded(subject)
+        undo.pop_all()
+    if device is None and opened is not None:
+        _log.info("device: %s, since there is one; device='cpu' computes without it", opened.torch_device)
+    smallest = ", the smallest that keeps disk and compute busy" if host_memory is None else ""
+    _log.info("host_memory: %d bytes%s; %s", offloaded.plan.budget, smallest, said(offloaded.plan, seconds))
+    return model, offloaded
+
+
+def _offloaded(subject: Subject) -> tuple[OffloadedOptimizer, Forecast | None]:
+    """Decide, open the store, and let the parameters go; a call that fails leaves everything as it was.
+
+    Returns:
+        What the user gets, and how long steps take with this and other budgets, where that can be told.
+    """
+    with contextlib.ExitStack() as undo:
+        assembly, seconds = _together(subject.sharding, lambda: _prepared(subject, undo))
+        session, offloaded = assembly.run()
+        # What is refused is refused by now, and the newest commit still there.
+        store = assembly.resources.store
+        store.go_back()
+        session.measurements.log_began(begin_log(store, assembly.decision.plan))
+        if subject.earlier is not None:
+            # Once no rank gives up its new store any more, nobody needs the earlier ones.
+            _together(subject.sharding, lambda: None)
+        undo.pop_all()
+    if subject.earlier is not None:
+        subject.earlier.remove()
+    wrap_again(subject.given, offloaded)
+    fix_heap()
+    # The model's own memory was freed.
+    trim_heap()
+    open_runs.note(offloaded)
+    return offloaded, seconds
+
+
+def _together(sharding: Sharding | None, do: Callable[[], _Done]) -> _Done:
+    """Do what may be refused on all ranks or on none."""
+    figures = None if sharding is None else sharding.figures
+    return do() if figures is None else figures.together(do)
+
+
+def _prepared(subject: Subject, undo: contextlib.ExitStack) -> tuple[Assembly, Forecast | None]:
+    """Decide, and open the store with what it begins with; of the model nothing changes."""
+    sharding = subject.sharding
+    decision, first = _together(sharding, lambda: _decided(subject, undo))
+
+    folder: Path | None = None
+
+    def opened(existing: Existing) -> Store:
+        nonlocal folder
+        assert existing == subject.options.existing
+        store, folder = open_store(subject, decision.entries)
+        return store
+
+    opening = None if sharding is None else sharding.opening
+    store = opened(subject.options.existing) if opening is None else opening.open(opened, subject.earlier)[0]
+    undo.callback(store.close)
+    if sharding is not None:
+        store.set_first_elements(sharding.first_elements)
+    if store.created:
+        # A call that fails leaves nothing behind.
+        undo.callback(store.forsake)
+    # Ending a log writes over the commit before, which all ranks go back to where the log of one is damaged.
+    _together(sharding, store.check_log)
+    return _together(sharding, lambda: _begun(subject, decision, first, (store, folder), undo))
+
+
+def _decided(subject: Subject, undo: contextlib.ExitStack) -> tuple[Decision, FirstValues]:
+    decision = decide(subject)
+    first = FirstValues(subject, undo)
+    if not subject.options.resumes:
+        first.prepare(created=True)
+    return decision, first
+
+
+def _begun(
+    subject: Subject,
+    decision: Decision,
+    first: FirstValues,
+    opened: tuple[Store, Path | None],
+    undo: contextlib.ExitStack,
+) -> tuple[Assembly, Forecast | None]:
+    """Fill the store, or read what it has of the run."""
+    (store, folder), options, plan = opened, subject.options, decision.plan
+    store.hold(plan.held, registered=subject.device is not None)
+    engine = engines.Engine(
+        store,
+        chunks=plan.chunks,
+        queue=plan.queue_bytes,
+        whole=subject.arithmetic.whole_bytes,
+        threads=torch.get_num_threads(),
+    )
+    undo.callback(engine.close)
+    end_log(store, engine)
+    if options.resumes:
+        first.prepare(created=store.created)
+    with Watch(store) as watch:
+        stored = first.write(engine, decision) if store.created else first.read(store, plan.held)
+    seconds = watch.forecast(plan, engine, host_computes=subject.device is None)
+    shared = subject.arithmetic.shared
+    subject.arithmetic.take_seed(stored)
+    take_options(subject.original.param_groups, stored.get("groups"), undo, shared.examples)
+    shared.restore(stored.get("attributes") or {}, undo)
+    first.let_go()
+    resources = _resources(subject, decision, store, engine, folder, undo)
+    return Assembly(subject, decision, resources, scratch_of(options) or folder), seconds
+
+
+def _resources(
+    subject: Subject,
+    decision: Decision,
+    store: Store,
+    engine: Engine,
+    folder: Path | None,
+    undo: contextlib.ExitStack,
+) -> Resources:
+    """Take the memory of units, and open where checkpointed activations go."""
+    options, plan = subject.options, decision.plan
+    memory: UnitMemory
+    if subject.device is None:
+        memory = HostUnits(store, plan.classes)
+    else:
+        memory = DeviceUnits(store, subject.device, plan.classes, plan.held)
+    undo.callback(memory.close)
+    undo.callback(memory.stop)
+    keeper = None
+    if subject.moves_activations:
+        folders = folders_of(options) or [cast("Path", folder)]
+        keeper = activation_files.open_activations(folders, device=subject.device, groups=plan.activation_groups)
+        undo.callback(keeper.close, "offload() failed")
+    hooks = ProcessHooks()
+    undo.callback(hooks.release)
+
+    leave = None if subject.sharding is None else subject.sharding.leaving()
+
+    def release() -> None:
+        hooks.release()
+        if leave is not None:
+            leave()
+
+    return Resources(store, engine, memory, keeper, release=release, temporary=not options.paths)

@@ -1,0 +1,375 @@
+"""Opens the store of a run and writes what a new one begins with; closes a run that has the store open already."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import logging
+import os
+import time
+import warnings
+import weakref
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memascend import storage as engines
+from memascend.checkpoint.init import Divided, MetaBuffers, ModelValues, ValueSource
+from memascend.checkpoint.reader import Checkpoint, CheckpointValues
+from memascend.checkpoint.weights import open_weights
+from memascend.errors import ConfigError, StorageError
+from memascend.optim.shared import options_of, require_as_many
+from memascend.optim.state import options_of_formats
+from memascend.plan.cost import Drive, Forecast, assumed_host, forecast, storage_seconds
+from memascend.session.decide import temporary
+from memascend.session.optimizer import session_of
+from memascend.storage.store import not_as_written
+from memascend.text import Closing, Progress, expanded
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from memascend.distributed.reshard import Earlier
+    from memascend.plan.table import Plan
+    from memascend.session.decide import Decision, Subject
+    from memascend.session.optimizer import OffloadedOptimizer
+    from memascend.storage import Engine, Store
+
+
+_RUNS: weakref.WeakSet[OffloadedOptimizer] = weakref.WeakSet()
+
+
+def note(run: OffloadedOptimizer) -> None:
+    """Remember a run, without keeping it."""
+    _RUNS.add(run)
+
+
+def open_again(
+    create: Callable[[], Store], paths: Sequence[str], *, closes: bool, judge: Callable[[Store], None]
+) -> Store:
+    """What `create` opens at `paths`, also where a run of this process has it open.
+
+    Args:
+        create: opens or makes the store.
+        paths: where.
+        closes: close that run, with a warning; else it is an error, unless nothing refers to the run any more.
+        judge: raises where the store of a run cannot be what `create` opens; that run then goes on.
+
+    Raises:
+        StorageError: as `create`, or a run of this process has the store open.
+    """
+    try:
+        return create()
+    except StorageError as error:
+        if error.errno != errno.EBUSY:
+            raise
+    # A model is in cycles: what nothing refers to waits for the collector.
+    gc.collect()
+    for run, file in list(_holders(paths)):
+        if not closes:
+            raise StorageError(
+                f"{file}: a run of this process has this store open: end it by optimizer.close(), or give offload() "
+                'existing="resume" or "replace", which do so',
+                errno=errno.EBUSY,
+                path=file,
+            )
+        judge(session_of(run).run.resources.store)
+        run.close()
+        warnings.warn(
+            f"{file}: a run of this process had this store open and was closed at step {run.steps}; its model cannot "
+            "be used any more (call optimizer.close() before offload() to be without this warning)",
+            stacklevel=5,
+        )
+    return create()
+
+
+def _holders(paths: Sequence[str]) -> Iterator[tuple[OffloadedOptimizer, str]]:
+    for run in list(_RUNS):
+        resources = session_of(run).run.resources
+        if resources.closed:
+            continue
+        files = [os.fspath(file) for file in resources.store.info()["devices"]]
+        found = next((file for file in files for path in paths if _is_at(file, path)), None)
+        if found is not None:
+            yield run, found
+
+
+def _is_at(file: str, path: str) -> bool:
+    """Whether a path given to `offload()` means a file: that file, or its folder."""
+    given = Path(path)
+    try:
+        return given.samefile(Path(file).parent if given.is_dir() else file)
+    except OSError:
+        return False
+
+
+# Of what moves less, the time says nothing of storage.
+_BYTES_MIN = 64 << 20
+
+
+# Storage is read for a moment: this much, or so long.
+_PROBE_BYTES, _PROBE_SECONDS = 256 << 20, 0.2
+
+
+class Watch(Closing):
+    """The bytes that are read and written while it is open, and the seconds."""
+
+    def __init__(self, store: Store) -> None:
+        """Begin."""
+        self._store = store
+        self._before = self._counted()
+        self._began = time.perf_counter()
+        self._read, self._written, self._seconds = 0, 0, 0.0
+
+    def _counted(self) -> tuple[int, int]:
+        counters = self._store.counters()
+        return counters["read_bytes"], counters["written_bytes"]
+
+    def close(self) -> None:
+        """End."""
+        self._read, self._written = (now - then for now, then in zip(self._counted(), self._before, strict=True))
+        self._seconds = time.perf_counter() - self._began
+
+    def forecast(self, plan: Plan, engine: Engine, *, host_computes: bool) -> Forecast | None:
+        """Seconds that storage and the update take of a step; None where too little was moved to tell.
+
+        Storage is read for a moment, unless what is held was just read. Where nothing was written, as in a run that is
+        resumed, it is taken to be written as fast as it is read.
+        """
+        if plan.disk_bytes < 2 * _BYTES_MIN:
+            return None
+        read, took = self._read, self._seconds
+        if read < _BYTES_MIN:
+            read, took = engine.probe(_PROBE_BYTES, _PROBE_SECONDS)
+        reads = read / took if read >= _BYTES_MIN // 2 else None
+        writes = self._written / self._seconds if self._written >= _BYTES_MIN else None
+        if reads is None and writes is None:
+            return None
+        drive = Drive(read=reads or writes or 1.0, write=writes or reads or 1.0)
+        # One thread updates what streams; what is held has all of them.
+        host = replace(assumed_host(None, shared=host_computes), held_threads=torch.get_num_threads())
+        return forecast(plan, lambda plan: storage_seconds(plan, drive, host))
+
+
+_log = logging.getLogger("memascend")
+
+
+def open_store(subject: Subject, entries: list[engines.Entry]) -> tuple[Store, Path | None]:
+    """Open or make the store; and the folder that it is in, where it is a temporary one."""
+    options = subject.options
+    kind = type(subject.original).__name__
+    paths = list(options.paths or ())
+
+    def create(where: str | list[str]) -> Store:
+        return engines.Store.create(
+            where, entries, optimizer=kind, existing=options.existing, durability=subject.durability, fill=False
+        )
+
+    if not paths:
+        return temporary(create)
+
+    def judge(store: Store) -> None:
+        if options.existing != "resume":
+            return
+        _require_format(store, entries)
+        difference = store.difference(entries, optimizer=kind)
+        if difference is not None:
+            raise ConfigError(
+                f"the store at {store.info()['devices'][0]} does not fit: {difference}; nothing was changed, and the "
+                "run that has it open goes on: resume with the model and the optimizer that it was made for, or give "
+                "existing='replace' to begin anew"
+            )
+        require_as_many(subject.original.param_groups, (store.hyperparameters or {}).get("groups"))
+
+    closes = options.existing in ("resume", "replace")
+    try:
+        store = open_again(lambda: create(paths), paths, closes=closes, judge=judge)
+    except ConfigError:
+        if options.resumes:
+            # Of a format there is more to say than where it differs.
+            with contextlib.suppress(StorageError), engines.Store.open(paths) as store:
+                _require_format(store, entries)
+        raise
+    if subject.sharding is None or subject.sharding.world_size == 1:
+        _require_whole(store)
+    return store, None
+
+
+def _require_whole(store: Store) -> None:
+    """Refuse, and let go of, the store of one of several ranks: one process has all rows."""
+    info = store.info()
+    if info["ranks"] is not None:
+        store.end()
+        store.close()
+        raise ConfigError(
+            f"the store at {info['devices'][0]} is that of rank {info['rank']} of {info['ranks']}, and this is one "
+            "process: give the folder in which the stores of all ranks are, which it goes on from, or start "
+            f"{info['ranks']} ranks; nothing was changed"
+        )
+
+
+def _require_format(store: Store, entries: list[engines.Entry]) -> None:
+    """Say how to go on where the store that is there has state in another format."""
+    there = options_of_formats(entry["format"] for entry in store.each_entry())
+    asked = options_of_formats(entry.format for entry in entries)
+    if there != asked:
+        raise ConfigError(
+            f"the store at {store.info()['devices'][0]} was made with {there}, and this call asks for {asked}: pass "
+            f"{there} to go on with it; or convert it: go on with it so, call optimizer.save(folder), and begin "
+            f"another store with offload(checkpoint=folder, {asked}). Nothing was changed"
+        )
+
+
+def _hyperparameters(store: Store) -> dict[str, Any]:
+    """What the last commit says of the optimizer, as `Record.hyperparameters` has it."""
+    # What the user committed beside them is as damaged where it cannot be read.
+    stored, _ = store.hyperparameters or {}, store.user_state
+    if isinstance(stored, dict):
+        groups = stored.get("groups", [])
+        if isinstance(groups, list):
+            objects = [*groups, stored.get("attributes") or {}, stored.get("loss_scale") or {}]
+            if all(isinstance(one, dict) for one in objects):
+                return stored
+    raise not_as_written(
+        store.info()["devices"][0], f"the hyperparameters of step {store.step} are not those of an optimizer"
+    )
+
+
+def end_log(store: Store, engine: Engine) -> None:
+    """Apply the gradients in the log of a store that was not closed, so that its entries are whole."""
+    steps = store.info()["log_steps"]
+    if not steps:
+        return
+    # Nothing is written before the commit that is given up is gone.
+    store.go_back()
+    with Progress(f"applying {steps} logged steps", 0) as progress:
+        engine.replay(progress.reached)
+
+
+def begin_log(store: Store, plan: Plan) -> Plan:
+    """Make room for the log of what is held; the plan with as much of it as there is."""
+    steps = store.keep_log(plan.logged, plan.log_steps) if plan.log_steps else 0
+    if steps < plan.log_wanted:
+        instead = f"one of {steps} steps" if steps else "none, so that what is held is written each step"
+        _log.warning(
+            "there is no room on storage for a log of %d steps of gradients: it is %s", plan.log_wanted, instead
+        )
+    return plan.logging(steps, store.info()["log_bytes"]) if plan.log_steps else plan
+
+
+def continued(subject: Subject, folder: str) -> CheckpointValues:
+    """What a checkpoint holds for this model and optimizer."""
+    buffers = {name: subject.buffers.tensor(name) for name in subject.buffers.names}
+    sharding = subject.sharding
+    return CheckpointValues(
+        Checkpoint(folder),
+        subject.model,
+        subject.named,
+        buffers,
+        subject.arithmetic,
+        subject.trained,
+        None if sharding is None else sharding.partition,
+    )
+
+
+def earlier_values(subject: Subject, earlier: Earlier) -> ValueSource:
+    """What the stores of another number of ranks hold for this model and optimizer."""
+    from memascend.distributed.reshard import EarlierValues
+
+    def describe(name: str) -> dict[str, torch.Tensor]:
+        return subject.arithmetic.describe(subject.named[name]) if name in subject.trained else {}
+
+    sharding = subject.sharding
+    shapes = {name: own.shape for name, own in subject.named.items()} if sharding is None else sharding.shapes
+    return EarlierValues(earlier, shapes, subject.named, describe, type(subject.original).__name__)
+
+
+class FirstValues:
+    """What a store begins with: looked at before anything is written, then written."""
+
+    def __init__(self, subject: Subject, undo: contextlib.ExitStack) -> None:
+        """`undo` takes back what is changed, where the call fails."""
+        self._subject = subject
+        self._undo = undo
+        self._meta_buffers = MetaBuffers(subject.model)
+        weights = subject.options.weights
+        self._weights = None if weights is None else open_weights(weights)
+        self._source: ValueSource | None = None
+        self._meta_buffers.install()
+        undo.callback(self._meta_buffers.uninstall)
+
+    def prepare(self, *, created: bool) -> None:
+        """Find everything that can be wrong before something is written; `created`: the store is a new one."""
+        subject = self._subject
+        if created:
+            self._source = self._found()
+            self._source.check()
+        given = (self._weights, subject.options.checkpoint, subject.earlier)
+        initialised = created and all(one is None for one in given)
+        self._meta_buffers.rebuild(self._weights, saved=initialised)
+        count = sum(parameter.is_meta for parameter in subject.named.values())
+        if count and initialised:
+            _log.info(
+                "%d parameters on meta are initialised by the model's own code, from torch's default generator", count
+            )
+
+    def _found(self) -> ValueSource:
+        subject = self._subject
+        if subject.earlier is not None:
+            return earlier_values(subject, subject.earlier)
+        if subject.options.checkpoint is not None:
+            return continued(subject, expanded(subject.options.checkpoint))
+        saved = self._meta_buffers.saved
+        sharding = subject.sharding
+        divided = None if sharding is None else Divided(sharding.partition, sharding.leaves, sharding.whole_units())
+        return ModelValues(
+            subject.model, subject.named, subject.trained, subject.arithmetic, self._weights, saved, divided
+        )
+
+    def write(self, engine: Engine, decision: Decision) -> dict[str, Any]:
+        """Write and commit them; the hyperparameters that were committed."""
+        subject, source = self._subject, self._source
+        assert source is not None
+        with Progress("writing the model to storage", decision.sizes.slot_bytes) as progress:
+            self._write_parameters(engine, decision, source, progress)
+            for name in subject.buffers.names:
+                target = subject.buffers.target(name)
+                if not isinstance(source, ModelValues):
+                    self._undo.callback(target.copy_, target.clone())
+                source.buffer(name, target)
+                engine.fill(name, subject.buffers.tensor(name), {})
+            hyperparameters = {
+                **subject.arithmetic.seeded(),
+                **source.hyperparameters([options_of(group) for group in subject.original.param_groups]),
+            }
+            engine.commit(source.step, user_state=source.user_state, hyperparameters=hyperparameters)
+        return hyperparameters
+
+    def _write_parameters(self, engine: Engine, decision: Decision, source: ValueSource, progress: Progress) -> None:
+        subject = self._subject
+        waiting = 0
+        with contextlib.closing(source.parameters(decision.units)) as firsts:
+            for name, values, state, step in firsts:
+                engine.fill(name, values, state, step=step)
+                waiting += values.nbytes + sum(tensor.nbytes for tensor in state.values())
+                if waiting >= decision.plan.queue_bytes:
+                    # What was just handed over goes before the next is made.
+                    engine.finish()
+                    waiting = 0
+                described = subject.arithmetic.describe(subject.named[name]) if name in subject.trained else {}
+                progress.add(values.nbytes + sum(tensor.nbytes for tensor in described.values()))
+
+    def read(self, store: Store, held: Sequence[str]) -> dict[str, Any]:
+        """Take the buffers that a store has already, and read what is held of it; its hyperparameters."""
+        self._subject.buffers.restore(store)
+        if held:
+            with Progress("reading what is held in memory", 0) as progress:
+                store.refresh(held, progress.reached)
+        return _hyperparameters(store)
+
+    def let_go(self) -> None:
+        """Files stay mapped no longer."""
+        self._source = self._weights = None

@@ -1,0 +1,406 @@
+"""The optimizer that users hold: backward stages a step, `step()` commits it, `zero_grad()` discards it."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Iterator, MutableMapping
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from memascend.errors import UsageError
+from memascend.optim.rules import GroupMembers
+from memascend.optim.trial import MODES
+from memascend.params.offloaded_param import is_in_place
+from memascend.session.materialize import MATERIALIZED, Materializer
+from memascend.tensors import same_bits
+from memascend.text import Closing
+
+if TYPE_CHECKING:
+    import contextlib
+    import os
+    from collections.abc import Callable, Iterable
+
+    from memascend.plan.table import Plan
+    from memascend.session.report import Report
+    from memascend.session.session import Session
+
+
+# What torch's own state does not have.
+_OURS = ("master", "rest")
+
+
+class StoredState(MutableMapping[torch.Tensor, dict[str, Any]]):
+    """The state of each parameter, by the parameter, as torch's optimizers have it.
+
+    What is given are copies that refuse writes, which would be lost.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def __getitem__(self, parameter: torch.Tensor) -> dict[str, Any]:
+        if parameter not in self:
+            return _Read()
+        found = self._session.state_of(parameter)
+        with torch.inference_mode():
+            return _Read({name: value.clone().as_subclass(_Copy) for name, value in found.items() if name not in _OURS})
+
+    def __contains__(self, parameter: object) -> bool:
+        return any(known is parameter for known in self)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        entries = self._session.run.resources.store.entries()
+        has = {entry["name"] for entry in entries if any(name not in _OURS for name, _, _ in entry["state"])}
+        gradients = self._session.run.gradients.by_name
+        return iter([one.place.parameter for name, one in gradients.items() if one.step and name in has])
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __setitem__(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
+        now = self[parameter]
+        if now.keys() != state.keys() or not all(_same(state[name], value) for name, value in now.items()):
+            refuse_other_state()
+
+    def __delitem__(self, parameter: torch.Tensor) -> None:
+        refuse_other_state()
+
+
+class _Copy(torch.Tensor):
+    """A copy of a state, or a view of one, which refuses to be written to."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        del types
+        kwargs = kwargs or {}
+        written = (kwargs.get("out"), (args[0] if args else kwargs) if is_in_place(func) else None)
+        if func == _SET_DATA or any(isinstance(leaf, _Copy) for leaf in tree_leaves(written)):
+            refuse_other_state()
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            found = func(*args, **kwargs)
+            if func in _GIVES_ARRAY:
+                found.flags.writeable = False
+                return found
+            memory = {_address(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _Copy)}
+            return tree_map(lambda leaf: leaf.as_subclass(_Copy) if _address(leaf) in memory else leaf, found)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            return self.as_subclass(torch.Tensor).clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            return self.as_subclass(torch.Tensor).clone().__reduce_ex__(protocol)
+
+
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+_GIVES_ARRAY = (torch.Tensor.numpy, torch.Tensor.__array__)
+
+
+def _address(value: Any) -> int | None:
+    """Where the memory of a tensor begins; None of what has none."""
+    return value.untyped_storage().data_ptr() or None if isinstance(value, torch.Tensor) else None
+
+
+class _Read(dict[str, Any]):
+    """The state of one parameter as it was read. Other values in it would be lost."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        # Lightning puts back what it moved to where it is.
+        if name not in self or not _same(value, self[name]):
+            refuse_other_state()
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        refuse_other_state()
+
+    __delitem__ = pop = popitem = clear = setdefault = update = __ior__ = _refuse
+
+
+def refuse_other_state() -> NoReturn:
+    """Raise what says where state can be given."""
+    raise UsageError(
+        "the optimizer's state is on storage and cannot be replaced: give the optimizer that holds the other state "
+        "to offload(), or begin from a checkpoint, offload(checkpoint=...)"
+    )
+
+
+def _same(given: Any, value: torch.Tensor) -> bool:
+    return (
+        isinstance(given, torch.Tensor)
+        and given.dtype == value.dtype
+        and given.shape == value.shape
+        and same_bits(given, value)
+    )
+
+
+def session_of(optimizer: OffloadedOptimizer) -> Session:
+    """What is behind it, for what else stands on a run: the command that trains, the Trainer's callback."""
+    return optimizer._session  # noqa: SLF001
+
+
+class OffloadedOptimizer(Closing, torch.optim.Optimizer):
+    """A torch optimizer whose parameters and state are on storage. `memascend.offload()` makes it.
+
+    It shares the original's `param_groups`, so schedulers made for either work.
+    """
+
+    def __init__(self, original: torch.optim.Optimizer, session: Session) -> None:
+        """Stand in for `original`; `session` is what does the work."""
+        # The groups are dicts of the original, so that an option set on either is set on both.
+        super().__init__(original.param_groups, original.defaults)
+        self.param_groups = original.param_groups
+        self._original = original
+        self._session = session
+        self._members = GroupMembers(self.param_groups)
+        # What was registered with either is heard.
+        self._optimizer_step_pre_hooks = original._optimizer_step_pre_hooks  # noqa: SLF001
+        self._optimizer_step_post_hooks = original._optimizer_step_post_hooks  # noqa: SLF001
+        self._state = StoredState(session)
+        # It must not know the model, nor this: they would live for as long as the interpreter.
+        self._finalizer = weakref.finalize(self, session.run.resources.close)
+
+    # --- the loop --------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Commit what backward staged: all of it becomes visible and durable at once.
+
+        Args:
+            closure: computes the loss anew; it is called once, before the step.
+
+        Raises:
+            UsageError: the step cannot be exact; the message says what to do instead.
+            StorageError: storage failed; the last committed step stands.
+        """
+        self._members.require_same(self.param_groups)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        # A scheduler that was made for the original asks it whether it was stepped.
+        self._original._opt_called = True  # type: ignore[attr-defined] # noqa: SLF001
+        self._session.step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, and before `step()` what was staged by them.
+
+        Raises:
+            UsageError: `set_to_none=False` where updates ran already.
+        """
+        self._session.zero_grad(set_to_none=set_to_none)
+
+    def backward(self, loss: torch.Tensor, **options: Any) -> None:
+        """`loss.backward()`, with the loss scale where there is one."""
+        self._session.backward(loss, options)
+
+    def accumulate(
+        self,
+        loss_of: Callable[[Any], Any],
+        batches: Iterable[Any],
+        *,
+        scale: float = 1.0,
+        by_layer: bool = True,
+    ) -> list[Any]:
+        """Compute losses and gradients of all micro-batches of a step; `step()` comes next.
+
+        The bits are those of a loop that computes one micro-batch after the other, each after
+        `torch.manual_seed(seed)`, with seeds drawn from torch's default generator before the first. The weights are
+        read once for all micro-batches: each unit (a block, say) computes all of them before the next one begins.
+
+        The first call computes one after the other and learns the order of units. So do all calls where layers cannot
+        be shared, and the log says why: several ranks, a module that keeps a value from one micro-batch to the next
+        (BatchNorm), a hook of yours on accumulated gradients.
+
+        Args:
+            loss_of: called with each micro-batch; returns its loss, or a tuple that begins with it.
+            batches: the micro-batches of the step.
+            scale: the losses are multiplied by it before their backwards, as by 1 / len(batches) for a mean.
+            by_layer: False computes one after the other.
+
+        Returns:
+            What `loss_of` returned, detached, in order.
+
+        Raises:
+            UsageError: a module began to keep values, or gradients arrived in another order; nothing of it is kept.
+        """
+        return self._session.accumulate(loss_of, batches, scale=scale, by_layer=by_layer)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Torch's clipping of all gradients that are kept; bit for bit torch's."""
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        sharding = self._session.sharding
+        if sharding is not None:
+            # The norm is that of all ranks' rows.
+            parameters = [sharding.leaf_of(parameter) for parameter in parameters]
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def __getattr__(self, name: str) -> Any:
+        """`train()` and `eval()`, where the original has them, as schedule-free optimizers do."""
+        if name in MODES and callable(getattr(type(vars(self).get("_original")), name, None)):
+            return functools.partial(self._session.modes.switch, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    @property  # type: ignore[override]
+    def state(self) -> StoredState:
+        """The state of each parameter, read from storage when it is asked for.
+
+        Raises:
+            UsageError: torch's own get_optimizer_state_dict() or set_optimizer_state_dict() asks for it.
+        """
+        # Where there is none yet, these make a step to have some; and then they would keep none of it.
+        if sys._getframe(1).f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":  # noqa: SLF001
+            raise UsageError(
+                "the optimizer's state is on storage, and torch's get_optimizer_state_dict(), get_state_dict() and "
+                "set_optimizer_state_dict() move none of it: call optimizer.save(folder), on every rank, which writes "
+                "values and state, and begin from it by offload(checkpoint=); get_model_state_dict() has the values"
+            )
+        return self._state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        # torch's own beginning sets one.
+        if "_state" in vars(self) and state is not self._state:
+            refuse_other_state()
+
+    # --- what is known -----------------------------------------------------------------
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The norm of all gradients of the last step, unscaled and before clipping; None before the first."""
+        return self._session.outcome.grad_norm
+
+    @property
+    def overflowed(self) -> bool:
+        """Whether the last step was skipped because a gradient was not finite."""
+        return self._session.outcome.overflowed
+
+    @property
+    def loss_scale(self) -> float:
+        """What `backward()` multiplies the loss by."""
+        return self._session.run.record.scale.scale
+
+    @property
+    def steps(self) -> int:
+        """Committed steps of this store, also those before a resume."""
+        return self._session.run.record.position.step
+
+    @property
+    def user_state(self) -> Any:
+        """A JSON value of at most 64 KiB that is committed with the step."""
+        return self._session.run.record.user_state
+
+    @user_state.setter
+    def user_state(self, value: Any) -> None:
+        self._session.run.record.set_user_state(value)
+
+    @property
+    def plan(self) -> Plan:
+        """What was decided before the run."""
+        return self._session.measurements.plan
+
+    def report(self) -> Report:
+        """Host memory by owner, bytes read and written by kind, seconds by stage."""
+        return self._session.report()
+
+    def state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        """A copy of a parameter's state, read from storage, by torch's names, and its `master`."""
+        return self._session.state_of(parameter)
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write a whole checkpoint: weights for `from_pretrained` and any other tool, state and options to go on from.
+
+        It is streamed, so that memory does not grow with the model, written under another name beside `folder`, flushed
+        and renamed: whatever happens, either the earlier checkpoint is there or this one. What others put into an
+        earlier checkpoint's folder stays. Between steps; `offload(checkpoint=folder)` goes on from it, bit for bit.
+
+        Several ranks call it together, and write one checkpoint: the first rank writes what the others send, piece by
+        piece. Any number of ranks starts from it, and so does one process.
+
+        Args:
+            folder: where; its parent must be there, for the first rank.
+
+        Raises:
+            UsageError: a step is staged.
+            ConfigError: the folder holds something else.
+            StorageError: there is no room, or the device failed; what was there before is as it was.
+            RankError: another rank could not do its part, which the message says; likewise.
+        """
+        self._session.save(folder)
+
+    # --- torch's own ------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Groups, and where the state is: the store's identity and step. The state itself is in `save()`."""
+        groups, position = [], 0
+        for group in self.param_groups:
+            options = {name: value for name, value in group.items() if name != "params"}
+            options["params"] = list(range(position, position + len(group["params"])))
+            position += len(group["params"])
+            groups.append(options)
+        return {"state": {}, "param_groups": groups, "memascend": self._session.run.record.position.state()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the groups' options; the state stays what the store holds.
+
+        A state dict of an older step goes back to it, where it was taken after `save()` and the checkpoint is still
+        there, or is the one that `offload()` was given: all of it is read, checked and committed at once.
+
+        What was loaded into the model just before, and nobody has used yet, is dropped where this is refused.
+
+        Raises:
+            UsageError: the state belongs to a step that this store does not hold; model and store are as they were.
+        """
+        self._session.judge(state_dict)
+        for group, options in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({name: value for name, value in options.items() if name != "params"})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only before offload()."""
+        if hasattr(self, "_session"):
+            raise UsageError("parameters cannot be added to an offloaded optimizer; add the group before offload()")
+        super().add_param_group(param_group)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError("an offloaded optimizer cannot be pickled or copied: its state is on storage; use save()")
+
+    # --- the end ---------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Keep what `step()` committed, drop what it did not, free everything. Twice is fine."""
+        self._session.close()
+        self._finalizer.detach()
+
+
+def materialized(model: torch.nn.Module, modify: bool = False) -> contextlib.AbstractContextManager[None]:
+    """Real parameters inside a `with` block: those of the last committed step.
+
+    They lie in unlinked files, so that a model larger than memory can be looked at and saved.
+
+    Args:
+        model: an offloaded model.
+        modify: write back what was changed, and commit it at once. A value whose bits did not change leaves its master
+            and its state untouched. Without it what is changed inside is dropped at the end, with a warning.
+
+    Raises:
+        UsageError: the model is not offloaded, or a step is staged (with `modify`).
+    """
+    offloaded = model.__dict__.get("_memascend")
+    if model in MATERIALIZED:
+        raise UsageError("materialized() within materialized(): the parameters are real already")
+    if offloaded is None:
+        raise UsageError("this model is not offloaded, or its optimizer was closed")
+    materializer: Materializer = session_of(offloaded).materializer
+    return materializer.materialized(modify=modify)

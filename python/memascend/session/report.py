@@ -1,0 +1,635 @@
+"""Measures a run and reports it: memory by owner, bytes by kind, seconds by stage; a table and a picture."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from array import array
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from memascend.text import IN_MEMORY, bytes_shown, open_pyplot, seconds_shown, table
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
+    from memascend.params.residency import Residency
+    from memascend.plan.table import Plan
+    from memascend.session.run import Position, Resources
+
+
+# Enough for a picture; a step that has more is kept every second, then every fourth time, and so on.
+_SAMPLES_MAX = 4096
+
+
+class Sample(NamedTuple):
+    """What was held at one moment."""
+
+    seconds: float  # since the step began
+    units: int  # bytes of the arena that were lent
+    gradients: int  # bytes of gradients that were held
+    arrived: int  # bytes of all gradients of the step so far, which training in memory holds
+    waiting: int  # bytes of gradients of held parameters that waited for `step()`
+
+
+class Meter:
+    """Bounded in memory, and some microseconds for each sample."""
+
+    __slots__ = (
+        "_arrived",
+        "_arrived_bytes",
+        "_began",
+        "_events",
+        "_every",
+        "_held_peak",
+        "_keeps_all",
+        "_last",
+        "_queued",
+        "_samples",
+        "_stale",
+        "_units",
+        "_waiting",
+        "handing_seconds",
+    )
+
+    def __init__(
+        self,
+        units: Callable[[], int],
+        queued: Callable[[], int],
+        waiting: Callable[[], int] = int,
+        *,
+        keeps_all: bool = False,
+    ) -> None:
+        """Begin.
+
+        Args:
+            units: bytes of the arena that are lent now.
+            queued: bytes of gradients that wait for the engine now.
+            waiting: bytes of gradients of held parameters that wait for `step()` now.
+            keeps_all: gradients stay in memory until step().
+        """
+        self._units = units
+        self._queued = queued
+        self._waiting = waiting
+        self._keeps_all = keeps_all
+        # What backward spent in handing on gradients, waiting for room among them.
+        self.handing_seconds = 0.0
+        # Of the last step that was whole, and of this one. As numbers one after another: a tuple for each would be
+        # left between what a block computes with.
+        self._last = array("d")
+        self._samples = array("d")
+        self._arrived: set[str] = set()
+        self._arrived_bytes = 0
+        self._stale = False
+        self._held_peak = 0
+        self._restart()
+
+    def used(self) -> None:
+        """A unit was used."""
+        if not self._samples:
+            # The step begins with its first use, and not when the one before it ended.
+            self._began = time.perf_counter()
+        self._events += 1
+        if self._events % self._every == 0:
+            self._take()
+
+    def arrived(self, name: str, nbytes: int, began: float) -> None:
+        """A gradient was handed on, which began at `began`."""
+        if self._stale:
+            # The gradients of the step before were let go, by whatever means.
+            self.cleared()
+        if name not in self._arrived:
+            self._arrived.add(name)
+            self._arrived_bytes += nbytes
+            if self._keeps_all:
+                self._held_peak = max(self._held_peak, self._arrived_bytes)
+        self.handing_seconds += time.perf_counter() - began
+        self.used()
+
+    def cleared(self) -> None:
+        """There are no gradients any more."""
+        self._arrived.clear()
+        self._arrived_bytes = 0
+        self._stale = False
+
+    def step_ended(self) -> None:
+        """A step was committed."""
+        self._take()
+        self._last = self._samples
+        self._stale = True
+        self._restart()
+
+    @property
+    def samples(self) -> list[Sample]:
+        """Of the last whole step; of the one that runs, while there is none."""
+        numbers = iter(self._last or self._samples)
+        return [
+            Sample(sample[0], *map(int, sample[1:])) for sample in zip(*[numbers] * len(Sample._fields), strict=True)
+        ]
+
+    @property
+    def gradients(self) -> int:
+        """Bytes of gradients that are held now."""
+        # Those that are kept in memory wait for the engine in that same memory.
+        return max(self._queued(), self._arrived_bytes if self._keeps_all else 0)
+
+    @property
+    def gradients_peak(self) -> int:
+        """The most that was ever kept in memory until step(); 0 where none is."""
+        return self._held_peak
+
+    def _restart(self) -> None:
+        self._samples = array("d")
+        self._began = time.perf_counter()
+        self._events = 0
+        self._every = 1
+
+    def _take(self) -> None:
+        if len(self._samples) >= len(Sample._fields) * _SAMPLES_MAX:
+            kept = [self._samples[field :: 2 * len(Sample._fields)] for field in range(len(Sample._fields))]
+            self._samples = array("d", (number for sample in zip(*kept, strict=True) for number in sample))
+            self._every *= 2
+        now = time.perf_counter() - self._began
+        self._samples.extend((now, self._units(), self.gradients, self._arrived_bytes, self._waiting()))
+
+
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Memory of one kind: bytes held now, and the most that were held."""
+
+    bytes: int
+    peak: int
+
+
+@dataclass(frozen=True)
+class TorchBytes:
+    """What the same training holds in memory without offloading, in bytes, but for activations, which are the same."""
+
+    values: int
+    state: int
+    gradients: int
+
+    @property
+    def total(self) -> int:
+        """All of it, at the end of a backward."""
+        return self.values + self.state + self.gradients
+
+
+@dataclass(frozen=True)
+class AllRanks:
+    """What all ranks together held and moved, up to the beginning of the last `step()`, in which they told each other.
+
+    Attributes:
+        count: how many there are.
+        peak: of host memory, the sum of their peaks.
+        read: bytes read from storage since `offload()` returned.
+        written: bytes written to it since then.
+    """
+
+    count: int
+    peak: int
+    read: int
+    written: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a run held in memory, read, wrote and waited for since `offload()` returned. `str()` is a table.
+
+    Attributes:
+        owners: host memory by owner.
+        budget: the limit in force, in bytes.
+        object_bytes: of Python's and torch's objects for each parameter, about, which no budget can hold down.
+        read: bytes read, by kind; "other" is the catalog and what was read out.
+        held: bytes that were taken from held entries in memory, and not read.
+        written: bytes written, by kind; "first values" were written by `offload()` itself.
+        log_steps: so many steps of gradients of held entries may be in the store's log; 0: there is none.
+        log_bytes: the room that it has on storage.
+        log_wanted: how many steps it would have if there was room for them.
+        unlogged: updates of held entries that the log had no room for, so that their entries were written whole.
+        seconds: by stage; stages run beside each other, so they do not add up to "wall".
+        steps: committed since `offload()` returned.
+        units: how often a unit was read, was there already, and went.
+        in_memory: what the same training holds in memory.
+        samples: memory over the last step.
+        device: memory of the device by owner, where that is not the host.
+        device_budget: the limit in force there; 0 where the host computes.
+        device_torch: all that torch holds there, the owners' and beside them activations and the user's own tensors.
+        device_copies: why copies there and back are slower than they could be; None where they are not.
+        ranks: of several ranks, what all have; everything else is this one's. None before their first step.
+    """
+
+    owners: dict[str, Owner]
+    budget: int
+    object_bytes: int
+    read: dict[str, int]
+    written: dict[str, int]
+    held: int
+    seconds: dict[str, float]
+    steps: int
+    units: dict[str, int]
+    in_memory: TorchBytes
+    samples: Sequence[Sample]
+    log_steps: int = 0
+    log_bytes: int = 0
+    log_wanted: int = 0
+    unlogged: int = 0
+    device: dict[str, Owner] = field(default_factory=dict)
+    device_budget: int = 0
+    device_torch: Owner | None = None
+    device_copies: str | None = None
+    ranks: AllRanks | None = None
+
+    @property
+    def total(self) -> int:
+        """Bytes of host memory that are held now."""
+        return sum(owner.bytes for owner in self.owners.values())
+
+    @property
+    def peak(self) -> int:
+        """At most so many were held: the sum of the owners' peaks."""
+        return sum(owner.peak for owner in self.owners.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as JSON values; "device" where that is not the host, "held" and "log" where entries are held.
+
+        "ranks" where there are several. "log" has "wanted" where it is shorter, and "unlogged" where that is not 0.
+        """
+        there = {} if self.device_torch is None else {"device": _held(self.device, self.device_budget)}
+        if self.device_torch is not None:
+            there["device"]["torch"] = {"bytes": self.device_torch.bytes, "peak": self.device_torch.peak}
+        return {
+            "host": _held(self.owners, self.budget),
+            **there,
+            "read": dict(self.read),
+            "written": dict(self.written),
+            "seconds": dict(self.seconds),
+            "steps": self.steps,
+            "beside": {"Python objects": self.object_bytes},
+            **({"held": self.held} if self.held else {}),
+            **({"ranks": asdict(self.ranks)} if self.ranks is not None else {}),
+            **({"log": self._log()} if self.log_wanted else {}),
+        }
+
+    def _log(self) -> dict[str, int]:
+        shorter = {"wanted": self.log_wanted} if self.log_steps < self.log_wanted else {}
+        unlogged = {"unlogged": self.unlogged} if self.unlogged else {}
+        return {"steps": self.log_steps, "bytes": self.log_bytes, **shorter, **unlogged}
+
+    def __str__(self) -> str:
+        rows = [(name, bytes_shown(owner.bytes), bytes_shown(owner.peak)) for name, owner in self.owners.items()]
+        rows.append(("all", bytes_shown(self.total), bytes_shown(self.peak)))
+        saved = f", {self.in_memory.total / self.peak:.1f} times as much" if self.peak else ""
+        here = self.units["hits"] + self.units["adopted"]
+        beside = f"beside it Python's objects take about {bytes_shown(self.object_bytes)}"
+        budget = f"The budget is {bytes_shown(self.budget)}; {beside}."
+        in_memory = f"In memory the same training would hold {bytes_shown(self.in_memory.total)}{saved}."
+        parts = [
+            table(("host memory", "now", "peak"), rows),
+            f"{budget}\n{in_memory}",
+            *self._there(),
+            self._traffic(),
+            *self._kept_off(),
+            table(("stage", "time"), [(name, seconds_shown(taken)) for name, taken in self.seconds.items()]),
+            *self._of_all_ranks(),
+            f"{self.steps} steps. Units were read {self.units['fetches']} times and were there already {here} times.",
+        ]
+        return "\n\n".join(parts)
+
+    def _there(self) -> list[str]:
+        """Memory of the device, where that is not the host."""
+        if self.device_torch is None:
+            return []
+        owners = {**self.device, "all that torch holds": self.device_torch}
+        rows = [(name, bytes_shown(owner.bytes), bytes_shown(owner.peak)) for name, owner in owners.items()]
+        budget = f"The budget is {bytes_shown(self.device_budget)}, for all but what else torch holds."
+        slower = [] if self.device_copies is None else [f"Copies are slower than they could be: {self.device_copies}."]
+        return [table(("device memory", "now", "peak"), rows), "\n".join([budget, *slower])]
+
+    def _kept_off(self) -> list[str]:
+        """What held entries saved, where there are any."""
+        said = []
+        if self.held:
+            each = f", {bytes_shown(self.held // self.steps)} for each step" if self.steps else ""
+            said.append(f"Held entries kept {bytes_shown(self.held)} of reads off storage{each}.")
+        if self.log_steps:
+            room = bytes_shown(self.log_bytes)
+            less = f" ({self.log_wanted} had no room)" if self.log_steps < self.log_wanted else ""
+            said.append(f"Gradients of held entries go to a log of {self.log_steps} steps{less}, {room}.")
+        elif self.log_wanted:
+            said.append("Storage has no room for a log of their gradients: held entries are written whole each step.")
+        if self.unlogged:
+            said.append(f"{self.unlogged} updates found no room in it: their entries were written whole.")
+        return [" ".join(said)] if said else []
+
+    def _of_all_ranks(self) -> list[str]:
+        """What several ranks have together."""
+        if self.ranks is None:
+            return []
+        count, peak = self.ranks.count, bytes_shown(self.ranks.peak)
+        moved = (
+            f"read {bytes_shown(self.ranks.read)} and wrote {bytes_shown(self.ranks.written)}, up to the last step()"
+        )
+        return [f"This is one of {count} ranks. Together they held at most {peak}, {moved}."]
+
+    def _traffic(self) -> str:
+        rows = []
+        for direction, kinds in (("read", self.read), ("written", self.written)):
+            for kind, nbytes in kinds.items():
+                if not nbytes:
+                    continue
+                once = kind == "first values" or not self.steps
+                rows.append((direction, kind, bytes_shown(nbytes), "" if once else bytes_shown(nbytes // self.steps)))
+        return table(("storage", "kind", "bytes", "for each step"), rows)
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw host memory over the last step, by owner, next to what the same training holds in memory.
+
+        Args:
+            path: of the picture; its ending says of which kind it is.
+
+        Raises:
+            ConfigError: matplotlib is not installed.
+        """
+        plt = open_pyplot()
+        figure, axes = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
+        try:
+            for axis in axes:
+                self._draw(axis)
+            axes[0].step(*self._in_memory_line(), where="post", color=IN_MEMORY, label="in memory")
+            axes[0].set_title("Beside the same training in memory, without activations")
+            axes[1].set_title("memascend alone, by owner")
+            axes[1].axhline(self.budget / _MIB, color=IN_MEMORY, linestyle=":", label="budget")
+            for axis in axes:
+                axis.set_ylim(bottom=0)
+                axis.margins(x=0)
+                axis.set_xlabel("seconds of a step")
+                axis.set_ylabel("MiB of host memory")
+                axis.grid(alpha=0.3)
+            handles = {label: handle for axis in axes for handle, label in zip(*_legend(axis), strict=True)}
+            figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=5)
+            where = Path(path).expanduser()
+            where.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(where, dpi=110)
+        finally:
+            plt.close(figure)
+
+    def _draw(self, axis: Any) -> None:
+        """What is held, owner upon owner; of the units' memory, what is lent and what is free apart."""
+        seconds = [sample.seconds for sample in self.samples]
+        layers: dict[str, list[float]] = {}
+        for name, owner in self.owners.items():
+            if name == "units":
+                lent = [min(owner.bytes, sample.units) / _MIB for sample in self.samples]
+                layers["units"] = lent
+                layers["units, free"] = [owner.bytes / _MIB - used for used in lent]
+            elif name == "gradients":
+                layers[name] = [sample.gradients / _MIB for sample in self.samples]
+            elif name == "held gradients":
+                layers[name] = [sample.waiting / _MIB for sample in self.samples]
+            elif owner.bytes:
+                layers[name] = [owner.bytes / _MIB] * len(seconds)
+        axis.stackplot(seconds, list(layers.values()), labels=list(layers), step="post", alpha=0.85)
+
+    def _in_memory_line(self) -> tuple[list[float], list[float]]:
+        always = self.in_memory.values + self.in_memory.state
+        held = [(always + sample.arrived) / _MIB for sample in self.samples]
+        return [sample.seconds for sample in self.samples], held
+
+
+def _legend(axis: Any) -> tuple[list[Any], list[str]]:
+    handles, labels = axis.get_legend_handles_labels()
+    return handles, labels
+
+
+def _held(owners: Mapping[str, Owner], budget: int) -> dict[str, Any]:
+    """Memory as JSON values."""
+    return {
+        "total": sum(owner.bytes for owner in owners.values()),
+        "peak": sum(owner.peak for owner in owners.values()),
+        "budget": budget,
+        "owners": {name: {"bytes": owner.bytes, "peak": owner.peak} for name, owner in owners.items()},
+    }
+
+
+_log = logging.getLogger("memascend")
+
+
+@dataclass(frozen=True)
+class _Counters:
+    """What engine and store had counted at some moment."""
+
+    engine: dict[str, Any]
+    store: dict[str, Any]
+    moment: float
+
+    @classmethod
+    def of(cls, resources: Resources) -> _Counters:
+        return cls(resources.engine.counters(), resources.store.counters(), time.perf_counter())
+
+    def since(self, then: _Counters) -> _Counters:
+        return _Counters(_since(self.engine, then.engine), _since(self.store, then.store), self.moment - then.moment)
+
+
+class Measurements:
+    """What a report is made of."""
+
+    def __init__(
+        self,
+        resources: Resources,
+        residency: Residency,
+        plan: Plan,
+        position: Position,
+        meter: Meter,
+    ) -> None:
+        self._resources = resources
+        self._residency = residency
+        self._planned = plan
+        self._position = position
+        self.meter = meter
+        # What was counted before is not of the training.
+        self._before = _Counters.of(resources)
+        self._step_seconds = 0.0
+        self._last: Report | None = None
+        # As it was told in the last step.
+        self._all_ranks: AllRanks | None = None
+        self._told_of_log = False
+
+    def log_began(self, plan: Plan) -> None:
+        """The plan has the log that the store has room for."""
+        self._planned = plan
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force: with what was added beside it where nobody gave a budget."""
+        arena = self._resources.units.arena
+        return self._planned.with_added(arena.added, arena.added_bytes)
+
+    def step_ended(self, began: float) -> None:
+        """A step was committed, whose `step()` began then."""
+        self._step_seconds += time.perf_counter() - began
+        self.meter.step_ended()
+        if self._planned.log_steps and not self._told_of_log:
+            self._tell_of_log()
+
+    def _tell_of_log(self) -> None:
+        """Say once that the log did not take what it is for."""
+        unlogged = self._resources.engine.counters()["unlogged"]
+        if unlogged:
+            self._told_of_log = True
+            _log.warning(
+                "%d gradients found no room in the log of %d steps: the held entries were written whole, as they are "
+                "where that happens again; report() counts them",
+                unlogged,
+                self._planned.log_steps,
+            )
+
+    def told(self) -> list[int]:
+        """What a rank tells the others of itself: the peak of host memory, bytes read and written."""
+        store = _Counters.of(self._resources).since(self._before).store
+        return [sum(owner.peak for owner in self._owners().values()), store["read_bytes"], store["written_bytes"]]
+
+    def hear(self, told: Sequence[Sequence[int]]) -> None:
+        """Remember what all ranks have told, so that no report has to ask them."""
+        peak, read, written = map(sum, zip(*told, strict=True))
+        self._all_ranks = AllRanks(len(told), peak, read, written)
+
+    def report(self, trained: Collection[str]) -> Report:
+        """What was measured so far; `trained` are the names that the optimizer owns."""
+        return self._last or self._taken(trained)
+
+    def close(self, trained: Collection[str]) -> None:
+        """Take a report that can be asked for afterwards, too."""
+        self._last = self._taken(trained)
+
+    def _taken(self, trained: Collection[str]) -> Report:
+        counted = _Counters.of(self._resources).since(self._before)
+        read, written = self._traffic(counted)
+        return Report(
+            owners=self._owners(),
+            budget=self.plan.budget,
+            object_bytes=self.plan.object_bytes,
+            read=read,
+            written=written,
+            held=counted.store["held_bytes"],
+            log_steps=self.plan.log_steps,
+            log_bytes=self.plan.log_bytes,
+            log_wanted=self.plan.log_wanted,
+            unlogged=counted.engine["unlogged"],
+            seconds={
+                "wall": counted.moment,
+                "waiting for units": counted.store["wait_seconds"] + self._resources.units.wait_seconds,
+                "handing on gradients": self.meter.handing_seconds,
+                "step()": self._step_seconds,
+                **{f"update, {stage}": taken for stage, taken in counted.engine["seconds"].items()},
+            },
+            steps=self._position.made,
+            units=dict(self._residency.units.counters),
+            in_memory=self._in_memory(trained),
+            samples=tuple(self.meter.samples),
+            ranks=self._all_ranks,
+            **self._on_device(),
+        )
+
+    def _traffic(self, counted: _Counters) -> tuple[dict[str, int], dict[str, int]]:
+        """Bytes read and written, by kind."""
+        engine, store = counted.engine, counted.store
+        read = {
+            "values": store["fetched_bytes"],
+            "values, update": engine["values_read"],
+            "state": engine["state_read"],
+            "gradients": engine["spill_read"],
+        }
+        written = {
+            "values": engine["values_written"],
+            "state": engine["state_written"],
+            "gradients": engine["spill_written"],
+            "log": engine["log_written"],
+        }
+        read["other"] = max(0, store["read_bytes"] - sum(read.values()))
+        written["other"] = max(0, store["written_bytes"] - sum(written.values()))
+        written["first values"] = self._before.store["written_bytes"]
+        activations = self._resources.activations
+        if activations is not None:
+            read["activations"] = activations.counters["read"]
+            written["activations"] = activations.counters["written"]
+        return read, written
+
+    def _owners(self) -> dict[str, Owner]:
+        resources = self._resources
+        info, counters = resources.store.info(), resources.engine.counters()
+        # The engine's memory has the room for whole parameters in it, too.
+        staging, whole = resources.engine.staging_bytes, self.plan.whole_bytes
+        held = {
+            **resources.units.host,
+            "update staging": max(0, staging - whole),
+            "catalog": info["buffer_bytes"],
+            "index": info["index_bytes"],
+            "unaligned I/O": info["copy_bytes"],
+            "whole parameters": min(staging, whole),
+            "held entries": 0 if resources.closed else self.plan.host.get("held entries", 0),
+            "activations": 0 if resources.activations is None else resources.activations.host_bytes,
+        }
+        always = (*resources.units.host, "update staging", "catalog", "index")
+        owners = {name: Owner(nbytes, nbytes) for name, nbytes in held.items() if nbytes or name in always}
+        if "held gradients" in self.plan.host:
+            # Where all gradients are kept anyway, these are among them.
+            owners["held gradients"] = Owner(counters["waiting"], counters["waiting_peak"])
+        if not self.plan.device:
+            owners["gradients"] = self._gradients()
+        return owners
+
+    def _gradients(self) -> Owner:
+        """Those that wait for their update, where they were made."""
+        now = self.meter.gradients
+        queued = int(self._resources.engine.counters()["queued_peak"])
+        return Owner(now, max(now, queued, self.meter.gradients_peak))
+
+    def _on_device(self) -> dict[str, Any]:
+        """Memory of the device, where that is not the host."""
+        units = self._resources.units
+        if units.device is None:
+            return {}
+        reserved = int(units.arena.stats()["reserved"])
+        return {
+            "device": {"units": Owner(reserved, reserved), "gradients": self._gradients()},
+            "device_budget": self.plan.device_budget,
+            "device_torch": Owner(*units.device.allocated()),
+            "device_copies": units.unregistered,
+        }
+
+    def _in_memory(self, trained: Collection[str]) -> TorchBytes:
+        """Values, gradients and state as torch holds them: a compact master counts whole."""
+        values = state = gradients = 0
+        for entry in self._resources.store.each_entry():
+            if entry["buffer"]:
+                continue
+            nbytes = math.prod(entry["shape"]) * _itemsize(entry["dtype"])
+            values += nbytes
+            if entry["name"] in trained:
+                gradients += nbytes
+            for name, dtype, shape in entry["state"]:
+                state += math.prod(shape) * (4 if name == "rest" else _itemsize(dtype))
+        return TorchBytes(values, state, gradients)
+
+
+def _itemsize(dtype: str) -> int:
+    found: torch.dtype = getattr(torch, dtype)
+    return found.itemsize
+
+
+def _since(now: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:
+    """What was counted since then."""
+    found: dict[str, Any] = {}
+    for name, value in now.items():
+        before = then.get(name, 0)
+        found[name] = _since(value, before or {}) if isinstance(value, dict) else value - before
+    return found

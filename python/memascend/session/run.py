@@ -1,0 +1,339 @@
+"""Owns store, engine and memory of a run, and knows where it stands: which step, what a commit records."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memascend.checkpoint.reader import identity_of
+from memascend.errors import ConfigError, UsageError
+from memascend.optim.shared import options_of
+from memascend.params.threads import OwnProcess
+from memascend.text import Progress
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    from memascend.activations.activations import Activations
+    from memascend.checkpoint.init import Buffers
+    from memascend.device.unit_memory import UnitMemory
+    from memascend.grads.gradients import Gradients
+    from memascend.grads.loop import LossScale
+    from memascend.optim.rules import Arithmetic
+    from memascend.params.module_hooks import Frames
+    from memascend.params.residency import Residency
+    from memascend.storage import Engine, Store
+
+
+_log = logging.getLogger("memascend")
+
+
+CLOSED = "this model was offloaded, and its optimizer has been closed; open its storage again to go on"
+
+
+class Resources:
+    """What has to be let go: it knows neither model nor optimizer, so that both can be collected."""
+
+    def __init__(
+        self,
+        store: Store,
+        engine: Engine,
+        units: UnitMemory,
+        activations: Activations | None = None,
+        *,
+        release: Callable[[], None],
+        temporary: bool = False,
+    ) -> None:
+        """`release` gives up the share in process-wide hooks; a `temporary` store is gone with the process."""
+        self.store = store
+        self.engine = engine
+        self.units = units
+        self.activations = activations
+        self._release = release
+        self.temporary = temporary
+        # Steps were committed that nobody has read out.
+        self.unread = False
+        self.closed = False
+        self._told_of_loss = False
+        self._first: Callable[[], None] | None = None
+        self.process = OwnProcess()
+
+    def _close_store(self) -> None:
+        try:
+            if self.temporary:
+                # Nobody will read it.
+                self.store.give_up()
+            else:
+                self._write_held()
+        finally:
+            self.store.close()
+
+    def _write_held(self) -> None:
+        """Write what only memory and the log have; without a log one Ctrl-C does not end that: all would be lost."""
+        with Progress("writing what is held to storage", 0) as progress:
+            try:
+                self.store.write_applied(progress.reached)
+            except KeyboardInterrupt:
+                if self.store.info()["log_steps"]:
+                    _log.info("interrupted while what is held is written: the store is whole with its log, which stays")
+                    raise
+                _log.warning(
+                    "interrupted while trained parameters are written to storage, and nothing else has them: that goes "
+                    "on; another Ctrl-C gives them up, and the store with them"
+                )
+                try:
+                    self.store.write_applied(progress.reached)
+                except KeyboardInterrupt:
+                    self.store.give_up()
+                    raise
+                raise
+
+    def require_open(self) -> None:
+        """Refuse what comes after close(), and what a forked child asks."""
+        if self.closed:
+            raise UsageError(CLOSED)
+        self.process.require_here()
+
+    def warn_if_lost(self) -> None:
+        """Warn once where the store's file lost its name: all goes well until the end of the process."""
+        lost = None if self._told_of_loss else self.store.lost()
+        if lost is not None:
+            self._told_of_loss = True
+            warnings.warn(str(lost), stacklevel=5)
+
+    def finish_first(self, finish: Callable[[], None] | None) -> None:
+        """Have something done at the beginning of close(); it must know neither model nor optimizer."""
+        self._first = finish
+
+    def close(self) -> None:
+        """Drain, drop what is not committed, free. Twice is fine."""
+        if self.closed:
+            return
+        self.closed = True
+        if self.process.is_elsewhere:
+            # A forked child has none of the threads, and what it would write is its parent's.
+            return
+        with contextlib.ExitStack() as last_first:
+            # Each of them also where another fails.
+            last_first.callback(self._release)
+            if self.activations is not None:
+                last_first.callback(self.activations.close, CLOSED)
+            last_first.callback(self.units.close)
+            last_first.callback(self._close_store)
+            last_first.callback(self.units.stop)
+            last_first.callback(self.engine.close)
+            if self._first is not None:
+                last_first.callback(self._first)
+        if self.temporary and self.unread:
+            warnings.warn(
+                "the trained weights were in a temporary store and are gone, for nobody read them out: give storage=, "
+                "or save model.state_dict() before close()",
+                stacklevel=4,
+            )
+
+
+class Position:
+    """Where a run stands.
+
+    An identity names store and step, and the line of steps where the run went back: two steps that have one number are
+    told apart by what they were made from.
+    """
+
+    def __init__(self, store: Store, checkpoint: str | os.PathLike[str] | None) -> None:
+        """`checkpoint` is what offload() was given, also where the store stood before it."""
+        self._store = store
+        self._checkpoint = checkpoint
+        self.step = store.step
+        # Steps that were committed by this run.
+        self.made = 0
+        stored = store.hyperparameters or {}
+        # The identity of the checkpoint that it began from, where no step was made since.
+        self._origin: dict[str, Any] | None = stored.get("origin")
+        # The generation of the store in which it went back last.
+        self.line: int | None = stored.get("line")
+        # The checkpoint that was written of this step.
+        self._saved: str | None = None
+
+    def advance(self) -> None:
+        """A step was committed."""
+        self.step += 1
+        self.made += 1
+        self._origin = self._saved = None
+
+    def go_back(self, step: int, origin: dict[str, Any], line: int) -> None:
+        """What a checkpoint of this identity holds was committed."""
+        self.step, self._origin, self.line, self._saved = step, origin, line, None
+
+    def save_to(self, folder: str | os.PathLike[str]) -> None:
+        """A checkpoint of this step was written."""
+        self._saved = str(Path(folder).absolute())
+
+    def identity(self) -> dict[str, Any]:
+        """Which store this is, and where it stands."""
+        line = {} if self.line is None else {"line": self.line}
+        return {"store": self._store.info()["uuid"], "step": self.step, **line}
+
+    def state(self) -> dict[str, Any]:
+        """The identity for a state dict, with the checkpoint that was written of it."""
+        return {**self.identity(), **({} if self._saved is None else {"checkpoint": self._saved})}
+
+    def find(self, state: dict[str, Any] | None) -> str | os.PathLike[str] | None:
+        """The checkpoint to go back to for a state dict's state; None where the store holds it already.
+
+        Raises:
+            UsageError: it is of another step, and no checkpoint of that is at hand.
+        """
+        if state is None:
+            raise UsageError(
+                "this state dict was not made by an offloaded optimizer; give the optimizer that holds the state to "
+                "offload()"
+            )
+        wanted = {name: value for name, value in state.items() if name != "checkpoint"}
+        here = self.identity()
+        # What began from a checkpoint is what was saved there, until the next step.
+        if wanted in (here, self._origin):
+            return None
+        if wanted.get("store") == here["store"]:
+            for folder in (state.get("checkpoint"), self._checkpoint):
+                if folder is not None and identity_of(folder) == wanted:
+                    return folder
+        began = f" (begun from a checkpoint of {shown(self._origin)})" if self._origin else ""
+        given = None if self._checkpoint is None else identity_of(self._checkpoint)
+        other = f", and the checkpoint {self._checkpoint} is of {shown(given)}" if given else ""
+        raise UsageError(
+            f"this state dict is of {shown(wanted)}, and the storage holds {shown(here)}{began}{other}: go on from the "
+            'storage (existing="resume") with the data of its step, or begin from a checkpoint of the state dict, '
+            'offload(existing="replace", checkpoint=...). optimizer.save() writes one; a state dict that is taken '
+            "after it goes back to it by itself"
+        )
+
+    @property
+    def given(self) -> str:
+        """For messages: the checkpoint that offload() was given."""
+        return "" if self._checkpoint is None else f" (offload() was given checkpoint={str(self._checkpoint)!r})"
+
+
+def shown(identity: dict[str, Any]) -> str:
+    """A step of a store, for messages."""
+    return f"step {identity.get('step')} of store {identity.get('store')}"
+
+
+_USER_BYTES_MAX = 64 << 10
+
+
+class Record:
+    """What is committed with a step, and where the run stands."""
+
+    def __init__(
+        self, store: Store, position: Position, buffers: Buffers, arithmetic: Arithmetic, scale: LossScale
+    ) -> None:
+        self._store = store
+        self.position = position
+        self.buffers = buffers
+        # The optimizer's own, which a scheduler changes.
+        self.groups = arithmetic.optimizer.param_groups
+        self.shared = arithmetic.shared
+        self._seed = arithmetic.seeded()
+        self.scale = scale
+        self.user_state: Any = store.user_state
+
+    def hyperparameters(self) -> dict[str, Any]:
+        """The groups' options, attributes of the optimizer that its steps change, and the loss scale, as JSON."""
+        found = {"groups": [options_of(group) for group in self.groups], "loss_scale": self.scale.state()}
+        attributes = self.shared.attributes()
+        line = self.position.line
+        return {
+            **found,
+            **({"attributes": attributes} if attributes else {}),
+            **self._seed,
+            **({} if line is None else {"line": line}),
+        }
+
+    def set_user_state(self, value: Any) -> None:
+        """Keep a JSON value for the next commit."""
+        try:
+            size = len(json.dumps(value).encode())
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"user_state must be a JSON value: {error}") from error
+        if size > _USER_BYTES_MAX:
+            raise ConfigError(f"user_state has {size} bytes as JSON, at most {_USER_BYTES_MAX} are kept")
+        self.user_state = value
+
+    def find(self, state_dict: Mapping[str, Any]) -> str | os.PathLike[str] | None:
+        """The checkpoint to go back to for an optimizer's state dict; None where the store holds its step.
+
+        Raises:
+            UsageError: it is of another step, and no checkpoint of that is at hand.
+            ValueError: it has other groups.
+        """
+        found = self.position.find(state_dict.get("memascend"))
+        lengths = [len(group["params"]) for group in self.groups]
+        if [len(group["params"]) for group in state_dict["param_groups"]] != lengths:
+            raise ValueError("loaded state dict has other parameter groups than the optimizer")
+        return found
+
+    def facts(self) -> dict[str, Any]:
+        """What a checkpoint says of the run."""
+        optimizer = self._store.info()["optimizer"]
+        return {
+            **self.position.identity(),
+            **self.hyperparameters(),
+            "user_state": self.user_state,
+            "optimizer": optimizer,
+        }
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Run:
+    """What a model and its optimizer became."""
+
+    resources: Resources  # store, engine and memory
+    residency: Residency  # the parameters
+    frames: Frames  # the modules that are being computed
+    gradients: Gradients  # of the parameters that are trained
+    record: Record  # what is committed beside parameters
+
+    def require_open(self) -> None:
+        """Refuse what comes after close(); end what an interrupt left open."""
+        self.resources.require_open()
+        self.frames.unwind()
+
+    def require_quiet(self) -> None:
+        """Refuse where a step is staged or a unit is in use; wait for what is in flight."""
+        self.require_open()
+        if self.gradients.is_staged():
+            raise UsageError("a step is staged: call step() or zero_grad() first")
+        self.residency.require_idle("this")
+        self.resources.engine.finish()
+
+    @contextlib.contextmanager
+    def committing(self, stands: Callable[[], None], failed: Callable[[], None]) -> Iterator[None]:
+        """Inside is one commit: afterwards `stands` is called, or with an exception `failed`.
+
+        Ctrl-C is heard once the commit has returned. So an exception does not say which of them it is; the store does.
+        """
+        store = self.resources.store
+        generation = store.info()["generation"]
+        try:
+            yield
+        except BaseException:
+            (failed if store.info()["generation"] == generation else stands)()
+            raise
+        stands()
+
+    def discard(self, names: Iterable[str]) -> None:
+        """Forget what was staged of these parameters, and nothing else."""
+        for name in names:
+            self.resources.engine.discard(name)
+
+    def changed(self, names: Iterable[str]) -> None:
+        """Parameters have new values on storage: what was read of them before is old."""
+        names = list(names)
+        self.residency.units.changed(names)
+        self.residency.reached.forget(names)

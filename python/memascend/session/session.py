@@ -1,0 +1,295 @@
+"""Sequences one run: what step(), zero_grad(), backward() and close() do, in which order."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memascend.errors import ConfigError, MemascendError, UsageError
+from memascend.params import module_hooks
+from memascend.session.run import CLOSED
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from memascend.distributed.row_transfer import Figures
+    from memascend.distributed.sharding import Sharding
+    from memascend.grads.gradient import Gradient
+    from memascend.grads.microbatches import Accumulation
+    from memascend.session.attachment import Attachment, Newcomers
+    from memascend.session.materialize import Materializer, Saving
+    from memascend.session.report import Measurements, Report
+    from memascend.session.run import Run
+    from memascend.session.value_edits import Loads, Modes, ReachedValues, Rollback, StateDicts
+
+
+_log = logging.getLogger("memascend")
+
+
+@dataclass
+class Outcome:
+    """What the last step found of its gradients."""
+
+    grad_norm: float | None = None
+    overflowed: bool = False
+
+
+@dataclass(kw_only=True, eq=False)
+class Session:
+    """A model and an optimizer that are offloaded."""
+
+    run: Run
+    newcomers: Newcomers
+    loads: Loads
+    modes: Modes
+    reached_values: ReachedValues
+    state_dicts: StateDicts
+    materializer: Materializer
+    saving: Saving
+    rollback: Rollback
+    attachment: Attachment
+    measurements: Measurements
+    accumulation: Accumulation
+    max_grad_norm: float | None
+    # Where ranks share the parameters.
+    sharding: Sharding | None = None
+    outcome: Outcome = field(default_factory=Outcome)
+
+    # --- the loop --------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, options: dict[str, Any]) -> None:
+        """A backward from the scaled loss."""
+        self.run.resources.require_open()
+        self.loads.settle()
+        scale = self.run.record.scale
+        with self.run.gradients.scaled():
+            (loss * scale.scale if scale.enabled else loss).backward(**options)
+
+    def accumulate(
+        self, loss_of: Callable[[Any], Any], batches: Iterable[Any], *, scale: float, by_layer: bool
+    ) -> list[Any]:
+        """The backwards of several micro-batches; see `microbatches`."""
+        self.run.resources.require_open()
+        self.loads.settle()
+        if self.run.frames.inside:
+            raise UsageError("accumulate() was called inside of the model's forward: call it outside")
+        if not math.isfinite(scale):
+            raise ConfigError(f"scale is {scale!r}: give a finite number, as 1 / the number of micro-batches")
+        loss_scale = self.run.record.scale
+
+        def begin(loss: torch.Tensor) -> None:
+            loss = loss if scale == 1.0 else loss * scale
+            (loss * loss_scale.scale if loss_scale.enabled else loss).backward()
+
+        with self.run.gradients.scaled():
+            return self.accumulation.run(loss_of, batches, begin, by_layer=by_layer)
+
+    def step(self) -> None:
+        """Commit the step, or skip it where a scaled gradient overflowed."""
+        self.run.resources.require_open()
+        began = time.perf_counter()
+        with self.run.resources.store.preparing():
+            committed = self._prepared_step()
+        if committed:
+            self.run.residency.units.end_step()
+            self.measurements.step_ended(began)
+            self.run.resources.warn_if_lost()
+
+    def _prepared_step(self) -> bool:
+        """Refuse what has no exact step; whether there was one."""
+        self.run.resources.units.require_usable()
+        if self.run.frames.inside:
+            raise UsageError(
+                "step() was called inside of the model's forward, which uses the parameters; call it after"
+            )
+        self.newcomers.require_none()
+        self.run.frames.unwind()
+        self.state_dicts.forget()
+        self.loads.settle()
+        with self.run.residency.turns.alone():
+            return self._step()
+
+    def _step(self) -> bool:
+        """Whether there was a step, and it did not overflow."""
+        run, gradients, record = self.run, self.run.gradients, self.run.record
+        engine, store = run.resources.engine, run.resources.store
+        present = self._present()
+        told = self._told(bool(present))
+        if not any(is_there for is_there, *_ in told):
+            return False
+        self.reached_values.write_before_step([one[1:] for one in told])
+        factor = 1.0
+        if self._norm_comes_first:
+            finite, norm = gradients.measured(present)
+            self.outcome = Outcome(norm, overflowed=record.scale.enabled and not finite)
+            if self.outcome.overflowed:
+                gradients.skip()
+                record.scale.update(overflowed=True)
+                return False
+            if self.max_grad_norm is not None:
+                factor = clip_factor(self.max_grad_norm, norm)
+        gradients.update_all(present, factor)
+        step = record.position.step + 1
+        record.buffers.stage(store, step)
+        updated = [name for name, kept in gradients.by_name.items() if kept.state.staged]
+        give_back = record.shared.adopt(updated, engine.finish)
+        before = record.scale.state()
+        record.scale.update(overflowed=False)
+
+        def failed() -> None:
+            record.scale.load(before)
+            give_back()
+
+        with run.committing(lambda: self._committed(present), failed):
+            engine.commit(step, user_state=record.user_state, hyperparameters=record.hyperparameters())
+        learnt = gradients.learn()
+        if learnt:
+            _log.info(learnt)
+        return True
+
+    @property
+    def figures(self) -> Figures | None:
+        """What the ranks of the run tell each other; None where there is one."""
+        return None if self.sharding is None else self.sharding.figures
+
+    def _told(self, present: bool) -> list[list[bool]]:
+        """Of each rank, whether it has gradients, and `ReachedValues.told`: one may have no rows of what has.
+
+        What they moved, they tell with it.
+        """
+        figures, own = self.figures, [present, *self.reached_values.told()]
+        if figures is None:
+            return [own]
+        collectives = None if self.sharding is None else self.sharding.collectives
+        assert collectives is not None
+        told = figures.everyone([collectives.told(), *own, *self.measurements.told()])
+        self.measurements.hear([one[1 + len(own) :] for one in told])
+        collectives.require_same([one[0] for one in told])
+        return [one[1 : 1 + len(own)] for one in told]
+
+    def _present(self) -> Sequence[tuple[Gradient, torch.Tensor]]:
+        """The gradients that there are, where a step may be made of them."""
+        run, gradients = self.run, self.run.gradients
+        present = gradients.present()
+        if not present:
+            if self.figures is not None:
+                self.reached_values.look_before_step()
+            return present
+        if not gradients.is_staged():
+            raise UsageError(
+                "step() again, and the gradients in p.grad were used by the last one: call zero_grad() after each "
+                "step, and backward() before the next"
+            )
+        run.residency.require_idle("step()")
+        run.record.buffers.require_same_kinds()
+        self._refuse_written()
+        self.reached_values.look_before_step()
+        return present
+
+    @property
+    def _norm_comes_first(self) -> bool:
+        """Whether the step depends on the norm; else nothing waits for it, and it is taken once the step is made."""
+        return self.run.record.scale.enabled or self.max_grad_norm is not None
+
+    def _committed(self, present: Sequence[tuple[Gradient, torch.Tensor]]) -> None:
+        self.run.record.position.advance()
+        if not self._norm_comes_first:
+            self.outcome = Outcome(self.run.gradients.norm(present))
+        self.run.resources.unread = True
+        self.run.record.buffers.committed()
+        self.run.changed(self.run.gradients.committed(present))
+
+    def _refuse_written(self) -> None:
+        self.run.residency.units.find_written()
+        if self.run.residency.units.written:
+            names = ", ".join(sorted(self.run.residency.units.written))
+            raise UsageError(
+                f"the values of {names} were written to in place while the model computed, and storage does not know: "
+                "call zero_grad(), and change them within memascend.materialized(model, modify=True)"
+            )
+
+    def zero_grad(self, *, set_to_none: bool) -> None:
+        """Drop or zero the gradients."""
+        if self.run.resources.closed:
+            return
+        self.run.resources.process.require_here()
+        self.run.frames.unwind()
+        self.state_dicts.forget()
+        self.loads.settle()
+        self.run.residency.units.written.clear()
+        self.run.residency.reached.forget_late()
+        if set_to_none:
+            self.run.gradients.clear()
+            self.measurements.meter.cleared()
+        else:
+            self.run.gradients.zero()
+
+    def judge(self, state_dict: Mapping[str, Any]) -> None:
+        """Stand where an optimizer's state dict was made; or refuse it, and what was loaded into the model with it."""
+        self.run.resources.process.require_here()
+        try:
+            folder = self.run.record.find(state_dict)
+            if folder is not None:
+                self.loads.drop()
+                self.rollback.go_to(folder)
+        except BaseException:
+            self.loads.drop()
+            raise
+
+    # --- looking -----------------------------------------------------------------------
+
+    def save(self, folder: str | os.PathLike[str], *, among_others: bool = False) -> None:
+        """Write a whole checkpoint of what is committed, with the options that the groups have now."""
+        self.saving.save(folder, among_others=among_others)
+
+    def state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        """A copy of the state of a parameter."""
+        self.run.resources.require_open()
+        self.loads.settle()
+        rows = parameter if self.sharding is None else self.sharding.local_of(parameter)
+        for kept in self.run.gradients.by_name.values():
+            if kept.place.parameter is rows:
+                return self.run.gradients.rule.state(kept)
+        raise ConfigError("this tensor is no parameter that the optimizer updates")
+
+    def report(self) -> Report:
+        """What was measured so far."""
+        self.run.resources.process.require_here()
+        return self.measurements.report(self.run.gradients.by_name)
+
+    # --- the end -------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Keep what was committed, drop the rest, free everything; nothing in a fork, where all is the parent's."""
+        if self.run.resources.closed or self.run.resources.process.is_elsewhere:
+            return
+        self.run.frames.unwind(all_of_it=True)
+        module_hooks.let_go()
+        self.state_dicts.forget()
+        self.loads.settle()
+        with contextlib.ExitStack() as afterwards:
+            afterwards.callback(self._close)
+            self.reached_values.write_at_end()
+
+    def _close(self) -> None:
+        with contextlib.suppress(MemascendError):
+            self.measurements.close(self.run.gradients.by_name)
+        self.accumulation.close()
+        self.attachment.leave()
+        self.run.gradients.unwatch()
+        self.run.residency.close(CLOSED)
+        self.run.resources.close()
+
+
+def clip_factor(max_norm: float, norm: float) -> float:
+    """What clipping multiplies gradients of this norm by: a number of fp32."""
+    factor = max_norm / (norm + 1e-6)
+    # In this order a NaN stays one: torch's clipping makes NaN of everything.
+    return torch.tensor(min(factor, 1.0), dtype=torch.float32, device="cpu").item()

@@ -1,0 +1,68 @@
+"""Stores training state on SSD and updates it in a pipeline: the thin Python layer over the Rust store and engine."""
+
+from __future__ import annotations
+
+from memascend.memory import PAGE_BYTES
+from memascend.storage.engine import Adam, Chunk, Engine, Late, Momentum
+from memascend.storage.entries import (
+    CHUNK_ELEMENTS,
+    Checksum,
+    Entry,
+    Part,
+    Sizes,
+    adam_state,
+    checksum_of,
+    chunk_elements_of,
+    log_bytes,
+    order_of,
+    sizes,
+)
+from memascend.storage.formats import FORMATS, compact_of, decode_state, encode_state, master_of, state_tensors
+from memascend.storage.store import (
+    Checkers,
+    Commit,
+    Fetch,
+    NamedCommit,
+    SharedCommits,
+    Store,
+    UnitParts,
+    commits,
+    examine,
+    look,
+)
+
+__all__ = [
+    "CHUNK_ELEMENTS",
+    "FORMATS",
+    "PAGE_BYTES",
+    "Adam",
+    "Checkers",
+    "Checksum",
+    "Chunk",
+    "Commit",
+    "Engine",
+    "Entry",
+    "Fetch",
+    "Late",
+    "Momentum",
+    "NamedCommit",
+    "Part",
+    "SharedCommits",
+    "Sizes",
+    "Store",
+    "UnitParts",
+    "adam_state",
+    "checksum_of",
+    "chunk_elements_of",
+    "commits",
+    "compact_of",
+    "decode_state",
+    "encode_state",
+    "examine",
+    "log_bytes",
+    "look",
+    "master_of",
+    "order_of",
+    "sizes",
+    "state_tensors",
+]

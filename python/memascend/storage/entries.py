@@ -1,0 +1,410 @@
+"""Describes what a store holds, and checks the tensors that are passed to the Rust extension against that."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from memascend import _core
+from memascend.errors import ConfigError
+from memascend.memory import PAGE_BYTES
+from memascend.storage.formats import compact_of, encode_state
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    import torch
+
+    # An entry, as the extension takes it.
+    Tensor = tuple[str, str, list[int]]
+    Described = tuple[bool, int, Tensor, list[Tensor], list[int], str | None, str | None, int | None]
+
+
+_Path = str | os.PathLike[str]
+
+
+class Lent(NamedTuple):
+    """A gradient that the extension cannot reach, and a function that lends it.
+
+    Attributes:
+        tensor: it, wherever it lies, without gaps in the order in which its parameter is stored.
+        window: of (first byte, bytes), on the engine's thread: an address in host memory, aligned to 8, the first byte
+            there, and how many, which hold what was asked for. They are left alone until the next call of any window of
+            the same engine's.
+        order: lets what the calling thread does with it from now on come after what made it.
+    """
+
+    tensor: torch.Tensor
+    window: Callable[[int, int], tuple[int, int, int]]
+    order: Callable[[], None]
+
+
+def place_of(tensor: torch.Tensor | Lent) -> tuple[int, int, object]:
+    """Address, bytes, and what keeps them valid; of what is lent no address, and the function that lends it."""
+    if isinstance(tensor, Lent):
+        return 0, tensor.tensor.nbytes, tensor.window
+    return tensor.data_ptr(), tensor.nbytes, tensor.untyped_storage()
+
+
+def dtype_of(tensor: torch.Tensor | Lent) -> str:
+    """The type of its elements, as descriptions name it."""
+    of = tensor.tensor if isinstance(tensor, Lent) else tensor
+    return str(of.dtype).removeprefix("torch.")
+
+
+def stored_order(entry: Mapping[str, Any], shape: Sequence[int]) -> tuple[int, ...] | None:
+    """In which order a tensor of an entry is stored: state of its shape lies as its values do."""
+    return entry["order"] if list(shape) == entry["shape"] else None
+
+
+def require_laid_out(name: str, tensor: torch.Tensor, order: Sequence[int] | None) -> None:
+    """Refuse a tensor that is not on the CPU, or not without gaps in this order."""
+    if tensor.device.type != "cpu":
+        raise ConfigError(f"the tensors of {name!r} must be on the CPU, not on {tensor.device}")
+    require_order(name, tensor, order)
+
+
+def require_order(name: str, tensor: torch.Tensor, order: Sequence[int] | None) -> None:
+    """Refuse a tensor that has gaps in this order."""
+    if order is None and not tensor.is_contiguous():
+        raise ConfigError(f"the tensors of {name!r} must be contiguous")
+    if order is not None and not (len(order) == tensor.dim() and tensor.permute(tuple(order)).is_contiguous()):
+        raise ConfigError(f"the tensors of {name!r} must have their dimensions in memory in the order {list(order)}")
+
+
+def require(name: str, tensor: torch.Tensor, dtype: str, shape: list[int], order: Sequence[int] | None) -> None:
+    """Refuse a tensor that is not what is described."""
+    require_laid_out(name, tensor, order)
+    got = str(tensor.dtype).removeprefix("torch.")
+    if got != dtype or list(tensor.shape) != shape:
+        raise ConfigError(f"a tensor of {name!r} is {got} of shape {list(tensor.shape)}, not {dtype} of {shape}")
+
+
+def json_of(value: Any) -> str | None:
+    """A value as text; None stays None."""
+    if value is None:
+        return None
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"only JSON values can be committed: {error}") from error
+
+
+class Checksum:
+    """XXH3-64 of bytes that come one after the other, as `xxhsum -H3` gives it."""
+
+    __slots__ = ("_core",)
+
+    def __init__(self) -> None:
+        self._core = _core.Checksum()
+
+    def update(self, tensor: torch.Tensor) -> None:
+        """Take the bytes of a contiguous CPU tensor."""
+        self._core.update(tensor.data_ptr(), tensor.nbytes)
+
+    def __str__(self) -> str:
+        return f"{self._core.value():016x}"
+
+
+def checksum_of(tensor: torch.Tensor) -> str:
+    """The checksum of the bytes of one contiguous CPU tensor, which may have none."""
+    checksum = Checksum()
+    if tensor.numel():
+        checksum.update(tensor)
+    return str(checksum)
+
+
+# Bytes of the largest request. Of a smaller one a disk moves less in the same time; a state a little larger than one
+# would be a large and a small request.
+_REQUEST_BYTES = 1 << 20
+
+
+# The most elements of a chunk, so that the staging chunks of an engine, 16-bit gradients included, stay within 16 MiB.
+CHUNK_ELEMENTS = 98_304
+
+
+_CHUNK_GRAIN = 2_048
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A parameter or a persistent buffer, with the values and the state that a new store begins with.
+
+    Attributes:
+        name: its name, which no other entry has.
+        values: a CPU tensor without gaps; on the meta device, what is only described.
+        state: its state tensors by name, likewise.
+        unit: the name of its unit; entries of a unit follow each other.
+        buffer: a persistent buffer and not a parameter.
+        order: its dimensions from the one with the largest stride to the one with the smallest, where it is not
+            row-major (`order_of` tells). Bytes are stored in that order: values, gradients and state of its shape have
+            these strides, other state is row-major.
+        spill: the dtype of gradients that may be spilled; None makes no room for them.
+        format: how its state is to be read, a name of `memascend.engine.FORMATS`, with the tensors that `state_tensors`
+            says. None: each tensor is what it is called, or compact if it has the tensors of that.
+        first_element: the number of its first element in the parameter of which it has rows; None where it is whole.
+    """
+
+    name: str
+    values: torch.Tensor
+    state: Mapping[str, torch.Tensor]
+    unit: str = "all"
+    buffer: bool = False
+    order: tuple[int, ...] | None = None
+    spill: torch.dtype | None = None
+    format: str | None = None
+    first_element: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What a store takes, in bytes.
+
+    Attributes:
+        total_bytes: on storage, all of it.
+        slot_bytes: one slot of all values and state.
+        index_bytes: memory while it is open that grows with the state.
+        buffer_bytes: memory while it is open, whatever it holds.
+        chunk_bytes: memory of one staging chunk of an `Engine`.
+        other_bytes: memory of an `Engine` for state of other shapes than its entries'.
+        unit_bytes: the values of each unit, as `Store.fetch` gives them.
+        entry_bytes: values and state of each entry, which it takes to hold it in memory, with `Store.hold`.
+    """
+
+    total_bytes: int
+    slot_bytes: int
+    index_bytes: int
+    buffer_bytes: int
+    chunk_bytes: int
+    other_bytes: int
+    unit_bytes: dict[str, int]
+    entry_bytes: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+
+def sizes(
+    entries: Sequence[Entry],
+    *,
+    optimizer: str = "AdamW",
+    chunk_elements: int | None = None,
+    devices: int = 1,
+    stripe: int | None = None,
+) -> Sizes:
+    """What `Store.create` would take for these entries, whose tensors may be on the meta device. Touches no device.
+
+    Raises:
+        ConfigError: they cannot be stored; the message says why.
+    """
+    units, described = description(entries)
+    chunk = chunk_elements_of(entries) if chunk_elements is None else chunk_elements
+    *all_bytes, of_units, of_entries = _core.store_sizes(described, units, optimizer, chunk, devices, stripe)
+    total, slot, index, buffer, chunk, other = all_bytes
+    return Sizes(
+        total_bytes=total,
+        slot_bytes=slot,
+        index_bytes=index,
+        buffer_bytes=buffer,
+        chunk_bytes=chunk,
+        other_bytes=other,
+        unit_bytes=dict(zip(units, of_units, strict=True)),
+        entry_bytes={entry.name: nbytes for entry, nbytes in zip(entries, of_entries, strict=True)},
+    )
+
+
+def log_bytes(entries: Sequence[Entry]) -> Callable[[Sequence[str], int], int]:
+    """What a log of gradients takes on storage, for the names of some of these entries and a number of steps."""
+    units, described = description(entries)
+    chunk = chunk_elements_of(entries)
+    numbers = {entry.name: number for number, entry in enumerate(entries)}
+
+    def taken(names: Sequence[str], steps: int) -> int:
+        return _core.store_log_bytes(described, units, chunk, [numbers[name] for name in names], steps)
+
+    return taken
+
+
+def chunk_elements_of(entries: Sequence[Entry]) -> int:
+    """Elements of a chunk unless told otherwise: as many as have their state in one request, at most 98,304."""
+    widths = [
+        sum(tensor.element_size() for tensor in entry.state.values() if tensor.shape == entry.values.shape)
+        for entry in entries
+    ]
+
+    def fitting(grain: int) -> int:
+        return max(grain, min(_REQUEST_BYTES // max([1, *widths]) // grain * grain, CHUNK_ELEMENTS))
+
+    # A chunk that others follow must end with a page. Without need the finer grain stays: a store is resumed with the
+    # chunks that it was made with.
+    chunk = fitting(_CHUNK_GRAIN)
+    ends_inside_a_page = any(
+        entry.values.numel() > chunk and chunk * size % PAGE_BYTES
+        for entry in entries
+        for size in (entry.values.element_size(), *([entry.spill.itemsize] if entry.spill is not None else []))
+    )
+    return fitting(PAGE_BYTES) if ends_inside_a_page else chunk
+
+
+def order_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """The dimensions of a tensor without gaps from the largest stride to the smallest; None where it is row-major.
+
+    Raises:
+        ConfigError: the tensor has gaps or overlaps itself.
+    """
+    if tensor.is_contiguous():
+        return None
+    order = tuple(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+    if not tensor.permute(order).is_contiguous():
+        raise ConfigError("the tensor has gaps or overlaps itself; make a contiguous copy")
+    return order
+
+
+def adam_state(
+    values: torch.Tensor, master: torch.Tensor | None = None, *, compact: bool = False
+) -> dict[str, torch.Tensor]:
+    """The state that Adam begins with: a float32 master where `values` has 16 bits, and two moments of zeros.
+
+    Args:
+        values: the parameter.
+        master: what it is rounded from; its own values in float32 where it is not given.
+        compact: for bfloat16, keep no second copy of the master: 10 bytes for an element, and not 12 (see
+            `memascend.compact`). Other types are as without it.
+    """
+    import torch
+
+    if compact and values.dtype == torch.bfloat16:
+        return compact_of(values, {} if master is None else {"master": master})
+    zeros = {name: torch.zeros_like(values, dtype=torch.float32) for name in ("exp_avg", "exp_avg_sq")}
+    if values.dtype == torch.float32:
+        return zeros
+    return {"master": values.float() if master is None else master, **zeros}
+
+
+def description(entries: Sequence[Entry]) -> tuple[list[str], list[Described]]:
+    """The names of the units, and the entries, as the extension takes them."""
+    numbers: dict[str, int] = {}
+    described: list[Described] = []
+    for entry in entries:
+        order = list(entry.order or ())
+        # Written only where it says something, so that the same tensors are the same description.
+        order = [] if order == list(range(entry.values.dim())) else order
+        spill = None if entry.spill is None else str(entry.spill).removeprefix("torch.")
+        state = [_described(name, tensor) for name, tensor in entry.state.items()]
+        unit = numbers.setdefault(entry.unit, len(numbers))
+        values = _described(entry.name, entry.values)
+        described.append((entry.buffer, unit, values, state, order, spill, entry.format, entry.first_element))
+    return list(numbers), described
+
+
+def _described(name: str, tensor: torch.Tensor) -> tuple[str, str, list[int]]:
+    return name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
+
+
+class Descriptions:
+    """The entries of a store: "dtype", "shape", "order", "spill", "compact", "format" and "state" of each."""
+
+    __slots__ = ("_entries", "_names")
+
+    def __init__(self, entries: Iterable[dict[str, Any]]) -> None:
+        self._names: dict[str, int] = {}
+        # One for all that are alike by type and shape: a model has thousands of some tens of kinds.
+        self._entries: list[dict[str, Any]] = []
+        kinds: dict[str, dict[str, Any]] = {}
+        for index, entry in enumerate(entries):
+            self._names[entry["name"]] = index
+            kind = {name: entry[name] for name in ("dtype", "shape", "order", "spill", "compact", "format", "state")}
+            self._entries.append(kinds.setdefault(repr(kind), kind))
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self._entries[index]
+
+    def index(self, name: str) -> int:
+        """The number of an entry."""
+        if name not in self._names:
+            raise ConfigError(f"the store has no entry {name!r}")
+        return self._names[name]
+
+    def gradient(self, name: str, gradient: torch.Tensor | Lent) -> int:
+        """The number of an entry that this is a gradient of, or an error."""
+        index = self.index(name)
+        entry = self._entries[index]
+        if isinstance(gradient, Lent):
+            gradient = gradient.tensor
+            require_order(name, gradient, entry["order"])
+        else:
+            require_laid_out(name, gradient, entry["order"])
+        if list(gradient.shape) != entry["shape"]:
+            raise ConfigError(f"the gradient of {name!r} has shape {list(gradient.shape)}, not {entry['shape']}")
+        return index
+
+    def live(self, name: str, values: torch.Tensor | None) -> tuple[int, int, object] | None:
+        """Where the values of an entry are that an update starts from."""
+        if values is None:
+            return None
+        entry = self._entries[self.index(name)]
+        require(name, values, entry["dtype"], entry["shape"], entry["order"])
+        return place_of(values)
+
+    def tensors(self, name: str, values: torch.Tensor, state: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """All tensors of an entry in the order in which they are stored; what its format narrows may be in float32."""
+        entry = self._entries[self.index(name)]
+        if entry["format"]:
+            state = encode_state(values, state, entry["format"])
+        wanted = [of for of, _, _ in entry["state"]]
+        if sorted(state) != sorted(wanted):
+            raise ConfigError(f"the state of {name!r} is {wanted}, not {list(state)}")
+        tensors = [values, *(state[of] for of in wanted)]
+        described = [(entry["dtype"], entry["shape"]), *((dtype, shape) for _, dtype, shape in entry["state"])]
+        for tensor, (dtype, shape) in zip(tensors, described, strict=True):
+            require(name, tensor, dtype, shape, stored_order(entry, shape))
+        return tensors
+
+    def room(self, name: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Tensors for an entry's values and state, in the order of dimensions in which they are stored."""
+        import torch
+
+        entry = self._entries[self.index(name)]
+
+        def empty(dtype: str, shape: list[int]) -> torch.Tensor:
+            order = stored_order(entry, shape) or tuple(range(len(shape)))
+            laid_out = torch.empty([shape[dim] for dim in order], dtype=getattr(torch, dtype), device="cpu")
+            return laid_out.permute([order.index(dim) for dim in range(len(shape))])
+
+        return empty(entry["dtype"], entry["shape"]), {of: empty(dtype, shape) for of, dtype, shape in entry["state"]}
+
+
+class Part(NamedTuple):
+    """A part of a tensor of an entry, in the order in which it is stored.
+
+    Attributes:
+        of: the state tensor's name; "" is the values.
+        start: its first element.
+        values: the elements.
+    """
+
+    of: str
+    start: int
+    values: torch.Tensor
+
+
+def scan_of(
+    descriptions: Descriptions, names: Sequence[str], visit: Callable[[str, list[Part]], object]
+) -> tuple[list[int], Callable[[int, list[tuple[int, int, Any]]], None]]:
+    """The numbers of entries, and a function that shows what is lent of them to `visit`."""
+    import torch
+
+    names_of = {descriptions.index(name): name for name in names}
+    tensors = {
+        index: [("", entry["dtype"]), *((of, dtype) for of, dtype, _ in entry["state"])]
+        for index, entry in ((index, descriptions[index]) for index in names_of)
+    }
+
+    def show(index: int, lent: list[tuple[int, int, Any]]) -> None:
+        parts = []
+        for tensor, first, memory in lent:
+            of, dtype = tensors[index][tensor]
+            values = torch.frombuffer(memory, dtype=getattr(torch, dtype))
+            parts.append(Part(of, first // values.itemsize, values))
+        visit(names_of[index], parts)
+
+    return list(names_of), show

@@ -1,0 +1,345 @@
+"""Tests runs that go on with another number of ranks: the bits of the run that never stopped, and what is refused."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from support.bits import same_bits
+from support.rank_models import Odd
+from support.ranks import on_ranks
+from torch import distributed, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+import memascend
+from memascend.distributed.reshard import find_earlier
+
+MICRO_BATCHES = 12
+LEFT_OPEN = []
+UNFILLED = """
+import os, sys, torch
+from memascend.engine import Entry, Store
+entries = [Entry(name="w", values=torch.zeros(3), state={})]
+Store.create(sys.argv[1], entries).close()
+Store.commit = lambda *arguments: os._exit(0)
+Store.create(sys.argv[2], entries)
+"""
+LOGGED = {"host_memory": "1GiB", "log_steps": 16}
+
+
+class Counted(Odd):
+    """Odd, with a buffer that each forward changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(2))
+
+    def forward(self, tokens):
+        self.seen += 1
+        return super().forward(tokens)
+
+
+class Blocks(nn.Module):
+    """Rows that two, three and four ranks divide into whole blocks of 256 elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(96, 32)
+        self.narrow = nn.Linear(32, 96, bias=False)
+        self.frozen = nn.Linear(96, 96, bias=False)
+        self.head = nn.Linear(96, 96, bias=False)
+
+    def forward(self, tokens):
+        return self.head(torch.tanh(self.frozen(torch.tanh(self.narrow(self.embed(tokens))))))
+
+
+def offloaded(folder, plain, dtype="bfloat16", **options):
+    torch.manual_seed(0)
+    kind = Blocks if options.get("state") == "8bit" else Counted
+    model = kind().to(getattr(torch, dtype))
+    if not plain:
+        for module in (model.narrow, model.frozen, model):
+            fully_shard(module)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    kind = {"AdamW": torch.optim.AdamW, "RMSprop": torch.optim.RMSprop}[options.pop("kind", "AdamW")]
+    optimizer = kind(trained, lr=1e-2)
+    options = {"existing": "resume", "gradients": "ssd", "timeout": 60.0, **options}
+    return memascend.offload(model, optimizer, storage=folder, **options)
+
+
+def train(folder, name, until, plain, options):
+    """Go on to a step: from which one, all values then, and which stores there are."""
+    folder = Path(folder, name)
+    folder.mkdir(exist_ok=True)
+    model, optimizer = offloaded(folder, plain, **options)
+    rank, count = distributed.get_rank(), distributed.get_world_size()
+    began, user_state = optimizer.steps, optimizer.user_state
+    while optimizer.steps < until:
+        for micro in range(rank, MICRO_BATCHES, count):
+            generator = torch.Generator().manual_seed(1000 * optimizer.steps + micro)
+            tokens = torch.randint(0, 33, (2, 6), generator=generator)
+            loss = nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten())
+            (loss / MICRO_BATCHES).backward()
+        optimizer.user_state = {"rank": rank, "step": optimizer.steps}
+        optimizer.step()
+        optimizer.zero_grad()
+    values = [(one if plain else one.full_tensor()).detach().clone() for one in model.parameters()]
+    if "log_steps" in options:
+        # As where it is killed: what is held is in the log alone.
+        LEFT_OPEN.append(optimizer)
+    else:
+        optimizer.close()
+    distributed.barrier()
+    return began, user_state, values, there(folder)
+
+
+def there(folder):
+    """The stores in a folder, as paths in it."""
+    return sorted(str(file.relative_to(folder)) for file in Path(folder).rglob("*.store"))
+
+
+def stores(count):
+    return ["memascend.store"] if count == 1 else [f"rank-{rank}-of-{count}/memascend.store" for rank in range(count)]
+
+
+def train_whole(folder, until, options):
+    """One process that never stops: its values, and what one has that stops after the first step."""
+    whole = train(folder, "whole", until, True, options)[2]
+    train(folder, "run", 1, True, options)
+    return whole
+
+
+def go_on(tmp_path, counts, options):
+    """A run with one number of ranks after the other has the bits of one process that never stops."""
+    (whole,) = on_ranks(1, train_whole, tmp_path, len(counts), options)
+    for step, (count, plain) in list(enumerate(counts))[1:]:
+        found = on_ranks(count, train, tmp_path, "run", step + 1, plain, options)
+        for rank, (began, user_state, _, left) in enumerate(found):
+            assert began == step
+            old = rank if rank < counts[step - 1][0] else 0
+            assert user_state == {"rank": old, "step": step - 1}
+            assert left == stores(count)
+    for _, _, values, _ in found:
+        assert all(map(same_bits, values, whole))
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(tmp_path):
+    go_on(tmp_path, [(1, True), (2, False)], {})
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"dtype": "float32", "gradients": "ram"},
+        {"host_memory": "1GiB", "log_steps": 3},
+        {"kind": "RMSprop", "durability": "none"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("last", [True, False], ids=["plain", "divided"])
+def test_runs_go_on_with_four_two_three_and_one(tmp_path, options, last):
+    go_on(tmp_path, [(1, True), (4, False), (2, False), (3, False), (1, last), (2, False)], options)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"state": "8bit"},
+        {"state": "8bit", **LOGGED},
+        {"state": "bf16"},
+        {"state": "bf16", **LOGGED},
+        {"state": "bf16", "rounding": "stochastic", "master_dtype": None, "seed": 3, **LOGGED},
+    ],
+    ids=str,
+)
+def test_state_in_fewer_bits_goes_on_with_four_two_and_three(tmp_path, options):
+    """With the log each life ends before what it holds is written to the store, and the next one replays it."""
+    go_on(tmp_path, [(1, True), (4, False), (2, False), (3, False)], options)
+
+
+# --- what goes wrong -------------------------------------------------------------------------
+
+
+def killed(folder, name, until, plain, options):
+    """Rank 1 is killed where all have written the first root of the new stores but itself."""
+    if distributed.get_rank() == 1:
+        from memascend.distributed.control_plane import Exchange
+
+        tell = Exchange.tell
+
+        def told(self, about, said, **given):
+            answers = tell(self, about, said, **given)
+            if about == "staged":
+                os.kill(os.getpid(), signal.SIGKILL)
+            return answers
+
+        Exchange.tell = told
+    return refused(folder, name, until, plain, options)
+
+
+def killed_when_over(folder, name, until, plain, options):
+    """All ranks are killed once all have committed the new stores: before the others are removed, or in the midst."""
+    from memascend.distributed.reshard import Earlier
+
+    options = dict(options)
+    point, rank = options.pop("point"), distributed.get_rank()
+
+    remove = Earlier.remove
+
+    def removed(self):
+        if point == "half" and rank == 0:
+            # Those that one rank reads are gone.
+            remove(self)
+        distributed.barrier()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    Earlier.remove = removed
+    return refused(folder, name, until, plain, options)
+
+
+def killed_at_first_root(folder, name, until, plain, options):
+    """All ranks are killed; one of them has written the first root of its new store."""
+    from memascend.distributed.control_plane import Exchange
+
+    tell = Exchange.tell
+
+    def told(self, about, said, **given):
+        if about == "written":
+            # Only once a kill cannot come before this rank's root.
+            os.kill(os.getpid(), signal.SIGKILL)
+        answers = tell(self, about, said, **given)
+        if about == "staged" and distributed.get_rank():
+            os.kill(os.getpid(), signal.SIGKILL)
+        return answers
+
+    Exchange.tell = told
+    return refused(folder, name, until, plain, options)
+
+
+def unreadable(folder, name, until, plain, options):
+    """Rank 1 cannot read what it has of the earlier stores."""
+    if distributed.get_rank() == 1:
+        from memascend.distributed.reshard import EarlierValues
+
+        def failing(*_):
+            raise OSError(5, "as if the drive were gone")
+
+        EarlierValues._read = failing
+    return refused(folder, name, until, plain, options)
+
+
+def refused(folder, name, until, plain, options):
+    """The error that a rank meets, and which stores there are then."""
+    error = None
+    try:
+        train(folder, name, until, plain, options)
+    except (memascend.MemascendError, OSError) as met:
+        error = f"{type(met).__name__}: {met}"
+    return error, there(Path(folder, name))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_stores_that_were_never_filled_are_ignored_and_damaged_ones_are_not(tmp_path, loaded):
+    paths = [tmp_path / f"rank-{rank}-of-2" / "memascend.store" for rank in range(2)]
+    for path in paths:
+        path.parent.mkdir()
+    loaded(UNFILLED, *paths)
+    # One of them has a commit.
+    with pytest.raises(memascend.ConfigError, match="its first write did not finish"):
+        find_earlier(str(tmp_path), "resume", None)
+    assert find_earlier(str(tmp_path), "replace", None) is None
+    paths[1].write_bytes(b"another file")
+    assert find_earlier(str(tmp_path), "resume", None).files == paths
+
+
+def test_what_goes_wrong_leaves_the_earlier_stores(tmp_path):
+    def run(count, function, step, **options):
+        return on_ranks(count, function, tmp_path, "run", step, False, {"timeout": 20.0, **options}, ends=(0, -9))
+
+    ((_, _, whole, _),) = on_ranks(1, train, tmp_path, "whole", 2, True, {})
+    run(3, train, 1)
+    for error, left in run(2, unreadable, 2):
+        assert "as if the drive were gone" in error
+        assert set(stores(3)) <= set(left)
+    first, _ = run(2, killed, 2)
+    assert first[0].startswith("RankError"), first
+    assert set(stores(3)) <= set(first[1])
+    for existing, words in (("refuse", "existing='resume' goes on"), ("replace", "move them away")):
+        for error, left in run(2, refused, 2, existing=existing):
+            assert words in error, error
+            assert set(stores(3)) <= set(left)
+    gone = tmp_path / "run" / stores(3)[2]
+    gone.rename(tmp_path / "elsewhere")
+    for error, _ in run(2, refused, 2):
+        assert "the store of rank 2 of 3 cannot be reached" in error
+    (tmp_path / "elsewhere").rename(gone)
+    for error, left in run(2, refused, 2, kind="RMSprop"):
+        assert "the earlier stores are of AdamW" in error
+        assert set(stores(3)) <= set(left)
+    for _, _, values, left in run(2, train, 2):
+        assert all(map(same_bits, values, whole))
+        assert left == stores(2)
+
+
+def gone_over(tmp_path, counts, last):
+    """Kill a run each time it has gone over to another number of ranks; then go on with `last`, with the bits of all.
+
+    Of each number but the first comes a point at which all of its ranks are killed.
+    """
+    ((_, _, whole, _),) = on_ranks(1, train, tmp_path, "whole", 2, True, {})
+    (first, _), *others = counts
+    on_ranks(first, train, tmp_path, "run", 1, False, {})
+    for count, point in others:
+        kill = killed_at_first_root if point == "root" else killed_when_over
+        given = {"timeout": 20.0} if point == "root" else {"timeout": 20.0, "point": point}
+        # A rank without a shot of its own is told of the others'.
+        on_ranks(count, kill, tmp_path, "run", 2, False, given, ends=(0, -9))
+    for began, _, values, left in on_ranks(last, train, tmp_path, "run", 2, False, {}):
+        assert began == 1
+        assert all(map(same_bits, values, whole))
+        assert left == stores(last)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_that_is_killed_once_it_has_gone_over_goes_on(tmp_path):
+    gone_over(tmp_path, [(1, None), (2, "half")], 2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("last", [1, 2, 3, 4])
+@pytest.mark.parametrize("point", ["root", "none", "half"])
+@pytest.mark.parametrize("counts", [(4, 2), (2, 4), (1, 2, 3)], ids=str)
+def test_it_goes_on_from_every_point_of_that(tmp_path, counts, point, last):
+    gone_over(tmp_path, [(count, point) for count in counts], last)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_store_of_zeros_is_named_and_nothing_begins_anew(tmp_path):
+    """Whatever number of ranks comes next; and where it has no commit any more, too."""
+    on_ranks(2, train, tmp_path, "run", 2, False, {})
+    file = tmp_path / "run" / stores(2)[1]
+    bytes_of_it = file.read_bytes()
+    rootless = bytearray(bytes_of_it)
+    rootless[4096 : 3 * 4096] = bytes(2 * 4096)
+    for content, words in ((bytes(len(bytes_of_it)), "holds no commit"), (bytes(rootless), "holds no commit")):
+        file.write_bytes(content)
+        ((error, left),) = on_ranks(1, refused, tmp_path, "run", 3, True, {})
+        assert "the store of rank 1 of 2" in error
+        assert words in error, error
+        assert left == stores(2)
+    file.write_bytes(bytes_of_it)
+    ((began, _, _, left),) = on_ranks(1, train, tmp_path, "run", 3, True, {})
+    assert (began, left) == (2, stores(1))

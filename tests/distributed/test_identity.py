@@ -1,0 +1,392 @@
+"""Tests that stores go on where they belong alone: with their rank, in one continuation of the run, on their host."""
+
+import json
+import shutil
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from support.bits import same_bits
+from support.ranks import on_ranks
+from torch import distributed, nn
+from torch.distributed.fsdp import fully_shard
+
+import memascend
+from memascend.distributed.control_plane import Agreement
+from memascend.distributed.opening import choose, require_own, seen_at
+from memascend.distributed.reshard import find_earlier
+from memascend.distributed.setup import places_of_others
+from memascend.engine import Entry, Store, commits
+from memascend.errors import RankError
+from memascend.plan.options import Options
+from memascend.session import decide
+
+HOST = socket.gethostname()
+
+
+class Talk:
+    """An exchange between threads instead of processes."""
+
+    def __init__(self, size):
+        self.said = [None] * size
+        self.barrier = threading.Barrier(size, timeout=10)
+
+    def of(self, rank):
+        return Talker(self, rank)
+
+
+class Talker:
+    broken = None
+    failures = 0
+
+    def __init__(self, talk, rank):
+        self.talk, self.rank, self.size = talk, rank, len(talk.said)
+
+    def tell(self, about, said, **_):
+        self.talk.said[self.rank] = json.dumps([about, said])
+        self.meet()
+        told = [json.loads(one) for one in self.talk.said]
+        self.meet()
+        assert {one[0] for one in told} == {about}, told
+        return [one[1] for one in told]
+
+    def meet(self):
+        try:
+            self.talk.barrier.wait()
+        except threading.BrokenBarrierError as error:
+            raise RankError("another rank failed", ranks=()) from error
+
+    def fail(self, _):
+        self.talk.barrier.abort()
+
+
+class Life:
+    """All ranks open their stores in a folder, commit up to a step and close them: from which one, or the error."""
+
+    def __init__(self, folder, until, *, size=2, existing="resume", **given):
+        self.folder, self.until, self.existing, self.given = folder, until, existing, given
+        self.began = [None] * size
+        self.errors = [None] * size
+        talk = Talk(size)
+        threads = [threading.Thread(target=self._run, args=(talk.of(rank),)) for rank in range(size)]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+
+    def _run(self, exchange):
+        try:
+            self.began[exchange.rank] = self._lived(exchange)
+        except memascend.MemascendError as error:
+            self.errors[exchange.rank] = str(error)
+
+    def _lived(self, exchange):
+        path = self.given.get("paths", {}).get(exchange.rank, self.folder / f"rank-{exchange.rank}")
+        entries = [Entry(name="rows", values=torch.full((5,), float(exchange.rank)), state={})]
+        opening = choose(path, exchange, self.existing, self.given.get("others", {}).get(exchange.rank))
+        store, agreement = opening.open(
+            lambda existing: Store.create(path, entries, existing=existing, fill=False), self.given.get("earlier")
+        )
+        with store:
+            began = -1 if store.created else store.step
+            while began < 0 or store.step < self.until:
+                step = 0 if began < 0 else store.step + 1
+                with agreement.step():
+                    store.stage("rows", torch.full((5,), 100.0 * exchange.rank + step), {}, step=step)
+                    store.commit(step)
+                began = max(began, 0)
+            values = store.read("rows")[0]
+            assert bool((values == 100.0 * exchange.rank + store.step).all())
+        return began
+
+
+def named(folder, rank):
+    """What the newest commit of a rank's store says."""
+    return commits(folder / f"rank-{rank}")[0][0]
+
+
+def refused(folder, words, **options):
+    """It is refused on all ranks with these words, and nothing is changed."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    before = [path.read_bytes() for path in files]
+    life = Life(folder, 9, **options)
+    assert all(words in (error or "") for error in life.errors), life.errors
+    assert sorted(path for path in folder.rglob("*") if path.is_file()) == sorted(files)
+    assert [path.read_bytes() for path in files] == before
+
+
+def swap(one, other):
+    aside = one.with_name("aside")
+    one.rename(aside)
+    other.rename(one)
+    aside.rename(other)
+
+
+# --- whose store it is ------------------------------------------------------------------------
+
+
+def test_a_store_knows_its_rank(tmp_path):
+    assert Life(tmp_path, 3).began == [0, 0]
+    assert [(named(tmp_path, rank).rank, named(tmp_path, rank).ranks) for rank in range(2)] == [(0, 2), (1, 2)]
+    assert named(tmp_path, 0).identity == named(tmp_path, 1).identity != bytes(16)
+    assert Life(tmp_path, 5).began == [3, 3]
+    first, second = tmp_path / "rank-0", tmp_path / "rank-1"
+    swap(first, second)
+    for existing in ("resume", "previous"):
+        refused(tmp_path, f"rank 1: {second} on {HOST} is the store of rank 0 of 2", existing=existing)
+    swap(first, second)
+    shutil.copy(first, tmp_path / "kept")
+    shutil.copy(second, first)
+    refused(tmp_path, f"rank 0: {first} on {HOST} is the store of rank 1 of 2; nothing was changed: a store was copied")
+    (tmp_path / "kept").rename(first)
+    assert Life(tmp_path, 6).began == [5, 5]
+
+
+def test_as_many_ranks_as_there_were(tmp_path):
+    Life(tmp_path, 1, size=3)
+    refused(tmp_path, "is the store of rank 0 of 3", size=2)
+
+
+def test_one_process_refuses_the_store_of_a_rank(tmp_path):
+    def offloaded(existing):
+        model = nn.Linear(4, 3, bias=False)
+        return memascend.offload(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), storage=tmp_path / "run", existing=existing
+        )[1]
+
+    offloaded("refuse").close()
+    with Store.open(tmp_path / "run") as store:
+        # As a rank commits it whose store an earlier version made, which does not know its first elements.
+        Agreement(Talk(1).of(0), bytes(16), 4, bytes(16), bytes(16)).lead(store)
+        store._shared.exchange.rank, store._shared.exchange.size = 1, 2
+        store._shared.exchange.tell = lambda _, said, **__: [said]
+        store.stage("weight", torch.zeros(3, 4), {}, step=1)
+        store.commit(1)
+    before = (tmp_path / "run").read_bytes()
+    with pytest.raises(memascend.ConfigError, match="is that of rank 1 of 2, and this is one process"):
+        offloaded("resume")
+    assert (tmp_path / "run").read_bytes() == before
+
+
+def test_what_is_drawn_at_a_replay_is_drawn_by_the_first_elements_of_the_store(tmp_path, monkeypatch):
+    left_open = []
+
+    def logged(name, first):
+        torch.manual_seed(0)
+        model = nn.Linear(16, 32, bias=False)
+        with monkeypatch.context() as patch:
+            patch.setattr(decide.engines, "Entry", lambda **given: Entry(**{**given, "first_element": first}))
+            model, optimizer = memascend.offload(
+                model,
+                torch.optim.AdamW(model.parameters(), lr=1e-2),
+                storage=tmp_path / name,
+                state="bf16",
+                host_memory="1GiB",
+                log_steps=8,
+            )
+        for _ in range(2):
+            model(torch.ones(2, 16)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        store = optimizer._session.run.resources.store
+        values, state = store.read("weight")
+        assert store.info()["log_steps"] == 2
+        # As where it is killed: what is held is in the log alone.
+        shutil.copy(tmp_path / name, tmp_path / f"{name}-killed")
+        left_open.append(optimizer)
+        with Store.open(tmp_path / f"{name}-killed") as store:
+            again, state_again = store.read("weight")
+        assert same_bits(again, values)
+        assert all(same_bits(state_again[of], state[of]) for of in state)
+        return state["exp_avg_sq"].clone()
+
+    whole, rows = logged("whole", None), logged("rows", 4096)
+    assert not same_bits(whole, rows)
+    [optimizer.close() for optimizer in left_open]
+
+
+# --- which continuation it is of ----------------------------------------------------------------
+
+
+def forked(tmp_path, steps):
+    """A run of three steps that goes on twice: rank 0's store is of one continuation, and rank 1's of the other."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    one.mkdir()
+    Life(one, 3)
+    shutil.copytree(one, other)
+    for folder in (one, other):
+        assert Life(folder, 3 + steps).began == [3, 3]
+    assert named(one, 0).number == named(other, 0).number
+    assert named(one, 0).identity != named(other, 0).identity
+    shutil.copy(other / "rank-1", one / "rank-1")
+    return one
+
+
+def test_two_continuations_of_a_run_do_not_go_on_together(tmp_path):
+    refused(forked(tmp_path, 2), "no commit is there on every rank, as the run was continued more than once")
+
+
+def test_ranks_of_two_continuations_go_on_where_they_parted_while_all_have_that(tmp_path):
+    assert Life(forked(tmp_path, 1), 5).began == [3, 3]
+
+
+def test_going_back_forks_a_run(tmp_path):
+    Life(tmp_path, 3)
+    shutil.copy(tmp_path / "rank-1", tmp_path / "kept")
+    # Closing wrote no second root of the step.
+    assert Life(tmp_path, 3, existing="previous").began == [2, 2]
+    (tmp_path / "kept").rename(tmp_path / "rank-1")
+    assert Life(tmp_path, 4).began == [2, 2]
+
+
+def test_new_stores_go_on_from_the_identity_of_the_earlier_ones(tmp_path, monkeypatch):
+    class Earlier:
+        identity = bytes(range(16))
+
+    told, make = [], Agreement.__init__
+    monkeypatch.setattr(Agreement, "__init__", lambda self, *given: told.append(given[3]) or make(self, *given))
+    for name, earlier in (("one", Earlier), ("other", None)):
+        (tmp_path / name).mkdir()
+        Life(tmp_path / name, 0, earlier=earlier)
+    assert told == [Earlier.identity] * 2 + [bytes(16)] * 2
+
+
+def test_stores_of_an_earlier_version_are_adopted_once(tmp_path, caplog, monkeypatch):
+    with monkeypatch.context() as patch:
+        commit = Agreement.commit
+        before = lambda make: lambda run, agree: make((*run[:2], bytes(16), 0, 0), agree)  # noqa: E731
+        patch.setattr(Agreement, "commit", lambda self, make: commit(self, before(make)))
+        Life(tmp_path, 3)
+    assert named(tmp_path, 0).identity == bytes(16)
+    caplog.clear()
+    assert Life(tmp_path, 5).began == [3, 3]
+    assert "commit 4 of all ranks is taken as it is" in caplog.text
+    caplog.clear()
+    assert Life(tmp_path, 6).began == [5, 5]
+    assert not caplog.text
+    swap(tmp_path / "rank-0", tmp_path / "rank-1")
+    refused(tmp_path, "is the store of rank 1 of 2")
+
+
+# --- several hosts --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("storage", "place"),
+    [("run", "run/rank-{}-of-2"), ("run-{rank}", "run-{}"), ("{rank}/a{local_rank}/{rank}", "{}/a7/{}")],
+)
+def test_places_of_other_ranks_are_found_by_their_paths(tmp_path, monkeypatch, storage, place):
+    monkeypatch.setattr(distributed, "get_rank", lambda: 1)
+    monkeypatch.setattr(distributed, "get_world_size", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "7")
+    for number in (0, 1, 5):
+        (tmp_path / place.format(number, number)).mkdir(parents=True)
+    (tmp_path / place.format(0, 5)).mkdir(parents=True, exist_ok=True)
+    found = places_of_others(Options(storage=str(tmp_path / storage)))
+    numbers = {number: [Path(one) for one in places] for number, places in found.items()}
+    assert numbers == {number: [tmp_path / place.format(number, number)] for number in (0, 5)}
+    assert places_of_others(Options(storage=str(tmp_path / "a{local_rank}"))) == {}
+    assert places_of_others(Options()) == {}
+
+
+def test_ranks_that_are_numbered_otherwise_do_not_begin_anew(tmp_path):
+    """Each rank sees a folder of its own."""
+    hosts = [tmp_path / "a", tmp_path / "b"]
+    [host.mkdir() for host in hosts]
+    Life(tmp_path, 2, paths={rank: hosts[rank] / f"rank-{rank}" for rank in range(2)})
+    paths = {rank: hosts[1 - rank] / f"rank-{rank}" for rank in range(2)}
+    others = {rank: {1 - rank: [str(hosts[1 - rank] / f"rank-{1 - rank}")]} for rank in range(2)}
+    for existing in ("refuse", "resume", "previous", "replace"):
+        there = f"{hosts[0] / 'rank-0'} on {HOST} is the store of rank 0 of 2"
+        refused(tmp_path, there, paths=paths, others=others, existing=existing)
+    # What was never filled is in nobody's way.
+    for rank in range(2):
+        file = hosts[rank] / f"rank-{rank}"
+        file.unlink()
+        file.touch()
+    assert Life(tmp_path, 2, paths=paths, others=others).began == [0, 0]
+
+
+def test_earlier_stores_are_those_of_their_ranks(tmp_path):
+    paths = [tmp_path / f"rank-{rank}-of-2" / "memascend.store" for rank in range(2)]
+    [path.parent.mkdir() for path in paths]
+    Life(tmp_path, 3, paths=dict(enumerate(paths)))
+    earlier = find_earlier(str(tmp_path), "resume", None)
+    earlier.open()
+    earlier.close()
+    assert earlier.identity == commits(paths[0])[0][0].identity
+    swap(*paths)
+    with pytest.raises(memascend.ConfigError, match=r"rank 0: .* is the store of rank 1 of 2"):
+        find_earlier(str(tmp_path), "resume", None).open()
+    # Nor is one that was copied to where that of a single process is.
+    with pytest.raises(memascend.ConfigError, match=r"rank 0: .* is the store of rank 1 of 2"):
+        require_own([seen_at(paths[0])])
+
+
+# --- whole runs -----------------------------------------------------------------------------------
+
+
+def trained(storage, steps=0, **options):
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(16, 64, bias=False))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = memascend.offload(model, optimizer, storage=storage, existing="resume", timeout=20.0, **options)
+    for _ in range(steps):
+        model(torch.ones(2, 16)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def said(storage):
+    try:
+        trained(storage).close()
+    except memascend.MemascendError as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+LEFT_OPEN = []
+
+
+def runs_of_two(folder):
+    """What two ranks meet that are numbered otherwise than before, or whose stores are; and what a log ends at."""
+    folder, rank = Path(folder), distributed.get_rank()
+    found = {}
+    trained(folder / f"host-{rank}", 1).close()
+    distributed.barrier()
+    found["renumbered"] = said(folder / f"host-{1 - rank}")
+    if rank == 0:
+        for number in range(2):
+            (folder / f"host-{number}" / f"rank-{number}-of-2").rename(folder / "host-0" / f"rank-{1 - number}-of-2")
+    distributed.barrier()
+    found["exchanged"] = said(folder / "host-0")
+    logged = trained(folder / "logged", 3, state="bf16", host_memory="1GiB", log_steps=8)
+    # As where it is killed: what is held is in the log alone.
+    LEFT_OPEN.append(logged)
+    store = logged._session.run.resources.store
+    values, state = store.read("weight")
+    return found, store.info()["log_steps"], {"": values, **state}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_whole_runs_find_their_stores_or_say_where_they_are(tmp_path):
+    of_ranks = on_ranks(2, runs_of_two, tmp_path)
+    for rank, (found, steps, tensors) in enumerate(of_ranks):
+        assert found["renumbered"].startswith("ConfigError: rank 0: holds no store"), found
+        assert f"host-1/rank-1-of-2/ on {HOST} is the store of rank 1 of 2" in found["renumbered"], found
+        assert f"host-0/rank-0-of-2/ on {HOST} is the store of rank 1 of 2" in found["exchanged"], found
+        # Whoever looks at a store that has a log draws what the run drew, by the elements' numbers.
+        with Store.open(tmp_path / "logged" / f"rank-{rank}-of-2") as store:
+            assert store.info()["log_steps"] == steps > 0
+            values, state = store.read("weight")
+        assert all(same_bits(tensors[name], tensor) for name, tensor in {"": values, **state}.items())
+    model = nn.Linear(16, 32, bias=False)
+    with pytest.raises(memascend.ConfigError, match="it has the rows of one of several ranks"):
+        memascend.offload(
+            model,
+            torch.optim.AdamW(model.parameters()),
+            storage=tmp_path / "host-0" / "rank-1-of-2",
+            existing="resume",
+        )

@@ -1,0 +1,87 @@
+"""Tests which stores of one folder others stand for, by what their roots and their first commits say."""
+
+import pytest
+
+from memascend.distributed.opening import EARLIER, Stores, outlived_by
+
+RUNS = {1: "0" * 32, 2: "2" * 32, 3: "3" * 32, 4: "4" * 32}
+
+
+def store(count, *numbers):
+    commits = [{"run": RUNS[count], "number": number} for number in numbers]
+    return {"there": True, "filled": bool(commits), "commits": commits, "damage": None, "error": None}
+
+
+def stores(count, *each):
+    """Those of a number of ranks; None where a rank's is not there."""
+    seen = {rank: one for rank, one in enumerate(each) if one is not None}
+    return Stores(count=count, owners=dict.fromkeys(seen, 0), seen=seen)
+
+
+def identity(count, number):
+    return {"ranks": count, "run": "uuid" if count == 1 else RUNS[count], "number": number}
+
+
+def said(*earlier, step=7):
+    return {"uuid": "uuid", "step": step, EARLIER: list(earlier)}
+
+
+NEW = stores(2, store(2, 1), store(2, 1))
+ZEROS = {**store(4), "there": False, "filled": True}
+
+
+@pytest.mark.parametrize(
+    ("old", "outlived"),
+    [
+        (stores(4, *[store(4, 9, 8)] * 4), [4]),
+        # One rank was ahead.
+        (stores(4, *[store(4, 9, 8)] * 3, store(4, 10, 9)), [4]),
+        # Others were removed, or are being replaced.
+        (stores(4, None, None, store(4, 9, 8), None), [4]),
+        (stores(4, store(4), ZEROS, store(4, 9, 8), None), [4]),
+        # Another commit of the run, as in a copy of it, or another run.
+        (stores(4, *[store(4, 8, 7)] * 4), []),
+        (stores(4, *[store(2, 9, 8)] * 4), []),
+    ],
+)
+def test_new_stores_stand_for_what_they_name(old, outlived):
+    found = outlived_by([old, NEW], {4: said(), 2: said(identity(4, 9))})
+    assert list(found) == outlived
+    # Nothing says so.
+    assert not outlived_by([old, NEW], {4: said(), 2: said()})
+    assert not outlived_by([old, NEW], {4: said(), 2: None})
+
+
+@pytest.mark.parametrize("new", [stores(2, store(2, 1), None), stores(2, store(2, 1), store(2))])
+def test_stores_of_which_one_is_missing_stand_for_none(new):
+    old = stores(4, *[store(4, 9, 8)] * 4)
+    assert not outlived_by([old, new], {4: said(), 2: said(identity(4, 9))})
+
+
+def test_stores_stand_for_all_that_those_had_outlived():
+    """One process, then two ranks, then three: of the two one is gone."""
+    one, two = stores(1, store(1, 0)), stores(2, None, store(2, 1))
+    three = stores(3, *[store(3, 1)] * 3)
+    told = {1: said(), 2: said(identity(1, 7)), 3: said(identity(2, 1), identity(1, 7))}
+    assert sorted(outlived_by([one, two, three], told)) == [1, 2]
+    # A single process that went on is none of them.
+    assert list(outlived_by([one, two, three], {**told, 1: said(step=8)})) == [2]
+
+
+@pytest.mark.parametrize(
+    ("each", "is_unfilled", "missing"),
+    [
+        ([store(2), store(2)], True, [0, 1]),
+        ([store(2, 1), store(2)], True, [1]),
+        # All have made the first commit once one has the second: this one is damaged.
+        ([store(2, 2, 1), store(2)], False, [1]),
+        ([store(2, 2, 1), {**store(2), "there": False, "filled": True}], False, [1]),
+        ([store(2, 2, 1), None], False, [1]),
+        ([store(2, 1), store(2, 1)], False, []),
+        # Whatever it is, it can be asked what it lacks.
+        ([store(2, 2, 1), {**store(2), "filled": True, "error": "no memascend store"}], False, []),
+    ],
+)
+def test_a_store_without_a_commit_is_unfilled_or_lost(each, is_unfilled, missing):
+    found = stores(2, *each)
+    assert (found.is_unfilled, found.missing) == (is_unfilled, missing)

@@ -1,0 +1,318 @@
+"""Tests checkpoints of several ranks: what they write is what one process writes, and everybody starts from it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.ranks import on_ranks
+from torch import distributed, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+import memascend
+from memascend.plan.options import Options
+from memascend.session.decide import planned
+
+
+class Odd(nn.Module):
+    """Rows that no number of ranks divides, fewer rows than ranks, a frozen block, a tied head, a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(33, 16)
+        # Rows of the wide ones are whole blocks of 256 elements on 2 and on 4 ranks, and not on 3.
+        wide = nn.Sequential(nn.Linear(16, 320), nn.GELU(), nn.Linear(320, 16))
+        self.narrow = nn.Sequential(nn.Linear(16, 3), nn.GELU(), nn.Linear(3, 16), wide)
+        self.frozen = nn.Linear(16, 16).requires_grad_(False)
+        self.head = nn.Linear(16, 33, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.full((2,), 0.5, device="cpu"))
+
+    def forward(self, tokens):
+        return self.head(self.frozen(self.narrow(self.embed(tokens)))) * self.scale[0]
+
+
+def model(dtype, device="cpu"):
+    torch.manual_seed(0)
+    with torch.device(device):
+        return Odd().to(dtype)
+
+
+def sharded(made):
+    for block in (made.narrow, made.frozen):
+        fully_shard(block)
+    return fully_shard(made)
+
+
+def optimizer_of(trained, kind):
+    parameters = [parameter for parameter in trained.parameters() if parameter.requires_grad]
+    if kind == "sgd":
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    if kind == "radam":
+        return torch.optim.RAdam(parameters, lr=1e-2)
+    return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
+
+
+def step_of(trained, optimizer, step, micros, parts):
+    for micro in micros:
+        generator = torch.Generator().manual_seed(1000 * step + micro)
+        tokens = torch.randint(0, 33, (4, 6), generator=generator)
+        logits = trained(tokens[:, :-1]).float()
+        (nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()) / parts).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def options_of(start, source):
+    """How a run begins on meta."""
+    if start == "checkpoint":
+        return {"checkpoint": source}
+    if start == "weights":
+        return {"weights": source}
+    if start == "function":
+        values = load_file(f"{source}/model.safetensors")
+        return {"weights": lambda name, like: values[name].reshape(like.shape)}
+    return {}
+
+
+def train_and_save(folder, name, case, source, count):
+    """Begin as the case says, train, and save; alone, or what is this rank's part of it."""
+    dtype, kind, start, steps, state = case
+    rank, several = (distributed.get_rank(), True) if distributed.is_initialized() else (0, False)
+    trained = model(getattr(torch, dtype), "cpu" if start == "values" else "meta")
+    # Where nobody divided a model, offload() does.
+    if several and start != "weights":
+        trained = sharded(trained)
+    torch.manual_seed(1)
+    trained, optimizer = memascend.offload(
+        trained,
+        optimizer_of(trained, kind),
+        storage=f"{folder}/store-{name}",
+        gradients="ssd",
+        **({"state": state} if state != "stochastic" else {"rounding": state, "master_dtype": None, "seed": 3}),
+        **options_of(start, source),
+    )
+    for module in trained.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+    for step in range(optimizer.steps, optimizer.steps + steps):
+        optimizer.user_state = {"position": step}
+        step_of(trained, optimizer, step, [rank] if several else range(count), count)
+    optimizer.save(f"{folder}/{name}")
+    # Twice is fine: the earlier one is replaced.
+    optimizer.save(f"{folder}/{name}")
+    optimizer.close()
+
+
+def train_all(folder, cases, source):
+    for number, case in enumerate(cases):
+        train_and_save(folder, f"{number}", case, source, distributed.get_world_size())
+
+
+def same_checkpoints(one, other):
+    """Whether two checkpoints are the same bytes, but for which store they are of."""
+    files = sorted(str(path.relative_to(one)) for path in one.rglob("*") if path.is_file())
+    assert files == sorted(str(path.relative_to(other)) for path in other.rglob("*") if path.is_file())
+    for name in files:
+        if name != "memascend/manifest.json":
+            assert (one / name).read_bytes() == (other / name).read_bytes(), (one, name)
+    manifests = [json.loads((folder / "memascend/manifest.json").read_bytes()) for folder in (one, other)]
+    for manifest in manifests:
+        del manifest["store"], manifest["checksum"]
+    assert manifests[0] == manifests[1]
+
+
+def what_each_rank_kept(folder):
+    """A checkpoint of ranks that each have their own `user_state`, and what a new run of them finds there."""
+    rank = distributed.get_rank()
+    trained = sharded(model(torch.float32))
+    trained, optimizer = memascend.offload(trained, optimizer_of(trained, "sgd"), storage=f"{folder}/own")
+    optimizer.user_state = {"position": rank}
+    optimizer.save(f"{folder}/own-states")
+    optimizer.close()
+    trained = sharded(model(torch.float32))
+    trained, optimizer = memascend.offload(
+        trained, optimizer_of(trained, "sgd"), storage=f"{folder}/again", checkpoint=f"{folder}/own-states"
+    )
+    found = optimizer.user_state
+    before = optimizer.report().to_dict()
+    step_of(trained, optimizer, 0, [rank], 2)
+    own = optimizer.report()
+    step_of(trained, optimizer, 1, [rank], 2)
+    after = optimizer.report()
+    optimizer.close()
+    moved = [sum(own.read.values()), sum(own.written.values()) - own.written["first values"]]
+    return found, "ranks" in before, moved, after.to_dict()["ranks"], str(after)
+
+
+def what_fails(folder):
+    """The words of every error of save(), and whether what was there stayed."""
+    found = {}
+    rank = distributed.get_rank()
+    trained = sharded(model(torch.float32))
+    trained, optimizer = memascend.offload(
+        trained, optimizer_of(trained, "sgd"), storage=f"{folder}/run", gradients="ssd"
+    )
+
+    def raised(name, target):
+        try:
+            optimizer.save(f"{folder}/{target}")
+        except memascend.MemascendError as error:
+            found[name] = f"{type(error).__name__}: {error}"
+
+    if rank == 0:
+        (Path(folder) / "others").mkdir()
+        (Path(folder) / "others" / "file").touch()
+    raised("foreign", "others")
+    generator = torch.Generator().manual_seed(rank)
+    trained(torch.randint(0, 33, (2, 6), generator=generator)).sum().backward()
+    raised("staged", "saved")
+    optimizer.zero_grad()
+    optimizer.save(f"{folder}/saved")
+    if rank == 1:
+        _flip_a_bit(Path(folder) / "run" / "rank-1-of-2", trained.embed.weight.detach().to_local().clone())
+    before = (Path(folder) / "saved" / "model.safetensors").read_bytes()
+    distributed.barrier()
+    raised("damaged", "saved")
+    found["stays"] = (Path(folder) / "saved" / "model.safetensors").read_bytes() == before
+    distributed.barrier()
+    found["left"] = sorted(path.name for path in Path(folder).iterdir() if path.name.startswith(".saved"))
+    optimizer.close()
+    return found
+
+
+def _flip_a_bit(folder, values):
+    """Damage these values where a store holds them."""
+    (path,) = folder.iterdir()
+    content = path.read_bytes()
+    at = content.find(values.numpy().tobytes())
+    assert at > 0
+    while at > 0:
+        # In both slots, whichever is valid.
+        content = content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+        at = content.find(values.numpy().tobytes())
+    path.write_bytes(content)
+
+
+def what_ends_within_a_block(folder):
+    """What is said of rows that do not end with a block, and whether a store was left."""
+    trained = sharded(model(torch.float32))
+    found = ""
+    try:
+        memascend.offload(trained, optimizer_of(trained, "adamw"), storage=f"{folder}/blocks", state="8bit")
+    except memascend.ConfigError as error:
+        found = str(error)
+    distributed.barrier()
+    return found, [str(path) for path in Path(folder, "blocks").rglob("*.store")]
+
+
+def what_is_planned(folder):
+    """The plan of the first rank where there are ranks, and the one that is made without them."""
+    trained = model(torch.bfloat16)
+    options = {"storage": f"{folder}/planned", "gradients": "ssd", "units": ["narrow", "frozen"]}
+    bare = model(torch.bfloat16, "meta")
+    alone = planned(bare, optimizer_of(bare, "adamw"), Options(**options), distributed.get_world_size())
+    trained, optimizer = memascend.offload(trained, optimizer_of(trained, "adamw"), **options)
+    found = optimizer.plan.to_dict()
+    optimizer.close()
+    return json.dumps(found), json.dumps(alone.plan.to_dict()), alone.network.total
+
+
+def every(folder):
+    return what_fails(folder), what_each_rank_kept(folder), what_is_planned(folder)
+
+
+def require_what_one_process_writes(tmp_path, count, cases):
+    source = tmp_path / "source"
+    # One process has written where some of them begin.
+    train_and_save(tmp_path, "source", (cases[0][0], cases[0][1], "values", 1, None), None, count)
+    on_ranks(count, train_all, tmp_path, cases, source)
+    for number, case in enumerate(cases):
+        train_and_save(tmp_path, f"alone-{number}", case, source, count)
+        same_checkpoints(tmp_path / f"{number}", tmp_path / f"alone-{number}")
+
+
+def test_two_ranks_write_what_one_process_writes_wherever_they_begin(tmp_path):
+    cases = [
+        ("bfloat16", "adamw", "values", 2, "8bit"),
+        ("bfloat16", "adamw", "values", 3, "bf16"),
+        ("bfloat16", "adamw", "values", 3, "stochastic"),
+        ("bfloat16", "adamw", "checkpoint", 1, None),
+        ("bfloat16", "adamw", "weights", 0, None),
+        ("bfloat16", "sgd", "function", 1, None),
+        ("float32", "sgd", "initialised", 0, None),
+    ]
+    require_what_one_process_writes(tmp_path, 2, cases)
+
+
+def test_what_ranks_save_keep_and_plan_where_something_fails_too(tmp_path):
+    results = on_ranks(2, every, tmp_path)
+    for rank, (found, kept, (plan, alone, received)) in enumerate(results):
+        assert "holds something else" in found["foreign"]
+        assert found["foreign"].startswith("ConfigError" if rank == 0 else "RankError: the checkpoint was not written")
+        assert found["staged"].startswith("UsageError")
+        assert found["damaged"].startswith("CorruptionError" if rank == 1 else "RankError"), found["damaged"]
+        assert "rank 1 refused" in found["damaged"] or rank == 1
+        assert found["stays"]
+        assert found["left"] == []
+        state, too_soon, *_ = kept
+        assert state == {"position": rank}
+        assert not too_soon
+        # The first rank has the most rows.
+        assert (json.loads(plan) == json.loads(alone)) or rank
+        # As many rows as the first rank has, in 2 bytes: values for a forward, those of blocks once more, gradients.
+        embed, narrow, frozen = 17 * 16, 2 * 16 + 2 + 8 * 3 + 8 + 160 * 17 + 8 * 321, 8 * 16 + 8
+        assert received == 2 * (embed + 2 * narrow + 2 * frozen + embed + narrow)
+    (*_, one, all_of_them, words), (*_, other, told, _) = (kept for _, kept, _ in results)
+    assert told == all_of_them
+    # What they had moved by the beginning of the second step().
+    assert one[0] + other[0] <= told["read"] <= 2 * (one[0] + other[0])
+    assert told["written"] >= one[1] + other[1] > 0
+    assert "This is one of 2 ranks" in words
+    trained = model(torch.float32)
+    alone = optimizer_of(trained, "sgd")
+    with pytest.warns(UserWarning, match="2 ranks wrote this checkpoint"):
+        trained, alone = memascend.offload(trained, alone, storage=tmp_path / "one", checkpoint=tmp_path / "own-states")
+    assert alone.user_state == {"position": 0}
+    alone.close()
+
+
+def save_what_is_resumed(folder, name, case):
+    dtype, kind, _, _, state = case
+    trained = sharded(model(getattr(torch, dtype)))
+    trained, optimizer = memascend.offload(
+        trained, optimizer_of(trained, kind), storage=f"{folder}/store-{name}", existing="resume", state=state
+    )
+    optimizer.save(f"{folder}/resumed")
+    optimizer.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "kind"), [("bfloat16", "adamw"), ("float32", "sgd"), ("bfloat16", "sgd")])
+def test_state_of_8_bits_goes_to_another_number_of_ranks(tmp_path, dtype, kind):
+    case = (dtype, kind, "values", 2, "8bit")
+    on_ranks(2, train_all, tmp_path, [case], None)
+    on_ranks(4, save_what_is_resumed, tmp_path, "0", case)
+    same_checkpoints(tmp_path / "0", tmp_path / "resumed")
+
+
+@pytest.mark.slow
+def test_rows_that_end_within_a_block_are_refused_for_8_bits(tmp_path):
+    for words, left in on_ranks(3, what_ends_within_a_block, tmp_path):
+        assert "within a block of 256" in words
+        assert left == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [3, 4])
+def test_more_ranks_write_it_too(tmp_path, count):
+    cases = [
+        (dtype, kind, start, 2, None)
+        for dtype in ("bfloat16", "float32")
+        for kind, start in (("adamw", "values"), ("sgd", "initialised"), ("radam", "values"))
+    ]
+    cases += [("bfloat16", "adamw", "checkpoint", 1, None), ("bfloat16", "radam", "weights", 1, None)]
+    if count == 4:
+        cases += [("float32", "adamw", "values", 2, "8bit"), ("bfloat16", "sgd", "values", 2, "8bit")]
+    require_what_one_process_writes(tmp_path, count, cases)

@@ -1,0 +1,124 @@
+"""Tests the loss scale against torch's own scaler, step by step, and its way through JSON."""
+
+import json
+import math
+import random
+
+import pytest
+import torch
+
+from memascend.errors import ConfigError
+from memascend.grads.loop import GROWTH_STEPS, LossScale
+
+
+def torch_sequence(overflows, first=65536.0):
+    """The scales of torch's scaler, each as it stands after the step."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=first)
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.0)
+    for overflowed in overflows:
+        scaler.scale(torch.ones(1))
+        parameter.grad = torch.tensor([math.inf if overflowed else 1.0])
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        yield scaler.get_scale()
+
+
+def our_sequence(scale, overflows):
+    for overflowed in overflows:
+        scale.update(overflowed)
+        yield scale.scale
+
+
+@pytest.mark.parametrize("seed", range(1))
+def test_dynamic_moves_as_torch_does(seed):
+    dice = random.Random(seed)
+    overflows = [dice.random() < 0.001 for _ in range(2 * GROWTH_STEPS + 500)]
+    assert list(our_sequence(LossScale("dynamic"), overflows)) == list(torch_sequence(overflows))
+    assert any(overflows)
+
+
+def test_the_scale_grows_after_its_window_and_not_before():
+    scale = LossScale("dynamic")
+    for _ in range(GROWTH_STEPS - 1):
+        scale.update(False)
+    assert scale.scale == 65536.0
+    scale.update(False)
+    assert scale.scale == 131072.0
+
+
+def test_ends_are_torchs():
+    overflows = [True] * 170
+    ours = list(our_sequence(LossScale("dynamic"), overflows))
+    assert ours == list(torch_sequence(overflows))
+    assert ours[-1] == 0.0
+
+    # Growth that would be infinite is left out, and the window starts again.
+    huge = LossScale("dynamic")
+    huge.load({"mode": "dynamic", "scale": 2.0**127, "good_steps": GROWTH_STEPS - 1})
+    huge.update(False)
+    assert huge.state() == {"mode": "dynamic", "scale": 2.0**127, "good_steps": 0}
+    theirs = torch_sequence([False] * (GROWTH_STEPS + 1), first=2.0**127)
+    assert set(theirs) == {2.0**127}
+
+
+@pytest.mark.parametrize("setting", [None, 1024, 0.1])
+def test_fixed_and_off_stay(setting):
+    scale = LossScale(setting)
+    before = scale.scale
+    for overflowed in [True, False, True] + [False] * (2 * GROWTH_STEPS):
+        scale.update(overflowed)
+    assert scale.scale == before
+    assert scale.enabled is (setting is not None)
+    assert before == (1.0 if setting is None else torch.tensor(setting, dtype=torch.float32).item())
+
+
+def test_the_inverse_is_torchs():
+    for value in [65536.0, 3.0, 0.1, 1e-30, 1e-44]:
+        scale = LossScale(value)
+        expected = torch.tensor(value, dtype=torch.float32).double().reciprocal().float().item()
+        assert scale.inverse == expected
+
+
+def test_state_survives_json():
+    scale = LossScale("dynamic")
+    for overflowed in [True] + [False] * 1500:
+        scale.update(overflowed)
+    other = LossScale("dynamic")
+    other.load(json.loads(json.dumps(scale.state())))
+    rest = [False] * 600
+    assert list(our_sequence(other, rest)) == list(our_sequence(scale, rest))
+    assert other.scale == 65536.0
+
+
+def test_a_state_brings_its_mode():
+    scale = LossScale("dynamic")
+    scale.load(LossScale(8.0).state())
+    assert (scale.mode, scale.scale) == ("fixed", 8.0)
+
+
+@pytest.mark.parametrize("setting", [0, -1.0, math.inf, math.nan, 1e39, 1e-60, 10**400, True, "static", [1]])
+def test_other_settings_are_refused(setting):
+    with pytest.raises(ConfigError, match="loss_scale"):
+        LossScale(setting)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {},
+        {"mode": "wild", "scale": 1.0, "good_steps": 0},
+        {"mode": "dynamic", "scale": -1.0, "good_steps": 0},
+        {"mode": "dynamic", "scale": None, "good_steps": 0},
+        {"mode": "fixed", "scale": 0, "good_steps": 0},
+        {"mode": "dynamic", "scale": 1.0, "good_steps": GROWTH_STEPS},
+        {"mode": "dynamic", "scale": 1.0, "good_steps": 1.5},
+    ],
+)
+def test_a_damaged_state_is_refused_and_changes_nothing(state):
+    scale = LossScale("dynamic")
+    before = scale.state()
+    with pytest.raises(ConfigError):
+        scale.load(state)
+    assert scale.state() == before

@@ -1,0 +1,271 @@
+"""Tests what a step does with gradients: which it uses, how often, and what it refuses."""
+
+import math
+
+import pytest
+import torch
+from support.checkpointed import OwnCheckpoint
+from torch import nn
+
+import memascend
+from memascend.errors import UsageError
+from memascend.grads.gradient import State, moved
+
+WIDTH = 16
+
+
+def chain():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+
+def batch(seed):
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def backward(model, seed):
+    model(batch(seed)).square().mean().backward()
+
+
+def offloaded(tmp_path, gradients="ssd", kind=torch.optim.SGD, lr=0.1, **options):
+    model = chain()
+    return memascend.offload(
+        model,
+        kind(model.parameters(), lr=lr),
+        storage=tmp_path / "s",
+        gradients=gradients,
+        host_memory="64MiB",
+        **options,
+    )
+
+
+def require_same(plain, model):
+    with memascend.materialized(model):
+        for wanted, got in zip(plain.parameters(), model.parameters(), strict=True):
+            assert torch.equal(wanted, got)
+
+
+@pytest.mark.parametrize("gradients", ["ssd", "ram", "auto"])
+@pytest.mark.parametrize("edit", ["clamp", "mask", "scale", "assign", "nothing"])
+def test_clipping_in_step_holds_for_gradients_that_were_edited(tmp_path, gradients, edit):
+    """A gradient that was changed by more than a factor takes a way of its own through step()."""
+
+    def edited(model):
+        first = next(model.parameters())
+        if edit == "clamp":
+            first.grad.clamp_(-1e-2, 1e-2)
+        elif edit == "mask":
+            first.grad[torch.arange(0, WIDTH, 2)] = 0
+        elif edit == "scale":
+            first.grad.mul_(3)
+        elif edit == "assign":
+            first.grad = first.grad * 2
+
+    plain = chain()
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    model, optimizer = offloaded(tmp_path, gradients, max_grad_norm=0.01)
+    with optimizer:
+        for seed in range(3):
+            for of in (plain, model):
+                backward(of, seed)
+                edited(of)
+            squares = [memascend.kernels.check_and_unscale(p.grad.clone())[1].item() for p in plain.parameters()]
+            norm = math.sqrt(sum(squares))
+            factor = torch.tensor(min(1.0, 0.01 / (norm + 1e-6)), dtype=torch.float32)
+            assert factor < 0.5, "this test could not fail"
+            for parameter in plain.parameters():
+                parameter.grad.mul_(factor)
+            theirs.step()
+            theirs.zero_grad()
+            optimizer.step()
+            assert optimizer.grad_norm == pytest.approx(norm, rel=1e-9)
+            optimizer.zero_grad()
+        require_same(plain, model)
+
+
+def test_a_step_that_failed_is_made_again_and_takes_no_further_gradient(tmp_path, monkeypatch):
+    plain = chain()
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    model, optimizer = offloaded(tmp_path)
+    with optimizer:
+        for of in (plain, model):
+            backward(of, 1)
+
+        def fail(*_, **__):
+            raise RuntimeError("not this time")
+
+        with monkeypatch.context() as patched:
+            # Every update is staged by then.
+            patched.setattr(memascend.engine.Engine, "commit", fail)
+            with pytest.raises(RuntimeError, match="not this time"):
+                optimizer.step()
+        optimizer.step()
+        theirs.step()
+        require_same(plain, model)
+        for of in (plain, model):
+            of.zero_grad()
+            backward(of, 2)
+        with monkeypatch.context() as patched:
+            patched.setattr(memascend.engine.Engine, "commit", fail)
+            with pytest.raises(RuntimeError, match="not this time"):
+                optimizer.step()
+        with pytest.raises(UsageError, match="already used the first"):
+            backward(model, 3)
+        optimizer.zero_grad()
+        require_same(plain, model)
+
+
+class Flat(nn.Module):
+    """Gives its weight as a flat view, so that what backward() is given becomes its gradient, without a copy."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
+
+    def forward(self):
+        return self.weight.view(-1)
+
+
+@pytest.mark.parametrize("gradients", ["fused", "ssd"])
+def test_memory_that_the_caller_may_write_to_is_never_handed_on(tmp_path, monkeypatch, gradients):
+    """The engine reads a gradient later, on its own thread."""
+    given = []
+
+    def watched(of):
+        def call(self, name, gradient, *arguments, **options):
+            given.append(gradient.untyped_storage().data_ptr())
+            return of(self, name, gradient, *arguments, **options)
+
+        return call
+
+    for name in ("update", "spill"):
+        monkeypatch.setattr(memascend.engine.Engine, name, watched(getattr(memascend.engine.Engine, name)))
+    model = Flat()
+    model, optimizer = memascend.offload(
+        model, torch.optim.AdamW(model.parameters()), storage=tmp_path / "s", gradients=gradients
+    )
+    with optimizer:
+        mine = torch.ones(WIDTH * WIDTH)
+        model().backward(gradient=mine)
+        assert given
+        assert mine.untyped_storage().data_ptr() not in given
+
+
+def fail_in_backward(model, seed):
+    """The last layer's gradients have arrived by then, and no other."""
+
+    def fail(_):
+        raise KeyError("in the middle")
+
+    middle = model[1](model[0](batch(seed)))
+    middle.register_hook(fail)
+    with pytest.raises(KeyError, match="in the middle"):
+        model[2](middle).square().mean().backward()
+
+
+def let_go(model, optimizer, way):
+    if way == "optimizer":
+        optimizer.zero_grad()
+    elif way == "model":
+        model.zero_grad()
+    else:
+        for parameter in model.parameters():
+            parameter.grad = None
+
+
+@pytest.mark.parametrize("gradients", ["fused", "ssd", "ram"])
+@pytest.mark.parametrize("way", ["optimizer", "model", "None"])
+@pytest.mark.parametrize("then", ["backward", "step"])
+def test_every_way_to_drop_gradients_leads_back_after_a_failed_backward(tmp_path, gradients, way, then):
+    plain = chain()
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    model, optimizer = offloaded(tmp_path, gradients)
+    with optimizer:
+        for seed in range(3):
+            fail_in_backward(model, seed + 10)
+            let_go(model, optimizer, way)
+            if then == "step":
+                optimizer.step()
+                assert optimizer.steps == seed
+            for of in (plain, model):
+                backward(of, seed)
+            theirs.step()
+            theirs.zero_grad()
+            optimizer.step()
+            let_go(model, optimizer, way)
+        require_same(plain, model)
+
+
+@pytest.mark.parametrize("gradients", ["fused", "ssd", "ram"])
+def test_a_part_of_a_backward_is_never_used(tmp_path, gradients):
+    model, optimizer = offloaded(tmp_path, gradients)
+    with optimizer:
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        fail_in_backward(model, 1)
+        # What is left of it stands in the last layer's bias.
+        model[2].weight.grad = None
+        with pytest.raises(UsageError, match=r"last backward failed.*'2\.bias'.*zero_grad"):
+            optimizer.step()
+        with pytest.raises(UsageError, match=r"last backward failed|already used"):
+            backward(model, 2)
+        optimizer.zero_grad()
+        assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_second_piece_that_a_declared_step_cannot_know_of_is_refused_and_never_lost(tmp_path):
+    """The last backward of a declared step updates as gradients arrive; what comes after one is no part of it."""
+    model, optimizer = offloaded(tmp_path, "fused", accumulation_steps=2)
+    with optimizer:
+        layer = model[0]
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        layer(batch(1)).sum().backward()
+        # The gradient of the outer call arrives first, for it is nearer to the loss.
+        inner = OwnCheckpoint.apply(layer, batch(2).requires_grad_())
+        with pytest.raises(UsageError, match=r"already used the first.*ssd"):
+            layer(inner).sum().backward()
+        optimizer.zero_grad()
+        assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_zeroing_is_refused_before_anything_is_zeroed(tmp_path):
+    model, optimizer = offloaded(tmp_path, "fused")
+    with optimizer:
+        backward(model, 1)
+        first = next(model.parameters())
+        first.grad = torch.ones(WIDTH, WIDTH)
+        with pytest.raises(UsageError, match="set_to_none=False"):
+            optimizer.zero_grad(set_to_none=False)
+        assert bool((first.grad == 1).all())
+
+
+def test_a_replaced_gradient_can_be_zeroed_in_every_mode(tmp_path):
+    """What stood in its place was used already, and is dropped with its update."""
+    model, optimizer = offloaded(tmp_path, "fused")
+    with optimizer:
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        backward(model, 1)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.zero_grad(set_to_none=False)
+        optimizer.step()
+        assert optimizer.steps == 1
+        assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_moves_that_make_no_sense_are_assertions():
+    legal = {
+        "store": {State.NONE},
+        "change": {State.STORED},
+        "take": {State.NONE},
+        "stage": {State.NONE, State.STORED},
+        "unstage": {State.MEMORY_STAGED, State.STORED_STAGED},
+        "end": {State.MEMORY_STAGED, State.STORED_STAGED, State.TAKEN},
+        "drop": set(State),
+    }
+    for move, states in legal.items():
+        for state in State:
+            if state in states:
+                assert moved("w", state, move) in State
+            else:
+                with pytest.raises(AssertionError, match=f"'{move}'.*'w'.*{state.name}"):
+                    moved("w", state, move)

@@ -1,0 +1,84 @@
+"""Provides a parameter of which an optimizer sees only parts, as the engine gives them."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from memascend.optim import generic
+from memascend.optim.state import describe
+
+CHUNK = 2048
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """In 16 bits torch's own result depends on where its threads divide a tensor."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Streamed:
+    """A parameter of which only parts are ever seen: what the engine does, in memory."""
+
+    def __init__(self, optimizer, parameter, master_dtype, chunk=CHUNK):
+        self.layout = describe(optimizer, parameter, master_dtype)
+        self.chunk = chunk
+        self.values = self.flat(parameter.detach())
+        given, self.updates = generic.import_state(optimizer, parameter, self.layout)
+        # Nothing may read what no one wrote.
+        self.state = {
+            name: self.flat(given[name]) if name in given else torch.full(tensor.shape, 77).to(tensor.dtype)
+            for name, tensor in self.layout.tensors.items()
+        }
+        self.state = {name: tensor if tensor.dim() == 0 else self.flat(tensor) for name, tensor in self.state.items()}
+        if self.layout.master:
+            self.state["master"] = self.values.to(self.layout.dtype)
+
+    def flat(self, tensor):
+        if tensor.shape == self.layout.shape:
+            laid = torch.empty_strided(self.layout.shape, self.layout.stride, dtype=tensor.dtype).copy_(tensor)
+            return laid.as_strided((tensor.numel(),), (1,))
+        return tensor.detach().clone()
+
+    def shaped(self, tensor):
+        return tensor.as_strided(self.layout.shape, self.layout.stride)
+
+    def apply(self, function, gradient, whole):
+        parted = {name for name, tensor in self.layout.tensors.items() if tensor.shape == self.layout.shape}
+        numel = self.values.numel()
+        size = numel if whole else self.chunk
+        for start in range(0, max(1, numel), max(1, size)):
+            end = min(numel, start + size)
+
+            def part(tensor, start=start, end=end):
+                return tensor.reshape(-1)[start:end]
+
+            gradients = None if gradient is None or gradient.is_sparse else part(self.flat(gradient))
+            state = {name: part(tensor) if name in parted else tensor for name, tensor in self.state.items()}
+            function(
+                SimpleNamespace(
+                    values=part(self.values),
+                    gradient=gradients,
+                    state=state,
+                    start=start,
+                    count=end - start,
+                    last=end == numel,
+                )
+            )
+
+    def step(self, optimizer, group, gradient, *, whole=None, **options):
+        whole = self.layout.whole if whole is None else whole
+        if gradient.is_sparse:
+            options["gradient"], whole = gradient, True
+        given = generic.Given(**options)
+        function = generic.Update(optimizer, group, self.layout, given, first=self.updates == 0)
+        self.apply(function, gradient, whole)
+        self.updates += 1
+
+
+@pytest.fixture
+def streamed_part():
+    return Streamed

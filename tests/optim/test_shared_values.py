@@ -1,0 +1,303 @@
+"""Tests options and attributes that steps change for all parameters alike: streamed, committed, resumed, dropped."""
+
+import json
+
+import pytest
+import torch
+from support.bits import same_bits
+
+import memascend
+from memascend.checkpoint.reader import FOLDER, MANIFEST
+
+
+class Counted(torch.optim.Optimizer):
+    """Adam-like, with a count in each group, an attribute that its first step sets, and a tensor that decays."""
+
+    def __init__(self, groups, lr=0.01):
+        super().__init__(groups, {"lr": lr, "heat": 1.0, "weight": torch.tensor(1.0)})
+        self.begun = False
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if not self.begun:
+            self.begun = True
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            group["heat"] = group["heat"] * 0.9 + 1e-3
+            group["weight"].mul_(0.7)
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["mean"] = torch.zeros_like(parameter)
+                state["mean"].lerp_(parameter.grad, 1 / group["k"])
+                size = group["lr"] * (1 + group["heat"]) * (1 + group["weight"].item())
+                parameter.sub_(state["mean"].sign(), alpha=size)
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """What schedule-free optimizers do to their parameters between training and evaluation."""
+
+    def __init__(self, groups, lr=0.1):
+        super().__init__(groups, {"lr": lr, "k": 0, "train_mode": False})
+
+    def _move(self, towards, *, train):
+        for group in self.param_groups:
+            if group["train_mode"] != train:
+                for parameter in group["params"]:
+                    if "z" in self.state[parameter]:
+                        parameter.lerp_(self.state[parameter]["z"], towards)
+                group["train_mode"] = train
+
+    @torch.no_grad()
+    def eval(self):
+        self._move(1 - 1 / 0.9, train=False)
+
+    @torch.no_grad()
+    def train(self):
+        self._move(1 - 0.9, train=True)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if not self.param_groups[0]["train_mode"]:
+            raise RuntimeError("call train() first")
+        for group in self.param_groups:
+            group["k"] += 1
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if "z" not in state:
+                    state["z"] = parameter.clone()
+                parameter.lerp_(state["z"], 1 / group["k"])
+                parameter.sub_(parameter.grad, alpha=group["lr"] * 0.9)
+                state["z"].sub_(parameter.grad, alpha=group["lr"])
+
+
+def model(dtype=torch.float32):
+    torch.manual_seed(3)
+    layers = [layer for _ in range(3) for layer in (torch.nn.Linear(24, 24), torch.nn.LayerNorm(24))]
+    return torch.nn.Sequential(*layers, torch.nn.Linear(24, 5)).to(dtype)
+
+
+def groups(trained):
+    parameters = list(trained.parameters())
+    return [
+        {"params": [p for p in parameters if p.dim() > 1]},
+        {"params": [p for p in parameters if p.dim() < 2], "lr": 0.02},
+    ]
+
+
+def train(trained, optimizer, steps, *, without=()):
+    for step in steps:
+        inputs = torch.randn(6, 24, generator=torch.Generator().manual_seed(step))
+        inputs = inputs.to(next(trained.parameters()).dtype)
+        if step in without:
+            # A whole group has no gradient.
+            for parameter in optimizer.param_groups[1]["params"]:
+                parameter.requires_grad_(False)
+        trained(inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for parameter in optimizer.param_groups[1]["params"]:
+            parameter.requires_grad_(True)
+
+
+def values_of(trained):
+    with memascend.materialized(trained):
+        return [parameter.detach().clone() for parameter in trained.parameters()]
+
+
+def same_options(one, other):
+    names = one.keys() | other.keys()
+    return all(torch.equal(torch.as_tensor(one[n]), torch.as_tensor(other[n])) for n in names - {"params"})
+
+
+@pytest.mark.parametrize("gradients", ["fused", "ssd", "ram"])
+def test_counters_of_groups_and_attributes_stream_and_are_resumed(tmp_path, gradients):
+    plain = model()
+    reference = Counted(groups(plain))
+    train(plain, reference, range(7), without=(2, 5))
+
+    trained = model()
+    trained, optimizer = memascend.offload(
+        trained, Counted(groups(trained)), storage=tmp_path / "store", gradients=gradients
+    )
+    train(trained, optimizer, range(4), without=(2,))
+    assert [group["k"] for group in optimizer.param_groups] == [4, 4]
+    optimizer.close()
+
+    again = model()
+    original = Counted(groups(again))
+    again, optimizer = memascend.offload(
+        again, original, storage=tmp_path / "store", gradients=gradients, existing="resume"
+    )
+    assert original.begun is True
+    assert [group["k"] for group in optimizer.param_groups] == [4, 4]
+    assert isinstance(original.param_groups[0]["weight"], torch.Tensor)
+    train(again, optimizer, range(4, 7), without=(5,))
+    for one, other in zip(optimizer.param_groups, reference.param_groups, strict=True):
+        assert same_options(one, other)
+    assert all(map(same_bits, values_of(again), [p.detach() for p in plain.parameters()]))
+    optimizer.close()
+
+
+def test_a_checkpoint_has_them_too(tmp_path):
+    plain = model()
+    reference = Counted(groups(plain))
+    train(plain, reference, range(5))
+    trained = model()
+    trained, optimizer = memascend.offload(trained, Counted(groups(trained)), storage=tmp_path / "one")
+    train(trained, optimizer, range(3))
+    optimizer.save(tmp_path / "saved")
+    optimizer.close()
+    assert json.loads((tmp_path / "saved" / FOLDER / MANIFEST).read_text())["attributes"]["begun"] is True
+    other = model()
+    original = Counted(groups(other))
+    other, optimizer = memascend.offload(other, original, storage=tmp_path / "two", checkpoint=tmp_path / "saved")
+    assert original.begun is True
+    optimizer.close()
+    # What the checkpoint gave stands in the first commit, too.
+    other = model()
+    original = Counted(groups(other))
+    other, optimizer = memascend.offload(other, original, storage=tmp_path / "two", existing="resume")
+    assert original.begun is True
+    train(other, optimizer, range(3, 5))
+    assert all(map(same_bits, values_of(other), [p.detach() for p in plain.parameters()]))
+    optimizer.close()
+
+
+@pytest.mark.parametrize("gradients", ["fused", "ssd"])
+def test_what_is_discarded_leaves_them_as_they_were(tmp_path, gradients):
+    trained = model()
+    original = Counted(groups(trained))
+    trained, optimizer = memascend.offload(trained, original, storage=tmp_path / "store", gradients=gradients)
+    train(trained, optimizer, range(2))
+    before = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    before = [{n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in group.items()} for group in before]
+    trained(torch.randn(6, 24)).square().mean().backward()
+    optimizer.zero_grad()
+    assert all(map(same_options, before, optimizer.param_groups))
+    # A step that cannot be committed.
+    trained(torch.randn(6, 24)).square().mean().backward()
+    optimizer.user_state = {"fine": 1}
+    optimizer._session.run.record.user_state = object()
+    with pytest.raises(memascend.ConfigError):
+        optimizer.step()
+    optimizer._session.run.record.user_state = None
+    assert all(map(same_options, before, optimizer.param_groups))
+    optimizer.zero_grad()
+    train(trained, optimizer, range(2, 4))
+    plain = model()
+    train(plain, Counted(groups(plain)), range(4))
+    assert all(map(same_bits, values_of(trained), [p.detach() for p in plain.parameters()]))
+    optimizer.close()
+
+
+def test_an_overflow_leaves_them_as_they_were(tmp_path):
+    trained = model(torch.float16)
+    optimizer = Counted(groups(trained))
+    trained, optimizer = memascend.offload(trained, optimizer, storage=tmp_path / "store", loss_scale="dynamic")
+    optimizer.backward(trained(torch.full((2, 24), 1e4, dtype=torch.float16)).square().mean())
+    optimizer.step()
+    assert optimizer.overflowed
+    assert all("k" not in group for group in optimizer.param_groups)
+    optimizer.close()
+
+
+class EverSlower(Counted):
+    """Its later steps look at gradients."""
+
+    def step(self, closure=None):
+        super().step()
+        for group in self.param_groups:
+            if group["k"] == 9:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        group["lr"] = parameter.grad.norm().item()
+
+
+def test_an_end_that_differs_late_ends_the_step_by_name_and_nothing_is_committed(tmp_path):
+    trained = model()
+    trained, optimizer = memascend.offload(trained, EverSlower(groups(trained)), storage=tmp_path / "store")
+    train(trained, optimizer, range(8))
+    with pytest.raises(memascend.UsageError, match="EverSlower changed the option 'lr' of a group in another way"):
+        train(trained, optimizer, range(8, 9))
+    assert optimizer.param_groups[0]["lr"] == 0.01
+    assert optimizer.steps == 8
+    optimizer.zero_grad()
+    optimizer.close()
+
+
+class Listing(Counted):
+    def step(self, closure=None):
+        super().step()
+        if self.param_groups[0]["k"] == 9:
+            self.seen = {1, 2}
+
+
+def test_what_cannot_be_committed_ends_the_step_by_name(tmp_path):
+    trained = model()
+    trained, optimizer = memascend.offload(
+        trained, Listing(groups(trained)), storage=tmp_path / "store", gradients="ssd"
+    )
+    train(trained, optimizer, range(8))
+    with pytest.raises(memascend.MemascendError, match="Listing changed its attribute 'seen' to a set"):
+        train(trained, optimizer, range(8, 9))
+    assert optimizer.steps == 8
+    optimizer.zero_grad()
+    optimizer.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_train_and_eval_work_on_streamed_values(tmp_path, dtype):
+    def loop(trained, optimizer, seen):
+        for epoch in range(2):
+            optimizer.train()
+            train(trained, optimizer, range(3 * epoch, 3 * epoch + 3))
+            optimizer.eval()
+            seen += [parameter.detach().clone() for parameter in trained.parameters()] if seen is not None else []
+
+    plain = model(dtype)
+    reference = ScheduleFree(groups(plain))
+    expected, found = [], []
+    loop(plain, reference, expected)
+    trained = model(dtype)
+    original = ScheduleFree(groups(trained))
+    trained, optimizer = memascend.offload(trained, original, storage=tmp_path / "store", master_dtype=None)
+
+    for epoch in range(2):
+        optimizer.train()
+        optimizer.train()
+        train(trained, optimizer, range(3 * epoch, 3 * epoch + 3))
+        steps = optimizer.steps
+        optimizer.eval()
+        assert optimizer.steps == steps
+        found += values_of(trained)
+        if epoch == 0:
+            # The evaluation's values are the committed ones.
+            optimizer.close()
+            trained = model(dtype)
+            original = ScheduleFree(groups(trained))
+            trained, optimizer = memascend.offload(
+                trained, original, storage=tmp_path / "store", master_dtype=None, existing="resume"
+            )
+            assert original.param_groups[1]["train_mode"] is False
+    assert all(map(same_bits, found, expected))
+    assert len(found) == len(expected) > 20
+    trained.zero_grad()
+    optimizer.train()
+    trained(torch.randn(6, 24).to(dtype)).square().mean().backward()
+    with pytest.raises(memascend.UsageError, match="a step is staged"):
+        optimizer.eval()
+    optimizer.zero_grad()
+    optimizer.close()
+
+
+def test_other_optimizers_have_neither(tmp_path):
+    trained = model()
+    trained, optimizer = memascend.offload(trained, torch.optim.SGD(trained.parameters()), storage=tmp_path / "store")
+    assert not hasattr(optimizer, "train")
+    assert not hasattr(optimizer, "eval")
+    optimizer.close()

@@ -1,0 +1,306 @@
+"""Tests which optimizers can stream, how others are refused, and that a trial changes nothing."""
+
+import copy
+import random
+import re
+
+import pytest
+import torch
+
+from memascend.errors import ConfigError
+from memascend.optim import generic
+from memascend.optim.state import describe
+from memascend.optim.trial import elementwise, require_streamable
+
+
+class Plain(torch.optim.Optimizer):
+    """Gradient descent that its children change; what it takes is not what it keeps."""
+
+    def __init__(self, rate, groups, **options):
+        super().__init__(groups, {"lr": rate, **options})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.one(group, parameter, self.state[parameter])
+        self.after()
+
+    def one(self, group, parameter, state):
+        parameter.sub_(parameter.grad, alpha=group["lr"])
+
+    def after(self):
+        pass
+
+
+class Momentum(Plain):
+    def one(self, group, parameter, state):
+        if not state:
+            state["count"] = 0
+            state["buffer"] = torch.zeros_like(parameter)
+        state["count"] += 1
+        state["buffer"].mul_(0.9).add_(parameter.grad)
+        parameter.sub_(state["buffer"], alpha=group["lr"] / state["count"])
+
+
+class Counting(Plain):
+    count = 0
+
+    def after(self):
+        self.count += 1
+
+
+class Remembering(Plain):
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.seen = []
+
+    def after(self):
+        self.seen.append(object())
+
+
+class CountingUpdates(Counting):
+    """Its count is that of parameters with a gradient; alone each of them counts one."""
+
+    def one(self, group, parameter, state):
+        self.count += 1
+        super().one({"lr": group["lr"] / self.count}, parameter, state)
+
+    def after(self):
+        pass
+
+
+class CountingAll(CountingUpdates):
+    """As the one above, and no update depends on it."""
+
+    def one(self, group, parameter, state):
+        self.count += 1
+
+
+class Measuring(Plain):
+    def one(self, group, parameter, state):
+        group["seen"] = parameter.grad.norm().item()
+
+
+class OwnDraw(Plain):
+    """Draws at one size alone, and there on no device's numbers in particular."""
+
+    def one(self, group, parameter, state):
+        state["mask"] = torch.zeros_like(parameter)
+        if parameter.shape[0] == 20:
+            state["mask"] = torch.rand_like(parameter)
+
+
+class PythonDraw(Plain):
+    def after(self):
+        random.random()
+
+
+class GroupCounting(Plain):
+    def after(self):
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+
+
+class Shared(Plain):
+    def after(self):
+        self.state["all"]["count"] = self.state["all"].get("count", 0) + 1
+
+
+class Clipping(Plain):
+    def step(self, closure=None):
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        norm = torch.stack([parameter.grad.norm() for parameter in parameters]).norm()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.sub_(parameter.grad / norm, alpha=group["lr"])
+
+
+class Noisy(Plain):
+    def one(self, group, parameter, state):
+        parameter.add_(torch.randn_like(parameter))
+
+
+class Closing(Plain):
+    def step(self, closure):
+        closure()
+
+
+class First(Plain):
+    def one(self, group, parameter, state):
+        if any(parameter is member for member in self.param_groups[0]["params"][:1]):
+            parameter.zero_()
+
+
+class Listing(Plain):
+    def one(self, group, parameter, state):
+        state["last"] = [parameter.grad.clone()]
+
+
+class Late(Plain):
+    def one(self, group, parameter, state):
+        state["count"] = state.get("count", 0) + 1
+        if state["count"] > 1:
+            state["late"] = torch.zeros_like(parameter)
+
+
+class ByValue(Plain):
+    def one(self, group, parameter, state):
+        state["scale"] = parameter.norm()
+        if state["scale"] == 0:
+            state["scale"] = 0.01
+
+
+class ByPath(Plain):
+    """Keeps a number where it may use foreach, a tensor where it may not."""
+
+    def __init__(self, rate, groups):
+        super().__init__(rate, groups, foreach=None)
+
+    def one(self, group, parameter, state):
+        state["norm"] = 0.5 if group["foreach"] is None else parameter.norm()
+
+
+class Sparse(Plain):
+    def one(self, group, parameter, state):
+        state["last"] = parameter.grad.to_sparse()
+
+
+class Odd(Plain):
+    def one(self, group, parameter, state):
+        state["master"] = parameter.clone()
+
+
+def made(kind):
+    parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in [(9, 4), (3,), (20, 2)]]
+    return kind(0.1, [{"params": parameters[:2]}, {"params": parameters[2:], "lr": 0.2}])
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        (Remembering, "its attribute 'seen'"),
+        (CountingUpdates, "its attribute 'count' by how many parameters have a gradient"),
+        (CountingAll, "its attribute 'count' by how many parameters have a gradient"),
+        (Measuring, "the option 'seen' of a group by values of single parameters"),
+        (PythonDraw, "random numbers"),
+        (Shared, "state that belongs to no parameter"),
+        (Clipping, "depends on the others"),
+        (Noisy, "random numbers"),
+        (First, "depends on the others"),
+        (Closing, "missing 1 required positional argument: 'closure'"),
+    ],
+)
+def test_a_step_that_needs_more_than_one_parameter_is_refused_and_nothing_changed(kind, says):
+    optimizer = made(kind)
+    attributes = copy.deepcopy({name: value for name, value in vars(optimizer).items() if name != "param_groups"})
+    before = copy.deepcopy(optimizer.param_groups)
+    drawn = torch.random.get_rng_state()
+    python_drawn = random.getstate()
+    with pytest.raises(ConfigError, match=f"{kind.__name__} cannot run on streamed state.*{re.escape(says)}"):
+        require_streamable(optimizer)
+    assert {name: value for name, value in vars(optimizer).items() if name != "param_groups"} == attributes
+    for group, old in zip(optimizer.param_groups, before, strict=True):
+        assert group.keys() == old.keys()
+        assert all(map(torch.equal, group["params"], old["params"]))
+        assert all(parameter.grad is None for parameter in group["params"])
+    assert torch.equal(torch.random.get_rng_state(), drawn)
+    assert random.getstate() == python_drawn
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        (Listing, "keeps a list as 'last'"),
+        (Sparse, "keeps a sparse tensor as 'last'"),
+        (Late, "other state after step 2 than after its first"),
+        (OwnDraw, "draws random numbers"),
+        (ByValue, "keeps 'scale' as another kind of value where the parameter is zero"),
+        (Odd, "under 'master'"),
+        (Closing, "could not be found out"),
+    ],
+)
+def test_state_that_cannot_be_stored_is_refused(kind, says):
+    optimizer = made(kind)
+    with pytest.raises(ConfigError, match=says):
+        describe(optimizer, optimizer.param_groups[1]["params"][0])
+    assert not optimizer.state
+
+
+def test_lbfgs_and_what_is_no_optimizer_are_refused():
+    parameter = torch.nn.Parameter(torch.zeros(3))
+
+    class Mine(torch.optim.LBFGS):
+        pass
+
+    for kind in (torch.optim.LBFGS, Mine):
+        with pytest.raises(ConfigError, match="evaluates the model several times"):
+            require_streamable(kind([parameter]))
+    with pytest.raises(ConfigError, match="not a dict"):
+        require_streamable({})
+    whole = torch.optim.SGD([torch.zeros(3, dtype=torch.complex64, requires_grad=True)])
+    with pytest.raises(ConfigError, match="complex64"):
+        require_streamable(whole)
+    with pytest.raises(ConfigError, match="does not own"):
+        describe(whole, parameter)
+
+
+@pytest.mark.parametrize("option", ["capturable", "differentiable"])
+def test_options_without_a_meaning_here_are_refused_by_name(option):
+    for kind in (torch.optim.AdamW, torch.optim.NAdam):
+        optimizer = kind([torch.nn.Parameter(torch.zeros(3))], **{option: True})
+        with pytest.raises(ConfigError, match=f"{option}=True is refused"):
+            require_streamable(optimizer)
+
+
+@pytest.mark.parametrize("kind", [Plain, Momentum])
+def test_others_are_taken_whole_also_under_a_scheduler(kind):
+    optimizer = made(kind)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    require_streamable(optimizer)
+    kept = describe(optimizer, optimizer.param_groups[0]["params"][0])
+    assert kept.whole
+    assert not elementwise(optimizer)
+    assert not optimizer.state
+
+
+def test_what_is_kept_is_what_the_options_in_force_make():
+    optimizer = made(ByPath)
+    layout = describe(optimizer, optimizer.param_groups[0]["params"][0])
+    assert layout.numbers == {"norm": float}
+
+
+def test_a_subclass_is_not_taken_for_the_class():
+    class Mine(torch.optim.AdamW):
+        pass
+
+    optimizer = Mine([torch.nn.Parameter(torch.zeros(3))])
+    require_streamable(optimizer)
+    assert not elementwise(optimizer)
+
+
+def test_what_is_kept_is_told_from_meta_parameters():
+    parameter = torch.nn.Parameter(torch.empty(7, 300, 5, dtype=torch.bfloat16, device="meta"))
+    kept = describe(torch.optim.Adafactor([parameter]), parameter)
+    shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in kept.tensors.items()}
+    assert shapes == {
+        "master": ((7, 300, 5), torch.float32),
+        "step": ((), torch.float32),
+        "row_var": ((7, 300, 1), torch.float32),
+        "col_var": ((7, 1, 5), torch.float32),
+    }
+    assert all(tensor.is_meta for tensor in kept.tensors.values())
+    adagrad = torch.optim.Adagrad([parameter])
+    assert generic.import_state(adagrad, parameter, describe(adagrad, parameter)) == ({}, 0)
+    names = {
+        torch.optim.SGD: [],
+        torch.optim.ASGD: ["step", "eta", "mu", "ax"],
+        torch.optim.NAdam: ["step", "mu_product", "exp_avg", "exp_avg_sq"],
+        torch.optim.Rprop: ["step", "prev", "step_size"],
+    }
+    for kind, expected in names.items():
+        kept = describe(kind([parameter], lr=0.1), parameter, None)
+        assert list(kept.tensors) == expected
+        assert not kept.master
+        assert not kept.numbers

@@ -1,0 +1,194 @@
+"""Tests single updates: what they are made from, what they refuse, where they run."""
+
+import gc
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.bits import same_bits
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from memascend.errors import ConfigError, UsageError
+from memascend.optim import generic
+from memascend.optim.state import describe
+
+
+def sparse(generator):
+    rows = torch.randint(50, (33,), generator=generator)
+    values = torch.randn(33, 9, generator=generator)
+    return torch.sparse_coo_tensor(rows[None], values, (50, 9), check_invariants=False)
+
+
+def test_hooks_are_for_steps_and_not_for_parameters(streamed_part):
+    parameter = torch.nn.Parameter(torch.zeros(5))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    calls = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    everywhere = register_optimizer_step_post_hook(lambda *_: calls.append("after"))
+    try:
+        streamed_part(optimizer, parameter, None).step(optimizer, optimizer.param_groups[0], torch.ones(5))
+    finally:
+        everywhere.remove()
+    assert calls == []
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch, about torch
+@pytest.mark.parametrize("name", ["SGD", "Adagrad"])
+def test_sparse_gradients_get_the_bits_of_torch(streamed_part, name):
+    values = torch.randn(50, 9)
+    twin = torch.nn.Parameter(values.clone())
+    original = getattr(torch.optim, name)([torch.nn.Parameter(values.clone())])
+    reference = getattr(torch.optim, name)([twin])
+    streamed = streamed_part(original, original.param_groups[0]["params"][0], torch.float32)
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(4):
+        twin.grad = sparse(generator)
+        reference.step()
+        streamed.step(original, original.param_groups[0], twin.grad)
+    assert same_bits(streamed.shaped(streamed.values), twin.detach())
+    function = generic.Update(
+        original, original.param_groups[0], streamed.layout, generic.Given(twin.grad), first=False
+    )
+    streamed.chunk = 7
+    with pytest.raises(UsageError, match="whole=True"):
+        streamed.apply(function, twin.grad, whole=False)
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "Adagrad", "Rprop", "Adafactor", "Muon"])
+def test_nothing_of_a_chunk_is_held_after_the_call(name):
+    """The engine leases the memory, and waits for what does not come back."""
+    parameter = torch.nn.Parameter(torch.randn(8, 4, dtype=torch.bfloat16))
+    optimizer = getattr(torch.optim, name)([parameter])
+    kept = describe(optimizer, parameter)
+    buffers = {of: bytearray(max(1, tensor.nbytes)) for of, tensor in {**kept.tensors, "": parameter}.items()}
+    buffers["gradient"] = bytearray(b"1" * parameter.nbytes)
+
+    def chunk():
+        tensors = {of: torch.frombuffer(buffers[of], dtype=tensor.dtype) for of, tensor in kept.tensors.items()}
+        values, gradient = (torch.frombuffer(buffers[of], dtype=torch.bfloat16) for of in ("", "gradient"))
+        return SimpleNamespace(values=values, gradient=gradient, state=tensors, start=0, count=32, last=True)
+
+    gc.disable()
+    try:
+        for first in (True, False):
+            function = generic.Update(optimizer, optimizer.param_groups[0], kept, first=first)
+            function(chunk())
+            for buffer in buffers.values():
+                buffer.append(0)  # a BufferError while a tensor lies on it
+                buffer.pop()
+    finally:
+        gc.enable()
+
+
+def test_state_without_its_optimizers_options_is_kept():
+    parameter = torch.nn.Parameter(torch.randn(30))
+    optimizer = torch.optim.Adam([parameter], amsgrad=True)
+    parameter.grad = torch.randn(30)
+    optimizer.step()
+    optimizer.param_groups[0]["amsgrad"] = False
+    assert "max_exp_avg_sq" in describe(optimizer, parameter).tensors
+    optimizer.state[parameter].pop("max_exp_avg_sq")
+    optimizer.param_groups[0]["amsgrad"] = True
+    with pytest.raises(ConfigError, match="no 'max_exp_avg_sq'"):
+        generic.import_state(optimizer, parameter, describe(optimizer, parameter))
+
+
+def test_an_options_change_that_moves_the_state_is_refused(streamed_part):
+    parameter = torch.nn.Parameter(torch.randn(30))
+    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+    group = optimizer.param_groups[0]
+    streamed = streamed_part(optimizer, parameter, None)
+    group["momentum"] = 0
+    with pytest.raises(UsageError, match="momentum"):
+        streamed.step(optimizer, group, torch.ones(30))
+    group["momentum"] = 0.9
+    streamed.step(optimizer, group, torch.ones(30))
+    group["momentum"] = 0
+    streamed.step(optimizer, group, torch.ones(30))
+    assert torch.equal(streamed.state["momentum_buffer"], torch.ones(30))
+    plain = torch.optim.SGD([parameter], lr=0.1)
+    streamed = streamed_part(plain, parameter, None)
+    streamed.step(plain, plain.param_groups[0], torch.ones(30))
+    plain.param_groups[0]["momentum"] = 0.9
+    with pytest.raises(UsageError, match="momentum_buffer"):
+        streamed.step(plain, plain.param_groups[0], torch.ones(30))
+
+
+def test_an_update_has_the_options_of_the_moment_when_it_was_made(streamed_part):
+    lr = torch.tensor(0.5)
+    parameter = torch.nn.Parameter(torch.zeros(5000))
+    optimizer = torch.optim.SGD([parameter], lr=lr)
+    streamed = streamed_part(optimizer, parameter, None)
+    function = generic.Update(optimizer, optimizer.param_groups[0], streamed.layout, first=True)
+    lr.fill_(100)
+    optimizer.param_groups[0]["weight_decay"] = 9
+    streamed.apply(function, torch.ones(5000), whole=False)
+    assert torch.equal(streamed.values, torch.full((5000,), -0.5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_factors_round_to_the_gradients_type_and_the_scale_does_not(streamed_part, dtype):
+    parameter = torch.nn.Parameter(torch.randn(5000).to(dtype))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    streamed = streamed_part(optimizer, parameter, torch.float32)
+    gradient = torch.randn(5000).to(dtype)
+    factors = (0.3, 1.7)
+    scaled = gradient.clone()
+    for factor in factors:
+        scaled.mul_(factor)
+    wanted = (parameter.detach().float() - scaled.float() * 0.77).to(dtype)
+    streamed.step(optimizer, optimizer.param_groups[0], gradient, factors=factors, grad_scale=0.77)
+    assert same_bits(streamed.values, wanted)
+
+
+def test_a_gradient_given_whole_is_cut_in_the_order_of_the_bytes(streamed_part):
+    values = torch.randn(8, 6, 13, 11).to(memory_format=torch.channels_last)
+    gradient = torch.randn(8, 6, 13, 11)
+    parameter = torch.nn.Parameter(values)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    streamed = streamed_part(optimizer, parameter, None)
+    function = generic.Update(
+        optimizer, optimizer.param_groups[0], streamed.layout, generic.Given(gradient), first=True
+    )
+    streamed.apply(function, None, whole=False)
+    assert same_bits(streamed.shaped(streamed.values), values - gradient)
+    with pytest.raises(UsageError, match="without a gradient"):
+        streamed.apply(generic.Update(optimizer, optimizer.param_groups[0], streamed.layout, first=True), None, False)
+
+
+def test_rust_options_are_those_of_adam_and_adamw_alone():
+    parameter = torch.nn.Parameter(torch.zeros(3))
+
+    def options(kind, dtype=torch.bfloat16, master_dtype=torch.float32, **given):
+        optimizer = kind([parameter], **given)
+        return generic.rust_options(optimizer, optimizer.param_groups[0], dtype=dtype, master_dtype=master_dtype)
+
+    class Mine(torch.optim.AdamW):
+        pass
+
+    adamw, adam = torch.optim.AdamW, torch.optim.Adam
+    assert options(adamw, lr=torch.tensor(0.5), betas=(0.5, 0.75)) == {
+        "lr": 0.5,
+        "betas": (0.5, 0.75),
+        "eps": 1e-8,
+        "weight_decay": 0.01,
+        "decoupled": True,
+        "maximize": False,
+    }
+    assert options(adam, dtype=torch.float32, master_dtype=None, maximize=True)["maximize"] is True
+    assert options(adam)["decoupled"] is False
+    assert options(adam, decoupled_weight_decay=True)["decoupled"] is True
+    assert options(adamw, dtype=torch.float16, master_dtype=None) is None
+    assert options(adamw, dtype=torch.float64) is None
+    assert options(adamw, amsgrad=True) is None
+    assert options(Mine) is None
+    assert options(torch.optim.NAdam) is None
+
+
+def test_a_whole_parameter_costs_what_is_said():
+    parameter = torch.nn.Parameter(torch.zeros(100, 10, dtype=torch.bfloat16))
+    optimizer = torch.optim.Adafactor([parameter])
+    kept = describe(optimizer, parameter)
+    # The values and the gradient, the master and the gradient in its type, a factor for each row and column, the step.
+    assert kept.whole_bytes == 1000 * (2 + 2 + 4 + 4) + 4 * (100 + 10) + 4
+    assert describe(optimizer, parameter, None).whole_bytes == 1000 * (2 + 2) + 2 * (100 + 10) + 4

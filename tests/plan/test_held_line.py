@@ -1,0 +1,82 @@
+"""Tests what steps move at six budgets, of a model of the usual shape: a line down to the budget that holds all."""
+
+import pytest
+import torch
+from torch import nn
+
+from memascend.plan.options import Options
+from memascend.session.decide import planned
+
+WIDTH = 768
+# What a parameter moves with nothing held, and takes where it is held: values, state and a gradient that waits.
+MOVED = {torch.float32: 28, torch.bfloat16: 26}
+HELD = {torch.float32: 16, torch.bfloat16: 14}
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
+        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
+        self.norm = nn.LayerNorm(WIDTH)
+
+
+class Model(nn.Module):
+    """A language model of 127 M parameters, on meta, of which the most are blocks, as in large ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(4096, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(17))
+        self.head = nn.Linear(WIDTH, 4096, bias=False)
+
+
+# What is still moved of a parameter that is held, where each step is durable: its gradient, raw, and a part of its
+# values and its state, which are written whole each 16th step.
+LOGGED = {torch.float32: 4 + 12 / 16, torch.bfloat16: 2 + 12 / 16}
+
+
+@pytest.mark.parametrize("dtype", MOVED)
+def test_bytes_of_a_durable_step_at_six_budgets(dtype):
+    with torch.device("meta"):
+        model = Model().to(dtype)
+    elements = sum(parameter.numel() for parameter in model.parameters())
+
+    def plan_of(budget):
+        options = Options(host_memory=budget, gradients="fused", device="cpu", storage="store", log_steps=16)
+        return planned(model, torch.optim.AdamW(model.parameters()), options).plan
+
+    default = plan_of(None)
+    moved, saved = MOVED[dtype] * elements, (MOVED[dtype] - LOGGED[dtype]) / HELD[dtype]
+    for part in range(6):
+        plan = plan_of(default.comfortable + (default.all_held - default.comfortable) * part // 5)
+        line = moved - saved * (plan.budget - default.comfortable)
+        assert plan.moved_bytes == pytest.approx(line, abs=0.03 * moved), part
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("dtype", MOVED)
+def test_bytes_of_a_step_at_six_budgets(dtype, kind):
+    with torch.device("meta"):
+        model = Model().to(dtype)
+    elements = sum(parameter.numel() for parameter in model.parameters())
+    momentum = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+
+    def plan_of(budget):
+        options = Options(host_memory=budget, gradients="fused", durability="none", device="cpu")
+        return planned(model, kind(model.parameters(), lr=0.1, **momentum), options).plan
+
+    default = plan_of(None)
+    moved, takes = MOVED[dtype] * elements, HELD[dtype] * elements
+    if kind is torch.optim.SGD:
+        # One moment instead of two, of four bytes each; a master of its own instead of the rest.
+        moved, takes = default.moved_bytes, default.all_held - default.comfortable
+    assert default.all_held - default.comfortable == pytest.approx(takes, rel=0.01)
+    for part in range(6):
+        plan = plan_of(default.comfortable + (default.all_held - default.comfortable) * part // 5)
+        line = moved * (1 - (plan.budget - default.comfortable) / takes)
+        assert plan.moved_bytes == pytest.approx(line, abs=0.03 * moved), part
+        assert plan.held_part == pytest.approx(part / 5, abs=0.05)
+    assert plan.moved_bytes == 0

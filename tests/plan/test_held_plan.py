@@ -1,0 +1,159 @@
+"""Tests which entries a plan holds in memory, and what a step then reads."""
+
+import dataclasses
+
+import pytest
+from plan.test_budget import PAGE, model, sizes_of
+
+from memascend.plan.cost import Drive, assumed_host, forecast, said, storage_seconds
+from memascend.plan.memory_plan import Requirements, make_plan
+
+
+def run_of(units, update_values="resident", **more):
+    # Values of two bytes, and five times as much state.
+    entries = {name: (each.nbytes, 5 * each.nbytes) for each in units for name in each.parameters}
+    sizes = dataclasses.replace(sizes_of(units), entry_bytes=entries)
+    given = {
+        "largest_gradient": max(each.nbytes for each in units),
+        "all_gradients": sum(each.nbytes for each in units),
+        "gradient_bytes": {name: values for name, (values, _) in entries.items()},
+    }
+    return Requirements(
+        units=units, sizes=sizes, gradients="fused", trained=set(entries), update_values=update_values, **given, **more
+    )
+
+
+def held_bytes(run, plan):
+    return sum(map(sum, (run.sizes.entry_bytes[name] for name in plan.held)))
+
+
+def waiting_bytes(run, plan):
+    return sum(run.gradient_bytes.get(name, 0) for name in plan.held)
+
+
+def test_nothing_is_held_unasked():
+    run = run_of(model())
+    plan = make_plan(run)
+    assert plan.held == ()
+    assert "held entries" not in plan.host
+    assert make_plan(run, budget=plan.smallest).held == ()
+    assert make_plan(run, budget=plan.comfortable).held == ()
+
+
+def test_what_a_budget_has_left_holds_the_first_units():
+    run = run_of(model())
+    first = make_plan(run)
+    nbytes = sum(run.sizes.entry_bytes["embedding.weight"])
+    waits = run.gradient_bytes["embedding.weight"]
+    plan = make_plan(run, budget=first.comfortable + nbytes + waits)
+    assert plan.held == ("embedding.weight",)
+    assert plan.held_units == {"embedding"}
+    assert (plan.host["held entries"], plan.host["held gradients"]) == (nbytes, waits)
+    assert plan.host_peak <= plan.budget
+    # It is computed with where it lies: what the others need is as it was.
+    assert plan.classes == first.classes
+    # One byte less, and what fits is held instead, in the same order; more slots come after that.
+    fewer = make_plan(run, budget=first.comfortable + nbytes + waits - 1)
+    assert fewer.held[0] == "layers.0.weight"
+    assert held_bytes(run, fewer) == fewer.host["held entries"] < nbytes
+
+
+def test_where_all_gradients_are_kept_they_have_their_room():
+    run = dataclasses.replace(run_of(model()), gradients="ram")
+    first = make_plan(run)
+    plan = make_plan(run, budget=first.all_held)
+    assert set(plan.held) == set(run.sizes.entry_bytes)
+    assert "held gradients" not in plan.host
+    assert first.all_held - first.comfortable == held_bytes(run, plan)
+
+
+@pytest.mark.parametrize("applies", [False, True])
+def test_bytes_of_a_step_fall_on_a_line(applies):
+    run = dataclasses.replace(run_of(model()), applies=applies)
+    first = make_plan(run)
+    saved = first.moved_bytes - make_plan(run, budget=first.all_held).moved_bytes
+    for part in range(6):
+        budget = first.comfortable + (first.all_held - first.comfortable) * part // 5
+        plan = make_plan(run, budget=budget)
+        room = held_bytes(run, plan) + waiting_bytes(run, plan)
+        line = first.moved_bytes - saved * room / (first.all_held - first.comfortable)
+        assert abs(plan.moved_bytes - line) <= 0.05 * first.moved_bytes
+    assert plan.moved_bytes == (0 if applies else sum(first.written_bytes.values()))
+
+
+@pytest.mark.parametrize("update_values", ["resident", "read", "never"])
+def test_each_byte_of_a_budget_reads_less_until_all_is_held(update_values):
+    run = run_of(model(), update_values)
+    first = make_plan(run)
+    reads = []
+    for part in range(6):
+        plan = make_plan(run, budget=first.comfortable + (first.all_held - first.comfortable) * part // 5)
+        assert held_bytes(run, plan) == plan.host.get("held entries", 0) <= plan.budget
+        reads.append(sum(plan.read_bytes.values()))
+        # What is written does not change.
+        assert plan.written_bytes == first.written_bytes
+    assert reads == sorted(reads, reverse=True)
+    assert reads[-1] == 0
+    assert len(set(reads)) == len(reads)
+    everything = make_plan(run, budget=first.all_held)
+    assert set(everything.held) == set(run.sizes.entry_bytes)
+    assert everything.larger == {}
+    assert make_plan(run, budget=first.all_held - 1).held != everything.held
+
+
+def test_the_table_says_what_is_held_and_what_more_would_move():
+    run = run_of(model())
+    first = make_plan(run)
+    assert list(first.larger)[-1] == first.all_held
+    for budget, moved in first.larger.items():
+        assert make_plan(run, budget=budget).moved_bytes <= moved.total
+        assert f"host_memory={budget}" in str(first)
+        assert f"{budget} (" in said(first, None)
+    everything = make_plan(run, budget=first.all_held)
+    assert "held entries" in str(everything)
+    assert "a larger budget would save nothing" in str(everything)
+    assert said(everything, None).startswith(f"{len(everything.held)} parameters are held")
+    assert everything.to_dict()["held_units"] == sorted(each.name for each in run.units)
+    assert everything.saved_bytes == first.moved_bytes - everything.moved_bytes
+
+
+def test_frozen_values_are_held_too():
+    units = model(frozen=True)
+    run = dataclasses.replace(run_of(units), trained=set())
+    entries = {name: (nbytes, 0) for name, (nbytes, _) in run.sizes.entry_bytes.items()}
+    sizes = dataclasses.replace(run.sizes, entry_bytes=entries)
+    run = dataclasses.replace(run, sizes=sizes, gradient_bytes={})
+    first = make_plan(run)
+    assert first.all_held - first.comfortable == sum(each.nbytes for each in units) >= PAGE
+    plan = make_plan(run, budget=first.all_held)
+    assert plan.read_bytes.get("values, forward", 0) + plan.read_bytes.get("values, backward", 0) == 0
+
+
+@pytest.mark.parametrize("applies", [False, True])
+def test_seconds_of_larger_budgets_are_those_of_their_plans(applies):
+    run = dataclasses.replace(run_of(model()), applies=applies)
+    drive, host = Drive(read=5e6, write=4e6), assumed_host(None, threads=2, shared=True)
+
+    def reckon(plan):
+        return storage_seconds(plan, drive, host)
+
+    first = make_plan(run)
+    seconds = forecast(first, reckon)
+    assert seconds.now == seconds.without == reckon(first)
+    assert list(seconds.larger) == list(first.larger)
+    for budget, took in seconds.larger.items():
+        own = forecast(make_plan(run, budget=budget), reckon)
+        assert own.now == pytest.approx(took, rel=0.01)
+        assert own.without == pytest.approx(seconds.now)
+    last = list(seconds.larger.values())[-1]
+    assert seconds.now > last
+    # All is updated in step(), by two threads; under durability "none" nothing else is left.
+    elements = sum(each.elements for each in run.units)
+    assert last >= elements * host.update / 2
+    if applies:
+        values = sum(each.nbytes for each in run.units)
+        assert last == pytest.approx((elements * host.update + 2 * values * host.check) / 2)
+    everything = make_plan(run, budget=first.all_held)
+    text = said(everything, forecast(everything, reckon))
+    assert " instead of " in text.partition("which takes")[2]
+    assert forecast(first, lambda _: None) is None

@@ -1,0 +1,156 @@
+"""Tests the options of offload(): what is accepted, what is refused, and what the refusal says."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from memascend import ConfigError
+from memascend.plan.options import Options, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        (4096, 4096),
+        ("4096", 4096),
+        ("8GiB", 8 << 30),
+        ("8 GiB", 8 << 30),
+        ("500MB", 500_000_000),
+        ("1.1 gb", 1_100_000_000),
+        (".5kib", 512),
+        (" 2 TiB ", 2 << 40),
+        ("9007199254740993B", 9007199254740993),
+        (8e9, 8_000_000_000),
+        ("8e9", 8_000_000_000),
+        ("1.5E+3 MB", 1_500_000_000),
+        ("9007199254740993e0", 9007199254740993),
+    ],
+)
+def test_sizes(text, nbytes):
+    assert parse_bytes(text) == nbytes
+
+
+NO_SIZES = ["", "8G", "GiB", "-1GiB", "1e", "e9", "1e-9", "1e999", "8 GiB 1", "nan", "inf", None, 1.5, True, b"8GiB"]
+
+
+@pytest.mark.parametrize("text", [*NO_SIZES, float("nan"), float("inf"), float("-inf"), "٣GiB"])
+def test_what_is_no_size(text):
+    with pytest.raises(
+        ConfigError, match=r'host_memory is a number of bytes, or text such as "8GiB".*, not '
+    ) as refused:
+        parse_bytes(text, "host_memory")
+    assert str(refused.value).endswith(f"not {text!r}")
+
+
+@pytest.mark.parametrize("text", [0, -5, "0", "0.0001B", 0.0, -8e9, "0e9"])
+def test_sizes_are_at_least_a_byte(text):
+    with pytest.raises(ConfigError, match="at least 1 byte"):
+        parse_bytes(text)
+
+
+def test_defaults_are_the_interface():
+    assert dataclasses.asdict(Options()) == {
+        "storage": None,
+        "existing": "refuse",
+        "host_memory": None,
+        "device": None,
+        "gradients": "auto",
+        "max_grad_norm": None,
+        "accumulation_steps": 1,
+        "loss_scale": None,
+        "master_dtype": torch.float32,
+        "units": None,
+        "weights": None,
+        "checkpoint": None,
+        "scratch": None,
+        "device_memory": None,
+        "activations": "device",
+        "durability": "step",
+        "state": None,
+        "rounding": "nearest",
+        "seed": 0,
+        "log_steps": None,
+        "reduction": "ordered",
+        "timeout": None,
+    }
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Options().gradients = "ssd"
+    with pytest.raises(TypeError):
+        Options("somewhere")
+
+
+def test_the_form_that_is_worked_with(tmp_path):
+    options = Options(storage=tmp_path, host_memory="1 MiB", units=["a", "b"])
+    assert (options.paths, options.host_bytes, options.unit_names) == ((str(tmp_path),), 1 << 20, ("a", "b"))
+    assert Options(storage=[Path("/a"), "/b"]).paths == ("/a", "/b")
+    assert (Options().paths, Options().host_bytes, Options().unit_names) == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    "good",
+    [
+        {"device": "cpu"},
+        {"device": torch.device("cpu")},
+        {"device": "cuda", "device_memory": "8GiB"},
+        {"device": "cuda", "device_memory": 8e9, "host_memory": 8e9},
+        {"device": "cuda:1"},
+        {"gradients": "ssd", "max_grad_norm": 1.0},
+        {"gradients": "fused", "accumulation_steps": 4},
+        {"max_grad_norm": float("inf")},
+        {"loss_scale": "dynamic"},
+        {"loss_scale": 1024},
+        {"master_dtype": None},
+        {"existing": "replace"},
+        {"existing": "resume", "storage": "/somewhere"},
+    ],
+)
+def test_what_goes_together(good):
+    Options(**good)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"gradients": "gpu"}, "'auto', 'fused', 'ssd', 'ram'"),
+        ({"gradients": None}, "'auto', 'fused', 'ssd', 'ram'"),
+        ({"existing": "overwrite"}, "'refuse', 'resume', 'replace'"),
+        ({"existing": "resume"}, "needs storage="),
+        ({"durability": "always"}, "'step', 'close', 'none'"),
+        ({"gradients": "fused", "max_grad_norm": 1.0}, "gradients='ssd'"),
+        ({"device": "meta"}, "pass None, 'cpu', 'cuda' or 'cuda:1'"),
+        ({"device": "toaster"}, "device is None, 'cpu', 'cuda'"),
+        ({"device": "cpu", "device_memory": "1GiB"}, "leave it out"),
+        ({"device": "cuda", "device_memory": "much"}, "device_memory is a number of bytes"),
+        ({"activations": "disk"}, "'device', 'host', 'ssd'"),
+        ({"max_grad_norm": 0}, "above 0"),
+        ({"max_grad_norm": float("nan")}, "above 0"),
+        ({"max_grad_norm": "1"}, "above 0"),
+        ({"accumulation_steps": 0}, "from 1 on"),
+        ({"accumulation_steps": 2.0}, "from 1 on"),
+        ({"accumulation_steps": True}, "from 1 on"),
+        ({"loss_scale": 0}, "above 0"),
+        ({"loss_scale": float("inf")}, "above 0"),
+        ({"loss_scale": "static"}, "'dynamic'"),
+        ({"master_dtype": torch.float16}, "torch.float32 or None"),
+        ({"host_memory": "much"}, "8GiB"),
+        ({"storage": []}, "at least one"),
+        ({"storage": ""}, "a path or a list of paths"),
+        ({"storage": 3}, "a path or a list of paths"),
+        ({"storage": ["/a", Path("/a")]}, "once"),
+        ({"scratch": ["/a"]}, "a folder"),
+        ({"storage": "/a/" + "x" * 5000}, "storage is no path that a file can have (5003 bytes are too long)"),
+        ({"storage": ["/a", "/a/" + "x" * 5000]}, "too long"),
+        ({"storage": "a\0b"}, "null"),
+        ({"scratch": "/x/" * 2000}, "scratch is no path that a file can have (6000 bytes"),
+        ({"checkpoint": "x" * 256}, "checkpoint is no path that a file can have (256 bytes"),
+        ({"weights": "x" * 256}, "weights is no path that a file can have (256 bytes"),
+        ({"units": "layers.0"}, "list of module names"),
+        ({"units": [0]}, "list of module names"),
+    ],
+)
+def test_what_is_refused_says_what_works(wrong, says):
+    with pytest.raises(ConfigError) as refused:
+        Options(**wrong)
+    assert says in str(refused.value)

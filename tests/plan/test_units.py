@@ -1,0 +1,264 @@
+"""Tests units found from module trees: every parameter once, blocks as blocks, small things together."""
+
+import pytest
+import torch
+from torch import nn
+
+from memascend import ConfigError
+from memascend.plan.units import find_units
+
+
+class Block(nn.Module):
+    def __init__(self, width, *, extra=False):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+        if extra:
+            self.bias = nn.Embedding(width, 2)
+
+
+class Language(nn.Module):
+    def __init__(self, layers=3, width=32, vocabulary=256, *, tied=False, first=False):
+        super().__init__()
+        self.token = nn.Parameter(torch.zeros(width))
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList(Block(width, extra=first and not index) for index in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+
+class Mixture(nn.Module):
+    def __init__(self, experts, width=32):
+        super().__init__()
+        self.attention = nn.Linear(width, 8 * width)
+        self.router = nn.Linear(width, experts)
+        self.experts = nn.ModuleList(nn.Linear(width, 4 * width) for _ in range(experts))
+
+
+def names(units):
+    return [unit.name for unit in units]
+
+
+def holds_each_once(model, units):
+    found = [name for unit in units for name in unit.parameters]
+    assert len(found) == len(set(found))
+    assert set(found) == {name for name, _ in model.named_parameters()}
+    assert len(set(names(units))) == len(units)
+    sizes = dict(model.named_parameters())
+    for unit in units:
+        tensors = [sizes[name] for name in unit.parameters]
+        assert unit.nbytes == sum(-(-tensor.nbytes // 4096) * 4096 for tensor in tensors)
+        assert unit.elements == sum(tensor.numel() for tensor in tensors)
+        if unit.module:
+            assert all(name.startswith(f"{unit.module}.") for name in unit.parameters)
+    return {unit.name: unit for unit in units}
+
+
+@pytest.mark.parametrize("layers", [1, 2, 5])
+def test_a_language_model(layers):
+    model = Language(layers)
+    units = holds_each_once(model, find_units(model))
+    blocks = [f"layers.{index}" for index in range(layers)]
+    assert [name for name in units if name != "rest"] == ["embedding", *blocks, "head"]
+    assert set(units["rest"].parameters) == {"token", "norm.weight", "norm.bias"}
+    assert [name for name, unit in units.items() if unit.pinned] == ["rest"]
+    assert units["layers.0"].module == "layers.0"
+    assert units["rest"].module is None
+
+
+def test_a_first_block_with_more_is_a_block_too():
+    model = Language(2, first=True)
+    units = holds_each_once(model, find_units(model))
+    assert "layers.0.bias" not in units
+    assert "layers.0.bias.weight" in units["layers.0"].parameters
+
+
+def test_tied_parameters_are_in_the_first_unit_and_used_again():
+    model = Language(3, tied=True)
+    units = holds_each_once(model, find_units(model))
+    assert "head" not in units
+    assert units["embedding"].again == ("layers.2",)
+    assert not any(unit.again for name, unit in units.items() if name != "embedding")
+
+
+def test_the_head_is_last_where_the_model_says_what_it_is():
+    class Backwards(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(32, 256)
+            self.body = Language(2)
+
+        def get_output_embeddings(self):
+            return self.head
+
+    model = Backwards()
+    assert list(holds_each_once(model, find_units(model)))[-1] == "head"
+
+
+def test_a_module_that_stands_twice_is_one_unit():
+    shared = Block(16)
+    model = nn.ModuleDict({"a": shared, "b": nn.Linear(16, 16), "c": shared})
+    units = holds_each_once(model, find_units(model))
+    assert "a" in {name.split(".")[0] for name in units}
+    assert "c" not in {name.split(".")[0] for name in units}
+
+
+def test_stages_of_different_widths_give_their_blocks():
+    stages = [nn.Sequential(*(Block(width) for _ in range(2))) for width in (32, 64)]
+    model = nn.Sequential(nn.Linear(8, 32), nn.ModuleList(stages))
+    units = holds_each_once(model, find_units(model))
+    assert {"1.0.0", "1.0.1", "1.1.0", "1.1.1"} <= set(units)
+
+
+def test_two_towers_have_two_lists():
+    model = nn.Transformer(32, 2, 2, 2, 64, batch_first=True)
+    units = holds_each_once(model, find_units(model))
+    assert [name for name in units if name != "rest"] == [
+        f"{side}.layers.{index}" for side in ("encoder", "decoder") for index in range(2)
+    ]
+
+
+def test_a_bound_divides_blocks_by_module():
+    model = nn.ModuleList(Mixture(64) for _ in range(2))
+    whole = holds_each_once(model, find_units(model))
+    assert list(whole) == ["0", "1"]
+    bound = sum(parameter.nbytes for parameter in model[0].attention.parameters())
+    units = holds_each_once(model, find_units(model, bytes_max=bound))
+    sizes = {name: sum(model.get_parameter(each).nbytes for each in unit.parameters) for name, unit in units.items()}
+    assert max(sizes.values()) <= bound
+    assert units["0.attention"].module == "0.attention"
+    # The experts are not one unit, and none is in a unit with those of another block.
+    assert len([name for name in units if ".experts." in name]) > 4
+    assert all(len({name.split(".")[0] for name in unit.parameters}) == 1 for unit in units.values())
+
+
+def test_what_one_module_owns_is_never_divided():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    assert [unit.nbytes for unit in find_units(model, bytes_max=4096)] == [20480, 20480]
+
+
+def test_a_user_says_what_travels_together():
+    model = Language(3)
+    units = holds_each_once(model, find_units(model, units=["layers", "norm"]))
+    assert list(units) == ["rest", "embedding", "layers", "norm", "head"]
+    assert units["layers"].module is None  # a list is never called
+    assert units["norm"].parameters == ("norm.weight", "norm.bias")
+    inside = holds_each_once(model, find_units(model, units=["layers.1.up"]))
+    assert {"layers.0", "layers.1.up", "layers.2"} <= set(inside)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["layers.9", "layers.0"], "not 'layers.9'"),
+        (["head"], "tied"),
+        (["layers.0", "layers.0.up"], "one unit only"),
+        (["layers.0", "layers.0"], "one unit only"),
+        (["", "layers.0"], "one unit only"),
+    ],
+)
+def test_units_that_cannot_be(given, says):
+    with pytest.raises(ConfigError) as refused:
+        find_units(Language(tied=True), units=given)
+    assert says in str(refused.value)
+
+
+def test_names_do_not_collide():
+    model = nn.ModuleDict({"rest": nn.Linear(64, 64), "root": nn.Linear(64, 64), "norm": nn.LayerNorm(4)})
+    model.register_parameter("large", nn.Parameter(torch.zeros(64, 64)))
+    holds_each_once(model, find_units(model))
+
+
+@pytest.mark.parametrize("model", [nn.Linear(4, 4), nn.LSTM(8, 8, 2), nn.MultiheadAttention(8, 2)], ids=repr)
+def test_models_of_one_module(model):
+    holds_each_once(model, find_units(model))
+
+
+def test_models_without_known_parameters():
+    with pytest.raises(ConfigError, match="no parameters"):
+        find_units(nn.ReLU())
+    with pytest.raises(ConfigError, match="run one forward"):
+        find_units(nn.LazyLinear(4))
+
+
+def test_frozen_parameters_travel_and_are_counted():
+    model = Language()
+    model.layers[0].requires_grad_(requires_grad=False)
+    model.layers[1].up.requires_grad_(requires_grad=False)
+    units = holds_each_once(model, find_units(model))
+    assert units["layers.0"].frozen_bytes == units["layers.0"].nbytes
+    assert 0 < units["layers.1"].frozen_bytes < units["layers.1"].nbytes
+    assert units["layers.2"].frozen_bytes == 0
+
+
+def test_parameters_on_meta_and_empty_ones():
+    with torch.device("meta"):
+        model = Language()
+    model.register_parameter("empty", nn.Parameter(torch.zeros(0)))
+    assert "empty" in holds_each_once(model, find_units(model))["rest"].parameters
+
+
+class Head(nn.Module):
+    """A head that is called as one, and whose last module is the embedding's."""
+
+    def __init__(self, width, vocabulary, embedding):
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(vocabulary))
+        self.dense = nn.Linear(width, width)
+        self.decoder = nn.Linear(width, vocabulary)
+        self.decoder.weight, self.decoder.bias = embedding.weight, self.bias
+
+
+def test_what_is_bound_around_what():
+    """A module's call binds what it owns until it returns, by whichever name; a tied parameter has two places."""
+    model = Language()
+    model.head = Head(32, 256, model.embedding)
+    units = holds_each_once(model, find_units(model, units=["embedding", "head"]))
+    assert (units["embedding"].again, units["embedding"].around) == (("head",), ())
+    assert units["embedding"].around_again == ("head",)
+    assert "head" not in units["layers.0"].around + units["rest"].around
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model.lists = nn.ModuleList([Block(32), Block(32)])
+    model.lists[0].scales = nn.ParameterList([nn.Parameter(torch.zeros(64, 64))])
+    units = holds_each_once(model, find_units(model, units=["lists.0.up", "lists.0.down"]))
+    assert "lists.0.scales" in units
+    # Who holds a list of parameters binds them.
+    assert units["lists.0.up"].around == units["lists.0.down"].around == ("lists.0.scales",)
+    assert units["lists.0.scales"].around == ()
+
+
+FAMILIES = {
+    "qwen2": ("Qwen2", "ForCausalLM", {"num_hidden_layers": 3, "num_key_value_heads": 2}, "model.layers.{}"),
+    "gpt2": ("GPT2", "LMHeadModel", {"n_layer": 3, "n_embd": 64, "n_head": 4}, "transformer.h.{}"),
+    "bert": ("Bert", "ForMaskedLM", {"num_hidden_layers": 3}, "bert.encoder.layer.{}"),
+    "t5": ("T5", "ForConditionalGeneration", {"num_layers": 3, "num_heads": 4, "d_ff": 128}, "decoder.block.{}"),
+    "vit": ("ViT", "ForImageClassification", {"num_hidden_layers": 3}, None),
+    "mixtral": ("Mixtral", "ForCausalLM", {"num_hidden_layers": 3, "num_key_value_heads": 2}, "model.layers.{}"),
+    "albert": ("Albert", "ForMaskedLM", {"num_hidden_layers": 3}, None),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_of_transformers(family):
+    transformers = pytest.importorskip("transformers")
+    kind, head, sizes, block = FAMILIES[family]
+    common = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 512}
+    if family in ("gpt2", "t5"):
+        common = {"vocab_size": 512}
+    config = getattr(transformers, f"{kind}Config")(**common, **sizes)
+    with torch.device("meta"):
+        model = getattr(transformers, f"{kind}{head}")(config)
+    units = holds_each_once(model, find_units(model))
+    if block:
+        assert {block.format(index) for index in range(3)} <= set(units)
+    blocks = max(unit.nbytes for unit in units.values())
+    assert sum(unit.nbytes for unit in units.values() if unit.pinned) <= blocks
+
+
+def test_a_list_of_parameters_alone_is_one_unit():
+    # It looked for ever for a module around it.
+    model = nn.ParameterList([nn.Parameter(torch.zeros(4)) for _ in range(2)])
+    assert [unit.parameters for unit in find_units(model)] == [("0", "1")]

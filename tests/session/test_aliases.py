@@ -1,0 +1,286 @@
+"""Tests what reaches weights and optimizer state before offload(): refused by name, or right afterwards."""
+
+import contextlib
+import copy
+import gc
+import pickle
+import time
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.bits import same_bits
+from support.chains import WIDTH, batch, chain, loss_of
+from torch import nn
+from torch.nn.utils import prune
+
+import memascend
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def flat(model):
+    vector = nn.utils.parameters_to_vector(model.parameters()).detach()
+    nn.utils.vector_to_parameters(vector, model.parameters())
+    return vector
+
+
+def assigned(model):
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(values, assign=True)
+    return values
+
+
+def of_numpy(model):
+    array = np.zeros((WIDTH, WIDTH), dtype=np.float32)
+    model[0].weight.data = torch.from_numpy(array)
+    return array
+
+
+def of_a_buffer(model):
+    memory = bytearray(4 * WIDTH * WIDTH)
+    model[0].weight.data = torch.frombuffer(memory, dtype=torch.float32).view(WIDTH, WIDTH)
+    return memory
+
+
+ALIASES = {
+    "data": lambda model: model[0].weight.data,
+    "detach": lambda model: [p.detach() for p in model.parameters()],
+    "view with a gradient": lambda model: model[0].weight.view(-1),
+    "row": lambda model: model[0].weight[1],
+    "view of inference": lambda model: torch.inference_mode()(model[0].weight.view)(-1),
+    "numpy": lambda model: model[0].weight.detach().numpy(),
+    "memoryview": lambda model: memoryview(model[0].weight.detach().numpy()),
+    "dlpack": lambda model: torch.utils.dlpack.to_dlpack(model[0].weight.detach()),
+    "storage": lambda model: model[0].weight.untyped_storage(),
+    "part of the storage": lambda model: model[0].weight.untyped_storage()[4:12],
+    "state dict": lambda model: model.state_dict(),
+    "flat buffer": flat,
+    "assigned state dict": assigned,
+    "numpy below": of_numpy,
+    "buffer below": of_a_buffer,
+    "other processes": lambda model: model.share_memory(),
+    "graph": lambda model: model(batch()),
+}
+
+
+def refused(model, optimizer, folder, words):
+    """The call names what is held; nothing has changed, and nothing is left."""
+    before, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict()["state"])
+    with pytest.raises(memascend.ConfigError, match=words):
+        memascend.offload(model, optimizer, storage=folder / "run.store")
+    assert not list(folder.iterdir())
+    assert all(same_bits(before[name], value) for name, value in model.state_dict().items())
+    assert str(state) == str(optimizer.state_dict()["state"])
+    loss_of(model).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def accepted(model, optimizer, folder, gradients="ssd"):
+    """It trains as it would in memory, bit for bit."""
+    plain = copy.deepcopy(model)
+    theirs = type(optimizer)(plain.parameters(), **optimizer.defaults)
+    theirs.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    model, ours = memascend.offload(model, optimizer, storage=folder / "run.store", gradients=gradients)
+    with ours:
+        for step in range(2):
+            for one, stepped in ((plain, theirs), (model, ours)):
+                loss_of(one, step).backward()
+                stepped.step()
+                stepped.zero_grad()
+        assert all(map(same_bits, plain.state_dict().values(), model.state_dict().values()))
+
+
+@pytest.mark.parametrize("way", ALIASES)
+def test_an_alias_of_a_weight_is_refused_and_gone_it_is_not(tmp_path, way):
+    model = chain(3)
+    kept = ALIASES[way](model)
+    optimizer = sgd(model)
+    # The first layer's input has no gradient: its graph needs no weight.
+    name = "1" if way == "graph" else "0"
+    refused(model, optimizer, tmp_path, rf"{name}\.weight.*(shares memory|did not allocate)")
+    del kept
+    if way in ("numpy below", "buffer below", "other processes"):
+        # Nobody counts who holds these.
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
+    accepted(model, optimizer, tmp_path)
+
+
+class Transposed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.turned = self.layer.weight.data.t()
+
+    def forward(self, x):
+        return self.layer(x) @ self.turned[:]
+
+
+def test_a_view_in_an_attribute_is_refused_with_its_name(tmp_path):
+    model = nn.Sequential(Transposed(), nn.Linear(WIDTH, WIDTH))
+    refused(
+        model, sgd(model), tmp_path, r"0\.layer\.weight shares memory with the attribute 'turned' of 0 \(Transposed"
+    )
+    model[0].others = {"turned": model[0].turned}
+    model[0].turned = model[0].turned.clone()
+    refused(model, sgd(model), tmp_path, "attribute 'others' of 0")
+
+
+def test_what_is_garbage_holds_nothing(tmp_path):
+    model = chain()
+    cycle = [view := model[0].weight.data]
+    cycle.append(cycle)
+    del cycle, view
+    gc.disable()
+    try:
+        accepted(model, sgd(model), tmp_path)
+    finally:
+        gc.enable()
+
+
+def of_files(folder, model, read):
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    (folder / "weights").mkdir()
+    if read is load_file:
+        save_file(model.state_dict(), folder / "weights/of")
+        model.load_state_dict(load_file(folder / "weights/of"), assign=True)
+    else:
+        torch.save(model.state_dict(), folder / "weights/of")
+        model.load_state_dict(torch.load(folder / "weights/of", mmap=True), assign=True)
+
+
+def looked_at(model):
+    for parameter in model.parameters():
+        parameter.detach().numpy().sum()
+
+
+def gone_back(model):
+    loss = loss_of(model)
+    loss.backward()
+    model.zero_grad()
+    return loss
+
+
+HARMLESS = {
+    "nothing": lambda _: None,
+    "parameters": lambda model: (list(model.parameters()), dict(model.named_parameters()), list(model.state_dict())),
+    "deep copy": copy.deepcopy,
+    "average": torch.optim.swa_utils.AveragedModel,
+    "copies": lambda model: [p.data.clone() for p in model.parameters()],
+    "looked at": looked_at,
+    "a vector that is gone": lambda model: (flat(model), None)[1],
+    "a loss": lambda model: loss_of(model).detach(),
+    "a loss that went back": gone_back,
+    "pickled": lambda model: (
+        model.load_state_dict(pickle.loads(pickle.dumps(model.state_dict())), assign=True) and None
+    ),
+    "one file mapped by safetensors": load_file,
+    "one file mapped by torch": torch.load,
+    "compiled": lambda model: (model[1].compile(backend="aot_eager"), model(batch()).detach())[1],
+    "pruned": lambda model: prune.l1_unstructured(model[0], "weight", 0.5),
+    "spectral norm": lambda model: nn.utils.spectral_norm(model[0]) and None,
+    "weight norm": lambda model: nn.utils.parametrizations.weight_norm(model[0]) and None,
+    "frozen": lambda model: model[0].requires_grad_(False),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("way", HARMLESS)
+def test_what_holds_no_values_is_not_refused(tmp_path, way):
+    model = chain(3)
+    make = HARMLESS[way]
+    kept = of_files(tmp_path, model, make) if make in (load_file, torch.load) else make(model)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "run.store")
+    with optimizer:
+        loss_of(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    del kept, scheduler
+
+
+def trained(model=None):
+    model = chain() if model is None else model
+    optimizer = sgd(model)
+    loss_of(model).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+HELD_STATE = {
+    "its dict": lambda optimizer, p: optimizer.state[p],
+    "state dict": lambda optimizer, _: optimizer.state_dict(),
+    "view": lambda optimizer, p: optimizer.state[p]["momentum_buffer"].view(-1),
+    "numpy": lambda optimizer, p: optimizer.state[p]["momentum_buffer"].numpy(),
+    "storage": lambda optimizer, p: optimizer.state[p]["momentum_buffer"].untyped_storage(),
+}
+
+
+@pytest.mark.parametrize("way", HELD_STATE)
+def test_state_that_is_held_is_refused_and_gone_it_is_not(tmp_path, way):
+    model, optimizer = trained()
+    kept = HELD_STATE[way](optimizer, model[0].weight)
+    refused(model, optimizer, tmp_path, "optimizer's state.*0.weight")
+    del kept
+    accepted(model, optimizer, tmp_path)
+
+
+def test_a_tensor_of_the_state_says_where_its_values_are(tmp_path):
+    model, optimizer = trained()
+    kept = optimizer.state[model[0].weight]["momentum_buffer"]
+    model, ours = memascend.offload(model, optimizer, storage=tmp_path / "run.store")
+    with ours:
+        uses = [kept.clone, kept.tolist, kept.zero_, kept.numpy, lambda: kept + 1, lambda: kept[:1].copy_(kept[1:2])]
+        for use in uses:
+            with pytest.raises(RuntimeError, match=r"momentum_buffer of an optimizer.*on storage"):
+                use()
+
+
+def test_a_loaded_state_dict_may_be_kept(tmp_path):
+    model, optimizer = trained()
+    given = trained()[1].state_dict()
+    optimizer.load_state_dict(given)
+    model, ours = memascend.offload(model, optimizer, storage=tmp_path / "run.store")
+    with ours, pytest.raises(RuntimeError, match="on storage"):
+        given["state"][0]["momentum_buffer"].sum()
+
+
+def test_the_state_of_the_original_is_that_of_the_run(tmp_path):
+    model, original = trained()
+    mapping = original.state
+    model, ours = memascend.offload(model, original, storage=tmp_path / "run.store")
+    with ours:
+        for step in range(2):
+            loss_of(model, step).backward()
+            ours.step()
+            ours.zero_grad()
+            state = original.state[model[0].weight]
+            assert same_bits(state["momentum_buffer"].clone(), ours.state_of(model[0].weight)["momentum_buffer"])
+        assert len(original.state) == 2 == len(original.state_dict()["state"])
+        with pytest.raises(RuntimeError, match="cannot be replaced"):
+            original.state[model[0].weight] = {}
+        with pytest.raises(memascend.UsageError, match="on storage"):
+            mapping[model[0].weight]
+        with pytest.raises(memascend.UsageError, match="offload\\(\\) returned"):
+            original.load_state_dict(trained()[1].state_dict())
+    assert not original.state
+    with contextlib.suppress(memascend.UsageError):
+        original.load_state_dict(trained()[1].state_dict())
+
+
+def test_ten_thousand_parameters_are_counted_at_once():
+    from memascend.session.original_state import require_unaliased
+
+    model = nn.ModuleList(nn.Linear(2, 2) for _ in range(5000))
+    named = dict(model.named_parameters())
+    began = time.process_time()
+    require_unaliased(named, model)
+    assert time.process_time() - began < 5

@@ -1,0 +1,86 @@
+"""Tests the end of a run of which memory has the only copy: progress, and Ctrl-C once and twice."""
+
+import logging
+import signal
+
+import pytest
+import torch
+
+import memascend
+from memascend.session import run
+
+
+def trained(store, **options):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(24, 24) for _ in range(16)))
+    original = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = memascend.offload(model, original, storage=store, durability="none", **options)
+    return model, optimizer
+
+
+def stepped(store):
+    model, optimizer = trained(store, host_memory="64MiB")
+    assert len(optimizer.plan.held) == 32
+    for _ in range(2):
+        model(torch.ones(3, 24)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: values.clone() for name, values in model.state_dict().items()}, optimizer
+
+
+class Interrupting(run.Progress):
+    """Sends Ctrl-C the first times that it hears of something."""
+
+    times, heard = 0, []
+
+    def reached(self, done, nbytes):
+        super().reached(done, nbytes)
+        self.heard.append((done, nbytes, self._total))
+        if len(self.heard) <= self.times:
+            signal.raise_signal(signal.SIGINT)
+
+
+@pytest.fixture
+def progress(monkeypatch):
+    kind = type("Own", (Interrupting,), {"heard": []})
+    monkeypatch.setattr(run, "Progress", kind)
+    return kind
+
+
+def test_close_says_how_far_it_is(tmp_path, progress):
+    _, optimizer = stepped(tmp_path / "store")
+    optimizer.close()
+    done, totals, known = zip(*progress.heard, strict=True)
+    assert list(done) == sorted(done)
+    assert set(totals) == set(known)
+    assert 0 < done[0] < done[-1] <= totals[0]
+
+
+def test_one_interrupt_of_close_loses_nothing(tmp_path, progress, caplog):
+    progress.times = 1
+    saved, optimizer = stepped(tmp_path / "store")
+    with caplog.at_level(logging.WARNING, "memascend"), pytest.raises(KeyboardInterrupt):
+        optimizer.close()
+    assert "another Ctrl-C gives them up" in caplog.text
+    # It went on where it was.
+    done = [one[0] for one in progress.heard]
+    assert done[1] >= done[0]
+    optimizer.close()
+    model, optimizer = trained(tmp_path / "store", existing="resume")
+    with optimizer:
+        assert optimizer.steps == 2
+        found = model.state_dict()
+        assert all(torch.equal(values, found[name]) for name, values in saved.items())
+
+
+def test_two_interrupts_of_close_leave_a_store_that_is_refused_by_name(tmp_path, progress):
+    progress.times = 2
+    _, optimizer = stepped(tmp_path / "store")
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.close()
+    assert len(progress.heard) == 2
+    optimizer.close()
+    with pytest.raises(memascend.StorageError, match="not closed"):
+        trained(tmp_path / "store", existing="resume")
+    _, optimizer = trained(tmp_path / "store", existing="replace")
+    optimizer.close()

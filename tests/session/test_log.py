@@ -1,0 +1,283 @@
+"""Tests the log of gradients of a run: what it writes, what a kill leaves, and who reads that with which bits."""
+
+import copy
+import hashlib
+import logging
+import os
+import shutil
+import signal
+
+import pytest
+import torch
+
+import memascend
+from memascend import cli, engine
+from memascend.session import decide, open_store, run
+
+WIDTH, LAYERS, ALL = 128, 6, "64MiB"
+
+
+def begun(store, *, host_memory=ALL, optimizer=torch.optim.AdamW, dtype=torch.bfloat16, bias=True, **options):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=bias) for _ in range(LAYERS))).to(dtype)
+    original = optimizer(model.parameters(), lr=1e-2)
+    options = {"existing": "resume", **options}
+    return memascend.offload(model, original, storage=store, host_memory=host_memory, **options)
+
+
+def sgd(**options):
+    return lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, **options)
+
+
+def stepped(model, optimizer, steps, *, first=0):
+    for step in range(first, first + steps):
+        values = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.float32)
+        loss = model(values.to(model[0].weight.dtype)).float().square().mean()
+        loss.backward() if not hasattr(optimizer, "backward") else optimizer.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def state_of(model, optimizer):
+    """All that is to be the same: of each parameter its values and its state."""
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    return values, [optimizer.state_of(parameter) for parameter in model.parameters()]
+
+
+def same(one, other):
+    (values, states), (others, their_states) = one, other
+    return (
+        values.keys() == others.keys()
+        and all(torch.equal(value, others[name]) for name, value in values.items())
+        and all(
+            mine.keys() == theirs.keys() and all(torch.equal(mine[key], theirs[key]) for key in mine)
+            for mine, theirs in zip(states, their_states, strict=True)
+        )
+    )
+
+
+@pytest.fixture
+def killed(tmp_path):
+    """What a run of seven steps leaves when it is killed, and what it had in memory."""
+
+    def left(name, **options):
+        model, optimizer = begun(tmp_path / name, log_steps=4, **options)
+        with optimizer:
+            assert optimizer.plan.log_steps == 4
+            stepped(model, optimizer, 7)
+            expected = state_of(model, optimizer)
+            shutil.copy(tmp_path / name, tmp_path / f"{name}.left")
+        return tmp_path / f"{name}.left", expected
+
+    return left
+
+
+def test_a_step_writes_gradients_and_a_part_of_the_rest(tmp_path):
+    model, optimizer = begun(tmp_path / "store", bias=False)
+    with optimizer:
+        assert optimizer.plan.log_steps == 16
+        assert len(optimizer.plan.logged) == LAYERS
+        stepped(model, optimizer, 16)
+        before = optimizer.report()
+        stepped(model, optimizer, 32, first=16)
+        report = optimizer.report()
+        size = sum(parameter.numel() for parameter in model.parameters())
+        kinds = ("values", "state", "log")
+        written = sum(report.written[kind] - before.written[kind] for kind in kinds) / (32 * size)
+        assert 2.74 < written < 2.76
+        planned = sum(optimizer.plan.written_bytes.values()) / size
+        assert 2.7 < planned < 2.8
+        assert report.read["values"] == report.read["state"] == report.read["values, update"] == 0
+        assert report.to_dict()["log"] == {"steps": 16, "bytes": optimizer.plan.log_bytes}
+        assert "a log of 16 steps" in str(optimizer.plan)
+        assert "a log of 16 steps" in str(report)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gradients": "ssd", "max_grad_norm": 0.05},
+        {"durability": "close", "state": "8bit"},
+        {"optimizer": sgd(momentum=0.9), "state": "bf16", "dtype": torch.float32},
+        {"optimizer": sgd(momentum=0.9, nesterov=True, weight_decay=0.1), "dtype": torch.float32},
+        {"optimizer": sgd(momentum=0.9, dampening=0.3, maximize=True), "gradients": "ssd", "max_grad_norm": 0.05},
+        {"optimizer": sgd(weight_decay=0.1), "dtype": torch.float32},
+        {"optimizer": sgd(), "dtype": torch.float16, "loss_scale": 16.0, "gradients": "ram"},
+    ],
+    ids=["fused", "clipped", "8bit", "16-bit momentum", "momentum", "clipped momentum", "sgd", "sgd of 16 bits"],
+)
+def test_what_a_kill_leaves_is_read_and_resumed_with_any_budget(killed, options, tmp_path, capsys):
+    left, expected = killed("store", **options)
+    before = hashlib.sha256(left.read_bytes()).hexdigest()
+    with engine.Store.open(left) as store:
+        assert store.info()["log_steps"] > 0
+        for name in expected[0]:
+            assert torch.equal(store.read(name)[0], expected[0][name])
+    assert cli.main(["store", "info", str(left)]) == 0
+    assert "log" in capsys.readouterr().out
+    assert cli.main(["store", "verify", str(left)]) == 0
+    if options.get("durability") != "close":
+        # There closing it makes the last commit durable.
+        assert hashlib.sha256(left.read_bytes()).hexdigest() == before, "whoever looks writes nothing"
+    shutil.copy(left, tmp_path / "other")
+    ends = []
+    for place, budget in ((left, None), (tmp_path / "other", ALL)):
+        model, optimizer = begun(place, host_memory=budget, **options)
+        with optimizer:
+            assert optimizer.steps == 7
+            assert same(state_of(model, optimizer), expected)
+            stepped(model, optimizer, 2, first=7)
+            ends.append(state_of(model, optimizer))
+        with engine.Store.open(place) as store:
+            assert store.info()["log_steps"] == 0, "a store that was closed has no log"
+    assert same(*ends)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"weight_decay": 0.1, "foreach": True},
+        {"momentum": 0.9},
+        {"momentum": 0.8, "nesterov": True, "weight_decay": 0.1},
+    ],
+    ids=["plain", "decayed", "momentum", "nesterov"],
+)
+def test_sgd_is_logged_and_replayed_with_the_bits_of_torch(options, tmp_path):
+    # Of a size that no vector divides.
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(torch.nn.Linear(WIDTH, 37), torch.nn.Linear(37, WIDTH + 3))
+    made = [copy.deepcopy(plain) for _ in range(2)]
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1, **options)
+
+    def offloaded(host_memory, model, rate):
+        original = torch.optim.SGD(model.parameters(), lr=rate, **options)
+        where = {"storage": tmp_path / "store", "existing": "resume", "log_steps": 4}
+        return memascend.offload(model, original, host_memory=host_memory, **where)
+
+    model, optimizer = offloaded(ALL, made[0], 0.1)
+    with optimizer:
+        for step in range(7):
+            if step == 3:
+                # An option that a schedule moves; without a momentum what is kept of one stays as it is.
+                for group in (*theirs.param_groups, *optimizer.param_groups):
+                    group["lr"], group["momentum"] = 0.05, 0.0
+            stepped(plain, theirs, 1, first=step)
+            stepped(model, optimizer, 1, first=step)
+            for group in (*theirs.param_groups, *optimizer.param_groups):
+                group["momentum"] = options.get("momentum", 0.0)
+        report = optimizer.report()
+        assert report.written["log"] > 0
+        # A quarter of it in turn, and nothing twice.
+        assert report.written["values"] < 7 * sum(parameter.nbytes for parameter in plain.parameters())
+        shutil.copy(tmp_path / "store", tmp_path / "left")
+    shutil.copy(tmp_path / "left", tmp_path / "store")
+    with engine.Store.open(tmp_path / "store") as store:
+        assert store.info()["log_steps"] > 0
+        for name, values in plain.named_parameters():
+            assert torch.equal(store.read(name)[0], values), "who only looks puts it together"
+    model, optimizer = offloaded(None, made[1], 0.05)
+    with optimizer:
+        assert optimizer.steps == 7
+        found = model.state_dict()
+        for (name, values), mine in zip(plain.named_parameters(), model.parameters(), strict=True):
+            assert torch.equal(values, found[name]), name
+            state = optimizer.state_of(mine)
+            assert {key for key, value in theirs.state[values].items() if value is not None} == state.keys() - {
+                "master"
+            }
+            for key, value in theirs.state[values].items():
+                assert value is None or torch.equal(value, state[key]), key
+
+
+def test_ctrl_c_in_close_leaves_a_whole_store_with_its_log(tmp_path, monkeypatch):
+    class Interrupted(run.Progress):
+        def reached(self, *_):
+            signal.raise_signal(signal.SIGINT)
+
+    model, optimizer = begun(tmp_path / "store", log_steps=3)
+    stepped(model, optimizer, 5)
+    expected = state_of(model, optimizer)
+    with monkeypatch.context() as patched:
+        patched.setattr(run, "Progress", Interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.close()
+    optimizer.close()
+    heard = []
+
+    class Heard(open_store.Progress):
+        def reached(self, done, nbytes):
+            super().reached(done, nbytes)
+            heard.append((done, nbytes))
+
+    monkeypatch.setattr(open_store, "Progress", Heard)
+    model, optimizer = begun(tmp_path / "store", host_memory=None)
+    with optimizer:
+        assert heard
+        assert heard[-1][0] == heard[-1][1] > 0
+        assert same(state_of(model, optimizer), expected)
+
+
+def test_without_a_log_what_is_held_is_written_each_step(tmp_path, caplog, monkeypatch):
+    model, optimizer = begun(tmp_path / "store", log_steps=0)
+    with optimizer:
+        assert optimizer.plan.log_steps == optimizer.plan.log_bytes == 0
+        stepped(model, optimizer, 3)
+        assert optimizer.report().written["log"] == 0
+        expected = state_of(model, optimizer)
+    # The device has no room for it, which is found as it is begun.
+    monkeypatch.setattr(engine.Store, "keep_log", lambda *_: 0)
+    with caplog.at_level(logging.WARNING, "memascend"):
+        model, optimizer = begun(tmp_path / "store")
+    with optimizer:
+        assert "no room on storage for a log of 16 steps" in caplog.text
+        assert optimizer.plan.log_steps == 0
+        assert same(state_of(model, optimizer), expected)
+        before = optimizer.report()
+        stepped(model, optimizer, 1, first=3)
+        report = optimizer.report()
+        written = sum(report.written[kind] - before.written[kind] for kind in ("values", "state"))
+        assert written >= optimizer.plan.written_bytes["values"] + optimizer.plan.written_bytes["state"]
+
+
+def test_half_of_the_free_room_is_left_to_others(tmp_path, monkeypatch):
+    model, optimizer = begun(tmp_path / "store")
+    full, size = optimizer.plan.log_bytes, optimizer.plan.disk_bytes
+    optimizer.close()
+    del model
+    (tmp_path / "store").unlink()
+    usage = shutil.disk_usage(tmp_path)._replace(free=size + full)
+    monkeypatch.setattr(shutil, "disk_usage", lambda *_: usage)
+    _, optimizer = begun(tmp_path / "store")
+    with optimizer:
+        assert 6 <= optimizer.plan.log_steps <= 8
+        assert optimizer.plan.log_bytes <= full // 2
+    (tmp_path / "store").unlink()
+    _, optimizer = begun(tmp_path / "store", log_steps=12)
+    with optimizer:
+        assert optimizer.plan.log_steps == 12, "as it was asked for"
+
+
+@pytest.mark.parametrize("steps", [-1, 2.0, True, "3", 5000])
+def test_a_number_of_steps_is_one(tmp_path, steps):
+    with pytest.raises(memascend.ConfigError, match="log_steps is an integer"):
+        begun(tmp_path / "store", log_steps=steps)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts")
+def test_a_disk_that_fills_up_while_the_log_grows_has_a_shorter_one(small_disk, monkeypatch, caplog):
+    # Nobody knows of the room before it is taken.
+    monkeypatch.setattr(decide, "room_beside", lambda *_: None)
+    with caplog.at_level(logging.WARNING, "memascend"):
+        model, optimizer = begun(small_disk / "store", log_steps=1000)
+    assert "no room on storage for a log of 1000 steps" in caplog.text
+    assert 1 <= optimizer.plan.log_steps < 100
+    stepped(model, optimizer, 3)
+    expected = state_of(model, optimizer)
+    optimizer.close()
+    (small_disk / "rest").write_bytes(bytes(min(shutil.disk_usage(small_disk).free, 1 << 20)))
+    model, optimizer = begun(small_disk / "store")
+    with optimizer:
+        assert same(state_of(model, optimizer), expected)

@@ -1,0 +1,167 @@
+"""Tests the room of the log of gradients: what is asked for, what there is, what is told where it lacks."""
+
+import logging
+import os
+import shutil
+
+import pytest
+import torch
+from session.test_log import ALL, begun, same, state_of, stepped
+from support.disks import loop  # noqa: F401 - a fixture
+
+import memascend
+from memascend.session import decide
+
+
+def sizes(tmp_path):
+    """Bytes of a store, and of a log of 16 steps and of one."""
+    found = {}
+    for steps in (16, 1):
+        _, optimizer = begun(tmp_path / f"sizes-{steps}", log_steps=steps)
+        with optimizer:
+            found[steps] = optimizer.plan.log_bytes
+            store = optimizer.plan.disk_bytes
+    return store, found
+
+
+@pytest.fixture
+def room(monkeypatch):
+    """Says how many bytes storage has beside a store."""
+    return lambda nbytes: monkeypatch.setattr(decide, "room_beside", lambda *_: nbytes)
+
+
+def test_no_room_is_told_by_log_plan_and_report(tmp_path, room, caplog):
+    room(0)
+    with caplog.at_level(logging.WARNING, "memascend"):
+        model, optimizer = begun(tmp_path / "store")
+    with optimizer:
+        assert "no room on storage for a log of 16 steps of gradients: it is none" in caplog.text
+        assert optimizer.plan.log_steps == 0
+        assert "no room for a log" in str(optimizer.plan)
+        stepped(model, optimizer, 1)
+        report = optimizer.report()
+        assert report.to_dict()["log"] == {"steps": 0, "bytes": 0, "wanted": 16}
+        assert "written whole each step" in str(report)
+        assert report.written["log"] == 0 < report.written["state"]
+
+
+def test_a_shorter_log_is_told_likewise(tmp_path, room, caplog):
+    _, logs = sizes(tmp_path)
+    room(logs[16])
+    with caplog.at_level(logging.WARNING, "memascend"):
+        _, optimizer = begun(tmp_path / "store")
+    with optimizer:
+        steps = optimizer.plan.log_steps
+        assert 6 <= steps <= 8, "half of what is free is others'"
+        assert f"no room on storage for a log of 16 steps of gradients: it is one of {steps} steps" in caplog.text
+        assert "16 have no room" in str(optimizer.plan)
+        assert optimizer.report().to_dict()["log"]["wanted"] == 16
+        assert f"a log of {steps} steps (16 had no room)" in str(optimizer.report())
+
+
+def test_a_number_that_has_no_room_is_refused_with_one_that_has(tmp_path, room):
+    _, logs = sizes(tmp_path)
+    room(logs[16])
+    with pytest.raises(memascend.ConfigError, match="log_steps=16 fits"):
+        begun(tmp_path / "store", log_steps=64)
+    room(logs[1] - 1)
+    with pytest.raises(memascend.ConfigError, match="not one step fits"):
+        begun(tmp_path / "store", log_steps=64)
+    assert not (tmp_path / "store").exists()
+    room(logs[16])
+    _, optimizer = begun(tmp_path / "store", log_steps=16)
+    with optimizer:
+        assert optimizer.plan.log_steps == 16
+
+
+def test_where_nothing_lasts_a_log_is_refused(tmp_path):
+    with pytest.raises(memascend.ConfigError, match="durability='none' there is no log"):
+        begun(tmp_path / "store", log_steps=4, durability="none")
+    with pytest.raises(memascend.ConfigError, match="temporary store"):
+        begun(None, log_steps=4, existing="refuse")
+
+
+def test_a_log_that_is_full_is_told_once_and_changes_no_bit(tmp_path, caplog):
+    """A gradient that is dropped by itself keeps its place to the commit: a loop that drops it often fills the log."""
+    ends = []
+    for drops in (0, 5):
+        model, optimizer = begun(tmp_path / f"dropped-{drops}", log_steps=1, gradients="fused")
+        with optimizer, caplog.at_level(logging.WARNING, "memascend"):
+            for step in range(3):
+                for _ in range(drops):
+                    values = torch.randn(4, model[0].in_features, dtype=torch.bfloat16)
+                    model(values).float().square().mean().backward()
+                    for parameter in model.parameters():
+                        parameter.grad = None
+                stepped(model, optimizer, 1, first=step)
+            ends.append(state_of(model, optimizer))
+            report = optimizer.report()
+            assert (report.unlogged > 0) == (drops > 0)
+    assert caplog.text.count("found no room in the log of 1 steps") == 1
+    assert report.to_dict()["log"]["unlogged"] == report.unlogged
+    assert "their entries were written whole" in str(report)
+    assert same(*ends)
+
+
+def test_a_temporary_store_writes_nothing_of_what_is_held(tmp_path):
+    ends = []
+    for store in (tmp_path / "store", None):
+        model, optimizer = begun(store, existing="refuse")
+        with optimizer:
+            stepped(model, optimizer, 1)
+            before = optimizer.report()
+            stepped(model, optimizer, 4, first=1)
+            report = optimizer.report()
+            ends.append(state_of(model, optimizer))
+            written = {kind: report.written[kind] - before.written[kind] for kind in ("values", "state", "log")}
+            assert (sum(written.values()) == 0) == (store is None)
+            assert sum(optimizer.plan.written_bytes.get(kind, 0) for kind in written) == 0 or store is not None
+            core = optimizer._session.run.resources.store
+            counted = core.counters()["written_bytes"]
+            optimizer._session.run.resources.unread = False
+        assert (core.counters()["written_bytes"] - counted > 1 << 16) == (store is not None), "closing wrote it"
+    assert same(*ends)
+
+
+def test_a_weight_of_a_temporary_store_that_is_written_in_place_ends_the_run_by_name():
+    model, optimizer = begun(None, existing="refuse")
+    with optimizer:
+        stepped(model, optimizer, 1)
+
+        def scribble(module, *_):
+            module.weight.data.mul_(2)
+
+        hook = model[0].register_forward_pre_hook(scribble)
+        model(torch.ones(4, model[0].in_features, dtype=torch.bfloat16)).float().square().mean().backward()
+        hook.remove()
+        with pytest.raises(memascend.UsageError, match="written to in place"):
+            optimizer.step()
+        assert optimizer.steps == 1
+        optimizer.zero_grad()
+        with pytest.raises(memascend.UsageError, match=r"no other copy .*storage="):
+            stepped(model, optimizer, 1, first=1)
+        optimizer._session.run.resources.unread = False
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes loop devices")
+def test_a_raw_device_has_the_log_behind_the_store_as_long_as_there_is_room(tmp_path, loop, caplog):  # noqa: F811
+    store, logs = sizes(tmp_path)
+    each = (logs[16] - logs[1]) // 15
+    for room, steps in ((logs[16], 16), (logs[1] + 2 * each, 3), (logs[1] // 2, 0)):
+        device = loop((store + room + (1 << 16)) // 4096 * 4096)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "memascend"):
+            model, optimizer = begun(device, existing="refuse", host_memory=ALL, scratch=tmp_path)
+        assert optimizer.plan.log_steps == steps
+        assert ("no room on storage for a log" in caplog.text) == (steps < 16)
+        stepped(model, optimizer, 5)
+        expected = state_of(model, optimizer)
+        # As a kill leaves it.
+        with open(device, "rb") as left, open(tmp_path / "left", "wb") as copy:
+            shutil.copyfileobj(left, copy)
+        optimizer.close()
+        model, optimizer = begun(tmp_path / "left", host_memory=None)
+        with optimizer:
+            assert same(state_of(model, optimizer), expected)
+        (tmp_path / "left").unlink()

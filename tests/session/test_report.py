@@ -1,0 +1,249 @@
+"""Tests that `optimizer.report()` says what the engine did, within the budget."""
+
+import io
+import json
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from memascend.errors import ConfigError
+from memascend.session.offload import offload
+from memascend.session.report import _SAMPLES_MAX, Meter
+from memascend.text import Progress
+
+WIDTH = 256
+
+
+def model_of(blocks=4):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, WIDTH), *[nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(blocks)])
+
+
+def trained(tmp_path, steps=3, kind=torch.optim.AdamW, **options):
+    model = model_of()
+    model, optimizer = offload(model, kind(model.parameters()), storage=tmp_path, **options)
+    for step in range(steps):
+        model(torch.full((2, 16), float(step))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+@pytest.mark.parametrize(
+    ("kind", "gradients"),
+    [
+        (torch.optim.AdamW, "fused"),
+        (torch.optim.AdamW, "ssd"),
+        (torch.optim.AdamW, "ram"),
+        (torch.optim.SGD, "auto"),
+        (torch.optim.Adafactor, "auto"),
+    ],
+)
+def test_what_is_held_is_in_the_budget(tmp_path, kind, gradients):
+    _, optimizer = trained(tmp_path, kind=kind, gradients=gradients)
+    with optimizer:
+        host = optimizer.report().to_dict()["host"]
+        assert set(host) == {"total", "peak", "budget", "owners"}
+        names = {"units", "update staging", "catalog", "index", "gradients"}
+        assert set(host["owners"]) == (names if optimizer.plan.whole_bytes == 0 else names | {"whole parameters"})
+        assert host["total"] == sum(owner["bytes"] for owner in host["owners"].values())
+        assert host["total"] <= host["peak"] <= host["budget"] == optimizer.plan.budget
+        planned = optimizer.plan.host
+        for name, owner in host["owners"].items():
+            assert owner["bytes"] <= owner["peak"] <= planned[name], name
+
+
+def test_gradients_in_memory_are_counted(tmp_path):
+    model, optimizer = trained(tmp_path, gradients="ram")
+    with optimizer:
+        of_model = sum(parameter.nbytes for parameter in model.parameters())
+        assert optimizer.report().to_dict()["host"]["owners"]["gradients"]["peak"] == of_model
+        model(torch.ones(2, 16)).sum().backward()
+        assert optimizer.report().owners["gradients"].bytes == of_model
+        optimizer.zero_grad()
+        assert optimizer.report().owners["gradients"].bytes == 0
+
+
+def test_bytes_are_those_of_the_updates(tmp_path):
+    model, optimizer = trained(tmp_path, steps=3, gradients="fused")
+    with optimizer:
+        of_model = sum(parameter.nbytes for parameter in model.parameters())
+        report = optimizer.report().to_dict()
+        assert set(report) == {"host", "beside", "read", "written", "seconds", "steps"}
+        assert report["beside"] == {"Python objects": optimizer.plan.object_bytes}
+        assert report["steps"] == 3
+        # Values, and two moments; each parameter is rounded to blocks of the device.
+        for direction in ("read", "written"):
+            assert 3 * 2 * of_model <= report[direction]["state"] <= 3 * 2.1 * of_model
+        assert 3 * of_model <= report["written"]["values"] <= 3 * 1.1 * of_model
+        assert 3 * of_model <= report["written"]["first values"] <= 3.5 * of_model
+        assert report["read"]["values"] >= 3 * of_model
+        assert all(nbytes >= 0 for kinds in (report["read"], report["written"]) for nbytes in kinds.values())
+        assert 0 < report["seconds"]["step()"] < report["seconds"]["wall"]
+        json.dumps(report)
+
+
+def test_training_in_memory_has_whole_masters(tmp_path):
+    model = model_of().bfloat16()
+    count = sum(parameter.numel() for parameter in model.parameters())
+    model, optimizer = offload(model, torch.optim.AdamW(model.parameters()), storage=tmp_path)
+    with optimizer:
+        held = optimizer.report().in_memory
+        # Values and gradients of 16 bits; master and two moments of 32.
+        assert (held.values, held.gradients, held.state) == (2 * count, 2 * count, 12 * count)
+
+
+def test_a_resumed_run_counts_its_own_steps(tmp_path):
+    _, optimizer = trained(tmp_path, steps=3)
+    optimizer.close()
+    _, optimizer = trained(tmp_path, steps=2, existing="resume")
+    with optimizer:
+        assert (optimizer.steps, optimizer.report().steps) == (5, 2)
+        assert optimizer.report().to_dict()["written"]["first values"] == 0
+
+
+def test_the_table_names_everything(tmp_path):
+    _, optimizer = trained(tmp_path)
+    shown = str(optimizer.report())
+    for word in ("units", "update staging", "gradients", "budget", "In memory", "first values", "step()", "3 steps"):
+        assert word in shown
+    optimizer.close()
+    # It can be asked for afterwards.
+    assert "3 steps" in str(optimizer.report())
+
+
+def test_the_picture(tmp_path):
+    _, optimizer = trained(tmp_path, gradients="fused")
+    with optimizer:
+        report = optimizer.report()
+        # As in torch: gradients grow while backward runs, and here they do not.
+        arrived = [sample.arrived for sample in report.samples]
+        assert max(arrived) == report.in_memory.gradients
+        assert max(sample.units for sample in report.samples) <= report.owners["units"].bytes
+        report.plot(tmp_path / "new" / "picture.png")
+    assert (tmp_path / "new" / "picture.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_picture_has_what_is_held_and_its_gradients(tmp_path):
+    _, optimizer = trained(tmp_path, gradients="fused", host_memory="64MiB")
+    with optimizer:
+        report = optimizer.report()
+        waiting = [sample.waiting for sample in report.samples]
+        assert waiting[0] == 0
+        assert max(waiting) == report.in_memory.gradients == report.owners["held gradients"].peak
+        drawn = {}
+        axis = SimpleNamespace(stackplot=lambda _, layers, labels, **__: drawn.update(zip(labels, layers, strict=True)))
+        report._draw(axis)
+        assert min(drawn["held entries"]) > 0
+        assert max(drawn["held gradients"]) == max(waiting) / 2**20
+
+
+@pytest.mark.parametrize("gradients", ["ssd", "ram"])
+def test_a_gradient_that_is_added_to_counts_once(tmp_path, gradients):
+    model, optimizer = trained(tmp_path, steps=1, gradients=gradients)
+    with optimizer:
+        of_model = sum(parameter.nbytes for parameter in model.parameters())
+        for _ in range(3):
+            model(torch.ones(2, 16)).sum().backward()
+        held = optimizer.report().owners["gradients"]
+        optimizer.step()
+        assert max(sample.arrived for sample in optimizer.report().samples) == of_model
+        if gradients == "ram":
+            assert (held.bytes, held.peak) == (of_model, of_model)
+        else:
+            assert held.peak < of_model
+
+
+def test_no_picture_without_matplotlib(tmp_path, monkeypatch):
+    _, optimizer = trained(tmp_path, steps=1)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with optimizer, pytest.raises(ConfigError, match="pip install"):
+        optimizer.report().plot(tmp_path / "picture.png")
+
+
+def test_samples_are_bounded():
+    meter = Meter(lambda: 1, lambda: 2)
+    for _ in range(10 * _SAMPLES_MAX):
+        meter.used()
+    assert _SAMPLES_MAX // 2 <= len(meter.samples) <= _SAMPLES_MAX
+    seconds = [sample.seconds for sample in meter.samples]
+    assert seconds == sorted(seconds)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_bar_is_for_terminals_and_for_long_work(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    for stream, expected in ((io.StringIO(), False), (Terminal(), True)):
+        clock[0] = 0.0
+        with Progress("writing", 100 << 20, stream) as bar:
+            bar.add(10 << 20)
+            assert stream.getvalue() == ""
+            clock[0] = 1.0
+            bar.add(40 << 20)
+            assert ("50 MiB of 100 MiB, 50 MiB/s, 1 s left" in stream.getvalue()) is expected
+        assert stream.getvalue().endswith("\x1b[K" if expected else "")
+
+
+def test_a_log_gets_a_line_every_quarter_of_a_minute(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    log = io.StringIO()
+    with Progress("writing", 100 << 20, log) as lines:
+        for clock[0] in (5.0, 10.0, 20.0, 25.0, 30.0, 40.0):
+            lines.add(10 << 20)
+    assert log.getvalue().splitlines() == [
+        "memascend: writing: 30 MiB of 100 MiB, 1.5 MiB/s, 47 s left",
+        "memascend: writing: 60 MiB of 100 MiB, 1.5 MiB/s, 27 s left",
+    ]
+    with Progress("measuring", 4, log, unit="operations") as lines:
+        clock[0] += 16
+        lines.add(1)
+    assert log.getvalue().endswith("memascend: measuring: 1 of 4 operations, 48 s left\n")
+
+
+def test_how_much_there_is_may_be_heard_later(monkeypatch):
+    """What replays, verifies or reads held entries says it with its first call."""
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    log = io.StringIO()
+    with Progress("reading", 0, log) as lines:
+        clock[0] = 20.0
+        lines.reached(10 << 20, 40 << 20)
+    assert log.getvalue() == "memascend: reading: 10 MiB of 40 MiB, 512 KiB/s, 60 s left\n"
+
+
+def test_tqdm_draws_in_a_terminal_and_in_a_notebook(monkeypatch):
+    pytest.importorskip("tqdm")
+    monkeypatch.setattr("memascend.text._PATIENCE_SECONDS", 0.0)
+    for terminal in (Terminal(), io.StringIO()):
+        monkeypatch.setattr(sys, "stderr", terminal)
+        monkeypatch.setattr("memascend.text._in_notebook", lambda terminal=terminal: not terminal.isatty())
+        with Progress("writing", 100 << 20) as bar:
+            bar.add(25 << 20)
+            time.sleep(0.11)
+            bar.add(25 << 20)
+        # Whatever it looks like, it says how much, and it is gone at the end.
+        assert "writing" in terminal.getvalue()
+        assert "50.0M/100M" in terminal.getvalue()
+        assert terminal.getvalue().rstrip(" ").endswith("\r")
+
+
+def test_without_tqdm_the_bar_is_ours(monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
+    monkeypatch.setattr("memascend.text._PATIENCE_SECONDS", 0.0)
+    with Progress("writing", 100 << 20) as bar:
+        bar.add(50 << 20)
+        time.sleep(0.11)
+        bar.add(25 << 20)
+    assert "writing [######################........] 75 MiB of 100 MiB" in terminal.getvalue()

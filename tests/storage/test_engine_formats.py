@@ -1,0 +1,226 @@
+"""Tests entries in the formats of few bytes: updates have the bits of memory, whatever the chunks; state in and out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from support import blockwise
+
+from memascend import _core, engine
+from memascend.errors import ConfigError
+from memascend.storage.engine import _listed
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+# Format, dtype of the values.
+FORMATS = [
+    ("bf16", torch.float32),
+    ("8bit", torch.float32),
+    ("bf16", torch.float16),
+    ("8bit", torch.bfloat16),
+    ("compact bf16", torch.bfloat16),
+    ("compact 8bit", torch.bfloat16),
+    ("stochastic", torch.bfloat16),
+    ("stochastic bf16", torch.float16),
+    ("stochastic 8bit", torch.bfloat16),
+]
+NUMEL = 3 * 4096 + 77
+
+
+def _noise(seed: int, numel: int = NUMEL) -> torch.Tensor:
+    made = torch.Generator().manual_seed(seed)
+    return torch.randn(numel, generator=made) * torch.rand(numel, generator=made) ** 4
+
+
+def _numbers(rule: str, step: int) -> engine.Adam | engine.Momentum:
+    if rule == "adam":
+        return engine.Adam(lr=3e-3, weight_decay=0.02, step=step, seed=5)
+    return engine.Momentum(lr=0.1, momentum=0.9, weight_decay=0.01, step=step, seed=5)
+
+
+def _in_memory(
+    values: torch.Tensor,
+    state: dict[str, torch.Tensor],
+    gradient: torch.Tensor,
+    form: str,
+    numbers: engine.Adam | engine.Momentum,
+    name: str = "weight",
+) -> None:
+    _core.state_update(
+        form, str(values.dtype).removeprefix("torch."), isinstance(numbers, engine.Momentum), values.data_ptr(),
+        [tensor.data_ptr() for tensor in state.values()], (gradient.data_ptr(), DTYPES[gradient.dtype]),
+        _listed(numbers), name, 0, values.numel(), 1,
+    )  # fmt: skip
+
+
+def _bytes(*tensors: torch.Tensor) -> list[bytes]:
+    return [tensor.contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors]
+
+
+def _begun(form: str, dtype: torch.dtype, rule: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    master = _noise(1)
+    moments = {"exp_avg": _noise(2) * 0.01, "exp_avg_sq": _noise(3).square() * 0.01}
+    if rule == "momentum":
+        moments = {"momentum_buffer": _noise(2)}
+    values = master.to(dtype)
+    given: dict[str, torch.Tensor] = dict(moments)
+    if dtype != torch.float32 and not form.startswith("stochastic"):
+        given["master"] = master
+    return values, engine.encode_state(values, given, form)
+
+
+@pytest.mark.parametrize("rule", ["adam", "momentum"])
+@pytest.mark.parametrize(("form", "dtype"), FORMATS)
+def test_streamed_has_the_bits_of_memory(tmp_path: Path, form: str, dtype: torch.dtype, rule: str) -> None:
+    values, state = _begun(form, dtype, rule)
+    entry = engine.Entry(name="weight", values=values, state=state, format=form)
+    with (
+        engine.Store.create(tmp_path / "store", [entry], chunk_elements=4096) as store,
+        engine.Engine(store, chunks=2) as updates,
+    ):
+        assert store.entry("weight")["format"] == form
+        for step in (1, 2, 3):
+            gradient = _noise(10 + step).to(dtype)
+            numbers = _numbers(rule, step)
+            # In the second step from where they are resident.
+            updates.update("weight", gradient, numbers, values=values.clone() if step == 2 else None)
+            updates.commit(step)
+            _in_memory(values, state, gradient, form, numbers)
+            found, kept = store.read("weight")
+            assert _bytes(found, *kept.values()) == _bytes(values, *state.values()), step
+
+
+@pytest.mark.parametrize(("form", "dtype"), FORMATS)
+def test_fill_and_stage_take_float32(tmp_path: Path, form: str, dtype: torch.dtype) -> None:
+    master, first, second = _noise(1), _noise(2), _noise(3).square()
+    values = master.to(dtype)
+    given = {"exp_avg": first, "exp_avg_sq": second}
+    if dtype != torch.float32 and not form.startswith("stochastic"):
+        given["master"] = master
+    state = engine.encode_state(values, given, form)
+    likes = engine.state_tensors(values, form)
+    entry = engine.Entry(name="weight", values=values, state=likes, format=form)
+    with engine.Store.create(tmp_path / "store", [entry], chunk_elements=4096, fill=False) as store:
+        with engine.Engine(store) as updates:
+            updates.fill("weight", values, given, step=3)
+            updates.commit(1)
+        found, kept = store.read("weight")
+        assert _bytes(found, *kept.values()) == _bytes(values, *state.values())
+        store.stage("weight", values, {}, step=0)
+        store.commit(2)
+        store.stage("weight", values, given, step=3)
+        store.commit(3)
+        found, kept = store.read("weight")
+        assert _bytes(found, *kept.values()) == _bytes(values, *state.values())
+        back = engine.decode_state(found, kept, form)
+    wanted = values.float() if "master" not in given else master
+    assert torch.equal(back["master"], wanted)
+    if "bf16" in form:
+        assert torch.equal(back["exp_avg"], first.bfloat16().float())
+        assert torch.equal(back["exp_avg_sq"], second.bfloat16().float())
+    elif "8bit" in form:
+        for name, tensor, signed in (("exp_avg", first, True), ("exp_avg_sq", second, False)):
+            codes, absmax = blockwise.quantized(tensor, signed=signed)
+            assert torch.equal(kept[name], codes)
+            assert torch.equal(kept[f"{name}_absmax"], absmax)
+            assert torch.equal(back[name], blockwise.dequantized(codes, absmax, signed=signed))
+
+
+def test_a_function_gets_the_items_of_its_elements(tmp_path: Path) -> None:
+    values, state = _begun("compact 8bit", torch.bfloat16, "adam")
+    entry = engine.Entry(name="weight", values=values, state=state, format="compact 8bit")
+    seen = []
+
+    def rewritten(chunk: engine.Chunk) -> None:
+        seen.append({name: part.numel() for name, part in chunk.state.items()})
+        assert chunk.gradient is not None
+        chunk.values.copy_(chunk.gradient)
+        chunk.state["rest"].zero_()
+        chunk.state["rounded_up"].zero_()
+
+    with (
+        engine.Store.create(tmp_path / "store", [entry], chunk_elements=4096) as store,
+        engine.Engine(store, chunks=2) as updates,
+    ):
+        updates.apply("weight", rewritten, step=1, gradient=_noise(4).bfloat16())
+        updates.commit(1)
+        found, kept = store.read("weight")
+        with pytest.raises(ConfigError, match="one piece"):
+            updates.apply("weight", rewritten, step=2, gradient=values, whole=True)
+    assert [part["exp_avg_absmax"] for part in seen] == [16, 16, 16, 1]
+    assert [part["rounded_up"] for part in seen] == [512, 512, 512, 10]
+    assert torch.equal(found, _noise(4).bfloat16())
+    assert torch.equal(engine.decode_state(found, kept, "compact 8bit")["master"], found.float())
+    assert all(torch.equal(kept[name], state[name]) for name in ("exp_avg", "exp_avg_sq", "exp_avg_absmax"))
+
+
+def test_codes_that_are_given_stay() -> None:
+    values = _noise(1).bfloat16()
+    codes = {
+        "exp_avg": torch.randint(0, 256, (NUMEL,), dtype=torch.uint8),
+        "exp_avg_sq": torch.randint(0, 256, (NUMEL,), dtype=torch.uint8),
+        "exp_avg_absmax": torch.rand(-(-NUMEL // 256)),
+        "exp_avg_sq_absmax": torch.rand(-(-NUMEL // 256)),
+    }
+    state = engine.encode_state(values, {**codes, "master": _noise(1)}, "compact 8bit")
+    assert all(torch.equal(state[name], tensor) for name, tensor in codes.items())
+    assert torch.equal(engine.decode_state(values, state, "compact 8bit")["master"], _noise(1))
+
+
+def test_values_in_another_order_of_dimensions_come_back() -> None:
+    values = _noise(1, 60 * 50).view(60, 50).t().bfloat16()
+    master = _noise(1, 60 * 50).view(60, 50).t()
+    for form in ("compact bf16", "compact 8bit"):
+        state = engine.encode_state(values, {"master": master, "exp_avg": master}, form)
+        assert state["rest"].stride() == values.stride()
+        back = engine.decode_state(values, state, form)
+        assert torch.equal(back["master"], master)
+        codes, absmax = blockwise.quantized(master.t().reshape(-1), signed=True)
+        if form == "compact 8bit":
+            assert torch.equal(state["exp_avg"].t().reshape(-1), codes)
+            assert torch.equal(back["exp_avg"].t().reshape(-1), blockwise.dequantized(codes, absmax, signed=True))
+
+
+def test_chance_depends_on_seed_name_and_step() -> None:
+    gradient = _noise(9)
+
+    def after(name: str, seed: int, step: int) -> list[bytes]:
+        values, state = _begun("bf16", torch.float32, "adam")
+        _in_memory(values, state, gradient, "bf16", engine.Adam(step=step, lr=0.0, seed=seed), name)
+        return _bytes(state["exp_avg_sq"])
+
+    whole = after("weight", 5, 1)
+    assert whole == after("weight", 5, 1)
+    assert whole != after("weight", 6, 1)
+    assert whole != after("weights", 5, 1)
+    assert whole != after("weight", 5, 2)
+
+
+def _refused(call: Any, *words: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        call()
+    assert all(word in str(raised.value) for word in words), raised.value
+
+
+def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
+    values = _noise(1)
+    _refused(lambda: engine.state_tensors(values, "compact bf16"), "float32", "compact bf16")
+    _refused(lambda: engine.state_tensors(values, "4bit"), "4bit")
+    _refused(lambda: engine.encode_state(values, {"exp_avg": values.double()}, "bf16"), "float64")
+    _refused(lambda: engine.encode_state(values.bfloat16(), {"master": values + 1}, "compact 8bit"), "rounded")
+    negative = {"master": values, "exp_avg_sq": -values.abs()}
+    _refused(lambda: engine.encode_state(values.bfloat16(), negative, "compact bf16"), "negative")
+    state = engine.encode_state(values, {}, "bf16")
+    _refused(lambda: engine.decode_state(values, state, "8bit"), "8bit")
+    other = engine.Entry(name="weight", values=values, state=state, format="8bit")
+    _refused(lambda: engine.Store.create(tmp_path / "other", [other]), "8bit")
+    entry = engine.Entry(name="weight", values=values, state=state, format="bf16")
+    with engine.Store.create(tmp_path / "store", [entry]) as store, engine.Engine(store) as updates:
+        momentum = engine.Momentum(momentum=0.9, step=1)
+        _refused(lambda: updates.update("weight", values, momentum), "momentum")
+        again = engine.Entry(name="weight", values=values, state=engine.encode_state(values, {}, "8bit"), format="8bit")
+    _refused(lambda: engine.Store.create(tmp_path / "store", [again], existing="resume"), "weight")

@@ -1,0 +1,233 @@
+"""Tests spilled gradients: torch's bits in every dtype, job order, damage, discards and errors."""
+
+import pytest
+import torch
+from support.bits import same_bits
+
+from memascend import engine, kernels
+from memascend.errors import ConfigError, CorruptionError, UsageError
+from memascend.tensors import rounded
+
+CHUNK = 2048
+SIZES = [(1,), (13,), (2048,), (2049,), (3, 1741), (0, 5), ()]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+NUMBERS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "grad_scale": 0.5}
+
+
+def units(squares):
+    """A sum of squares as the engine tells it."""
+    return squares << 298
+
+
+def parameters():
+    torch.manual_seed(3)
+    return {f"{dtype}.{shape}"[6:]: torch.randn(shape).to(dtype) for dtype in DTYPES for shape in SIZES}
+
+
+def made(path, spill=None, **options):
+    entries = [
+        engine.Entry(name=name, values=values, state=engine.adam_state(values), spill=spill or values.dtype)
+        for name, values in parameters().items()
+    ]
+    entries.append(engine.Entry(name="frozen", values=torch.zeros(3), state={}))
+    return engine.Store.create(path, entries, chunk_elements=CHUNK, **options)
+
+
+def gradient(shape, dtype):
+    # Wide enough for denormals and for sums that overflow float16.
+    return (torch.randn(shape) * torch.rand(shape).mul(40).sub(24).exp2()).clamp(-60_000, 60_000).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("chunks", [2, 5])
+def test_sums_norms_and_updates_have_the_bits_of_torch(tmp_path, dtype, chunks):
+    held = parameters()
+    states = {name: engine.adam_state(values) for name, values in held.items()}
+    factors = (0.37, 1.0, 1 / 3)
+    with made(tmp_path / "store", dtype) as store, engine.Engine(store, chunks=chunks, queue=20_000) as updates:
+        for step in range(1, 4):
+            total = {name: gradient(values.shape, dtype) for name, values in held.items()}
+            for name, tensor in total.items():
+                updates.spill(name, tensor.clone())
+            for _ in range(2):
+                for name, tensor in total.items():
+                    more = gradient(tensor.shape, dtype)
+                    tensor.add_(more)
+                    updates.spill(name, more, add=True)
+            for name, tensor in total.items():
+                nonfinite, squared = updates.spilled(name)
+                wanted = float(tensor.double().square().sum())
+                assert nonfinite == (not torch.isfinite(tensor).all())
+                assert nonfinite or rounded(squared) == pytest.approx(wanted, rel=1e-6)
+                back = torch.empty_like(tensor)
+                updates.read_spilled(name, back)
+                assert same_bits(back, tensor), name
+                updates.update_spilled(name, engine.Adam(step=step, **NUMBERS), factors=factors)
+            updates.commit(step)
+            for name, values in held.items():
+                for factor in factors:
+                    total[name].mul_(factor)
+                state = states[name]
+                master, out = (values, None) if values.dtype == torch.float32 else (state["master"], values)
+                moments = state["exp_avg"], state["exp_avg_sq"]
+                kernels.adamw(master, total[name], *moments, out, step=step, **NUMBERS)
+        for name, values in held.items():
+            stored, state = store.read(name)
+            assert torch.equal(stored.nan_to_num(7), values.nan_to_num(7)), name
+            assert all(torch.equal(state[of].nan_to_num(7), held.nan_to_num(7)) for of, held in states[name].items())
+            updates.spilled(name)
+        assert updates.counters()["spills"] == 9 * len(held)
+        assert store.info()["spill_index_bytes"] > 0
+
+
+def test_jobs_of_one_entry_run_in_their_order(tmp_path):
+    name, shape = "float32.(3, 1741)", (3, 1741)
+    with made(tmp_path / "store") as store, engine.Engine(store) as updates:
+        total = torch.zeros(shape)
+        updates.spill(name, total.clone())
+        for value in range(50):
+            more = torch.full(shape, float(value))
+            total.add_(more)
+            updates.spill(name, more, add=True)
+        back = torch.empty(shape)
+        updates.read_spilled(name, back)
+        assert torch.equal(back, total)
+        updates.update_spilled(name, engine.Adam(step=1))
+        updates.drop_spilled(name)
+        with pytest.raises(UsageError, match="no gradient of"):
+            updates.spill(name, total, add=True)
+        updates.commit(1)
+        for use in (
+            lambda: updates.spilled(name),
+            lambda: updates.read_spilled(name, back),
+            lambda: updates.update_spilled(name, engine.Adam(step=2)),
+        ):
+            with pytest.raises(UsageError, match="no gradient of"):
+                use()
+        updates.spill(name, torch.full(shape, float("inf")))
+        assert updates.spilled(name) == (True, float("inf"))
+        updates.drop_spilled(name)
+        updates.drop_spilled(name)
+
+
+def test_what_does_not_fit_is_refused(tmp_path):
+    with made(tmp_path / "store") as store, engine.Engine(store) as updates:
+        with pytest.raises(ConfigError, match="room for 13 of bfloat16"):
+            updates.spill("bfloat16.(13,)", torch.zeros(13))
+        with pytest.raises(ConfigError, match="has shape"):
+            updates.spill("bfloat16.(13,)", torch.zeros(14).bfloat16())
+        with pytest.raises(ConfigError, match="without room"):
+            updates.spill("frozen", torch.zeros(3))
+        with pytest.raises(ConfigError, match="spills as bfloat16"):
+            updates.read_spilled("bfloat16.(13,)", torch.zeros(13))
+        updates.finish()
+
+
+def test_a_flipped_bit_is_an_error_with_a_name(tmp_path):
+    path = tmp_path / "store"
+    name, other = "float32.(3, 1741)", "float32.(2049,)"
+    with made(path) as store, engine.Engine(store) as updates:
+        values = gradient((3, 1741), torch.float32)
+        updates.spill(name, values)
+        updates.spill(other, torch.ones(2049))
+        updates.finish()
+        at = path.read_bytes().find(values.view(-1).view(torch.uint8).numpy().tobytes()[8192:12288])
+        assert at > 0
+        with path.open("r+b") as file:
+            file.seek(at)
+            byte = file.read(1)[0]
+            file.seek(at)
+            file.write(bytes([byte ^ 16]))
+        for use in (
+            lambda: updates.read_spilled(name, torch.empty(3, 1741)),
+            lambda: (updates.update_spilled(name, engine.Adam(step=1)), updates.finish()),
+            lambda: (updates.spill(name, values, add=True), updates.finish()),
+        ):
+            with pytest.raises(CorruptionError, match=f"chunk 1 of the spilled gradient of .{name[:7]}.*is damaged"):
+                use()
+            with pytest.raises(UsageError, match="only be discarded"):
+                updates.commit(1)
+            updates.discard()
+        # The sum that failed half-way is gone; others are not.
+        with pytest.raises(UsageError, match="no gradient of"):
+            updates.spilled(name)
+        assert updates.spilled(other) == (False, units(2049))
+        updates.spill(name, values)
+        updates.update_spilled(name, engine.Adam(step=1))
+        updates.commit(1)
+
+
+def test_a_discard_leaves_whole_gradients_and_no_half_ones(tmp_path):
+    names = ["float32.(3, 1741)", "float32.(2049,)"]
+    with made(tmp_path / "store") as store, engine.Engine(store) as updates:
+        for name in names:
+            updates.spill(name, torch.ones(parameters()[name].shape))
+        updates.finish()
+        updates.update_spilled(names[0], engine.Adam(step=1))
+        updates.discard()
+        assert updates.spilled(names[0]) == (False, units(5223))
+        for _ in range(30):
+            shape = parameters()[names[0]].shape
+            updates.spill(names[0], torch.ones(shape))
+            updates.spill(names[0], torch.ones(shape), add=True)
+            updates.discard(names[0])
+            try:
+                found = updates.spilled(names[0])
+            except UsageError:
+                continue
+            assert found == (False, units(4 * 5223))
+        assert updates.spilled(names[1]) == (False, units(2049))
+    store = engine.Store.open(tmp_path / "store")
+    with store, engine.Engine(store) as updates, pytest.raises(UsageError, match="no gradient of"):
+        updates.spilled(names[1])
+
+
+def test_staging_memory_does_not_grow_with_what_is_spilled(tmp_path):
+    entries = [
+        engine.Entry(
+            name=str(index), values=values, state=engine.adam_state(values), spill=torch.float32, unit=str(index)
+        )
+        for index, values in enumerate(torch.zeros(20, 300_000).bfloat16())
+    ]
+    with engine.Store.create(tmp_path / "store", entries) as store, engine.Engine(store) as updates:
+        wanted = engine.sizes(entries).chunk_bytes
+        assert wanted == 86_016 * (12 + 2 + 4), "as many elements as have their state in 1 MiB"
+        assert updates.staging_bytes == 12 * wanted
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_float64_waits_and_adds_up_as_it_is(tmp_path, held):
+    torch.manual_seed(4)
+    total = torch.randn(3, 1741, dtype=torch.float64)
+    entry = engine.Entry(name="double", values=torch.zeros_like(total), state={}, spill=torch.float64)
+    with engine.Store.create(tmp_path / "store", [entry], chunk_elements=CHUNK) as store:
+        store.hold(["double"] if held else [])
+        store.refresh(["double"] if held else [])
+        with engine.Engine(store) as updates:
+            updates.spill("double", total.clone())
+            for _ in range(2):
+                more = torch.randn(3, 1741, dtype=torch.float64)
+                updates.spill("double", more, add=True)
+                total.add_(more)
+            back = torch.empty_like(total)
+            updates.read_spilled("double", back)
+            assert same_bits(back, total)
+            nonfinite, squared = updates.spilled("double")
+            assert not nonfinite
+            assert rounded(squared) == pytest.approx(float(total.square().sum()), rel=1e-14)
+            # The last of the second chunk.
+            more[0, 0] = 0
+            more.view(-1)[2 * CHUNK - 1] = torch.inf
+            updates.spill("double", more, add=True)
+            assert updates.spilled("double")[0]
+
+
+def test_the_kernel_has_no_update_by_float64(tmp_path):
+    values = torch.zeros(CHUNK)
+    entry = engine.Entry(name="single", values=values, state=engine.adam_state(values), spill=torch.float64)
+    with engine.Store.create(tmp_path / "store", [entry]) as store, engine.Engine(store) as updates:
+        updates.spill("single", values.double())
+        with pytest.raises(ConfigError, match="float64: float32, bfloat16 and float16 have an update"):
+            updates.update_spilled("single", engine.Adam(step=1, **NUMBERS))
+        with pytest.raises(ConfigError, match="float64: float32, bfloat16 and float16 have an update"):
+            updates.update("single", values.double(), engine.Adam(step=1, **NUMBERS))
