@@ -15,6 +15,7 @@ import statistics
 import tempfile
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,8 +76,7 @@ def _with_processor(question: Question, shape: tuple[int, int]) -> Question:
     assert not isinstance(question.trace, str)
     folders = (path if path.is_dir() else path.parent for path in map(Path, question.options.paths or ()))
     processor = measure(question.model, question.trace, shape, next(folders, None))
-    state = question.options.state or "fp32"
-    return replace(question, measured=lambda plan: _taken(processor, plan, state))
+    return replace(question, measured=partial(_taken, processor))
 
 
 def _taken(processor: Processor, plan: Plan, state: str) -> tuple[Work, Host]:

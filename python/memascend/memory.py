@@ -340,7 +340,7 @@ def regions() -> list[dict[str, Any]]:
 
 
 def fix_heap() -> bool:
-    """Have the C library map every allocation from 4 MiB on, and keep little of what is freed. Whether it does.
+    """Have the C library map every allocation from 32 KiB on, and keep little of what is freed. Whether it does.
 
     glibc raises that threshold by itself, and then its heap grows with the depth of a model. `MEMASCEND_MALLOC=system`
     in the environment leaves the heap alone, as glibc's own variables do, by which somebody chose.

@@ -256,7 +256,8 @@ def test_the_code_is_known_by_what_its_sources_hold(tmp_path):
     def hashed():
         return code_hash(tmp_path)
 
-    for name in ("python/memascend/one.py", "rust/mem/src/lib.rs", "triton_kernels/one.py", "benchmarks/train/one.py"):
+    sources = ("python/memascend/one.py", "rust/mem/src/lib.rs", "triton_kernels/one.py", "benchmarks/train/one.py")
+    for name in (*sources, "benchmarks/peers/one.py", "benchmarks/reservation.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("first")
     for name in ("Cargo.toml", "Cargo.lock", "requirements/deepspeed.lock"):
@@ -273,7 +274,7 @@ def test_the_code_is_known_by_what_its_sources_hold(tmp_path):
         if path.suffix in {".py", ".rs", ".lock", ".toml"} and path.name != "tables.py":
             path.write_text("other")
             seen.add(hashed())
-    assert len(seen) == 8
+    assert len(seen) == 10
 
 
 def test_curves_are_drawn_and_written(tmp_path):

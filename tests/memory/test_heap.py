@@ -23,7 +23,7 @@ PROGRAM = """if True:
     model = torch.nn.Linear(4, 4)
     model, optimizer = memascend.offload(model, torch.optim.AdamW(model.parameters()), storage=sys.argv[1])
     optimizer.close()
-    print(mapped(5 << 20), mapped(3 << 20))
+    print(mapped(5 << 20), mapped(20 << 10))
 """
 
 

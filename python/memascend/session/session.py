@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memascend.errors import ConfigError, MemascendError, UsageError
+from memascend.memory import trim_heap
 from memascend.params import module_hooks
 from memascend.session.run import CLOSED
 
@@ -100,6 +101,7 @@ class Session:
         if committed:
             self.run.residency.units.end_step()
             self.measurements.step_ended(began)
+            trim_heap()
             self.run.resources.warn_if_lost()
 
     def _prepared_step(self) -> bool:

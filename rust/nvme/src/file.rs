@@ -338,8 +338,11 @@ mod tests {
             io::Read,
             os::{fd::FromRawFd, unix::ffi::OsStrExt},
         };
-        // SAFETY: takes flags alone, and gives a descriptor that nobody else has.
-        let mut events = unsafe { File::from_raw_fd(libc::inotify_init1(libc::IN_NONBLOCK | libc::IN_CLOEXEC)) };
+        // SAFETY: takes flags alone.
+        let descriptor = unsafe { libc::inotify_init1(libc::IN_NONBLOCK | libc::IN_CLOEXEC) };
+        assert!(descriptor >= 0, "{}", io::Error::last_os_error());
+        // SAFETY: it is open, and nobody else has it.
+        let mut events = unsafe { File::from_raw_fd(descriptor) };
         let name = std::ffi::CString::new(folder.as_os_str().as_bytes()).unwrap_or_default();
         // SAFETY: an open descriptor, and a path that ends.
         assert!(unsafe { libc::inotify_add_watch(events.as_raw_fd(), name.as_ptr(), libc::IN_OPEN) } >= 0);

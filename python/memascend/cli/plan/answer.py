@@ -191,7 +191,8 @@ class Question:
     options: Options  # of `offload()`
     trace: Trace | str  # what torch takes for one backward; or why that is not known
     gpu: Gpu | None = None  # that computes; None: the processor does
-    measured: Callable[[Plan], tuple[Work, Host]] | None = None  # what the processor takes; None: nobody measured it
+    # What the processor takes with a format of the state; None: nobody measured it.
+    measured: Callable[[Plan, str], tuple[Work, Host]] | None = None
     drive: Drive | None = None  # as fast as storage is; None where that is not known
     free: int | None = None  # bytes that storage has; None where none was named
     # Bytes that may be written to storage in its life; None: what is usual for as large a drive as the store needs.
@@ -281,7 +282,7 @@ def _phases(question: Question, plan: Plan, network: Network | None) -> list[Pha
         work = Work(forward=trace.forward.flops / flops, backward=trace.backward.flops / flops)
         host = assumed_host(question.gpu.link)
     elif question.measured is not None:
-        work, host = question.measured(plan)
+        work, host = question.measured(plan, question.options.state or "fp32")
     else:
         return None
     work = replace(work, backwards=question.options.accumulation_steps)
