@@ -169,7 +169,7 @@ def _curves(bench: Bench, options: argparse.Namespace, printed: Any) -> dict[str
             continue
         found[name] = rows
         printed(
-            f"{curve.title}\n\n{table((curve.along, 'system', curve.unit), [tuple(map(str, row)) for row in rows])}"
+            f"{curve.title}\n\n{table((curve.along, 'system', curve.unit, 'least', 'most'), [tuple(map(str, row)) for row in rows])}"
         )
         picture = Path(options.picture) if options.picture else None
         draw(bench.results.folder, picture and picture.with_stem(f"{picture.stem}-{name}"), name, curve, rows)

@@ -8,7 +8,7 @@ from memascend.errors import ConfigError
 
 def store(run, *numbers, damage=None):
     """What is said of a store whose roots name these commits, the newest first."""
-    commits = [{"run": run * 16, "number": number} for number in numbers]
+    commits = [{"run": run * 16, "number": number, "identity": f"{number:032x}", "ranks": 0} for number in numbers]
     return {"there": True, "filled": True, "commits": commits, "damage": damage, "error": None}
 
 
@@ -21,7 +21,7 @@ def store(run, *numbers, damage=None):
     ],
 )
 def test_the_newest_that_all_have(stores, newest):
-    assert common_of(stores) == newest
+    assert common_of(stores) == (newest, newest.to_bytes(16))
 
 
 @pytest.mark.parametrize("last", [store("bb", 3, 2), store("bb", 4, 3), store("bb", 9)])

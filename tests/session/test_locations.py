@@ -57,11 +57,13 @@ def test_a_store_is_its_owners_alone_whatever_was_there(tmp_path):
 
     for existing in ("resume", "replace"):
         empty.chmod(0o664)
-        engine.Store.create(empty, entries(), existing=existing).close()
+        store = engine.Store.create(empty, entries(), existing=existing)
         assert mode_of(empty) == 0o600
+        store.close()
     empty.chmod(0o604)
-    engine.Store.open(empty).close()
+    store = engine.Store.open(empty)
     assert mode_of(empty) == 0o600
+    store.close()
     # Less than that is the owner's own wish.
     empty.chmod(0o400)
     engine.Store.open(empty).close() if os.geteuid() == 0 else None

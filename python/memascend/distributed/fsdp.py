@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import weakref
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -55,6 +56,8 @@ class FsdpParameter:
     name: str  # as `model.named_parameters()` gives it
     leaf: torch.nn.Parameter  # the DTensor that model and optimizer hold
     _torch: Any
+    # `torch.utils.swap_tensors`, as a cast of the model calls it, refuses a tensor that a weak reference is held of.
+    _unswapped: list[weakref.ref[torch.Tensor]] = field(default_factory=list, init=False)
 
     @property
     def local(self) -> torch.Tensor:
@@ -105,6 +108,7 @@ class FsdpParameter:
             made = torch.nn.Parameter(self.as_sharded(rows), requires_grad=self.leaf.requires_grad)
             swap: Any = torch.utils.swap_tensors
             swap(self.leaf, made)
+        self._unswapped.append(weakref.ref(self.leaf))
         self.leaf._local_tensor = rows  # type: ignore[attr-defined] # noqa: SLF001
         self._torch._init_extensions()  # noqa: SLF001
         # After `load_state_dict()` and what casts a module torch would take the memory of the rows.

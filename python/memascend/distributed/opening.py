@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from memascend.distributed.control_plane import Exchange
-    from memascend.distributed.reshard import Earlier
     from memascend.storage import Store
 
 
@@ -153,11 +152,11 @@ class Opening:
     identity: bytes  # of that commit; zeros where they are made, or it has none
     nonce: bytes  # of this opening
 
-    def open(self, make: Callable[[Existing], Store], earlier: Earlier | None = None) -> tuple[Store, Agreement]:
+    def open(self, make: Callable[[Existing], Store], earlier: bytes | None = None) -> tuple[Store, Agreement]:
         """Open the store by `make`, and give up on every rank what not all have, before any rank stages.
 
         `make` leaves the newest commit there until `Store.go_back()`, where it opens the one before. New stores go on
-        from `earlier` ones, if there are any.
+        from the commit of `earlier` ones that has this identity, if there are any.
 
         Raises:
             RankError: another rank could not open its store; nothing was changed on any.
@@ -182,7 +181,7 @@ class Opening:
                 store.end()
                 store.close()
             raise
-        before = self.identity if self.number or earlier is None else earlier.identity
+        before = self.identity if self.number or earlier is None else earlier
         agreement = Agreement(self.exchange, self.run, self.number, before, self.nonce)
         agreement.lead(store)
         return store, agreement

@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor
 from memascend.distributed.reshard import file_of_rank
 from memascend.distributed.rows import require_divisible, units_of_gathers
 from memascend.errors import ConfigError, StorageError
+from memascend.params.aliases import require_unaliased
 from memascend.plan.cost import Network
 from memascend.plan.units import find_units
-from memascend.session.original_state import require_unaliased
 from memascend.storage import Checksum
 from memascend.text import expanded
 

@@ -20,13 +20,14 @@ from memascend.distributed.setup import PlannedSharding
 from memascend.errors import BudgetError, ConfigError, StorageError
 from memascend.optim.rules import Arithmetic, unwrapped
 from memascend.optim.state import StateFormats
+from memascend.params.aliases import require_unaliased
 from memascend.params.module_hooks import gated
 from memascend.params.offloaded_param import dense_strides
 from memascend.plan.memory_plan import Log, Requirements, make_plan
 from memascend.plan.units import find_units
 from memascend.session.materialize import is_materialized
 from memascend.session.optimizer import OffloadedOptimizer
-from memascend.session.original_state import require_unaliased, require_unaliased_state
+from memascend.session.original_state import require_unaliased_state
 from memascend.text import expanded
 
 if TYPE_CHECKING:

@@ -235,7 +235,11 @@ def _prepared(subject: Subject, undo: contextlib.ExitStack) -> tuple[Assembly, F
         return store
 
     opening = None if sharding is None else sharding.opening
-    store = opened(subject.options.existing) if opening is None else opening.open(opened, subject.earlier)[0]
+    store = (
+        opened(subject.options.existing)
+        if opening is None
+        else opening.open(opened, None if subject.earlier is None else subject.earlier.identity)[0]
+    )
     undo.callback(store.close)
     if sharding is not None:
         store.set_first_elements(sharding.first_elements)

@@ -65,7 +65,7 @@ pub(crate) fn of_version(version: u32) -> String {
     if version < known {
         return format!(
             "the store's format has version {version}, which a memascend before 0.2 wrote that was never released, and \
-             nothing reads it any more; choose another path, or begin anew with existing=\"replace\""
+             nothing reads it any more; choose another path, or give existing=\"replace\" to begin anew"
         );
     }
     format!("the store's format has version {version}, and this memascend knows version {known}: install a newer one")

@@ -199,14 +199,20 @@ def test_verify_judges_both_commits(offloaded, tmp_path, capsys):
     status, text, wrong, found = verified(path, capsys)
     assert (status, wrong) == (0, "")
     assert "step 3 is whole" in text
-    assert 'step 2, generation 3, before it, is whole too: existing="previous" goes back' in text
+    assert (
+        'step 2, generation 3, before it, is whole too: `memascend train ... --previous`, or existing="previous" of offload(), goes back'
+        in text
+    )
     assert [(commit["step"], commit["whole"]) for commit in found["commits"]] == [(3, True), (2, True)]
 
     damage_newest_root(path)
     status, text, wrong, found = verified(path, capsys)
     assert status == 1
     assert "the root is damaged at offset" in wrong
-    assert 'step 2, generation 3 is whole: existing="previous" opens it' in text
+    assert (
+        'step 2, generation 3 is whole: `memascend train ... --previous`, or existing="previous" of offload(), opens it'
+        in text
+    )
     assert [(commit["step"], commit["whole"]) for commit in found["commits"]] == [(None, False), (2, True)]
 
     again(offloaded, "previous", lr=0.02).optimizer.close()
@@ -228,7 +234,10 @@ def test_verify_names_what_is_damaged_where(offloaded, tmp_path, capsys):
     assert status == 1
     assert f"is damaged at offset {at}" in wrong
     # What the last step did not change is of both commits; this it did.
-    assert 'step 0, generation 1 is whole: existing="previous" opens it' in text
+    assert (
+        'step 0, generation 1 is whole: `memascend train ... --previous`, or existing="previous" of offload(), opens it'
+        in text
+    )
     assert len(found["commits"][0]["damages"]) == 1
     assert found["commits"][0]["pieces"] == found["commits"][1]["pieces"] - 1
     flip(path, *(root + sector + 40 for root in ROOTS for sector in SECTORS))

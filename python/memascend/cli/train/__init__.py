@@ -18,7 +18,7 @@ __all__ = ["add_arguments", "run"]
 def run(options: argparse.Namespace) -> int:
     """Train; 0 once OUT holds the model of the last step."""
     settings = Settings.of(options)
-    if not int(os.environ.get("RANK") or 0):
+    if os.environ.get("RANK", "0") in {"", "0"}:
         # What follows loads torch and transformers, and reads all rows: that takes a while.
         print(
             f"memascend train: looking at {settings.model} and {' '.join(settings.data)}", file=sys.stderr, flush=True

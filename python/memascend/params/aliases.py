@@ -1,0 +1,204 @@
+"""Refuses tensors whose memory others hold: once it is on storage, these would keep old values in silence."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memascend.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+# A refusal names as many.
+_NAMED = 3
+
+
+# Words at the beginning of what torch keeps of a storage; where its memory is, and what frees it, are among them.
+_WORDS = 6
+
+
+def require_unaliased(
+    named: Mapping[str, torch.Tensor],
+    model: torch.nn.Module,
+    known: Iterable[torch.Tensor] = (),
+    *,
+    what: str = "the weight",
+) -> None:
+    """Refuse tensors whose memory others reach: once it is on storage, these would keep old values in silence.
+
+    Args:
+        named: the tensors, by the names that a refusal gives.
+        model: in whose modules what holds them is looked for.
+        known: tensors that may lie in the same memory, as they leave with the others.
+        what: one of the tensors, in words.
+
+    Raises:
+        ConfigError: which of them, and what to do.
+    """
+    counts = _Counts([*named.values(), *known, *_computed_anew(model)])
+    aliased = [name for name, tensor in named.items() if counts.others(tensor)]
+    if aliased:
+        # Cycles that nobody reaches hold some until they are collected.
+        gc.collect()
+        aliased = [name for name in aliased if counts.others(named[name])]
+    if aliased:
+        where = _attribute(model, named[aliased[0]], counts)
+        raise ConfigError(
+            f"{_listed(what, aliased)} shares memory with {where or 'something outside of the model'}, which would "
+            "keep old values while the run goes on, and lose what is written to it: delete it, or take it after "
+            "offload(). It may be .data, detach() or another view, numpy(), a state_dict(), a buffer that it is a part "
+            "of, or what an earlier forward computed, whose graph holds views"
+        )
+    foreign = _foreign(named)
+    if foreign:
+        raise ConfigError(
+            f"{_listed(what, foreign)} lies in memory that torch did not allocate (of numpy, DLPack or frombuffer(), "
+            "or shared with other processes), and its owner would keep old values while the run goes on: give it "
+            "memory of its own by clone() before offload() (p.data = p.data.clone())"
+        )
+
+
+@dataclass
+class _Memory:
+    """One storage, and how many of the tensors on it are known."""
+
+    tensor: torch.Tensor  # one of them
+    tensors: set[int] = field(default_factory=set)
+
+
+class _Counts:
+    """How many tensors and objects that are not known reach the memory of known ones."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._memory: dict[int, _Memory] = {}
+        # What is known stays, so that no other object comes to be where one of it was.
+        self._known = list(_with_bases(tensors))
+        for tensor in self._known:
+            found = _storage_of(tensor)
+            if found is not None:
+                self._memory.setdefault(found._cdata, _Memory(tensor)).tensors.add(id(tensor))  # noqa: SLF001
+        self._alone = _uses(torch.empty(1, device="cpu"))
+
+    def others(self, tensor: torch.Tensor) -> bool:
+        """Whether anything else holds its memory."""
+        memory = self._of(tensor)
+        return memory is not None and _uses(memory.tensor) > self._alone + len(memory.tensors) - 1
+
+    def is_alias(self, tensor: torch.Tensor, other: Any) -> bool:
+        """Whether something is a tensor in this memory, and not a known one."""
+        memory = self._of(tensor)
+        return (
+            memory is not None
+            and issubclass(type(other), torch.Tensor)
+            and id(other) not in memory.tensors
+            and self._of(other) is memory
+        )
+
+    def _of(self, tensor: torch.Tensor) -> _Memory | None:
+        storage = _storage_of(tensor)
+        return None if storage is None else self._memory.get(storage._cdata)  # noqa: SLF001
+
+
+def _uses(tensor: torch.Tensor) -> int:
+    """How many tensors and storages of C++ have its memory, and how many hold the object that is its storage."""
+    storage = _storage_of(tensor)
+    assert storage is not None
+    uses: int = torch._C._storage_Use_Count(storage._cdata)  # noqa: SLF001
+    return uses + sys.getrefcount(storage)
+
+
+def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """Its memory; None where there is none of a plain kind."""
+    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+        if tensor.is_meta or tensor.layout != torch.strided or not torch._C._has_storage(tensor):  # noqa: SLF001
+            return None
+        storage = tensor.untyped_storage()
+    return storage if storage.nbytes() else None
+
+
+def _with_bases(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The tensors, and those that they are views of, which lie in the same memory."""
+    for tensor in tensors:
+        yield tensor
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            base = tensor._base  # noqa: SLF001
+        if base is not None:
+            yield base
+
+
+def _computed_anew(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """What torch's spectral_norm() keeps as `weight`: a view of `weight_orig` at first, which each forward replaces."""
+    for module in model.modules():
+        for hook in module._forward_pre_hooks.values():  # noqa: SLF001
+            kept = vars(module).get(str(getattr(hook, "name", None)))
+            if type(hook).__module__.startswith("torch.nn.utils.") and isinstance(kept, torch.Tensor):
+                yield kept
+
+
+def _attribute(model: torch.nn.Module, tensor: torch.Tensor, counts: _Counts) -> str | None:
+    """The attribute of a module that is the alias, or a list, tuple or dict with it, in words."""
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            within = (
+                value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+            )
+            if any(counts.is_alias(tensor, one) for one in within):
+                return f"the attribute {key!r} of {name or 'the model'} ({type(module).__name__})"
+    return None
+
+
+def _listed(what: str, names: list[str]) -> str:
+    more = f" (and {len(names) - 1} more: {', '.join(names[1:_NAMED])}...)" if len(names) > 1 else ""
+    return f"{what} {names[0]}{more}"
+
+
+def _foreign(named: Mapping[str, torch.Tensor]) -> list[str]:
+    """Those in memory whose owner torch does not count, and which is no file of weights that torch maps for itself."""
+    found: list[str] = []
+    maps: list[tuple[int, int]] | None = None
+    for name, tensor in named.items():
+        storage = _storage_of(tensor)
+        if storage is None or storage.device.type != "cpu":
+            continue
+        # numpy() of a tensor makes the memory one that cannot be resized, too.
+        if (storage.resizable() and not storage.is_shared()) or _is_torchs_own(storage):
+            continue
+        if maps is None:
+            maps = _private_files()
+        address = storage.data_ptr()
+        if not any(begin <= address < end for begin, end in maps):
+            found.append(name)
+    return found
+
+
+def _is_torchs_own(storage: torch.UntypedStorage) -> bool:
+    """Whether torch's allocator of host memory made it: then what is to be freed is the memory itself."""
+    own = torch.empty(1, device="cpu").untyped_storage()
+    return _addresses(own) == 2 == _addresses(storage)
+
+
+def _addresses(storage: torch.UntypedStorage) -> int:
+    words = (ctypes.c_void_p * _WORDS).from_address(storage._cdata)  # noqa: SLF001
+    return sum(word == storage.data_ptr() for word in words)
+
+
+def _private_files() -> list[tuple[int, int]]:
+    """Where files lie in memory whose changes are this process's alone, as torch and safetensors map weights."""
+    found = []
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
+        span, permissions, _, _, _, *path = line.split(maxsplit=5)
+        if permissions.endswith("p") and path and path[0].startswith("/"):
+            begin, end = span.split("-")
+            found.append((int(begin, 16), int(end, 16)))
+    return found
+
+
+_SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
