@@ -168,9 +168,8 @@ def _curves(bench: Bench, options: argparse.Namespace, printed: Any) -> dict[str
         if not rows:
             continue
         found[name] = rows
-        printed(
-            f"{curve.title}\n\n{table((curve.along, 'system', curve.unit, 'least', 'most'), [tuple(map(str, row)) for row in rows])}"
-        )
+        head = (curve.along, "system", curve.unit, "least", "most")
+        printed(f"{curve.title}\n\n{table(head, [tuple(map(str, row)) for row in rows])}")
         picture = Path(options.picture) if options.picture else None
         draw(bench.results.folder, picture and picture.with_stem(f"{picture.stem}-{name}"), name, curve, rows)
     return found

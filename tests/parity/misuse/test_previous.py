@@ -14,6 +14,9 @@ from memascend.cli import main
 ROOTS = (4096, 8192)
 SECTORS = (0, 4096 - 512)
 
+# How the command line says it.
+PREVIOUS = '`memascend train ... --previous`, or existing="previous" of offload(),'
+
 
 class Noted(Stack):
     """With a buffer that each step changes."""
@@ -199,20 +202,14 @@ def test_verify_judges_both_commits(offloaded, tmp_path, capsys):
     status, text, wrong, found = verified(path, capsys)
     assert (status, wrong) == (0, "")
     assert "step 3 is whole" in text
-    assert (
-        'step 2, generation 3, before it, is whole too: `memascend train ... --previous`, or existing="previous" of offload(), goes back'
-        in text
-    )
+    assert f"step 2, generation 3, before it, is whole too: {PREVIOUS} goes back" in text
     assert [(commit["step"], commit["whole"]) for commit in found["commits"]] == [(3, True), (2, True)]
 
     damage_newest_root(path)
     status, text, wrong, found = verified(path, capsys)
     assert status == 1
     assert "the root is damaged at offset" in wrong
-    assert (
-        'step 2, generation 3 is whole: `memascend train ... --previous`, or existing="previous" of offload(), opens it'
-        in text
-    )
+    assert f"step 2, generation 3 is whole: {PREVIOUS} opens it" in text
     assert [(commit["step"], commit["whole"]) for commit in found["commits"]] == [(None, False), (2, True)]
 
     again(offloaded, "previous", lr=0.02).optimizer.close()
@@ -234,10 +231,7 @@ def test_verify_names_what_is_damaged_where(offloaded, tmp_path, capsys):
     assert status == 1
     assert f"is damaged at offset {at}" in wrong
     # What the last step did not change is of both commits; this it did.
-    assert (
-        'step 0, generation 1 is whole: `memascend train ... --previous`, or existing="previous" of offload(), opens it'
-        in text
-    )
+    assert f"step 0, generation 1 is whole: {PREVIOUS} opens it" in text
     assert len(found["commits"][0]["damages"]) == 1
     assert found["commits"][0]["pieces"] == found["commits"][1]["pieces"] - 1
     flip(path, *(root + sector + 40 for root in ROOTS for sector in SECTORS))
