@@ -187,14 +187,14 @@ class DeviceArena:
         slot = hold.slot
         with torch.inference_mode(mode=False), torch.no_grad():
             tensor = self._device.lent(slot.memory, slot.start, nbytes, hold)
-        address = tensor.untyped_storage().data_ptr()
+        address = torch.Tensor.untyped_storage(tensor).data_ptr()
         self._lent[address] = slot
         self._streams[address] = hold.streams
         return tensor
 
     def used(self, tensor: torch.Tensor) -> bool:
         """The caller's current stream is about to compute with a lease's bytes; whether it never did before."""
-        streams = self._streams.get(tensor.untyped_storage().data_ptr())
+        streams = self._streams.get(torch.Tensor.untyped_storage(tensor).data_ptr())
         with failures_named(self._device):
             stream = self._device.stream()
         if streams is None or stream in streams:
@@ -209,7 +209,7 @@ class DeviceArena:
 
     def after(self, tensor: torch.Tensor) -> list[Copy]:
         """What has to be over before a lease's bytes are written for the first time; told once."""
-        slot = self._lent[tensor.untyped_storage().data_ptr()]
+        slot = self._lent[torch.Tensor.untyped_storage(tensor).data_ptr()]
         after, slot.after = slot.after, []
         return after
 

@@ -11,6 +11,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from memascend.errors import ConfigError, UsageError
+from memascend.params.unit import HANDED_OUT
 from memascend.tensors import strides_of
 
 if TYPE_CHECKING:
@@ -131,6 +132,9 @@ class Away:
         places = find_away(args, kwargs)
         if all(place.source.holds(place) for place in places):
             # Of this thread, and real: as a plain parameter does it.
+            if getattr(func, "__name__", "") in HANDED_OUT:
+                for place in places:
+                    place.source.note_storage(place)
             with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
                 return func(*args, **kwargs)
         special = _SPECIAL.get(func)
@@ -167,6 +171,11 @@ class Away:
         place = self._memascend
         _require_outside(place, "pickled")
         return place.source.reached.stand_in(place).__reduce_ex__(protocol)
+
+
+# Past those of plain parameters, which watch the ones that are bound: here each comes through __torch_function__.
+for _name in HANDED_OUT:
+    setattr(Away, _name, getattr(torch.Tensor, _name))
 
 
 _CLASSES: dict[type, type] = {}

@@ -64,7 +64,7 @@ class SavedTensorHooks:
         if note is not None:
             return note
         if _is_offloaded(tensor):
-            return _Saved(tensor.detach(), tensor._memascend.name)  # type: ignore[attr-defined] # noqa: SLF001
+            return _Saved(torch.Tensor.detach(tensor), tensor._memascend.name)  # type: ignore[attr-defined] # noqa: SLF001
         kept = tensor if self.keeper is None else self.keeper.save(tensor, sys._getframe(1))  # noqa: SLF001
         return _Saved(tensor) if kept is tensor else kept
 
@@ -113,7 +113,7 @@ class SavedTensorHooks:
 
     def _note(self, tensor: torch.Tensor) -> Note | None:
         try:
-            address = tensor.untyped_storage().data_ptr()
+            address = torch.Tensor.untyped_storage(tensor).data_ptr()
         except (NotImplementedError, RuntimeError):
             # Sparse, or a subclass without memory of its own: no bytes of ours.
             return None
@@ -190,7 +190,7 @@ class _Delegating:
         note = self.hooks._note(tensor)  # noqa: SLF001
         if note is not None:
             return (True, note)
-        return (False, self._pack(tensor.detach() if _is_offloaded(tensor) else tensor))
+        return (False, self._pack(torch.Tensor.detach(tensor) if _is_offloaded(tensor) else tensor))
 
     def unpack(self, saved: Any) -> torch.Tensor:
         ours, what = saved
@@ -220,7 +220,7 @@ class _OverCheckpoint:
         return getattr(self._pack, "_user_hooks", None)
 
     def __call__(self, tensor: torch.Tensor) -> Any:
-        return self._pack(tensor.detach() if _is_offloaded(tensor) else tensor)
+        return self._pack(torch.Tensor.detach(tensor) if _is_offloaded(tensor) else tensor)
 
 
 def _is_offloaded(tensor: torch.Tensor) -> bool:
@@ -336,11 +336,19 @@ class Residency:
         return current() in self.units.home_of[place.name].holders
 
     def note_data(self, place: Place) -> None:
-        """Somebody takes the `.data` of a parameter, which is watched from here on where it is bound."""
+        """Somebody takes the `.data` or the memory of a parameter, which is watched from here on where it is bound."""
         with self.lock:
             home = self.units.home_of[place.name]
             if home.bound:
                 self.units.sums.take(home, place)
+
+    def note_storage(self, place: Place) -> None:
+        """Somebody takes all of the memory that a parameter lies in, which is that of its unit."""
+        with self.lock:
+            home = self.units.home_of[place.name]
+            if home.bound:
+                for other in home.places:
+                    self.units.sums.take(home, other)
 
     def require_away(self, place: Place) -> None:
         """Refuse other memory for a parameter that is bound."""

@@ -454,8 +454,9 @@ class ResidentUnits:
         written = {*seen, *self.sums.changed(home)}
         if written:
             self.written.update(written)
-            for name in written if home.held else ():
-                self._memory.spoil(name)
+            # Who wrote to one through its storage may have written to all of them.
+            for place in home.places if home.held else ():
+                self._memory.spoil(place.name)
             # What it holds now is no step's: it is read again.
             self.evict(home)
             home.weak = None

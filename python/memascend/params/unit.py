@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import tempfile
-import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -14,6 +13,7 @@ import torch
 
 from memascend.errors import ConfigError, StorageError
 from memascend.memory import file_memory
+from memascend.storage import checksum_of
 from memascend.tensors import bytes_of, memory_of
 
 if TYPE_CHECKING:
@@ -304,6 +304,26 @@ def _write(descriptor: int, values: torch.Tensor, folder: Path) -> None:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
+# Methods that hand out a parameter's memory, or write to it, past torch's counters.
+HANDED_OUT = (
+    "__array__",
+    "__dlpack__",
+    "_typed_storage",
+    "apply_",
+    "detach",
+    "map_",
+    "map2_",
+    "numpy",
+    "ravel",
+    "storage",
+    "untyped_storage",
+)
+
+
+# Those of them that give the memory of all of the unit; so does any of them after detach() or ravel().
+STORAGES = frozenset({"_typed_storage", "detach", "ravel", "storage", "untyped_storage"})
+
+
 _log = logging.getLogger("memascend")
 
 
@@ -318,7 +338,7 @@ class Sums:
     def __init__(self, *, everything: bool) -> None:
         """`everything`: compare all parameters, and not only those that somebody took the data of."""
         self._everything = everything
-        self._read: dict[str, int] = {}
+        self._read: dict[str, str] = {}
         self._told: set[str] = set()
 
     def note(self, home: Home) -> None:
@@ -350,10 +370,10 @@ class Sums:
         ]
         for name in names:
             if name not in self._told:
-                _log.warning("the values of %s were changed in memory, past torch's counters (.data?)", name)
+                _log.warning("the values of %s were changed in memory, past torch's counters (.data, numpy?)", name)
                 self._told.add(name)
         return names
 
 
-def _sum(base: torch.Tensor, offset: int, nbytes: int) -> int:
-    return zlib.crc32(memory_of(base[offset : offset + nbytes].cpu()))
+def _sum(base: torch.Tensor, offset: int, nbytes: int) -> str:
+    return checksum_of(base[offset : offset + nbytes].cpu())

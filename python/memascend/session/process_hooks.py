@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from memascend.errors import UsageError
 from memascend.grads.lazy_grad import GradientHandle
 from memascend.params.module_hooks import refuse_moved, refuse_wrapper
+from memascend.params.unit import HANDED_OUT, STORAGES
 from memascend.session.attachment import copy_module
 from memascend.session.optimizer import OffloadedOptimizer
 
@@ -50,6 +52,8 @@ class ProcessHooks:
                 # torch picks list kernels by exact type, and on a GPU a list's norm has other bits than a tensor's.
                 _LISTED.append(GradientHandle)
                 torch.nn.Module.__deepcopy__ = copy_module  # type: ignore[attr-defined]
+                for name in HANDED_OUT:
+                    setattr(torch.nn.Parameter, name, _watching(name))
                 torch.nn.Parameter.data = property(_data, _set_data)  # type: ignore[assignment]
 
     def release(self) -> None:
@@ -66,6 +70,8 @@ class ProcessHooks:
                 _LISTED.remove(GradientHandle)
                 del torch.nn.Module.__deepcopy__  # type: ignore[attr-defined]
                 del torch.nn.Parameter.data
+                for name in HANDED_OUT:
+                    delattr(torch.nn.Parameter, name)
 
 
 def _data(parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -75,6 +81,20 @@ def _data(parameter: torch.nn.Parameter) -> torch.Tensor:
         place.source.note_data(place)
     values: torch.Tensor = _TENSOR_DATA.__get__(parameter)
     return values
+
+
+def _watching(name: str) -> Any:
+    """A method of tensors, for parameters: of one that is bound it is told first."""
+    method = getattr(torch.Tensor, name)
+
+    @functools.wraps(method)
+    def watched(parameter: torch.nn.Parameter, *args: Any, **options: Any) -> Any:
+        place = parameter.__dict__.get("_memascend")
+        if place is not None:
+            (place.source.note_storage if name in STORAGES else place.source.note_data)(place)
+        return method(parameter, *args, **options)
+
+    return watched
 
 
 def _set_data(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
