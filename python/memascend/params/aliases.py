@@ -198,6 +198,3 @@ def _private_files() -> list[tuple[int, int]]:
             begin, end = span.split("-")
             found.append((int(begin, 16), int(end, 16)))
     return found
-
-
-_SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]

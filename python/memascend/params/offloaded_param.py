@@ -492,6 +492,12 @@ class Source(Protocol):
     def borrowed(self, places: Iterable[Place]) -> AbstractContextManager[None]:
         """Bind the units of some parameters for one operation."""
 
+    def note_storage(self, place: Place) -> None:
+        """Somebody takes all of the memory that a parameter lies in."""
+
+    def note_data(self, place: Place) -> None:
+        """Somebody takes the memory of a parameter."""
+
     def fits(self, places: Iterable[Place]) -> bool:
         """Whether the units of some parameters have room in memory together."""
 

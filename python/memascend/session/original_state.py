@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from memascend.session.optimizer import OffloadedOptimizer
 
 
+# Past the property that parameters have while any model is offloaded.
+_SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _WHERE = "is on storage: use the optimizer that offload() returned, and its state[p]"
 
 
