@@ -11,7 +11,6 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from memascend.errors import ConfigError, UsageError
-from memascend.params.unit import HANDED_OUT
 from memascend.tensors import strides_of
 
 if TYPE_CHECKING:
@@ -109,6 +108,13 @@ METADATA = _metadata()
 
 # Raised where a parameter that is away is asked for its memory, or written to, and cannot be.
 _HOW = "use memascend.materialized(model) to read it, and materialized(model, modify=True) to change it"
+
+
+# Methods that hand out a parameter's memory, or write to it, past torch's counters.
+HANDED_OUT = (
+    "__array__", "__dlpack__", "_typed_storage", "apply_", "detach", "map_", "map2_", "numpy", "ravel", "storage",
+    "untyped_storage",
+)  # fmt: skip
 
 
 class Away:

@@ -304,22 +304,6 @@ def _write(descriptor: int, values: torch.Tensor, folder: Path) -> None:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-# Methods that hand out a parameter's memory, or write to it, past torch's counters.
-HANDED_OUT = (
-    "__array__",
-    "__dlpack__",
-    "_typed_storage",
-    "apply_",
-    "detach",
-    "map_",
-    "map2_",
-    "numpy",
-    "ravel",
-    "storage",
-    "untyped_storage",
-)
-
-
 # Those of them that give the memory of all of the unit; so does any of them after detach() or ravel().
 STORAGES = frozenset({"_typed_storage", "detach", "ravel", "storage", "untyped_storage"})
 

@@ -13,7 +13,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from memascend.errors import UsageError
 from memascend.grads.lazy_grad import GradientHandle
 from memascend.params.module_hooks import refuse_moved, refuse_wrapper
-from memascend.params.unit import HANDED_OUT, STORAGES
+from memascend.params.offloaded_param import HANDED_OUT
+from memascend.params.unit import STORAGES
 from memascend.session.attachment import copy_module
 from memascend.session.optimizer import OffloadedOptimizer
 

@@ -30,8 +30,8 @@ pub enum Error {
 
     /// A store has no commit and never had one: it was being made when whoever made it ended. Nothing was changed.
     #[error(
-        "{}: its first write did not finish, so its run never began and there is nothing to resume: begin it with \
-         existing=\"replace\"",
+        "{}: its first write did not finish, so its run never began and there is nothing to resume: \
+         give existing=\"replace\" to begin it",
         path.display()
     )]
     Unfilled {
