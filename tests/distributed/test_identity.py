@@ -240,15 +240,13 @@ def test_going_back_forks_a_run(tmp_path):
 
 
 def test_new_stores_go_on_from_the_identity_of_the_earlier_ones(tmp_path, monkeypatch):
-    class Earlier:
-        identity = bytes(range(16))
-
+    identity = bytes(range(16))
     told, make = [], Agreement.__init__
     monkeypatch.setattr(Agreement, "__init__", lambda self, *given: told.append(given[3]) or make(self, *given))
-    for name, earlier in (("one", Earlier), ("other", None)):
+    for name, earlier in (("one", identity), ("other", None)):
         (tmp_path / name).mkdir()
         Life(tmp_path / name, 0, earlier=earlier)
-    assert told == [Earlier.identity] * 2 + [bytes(16)] * 2
+    assert told == [identity] * 2 + [bytes(16)] * 2
 
 
 def test_stores_of_an_earlier_version_are_adopted_once(tmp_path, caplog, monkeypatch):

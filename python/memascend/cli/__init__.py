@@ -34,6 +34,7 @@ _OWN_WORDS = {
     'begin from a checkpoint, with existing="replace"': "begin from a saved model, in another --output and --storage",
     'give existing="replace"': "name another --storage",
     'existing="previous"': "--previous",
+    'existing="replace" would write': "a new run in this --storage would write",
     "; keep it with optimizer.save(folder)": "; the model that was saved last stays in --output",
 }
 
