@@ -27,7 +27,7 @@ from memascend.cli import plan as plans
 from memascend.cli.plan.model import recompute, settle, without_gradients_kept
 from memascend.cli.storage import disk_folder
 from memascend.errors import ConfigError, StorageError
-from memascend.memory import fix_heap
+from memascend.memory import Heap
 from memascend.plan.cost import Host, Work, assumed_host
 from memascend.session.offload import offload
 from memascend.text import Progress
@@ -127,7 +127,7 @@ def _model_seconds(model: nn.Module, trace: Trace, shape: tuple[int, int]) -> tu
     """Of its forward and backward: its own code on values that are made up, as deep as that is quick."""
     values = sum(parameter.nbytes for parameter in model.parameters())
     # As it will be while it is trained: pages that are mapped anew are zeroed anew.
-    fix_heap()
+    Heap()
     depth = _depth(model)
     first = _pass_seconds(model, 1, trace, shape)
     if depth == 1:

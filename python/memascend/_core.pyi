@@ -13,6 +13,7 @@ __all__ = [
     "Engine",
     "Fetch",
     "FileMemory",
+    "Heap",
     "Lease",
     "LeaseBuffer",
     "LentBuffer",
@@ -24,7 +25,6 @@ __all__ = [
     "Volume",
     "__version__",
     "dlpack",
-    "fix_heap",
     "ignore_captures",
     "io_uring_why_not",
     "kernel_accumulate",
@@ -46,7 +46,6 @@ __all__ = [
     "store_look",
     "store_sizes",
     "store_state_in",
-    "trim_heap",
 ]
 
 __version__: str
@@ -115,10 +114,15 @@ class LeaseBuffer:
     if sys.version_info >= (3, 12):
         def __buffer__(self, flags: int, /) -> memoryview: ...
 
+@final
+class Heap:
+    def __new__(cls) -> Heap: ...
+    def take_holes(self) -> None: ...
+    def trim(self) -> None: ...
+    def close(self) -> None: ...
+
 def ignore_captures() -> bool: ...
 def memory_layout(classes: dict[int, int]) -> tuple[int, int]: ...
-def fix_heap() -> bool: ...
-def trim_heap() -> None: ...
 def memory_limits() -> dict[str, Any]: ...
 def memory_regions() -> list[dict[str, Any]]: ...
 

@@ -26,16 +26,15 @@ __all__ = [
     "UNREGISTERED",
     "Arena",
     "ChunkRing",
+    "Heap",
     "Layout",
     "Lease",
     "Region",
     "file_memory",
-    "fix_heap",
     "ignore_captures",
     "layout",
     "limits",
     "regions",
-    "trim_heap",
 ]
 
 
@@ -44,6 +43,33 @@ UNREGISTERED = (
     "copies to the device and back go through a buffer of the driver's and are slower for it, and whoever begins one "
     "waits until it is over, so that little is read meanwhile"
 )
+
+
+class Heap(Closing):
+    """The C library's heap while a model is trained: it maps allocations from 1 MiB on, and gives back what is free.
+
+    glibc raises that threshold by itself, and its heap grows with the depth of a model then. A model that was made in
+    the heap leaves holes, which gradients would fill one after another: they are taken, and free again after `close()`.
+    `MEMASCEND_MALLOC=system` in the environment leaves the heap alone; glibc's own variables, by which somebody chose,
+    leave their thresholds and the holes.
+    """
+
+    __slots__ = ("_core",)
+
+    def __init__(self) -> None:
+        self._core = _core.Heap()
+
+    def take_holes(self) -> None:
+        """Give back what is free, and take the holes: large memory was freed that does not come again."""
+        self._core.take_holes()
+
+    def trim(self) -> None:
+        """Give back to the system what is free."""
+        self._core.trim()
+
+    def close(self) -> None:
+        """Make the holes free for anybody."""
+        self._core.close()
 
 
 class Region(Closing):
@@ -337,20 +363,6 @@ def limits() -> dict[str, Any]:
 def regions() -> list[dict[str, Any]]:
     """Every region that is mapped now: its "owner", "bytes" and how it is "pinned"."""
     return _core.memory_regions()
-
-
-def fix_heap() -> bool:
-    """Have the C library map every allocation from 32 KiB on, and keep little of what is freed. Whether it does.
-
-    glibc raises that threshold by itself, and then its heap grows with the depth of a model. `MEMASCEND_MALLOC=system`
-    in the environment leaves the heap alone, as glibc's own variables do, by which somebody chose.
-    """
-    return _core.fix_heap()
-
-
-def trim_heap() -> None:
-    """Give back to the system what is free in the C library's heap."""
-    _core.trim_heap()
 
 
 PAGE_BYTES = 4096

@@ -14,7 +14,6 @@ from memascend.activations import activations as activation_files
 from memascend.device import device as devices
 from memascend.device.unit_memory import DeviceUnits, HostUnits
 from memascend.distributed.setup import begin
-from memascend.memory import fix_heap, trim_heap
 from memascend.optim.rules import unwrapped, wrap_again
 from memascend.optim.shared import take_options
 from memascend.plan.cost import said
@@ -208,9 +207,8 @@ def _offloaded(subject: Subject) -> tuple[OffloadedOptimizer, Forecast | None]:
     if subject.earlier is not None:
         subject.earlier.remove()
     wrap_again(subject.given, offloaded)
-    fix_heap()
     # The model's own memory was freed.
-    trim_heap()
+    session.heap.take_holes()
     open_runs.note(offloaded)
     return offloaded, seconds
 

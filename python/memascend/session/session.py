@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memascend.errors import ConfigError, MemascendError, UsageError
-from memascend.memory import trim_heap
+from memascend.memory import Heap
 from memascend.params import module_hooks
 from memascend.session.run import CLOSED
 
@@ -62,6 +62,7 @@ class Session:
     # Where ranks share the parameters.
     sharding: Sharding | None = None
     outcome: Outcome = field(default_factory=Outcome)
+    heap: Heap = field(default_factory=Heap)
 
     # --- the loop --------------------------------------------------------------------
 
@@ -101,7 +102,7 @@ class Session:
         if committed:
             self.run.residency.units.end_step()
             self.measurements.step_ended(began)
-            trim_heap()
+            self.heap.trim()
             self.run.resources.warn_if_lost()
 
     def _prepared_step(self) -> bool:
@@ -287,6 +288,7 @@ class Session:
         self.attachment.leave()
         self.run.gradients.unwatch()
         self.run.residency.close(CLOSED)
+        self.heap.close()
         self.run.resources.close()
 
 

@@ -1,32 +1,69 @@
-//! Fixes how the C library's heap treats large allocations: from one size on they are mapped, and what is freed goes back.
+//! The C library's heap of a process that trains: large allocations are mapped, and what is freed goes back to the system.
 //!
 //! glibc raises its threshold with each mapping that is freed, up to 32 MiB. From then on gradients come from the heap,
 //! where what little stays between them keeps it from shrinking: it would grow with the depth of the model.
+//!
+//! Whatever the threshold, glibc serves a request from a hole that fits before it thinks of a mapping. Where a model was
+//! made in the heap, each gradient of a step lies in another of its holes, and the model's memory comes back. So the
+//! holes are taken: one that is allocated serves nobody, and without its pages it costs no memory.
 
 use std::env;
+use std::ffi::c_void;
 
-/// From here on an allocation is a mapping of its own. With 128 KiB training a model that was made in the heap already
-/// takes more than a twentieth beyond the plan. `benchmarks/heap.py` compares others.
-#[cfg(target_env = "gnu")]
-const MAPPED_BYTES: libc::c_int = 32 << 10;
-/// What may stay free at the heap's end: glibc's own, which it raises with the other.
-#[cfg(target_env = "gnu")]
-const TRIMMED_BYTES: libc::c_int = 128 << 10;
+/// From here on an allocation is a mapping of its own, whose pages the kernel clears each time. With 32 KiB a step of a
+/// model of 125 M takes a quarter longer and saves 28 MB of 393; `benchmarks/heap.py` compares others.
+const MAPPED_BYTES: libc::c_int = 1 << 20;
 /// `MEMASCEND_MALLOC=system` leaves the heap alone.
 const VARIABLE: &str = "MEMASCEND_MALLOC";
 /// By these a user has said what glibc is to do.
 const OF_GLIBC: [&str; 2] = ["MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"];
 
-/// Fixes the thresholds of this process, but where the environment says what they are. Whether it did.
-#[must_use]
-pub fn fix_heap() -> bool {
-    !is_left_alone() && !OF_GLIBC.into_iter().any(|name| env::var_os(name).is_some()) && fixed()
+/// From here on a hole is taken; smaller ones are for what is always in the heap.
+#[cfg(target_env = "gnu")]
+const HOLE_BYTES: u16 = 32 << 10;
+/// Larger holes are taken in several pieces.
+#[cfg(target_env = "gnu")]
+const PIECE_BYTES: usize = 256 << 20;
+
+/// How the heap is treated while this exists; afterwards the holes are free again, and the thresholds stay.
+#[derive(Debug, Default)]
+pub struct Heap {
+    // Addresses of what was allocated.
+    taken: Vec<usize>,
 }
 
-/// Gives back to the system what is free in the heap.
-pub fn trim_heap() {
-    if !is_left_alone() {
-        trimmed();
+impl Heap {
+    /// Fixes the thresholds of this process, but where the environment says what they are.
+    #[must_use]
+    pub fn new() -> Self {
+        if is_ours() {
+            set_mapped_from(MAPPED_BYTES);
+        }
+        Self::default()
+    }
+
+    /// Gives back to the system what is free.
+    pub fn trim(&self) {
+        if !is_left_alone() {
+            trimmed();
+        }
+    }
+
+    /// Gives back what is free, and takes the holes: large memory was freed that does not come again.
+    pub fn take_holes(&mut self) {
+        self.trim();
+        if is_ours() {
+            take(&mut self.taken);
+        }
+    }
+}
+
+impl Drop for Heap {
+    fn drop(&mut self) {
+        for address in self.taken.drain(..) {
+            // SAFETY: malloc gave it, and nobody else knows of it.
+            unsafe { libc::free(address as *mut c_void) };
+        }
     }
 }
 
@@ -34,11 +71,17 @@ fn is_left_alone() -> bool {
     env::var_os(VARIABLE).is_some_and(|said| said == "system")
 }
 
+/// Whether nobody has said how large allocations are treated.
+fn is_ours() -> bool {
+    !is_left_alone() && !OF_GLIBC.into_iter().any(|name| env::var_os(name).is_some())
+}
+
 #[cfg(target_env = "gnu")]
-fn fixed() -> bool {
-    // SAFETY: it takes two numbers, and the library's own lock.
-    let set = |option, bytes| unsafe { libc::mallopt(option, bytes) } == 1;
-    set(libc::M_MMAP_THRESHOLD, MAPPED_BYTES) && set(libc::M_TRIM_THRESHOLD, TRIMMED_BYTES)
+fn set_mapped_from(bytes: libc::c_int) {
+    for (option, value) in [(libc::M_MMAP_THRESHOLD, bytes), (libc::M_TRIM_THRESHOLD, 2 * bytes)] {
+        // SAFETY: it takes two numbers, and the library's own lock.
+        unsafe { libc::mallopt(option, value) };
+    }
 }
 
 #[cfg(target_env = "gnu")]
@@ -47,10 +90,35 @@ fn trimmed() {
     unsafe { libc::malloc_trim(0) };
 }
 
-#[cfg(not(target_env = "gnu"))]
-fn fixed() -> bool {
-    false
+/// Allocates what is free below the heap's end, the largest first. Their pages were given back, and are not touched.
+#[cfg(target_env = "gnu")]
+fn take(taken: &mut Vec<usize>) {
+    // SAFETY: sbrk(0) tells where the heap ends; what malloc gives is freed or kept, and never read.
+    let end = || unsafe { libc::sbrk(0) } as usize;
+    let top = end();
+    let mut bytes = PIECE_BYTES;
+    // What no hole serves shall be mapped, so that its address tells.
+    set_mapped_from(HOLE_BYTES.into());
+    // A heap that grows says that the process has as many mappings as it may.
+    while bytes >= HOLE_BYTES.into() && end() == top {
+        // SAFETY: as above.
+        let address = unsafe { libc::malloc(bytes) };
+        if !address.is_null() && (address as usize) < top {
+            taken.push(address as usize);
+            continue;
+        }
+        // SAFETY: malloc gave it just now, or null.
+        unsafe { libc::free(address) };
+        bytes /= 2;
+    }
+    set_mapped_from(MAPPED_BYTES);
 }
 
 #[cfg(not(target_env = "gnu"))]
+fn set_mapped_from(_: libc::c_int) {}
+
+#[cfg(not(target_env = "gnu"))]
 fn trimmed() {}
+
+#[cfg(not(target_env = "gnu"))]
+fn take(_: &mut Vec<usize>) {}

@@ -29,7 +29,7 @@ pub use error::{Error, Holder, Result};
 pub use file_memory::FileMemory;
 pub use fork::fork_generation;
 pub use guarded::{Ended, Guarded, Wait, locked};
-pub use heap::{fix_heap, trim_heap};
+pub use heap::Heap;
 pub use layout::{ClassLayout, Layout};
 pub use lease::Lease;
 pub use limits::{Headroom, MemoryLimits, memory_limits};

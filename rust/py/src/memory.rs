@@ -3,6 +3,7 @@
 use std::{
     ffi::c_int,
     os::fd::{BorrowedFd, RawFd},
+    sync::{Mutex, MutexGuard},
 };
 
 use memascend_mem::{self as mem, ArenaStats, Layout, OnFork, OwnerStats, Pin, Pinned};
@@ -25,12 +26,11 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Arena>()?;
     module.add_class::<ChunkRing>()?;
     module.add_class::<FileMemory>()?;
-    module.add_function(wrap_pyfunction!(fix_heap, module)?)?;
+    module.add_class::<Heap>()?;
     module.add_function(wrap_pyfunction!(ignore_captures, module)?)?;
     module.add_function(wrap_pyfunction!(memory_layout, module)?)?;
     module.add_function(wrap_pyfunction!(memory_limits, module)?)?;
-    module.add_function(wrap_pyfunction!(memory_regions, module)?)?;
-    module.add_function(wrap_pyfunction!(trim_heap, module)?)
+    module.add_function(wrap_pyfunction!(memory_regions, module)?)
 }
 
 /// Page-aligned memory outside Python's heap. See `memascend.memory.Region`.
@@ -199,16 +199,36 @@ fn memory_layout(classes: &Bound<'_, PyDict>) -> PyResult<(usize, usize)> {
     Ok((layout.asked_bytes(), layout.reserved_bytes()))
 }
 
-/// Fixes from which size on the C library maps allocations. See `memascend.memory.fix_heap`.
-#[pyfunction]
-fn fix_heap() -> bool {
-    mem::fix_heap()
+/// The C library's heap while a model is trained. See `memascend.memory.Heap`.
+#[pyclass(frozen, module = "memascend._core")]
+struct Heap {
+    inner: Mutex<Option<mem::Heap>>,
 }
 
-/// Gives back what is free in the C library's heap. See `memascend.memory.trim_heap`.
-#[pyfunction]
-fn trim_heap(py: Python<'_>) {
-    py.detach(mem::trim_heap);
+#[pymethods]
+impl Heap {
+    #[new]
+    fn new() -> Self {
+        Self { inner: Mutex::new(Some(mem::Heap::new())) }
+    }
+
+    fn take_holes(&self, py: Python<'_>) {
+        py.detach(|| self.held().as_mut().map(mem::Heap::take_holes));
+    }
+
+    fn trim(&self, py: Python<'_>) {
+        py.detach(|| self.held().as_ref().map(mem::Heap::trim));
+    }
+
+    fn close(&self, py: Python<'_>) {
+        py.detach(|| self.held().take());
+    }
+}
+
+impl Heap {
+    fn held(&self) -> MutexGuard<'_, Option<mem::Heap>> {
+        mem::locked(&self.inner)
+    }
 }
 
 /// The limits on this process's memory, as they are now.
