@@ -128,14 +128,14 @@ def _train(depth: int, case: str, gradients: str, folder: str, start: str, dtype
     gc.collect()
     # Where glibc's own threshold ends, and where it is once such a tensor was freed.
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 32 << 20)
-    baseline, at_rest = _status("VmRSS"), _status("RssAnon")
+    baseline, at_rest = status("VmRSS"), status("RssAnon")
     made = _model(depth, width, start, dtype)
     parameters = sum(parameter.numel() for parameter in made.parameters())
     model, optimizer = _made(made, case, gradients, f"{folder}/run")
     # What making the model took is no part of training.
     Path("/proc/self/clear_refs").write_text("5")
     left = _loop(model, optimizer, _VOCABULARY)
-    added, rest = _status("VmHWM") - baseline, _status("RssAnon") - at_rest
+    added, rest = status("VmHWM") - baseline, status("RssAnon") - at_rest
     planned = optimizer.plan.host_peak if case == "offloaded" else 0
     _close(optimizer)
     return {"parameters": parameters, "added": added, "rest": rest, "planned": planned, "left": left}
@@ -246,7 +246,7 @@ def _allocated() -> int:
     return int(found.uordblks + found.hblkhd)
 
 
-def _status(name: str) -> int:
+def status(name: str) -> int:
     """A figure of this process, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(name + ":"):

@@ -1,8 +1,9 @@
 """Measures seconds of a step and memory with other thresholds from which on the C library maps allocations.
 
 Each model trains in a process of its own for each threshold; the processes take turns, so that all of them meet the
-same machine. "none" leaves the heap alone (`MEMASCEND_MALLOC=system`); a number is what `rust/mem/src/heap.rs` would
-fix, given to glibc by its own variables. What is printed: the median seconds of a step, and the most that the process
+same machine. "ours" is what users get (`rust/mem/src/heap.rs`), "none" leaves the heap alone
+(`MEMASCEND_MALLOC=system`); a number is given to glibc by its own variables from the beginning, so that the model is
+not made in the heap. What is printed: the median seconds of a step, and the most that the process
 held while it trained beyond what it held before there was a model.
 """
 
@@ -19,10 +20,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.depth import status
 from memascend.text import table
 
 _KIB, _MIB = 1 << 10, 1 << 20
-_THRESHOLDS = {"none": None, "32K": 32 * _KIB, "1M": _MIB, "4M": 4 * _MIB, "32M": 32 * _MIB}
+_THRESHOLDS = {"ours": None, "none": None, "32K": 32 * _KIB, "1M": _MIB, "4M": 4 * _MIB, "32M": 32 * _MIB}
 # Hidden, intermediate, blocks, heads, heads of keys, words; those of Qwen2 where it has that size.
 _SHAPES = {"125M": (768, 2048, 12, 12, 4, 32_000), "1.5B": (1536, 8960, 28, 12, 2, 151_936)}
 _WARM_STEPS = 2
@@ -50,7 +52,7 @@ def main() -> None:
         turns: dict[str, list[dict[str, Any]]] = {name: [] for name in options.thresholds}
         for _ in range(options.rounds):
             for name, made in turns.items():
-                made.append(_measured(options, shape, _THRESHOLDS[name]))
+                made.append(_measured(options, shape, name))
         found[shape] = {name: _summary(made) for name, made in turns.items()}
         if not options.json:
             print(f"{shape}, 1 x {options.tokens} tokens, gradients {options.gradients}\n")
@@ -60,13 +62,14 @@ def main() -> None:
         print(json.dumps(found, indent=2))
 
 
-def _measured(options: argparse.Namespace, shape: str, threshold: int | None) -> dict[str, Any]:
+def _measured(options: argparse.Namespace, shape: str, name: str) -> dict[str, Any]:
     """What a process of its own says."""
+    threshold = _THRESHOLDS[name]
     of_glibc = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES", "MEMASCEND_MALLOC")
     environment = {name: value for name, value in os.environ.items() if name not in of_glibc}
-    if threshold is None:
+    if name == "none":
         environment["MEMASCEND_MALLOC"] = "system"
-    else:
+    elif threshold is not None:
         environment |= {of_glibc[0]: str(threshold), of_glibc[1]: str(2 * threshold)}
     with tempfile.TemporaryDirectory(dir=options.storage, prefix=".memascend-heap-") as folder:
         work = {"shape": shape, "folder": folder, "tokens": options.tokens, "steps": options.steps}
@@ -90,7 +93,7 @@ def _train(shape: str, folder: str, tokens: int, steps: int, options: dict[str, 
     import memascend
 
     torch.manual_seed(0)
-    before = _status("RssAnon")
+    before = status("RssAnon")
     hidden, intermediate, blocks, heads, keys, words = _SHAPES[shape]
     config = transformers.Qwen2Config(
         hidden_size=hidden,
@@ -118,16 +121,8 @@ def _train(shape: str, folder: str, tokens: int, steps: int, options: dict[str, 
             optimizer.zero_grad()
             seconds.append(time.perf_counter() - began)
         # The pages of files are no memory that training takes: what is mapped of them now is left out.
-        added = _status("VmHWM") - _status("RssFile") - _status("RssShmem") - before
+        added = status("VmHWM") - status("RssFile") - status("RssShmem") - before
     return {"seconds": seconds[_WARM_STEPS:], "added": added}
-
-
-def _status(name: str) -> int:
-    """A figure of this process, in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(name + ":"):
-            return int(line.split()[1]) << 10
-    raise KeyError(name)
 
 
 if __name__ == "__main__":

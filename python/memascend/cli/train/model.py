@@ -79,10 +79,6 @@ def load_tokenizer(folder: Path) -> Any:
         ConfigError: there is none, or transformers cannot read it; or the config beside it is none.
     """
     transformers = require_transformers()
-    if not folder.is_dir():
-        raise ConfigError(
-            f"--model {folder} is no folder: download the model first, with `hf download NAME --local-dir {folder}`"
-        )
     # The tokenizer looks at it, too.
     if (folder / _CONFIG).is_file():
         read_config(folder / _CONFIG)
