@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,8 +33,7 @@ from memascend.optim.trial import known
 from memascend.tensors import flat
 
 if TYPE_CHECKING:
-    import contextlib
-    from collections.abc import Callable, Hashable, Iterable, Mapping
+    from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
     from memascend.storage import Chunk, Late
 
@@ -456,6 +456,10 @@ class Adoption:
         run(copy, mode)
         return begin.changes(SharedValues.of(copy))
 
+    def has(self, mode: str) -> bool:
+        """Whether the optimizer can be told to `train()` or to `eval()`."""
+        return callable(getattr(type(self._optimizer), mode, None))
+
     def _home(self, place: SharedName) -> dict[str, Any]:
         """Where a value stands."""
         return vars(self._optimizer) if place.group is None else self._optimizer.param_groups[place.group]
@@ -478,3 +482,58 @@ class Adoption:
             undo.callback(put, self._home(place), name, copied(own))
             example = self.examples.setdefault(place, None if own is GONE else own)
             put(self._home(place), name, restored(value, example))
+
+
+class Adoptions:
+    """Those of all optimizers of a run. Of several, each has its own."""
+
+    def __init__(self, members: Sequence[tuple[Adoption, int]]) -> None:
+        """Each comes with the number that its first group has among those of all."""
+        self._members = members
+
+    @property
+    def examples(self) -> dict[SharedName, Any]:
+        """Options that steps change, by the numbers that groups have among those of all."""
+        return {
+            SharedName(place.group + first, place.name): value
+            for member, first in self._members
+            for place, value in member.examples.items()
+            if place.group is not None
+        }
+
+    def adopt(
+        self,
+        names: Sequence[str],
+        finish: Callable[[], None],
+        changed: Mapping[int, Mapping[SharedName, Any]] | None = None,
+    ) -> Callable[[], None]:
+        """Set what the runs of these parameters changed; what gives the old values back. See `Adoption.adopt`.
+
+        Args:
+            names: of the parameters.
+            finish: waits until all runs have ended.
+            changed: what `switched` said; None: a step was made.
+        """
+        with contextlib.ExitStack() as undo:
+            for number, (member, _) in enumerate(self._members):
+                if changed is None or number in changed:
+                    undo.callback(member.adopt(names, finish, None if changed is None else changed[number]))
+            return undo.pop_all().close
+
+    def switched(self, mode: str) -> dict[int, Mapping[SharedName, Any]]:
+        """By the number of each optimizer that is not in that mode, what `train()` or `eval()` changes for all alike."""
+        found = {number: member.switched(mode) for number, (member, _) in enumerate(self._members) if member.has(mode)}
+        return {number: changes for number, changes in found.items() if changes}
+
+    def attributes(self) -> dict[str, Any]:
+        """The attributes that steps change, as JSON; of several optimizers by their numbers."""
+        found = [member.attributes() for member, _ in self._members]
+        if len(found) == 1:
+            return found[0]
+        return {str(number): attributes for number, attributes in enumerate(found) if attributes}
+
+    def restore(self, attributes: Mapping[str, Any], undo: contextlib.ExitStack) -> None:
+        """Set attributes that were stored; `undo` gives the optimizers back their own."""
+        for number, (member, _) in enumerate(self._members):
+            own = attributes if len(self._members) == 1 else attributes.get(str(number), {})
+            member.restore(own, undo)

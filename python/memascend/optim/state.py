@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -15,6 +16,9 @@ from memascend.params.offloaded_param import dense_strides
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+
+_log = logging.getLogger("memascend")
 
 
 # Steps without memory, or on little: state that first appears after some, or grows, is seen.
@@ -472,6 +476,18 @@ def options_of_formats(formats: Iterable[str | None]) -> str:
     return f"{state}, master_dtype=None, rounding='stochastic'" if "stochastic" in words else state
 
 
+def require_stochastic(formats: Iterable[str]) -> None:
+    """Refuse rounding="stochastic" where nothing is rounded so.
+
+    Raises:
+        ConfigError: there are no 16-bit parameters.
+    """
+    if not any(given.startswith("stochastic") for given in formats):
+        raise ConfigError(
+            "rounding='stochastic' is for parameters of bfloat16 and float16, and the optimizer has none: leave it out"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class StateFormats:
     """What the options of `offload()` say of formats."""
@@ -515,12 +531,20 @@ class StateFormats:
                     continue
                 width = ("8bit" if has_8_bits(optimizer, number, place) else "") if taken else self._width(parameter)
                 found[id(parameter)] = self._format(parameter, width, master_dtype)
-        if self.stochastic and not any(given.startswith("stochastic") for given in found.values()):
-            raise ConfigError(
-                "rounding='stochastic' is for parameters of bfloat16 and float16, and the optimizer has none: leave it "
-                "out"
-            )
         return found
+
+    def of_each(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[StateFormats]:
+        """What they are for each of several optimizers: those that have no such format keep their state as it is."""
+        capable = [rule_of(optimizer) is not None for optimizer in optimizers]
+        if self.state is None and not self.stochastic:
+            return [self] * len(optimizers)
+        if not any(capable) or all(capable):
+            return [self] * len(optimizers)
+        if self.state != "fp32":
+            keep = ", ".join(named(one) for one, can in zip(optimizers, capable, strict=True) if not can)
+            _log.warning("%s is for other optimizers than %s, which keeps its state as it is", self._asked, keep)
+        plain = replace(self, state=None, stochastic=False)
+        return [self if can else plain for can in capable]
 
     @property
     def _asked(self) -> str:
