@@ -428,8 +428,8 @@ class Updates:
         if layout is None:
             if gradient.is_sparse:
                 raise UsageError(
-                    f"{type(self._member(kept).optimizer).__name__} does not support sparse gradients, and {kept.name!r} "
-                    "has one; use SparseAdam or SGD, or an embedding without sparse=True"
+                    f"{type(self._member(kept).optimizer).__name__} does not support sparse gradients, and "
+                    f"{kept.name!r} has one; use SparseAdam or SGD, or an embedding without sparse=True"
                 )
             numbers = self._arithmetic.numbers(kept.options, step, scale)
             self._engine.update(kept.name, gradient, numbers, values=self._values(kept))
@@ -475,6 +475,10 @@ class Updates:
             self._engine.apply(kept.name, function, step=kept.step, gradient=unread, whole=layout.whole, late=late)
             begun.append(kept.name)
         return begun
+
+    def takes_zeros(self, kept: Gradient) -> bool:
+        """Whether a step updates this parameter also without a gradient, as by zeros."""
+        return self._member(kept).manner.zeros
 
     def rewrite(self, name: str, values: torch.Tensor, step: int) -> None:
         """Stage other values, and a master that equals them; the moments stay."""

@@ -1,4 +1,4 @@
-"""Several optimizers of one model as one: their groups in order, their names, and which parameters each of them owns."""
+"""Several optimizers of one model as one: their groups in order, their names, which parameters each of them owns."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def require_one_owner(optimizer: torch.optim.Optimizer, named: Mapping[str, torc
 class JoinedHooks(OrderedDict[int, Any]):
     """The hooks that are registered with the optimizer that is returned, and those of all originals."""
 
-    def __init__(self, members: Iterable[OrderedDict[int, Any]]) -> None:
+    def __init__(self, members: Iterable[dict[int, Any]]) -> None:
         super().__init__()
         self._members = tuple(members)
 

@@ -11,6 +11,7 @@ from memascend.errors import ConfigError, UsageError
 from memascend.memory import whole_pages
 from memascend.optim import generic
 from memascend.optim import state as bitsandbytes_state
+from memascend.optim.comparison import PLAIN
 from memascend.optim.generic import Adoption, Adoptions, Rehearsals
 from memascend.optim.members import joined, members_of, require_roster, roster_of
 from memascend.optim.state import (
@@ -18,7 +19,6 @@ from memascend.optim.state import (
     StateTrials,
     describe,
     momentum_options,
-    require_stochastic,
     rule_of,
 )
 from memascend.optim.trial import require_streamable
@@ -51,8 +51,8 @@ class MemberArithmetic:
         self._rule = rule_of(optimizer)
         self._taken = bool(self._formats) and bitsandbytes_state.is_8bit_adam(optimizer)
         # What its steps change for all parameters alike.
-        examples = {} if self._taken else require_streamable(optimizer, master_dtype)
-        self.shared = Adoption(optimizer, examples, runs=not self._taken)
+        examples, self.manner = ({}, PLAIN) if self._taken else require_streamable(optimizer, master_dtype)
+        self.shared = Adoption(optimizer, examples, self.manner, runs=not self._taken)
         self.rehearsals = Rehearsals(optimizer)
         self.optimizer = optimizer
         self.first_group = first_group
@@ -60,7 +60,7 @@ class MemberArithmetic:
         self._sparse = sparse
         # By parameter: what torch's own code keeps of it; None where Adam runs on the engine.
         self.layouts: dict[int, StateLayout | None] = {}
-        trials = StateTrials(optimizer)
+        trials = StateTrials(optimizer, self.manner)
         for group in optimizer.param_groups:
             for parameter in filter(torch.is_floating_point, group["params"]):
                 rust = self.rust_options(group, parameter)
@@ -86,17 +86,11 @@ class MemberArithmetic:
         return self._formats.get(id(parameter)) or None
 
     @property
-    def formats(self) -> set[str]:
-        """The formats of the engine that its parameters have, where the choice is ours."""
-        return set(self._formats.values())
-
-    @property
     def draws(self) -> bool:
         """Whether its updates draw random bits."""
         # A momentum in bfloat16 is rounded to nearest.
-        return any(map(_has_no_master, self.formats)) or (
-            self._rule == "adam" and any("bf16" in one for one in self.formats)
-        )
+        given = self._formats.values()
+        return any(map(_has_no_master, given)) or (self._rule == "adam" and any("bf16" in one for one in given))
 
     def describe(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """The state tensors of a parameter, on meta."""
@@ -183,7 +177,7 @@ class MemberArithmetic:
 
 
 class Arithmetic:
-    """What has to be known of all optimizers' parameters before there is a store; each is updated as its optimizer does.
+    """What has to be known of the parameters of all optimizers before there is a store; each parameter has its member.
 
     Args:
         optimizer: the original, or several that are joined.
@@ -210,8 +204,6 @@ class Arithmetic:
         for member, given in zip(members_of(optimizer), formats.of_each(members_of(optimizer)), strict=True):
             members.append(MemberArithmetic(member, master_dtype, sparse, given, first))
             first += len(member.param_groups)
-        if formats.stochastic:
-            require_stochastic(set().union(*(member.formats for member in members)))
         self.members = tuple(members)
         # By parameter, as of each member.
         self.layouts = {key: layout for member in members for key, layout in member.layouts.items()}

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 
 from memascend.errors import ConfigError
+from memascend.optim.comparison import PLAIN, Manner
 from memascend.optim.shared import TensorParts, arithmetic_dtype, named, parts_of, same, stand_in, user_attributes
 from memascend.optim.trial import elementwise, known, stepping, uncompiled, undrawn
 from memascend.params.offloaded_param import dense_strides
@@ -36,8 +37,9 @@ _SMALL_DIMS = (3, 5, 7, 11, 13, 17, 19, 23)
 class StateTrials:
     """What an optimizer keeps for parameters of each kind, each tried once."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, manner: Manner = PLAIN) -> None:
         self._optimizer = optimizer
+        self.manner = manner
         self._found: dict[tuple[int, torch.Size, torch.dtype], dict[str, Any]] = {}
 
     def state(self, group: int, shape: torch.Size, dtype: torch.dtype, attributes: Mapping[str, Any]) -> dict[str, Any]:
@@ -46,7 +48,7 @@ class StateTrials:
         Raises:
             ConfigError: its step failed, or keeps what cannot be streamed.
         """
-        trial = _Trial(self._optimizer, group, dtype, attributes)
+        trial = _Trial(self._optimizer, group, dtype, attributes, self.manner)
         if attributes:
             # Of one parameter alone.
             return trial.state(shape)
@@ -74,6 +76,7 @@ class _Trial:
     group: int
     dtype: torch.dtype
     attributes: Mapping[str, Any]
+    manner: Manner
 
     def state(self, shape: torch.Size) -> dict[str, Any]:
         """The state after a trial; its tensors have the shapes that they have for a parameter of `shape`."""
@@ -126,7 +129,8 @@ class _Trial:
         # Neither has kernels for tensors without bytes. Of torch's own classes what they keep is the same.
         plain = known(self.optimizer) or way.device == "meta"
         off = {"foreach": False, "fused": False} if plain else {}
-        states = stepping(self.optimizer, self.group, stand_in(values, self.attributes), gradients, off)
+        parameter = stand_in(values, self.attributes)
+        states = stepping(self.optimizer, self.group, parameter, gradients, off, self.manner)
         with undrawn(self.optimizer), warnings.catch_warnings(), uncompiled():
             warnings.simplefilter("ignore")
             return _steady(self.optimizer, states)
@@ -208,6 +212,7 @@ class StateLayout:
     master: bool  # whether it has a master, which the values are rounded from
     whole: bool  # whether an update needs all of the parameter at once
     attributes: Mapping[str, Any] = field(default_factory=dict)  # what users wrote on the parameter
+    manner: Manner = PLAIN  # in which the optimizer is run for one parameter
 
     @property
     def names(self) -> list[str]:
@@ -275,7 +280,8 @@ def describe(
     if master:
         found.tensors[_MASTER] = torch.empty_strided(parameter.shape, stride, dtype=dtype, device="meta")
     attributes = user_attributes(parameter)
-    tried = (trials or StateTrials(optimizer)).state(group, parameter.shape, dtype, attributes)
+    trials = trials or StateTrials(optimizer)
+    tried = trials.state(group, parameter.shape, dtype, attributes)
     existing = optimizer.state.get(parameter, {})
     for name, value in {**tried, **existing}.items():
         # Of a subclass, what a step makes of it: its own may be of the parameter's type.
@@ -291,6 +297,7 @@ def describe(
         # The scalars of a 0-dim parameter would pass for parts of it.
         whole=not elementwise(optimizer) or parameter.dim() == 0,
         attributes={} if known(optimizer) else attributes,
+        manner=trials.manner,
     )
 
 
@@ -476,18 +483,6 @@ def options_of_formats(formats: Iterable[str | None]) -> str:
     return f"{state}, master_dtype=None, rounding='stochastic'" if "stochastic" in words else state
 
 
-def require_stochastic(formats: Iterable[str]) -> None:
-    """Refuse rounding="stochastic" where nothing is rounded so.
-
-    Raises:
-        ConfigError: there are no 16-bit parameters.
-    """
-    if not any(given.startswith("stochastic") for given in formats):
-        raise ConfigError(
-            "rounding='stochastic' is for parameters of bfloat16 and float16, and the optimizer has none: leave it out"
-        )
-
-
 @dataclass(frozen=True, kw_only=True)
 class StateFormats:
     """What the options of `offload()` say of formats."""
@@ -531,20 +526,33 @@ class StateFormats:
                     continue
                 width = ("8bit" if has_8_bits(optimizer, number, place) else "") if taken else self._width(parameter)
                 found[id(parameter)] = self._format(parameter, width, master_dtype)
+        if self.stochastic and not any(given.startswith("stochastic") for given in found.values()):
+            raise ConfigError(
+                "rounding='stochastic' is for parameters of bfloat16 and float16, and the optimizer has none: leave it "
+                "out"
+            )
         return found
 
     def of_each(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[StateFormats]:
         """What they are for each of several optimizers: those that have no such format keep their state as it is."""
         capable = [rule_of(optimizer) is not None for optimizer in optimizers]
-        if self.state is None and not self.stochastic:
+        asked = self.stochastic or self.state is not None
+        if not asked or len(optimizers) == 1 or not any(capable):
             return [self] * len(optimizers)
-        if not any(capable) or all(capable):
-            return [self] * len(optimizers)
-        if self.state != "fp32":
-            keep = ", ".join(named(one) for one, can in zip(optimizers, capable, strict=True) if not can)
-            _log.warning("%s is for other optimizers than %s, which keeps its state as it is", self._asked, keep)
-        plain = replace(self, state=None, stochastic=False)
-        return [self if can else plain for can in capable]
+        others = [named(optimizer) for optimizer, can in zip(optimizers, capable, strict=True) if not can]
+        if others and (self.stochastic or self.state != "fp32"):
+            _log.warning("%s does not apply to %s, whose state stays as it keeps it", self._asked, " and ".join(others))
+        narrow = [
+            any(one.dtype in _16_BITS for group in optimizer.param_groups for one in group["params"])
+            for optimizer in optimizers
+        ]
+        if not any(has and can for has, can in zip(narrow, capable, strict=True)):
+            # The first says so.
+            narrow = [True] * len(optimizers)
+        return [
+            replace(self, state=self.state if can else None, stochastic=self.stochastic and can and has)
+            for can, has in zip(capable, narrow, strict=True)
+        ]
 
     @property
     def _asked(self) -> str:

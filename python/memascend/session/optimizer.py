@@ -12,9 +12,9 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from memascend.errors import UsageError
+from memascend.optim.comparison import MODES
 from memascend.optim.members import JoinedHooks, members_of
 from memascend.optim.rules import GroupMembers
-from memascend.optim.trial import MODES
 from memascend.params.offloaded_param import is_in_place
 from memascend.session.materialize import MATERIALIZED, Materializer
 from memascend.tensors import same_bits
