@@ -131,7 +131,7 @@ class _Trial:
         off = {"foreach": False, "fused": False} if plain else {}
         parameter = stand_in(values, self.attributes)
         states = stepping(self.optimizer, self.group, parameter, gradients, off, self.manner)
-        with undrawn(self.optimizer), warnings.catch_warnings(), uncompiled():
+        with undrawn(self.optimizer, meta=way.device == "meta"), warnings.catch_warnings(), uncompiled():
             warnings.simplefilter("ignore")
             return _steady(self.optimizer, states)
 
@@ -283,6 +283,11 @@ def describe(
     trials = trials or StateTrials(optimizer)
     tried = trials.state(group, parameter.shape, dtype, attributes)
     existing = optimizer.state.get(parameter, {})
+    if existing and trials.manner.stacks and not same(_shapes(tried), _shapes(existing)):
+        raise ConfigError(
+            f"{named(optimizer)} has state of several parameters as one stack, which is not taken apart: start without "
+            "its state"
+        )
     for name, value in {**tried, **existing}.items():
         # Of a subclass, what a step makes of it: its own may be of the parameter's type.
         found.add(name, tried[name] if parts_of(value) is not None and name in tried else value)

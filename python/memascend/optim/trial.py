@@ -61,8 +61,11 @@ def _draws_refused(optimizer: torch.optim.Optimizer) -> ConfigError:
 
 
 @contextlib.contextmanager
-def undrawn(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Refuse an optimizer that draws random numbers; those of torch, Python and numpy stay as they are."""
+def undrawn(optimizer: torch.optim.Optimizer, *, meta: bool = False) -> Iterator[None]:
+    """Refuse an optimizer that draws random numbers; those of torch, Python and numpy stay as they are.
+
+    On `meta` torch itself draws from Python's for a collective, which on values it does not.
+    """
     numpy: Any = sys.modules.get("numpy")
     before = random.getstate()
     theirs: Any = numpy.random.get_state() if numpy else None
@@ -74,7 +77,7 @@ def undrawn(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         random.setstate(before)
         if numpy is not None:
             numpy.random.set_state(theirs)
-    if drawn:
+    if drawn and not meta:
         raise _draws_refused(optimizer)
 
 
