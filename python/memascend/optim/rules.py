@@ -311,8 +311,11 @@ def _are_same(params: Sequence[torch.Tensor], members: Sequence[torch.Tensor]) -
 _ACCELERATED = ("accelerate.optimizer", "AcceleratedOptimizer")
 
 
+_OF_FABRIC = (("lightning.fabric.wrappers", "_FabricOptimizer"), ("lightning_fabric.wrappers", "_FabricOptimizer"))
+
+
 def unwrapped(optimizer: Any) -> Any:
-    """The optimizer that runs the steps: itself, the one inside of accelerate's wrapper, or those of a list joined.
+    """The optimizer that runs the steps: itself, what accelerate's or Fabric's wrapper holds, or those of a list.
 
     Raises:
         ConfigError: a wrapper does more than to hand the steps on, or the list has something else.
@@ -323,25 +326,34 @@ def unwrapped(optimizer: Any) -> Any:
 
 
 def _unwrapped(optimizer: Any) -> Any:
-    if not _is_accelerated(optimizer):
-        return optimizer
-    instead = (
-        "; give offload() the model and the optimizer before accelerator.prepare(), which then takes what it returns"
-    )
-    if optimizer.scaler is not None:
-        raise ConfigError(f"the AcceleratedOptimizer scales gradients (fp16){instead}")
-    steps = optimizer.gradient_state.num_steps
-    if steps != 1:
-        raise ConfigError(f"the AcceleratedOptimizer steps after {steps} backwards alone{instead}")
-    return optimizer.optimizer
+    if _is_wrapped(optimizer, _ACCELERATED):
+        instead = "give offload() the model and the optimizer before accelerator.prepare(), which then takes what it "
+        instead += "returns"
+        if optimizer.scaler is not None:
+            raise ConfigError(f"the AcceleratedOptimizer scales gradients (fp16); {instead}")
+        steps = optimizer.gradient_state.num_steps
+        if steps != 1:
+            raise ConfigError(f"the AcceleratedOptimizer steps after {steps} backwards alone; {instead}")
+        return optimizer.optimizer
+    if _is_wrapped(optimizer, *_OF_FABRIC):
+        instead = "give offload() the model and the optimizer before fabric.setup(), which then takes what it returns"
+        strategy = optimizer._strategy  # noqa: SLF001
+        if type(strategy).__name__ != "SingleDeviceStrategy":
+            raise ConfigError(f"Fabric's optimizer is stepped by its {type(strategy).__name__}; {instead}")
+        if getattr(strategy.precision, "scaler", None) is not None:
+            raise ConfigError(f"Fabric's {type(strategy.precision).__name__} scales gradients (fp16); {instead}")
+        return optimizer._optimizer  # noqa: SLF001
+    return optimizer
 
 
 def wrap_again(optimizer: Any, offloaded: torch.optim.Optimizer) -> None:
     """Put the offloaded optimizer where the wrapper had the original: whoever holds the wrapper goes on with it."""
-    if _is_accelerated(optimizer):
+    if _is_wrapped(optimizer, _ACCELERATED):
         optimizer.optimizer = offloaded
+    elif _is_wrapped(optimizer, *_OF_FABRIC):
+        optimizer._optimizer = offloaded  # noqa: SLF001
 
 
-def _is_accelerated(optimizer: Any) -> bool:
-    """By name: accelerate need not be there."""
-    return any((kind.__module__, kind.__name__) == _ACCELERATED for kind in type(optimizer).__mro__)
+def _is_wrapped(optimizer: Any, *kinds: tuple[str, str]) -> bool:
+    """By name: neither library need be there."""
+    return any((kind.__module__, kind.__name__) in kinds for kind in type(optimizer).__mro__)
