@@ -286,9 +286,7 @@ def earlier_values(subject: Subject, earlier: Earlier) -> ValueSource:
 
     sharding = subject.sharding
     shapes = {name: own.shape for name, own in subject.named.items()} if sharding is None else sharding.shapes
-    values = EarlierValues(earlier, shapes, subject.named, describe, title_of(subject.original))
-    subject.arithmetic.require_members(values.hyperparameters([]), "the earlier run")
-    return values
+    return EarlierValues(earlier, shapes, subject.named, describe, title_of(subject.original))
 
 
 class FirstValues:
@@ -311,6 +309,8 @@ class FirstValues:
         if created:
             self._source = self._found()
             self._source.check()
+            if subject.earlier is not None:
+                subject.arithmetic.require_members(self._source.hyperparameters([]), "the earlier run")
         given = (self._weights, subject.options.checkpoint, subject.earlier)
         initialised = created and all(one is None for one in given)
         self._meta_buffers.rebuild(self._weights, saved=initialised)
