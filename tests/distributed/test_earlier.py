@@ -288,7 +288,7 @@ def test_what_goes_wrong_leaves_the_earlier_stores(tmp_path):
     for error, _ in run(2, refused, 2):
         assert "the store of rank 2 of 3 cannot be reached" in error
     (tmp_path / "elsewhere").rename(gone)
-    for error, left in run(2, refused, 2, kind="several"):
+    for error, _ in run(2, refused, 2, kind="several"):
         assert "the earlier stores are of AdamW, and the optimizer is SGD + AdamW" in error
     for error, left in run(2, refused, 2, kind="RMSprop"):
         assert "the earlier stores are of AdamW" in error
