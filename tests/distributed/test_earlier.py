@@ -65,8 +65,11 @@ def offloaded(folder, plain, dtype="bfloat16", **options):
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    kind = {"AdamW": torch.optim.AdamW, "RMSprop": torch.optim.RMSprop}[options.pop("kind", "AdamW")]
-    optimizer = kind(trained, lr=1e-2)
+    kind = options.pop("kind", "AdamW")
+    if kind == "several":
+        optimizer = [torch.optim.SGD(trained[::2], lr=1e-2, momentum=0.9), torch.optim.AdamW(trained[1::2], lr=1e-2)]
+    else:
+        optimizer = {"AdamW": torch.optim.AdamW, "RMSprop": torch.optim.RMSprop}[kind](trained, lr=1e-2)
     options = {"existing": "resume", "gradients": "ssd", "timeout": 60.0, **options}
     return memascend.offload(model, optimizer, storage=folder, **options)
 
@@ -127,8 +130,9 @@ def go_on(tmp_path, counts, options):
         assert all(map(same_bits, values, whole))
 
 
-def test_a_run_goes_on_with_another_number_of_ranks(tmp_path):
-    go_on(tmp_path, [(1, True), (2, False)], {})
+@pytest.mark.parametrize("options", [{}, {"kind": "several"}], ids=str)
+def test_a_run_goes_on_with_another_number_of_ranks(tmp_path, options):
+    go_on(tmp_path, [(1, True), (2, False)], options)
 
 
 @pytest.mark.slow
@@ -140,6 +144,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path):
         {"dtype": "float32", "gradients": "ram"},
         {"host_memory": "1GiB", "log_steps": 3},
         {"kind": "RMSprop", "durability": "none"},
+        {"kind": "several"},
     ],
     ids=str,
 )
@@ -283,6 +288,8 @@ def test_what_goes_wrong_leaves_the_earlier_stores(tmp_path):
     for error, _ in run(2, refused, 2):
         assert "the store of rank 2 of 3 cannot be reached" in error
     (tmp_path / "elsewhere").rename(gone)
+    for error, _ in run(2, refused, 2, kind="several"):
+        assert "the earlier stores are of AdamW, and the optimizer is SGD + AdamW" in error
     for error, left in run(2, refused, 2, kind="RMSprop"):
         assert "the earlier stores are of AdamW" in error
         assert set(stores(3)) <= set(left)

@@ -231,3 +231,80 @@ def test_accelerates_wrapper_that_does_more_is_refused(tmp_path, options, says):
     with pytest.raises(memascend.ConfigError, match=f"{says}.*before accelerator.prepare"):
         memascend.offload(model, wrapper, storage=tmp_path / "store")
     assert wrapper.optimizer is inner
+
+
+class SingleDeviceStrategy:
+    """Hands the step on, as Fabric's does on one device."""
+
+    def __init__(self, **precision):
+        self.precision = type("MixedPrecision", (), precision)()
+
+    def optimizer_step(self, optimizer, closure=None):
+        return optimizer.step(closure) if closure else optimizer.step()
+
+
+class ShardedStrategy(SingleDeviceStrategy):
+    pass
+
+
+class OfFabric:
+    """Its wrapper, which takes the class of what it holds beside its own; the name and module are those of Fabric."""
+
+    def __init__(self, optimizer, strategy):
+        self._optimizer, self._strategy = optimizer, strategy
+        self.__class__ = type("Fabric" + type(optimizer).__name__, (type(self), type(optimizer)), {})
+
+    def step(self, closure=None):
+        return self._strategy.optimizer_step(self._optimizer, closure)
+
+    def __getattr__(self, name):
+        return getattr(self._optimizer, name)
+
+
+OfFabric.__module__, OfFabric.__name__ = "lightning.fabric.wrappers", "_FabricOptimizer"
+
+
+def test_fabrics_wrapper_is_taken_off_and_put_around_what_comes_back(tmp_path):
+    torch.manual_seed(1)
+    model = torch.nn.Linear(4, 4)
+    twin = copy.deepcopy(model)
+    reference = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
+    wrapper = OfFabric(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), SingleDeviceStrategy())
+    model, optimizer = memascend.offload(model, wrapper, storage=tmp_path / "store")
+    for step, by in ((reference, twin), (wrapper, model)):
+        for _ in range(2):
+            by(torch.ones(2, 4)).square().sum().backward()
+            step.step()
+            by.zero_grad()
+    with memascend.materialized(model):
+        assert all(map(same_bits, list(model.parameters()), list(twin.parameters())))
+    assert optimizer.steps == 2
+    optimizer.close()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "says"),
+    [(SingleDeviceStrategy(scaler=object()), "scales gradients"), (ShardedStrategy(), "by its ShardedStrategy")],
+)
+def test_fabrics_wrapper_that_does_more_is_refused(tmp_path, strategy, says):
+    model = torch.nn.Linear(4, 4)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapper = OfFabric(inner, strategy)
+    with pytest.raises(memascend.ConfigError, match=rf"{says}.*before fabric\.setup\(\)"):
+        memascend.offload(model, wrapper, storage=tmp_path / "store")
+    assert wrapper._optimizer is inner
+    # Of a list, the wrapper is taken off, too, and refused alike.
+    with pytest.raises(memascend.ConfigError, match=says):
+        memascend.offload(model, [wrapper], storage=tmp_path / "store")
+
+
+def test_wrapped_members_are_stepped_by_what_comes_back_alone(tmp_path):
+    model = torch.nn.Linear(4, 4)
+    wrappers = [accelerated(torch.optim.SGD([one], lr=0.1)) for one in model.parameters()]
+    model, optimizer = memascend.offload(model, wrappers, storage=tmp_path / "store")
+    model(torch.ones(2, 4)).square().sum().backward()
+    with pytest.raises(memascend.UsageError, match="step the returned one"):
+        wrappers[0].step()
+    optimizer.step()
+    assert optimizer.steps == 1
+    optimizer.close()

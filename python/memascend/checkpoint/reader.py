@@ -15,6 +15,7 @@ from memascend.checkpoint.init import FirstValue, as_laid
 from memascend.checkpoint.weights import WeightFiles
 from memascend.distributed.rows import Partition
 from memascend.errors import ConfigError, CorruptionError, MemascendError
+from memascend.optim.members import is_roster, title_of
 from memascend.params.offloaded_param import dense_strides
 from memascend.storage import Checksum, order_of
 from memascend.text import Progress, listed
@@ -170,6 +171,8 @@ def _malformed(manifest: dict[str, Any]) -> str | None:
         return "user_states"
     if manifest["step"] < 0 or not all(isinstance(group, dict) for group in manifest["groups"]):
         return "step or groups"
+    if not is_roster(manifest.get("members", [])):
+        return "members"
     return next(
         (f"what it says of {name!r}" for name, said in manifest["files"].items() if not _well(name, said)), None
     )
@@ -256,9 +259,10 @@ class CheckpointValues:
     def check(self) -> None:
         """Refuse a checkpoint of something else, or one that is damaged."""
         where, manifest = self._checkpoint.folder, self._checkpoint.manifest
-        here = type(self._arithmetic.optimizer).__name__
+        here = title_of(self._arithmetic.optimizer)
         if manifest["optimizer"] != here:
             raise ConfigError(f"the checkpoint {where} is of {manifest['optimizer']}, and the optimizer is {here}")
+        self._arithmetic.require_members(manifest, f"the checkpoint {where}")
         groups = self._arithmetic.optimizer.param_groups
         if len(manifest["groups"]) != len(groups):
             raise ConfigError(

@@ -94,10 +94,10 @@ def require_divisible(
     Raises:
         ConfigError: something needs more; nothing was changed.
     """
-    for layout in arithmetic.layouts.values():
-        if layout is not None and layout.whole:
+    for member in arithmetic.members:
+        if any(layout is not None and layout.whole for layout in member.layouts.values()):
             raise ConfigError(
-                f"an update of {type(arithmetic.optimizer).__name__} needs whole parameters, and fully_shard() divides "
+                f"an update of {type(member.optimizer).__name__} needs whole parameters, and fully_shard() divides "
                 "their rows: use an optimizer that works element by element (AdamW, Lion, SGD), or one process"
             )
     for name, parameter in named.items():

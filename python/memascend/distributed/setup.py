@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from memascend.distributed.reshard import file_of_rank
 from memascend.distributed.rows import require_divisible, units_of_gathers
 from memascend.errors import ConfigError, StorageError
+from memascend.optim.members import JoinedOptimizers, members_of
 from memascend.params.aliases import require_unaliased
 from memascend.plan.cost import Network
 from memascend.plan.units import find_units
@@ -201,7 +202,7 @@ def _found(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, units: Sequence[str] | None
 ) -> list[torch.nn.Module]:
     """The modules that are gathered as one each; the rest is gathered with the model."""
-    if optimizer.state:
+    if any(member.state for member in members_of(optimizer)):
         raise ConfigError(
             "the optimizer has state of whole parameters: call torch.distributed.fsdp.fully_shard() on each block and "
             "on the model before the optimizer is made"
@@ -317,7 +318,8 @@ def _sharding(
 
     refuse_options(options)
     sharding = Sharding(model, options.reduction, figures)
-    sharding.stand_in(optimizer, undo)
+    for member in members_of(optimizer):
+        sharding.stand_in(member, undo)
     return sharding
 
 
@@ -414,6 +416,9 @@ class PlannedSharding:
 
     def stand_in(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """An optimizer like this one, of the rows."""
+        members = members_of(optimizer)
+        if len(members) > 1:
+            return JoinedOptimizers([self.stand_in(member) for member in members])
         made = copy.copy(optimizer)
         made.param_groups = [
             {**group, "params": [self._local[id(one)] for one in group["params"]]} for group in optimizer.param_groups

@@ -12,18 +12,17 @@ import torch
 from memascend.errors import UsageError
 from memascend.grads.lazy_grad import GradientHandle
 from memascend.optim import generic
-from memascend.optim.generic import Rehearsals
 from memascend.optim.shared import group_options
 from memascend.params.weight_access import Outlived
 from memascend.storage import decode_state, master_of
 from memascend.tensors import Squares, rounded
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Container, Iterable, Sequence
 
     from memascend.grads.lazy_grad import Notice
     from memascend.grads.loop import Loop, LossScale
-    from memascend.optim.rules import Arithmetic
+    from memascend.optim.rules import Arithmetic, MemberArithmetic
     from memascend.optim.state import StateLayout
     from memascend.params.offloaded_param import Place
     from memascend.storage import Adam, Chunk, Engine, Late, Momentum, Store
@@ -370,10 +369,12 @@ class Updates:
         self._groups = arithmetic.optimizer.param_groups
         # The last ones of each group: parameters whose options are equal share them.
         self._options: dict[int, dict[str, Any]] = {}
-        self._rehearsals = Rehearsals(arithmetic.optimizer)
 
     def _layout(self, kept: Gradient) -> StateLayout | None:
         return self._arithmetic.layouts[id(kept.place.parameter)]
+
+    def _member(self, kept: Gradient) -> MemberArithmetic:
+        return self._arithmetic.of(kept.place.parameter)
 
     def _group(self, kept: Gradient) -> dict[str, Any]:
         if kept.group >= len(self._groups):
@@ -387,22 +388,22 @@ class Updates:
         self, kept: Gradient, layout: StateLayout, given: generic.Given = _AS_IT_COMES, method: str = "step"
     ) -> tuple[Callable[[Chunk], None], Late]:
         """A run of the optimizer's own code on one parameter, and when it may be called."""
-        group, is_first = self._group(kept), kept.step == 0
+        own, group, is_first = self._member(kept), self._group(kept), kept.step == 0
         function = generic.Update(
-            self._arithmetic.optimizer,
+            own.optimizer,
             group,
             layout,
             given,
             first=is_first,
             method=method,
-            ended=self._arithmetic.shared.ended(kept.name, kept.group),
+            ended=own.shared.ended(kept.name, kept.group - own.first_group),
         )
-        return self._rehearsals.followed(function, group, kept.dtype, is_first, given.gradient is not None)
+        return own.rehearsals.followed(function, group, kept.dtype, is_first, given.gradient is not None)
 
     def _own_numbers(self, kept: Gradient, step: int, scale: float) -> Adam | Momentum | None:
         """The numbers of an update on the engine, of state as its optimizer keeps it; None where that runs itself."""
         first = kept.step == 0
-        options = self._arithmetic.own_options(self._group(kept), kept.place.parameter, first=first)
+        options = self._member(kept).own_options(self._group(kept), kept.place.parameter, first=first)
         return None if options is None else self._arithmetic.numbers(options, step, scale)
 
     def options(self, kept: Gradient) -> dict[str, Any]:
@@ -410,7 +411,7 @@ class Updates:
         group = self._group(kept)
         if self._layout(kept) is not None:
             return group_options(group)
-        options = self._arithmetic.rust_options(group, kept.place.parameter)
+        options = self._member(kept).rust_options(group, kept.place.parameter)
         if options is None:
             raise UsageError(
                 f"the options of {kept.name!r} now need other state than it has (amsgrad, say): set them before "
@@ -427,8 +428,8 @@ class Updates:
         if layout is None:
             if gradient.is_sparse:
                 raise UsageError(
-                    f"{type(self._arithmetic.optimizer).__name__} does not support sparse gradients, and {kept.name!r} "
-                    "has one; use SparseAdam or SGD, or an embedding without sparse=True"
+                    f"{type(self._member(kept).optimizer).__name__} does not support sparse gradients, and "
+                    f"{kept.name!r} has one; use SparseAdam or SGD, or an embedding without sparse=True"
                 )
             numbers = self._arithmetic.numbers(kept.options, step, scale)
             self._engine.update(kept.name, gradient, numbers, values=self._values(kept))
@@ -459,12 +460,13 @@ class Updates:
         function, late = self._run(kept, layout, generic.Given(factors=tuple(factors), grad_scale=scale))
         self._engine.apply(kept.name, function, step=step, whole=layout.whole, late=late)
 
-    def switch(self, mode: str, parameters: Iterable[Gradient]) -> list[str]:
-        """Stage what `train()` or `eval()` of the optimizer does to its parameters; the names of those."""
+    def switch(self, mode: str, parameters: Iterable[Gradient], switched: Container[int]) -> list[str]:
+        """Stage what `train()` or `eval()` does to the parameters of the optimizers of these numbers; their names."""
+        owners = [own for number, own in enumerate(self._arithmetic.members) if number in switched]
         begun = []
         for kept in parameters:
             layout = self._layout(kept)
-            if kept.step == 0 or layout is None:
+            if kept.step == 0 or layout is None or self._member(kept) not in owners:
                 # Before its first step there is nothing to do, which offload() has tried.
                 continue
             # The engine wants a gradient; nothing reads it, and what is not written takes no memory.
@@ -473,6 +475,10 @@ class Updates:
             self._engine.apply(kept.name, function, step=kept.step, gradient=unread, whole=layout.whole, late=late)
             begun.append(kept.name)
         return begun
+
+    def takes_zeros(self, kept: Gradient) -> bool:
+        """Whether a step updates this parameter also without a gradient, as by zeros."""
+        return self._member(kept).manner.zeros
 
     def rewrite(self, name: str, values: torch.Tensor, step: int) -> None:
         """Stage other values, and a master that equals them; the moments stay."""

@@ -97,6 +97,14 @@ class Gradients:
                         self._arrivals.fresh = True
         if not found:
             backwards.restart()
+            return found
+        there = {gradient.name for gradient, _ in found}
+        for gradient in self.by_name.values():
+            if gradient.name not in there and self.rule.takes_zeros(gradient):
+                place = gradient.place
+                # Without memory: they are laid out when their turn comes.
+                zeros = torch.zeros((), dtype=gradient.dtype, device="cpu").expand(place.shape)
+                found.append((gradient, zeros))
         return found
 
     def update_all(self, present: Present, factor: float) -> None:

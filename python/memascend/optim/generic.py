@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from memascend.errors import ConfigError, UsageError
+from memascend.optim.comparison import PLAIN, Manner, alone, changes_alone, without_scratch
 from memascend.optim.shared import (
     GONE,
     Disagreement,
@@ -32,8 +34,7 @@ from memascend.optim.trial import known
 from memascend.tensors import flat
 
 if TYPE_CHECKING:
-    import contextlib
-    from collections.abc import Callable, Hashable, Iterable, Mapping
+    from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
     from memascend.storage import Chunk, Late
 
@@ -177,8 +178,7 @@ class Update:
             parameter.grad = self._gradient_of(chunk, target, whole)
         state = {} if self._first else self._state_of(chunk, whole)
         begin = self._begin if known(self._optimizer) else self._begin.copy()
-        groups: list[dict[str, Any]] = [{**group, "params": []} for group in begin.groups]
-        groups[self._place]["params"] = [parameter]
+        groups = alone(begin.groups, self._place, parameter, self._layout.manner)
         states: dict[torch.Tensor, dict[str, Any]] = {parameter: state} if state else {}
         copy = cloned(self._optimizer, begin.attributes, groups, states)
         run(copy, self._method)
@@ -193,7 +193,7 @@ class Update:
 
     def _tell(self, copy: torch.optim.Optimizer) -> None:
         """Say what the run changed beside the parameter and its state."""
-        changes = self._begin.changes(SharedValues.of(copy))
+        changes = changes_alone(self._begin, copy, self._place, self._layout.manner)
         if self._ended is not None:
             self._ended(changes)
         elif changes:
@@ -385,10 +385,16 @@ class Adoption:
     """What the runs of a step changed beside their parameters, until all of them have ended."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, examples: Mapping[SharedName, Any], *, runs: bool = True
+        self,
+        optimizer: torch.optim.Optimizer,
+        examples: Mapping[SharedName, Any],
+        manner: Manner = PLAIN,
+        *,
+        runs: bool = True,
     ) -> None:
         """`examples`: values that steps are known to change, as a step leaves them; `runs`: its own code does run."""
         self._optimizer = optimizer
+        self._scratch = manner.scratch
         self._changes = runs and not known(optimizer)
         self.examples = dict(examples)
         # By the parameter: the number of its group, and what its last run changed.
@@ -400,6 +406,7 @@ class Adoption:
         return functools.partial(self._ended, name, group)
 
     def _ended(self, name: str, group: int, changes: dict[SharedName, Any]) -> None:
+        changes = without_scratch(changes, self._scratch)
         lost = next((place for place, value in changes.items() if not storable(value)), None)
         if lost is not None:
             raise UsageError(
@@ -454,7 +461,11 @@ class Adoption:
         groups = [{**group, "params": []} for group in given.groups]
         copy = cloned(self._optimizer, given.attributes, groups, {})
         run(copy, mode)
-        return begin.changes(SharedValues.of(copy))
+        return without_scratch(begin.changes(SharedValues.of(copy)), self._scratch)
+
+    def has(self, mode: str) -> bool:
+        """Whether the optimizer can be told to `train()` or to `eval()`."""
+        return callable(getattr(type(self._optimizer), mode, None))
 
     def _home(self, place: SharedName) -> dict[str, Any]:
         """Where a value stands."""
@@ -478,3 +489,58 @@ class Adoption:
             undo.callback(put, self._home(place), name, copied(own))
             example = self.examples.setdefault(place, None if own is GONE else own)
             put(self._home(place), name, restored(value, example))
+
+
+class Adoptions:
+    """Those of all optimizers of a run. Of several, each has its own."""
+
+    def __init__(self, members: Sequence[tuple[Adoption, int]]) -> None:
+        """Each comes with the number that its first group has among those of all."""
+        self._members = members
+
+    @property
+    def examples(self) -> dict[SharedName, Any]:
+        """Options that steps change, by the numbers that groups have among those of all."""
+        return {
+            SharedName(place.group + first, place.name): value
+            for member, first in self._members
+            for place, value in member.examples.items()
+            if place.group is not None
+        }
+
+    def adopt(
+        self,
+        names: Sequence[str],
+        finish: Callable[[], None],
+        changed: Mapping[int, Mapping[SharedName, Any]] | None = None,
+    ) -> Callable[[], None]:
+        """Set what the runs of these parameters changed; what gives the old values back. See `Adoption.adopt`.
+
+        Args:
+            names: of the parameters.
+            finish: waits until all runs have ended.
+            changed: what `switched` said; None: a step was made.
+        """
+        with contextlib.ExitStack() as undo:
+            for number, (member, _) in enumerate(self._members):
+                if changed is None or number in changed:
+                    undo.callback(member.adopt(names, finish, None if changed is None else changed[number]))
+            return undo.pop_all().close
+
+    def switched(self, mode: str) -> dict[int, Mapping[SharedName, Any]]:
+        """What `train()` or `eval()` changes for all alike, by the number of each optimizer in the other mode."""
+        found = {number: member.switched(mode) for number, (member, _) in enumerate(self._members) if member.has(mode)}
+        return {number: changes for number, changes in found.items() if changes}
+
+    def attributes(self) -> dict[str, Any]:
+        """The attributes that steps change, as JSON; of several optimizers by their numbers."""
+        found = [member.attributes() for member, _ in self._members]
+        if len(found) == 1:
+            return found[0]
+        return {str(number): attributes for number, attributes in enumerate(found) if attributes}
+
+    def restore(self, attributes: Mapping[str, Any], undo: contextlib.ExitStack) -> None:
+        """Set attributes that were stored; `undo` gives the optimizers back their own."""
+        for number, (member, _) in enumerate(self._members):
+            own = attributes if len(self._members) == 1 else attributes.get(str(number), {})
+            member.restore(own, undo)

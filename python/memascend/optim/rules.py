@@ -11,8 +11,16 @@ from memascend.errors import ConfigError, UsageError
 from memascend.memory import whole_pages
 from memascend.optim import generic
 from memascend.optim import state as bitsandbytes_state
-from memascend.optim.generic import Adoption
-from memascend.optim.state import StateFormats, StateTrials, describe, momentum_options, rule_of
+from memascend.optim.comparison import PLAIN
+from memascend.optim.generic import Adoption, Adoptions, Rehearsals
+from memascend.optim.members import joined, members_of, require_roster, roster_of
+from memascend.optim.state import (
+    StateFormats,
+    StateTrials,
+    describe,
+    momentum_options,
+    rule_of,
+)
 from memascend.optim.trial import require_streamable
 from memascend.params.offloaded_param import dense_strides
 from memascend.storage import Adam, Momentum, state_tensors
@@ -26,40 +34,33 @@ if TYPE_CHECKING:
 _FORMATS_AS_EVER = StateFormats()
 
 
-class Arithmetic:
-    """What has to be known of an optimizer's parameters before there is a store.
-
-    Args:
-        optimizer: the original.
-        master_dtype: of the copies that 16-bit parameters are updated in, or None.
-        sparse: the ids of parameters whose gradients may be sparse: those are updated whole.
-        formats: in which formats state is kept.
-
-    Raises:
-        ConfigError: the optimizer cannot be streamed, or not in these formats; the message says why.
-    """
+class MemberArithmetic:
+    """What has to be known of the parameters of one optimizer before there is a store."""
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         master_dtype: torch.dtype | None,
-        sparse: frozenset[int] = frozenset(),
-        formats: StateFormats = _FORMATS_AS_EVER,
+        sparse: frozenset[int],
+        formats: StateFormats,
+        first_group: int,
     ) -> None:
+        """`first_group` is the number that its first group has among those of all optimizers; see `Arithmetic`."""
         # By parameter, where they are not as ever.
         self._formats = formats.of(optimizer, master_dtype)
         self._rule = rule_of(optimizer)
-        self.seed = formats.seed
         self._taken = bool(self._formats) and bitsandbytes_state.is_8bit_adam(optimizer)
         # What its steps change for all parameters alike.
-        examples = {} if self._taken else require_streamable(optimizer, master_dtype)
-        self.shared = Adoption(optimizer, examples, runs=not self._taken)
+        examples, self.manner = ({}, PLAIN) if self._taken else require_streamable(optimizer, master_dtype)
+        self.shared = Adoption(optimizer, examples, self.manner, runs=not self._taken)
+        self.rehearsals = Rehearsals(optimizer)
         self.optimizer = optimizer
+        self.first_group = first_group
         self.master_dtype = master_dtype
         self._sparse = sparse
         # By parameter: what torch's own code keeps of it; None where Adam runs on the engine.
         self.layouts: dict[int, StateLayout | None] = {}
-        trials = StateTrials(optimizer)
+        trials = StateTrials(optimizer, self.manner)
         for group in optimizer.param_groups:
             for parameter in filter(torch.is_floating_point, group["params"]):
                 rust = self.rust_options(group, parameter)
@@ -80,32 +81,16 @@ class Arithmetic:
         layout = self.layouts[id(parameter)]
         return None if layout is None else generic.sgd_options(self.optimizer, group, layout, first=first)
 
-    def numbers(self, options: Mapping[str, Any], step: int, scale: float) -> Adam | Momentum:
-        """What the engine is told of update number `step`, by gradients that are multiplied by `scale`."""
-        kind = Momentum if "momentum" in options else Adam
-        return kind(step=step, grad_scale=scale, seed=self.seed, **options)
-
     def format_of(self, parameter: torch.Tensor) -> str | None:
         """The name of the engine's format of its state; None where each tensor is what it is called."""
         return self._formats.get(id(parameter)) or None
 
-    def seeded(self) -> dict[str, int]:
-        """What is committed of the seed: something where it is drawn from."""
-        given = self._formats.values()
+    @property
+    def draws(self) -> bool:
+        """Whether its updates draw random bits."""
         # A momentum in bfloat16 is rounded to nearest.
-        draws = any(map(_has_no_master, given)) or (self._rule == "adam" and any("bf16" in one for one in given))
-        return {"seed": self.seed} if draws else {}
-
-    def take_seed(self, stored: Mapping[str, Any]) -> None:
-        """Draw from the seed that is stored, where there is one."""
-        if not self.seeded() or "seed" not in stored:
-            return
-        if self.seed not in (0, stored["seed"]):
-            warnings.warn(
-                f"the stored seed stands: {stored['seed']}, and not {self.seed}; another one begins with another store",
-                stacklevel=5,
-            )
-        self.seed = int(stored["seed"])
+        given = self._formats.values()
+        return any(map(_has_no_master, given)) or (self._rule == "adam" and any("bf16" in one for one in given))
 
     def describe(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """The state tensors of a parameter, on meta."""
@@ -191,6 +176,103 @@ class Arithmetic:
         return "never"
 
 
+class Arithmetic:
+    """What has to be known of the parameters of all optimizers before there is a store; each parameter has its member.
+
+    Args:
+        optimizer: the original, or several that are joined.
+        master_dtype: of the copies that 16-bit parameters are updated in, or None.
+        sparse: the ids of parameters whose gradients may be sparse: those are updated whole.
+        formats: in which formats state is kept; of several optimizers, by those that have them.
+        names: of the parameters, by id; None where a process has rows of them only.
+
+    Raises:
+        ConfigError: an optimizer cannot be streamed, or none in these formats; the message says why.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        master_dtype: torch.dtype | None,
+        sparse: frozenset[int] = frozenset(),
+        formats: StateFormats = _FORMATS_AS_EVER,
+        names: Mapping[int, str] | None = None,
+    ) -> None:
+        self.optimizer = optimizer
+        self.seed = formats.seed
+        members, first = [], 0
+        for member, given in zip(members_of(optimizer), formats.of_each(members_of(optimizer)), strict=True):
+            members.append(MemberArithmetic(member, master_dtype, sparse, given, first))
+            first += len(member.param_groups)
+        self.members = tuple(members)
+        # By parameter, as of each member.
+        self.layouts = {key: layout for member in members for key, layout in member.layouts.items()}
+        self._of = {key: member for member in members for key in member.layouts}
+        self.shared = Adoptions([(member.shared, member.first_group) for member in members])
+        self._roster = roster_of(optimizer, names)
+
+    def of(self, parameter: torch.Tensor) -> MemberArithmetic:
+        """That of the optimizer which owns a parameter."""
+        return self._of[id(parameter)]
+
+    def numbers(self, options: Mapping[str, Any], step: int, scale: float) -> Adam | Momentum:
+        """What the engine is told of update number `step`, by gradients that are multiplied by `scale`."""
+        kind = Momentum if "momentum" in options else Adam
+        return kind(step=step, grad_scale=scale, seed=self.seed, **options)
+
+    def format_of(self, parameter: torch.Tensor) -> str | None:
+        """The name of the engine's format of its state; None where each tensor is what it is called."""
+        member = self._of.get(id(parameter))
+        return None if member is None else member.format_of(parameter)
+
+    def describe(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The state tensors of a parameter, on meta."""
+        return self.of(parameter).describe(parameter)
+
+    def initial(self, parameter: torch.Tensor) -> tuple[dict[str, torch.Tensor], int]:
+        """The state that its optimizer has already, and how many updates made it."""
+        return self.of(parameter).initial(parameter)
+
+    def is_replayed(self, parameter: torch.Tensor) -> bool:
+        """Whether its updates can be made again from their gradients alone: they are the engine's own."""
+        return self.of(parameter).is_replayed(parameter)
+
+    @property
+    def whole_bytes(self) -> int:
+        """Memory for the largest parameter that is updated whole."""
+        return max(member.whole_bytes for member in self.members)
+
+    @property
+    def update_values(self) -> Literal["resident", "read", "never"]:
+        """Whether updates need the values, for the plan: "resident", "read" or "never"."""
+        needs = {member.update_values for member in self.members}
+        return "read" if "read" in needs else "resident" if "resident" in needs else "never"
+
+    def committed(self) -> dict[str, Any]:
+        """What each commit says of the optimizers: the seed, where it is drawn from; of several, which they are."""
+        seed = {"seed": self.seed} if any(member.draws for member in self.members) else {}
+        return {**seed, **({"members": self._roster} if self._roster else {})}
+
+    def take_seed(self, stored: Mapping[str, Any]) -> None:
+        """Draw from the seed that is stored, where there is one."""
+        if "seed" not in self.committed() or "seed" not in stored:
+            return
+        if self.seed not in (0, stored["seed"]):
+            warnings.warn(
+                f"the stored seed stands: {stored['seed']}, and not {self.seed}; another one begins with another store",
+                stacklevel=5,
+            )
+        self.seed = int(stored["seed"])
+
+    def require_members(self, stored: Mapping[str, Any] | None, where: str) -> None:
+        """Refuse what was committed with other optimizers.
+
+        Raises:
+            ConfigError: it says which they were.
+        """
+        require_roster(self._roster, (stored or {}).get("members") or [], where)
+
+
 def _has_no_master(given: str) -> bool:
     return given.startswith("stochastic")
 
@@ -229,31 +311,49 @@ def _are_same(params: Sequence[torch.Tensor], members: Sequence[torch.Tensor]) -
 _ACCELERATED = ("accelerate.optimizer", "AcceleratedOptimizer")
 
 
+_OF_FABRIC = (("lightning.fabric.wrappers", "_FabricOptimizer"), ("lightning_fabric.wrappers", "_FabricOptimizer"))
+
+
 def unwrapped(optimizer: Any) -> Any:
-    """The optimizer that runs the steps: itself, or the one inside of accelerate's wrapper.
+    """The optimizer that runs the steps: itself, what accelerate's or Fabric's wrapper holds, or those of a list.
 
     Raises:
-        ConfigError: the wrapper does more than to hand the steps on.
+        ConfigError: a wrapper does more than to hand the steps on, or the list has something else.
     """
-    if not _is_accelerated(optimizer):
-        return optimizer
-    instead = (
-        "; give offload() the model and the optimizer before accelerator.prepare(), which then takes what it returns"
-    )
-    if optimizer.scaler is not None:
-        raise ConfigError(f"the AcceleratedOptimizer scales gradients (fp16){instead}")
-    steps = optimizer.gradient_state.num_steps
-    if steps != 1:
-        raise ConfigError(f"the AcceleratedOptimizer steps after {steps} backwards alone{instead}")
-    return optimizer.optimizer
+    if isinstance(optimizer, list | tuple):
+        return joined([_unwrapped(one) for one in optimizer])
+    return _unwrapped(optimizer)
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    if _is_wrapped(optimizer, _ACCELERATED):
+        instead = "give offload() the model and the optimizer before accelerator.prepare(), which then takes what it "
+        instead += "returns"
+        if optimizer.scaler is not None:
+            raise ConfigError(f"the AcceleratedOptimizer scales gradients (fp16); {instead}")
+        steps = optimizer.gradient_state.num_steps
+        if steps != 1:
+            raise ConfigError(f"the AcceleratedOptimizer steps after {steps} backwards alone; {instead}")
+        return optimizer.optimizer
+    if _is_wrapped(optimizer, *_OF_FABRIC):
+        instead = "give offload() the model and the optimizer before fabric.setup(), which then takes what it returns"
+        strategy = optimizer._strategy  # noqa: SLF001
+        if type(strategy).__name__ != "SingleDeviceStrategy":
+            raise ConfigError(f"Fabric's optimizer is stepped by its {type(strategy).__name__}; {instead}")
+        if getattr(strategy.precision, "scaler", None) is not None:
+            raise ConfigError(f"Fabric's {type(strategy.precision).__name__} scales gradients (fp16); {instead}")
+        return optimizer._optimizer  # noqa: SLF001
+    return optimizer
 
 
 def wrap_again(optimizer: Any, offloaded: torch.optim.Optimizer) -> None:
     """Put the offloaded optimizer where the wrapper had the original: whoever holds the wrapper goes on with it."""
-    if _is_accelerated(optimizer):
+    if _is_wrapped(optimizer, _ACCELERATED):
         optimizer.optimizer = offloaded
+    elif _is_wrapped(optimizer, *_OF_FABRIC):
+        optimizer._optimizer = offloaded  # noqa: SLF001
 
 
-def _is_accelerated(optimizer: Any) -> bool:
-    """By name: accelerate need not be there."""
-    return any((kind.__module__, kind.__name__) == _ACCELERATED for kind in type(optimizer).__mro__)
+def _is_wrapped(optimizer: Any, *kinds: tuple[str, str]) -> bool:
+    """By name: neither library need be there."""
+    return any((kind.__module__, kind.__name__) in kinds for kind in type(optimizer).__mro__)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
 from memascend.errors import ConfigError
+from memascend.optim.comparison import PLAIN, Manner
 from memascend.optim.shared import TensorParts, arithmetic_dtype, named, parts_of, same, stand_in, user_attributes
 from memascend.optim.trial import elementwise, known, stepping, uncompiled, undrawn
 from memascend.params.offloaded_param import dense_strides
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+
+_log = logging.getLogger("memascend")
 
 
 # Steps without memory, or on little: state that first appears after some, or grows, is seen.
@@ -32,8 +37,9 @@ _SMALL_DIMS = (3, 5, 7, 11, 13, 17, 19, 23)
 class StateTrials:
     """What an optimizer keeps for parameters of each kind, each tried once."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, manner: Manner = PLAIN) -> None:
         self._optimizer = optimizer
+        self.manner = manner
         self._found: dict[tuple[int, torch.Size, torch.dtype], dict[str, Any]] = {}
 
     def state(self, group: int, shape: torch.Size, dtype: torch.dtype, attributes: Mapping[str, Any]) -> dict[str, Any]:
@@ -42,7 +48,7 @@ class StateTrials:
         Raises:
             ConfigError: its step failed, or keeps what cannot be streamed.
         """
-        trial = _Trial(self._optimizer, group, dtype, attributes)
+        trial = _Trial(self._optimizer, group, dtype, attributes, self.manner)
         if attributes:
             # Of one parameter alone.
             return trial.state(shape)
@@ -70,6 +76,7 @@ class _Trial:
     group: int
     dtype: torch.dtype
     attributes: Mapping[str, Any]
+    manner: Manner
 
     def state(self, shape: torch.Size) -> dict[str, Any]:
         """The state after a trial; its tensors have the shapes that they have for a parameter of `shape`."""
@@ -122,8 +129,9 @@ class _Trial:
         # Neither has kernels for tensors without bytes. Of torch's own classes what they keep is the same.
         plain = known(self.optimizer) or way.device == "meta"
         off = {"foreach": False, "fused": False} if plain else {}
-        states = stepping(self.optimizer, self.group, stand_in(values, self.attributes), gradients, off)
-        with undrawn(self.optimizer), warnings.catch_warnings(), uncompiled():
+        parameter = stand_in(values, self.attributes)
+        states = stepping(self.optimizer, self.group, parameter, gradients, off, self.manner)
+        with undrawn(self.optimizer, meta=way.device == "meta"), warnings.catch_warnings(), uncompiled():
             warnings.simplefilter("ignore")
             return _steady(self.optimizer, states)
 
@@ -204,6 +212,7 @@ class StateLayout:
     master: bool  # whether it has a master, which the values are rounded from
     whole: bool  # whether an update needs all of the parameter at once
     attributes: Mapping[str, Any] = field(default_factory=dict)  # what users wrote on the parameter
+    manner: Manner = PLAIN  # in which the optimizer is run for one parameter
 
     @property
     def names(self) -> list[str]:
@@ -271,8 +280,14 @@ def describe(
     if master:
         found.tensors[_MASTER] = torch.empty_strided(parameter.shape, stride, dtype=dtype, device="meta")
     attributes = user_attributes(parameter)
-    tried = (trials or StateTrials(optimizer)).state(group, parameter.shape, dtype, attributes)
+    trials = trials or StateTrials(optimizer)
+    tried = trials.state(group, parameter.shape, dtype, attributes)
     existing = optimizer.state.get(parameter, {})
+    if existing and trials.manner.stacks and not same(_shapes(tried), _shapes(existing)):
+        raise ConfigError(
+            f"{named(optimizer)} has state of several parameters as one stack, which is not taken apart: start without "
+            "its state"
+        )
     for name, value in {**tried, **existing}.items():
         # Of a subclass, what a step makes of it: its own may be of the parameter's type.
         found.add(name, tried[name] if parts_of(value) is not None and name in tried else value)
@@ -287,6 +302,7 @@ def describe(
         # The scalars of a 0-dim parameter would pass for parts of it.
         whole=not elementwise(optimizer) or parameter.dim() == 0,
         attributes={} if known(optimizer) else attributes,
+        manner=trials.manner,
     )
 
 
@@ -521,6 +537,27 @@ class StateFormats:
                 "out"
             )
         return found
+
+    def of_each(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[StateFormats]:
+        """What they are for each of several optimizers: those that have no such format keep their state as it is."""
+        capable = [rule_of(optimizer) is not None for optimizer in optimizers]
+        asked = self.stochastic or self.state is not None
+        if not asked or len(optimizers) == 1 or not any(capable):
+            return [self] * len(optimizers)
+        others = [named(optimizer) for optimizer, can in zip(optimizers, capable, strict=True) if not can]
+        if others and (self.stochastic or self.state != "fp32"):
+            _log.warning("%s does not apply to %s, whose state stays as it keeps it", self._asked, " and ".join(others))
+        narrow = [
+            any(one.dtype in _16_BITS for group in optimizer.param_groups for one in group["params"])
+            for optimizer in optimizers
+        ]
+        if not any(has and can for has, can in zip(narrow, capable, strict=True)):
+            # The first says so.
+            narrow = [True] * len(optimizers)
+        return [
+            replace(self, state=self.state if can else None, stochastic=self.stochastic and can and has)
+            for can, has in zip(capable, narrow, strict=True)
+        ]
 
     @property
     def _asked(self) -> str:

@@ -10,31 +10,28 @@ import sys
 import types
 import warnings
 import weakref
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memascend.errors import ConfigError
-from memascend.optim.shared import (
-    Disagreement,
-    SharedName,
-    SharedValues,
-    arithmetic_dtype,
-    attributes_of,
-    cloned,
-    common_end,
-    copied,
-    named,
-    run,
-    same,
-    stand_in,
-    storable,
-    user_attributes,
+from memascend.optim.comparison import (
+    PLAIN,
+    Comparison,
+    Manner,
+    all_present,
+    alone,
+    chosen_members,
+    members_at_size,
+    some_missing,
+    without_scratch,
 )
+from memascend.optim.shared import SharedName, SharedValues, attributes_of, cloned, named, run
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
 
 class _Draws(TorchDispatchMode):
@@ -64,8 +61,11 @@ def _draws_refused(optimizer: torch.optim.Optimizer) -> ConfigError:
 
 
 @contextlib.contextmanager
-def undrawn(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Refuse an optimizer that draws random numbers; those of torch, Python and numpy stay as they are."""
+def undrawn(optimizer: torch.optim.Optimizer, *, meta: bool = False) -> Iterator[None]:
+    """Refuse an optimizer that draws random numbers; those of torch, Python and numpy stay as they are.
+
+    On `meta` torch itself draws from Python's for a collective, which on values it does not.
+    """
     numpy: Any = sys.modules.get("numpy")
     before = random.getstate()
     theirs: Any = numpy.random.get_state() if numpy else None
@@ -77,7 +77,7 @@ def undrawn(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         random.setstate(before)
         if numpy is not None:
             numpy.random.set_state(theirs)
-    if drawn:
+    if drawn and not meta:
         raise _draws_refused(optimizer)
 
 
@@ -187,245 +187,60 @@ def reached_from(value: Any) -> Iterator[Any]:
             waiting.append(vars(value))
 
 
-_STEPS = 4
+_MANNERS = (PLAIN, Manner(omits=True), Manner(omits=True, stacks=True))
 
 
-# Tried parameters have at most so many elements in each dimension.
-_TRIAL_DIM_MAX = 6
-
-
-# At most so many of each group are tried.
-_TRIED_MAX = 4
-
-
-# What an optimizer may have beside step(), to change its parameters between training and evaluation.
-MODES = ("train", "eval")
-
-
-class _Member:
-    """A parameter of the trial, and where the one that it stands for is in its group."""
-
-    def __init__(self, group: int, position: int, parameter: torch.Tensor, dtype: torch.dtype) -> None:
-        self.group = group
-        self.position = position
-        self.shape = [min(dim, _TRIAL_DIM_MAX) for dim in parameter.shape]
-        self.dtype = dtype
-        self.attributes = user_attributes(parameter)
-        self.begin = torch.empty(0)
-
-    def drawn(self, generator: torch.Generator) -> torch.Tensor:
-        return torch.randn(self.shape, generator=generator).to(self.dtype)
-
-
-class _Joint:
-    """All members in one copy, as torch steps them."""
-
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, begin: SharedValues, members: Sequence[_Member], *, spread: bool
-    ) -> None:
-        """With `spread`, each is at the place that it has in its group, among others that never have a gradient."""
-        shared = begin.copy(deep=True)
-        self.parameters = [stand_in(member.begin.clone(), member.attributes) for member in members]
-        groups = [{**options, "params": []} for options in shared.groups]
-        for number, group in enumerate(groups):
-            mine = {m.position: p for m, p in zip(members, self.parameters, strict=True) if m.group == number}
-            count = len(optimizer.param_groups[number]["params"])
-            other = torch.nn.Parameter(torch.zeros(2, 3))
-            group["params"] = [mine.get(place, other) for place in range(count)] if spread else list(mine.values())
-        self.copy = cloned(optimizer, shared.attributes, groups, {})
-        self.known = {id(parameter) for group in groups for parameter in group["params"]}
-
-    def do(self, method: str, gradients: Sequence[torch.Tensor | None]) -> None:
-        for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            parameter.grad = None if gradient is None else gradient.clone()
-        run(self.copy, method)
-        if any(id(key) not in self.known for key in self.copy.state):
-            raise _refused(self.copy, "its step changes state that belongs to no parameter")
-
-    def now(self) -> tuple[list[torch.Tensor], list[dict[str, Any]], SharedValues]:
-        states = [dict(self.copy.state.get(parameter, {})) for parameter in self.parameters]
-        return [parameter.data for parameter in self.parameters], states, SharedValues.of(self.copy)
-
-
-class _OneByOne:
-    """Each member in a copy of its own, which begins with the shared values of the step before."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, begin: SharedValues, members: Sequence[_Member]) -> None:
-        self._optimizer = optimizer
-        self._members = members
-        self._shared = begin.copy(deep=True)
-        self._parameters = [stand_in(member.begin.clone(), member.attributes) for member in members]
-        self._states: list[dict[str, Any]] = [{} for _ in members]
-
-    def do(self, method: str, gradients: Sequence[torch.Tensor | None]) -> None:
-        ends = []
-        for number, (member, gradient) in enumerate(zip(self._members, gradients, strict=True)):
-            if method == "step" and gradient is None:
-                continue
-            parameter = self._parameters[number]
-            parameter.grad = None if gradient is None else gradient.clone()
-            begin = self._shared.copy(deep=True)
-            groups = [{**options, "params": []} for options in begin.groups]
-            groups[member.group]["params"] = [parameter]
-            state = self._states[number]
-            copy = cloned(self._optimizer, begin.attributes, groups, {parameter: state} if state else {})
-            run(copy, method)
-            self._states[number] = dict(copy.state.get(parameter, {}))
-            ends.append((member.group, self._shared.changes(SharedValues.of(copy))))
-        changes = common_end(ends)
-        lost = next((name for name, value in changes.items() if not storable(value)), None)
-        if lost is not None:
-            raise _refused(self._optimizer, f"its step changes {lost} to what is neither number nor text")
-        self._shared = self._shared.with_changes(changes)
-
-    def now(self) -> tuple[list[torch.Tensor], list[dict[str, Any]], SharedValues]:
-        return [parameter.data for parameter in self._parameters], self._states, self._shared
-
-
-def require_independent(optimizer: torch.optim.Optimizer, master_dtype: torch.dtype | None) -> dict[SharedName, Any]:
+def require_independent(
+    optimizer: torch.optim.Optimizer, master_dtype: torch.dtype | None
+) -> tuple[dict[SharedName, Any], Manner]:
     """Refuse an optimizer whose parameters do not get the same bits together and one at a time.
 
     They are stepped several times, all with a gradient, then some without; where it can be told to `train()` and to
-    `eval()`, that is tried too.
+    `eval()`, that is tried too. Where it goes another way than the plain one, that is what it is run in.
 
     Returns:
-        The values that its step changes for all parameters alike, as they are at the end of the trial.
+        The values that its step changes for all parameters alike, as they are at the end of the trial, and in which
+        manner it is run for one parameter.
 
     Raises:
         ConfigError: it says what differs.
     """
-    members = _chosen(optimizer, master_dtype)
+    first: ConfigError | None = None
+    for manner in (tried for one in _MANNERS for tried in (one, replace(one, zeros=True))):
+        try:
+            return _tried(optimizer, master_dtype, manner)
+        except ConfigError as error:
+            # Where its code failed without parameters, what it does with some says more.
+            if first is None or (first.__cause__ is not None and error.__cause__ is None):
+                first = error
+    assert first is not None
+    raise first
+
+
+def _tried(
+    optimizer: torch.optim.Optimizer, master_dtype: torch.dtype | None, manner: Manner
+) -> tuple[dict[SharedName, Any], Manner]:
+    members = chosen_members(optimizer, master_dtype)
     begin = SharedValues.of(optimizer)
     with undrawn(optimizer), warnings.catch_warnings(), uncompiled():
         warnings.simplefilter("ignore")
         generator = torch.Generator().manual_seed(1)
         for member in members:
             member.begin = member.drawn(generator)
-        after = _Comparison(optimizer, begin, members, spread=False).follow(_all_present(optimizer, members), generator)
-        _Comparison(optimizer, begin, members, spread=True).follow(_some_missing(optimizer, members), generator)
-    return begin.changes(after)
-
-
-def _chosen(optimizer: torch.optim.Optimizer, master_dtype: torch.dtype | None) -> list[_Member]:
-    """The first and the last of each group, and some that differ from these in dimensions or type."""
-    members = []
-    for number, group in enumerate(optimizer.param_groups):
-        # Whole numbers have no gradient.
-        every = [(place, given) for place, given in enumerate(group["params"]) if given.is_floating_point()]
-        kinds = {(parameter.dim(), parameter.dtype): (place, parameter) for place, parameter in reversed(every)}
-        chosen = dict([*every[:1], *every[-1:], *list(kinds.values())[:_TRIED_MAX]])
-        for place in sorted(chosen):
-            dtype = arithmetic_dtype(chosen[place].dtype, master_dtype)
-            members.append(_Member(number, place, chosen[place], dtype))
-    return members
-
-
-_Plan = list[tuple[str, list[bool]]]
-
-
-def _all_present(optimizer: torch.optim.Optimizer, members: Sequence[_Member]) -> _Plan:
-    """Steps with all gradients; then an evaluation in between."""
-    every, none = [True] * len(members), [False] * len(members)
-    plan: _Plan = [("step", every)] * _STEPS
-    if callable(getattr(type(optimizer), "train", None)):
-        # Twice: the second time there is nothing to do.
-        plan = [("train", none), ("train", none), *plan]
-        if callable(getattr(type(optimizer), "eval", None)):
-            plan += [("eval", none), ("eval", none), ("train", none), ("step", every)]
-    return plan
-
-
-def _some_missing(optimizer: torch.optim.Optimizer, members: Sequence[_Member]) -> _Plan:
-    """Steps in each of which another member has no gradient."""
-    plan: _Plan = [("step", [number != step for number in range(len(members))]) for step in range(len(members))]
-    plan = [(method, present) for method, present in plan if any(present)]
-    plan.append(("step", [True] * len(members)))
-    if callable(getattr(type(optimizer), "train", None)):
-        plan.insert(0, ("train", [False] * len(members)))
-    return plan
-
-
-class _Comparison:
-    """Both ways, step by step."""
-
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, begin: SharedValues, members: Sequence[_Member], *, spread: bool
-    ) -> None:
-        self._optimizer = optimizer
-        self._members = members
-        self._spread = spread
-        try:
-            self._one_by_one = _OneByOne(optimizer, begin, members)
-            self._joint = _Joint(optimizer, begin, members, spread=spread)
-        except Exception as error:
-            raise _refused(optimizer, f"what it holds cannot be copied ({_words(error)})") from error
-        self._last = ""
-
-    def follow(self, plan: _Plan, generator: torch.Generator) -> SharedValues:
-        """Do what is planned; the shared values at the end."""
-        for method, present in plan:
-            gradients = [
-                member.drawn(generator) if there else None for member, there in zip(self._members, present, strict=True)
-            ]
-            if not self._do(method, gradients):
-                break
-        return SharedValues.of(self._joint.copy)
-
-    def _do(self, method: str, gradients: Sequence[torch.Tensor | None]) -> bool:
-        optimizer = self._optimizer
-        before = copied(self._joint.now()[:2], deep=True)
-        try:
-            self._joint.do(method, gradients)
-        except ConfigError:
-            raise
-        except Exception as error:
-            if self._spread:
-                # In torch such a step is an error, too: there is nothing to compare with.
-                return False
-            raise _refused(optimizer, f"its {method} failed on small parameters ({_words(error)})") from error
-        idle = method in MODES and self._last in ("", method)
-        if idle and not same(before, self._joint.now()[:2]):
-            raise _refused(optimizer, f"its {method} changes parameters also where there is nothing to change")
-        self._last = method
-        try:
-            self._one_by_one.do(method, gradients)
-        except ConfigError:
-            raise
-        except Disagreement as other:
-            raise _refused(optimizer, f"its {method} changes {other} by values of single parameters") from None
-        except Exception as error:
-            raise _refused(
-                optimizer, f"its {method} failed on one small parameter at a time ({_words(error)})"
-            ) from error
-        _require_same(optimizer, self._joint, self._one_by_one, method)
-        return True
-
-
-def _require_same(optimizer: torch.optim.Optimizer, joint: _Joint, one_by_one: _OneByOne, method: str) -> None:
-    values, states, shared = joint.now()
-    others, other_states, other_shared = one_by_one.now()
-    differs = next(iter(shared.changes(other_shared)), None)
-    if differs is not None:
-        raise _refused(
-            optimizer,
-            f"its {method} changes {differs} by how many parameters have a gradient: one at a time it would be another",
-        )
-    # Where nothing was stepped yet, there may be what was made beforehand (Adagrad): it counts from the first gradient.
-    begun = [state if other else {} for state, other in zip(states, other_states, strict=True)]
-    if not same([*values, *begun], [*others, *other_states]):
-        raise _refused(
-            optimizer,
-            "its update of one parameter depends on the others, so that one at a time it would be another; use an "
-            "optimizer whose update needs one parameter at a time",
-        )
-
-
-def _words(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-def _refused(optimizer: torch.optim.Optimizer, why: str) -> ConfigError:
-    return ConfigError(f"{named(optimizer)} cannot run on streamed state: {why}")
+        every = Comparison(optimizer, begin, members, manner, spread=False)
+        after = every.follow(all_present(optimizer, members), generator)
+        some = Comparison(optimizer, begin, members, manner, spread=True)
+        some.follow(some_missing(optimizer, members), generator)
+        if manner.stacks:
+            for group in sorted(every.stacked_groups):
+                whole = members_at_size(optimizer, group, master_dtype)
+                for member in whole:
+                    member.begin = member.drawn(generator)
+                whole += [member for member in members if member.group != group]
+                true = Comparison(optimizer, begin, whole, manner, spread=False)
+                true.follow([("step", [True] * len(whole))] * 2, generator)
+    scratch = every.scratch | some.scratch
+    return without_scratch(begin.changes(after), scratch), replace(manner, scratch=scratch)
 
 
 def stepping(
@@ -434,6 +249,7 @@ def stepping(
     parameter: torch.nn.Parameter,
     gradients: Iterator[torch.Tensor],
     options: Mapping[str, Any],
+    manner: Manner = PLAIN,
 ) -> Iterator[dict[str, Any]]:
     """Step one parameter in place of the original's; its state after each step.
 
@@ -443,12 +259,12 @@ def stepping(
         parameter: changes in place.
         gradients: one for each step.
         options: what stands in every group that has such an option.
+        manner: in which it is run for one parameter.
     """
     shared = SharedValues.of(optimizer).copy(deep=True)
-    for number, made in enumerate(shared.groups):
+    for made in shared.groups:
         made.update({name: value for name, value in options.items() if name in made})
-        made["params"] = [parameter] if number == group else []
-    copy = cloned(optimizer, shared.attributes, shared.groups, {})
+    copy = cloned(optimizer, shared.attributes, alone(shared.groups, group, parameter, manner), {})
     if callable(getattr(type(optimizer), "train", None)):
         run(copy, "train")
     for gradient in gradients:
@@ -491,14 +307,15 @@ def known(optimizer: torch.optim.Optimizer) -> bool:
 
 def require_streamable(
     optimizer: torch.optim.Optimizer, master_dtype: torch.dtype | None = torch.float32
-) -> dict[SharedName, Any]:
+) -> tuple[dict[SharedName, Any], Manner]:
     """Refuse, by name, an optimizer whose updates cannot be exact on streamed state.
 
     A class that is not torch's own is tried on small tensors: its parameters must get the same bits together and one
     by one. Nothing is done to the optimizer, its parameters or random numbers.
 
     Returns:
-        The options and attributes that a step changes for all parameters alike, with an example of each.
+        The options and attributes that a step changes for all parameters alike, with an example of each, and in which
+        manner it is run for one parameter.
 
     Raises:
         ConfigError: what is refused, and what works instead.
@@ -522,7 +339,7 @@ def require_streamable(
             if group.get("fused") and master_dtype is None and type(optimizer) is torch.optim.SGD:
                 _require_updated_vectors(parameter.dtype)
     if known(optimizer):
-        return {}
+        return {}, PLAIN
     require_self_contained(optimizer)
     return require_independent(optimizer, master_dtype)
 

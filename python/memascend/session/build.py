@@ -15,6 +15,7 @@ from memascend.grads.gradient import Updates
 from memascend.grads.gradients import Gradients
 from memascend.grads.loop import Loop, LossScale
 from memascend.grads.microbatches import Accumulation
+from memascend.optim.members import members_of
 from memascend.params.module_hooks import Frames
 from memascend.params.offloaded_param import Place
 from memascend.params.residency import Residency
@@ -69,7 +70,8 @@ class Assembly:
             places = {place.name: place for home in session.run.residency.units.homes for place in home.places}
             run, written = session.run, session.reached_values.write_in_gather
             subject.sharding.install(run.residency, places, run.gradients.heard_parts, written)
-        original_state.leave(subject.original, offloaded)
+        for member in members_of(subject.original):
+            original_state.leave(member, offloaded)
         session.attachment.enter(offloaded)
         return session, offloaded
 

@@ -18,6 +18,7 @@ from memascend.device.device import copied_bytes
 from memascend.device.transfer import CHUNKS, WINDOWS
 from memascend.distributed.setup import PlannedSharding
 from memascend.errors import BudgetError, ConfigError, StorageError
+from memascend.optim.members import members_of, require_one_owner, title_of
 from memascend.optim.rules import Arithmetic, unwrapped
 from memascend.optim.state import StateFormats
 from memascend.params.aliases import require_unaliased
@@ -141,6 +142,7 @@ def find_owned(
         named = dict(model.named_parameters())
     if not named:
         raise ConfigError("the model has no parameters: there is nothing to offload")
+    require_one_owner(optimizer, named)
     groups = {
         id(parameter): number for number, group in enumerate(optimizer.param_groups) for parameter in group["params"]
     }
@@ -172,12 +174,14 @@ def _refuse_kinds(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> N
         raise ConfigError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
-    if _has_own_step(optimizer):
+    members = members_of(optimizer)
+    replaced = next(filter(_has_own_step, members), None)
+    if replaced is not None:
         raise ConfigError(
-            f"step() of this {type(optimizer).__name__} was replaced on the object, and offload() runs that of its "
+            f"step() of this {type(replaced).__name__} was replaced on the object, and offload() runs that of its "
             "class: register_step_pre_hook() and register_step_post_hook() are heard, or make it a subclass"
         )
-    if isinstance(optimizer, OffloadedOptimizer) or gated(model) or is_materialized(model):
+    if any(isinstance(one, OffloadedOptimizer) for one in members) or gated(model) or is_materialized(model):
         raise ConfigError("this model or optimizer is offloaded already; close() it first")
     wrappers = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
     if isinstance(model, wrappers) or type(model).__name__ == "FullyShardedDataParallel":
@@ -210,7 +214,7 @@ def _refuse_owners(named: Mapping[str, torch.nn.Parameter], groups: Mapping[int,
     if orphans:
         raise ConfigError(
             f"the optimizer does not own {len(orphans)} trainable parameters ({', '.join(orphans[:3])}...): freeze "
-            "them with requires_grad_(False), or give them to it"
+            "them with requires_grad_(False), or give them to it, or to another one: offload(model, [one, other])"
         )
     if not groups:
         raise ConfigError("the optimizer owns no parameters of this model")
@@ -283,14 +287,13 @@ class Subject:
         earlier: Earlier | None = None,
         only_planned: bool = False,
     ) -> None:
-        """`device` computes, where that is not the host.
+        """`optimizer` is the original, or several that are joined. `device` computes, where that is not the host.
 
         `sharding` has the parameters, where ranks share them; `earlier` the stores of another number of ranks, from
         which the run goes on. What is `only_planned` needs neither the device that computes nor a place of its store.
         """
         self.model = model
-        self.given = optimizer
-        self.original = unwrapped(optimizer)
+        self.original = optimizer
         self.options = options
         self.device = device
         # Units reach the device through chunks.
@@ -312,12 +315,15 @@ class Subject:
             whole=self._ids(embeddings(model)),
             elements={} if sharding is None else sharding.elements(),
         )
-        self.arithmetic = Arithmetic(self.original, options.master_dtype, self._ids(sparse_weights(model)), formats)
+        names = {id(parameter): name for name, parameter in self.named.items()} if sharding is None else None
+        sparse = self._ids(sparse_weights(model))
+        self.arithmetic = Arithmetic(self.original, options.master_dtype, sparse, formats, names)
         if sharding is not None:
             sharding.require_by_rows(self.arithmetic)
         if not only_planned:
             require_unaliased(self.named, model, () if sharding is None else sharding.held)
-            require_unaliased_state(self.original, self.named, model)
+            for member in members_of(self.original):
+                require_unaliased_state(member, self.named, model)
         self.buffers = Buffers(model)
         self.earlier = earlier
 
@@ -356,12 +362,17 @@ class Planned:
     network: Network | None = None  # what a rank sends and receives; None for one process
 
 
-def planned(model: torch.nn.Module, optimizer: torch.optim.Optimizer, options: Options, ranks: int = 1) -> Planned:
+def planned(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    options: Options,
+    ranks: int = 1,
+) -> Planned:
     """Decide as `offload()` with these options would, from shapes alone: the model may be on "meta"; nothing changes.
 
     Args:
         model: that is trained.
-        optimizer: owns its parameters.
+        optimizer: owns its parameters; or several that do.
         options: of `offload()`; with several ranks, of each.
         ranks: how many share the model: the plan is that of one.
 
@@ -370,11 +381,12 @@ def planned(model: torch.nn.Module, optimizer: torch.optim.Optimizer, options: O
         BudgetError: the budget is too small; `smallest` is what works.
     """
     with torch.no_grad():
+        original = unwrapped(optimizer)
         sharding = PlannedSharding(model, ranks, options) if ranks > 1 else None
         if sharding is not None:
-            optimizer = sharding.stand_in(optimizer)
+            original = sharding.stand_in(original)
         rows = cast("Sharding | None", sharding)
-        subject = Subject(model, optimizer, options, None, sharding=rows, only_planned=True)
+        subject = Subject(model, original, options, None, sharding=rows, only_planned=True)
         decision = decide(subject)
     # The rest of a compact master stands for all of it.
     state = (
@@ -412,7 +424,7 @@ def decide(subject: Subject) -> Decision:
     entries = _entries(subject, units)
     _require_folder(subject)
     devices = max(1, len(options.paths or ()))
-    sizes = engines.sizes(entries, optimizer=type(subject.original).__name__, devices=devices)
+    sizes = engines.sizes(entries, optimizer=title_of(subject.original), devices=devices)
     refuse_sizes(sizes.unit_bytes, units)
     gradients = {name: subject.named[name].nbytes for name in subject.trained}
     wanted = _requirements(subject, units, (entries, sizes), gradients)

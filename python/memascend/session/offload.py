@@ -53,7 +53,7 @@ _log = logging.getLogger("memascend")
 
 def offload(  # noqa: PLR0913 - options are keywords
     model: _Model,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     *,
     storage: _Path | Sequence[_Path] | None = None,
     existing: Literal["refuse", "resume", "replace", "previous"] = "refuse",
@@ -85,7 +85,8 @@ def offload(  # noqa: PLR0913 - options are keywords
     Args:
         model: any module on the CPU, on meta, or on the device that computes; the same object comes back.
         optimizer: a torch.optim optimizer that owns every trainable parameter of the model. State that it has already
-            moves into the store.
+            moves into the store. A list of several, such as Muon and AdamW, each of which owns some of them, becomes
+            one: its `step()` steps them all in one commit, and `members` are the originals.
         storage: a folder, file or raw block device, or several of them, over which it is striped; None: a temporary
             file that is gone with the process. "~" is the user's home. A path that ends in "/" is a folder, which is
             made where it is missing; any other that is not there becomes a file.
@@ -137,7 +138,8 @@ def offload(  # noqa: PLR0913 - options are keywords
         timeout: how many seconds the ranks wait for each other in `offload()` and in `step()`; None: ten minutes.
 
     Returns:
-        The model, and a `memascend.OffloadedOptimizer` that shares the original's `param_groups`.
+        The model, and a `memascend.OffloadedOptimizer` that shares the original's `param_groups`; of several, all of
+        theirs, in order.
 
     Raises:
         ConfigError: an option, the model, the optimizer or the store that is there does not fit; nothing was changed.
@@ -172,14 +174,16 @@ def offload(  # noqa: PLR0913 - options are keywords
     # A default device (torch.set_default_device) is for the user's tensors.
     with torch.no_grad(), torch.device("cpu"), contextlib.ExitStack() as undo:
         opened = devices.open_device(options.where)
-        sharding, options, earlier = begin(model, unwrapped(optimizer), options, undo)
+        original = unwrapped(optimizer)
+        sharding, options, earlier = begin(model, original, options, undo)
         own = options
         subject = _together(
             sharding,
-            lambda: Subject(model, optimizer, own, opened, sharding=sharding, earlier=earlier),
+            lambda: Subject(model, original, own, opened, sharding=sharding, earlier=earlier),
         )
         offloaded, seconds = _offloaded(subject)
         undo.pop_all()
+    wrap_again(optimizer, offloaded)
     if device is None and opened is not None:
         _log.info("device: %s, since there is one; device='cpu' computes without it", opened.torch_device)
     smallest = ", the smallest that keeps disk and compute busy" if host_memory is None else ""
@@ -206,7 +210,6 @@ def _offloaded(subject: Subject) -> tuple[OffloadedOptimizer, Forecast | None]:
         undo.pop_all()
     if subject.earlier is not None:
         subject.earlier.remove()
-    wrap_again(subject.given, offloaded)
     # The model's own memory was freed.
     session.heap.take_holes()
     open_runs.note(offloaded)
@@ -282,6 +285,7 @@ def _begun(
         stored = first.write(engine, decision) if store.created else first.read(store, plan.held)
     seconds = watch.forecast(plan, engine, host_computes=subject.device is None)
     shared = subject.arithmetic.shared
+    subject.arithmetic.require_members(stored, f"the store at {store.info()['devices'][0]}")
     subject.arithmetic.take_seed(stored)
     take_options(subject.original.param_groups, stored.get("groups"), undo, shared.examples)
     shared.restore(stored.get("attributes") or {}, undo)

@@ -21,6 +21,7 @@ from memascend.checkpoint.init import Divided, MetaBuffers, ModelValues, ValueSo
 from memascend.checkpoint.reader import Checkpoint, CheckpointValues
 from memascend.checkpoint.weights import open_weights
 from memascend.errors import ConfigError, StorageError
+from memascend.optim.members import is_roster, title_of
 from memascend.optim.shared import options_of, require_as_many
 from memascend.optim.state import options_of_formats
 from memascend.plan.cost import Drive, Forecast, assumed_host, forecast, storage_seconds
@@ -160,7 +161,7 @@ _log = logging.getLogger("memascend")
 def open_store(subject: Subject, entries: list[engines.Entry]) -> tuple[Store, Path | None]:
     """Open or make the store; and the folder that it is in, where it is a temporary one."""
     options = subject.options
-    kind = type(subject.original).__name__
+    kind = title_of(subject.original)
     paths = list(options.paths or ())
 
     def create(where: str | list[str]) -> Store:
@@ -182,6 +183,7 @@ def open_store(subject: Subject, entries: list[engines.Entry]) -> tuple[Store, P
                 "run that has it open goes on: resume with the model and the optimizer that it was made for, or give "
                 "existing='replace' to begin anew"
             )
+        subject.arithmetic.require_members(store.hyperparameters, f"the store at {store.info()['devices'][0]}")
         require_as_many(subject.original.param_groups, (store.hyperparameters or {}).get("groups"))
 
     closes = options.existing in ("resume", "replace")
@@ -229,7 +231,7 @@ def _hyperparameters(store: Store) -> dict[str, Any]:
     stored, _ = store.hyperparameters or {}, store.user_state
     if isinstance(stored, dict):
         groups = stored.get("groups", [])
-        if isinstance(groups, list):
+        if isinstance(groups, list) and is_roster(stored.get("members", [])):
             objects = [*groups, stored.get("attributes") or {}, stored.get("loss_scale") or {}]
             if all(isinstance(one, dict) for one in objects):
                 return stored
@@ -284,7 +286,7 @@ def earlier_values(subject: Subject, earlier: Earlier) -> ValueSource:
 
     sharding = subject.sharding
     shapes = {name: own.shape for name, own in subject.named.items()} if sharding is None else sharding.shapes
-    return EarlierValues(earlier, shapes, subject.named, describe, type(subject.original).__name__)
+    return EarlierValues(earlier, shapes, subject.named, describe, title_of(subject.original))
 
 
 class FirstValues:
@@ -307,6 +309,8 @@ class FirstValues:
         if created:
             self._source = self._found()
             self._source.check()
+            if subject.earlier is not None:
+                subject.arithmetic.require_members(self._source.hyperparameters([]), "the earlier run")
         given = (self._weights, subject.options.checkpoint, subject.earlier)
         initialised = created and all(one is None for one in given)
         self._meta_buffers.rebuild(self._weights, saved=initialised)
@@ -342,7 +346,7 @@ class FirstValues:
                 source.buffer(name, target)
                 engine.fill(name, subject.buffers.tensor(name), {})
             hyperparameters = {
-                **subject.arithmetic.seeded(),
+                **subject.arithmetic.committed(),
                 **source.hyperparameters([options_of(group) for group in subject.original.param_groups]),
             }
             engine.commit(source.step, user_state=source.user_state, hyperparameters=hyperparameters)

@@ -12,8 +12,9 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from memascend.errors import UsageError
+from memascend.optim.comparison import MODES
+from memascend.optim.members import JoinedHooks, members_of
 from memascend.optim.rules import GroupMembers
-from memascend.optim.trial import MODES
 from memascend.params.offloaded_param import is_in_place
 from memascend.session.materialize import MATERIALIZED, Materializer
 from memascend.tensors import same_bits
@@ -158,15 +159,20 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
 
     def __init__(self, original: torch.optim.Optimizer, session: Session) -> None:
         """Stand in for `original`; `session` is what does the work."""
+        # One group will do: torch would refuse such with names of parameters beside such without.
+        super().__init__(original.param_groups[:1], original.defaults)
         # The groups are dicts of the original, so that an option set on either is set on both.
-        super().__init__(original.param_groups, original.defaults)
         self.param_groups = original.param_groups
-        self._original = original
+        self.members: tuple[torch.optim.Optimizer, ...] = members_of(original)
+        """The optimizers that were given to offload(), in order: their groups are those of this one."""
         self._session = session
-        self._members = GroupMembers(self.param_groups)
+        self._groups = GroupMembers(self.param_groups)
+        self._groups_of_members = [GroupMembers(one.param_groups) for one in self.members if one is not original]
         # What was registered with either is heard.
-        self._optimizer_step_pre_hooks = original._optimizer_step_pre_hooks  # noqa: SLF001
-        self._optimizer_step_post_hooks = original._optimizer_step_post_hooks  # noqa: SLF001
+        before = [member._optimizer_step_pre_hooks for member in self.members]  # noqa: SLF001
+        after = [member._optimizer_step_post_hooks for member in self.members]  # noqa: SLF001
+        self._optimizer_step_pre_hooks = before[0] if len(before) == 1 else JoinedHooks(before)
+        self._optimizer_step_post_hooks = after[0] if len(after) == 1 else JoinedHooks(after)
         self._state = StoredState(session)
         # It must not know the model, nor this: they would live for as long as the interpreter.
         self._finalizer = weakref.finalize(self, session.run.resources.close)
@@ -184,13 +190,16 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
             UsageError: the step cannot be exact; the message says what to do instead.
             StorageError: storage failed; the last committed step stands.
         """
-        self._members.require_same(self.param_groups)
+        self._groups.require_same(self.param_groups)
+        for member, groups in zip(self.members, self._groups_of_members, strict=False):
+            groups.require_same(member.param_groups)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # A scheduler that was made for the original asks it whether it was stepped.
-        self._original._opt_called = True  # type: ignore[attr-defined] # noqa: SLF001
+        # A scheduler that was made for an original asks it whether it was stepped.
+        for member in self.members:
+            member._opt_called = True  # type: ignore[attr-defined] # noqa: SLF001
         self._session.step()
         return loss
 
@@ -248,8 +257,8 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def __getattr__(self, name: str) -> Any:
-        """`train()` and `eval()`, where the original has them, as schedule-free optimizers do."""
-        if name in MODES and callable(getattr(type(vars(self).get("_original")), name, None)):
+        """`train()` and `eval()`, where an original has them, as schedule-free optimizers do."""
+        if name in MODES and any(callable(getattr(type(one), name, None)) for one in vars(self).get("members", ())):
             return functools.partial(self._session.modes.switch, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 

@@ -18,7 +18,7 @@ from memascend.params.aliases import require_unaliased
 from memascend.session.optimizer import session_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Container, Mapping
 
     from memascend.session.optimizer import OffloadedOptimizer
 
@@ -86,7 +86,9 @@ def leave(optimizer: torch.optim.Optimizer, offloaded: OffloadedOptimizer) -> No
     state.clear()
     if isinstance(state, defaultdict):
         state.default_factory = _refuse_state
-    optimizer.state = OriginalState(offloaded)  # type: ignore[assignment]
+    several = len(offloaded.members) > 1
+    owned = {id(one) for group in optimizer.param_groups for one in group["params"]} if several else None
+    optimizer.state = OriginalState(offloaded, owned)  # type: ignore[assignment]
     optimizer.register_load_state_dict_pre_hook(_refuse_load)
 
 
@@ -114,9 +116,11 @@ def _refuse_load(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
 class OriginalState(MutableMapping[torch.Tensor, dict[str, Any]]):
     """The `state` of the original optimizer: that of the run, as long as it lasts; then an empty one."""
 
-    def __init__(self, offloaded: OffloadedOptimizer) -> None:
+    def __init__(self, offloaded: OffloadedOptimizer, owned: Container[int] | None = None) -> None:
+        """`owned` are the ids of its parameters, where others of the run are another optimizer's."""
         # Whoever holds the original, as schedulers do, does not hold the run.
         self._offloaded = weakref.ref(offloaded)
+        self._owned = owned
         self._own: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
 
     @property
@@ -139,11 +143,14 @@ class OriginalState(MutableMapping[torch.Tensor, dict[str, Any]]):
     def __delitem__(self, parameter: torch.Tensor) -> None:
         del self._now[parameter]
 
+    def _is_own(self, parameter: object) -> bool:
+        return self._owned is None or id(parameter) in self._owned
+
     def __contains__(self, parameter: object) -> bool:
-        return parameter in self._now
+        return self._is_own(parameter) and parameter in self._now
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(self._now)
+        return filter(self._is_own, iter(self._now))
 
     def __len__(self) -> int:
-        return len(self._now)
+        return sum(1 for _ in self)

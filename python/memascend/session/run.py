@@ -239,7 +239,7 @@ class Record:
         # The optimizer's own, which a scheduler changes.
         self.groups = arithmetic.optimizer.param_groups
         self.shared = arithmetic.shared
-        self._seed = arithmetic.seeded()
+        self._constant = arithmetic.committed()
         self.scale = scale
         self.user_state: Any = store.user_state
 
@@ -251,7 +251,7 @@ class Record:
         return {
             **found,
             **({"attributes": attributes} if attributes else {}),
-            **self._seed,
+            **self._constant,
             **({} if line is None else {"line": line}),
         }
 

@@ -377,7 +377,7 @@ class Rollback:
                 undo.callback(_restore, buffers.target(name), buffers.target(name).clone())
             undo.callback(engine.discard)
             counts = self._stage(source)
-            hyperparameters = source.hyperparameters([])
+            hyperparameters = {**self._arithmetic.committed(), **source.hyperparameters([])}
             self._arithmetic.shared.restore(hyperparameters.get("attributes") or {}, undo)
             line = self._run.resources.store.info()["generation"]
             hyperparameters["line"] = line
@@ -452,7 +452,7 @@ class Modes:
             return
         with run.residency.turns.alone():
             try:
-                names = run.gradients.rule.switch(mode, run.gradients.by_name.values())
+                names = run.gradients.rule.switch(mode, run.gradients.by_name.values(), changed)
                 give_back = record.shared.adopt(names, engine.finish, changed)
             except BaseException:
                 engine.discard()

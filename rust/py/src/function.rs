@@ -1,6 +1,6 @@
 //! Calls Python functions on the engine's thread, with a chunk's memory lent to them.
 
-use std::{os::raw::c_int, sync::Arc};
+use std::{os::raw::c_int, sync::Arc, thread::sleep, time::Duration};
 
 use memascend_engine::{Cause, Chunk, Function};
 use memascend_store::{Buffer, Shared};
@@ -11,6 +11,9 @@ use crate::errors::usage_error;
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<LentBuffer>()
 }
+
+/// The threads of a collective let go of its tensors a moment after the call that waited for it has returned.
+const PATIENCE_MS: u32 = 500;
 
 /// Memory that is lent for the length of a call.
 #[derive(Default)]
@@ -25,6 +28,12 @@ impl Lender {
     pub(crate) fn require_back(&self, py: Python<'_>) -> PyResult<()> {
         if Arc::strong_count(&self.0) > 1 {
             py.import("gc")?.call_method0("collect")?;
+        }
+        for _ in 0..PATIENCE_MS {
+            if Arc::strong_count(&self.0) == 1 {
+                break;
+            }
+            py.detach(|| sleep(Duration::from_millis(1)));
         }
         if Arc::strong_count(&self.0) > 1 {
             return Err(usage_error(py, "it kept a tensor of its chunk, whose memory is taken again: keep a clone()"));

@@ -1,0 +1,143 @@
+"""Several optimizers of one model as one: their groups in order, their names, which parameters each of them owns."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memascend.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+
+class JoinedOptimizers(torch.optim.Optimizer):
+    """The optimizers of a list that `offload()` is given. Nothing is ever stepped here."""
+
+    def __init__(self, members: Sequence[torch.optim.Optimizer]) -> None:
+        """The groups are the members' own dicts, so that an option set on either is set on both."""
+        # torch's own __init__ would refuse groups with names of parameters beside groups without.
+        self.members = tuple(members)
+        self.param_groups = [group for member in self.members for group in member.param_groups]
+        first, *others = self.members
+        self.defaults = {
+            name: value for name, value in first.defaults.items() if all(name in o.defaults for o in others)
+        }
+
+
+def members_of(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
+    """The optimizers that this one stands for: itself, unless it joins several."""
+    return optimizer.members if isinstance(optimizer, JoinedOptimizers) else (optimizer,)
+
+
+def joined(optimizers: Sequence[Any]) -> Any:
+    """One optimizer for those of a list; the only one of a list is itself.
+
+    Raises:
+        ConfigError: the list has something else.
+    """
+    if not optimizers:
+        raise ConfigError("the list of optimizers is empty: give the optimizers that own the model's parameters")
+    for place, one in enumerate(optimizers):
+        if not isinstance(one, torch.optim.Optimizer):
+            raise ConfigError(f"optimizer[{place}] must be a torch.optim.Optimizer, not {type(one).__name__}")
+        if any(one is before for before in optimizers[:place]):
+            raise ConfigError(f"optimizer[{place}] is in the list twice: give each optimizer once")
+    return optimizers[0] if len(optimizers) == 1 else JoinedOptimizers(optimizers)
+
+
+def title_of(optimizer: torch.optim.Optimizer) -> str:
+    """By which name stores and checkpoints know it: "AdamW", "Muon + AdamW"."""
+    return " + ".join(type(member).__name__ for member in members_of(optimizer))
+
+
+def roster_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str] | None) -> list[dict[str, Any]]:
+    """What is committed of several optimizers: the class of each, how many groups it has, and which parameters.
+
+    Args:
+        optimizer: of one alone nothing is committed.
+        names: of the parameters, by id; None where a process has some of them only.
+    """
+    members = members_of(optimizer)
+    if len(members) == 1:
+        return []
+    found = []
+    for member in members:
+        said: dict[str, Any] = {"optimizer": type(member).__name__, "groups": len(member.param_groups)}
+        if names is not None:
+            owned = [names[id(one)] for group in member.param_groups for one in group["params"] if id(one) in names]
+            said["parameters"] = hashlib.sha256("\n".join(sorted(owned)).encode()).hexdigest()
+        found.append(said)
+    return found
+
+
+def is_roster(value: Any) -> bool:
+    """Whether something that was read is what `roster_of` makes."""
+    return isinstance(value, list) and all(
+        isinstance(one, dict) and isinstance(one.get("optimizer"), str) and isinstance(one.get("groups"), int)
+        for one in value
+    )
+
+
+def require_roster(own: Sequence[Mapping[str, Any]], stored: Sequence[Mapping[str, Any]], where: str) -> None:
+    """Refuse what was made with other optimizers.
+
+    Args:
+        own: of the optimizers that are given.
+        stored: what was committed; nothing by one optimizer alone.
+        where: what holds it, for the message.
+
+    Raises:
+        ConfigError: it says which they were.
+    """
+    kinds = [one["optimizer"] for one in own], [one["optimizer"] for one in stored]
+    groups = [one["groups"] for one in own], [one["groups"] for one in stored]
+    if kinds[0] != kinds[1] or groups[0] != groups[1]:
+        had, has = _listed(stored), _listed(own)
+        raise ConfigError(f"{where} was made with {had}, and offload() was given {has}: give the same, in this order")
+    for one, other in zip(own, stored, strict=True):
+        if one.get("parameters", other.get("parameters")) != other.get("parameters", one.get("parameters")):
+            raise ConfigError(
+                f"{where} was made with {one['optimizer']} as the owner of other parameters than it is given now: give "
+                "each optimizer the parameters that it had"
+            )
+
+
+def _listed(roster: Sequence[Mapping[str, Any]]) -> str:
+    words = [f"{one['optimizer']} ({one['groups']} group{'' if one['groups'] == 1 else 's'})" for one in roster]
+    return " and ".join(words) or "one optimizer"
+
+
+def require_one_owner(optimizer: torch.optim.Optimizer, named: Mapping[str, torch.nn.Parameter]) -> None:
+    """Refuse a parameter that several of the optimizers own.
+
+    Raises:
+        ConfigError: it says which, and whose.
+    """
+    owners: dict[int, torch.optim.Optimizer] = {}
+    for member in members_of(optimizer):
+        for group in member.param_groups:
+            for parameter in group["params"]:
+                other = owners.setdefault(id(parameter), member)
+                if other is not member:
+                    name = next((name for name, one in named.items() if one is parameter), "a parameter")
+                    raise ConfigError(
+                        f"{name} is owned by two of the optimizers ({type(other).__name__} and "
+                        f"{type(member).__name__}), and would be updated by both: give it to one of them"
+                    )
+
+
+class JoinedHooks(OrderedDict[int, Any]):
+    """The hooks that are registered with the optimizer that is returned, and those of all originals."""
+
+    def __init__(self, members: Iterable[dict[int, Any]]) -> None:
+        super().__init__()
+        self._members = tuple(members)
+
+    def values(self) -> Any:
+        """Those of the originals first, in their order."""
+        return list(chain(*(member.values() for member in self._members), super().values()))
