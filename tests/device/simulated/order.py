@@ -126,15 +126,17 @@ def made(parameters):
 class Training:
     """A model, its twin, and a run that was begun."""
 
-    def __init__(self, stack, kind="plain", delays=None, blocks=4, **options):
+    def __init__(self, stack, kind="plain", *, delays=None, blocks=4, device="cuda", placed="cpu", **options):
         torch.manual_seed(1)
         self.check = runtime.Check()
-        model = Net(self.check, kind, blocks)
+        with torch.device("cpu"):
+            model = Net(self.check, kind, blocks)
         self.twin = Twin(model)
         # In the folder of the test, which outlives this process.
         folder = tempfile.mkdtemp()
+        model = model.to(placed)
         self.model, self.optimizer = memascend.offload(
-            model, made(model.parameters()), storage=folder + "/run.store", device="cuda", **options
+            model, made(model.parameters()), storage=folder + "/run.store", device=device, **options
         )
         stack.callback(self.optimizer.close)
         device = self.optimizer._session.run.resources.units.device

@@ -14,6 +14,8 @@ from collections import Counter
 
 import torch
 
+from memascend.grads import backward
+
 library = ctypes.CDLL("libcuda.so.1")
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t
 library.simulated_read.argtypes = [_POINTER, _POINTER, _SIZE, ctypes.c_int]
@@ -91,6 +93,15 @@ def pattern(name, step):
 def filled(shape, element):
     """A tensor of fp32 in host memory that has a pattern everywhere."""
     return torch.full(shape, element << 16 | element, dtype=torch.int32, device="cpu").view(torch.float32)
+
+
+def read(measures):
+    """What `step()` reads of the checks of gradients: as it waits for it, but without what no kernel computed."""
+    _read(measures)
+    return [(False, 1.0) for _ in measures]
+
+
+_read, backward.read = backward.read, read
 
 
 class Check:

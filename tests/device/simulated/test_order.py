@@ -35,7 +35,7 @@ MISSED = {
     "a checkpoint's way back after its way out": {**RECOMPUTED, "delays": {"out": SLOW_US}},
     "compute after a checkpoint's copy": {**RECOMPUTED, "delays": {"in": SLOW_US}},
 }
-IN_SHORT = 3
+IN_SHORT = 2
 
 
 def fine(found, least=20):
