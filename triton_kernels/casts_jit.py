@@ -32,4 +32,6 @@ def launch(source: torch.Tensor, out: torch.Tensor, *, add: bool) -> None:
     """Queues the cast or addition of dense, non-empty tensors of one device."""
     numel = out.numel()
     with torch.cuda.device(out.device) if out.device.type == "cuda" else contextlib.nullcontext():
-        move_kernel[(triton.cdiv(numel, BLOCK),)](flat(source), flat(out), numel, ADD=add, BLOCK=BLOCK, num_warps=WARPS)
+        move_kernel[(triton.cdiv(numel, BLOCK),)](
+            flat(source), flat(out), numel, ADD=add, BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=False
+        )

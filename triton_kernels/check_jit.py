@@ -141,10 +141,10 @@ def launch(tensors: Sequence[torch.Tensor], factor: float, device: torch.device)
             check_kernel[(programs,)](
                 flat(group[0][0]), group[0][0].numel(), table, len(group), squares[first:], largest[first:], factor,
                 DTYPE=_TRITON_DTYPES[dtype], MANY=many, ALIGNED=all(t.data_ptr() % 16 == 0 for t, _ in group),
-                UNSCALE=factor != 1.0, CHUNK=CHUNK, BLOCK=BLOCK, num_warps=WARPS,
+                UNSCALE=factor != 1.0, CHUNK=CHUNK, BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=False,
             )  # fmt: skip
             first += programs
-        fold_kernel[(1,)](squares, largest, first, total, found, BLOCK=FOLD_BLOCK)
+        fold_kernel[(1,)](squares, largest, first, total, found, BLOCK=FOLD_BLOCK, enable_fp_fusion=False)
     return found.view(torch.bool), total
 
 

@@ -12,7 +12,7 @@ from memascend import _core
 
 __all__ = ["Route", "route"]
 
-# bfloat16 arithmetic in Triton needs Ampere; the kernels are compiled ahead of time for 8.0 and 9.0 in the tests.
+# bfloat16 arithmetic in Triton needs Ampere; the tests compile the kernels ahead of time for 8.0 to 12.0.
 CAPABILITY_MIN = (8, 0)
 
 

@@ -37,7 +37,9 @@ class Done(NamedTuple):
 class Loaded:
     """The interpreter that programs are forked from, one after the other; a new one after one that had no end."""
 
-    def __init__(self):
+    def __init__(self, environment=None):
+        """An interpreter that begins with this environment; None: with the caller's."""
+        self._environment = environment
         self._process = None
 
     def run(self, program, *arguments, env, timeout):
@@ -68,7 +70,7 @@ class Loaded:
         if self._process is None:
             self._process = subprocess.Popen(
                 [sys.executable, "-W", "error", "-W", NO_NUMPY, __file__],
-                env={name: value for name, value in os.environ.items() if name not in HEAP},
+                env={name: value for name, value in (self._environment or os.environ).items() if name not in HEAP},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 bufsize=0,

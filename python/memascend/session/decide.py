@@ -151,7 +151,7 @@ def find_owned(
         if parameter.device.type not in ("cpu", "meta") and parameter.device != device:
             raise ConfigError(
                 f"{name} is on {parameter.device}; offload() takes models on the CPU, on meta, or on the device= that "
-                "computes"
+                "computes; load it without device_map= if that divided it"
             )
         if torch.nn.parameter.is_lazy(parameter):
             raise ConfigError(f"{name} is not initialised yet: run the model once before offload()")
@@ -189,6 +189,18 @@ def _refuse_kinds(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> N
             f"{type(model).__name__} does not work with offload(); give the module inside it, on several processes "
             "after torch.distributed.fsdp.fully_shard() on each block and on the model"
         )
+    _refuse_placed(model)
+
+
+def _refuse_placed(model: torch.nn.Module) -> None:
+    """Refuse what accelerate keeps elsewhere: its weights seem to be on meta, and would get first values."""
+    for name, module in model.named_modules():
+        hook = getattr(module, "_hf_hook", None)
+        if any(getattr(part, "offload", False) for part in (hook, *getattr(hook, "hooks", ()))):
+            raise ConfigError(
+                f"weights of {name or 'the model'} were put on the CPU or on disk by accelerate (device_map=, "
+                "cpu_offload): load the model without device_map=, offload() streams what does not fit"
+            )
 
 
 def _has_own_step(optimizer: torch.optim.Optimizer) -> bool:

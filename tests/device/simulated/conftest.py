@@ -1,0 +1,44 @@
+"""Runs functions in processes whose CUDA is the simulated one; insists in CI that it can be built."""
+
+import json
+import os
+
+import pytest
+from device.simulated import build
+from support.loaded import Loaded
+
+
+@pytest.fixture(scope="session")
+def _on_it():
+    try:
+        environment = build.environment()
+    except build.Unavailable as why:
+        if os.environ.get("MEMASCEND_REQUIRE_ROOT") == "1":
+            pytest.fail(f"the simulated CUDA is not to be skipped here: {why}")
+        pytest.skip(f"no simulated CUDA: {why}")
+    loaded = Loaded(environment)
+    yield loaded, environment
+    loaded.close()
+
+
+@pytest.fixture
+def simulated(_on_it, tmp_path):
+    """Calls `device.simulated.MODULE.FUNCTION(**arguments)` in a process of its own, and returns what it returned."""
+    loaded, environment = _on_it
+
+    def call(function, *, env=None, status=0, timeout=100, **arguments):
+        module, name = function.split(".")
+        program = (
+            "import json, sys\n"
+            f"from device.simulated import {module}\n"
+            f"found = {module}.{name}(**json.loads(sys.argv[1]))\n"
+            "print('found: ' + json.dumps(found))\n"
+        )
+        done = loaded.run(
+            program, json.dumps(arguments), env={**environment, "TMPDIR": str(tmp_path), **(env or {})}, timeout=timeout
+        )
+        assert done.status == status, f"status {done.status}\n{done.out}\n{done.err}"
+        lines = [line for line in done.out.splitlines() if line.startswith("found: ")]
+        return json.loads(lines[-1].removeprefix("found: ")) if lines else done.out + done.err
+
+    return call

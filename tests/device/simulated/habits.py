@@ -1,0 +1,147 @@
+"""What users do with CUDA beside `offload()`, on the simulated one."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+
+import torch
+from device.simulated import runtime
+from device.simulated.order import Training, made
+
+import memascend
+
+
+def checked(*, device="cuda", default=None, middle=lambda: None, **options):
+    """Two steps with every read checked; `middle` is called between forward and backward, and between steps."""
+    with contextlib.ExitStack() as stack:
+        if default is not None:
+            torch.set_default_device(default)
+            stack.callback(torch.set_default_device, None)
+        training = Training(stack, gradients="fused", device=device, **options)
+        for step in range(2):
+            training.check.step = step
+            found = training.forward()
+            middle()
+            torch.autograd.backward(found, [torch.empty_like(y) for y in found])
+            training.optimizer.step()
+            training.twin.step(step, 1)
+            training.optimizer.zero_grad()
+            middle()
+        return {
+            **training.compare(),
+            "on": str(next(training.model.parameters()).device),
+            "name": torch.cuda.get_device_name(training.streams["in"].device),
+            "contexts": [runtime.library.simulated_active(index) for index in range(torch.cuda.device_count())],
+        }
+
+
+def on_the_device_already():
+    return checked(placed="cuda")
+
+
+def second_device():
+    """Nothing of it takes a context, and memory with it, on the first one."""
+    with torch.cuda.device(1):
+        return checked(device="cuda:1")
+
+
+def default_device():
+    return checked(default="cuda")
+
+
+def cache_emptied():
+    return checked(middle=torch.cuda.empty_cache)
+
+
+def linear(**options):
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU()) for _ in range(3)))
+    return model, {"storage": None, "device": "cuda", "gradients": "fused", **options}
+
+
+def steps_of(model, optimizer, context=contextlib.nullcontext, rows=(8, 8)):
+    # Neither the temporary store nor autocast over fp32 weights is what is tested.
+    warnings.simplefilter("ignore")
+    with optimizer:
+        for count in rows:
+            with context():
+                y = model(torch.zeros(count, 64, device="cuda"))
+            y.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return {"steps": optimizer.steps, "dtype": str(y.dtype), "faults": runtime.faults()}
+
+
+def autocast():
+    warnings.simplefilter("ignore")
+    model, options = linear()
+    return steps_of(
+        *memascend.offload(model, made(model.parameters()), **options),
+        lambda: torch.autocast("cuda", dtype=torch.bfloat16),
+    )
+
+
+def refused_device():
+    model, options = linear()
+    try:
+        memascend.offload(model, made(model.parameters()), **options)
+    except memascend.ConfigError as error:
+        return str(error)
+    raise AssertionError("it was not refused")
+
+
+def compiled():
+    model, options = linear()
+    for block in model:
+        block.compile(backend="aot_eager")
+    return steps_of(*memascend.offload(model, made(model.parameters()), **options))
+
+
+def out_of_memory():
+    """A batch that does not fit is tried again as a smaller one."""
+    warnings.simplefilter("ignore")
+    model, options = linear()
+    model, optimizer = memascend.offload(model, made(model.parameters()), **options)
+    tried = []
+
+    def attempt(rows):
+        tried.append(rows)
+        model(torch.zeros(rows, 64, device="cuda")).sum().backward()
+        optimizer.step()
+
+    with optimizer:
+        attempt(8)
+        optimizer.zero_grad()
+        runtime.library.simulated_limit(0, runtime.library.simulated_used(0) + (96 << 20))
+        rows = 1 << 18
+        while optimizer.steps < 2:
+            try:
+                attempt(rows)
+            except torch.OutOfMemoryError:
+                rows //= 8
+            optimizer.zero_grad()
+        return {"steps": optimizer.steps, "tried": tried, "faults": runtime.faults()}
+
+
+def dispatched(where):
+    """A model that accelerate has placed, as transformers does with `device_map=`."""
+    from accelerate import dispatch_model, infer_auto_device_map
+
+    model, options = linear()
+    count = len(model)
+    maps = {
+        "cuda": {"": 0},
+        "auto": infer_auto_device_map(model, max_memory={0: "1GiB"}),
+        "several": {str(index): index % 2 for index in range(count)},
+        "offloaded": {str(index): "cpu" if index else 0 for index in range(count)},
+    }
+    model = dispatch_model(model, maps[where], force_hooks=where != "cuda")
+    before = {name: (value.device, value.clone()) for name, value in model.state_dict().items()}
+    try:
+        offloaded = memascend.offload(model, made(model.parameters()), **options)
+    except memascend.MemascendError as error:
+        for name, value in model.state_dict().items():
+            assert value.device == before[name][0], name
+        return {"refused": type(error).__name__, "why": str(error)}
+    return steps_of(*offloaded)

@@ -1,0 +1,235 @@
+"""Trains models on the simulated CUDA with every read checked in stream order, with one wait taken away or none."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import tempfile
+import threading
+import time
+
+import torch
+from device.simulated import mutations, runtime
+from torch.utils.checkpoint import checkpoint
+
+import memascend
+from memascend.activations import activations
+from memascend.device.transfer import CHUNKS, WINDOWS
+
+# Smaller than they are, so that models may be.
+for sizes, nbytes in ((CHUNKS, 1 << 20), (WINDOWS, 1 << 20), (activations.CHUNKS, 1 << 18)):
+    (count,) = sizes.values()
+    sizes.clear()
+    sizes[nbytes] = count
+# Elements of fp32: the largest gradient takes three windows, a block three chunks, and an activation three of its own.
+LARGE, SMALL, ACTIVATION = 5 << 17, 3 << 13, 5 << 15
+LR, MOMENTUM = 0.01, 0.9
+
+
+class Block(torch.nn.Module):
+    def __init__(self, name, check, elements=(LARGE, SMALL)):
+        super().__init__()
+        self.name, self.check = name, check
+        self.weights = torch.nn.ParameterList(torch.nn.Parameter(torch.randn(count)) for count in elements)
+
+    def uses(self):
+        """The names of the weights that its forward uses, in order."""
+        return [f"{self.name}.{name}" for name, _ in self.named_parameters(remove_duplicate=False)]
+
+    def forward(self, x, before):
+        for name, (_, weight) in zip(self.uses(), self.named_parameters(remove_duplicate=False), strict=True):
+            x, before = self.check.use(x, weight, name, before)
+        return x
+
+
+class Recurrent(torch.nn.LSTM):
+    """Its weights are used over and over, as cuDNN's caller does."""
+
+    def __init__(self, name, check):
+        super().__init__(64, 64, num_layers=2)
+        self.name, self.check = name, check
+
+    def uses(self):
+        return [f"{self.name}.{name}" for name, _ in self.named_parameters()] * 2
+
+    def forward(self, x, before):
+        self.flatten_parameters()
+        for name in self.uses():
+            x, before = self.check.use(x, getattr(self, name.rpartition(".")[2]), name, before)
+        return x
+
+
+class Net(torch.nn.Module):
+    """Blocks of one kind: plain, recomputed, tied, recurrent, or each used on two streams."""
+
+    def __init__(self, check, kind="plain", blocks=4):
+        super().__init__()
+        kinds = {"recurrent": Recurrent}
+        made = kinds.get(kind, Block)
+        self.blocks = torch.nn.ModuleList(made(f"blocks.{index}", check) for index in range(blocks))
+        if kind == "tied":
+            self.blocks[-1].weights[0] = self.blocks[0].weights[0]
+        self.kind = kind
+        # A gradient that comes from two streams is meant.
+        torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(kind != "streams")
+        self.side = torch.cuda.Stream()
+
+    def uses(self):
+        found = [use for block in self.blocks for use in block.uses()]
+        return found * 2 if self.kind == "streams" else found
+
+    def forward(self, x):
+        before = "input"
+        found = []
+        for block in self.blocks:
+            self.side.wait_stream(torch.cuda.current_stream())
+            y = checkpoint(block, x, before, use_reentrant=False) if self.kind == "recomputed" else block(x, before)
+            if self.kind == "streams":
+                # At once with the call before it.
+                with torch.cuda.stream(self.side):
+                    found.append(block(x, before))
+            x, before = y, f"output of {block.uses()[-1]}"
+        torch.cuda.current_stream().wait_stream(self.side)
+        return [x, *found]
+
+
+class Twin:
+    """The same training on the CPU: what every weight is at each step."""
+
+    def __init__(self, model):
+        # By all names that a parameter has: a tied one has several.
+        named = list(model.named_parameters(remove_duplicate=False))
+        twins = {id(p): torch.nn.Parameter(p.detach().clone()) for _, p in named}
+        self.by_name = {name: twins[id(p)] for name, p in named}
+        # In the order of a backward.
+        self.uses = model.uses()[::-1]
+        self.optimizer = made(twins.values())
+
+    def hashes(self):
+        return {name: runtime.hashed(twin) for name, twin in self.by_name.items()}
+
+    def step(self, step, times):
+        """By the gradients of this step: one for each use of a weight, `times` as often as in one forward."""
+        for twin in self.optimizer.param_groups[0]["params"]:
+            twin.grad = None
+        for name in self.uses * times:
+            twin = self.by_name[name]
+            gradient = runtime.filled(twin.shape, runtime.pattern(name, step))
+            twin.grad = gradient if twin.grad is None else twin.grad + gradient
+        self.optimizer.step()
+
+
+def made(parameters):
+    return torch.optim.SGD(parameters, lr=LR, momentum=MOMENTUM, foreach=False)
+
+
+class Training:
+    """A model, its twin, and a run that was begun."""
+
+    def __init__(self, stack, kind="plain", *, delays=None, blocks=4, device="cuda", placed="cpu", **options):
+        torch.manual_seed(1)
+        self.check = runtime.Check()
+        with torch.device("cpu"):
+            model = Net(self.check, kind, blocks)
+        self.twin = Twin(model)
+        # In the folder of the test, which outlives this process.
+        folder = tempfile.mkdtemp()
+        model = model.to(placed)
+        self.model, self.optimizer = memascend.offload(
+            model, made(model.parameters()), storage=folder + "/run.store", device=device, **options
+        )
+        stack.callback(self.optimizer.close)
+        device = self.optimizer._session.run.resources.units.device
+        self.streams = {"in": device._inward, "out": device._outward, "own": torch.cuda.current_stream()}
+        for name, microseconds in (delays or {}).items():
+            runtime.delay(self.streams[name], microseconds)
+
+    def forward(self):
+        self.check.weights = self.twin.hashes()
+        x = self.check.fill(torch.empty(ACTIVATION, device="cuda"), "input").requires_grad_()
+        return self.model(x)
+
+    def step(self, step):
+        self.check.step = step
+        found = self.forward()
+        torch.autograd.backward(found, [torch.empty_like(y) for y in found])
+        del found
+        self.optimizer.step()
+        self.twin.step(step, 1)
+        self.optimizer.zero_grad()
+
+    def compare(self):
+        self.check.compare()
+        for name, value in self.model.state_dict().items():
+            self.check.equal(value, self.twin.by_name[name].detach(), f"{name} on storage")
+        return {"checked": self.check.checked, "wrong": self.check.wrong, "faults": runtime.faults()}
+
+
+def train(without=None, steps=2, side=False, fresh=False, **options):
+    """Trains, and says what was checked and what was wrong.
+
+    Args:
+        without: a wait that is taken away.
+        steps: how many.
+        side: each on a stream of its own.
+        fresh: the arena gets memory that is still to be written to.
+        options: see `Training`.
+    """
+    with contextlib.ExitStack() as stack:
+        if without is not None:
+            mutations.take_away(without)
+        if fresh:
+            stack.callback(busy().join)
+        training = Training(stack, **options)
+        now = torch.cuda.current_stream()
+        for step in range(steps):
+            last, now = now, torch.cuda.Stream() if side else now
+            now.wait_stream(last)
+            with torch.cuda.stream(now):
+                training.step(step)
+        return training.compare()
+
+
+def busy():
+    """Has memory that is let go but still to be written to, once copies to it were begun."""
+    block = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+    own = torch.cuda.current_stream()
+    runtime.hold(own)
+    runtime.library.simulated_fill(runtime.here(), block.data_ptr(), block.nbytes, 0xFFFF)
+    runtime.reset()
+
+    def release():
+        while not runtime.total("copy host to device"):
+            time.sleep(0.01)
+        # What did not wait is over by then.
+        time.sleep(0.3)
+        runtime.hold(own, held=False)
+
+    thread = threading.Thread(target=release)
+    thread.start()
+    return thread
+
+
+def let_go(without=None):
+    """Closes a run while a stream of the user has yet to compute with its weights, and uses the memory anew."""
+    with contextlib.ExitStack() as stack:
+        if without is not None:
+            mutations.take_away(without)
+        training = Training(stack, gradients="fused", device_memory="64MiB")
+        nbytes = training.optimizer._session.run.resources.units.arena.reserved_bytes
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side), torch.no_grad():
+            training.forward()
+            torch.cuda.synchronize()
+            runtime.delay(side, 30_000)
+            training.forward()
+        training.optimizer.close()
+        assert not side.query(), "close() waited for the stream, which shows nothing"
+        check = training.check
+        del training
+        stack.pop_all()
+        gc.collect()
+        check.fill(torch.empty(nbytes, dtype=torch.uint8, device="cuda"), "another's")
+        check.compare()
+        return {"checked": check.checked, "wrong": check.wrong, "faults": runtime.faults()}

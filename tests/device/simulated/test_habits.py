@@ -1,0 +1,70 @@
+"""Tests that what users do with CUDA works, or is refused with a way out."""
+
+import pytest
+from device.simulated.test_order import LONG, fine
+
+pytestmark = pytest.mark.posing
+
+
+@pytest.mark.parametrize(
+    "habit",
+    [
+        "on_the_device_already",
+        pytest.param("default_device", marks=LONG),
+        pytest.param("cache_emptied", marks=LONG),
+    ],
+)
+def test_the_first_device(simulated, habit):
+    found = simulated(f"habits.{habit}")
+    fine(found)
+    assert found["on"] == "cuda:0"
+    assert found["contexts"] == [1, 0]
+
+
+def test_the_second_device(simulated):
+    """No context, which is memory, is made on the first one."""
+    found = simulated("habits.second_device")
+    fine(found)
+    assert found["on"] == "cuda:1"
+    assert found["contexts"] == [0, 1]
+
+
+def test_a_device_that_is_made_visible(simulated):
+    found = simulated("habits.checked", env={"CUDA_VISIBLE_DEVICES": "1"})
+    fine(found)
+    assert (found["on"], found["name"]) == ("cuda:0", "Simulated GPU 1")
+
+
+def test_no_device_is_visible(simulated):
+    said = simulated("habits.refused_device", env={"CUDA_VISIBLE_DEVICES": ""})
+    assert "there is no CUDA device" in said
+    assert "device='cpu'" in said
+
+
+@pytest.mark.parametrize(
+    ("habit", "dtype"), [("autocast", "torch.bfloat16"), pytest.param("compiled", "torch.float32", marks=LONG)]
+)
+def test_loops(simulated, habit, dtype):
+    assert simulated(f"habits.{habit}") == {"steps": 2, "dtype": dtype, "faults": []}
+
+
+def test_out_of_memory_is_tried_again_with_a_smaller_batch(simulated):
+    found = simulated("habits.out_of_memory")
+    assert (found["steps"], found["faults"]) == (2, [])
+    assert len(found["tried"]) > 2
+    assert found["tried"][-1] > 1
+
+
+@pytest.mark.parametrize("where", ["cuda", pytest.param("auto", marks=LONG)])
+def test_a_device_map_of_one_device(simulated, where):
+    pytest.importorskip("accelerate")
+    assert simulated("habits.dispatched", where=where)["steps"] == 2
+
+
+@pytest.mark.parametrize("where", ["several", "offloaded"])
+def test_a_device_map_that_divides(simulated, where):
+    """Refused before anything changed: weights that accelerate keeps elsewhere would have been lost."""
+    pytest.importorskip("accelerate")
+    found = simulated("habits.dispatched", where=where)
+    assert found["refused"] == "ConfigError"
+    assert "without device_map=" in found["why"]

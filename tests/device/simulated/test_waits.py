@@ -1,0 +1,46 @@
+"""Tests what a step waits for: counted, not measured; and that copies go on beside what computes."""
+
+import pytest
+from device.simulated.test_order import LONG, fine
+
+pytestmark = pytest.mark.posing
+WORKERS = "memascend-"
+CASES = [
+    pytest.param("fused", {}),
+    pytest.param("ssd", {}, marks=LONG),
+    pytest.param("ram", {}, marks=LONG),
+    pytest.param("fused", {"device_memory": "64MiB"}, marks=LONG),
+    pytest.param("fused", {"activations": "host"}),
+]
+
+
+def waits(counted):
+    """What the threads that compute waited for: the device, and single events."""
+    found = [(what, number) for thread, what, number in counted if not thread.startswith(WORKERS)]
+    return (
+        sum(number for what, number in found if what == "synchronisation"),
+        sum(number for what, number in found if what == "wait for an event"),
+    )
+
+
+@pytest.mark.parametrize(("gradients", "options"), CASES)
+def test_a_step_waits_once(simulated, gradients, options):
+    """A checkpointed model's forward and backward do not wait for the device; `step()` reads what was found, once."""
+    passes, step = simulated("waits.counted", gradients=gradients, kind="recomputed", **options)
+    synchronised, events = waits(passes)
+    assert synchronised <= 1, passes
+    # Memory of what a checkpoint saves lives until it was copied, and two of them may: the third waits for the first.
+    assert events == 0 or "activations" in options, passes
+    assert waits(step)[0] <= 1, step
+    assert waits(step)[1] == 0, step
+    for part in (passes, step):
+        assert not [line for line in part if line[1] in ("registration", "free")], part
+        # From pageable memory nothing goes up, and what comes down is what `step()` reads.
+        assert not [line for line in part if line[1] == "copy host to device, pageable"], part
+
+
+@pytest.mark.parametrize("way", ["uploads", "downloads"])
+def test_copies_go_on_beside_what_computes(simulated, way):
+    found = simulated(f"waits.{way}_go_on")
+    fine(found, 16)
+    assert found["arrived"] >= found["needed"]
