@@ -324,13 +324,21 @@ def _problems(question: Question, plan: Plan, torchs: int) -> list[str]:
     if gpu is not None and plan.device_peak + torchs > gpu.usable:
         found.append(
             f"the {gpu.name} has {bytes_shown(gpu.usable)} for tensors, and {bytes_shown(plan.device_peak + torchs)} "
-            "are needed: fewer tokens at once (--tokens) take less, and --fit finds how many fit"
+            f"are needed: fewer tokens at once (--tokens) take less, and --fit finds how many fit{_elsewhere(question)}"
         )
     if question.free is not None and question.free < plan.disk_bytes:
         found.append(
             f"the store needs {bytes_shown(plan.disk_bytes)}, and {bytes_shown(question.free)} are free: not enough"
         )
     return found
+
+
+def _elsewhere(question: Question) -> str:
+    """What takes off the card what several micro-batches keep there."""
+    if not question.by_layer or isinstance(question.trace, str):
+        return ""
+    kept = bytes_shown(question.micro_batches * question.trace.kept)
+    return f'; offload(activations="host") or "ssd" takes away {kept} that {question.micro_batches} micro-batches keep'
 
 
 def step_seconds(question: Question, plan: Plan, network: Network | None = None) -> float | None:
