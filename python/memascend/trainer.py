@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
     from memascend.session.session import Session
 
-__all__ = ["Callback", "Offload", "last_checkpoint"]
+__all__ = ["Callback", "Offload", "by_layer", "last_checkpoint"]
 
 # As the Trainer names them.
 _FOLDER = re.compile(r"checkpoint-(\d+)")
@@ -220,6 +221,74 @@ class Offload(Callback):
         super().on_train_begin(args, state, control, **{**others, "optimizer": self.optimizer})
 
 
+def by_layer(trainer: Any) -> None:
+    """Have a Trainer compute the micro-batches of each step by `optimizer.accumulate()`: one line before `train()`.
+
+    With `gradient_accumulation_steps` a step then moves as many bytes as one with a single micro-batch. It calls the
+    Trainer's own `training_step()` for each micro-batch, so that subclasses (TRL's) compute their losses as ever; what
+    they begin by `accelerator.backward()` is begun by layer.
+
+    Raises:
+        ConfigError: the Trainer's optimizer is not offloaded.
+    """
+    _session_of(trainer.optimizer)
+    _Steps(trainer)
+
+
+class _Steps:
+    """Stands in for two methods of a Trainer, and for its accelerator's backward while micro-batches are computed."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._get_batch_samples, self._training_step = trainer.get_batch_samples, trainer.training_step
+        # Of this step: those not asked for yet, and what training_step() returned for each that was computed.
+        self._samples: list[Any] = []
+        self._results: list[Any] | None = None
+        # The loss of the micro-batch that this thread computes.
+        self._local = threading.local()
+        trainer.get_batch_samples, trainer.training_step = self.get_batch_samples, self.training_step
+
+    def get_batch_samples(self, *given: Any, **options: Any) -> Any:
+        """Those of one step, which are noted."""
+        found = self._get_batch_samples(*given, **options)
+        self._samples, self._results = list(found[0]), None
+        return found
+
+    def training_step(self, model: Any, inputs: Any, *given: Any, **options: Any) -> Any:
+        """The loss of one micro-batch; the first of a step computes all of them."""
+        if self._results is None:
+            if len(self._samples) < 2 or inputs is not self._samples[0]:
+                self._samples = []
+                return self._training_step(model, inputs, *given, **options)
+            self._results = self._computed(lambda one: self._training_step(model, one, *given, **options))
+        expected = self._samples.pop(0)
+        if inputs is not expected:
+            raise UsageError(
+                "the Trainer takes the micro-batches of a step in another order than get_batch_samples() gave them: "
+                "leave memascend.trainer.by_layer() out"
+            )
+        return self._results.pop(0)
+
+    def _computed(self, step: Callable[[Any], Any]) -> list[Any]:
+        accelerator = self._trainer.accelerator
+
+        def loss_of(inputs: Any) -> tuple[Any, Any]:
+            result = step(inputs)
+            return self._local.__dict__.pop("loss"), result
+
+        # An attribute of the object hides the method of its class.
+        accelerator.backward = self._begun
+        try:
+            optimizer = _optimizer_of(self._trainer.optimizer)
+            return [result for _, result in optimizer.accumulate(loss_of, self._samples)]
+        finally:
+            del accelerator.backward
+
+    def _begun(self, loss: Any, **_: Any) -> None:
+        # As accelerate divides it.
+        self._local.loss = loss / self._trainer.accelerator.gradient_accumulation_steps
+
+
 class _Saving:
     """`save_pretrained` of a model while it is trained: a checkpoint of the Trainer is streamed, with all state."""
 
@@ -238,7 +307,12 @@ class _Saving:
 
 
 def _session_of(optimizer: Any) -> Session:
-    """What is behind a Trainer's optimizer, which accelerate may have wrapped."""
+    """What is behind a Trainer's optimizer."""
+    return session_of(_optimizer_of(optimizer))
+
+
+def _optimizer_of(optimizer: Any) -> OffloadedOptimizer:
+    """A Trainer's optimizer, which accelerate may have wrapped."""
     while not isinstance(optimizer, OffloadedOptimizer):
         optimizer = getattr(optimizer, "optimizer", None)
         if optimizer is None:
@@ -246,7 +320,7 @@ def _session_of(optimizer: Any) -> Session:
                 "the Trainer's optimizer is not offloaded: give it Trainer(optimizers=(optimizer, scheduler)) with the "
                 "optimizer that offload() returned"
             )
-    return session_of(optimizer)
+    return optimizer
 
 
 def _is_streamed(model: Any, session: Session) -> bool:

@@ -119,6 +119,35 @@ def test_a_step_is_its_longest_parts(capsys, config):
     assert slow["seconds_per_step"] == pytest.approx(found["torch"]["flops"] / (0.5 * 0.001e12), rel=0.01)
 
 
+def test_micro_batches_are_reckoned_both_ways(capsys, config):
+    one, four = (told(capsys, config, *MACHINE, "--tokens", 256, "--accumulation-steps", n) for n in (1, 4))
+    turns = four["one_after_the_other"]
+    assert one["one_after_the_other"] is None
+    # The disk bounds both, and by layer it moves what one micro-batch does.
+    assert four["plan"] == one["plan"]
+    assert four["step"]["seconds_per_step"] == pytest.approx(one["step"]["seconds_per_step"])
+    assert four["step"]["tokens_per_second"] == pytest.approx(4 * one["step"]["tokens_per_second"])
+    assert turns["seconds_per_step"] > 2 * four["step"]["seconds_per_step"]
+    # Each keeps the input of each block, of which the first micro-batch's are counted already.
+    kept = traced(config, 1, 256).kept
+    assert kept >= LAYERS * 256 * HIDDEN * 2
+    assert four["device_bytes"] == one["device_bytes"] + 3 * kept
+    # Where compute bounds, it is the same for both.
+    slow = told(
+        capsys, config, "--drive", "500,400", "--gpu", "0.001,24,25", "--tokens", 256, "--accumulation-steps", 4
+    )
+    assert slow["step"]["seconds_per_step"] == pytest.approx(slow["one_after_the_other"]["seconds_per_step"], rel=0.01)
+    assert main(["plan", *map(str, (config, *MACHINE, "--tokens", 256, "--accumulation-steps", 4))]) == 0
+    assert "4 micro-batches one after the other" in capsys.readouterr().out
+
+
+def test_tied_weights_have_a_gradient_for_each_micro_batch(capsys, config):
+    config.write_text(json.dumps({**CONFIG, "tie_word_embeddings": True}))
+    one, four = (told(capsys, config, *MACHINE, "--tokens", 256, "--accumulation-steps", n) for n in (1, 4))
+    shared = VOCABULARY * HIDDEN * 2
+    assert four["device_bytes"] == one["device_bytes"] + 3 * (traced(config, 1, 256).kept + shared)
+
+
 def test_what_the_next_format_buys_is_what_it_is_told_to_take(capsys, config):
     asked = (*MACHINE, "--tokens", 256, "--host-memory", "64MiB")
     compared = {one["state"]: one["step_seconds"] for one in told(capsys, config, *asked)["formats"]}

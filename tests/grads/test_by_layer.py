@@ -1,6 +1,7 @@
 """Tests micro-batches by layer: bits against one after the other, bytes, faults, fallbacks."""
 
 import _thread
+import contextlib
 import itertools
 import logging
 import random
@@ -10,16 +11,12 @@ import time
 import pytest
 import torch
 from parity.reference import Reference, threads_of_torch
-from parity.zoo_compiled import COMPILED
-from parity.zoo_plain import PLAIN
-from parity.zoo_transformers import TRANSFORMERS
 from support.bits import same_bits
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memascend
 
-ZOO = {case.name: case for case in (*PLAIN, *TRANSFORMERS, *COMPILED)}
 COUNT, WIDTH = 3, 64
 
 
@@ -151,36 +148,6 @@ def test_bits_are_those_of_one_after_the_other(tmp_path, kind, option, count):
     require_same(layers, turns)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(ZOO))
-def test_models_of_the_zoo(tmp_path, name):
-    case = ZOO[name]
-    torch.manual_seed(0)
-    batches = case.batches(torch.Generator().manual_seed(1))[:3]
-    options = {key: value for key, value in case.options.items() if key in {"max_grad_norm", "loss_scale"}}
-    gradients = "ssd" if "ssd" in case.gradients else case.gradients[0]
-
-    def make():
-        model = case.model().to(case.dtype)
-        return model.train()
-
-    def run(by_layer):
-        torch.manual_seed(0)
-        model = make()
-        optimizer = case.optimizer(model)
-        store = tmp_path / f"{by_layer}.store"
-        model, optimizer = memascend.offload(model, optimizer, storage=store, gradients=gradients, **options)
-        found = []
-        with optimizer:
-            for _ in range(3):
-                found += optimizer.accumulate(lambda batch: case.loss(model, batch), batches, by_layer=by_layer)
-                optimizer.step()
-                optimizer.zero_grad()
-            return found + values(model)
-
-    require_same(run(True), run(False))
-
-
 def test_seeds_are_those_of_a_loop_in_memory(tmp_path):
     batches = rows(COUNT)
     with threads_of_torch(1):
@@ -237,6 +204,7 @@ def by_layer_run(tmp_path, make=Stack, steps=1, **options):
     """A run whose first step is done, so that the next call goes by layer."""
     torch.manual_seed(0)
     model = make()
+    tmp_path.mkdir(exist_ok=True)
     model, optimizer = memascend.offload(model, adamw(model), storage=tmp_path / "run.store", **options)
     for _ in range(steps):
         optimizer.accumulate(lambda batch: square(model, batch), rows(COUNT))
@@ -245,70 +213,116 @@ def by_layer_run(tmp_path, make=Stack, steps=1, **options):
     return model, optimizer
 
 
-@pytest.mark.parametrize("gradients", ["fused", "ssd"])
-@pytest.mark.parametrize("at", range(0, 36, 5))
-def test_what_one_raises_ends_all_and_nothing_is_staged(tmp_path, gradients, at):
-    """At some use of some unit in the forward or backward of some micro-batch."""
-    model, optimizer = by_layer_run(tmp_path, gradients=gradients)
-    with optimizer:
-        before = values(model)
-        arrivals = []
+class Bomb(torch.autograd.Function):
+    """Calls a function in the forward and in the backward of what it stands behind."""
 
-        class Bomb(torch.autograd.Function):
-            @staticmethod
-            def forward(_, x):
-                count()
-                return x.clone()
+    @staticmethod
+    def forward(ctx, x, arrive):
+        ctx.arrive = arrive
+        arrive()
+        return x.clone()
 
-            @staticmethod
-            def backward(_, gradient):
-                count()
-                return gradient
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.arrive()
+        return gradient, None
 
-        def count():
-            arrivals.append(threading.get_ident())
-            if len(arrivals) == at + 1:
-                raise Odd
 
-        hooks = [block.register_forward_hook(lambda _m, _a, out: Bomb.apply(out)) for block in model.blocks]
-        if at < 2 * COUNT * len(hooks):
-            with pytest.raises(Odd):
-                optimizer.accumulate(lambda batch: square(model, batch), rows(COUNT))
+@contextlib.contextmanager
+def arriving(model, arrive):
+    """Calls a function where a micro-batch leaves a block in the forward, and where it enters it in the backward."""
+    hooks = [block.register_forward_hook(lambda _m, _a, out: Bomb.apply(out, arrive)) for block in model.blocks]
+    try:
+        yield
+    finally:
         for hook in hooks:
             hook.remove()
-        optimizer.zero_grad()
-        assert optimizer.steps == 1
-        require_same(before, values(model))
-        want = optimizer.accumulate(lambda batch: square(model, batch), rows(COUNT), by_layer=False)
-        optimizer.zero_grad()
-        got = optimizer.accumulate(lambda batch: square(model, batch), rows(COUNT))
-        require_same(want, got)
-        optimizer.step()
 
 
-def test_ctrl_c_ends_all_micro_batches(tmp_path):
-    model, optimizer = by_layer_run(tmp_path)
+def interrupted_run(tmp_path, kind, interrupt, attempts, **options):
+    """Trains; each step is tried before, and `interrupt` makes that attempt fail. What is left, and the failures."""
+    model, optimizer = by_layer_run(tmp_path, MAKES[kind], **options)
+    failed = 0
     with optimizer:
-        before = values(model)
-        waited = threading.Event()
+        for attempt in range(attempts):
+            batches = rows(COUNT, torch.Generator().manual_seed(attempt))
+            torch.manual_seed(attempt)
+            if interrupt is not None:
+                before = values(model)
+                failed += interrupt(model, optimizer, batches, attempt)
+                optimizer.zero_grad()
+                require_same(before, values(model))
+                torch.manual_seed(attempt)
+            optimizer.accumulate(lambda batch: square(model, batch), batches, scale=1 / COUNT)
+            optimizer.step()
+            optimizer.zero_grad()
+            assert optimizer.steps == attempt + 2
+        state = [value for p in model.parameters() for _, value in sorted(optimizer.state_of(p).items())]
+        assert optimizer._session.accumulation.never is None
+        return [*values(model), *map(torch.as_tensor, state)], failed
 
-        def slow(batch):
-            waited.set()
-            time.sleep(0.05)
+
+@pytest.mark.parametrize(
+    ("kind", "gradients"),
+    [
+        ("dropout", "fused"),
+        pytest.param("dense", "ssd", marks=pytest.mark.slow),
+        pytest.param("checkpointed", "fused", marks=pytest.mark.slow),
+        pytest.param("checkpointed", "ssd", marks=pytest.mark.slow),
+        pytest.param("reentrant", "auto", marks=pytest.mark.slow),
+        pytest.param("experts", "fused", marks=pytest.mark.slow),
+    ],
+)
+def test_what_one_raises_ends_all_and_the_run_goes_on_exactly(tmp_path, kind, gradients):
+    """In the forward and backward of each block in each micro-batch, in the order in which they come."""
+    # Four blocks, forward and backward; a reentrant checkpoint computes all of the forward twice.
+    places = 4 * COUNT * (3 if kind == "reentrant" else 2)
+
+    def interrupt(model, optimizer, batches, at):
+        arrived = itertools.count()
+
+        def arrive():
+            if next(arrived) == at:
+                raise Odd
+
+        with arriving(model, arrive):
+            try:
+                optimizer.accumulate(lambda batch: square(model, batch), batches, scale=1 / COUNT)
+            except Odd:
+                return True
+        return False
+
+    found, failed = interrupted_run(tmp_path / "failing", kind, interrupt, places, gradients=gradients)
+    assert failed == places if kind != "experts" else failed > places // 2
+    want, _ = interrupted_run(tmp_path / "calm", kind, None, places, gradients=gradients)
+    require_same(found, want)
+
+
+@pytest.mark.parametrize("attempts", [8, pytest.param(150, marks=pytest.mark.slow)])
+def test_ctrl_c_at_random_ends_all_and_the_run_goes_on_exactly(tmp_path, attempts):
+    generator = random.Random(attempts)
+
+    def interrupt(model, optimizer, batches, _):
+        def loss_of(batch):
+            time.sleep(0.001)
             return square(model, batch)
 
-        def interrupt():
-            waited.wait(60)
-            _thread.interrupt_main()
+        timer = threading.Timer(generator.uniform(0, 0.02), _thread.interrupt_main)
+        with arriving(model, lambda: time.sleep(0.001)):
+            try:
+                timer.start()
+                optimizer.accumulate(loss_of, batches, scale=1 / COUNT)
+                # It may come until here.
+                timer.join()
+                time.sleep(0.01)
+            except KeyboardInterrupt:
+                return True
+        return False
 
-        threading.Thread(target=interrupt, daemon=True).start()
-        with pytest.raises(KeyboardInterrupt):
-            optimizer.accumulate(slow, rows(40))
-        optimizer.zero_grad()
-        require_same(before, values(model))
-        optimizer.accumulate(lambda batch: square(model, batch), rows(COUNT))
-        optimizer.step()
-        assert optimizer.steps == 2
+    found, failed = interrupted_run(tmp_path / "failing", "dropout", interrupt, attempts, gradients="fused")
+    assert failed == attempts
+    want, _ = interrupted_run(tmp_path / "calm", "dropout", None, attempts, gradients="fused")
+    require_same(found, want)
 
 
 class Keeps(Stack):

@@ -16,10 +16,12 @@ KILLED = stack("killed", model=lambda: Stack(tied=True), dtype=BF16)
 IN_FORMATS = {state: mixed(f"killed-{state}", state, dtype=BF16) for state in ("bf16", "8bit")}
 
 
-def train(storage, log, gradients, steps, state=None):
+def train(storage, log, gradients, steps, state=None, together=1):
     """Trains from the last committed step to the end; says each loss before the step that follows from it.
 
-    Of three lives two hold everything, with logs of several lengths; the third resumes that with nothing held.
+    Of several micro-batches that are computed `together` it says the sum of the losses; each step has a seed.
+    Of three lives two hold everything, with logs of several lengths; the third resumes that with nothing held. Where
+    micro-batches are computed together it is the other way round: what is held is not computed by layer.
     """
     torch.manual_seed(1)
     lived = len(said(log))
@@ -31,7 +33,7 @@ def train(storage, log, gradients, steps, state=None):
         case.optimizer(model),
         storage=storage,
         existing="resume",
-        host_memory=None if lived % 3 == 2 else "64MiB",
+        host_memory=None if (lived % 3 == 2) == (together == 1) else "64MiB",
         log_steps=(None, 1, 3, 5)[lived % 4],
         gradients=gradients,
         **options,
@@ -40,9 +42,14 @@ def train(storage, log, gradients, steps, state=None):
     batches = case.batches(torch.Generator().manual_seed(2))
     with open(log, "a", buffering=1) as file, optimizer:
         for index in range(optimizer.steps, steps):
-            loss = case.loss(model, batches[index % len(batches)])
             optimizer.user_state = {"next": index + 1}
-            loss.backward()
+            if together == 1:
+                loss = case.loss(model, batches[index % len(batches)])
+                loss.backward()
+            else:
+                torch.manual_seed(index)
+                taken = [batches[(index + more) % len(batches)] for more in range(together)]
+                loss = sum(optimizer.accumulate(lambda batch: case.loss(model, batch), taken, scale=1 / together))
             file.write(f"{index} {loss.item().hex()} {optimizer.steps}\n")
             optimizer.step()
             optimizer.zero_grad()

@@ -32,16 +32,23 @@ def run_until(server, arguments, log, seconds=None):
 
 
 @pytest.mark.parametrize(
-    ("gradients", "kills", "state"),
+    ("gradients", "kills", "state", "together"),
     [
-        pytest.param("fused", 3, None, marks=pytest.mark.timeout(300)),
+        pytest.param("fused", 3, None, 1, marks=pytest.mark.timeout(300)),
         *(
-            pytest.param(mode, 20, state, marks=[pytest.mark.slow, pytest.mark.timeout(1500)])
-            for mode, state in (("fused", None), ("ssd", None), ("fused", "bf16"), ("ssd", "8bit"))
+            pytest.param(mode, 20, state, together, marks=[pytest.mark.slow, pytest.mark.timeout(1500)])
+            for mode, state, together in (
+                ("fused", None, 1),
+                ("ssd", None, 1),
+                ("fused", "bf16", 1),
+                ("ssd", "8bit", 1),
+                ("fused", None, 4),
+                ("ssd", "8bit", 3),
+            )
         ),
     ],
 )
-def test_kills_change_nothing(tmp_path, monkeypatch, gradients, kills, state):
+def test_kills_change_nothing(tmp_path, monkeypatch, gradients, kills, state, together):
     # Children are forked from a process that has imported torch and run nothing: each begins within milliseconds.
     # What that process cannot find it leaves out without a word, and Python before 3.13 does not hand on where to look.
     monkeypatch.setenv("PYTHONPATH", str(TESTS))
@@ -49,14 +56,14 @@ def test_kills_change_nothing(tmp_path, monkeypatch, gradients, kills, state):
     server.set_forkserver_preload(["parity.killed"])
     steps = 12 * kills  # more than run between two kills
     calm, log = tmp_path / "calm.log", tmp_path / "killed.log"
-    assert run_until(server, (tmp_path / "calm.store", calm, gradients, steps, state), calm) == 0
+    assert run_until(server, (tmp_path / "calm.store", calm, gradients, steps, state, together), calm) == 0
     expected = said(calm)
     assert sorted(expected) == list(range(steps))
     generator = random.Random(kills)
     killed = 0
     for _ in range(kills):
-        arguments = (tmp_path / "killed.store", log, gradients, steps, state)
+        arguments = (tmp_path / "killed.store", log, gradients, steps, state, together)
         killed += run_until(server, arguments, log, generator.uniform(0, 0.1)) == -signal.SIGKILL
     assert killed >= kills // 2, "it was too quick to be killed"
-    assert run_until(server, (tmp_path / "killed.store", log, gradients, steps, state), log) == 0
+    assert run_until(server, (tmp_path / "killed.store", log, gradients, steps, state, together), log) == 0
     assert said(log) == expected

@@ -2,6 +2,7 @@
 
 import pytest
 from parity.harness import check, combined
+from parity.zoo_by_layer import MODELS, OTHERS
 from parity.zoo_compiled import COMPILED
 from parity.zoo_loops import LOOPS, OPTIMIZERS
 
@@ -15,4 +16,10 @@ def test_a_loop_equals_itself_in_ram(case, mode, tmp_path):
 @pytest.mark.filterwarnings("ignore")
 @combined(COMPILED)
 def test_compiled_blocks_equal_themselves_in_ram(case, mode, tmp_path):
+    check(case, mode, tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore")
+@combined([*MODELS, *OTHERS])
+def test_micro_batches_by_layer_equal_one_after_the_other_in_ram(case, mode, tmp_path):
     check(case, mode, tmp_path)

@@ -293,6 +293,9 @@ class Parts(Protocol):
     def take(self, gradient: Gradient) -> bool:
         """Take what stands in `p.grad`, which autograd has just accumulated; False: it is left there."""
 
+    def require_open(self, gradient: Gradient) -> None:
+        """Refuse a part of a gradient whose sum was complete."""
+
 
 class Arrivals:
     """All gradients, and what becomes of each when it arrives.
@@ -406,7 +409,7 @@ class Arrivals:
                 f"backward(create_graph=True) leaves a graph on the gradient of {gradient.name!r}, which cannot be "
                 'kept: take gradients by torch.autograd.grad(..., create_graph=True), or pass gradients="ram"'
             )
-        shared = _is_shared(values)
+        shared = shares_memory(values)
         own_rows = isinstance(gradient.place.parameter, LocalParameter)
         if lasting or (not own_rows and _was_there(values, shared=shared)):
             # The user reads and writes it by another name: it stays where it is, as under "ram".
@@ -447,6 +450,11 @@ class Arrivals:
             gradient.drop()
         gradient.arrived_in = self.backwards.count
         self.fresh = True
+
+    def require_in_order(self, gradient: Gradient) -> None:
+        """Refuse more of a gradient whose sum a call took for complete."""
+        if self.parts is not None:
+            self.parts.require_open(gradient)
 
     def add(self, gradient: Gradient, values: torch.Tensor) -> None:
         """A gradient came where there is one, which no update used: its handle refuses another."""
@@ -548,7 +556,7 @@ class Arrivals:
                 gradient.in_pieces = True
 
 
-def _is_shared(values: torch.Tensor) -> bool:
+def shares_memory(values: torch.Tensor) -> bool:
     """Whether another tensor has the memory."""
     return bool(torch._C._storage_Use_Count(values.untyped_storage()._cdata) > _STORAGE_USES)  # noqa: SLF001
 

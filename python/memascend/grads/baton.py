@@ -31,7 +31,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class Path:
-    """The streamed units that one micro-batch used, in order, and at which of them each gradient arrived."""
+    """The streamed units that one micro-batch used, in order, and at which of them each gradient arrived.
+
+    A use in a backward has another number than one in a forward, so that none is taken for the other.
+    """
 
     units: list[int] = field(default_factory=list)
     # The stage at which each parameter's gradient arrived: the place in `units`, by the parameter's name.
@@ -40,13 +43,20 @@ class Path:
     def reach(self, homes: Iterable[Home]) -> list[int]:
         """Note that units are used; returns those that begin a stage."""
         begun = []
+        backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001
         for home in homes:
             # A unit that is always in memory is read once, whoever uses it when.
-            if home.pinned or home.held or (self.units and self.units[-1] == home.index):
+            if home.pinned or home.held or (self.units and unit_in(self.units[-1]) == home.index):
                 continue
-            self.units.append(home.index)
-            begun.append(home.index)
+            use = ~home.index if backward else home.index
+            self.units.append(use)
+            begun.append(use)
         return begun
+
+
+def unit_in(use: int) -> int:
+    """The number of the unit that is used."""
+    return use if use >= 0 else ~use
 
 
 class Recorder:
@@ -75,6 +85,9 @@ class Recorder:
             self.unfit.setdefault(name, "is sparse")
         path.arrivals[name] = len(path.units) - 1
         return False
+
+    def require_open(self, gradient: Gradient) -> None:
+        """Nothing is summed here."""
 
 
 class Course:
@@ -220,11 +233,18 @@ class CallerModes:
         self._device = module
         self._stream = module.current_stream() if hasattr(module, "current_stream") else None
         self._index = device.index
+        # Of products a processor's libraries have other sums with other numbers of threads.
+        self._threads = torch.get_num_threads()
+        self._flushes = _flushes_denormals()
         self.context = contextvars.copy_context()
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         """Have them in this thread inside."""
+        if torch.get_num_threads() != self._threads:
+            torch.set_num_threads(self._threads)
+        if _flushes_denormals() != self._flushes:
+            torch.set_flush_denormal(self._flushes)
         with contextlib.ExitStack() as undo:
             undo.enter_context(torch.set_grad_enabled(self._grad))
             # The thread that begins a backward computes all of it: a device's own thread would wait at the first pass.
@@ -240,6 +260,12 @@ class CallerModes:
                 torch._C._push_on_torch_function_stack(mode)  # noqa: SLF001
                 undo.callback(torch._C._pop_torch_function_stack)  # noqa: SLF001
             yield
+
+
+def _flushes_denormals() -> bool:
+    """Whether the processor takes the smallest numbers for zero in this thread, which nothing else tells."""
+    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+        return not (torch.tensor(1e-40, dtype=torch.float32, device="cpu") * 1).item()
 
 
 class MicroBatch:
@@ -280,7 +306,8 @@ class Baton:
         self._passed_at = time.monotonic()
         self._runs = self.micro_batches[0]
         self._failure: BaseException | None = None
-        self._all_ended = threading.Semaphore(0)
+        self._unbegun = threading.Lock()
+        self._all_ended = threading.Event()
         self.on_low: Callable[[float], None] = lambda _: None
 
     @property
@@ -331,17 +358,16 @@ class Baton:
 
     def run(self, compute: Callable[[MicroBatch], Any], modes: CallerModes, threads: Threads) -> None:
         """Compute all micro-batches; raises what the first one that fails raises, after the others have ended."""
-        thread = threading.get_ident()
-        for one in self.micro_batches:
-            threads.begin(one.index, partial(modes.context.copy().run, self._live, one, compute, modes, thread))
-        self._hand_to(self.micro_batches[0])
-        told, interrupted = False, None
-        waiting = len(self.micro_batches)
-        while waiting:
+        live = partial(self._live, compute=compute, modes=modes, thread=threading.get_ident())
+        begin = partial(self._begin, live, modes, threads)
+        begun, told, interrupted = False, False, None
+        while not self._all_ended.is_set():
             try:
-                if self._all_ended.acquire(timeout=_POLL_SECONDS):
-                    waiting -= 1
-                elif not told and time.monotonic() - self._passed_at > _STAGE_SECONDS:
+                if not begun:
+                    # A signal may interrupt this at any place: again is no more than once.
+                    threads.begin(0, begin)
+                    begun = True
+                if not self._all_ended.wait(_POLL_SECONDS) and not told and self._seconds > _STAGE_SECONDS:
                     told = True
                     self._tell()
             except BaseException as error:
@@ -352,13 +378,28 @@ class Baton:
         if self._failure is not None:
             raise self._failure
 
+    def _begin(self, live: Callable[[MicroBatch], None], modes: CallerModes, threads: Threads) -> None:
+        """In the thread of the first micro-batch, as signals interrupt the caller's alone."""
+        if not self._unbegun.acquire(blocking=False):
+            return
+        first, *others = self.micro_batches
+        for one in others:
+            threads.begin(one.index, partial(modes.context.copy().run, live, one))
+        self._hand_to(first)
+        modes.context.copy().run(live, first)
+
+    @property
+    def _seconds(self) -> float:
+        """For how long one micro-batch has computed."""
+        return time.monotonic() - self._passed_at
+
     def _tell(self) -> None:
         units = self._runs.path.units
         _log.warning(
             "micro-batch %d has computed one stage (%s) for %d seconds: loss_of must not wait for the result of "
             "another micro-batch; by_layer=False computes one after the other",
             self._runs.index,
-            f"unit {units[-1]}" if units else "before the first unit",
+            f"unit {unit_in(units[-1])}" if units else "before the first unit",
             _STAGE_SECONDS,
         )
 
@@ -390,9 +431,10 @@ class Baton:
         except BaseException as error:  # noqa: BLE001 - likewise
             self._fail(error)
             chosen = self._choose()
-        if chosen is not None:
+        if chosen is None:
+            self._all_ended.set()
+        else:
             self._hand_to(chosen)
-        self._all_ended.release()
 
 
 class Threads:
@@ -405,8 +447,10 @@ class Threads:
         """Begin some work in the thread of that number."""
         while index >= len(self._queues):
             own: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+            name = f"memascend micro-batch {len(self._queues)}"
+            threading.Thread(target=_serve, args=(own,), name=name, daemon=True).start()
+            # One that a signal keeps from being known here is never used.
             self._queues.append(own)
-            threading.Thread(target=_serve, args=(own,), name=f"memascend micro-batch {index}", daemon=True).start()
         self._queues[index].put(work)
 
     def close(self) -> None:

@@ -98,6 +98,9 @@ class Receiver(Protocol):
     def add(self, gradient: Gradient, values: torch.Tensor) -> None:
         """A gradient came where there is one."""
 
+    def require_in_order(self, gradient: Gradient) -> None:
+        """Refuse more of a gradient whose sum a call took for complete."""
+
 
 _WORDS: dict[Notice, str] = {
     "add": "accumulation",
@@ -344,7 +347,9 @@ class Gradient:
 
     def noticed(self, what: Notice) -> None:
         """Somebody looked at it, or changed it. A second piece of it is told from accumulation where it is added."""
-        if what != "add":
+        if what == "add":
+            self._arrivals.require_in_order(self)
+        else:
             self._arrivals.loop.notice(_WORDS[what])
 
 

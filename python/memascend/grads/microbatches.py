@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_map_only
 
 from memascend.errors import ConfigError, UsageError
+from memascend.grads.backward import shares_memory
 from memascend.grads.baton import Baton, CallerModes, Course, Generators, KeptValues, Path, Recorder, Threads
 
 if TYPE_CHECKING:
@@ -24,10 +25,6 @@ if TYPE_CHECKING:
     from memascend.grads.gradient import Gradient
     from memascend.params.residency import Residency
     from memascend.storage import Engine
-
-
-# The gradient's own storage, and the reference that asks.
-_STORAGE_USES = 2
 
 
 class _Sum:
@@ -97,12 +94,17 @@ class PartialSums:
         if values.requires_grad or values.is_sparse:
             kind = "a sparse" if values.is_sparse else "backward(create_graph=True) leaves a graph on the"
             raise UsageError(f"{kind} gradient of {gradient.name!r} is not summed by layer: pass by_layer=False")
-        if torch._C._storage_Use_Count(values.untyped_storage()._cdata) > _STORAGE_USES:  # noqa: SLF001
+        if shares_memory(values):
             # A view of memory that somebody else may write to.
             values = values.clone()
         with torch.no_grad():
             self._add_part(gradient, own, values)
         return True
+
+    def require_open(self, gradient: Gradient) -> None:
+        """Refuse a part of a gradient whose sum was complete."""
+        if self._baton.here is not None and gradient.name in self._done:
+            raise _other_order(gradient.name)
 
     def _add_part(self, gradient: Gradient, own: MicroBatch, values: torch.Tensor) -> None:
         name = gradient.name

@@ -61,6 +61,8 @@ class Work:
     forward: float  # of the forward
     backward: float  # of the backward, with what it recomputes
     backwards: int = 1  # that make one step
+    # Each unit computes all of them before the next one: values come once, and gradients leave once.
+    by_layer: bool = False
     # Seconds of the network in a forward and in a backward, where several ranks share the model.
     exchanged: tuple[float, float] | None = None
 
@@ -137,7 +139,8 @@ def phases(plan: Plan, work: Work, drive: Drive, host: Host, *, kept: bool) -> l
     update_read = sum(plan.read_bytes.values()) - forward_read - backward_read
     update_written = sum(plan.written_bytes.values()) - spilled
     into, back, out = through_link(plan)
-    times = work.backwards
+    computed = work.backwards
+    times = 1 if work.by_layer else computed
     # Each backward after the first reads what is spilled, and adds to it.
     added = spilled * (times - 1)
     # What is held waits for step() in every mode, and all threads share it.
@@ -153,17 +156,17 @@ def phases(plan: Plan, work: Work, drive: Drive, host: Host, *, kept: bool) -> l
         in_step["disk"] = drive.seconds(0, through)
     held = [Phase(name="step()", parts=in_step)] if plan.held_part else []
     to, fro = (None, None) if work.exchanged is None else (part * times for part in work.exchanged)
-    forward = _phase("forward", work.forward * times, (into * times, 0), (forward_read * times, 0), drive, host)
+    forward = _phase("forward", work.forward * computed, (into * times, 0), (forward_read * times, 0), drive, host)
     forward = _beside(forward, to)
     if kept:
         backward = _phase(
-            "backward", work.backward * times, (back * times, out * times),
+            "backward", work.backward * computed, (back * times, out * times),
             (backward_read * times + added, spilled * times), drive, host,
         )  # fmt: skip
         update = _phase("update", 0.0, (0, 0), (update_read, update_written), drive, host, streamed)
         return [forward, _beside(backward, fro), update, *held]
     last = _phase(
-        "backward and update", work.backward * times, (back * times, out * times),
+        "backward and update", work.backward * computed, (back * times, out * times),
         (backward_read * times + update_read, update_written), drive, host, streamed,
     )  # fmt: skip
     part = _last_part(plan)
@@ -226,10 +229,10 @@ def seconds(parts: Sequence[Phase]) -> float:
     return sum(part.seconds for part in parts)
 
 
-def storage_seconds(plan: Plan, drive: Drive, host: Host, *, backwards: int = 1) -> float:
+def storage_seconds(plan: Plan, drive: Drive, host: Host, *, backwards: int = 1, by_layer: bool = False) -> float:
     """Of a step of a model that takes no time itself: what storage and the update take."""
     host = replace(host, update=update_seconds(plan, host.update))
-    work = Work(forward=0.0, backward=0.0, backwards=backwards)
+    work = Work(forward=0.0, backward=0.0, backwards=backwards, by_layer=by_layer)
     return seconds(phases(plan, work, drive, host, kept=plan.gradients in ("ssd", "ram")))
 
 

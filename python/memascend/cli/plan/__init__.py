@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--device-memory", metavar="B", help="the budget there; default: the smallest that is fast")
     run.add_argument("--gradients", choices=("auto", "fused", "ssd", "ram"), default="auto")
     run.add_argument("--max-grad-norm", metavar="N", type=float, help="clip the global norm")
-    run.add_argument("--accumulation-steps", metavar="N", type=int, default=1, help="backwards that make one step")
+    run.add_argument("--accumulation-steps", metavar="N", type=_count, default=1, help="micro-batches of a step")
     run.add_argument(
         "--state", choices=("fp32", "bf16", "8bit"), help="moments of the optimizer; default: as it has them"
     )
@@ -139,7 +139,8 @@ def _asked(
         device_memory=options.device_memory,
         gradients=options.gradients,
         max_grad_norm=options.max_grad_norm,
-        accumulation_steps=options.accumulation_steps,
+        # One rank's `accumulate()` needs none; several compute one after the other.
+        accumulation_steps=1 if options.ranks == 1 else options.accumulation_steps,
         state=options.state,
     )
     if options.network is not None and options.ranks == 1:
@@ -164,6 +165,7 @@ def _asked(
         endurance=None if options.endurance is None else options.endurance * 10**12,
         ranks=options.ranks,
         network=None if options.network is None else options.network * 1e9,
+        micro_batches=options.accumulation_steps,
     )
     return source, _traced(options, question, measure), speeds
 
@@ -234,12 +236,13 @@ def _values(
     more: Answer | None,
     speeds: dict[str, float],
 ) -> dict[str, Any]:
-    from memascend.cli.plan.answer import described, disk_seconds, forecast_of, moved
+    from memascend.cli.plan.answer import answer, described, disk_seconds, forecast_of, moved
 
     plan, trace = found.plan, question.trace
+    turns = answer(question.one_after_the_other()) if question.by_layer else None
     written = sum(plan.written_bytes.values())
     step = described(found)
-    tokens = None if isinstance(trace, str) else trace.tokens * options.accumulation_steps * options.ranks
+    tokens = None if isinstance(trace, str) else trace.tokens * question.micro_batches * question.ranks
     takeover = _takes_over(options, question)
     return {
         "model": {"path": str(options.model), "described_by": source.by, "parameters": parameters_of(source.model)},
@@ -262,6 +265,7 @@ def _values(
         if takeover is None
         else {**asdict(takeover), "tokens_per_second": takeover.tokens_per_second},
         "forecast": None if (forecast := forecast_of(question, plan, found.network)) is None else asdict(forecast),
+        "one_after_the_other": None if turns is None else {**described(turns), "host_bytes": turns.host_bytes},
         "with_16_gib_more": None if more is None else described(more),
         "ranks": None if found.network is None else {"count": options.ranks, **moved(question, found)},
         "disk": {

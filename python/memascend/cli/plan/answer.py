@@ -200,6 +200,24 @@ class Question:
     ranks: int = 1  # how many processes share the model; drive, tokens and memory are those of one
     # Bytes a second that a rank receives while it sends as many; None where that is not known.
     network: float | None = None
+    micro_batches: int = 1  # of a step, each with the tokens of the trace
+
+    @property
+    def by_layer(self) -> bool:
+        """Whether each unit computes all micro-batches before the next one, as `accumulate()` does on one rank."""
+        return self.micro_batches > 1 and self.ranks == 1 and self.options.accumulation_steps == 1
+
+    def one_after_the_other(self) -> Question:
+        """The same in a loop of backwards, of which each reads everything."""
+        return replace(self, options=replace(self.options, accumulation_steps=self.micro_batches))
+
+    @property
+    def torchs(self) -> int:
+        """The most that torch takes beside parameters, where that is known: M micro-batches keep what one keeps."""
+        if isinstance(self.trace, str):
+            return 0
+        more = self.trace.kept + _shared_bytes(self.model) if self.by_layer else 0
+        return self.trace.peak + (self.micro_batches - 1) * more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,10 +263,10 @@ def answer(question: Question, found: Planned | None = None) -> Answer:
         BudgetError: the budget is too small; `smallest` is what works.
     """
     found = found or planned(question.model, question.optimizer, question.options, question.ranks)
-    plan, trace = found.plan, question.trace
+    plan = found.plan
     # With several ranks each holds what torch has gathered, too, and in memory its part of all of it.
     gathered = 0 if found.network is None else found.network.gathered
-    torchs = gathered + (0 if isinstance(trace, str) else trace.peak)
+    torchs = gathered + question.torchs
     ours = plan.host_peak + plan.object_bytes + IMPORTS
     steps = _phases(question, plan, found.network)
     endurance = question.endurance or _usual_endurance(plan.storage_bytes)
@@ -272,6 +290,14 @@ def _in_memory(question: Question) -> int:
     return -(-nbytes // question.ranks)
 
 
+def _shared_bytes(model: torch.nn.Module) -> int:
+    """Gradients of parameters that several modules have: each micro-batch has its own until their last use."""
+    times: dict[torch.nn.Parameter, int] = {}
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        times[parameter] = times.get(parameter, 0) + parameter.requires_grad
+    return sum(parameter.nbytes for parameter, count in times.items() if count > 1)
+
+
 def _phases(question: Question, plan: Plan, network: Network | None) -> list[Phase] | None:
     trace, drive = question.trace, question.drive
     if drive is None or isinstance(trace, str):
@@ -285,7 +311,7 @@ def _phases(question: Question, plan: Plan, network: Network | None) -> list[Pha
         work, host = question.measured(plan, question.options.state or "fp32")
     else:
         return None
-    work = replace(work, backwards=question.options.accumulation_steps)
+    work = replace(work, backwards=question.micro_batches, by_layer=question.by_layer)
     if network is not None and question.network is not None:
         backward = network.backward + network.gradients
         work = replace(work, exchanged=(network.forward / question.network, backward / question.network))
@@ -298,13 +324,21 @@ def _problems(question: Question, plan: Plan, torchs: int) -> list[str]:
     if gpu is not None and plan.device_peak + torchs > gpu.usable:
         found.append(
             f"the {gpu.name} has {bytes_shown(gpu.usable)} for tensors, and {bytes_shown(plan.device_peak + torchs)} "
-            "are needed: fewer tokens at once (--tokens) take less, and --fit finds how many fit"
+            f"are needed: fewer tokens at once (--tokens) take less, and --fit finds how many fit{_elsewhere(question)}"
         )
     if question.free is not None and question.free < plan.disk_bytes:
         found.append(
             f"the store needs {bytes_shown(plan.disk_bytes)}, and {bytes_shown(question.free)} are free: not enough"
         )
     return found
+
+
+def _elsewhere(question: Question) -> str:
+    """What takes off the card what several micro-batches keep there."""
+    if not question.by_layer or isinstance(question.trace, str):
+        return ""
+    kept = bytes_shown(question.micro_batches * question.trace.kept)
+    return f'; offload(activations="host") or "ssd" takes away {kept} that {question.micro_batches} micro-batches keep'
 
 
 def step_seconds(question: Question, plan: Plan, network: Network | None = None) -> float | None:
@@ -318,7 +352,7 @@ def disk_seconds(question: Question, plan: Plan) -> float | None:
     if question.drive is None:
         return None
     idle = Host(update=0.0, check=0.0, threads=1, shared=False)
-    return storage_seconds(plan, question.drive, idle, backwards=question.options.accumulation_steps)
+    return storage_seconds(plan, question.drive, idle, backwards=question.micro_batches, by_layer=question.by_layer)
 
 
 def _usual_endurance(nbytes: int) -> int:
@@ -375,7 +409,7 @@ def moved(question: Question, found: Answer) -> dict[str, int]:
     """Bytes that one rank moves in a step, by way: received and sent, through PCIe, from and to storage."""
     plan, network = found.plan, found.network
     assert network is not None
-    times = question.options.accumulation_steps
+    times = question.micro_batches
     into, out = 0, 0
     if question.options.where.type != "cpu":
         forward, backward, out = through_link(plan)
@@ -503,7 +537,7 @@ def takes_over(question: Question, length: int, *, recomputes: bool) -> Takeover
     found = at(enough)
     assert found.seconds is not None
     return Takeover(
-        tokens=enough * length * question.options.accumulation_steps * question.ranks,
+        tokens=enough * length * question.micro_batches * question.ranks,
         seconds=found.seconds,
         problem="; ".join(found.problems),
     )

@@ -263,6 +263,7 @@ class Trace:
     backward: Pass  # likewise, with what is recomputed
     peak: int  # bytes of torch's own memory at its highest, gradients being gone as soon as they are whole
     held: dict[str, int]  # of these, by what they are: logits, gradients, activations
+    kept: int  # bytes that the forward leaves for the backward: what each of several micro-batches holds
     recomputes: bool  # whether blocks are computed again in the backward
 
     @property
@@ -311,6 +312,11 @@ class _Watch(TorchDispatchMode):
             self.peak = self._bytes
             # A tenth more than the last look, or large ones: copying the list at every small tensor would take long.
             self.at_peak = list(self._living.values())
+
+    @property
+    def living(self) -> list[tuple[int, tuple[int, ...]]]:
+        """Bytes and shape of each storage that there is now."""
+        return list(self._living.values())
 
     def _gone(self, key: int) -> None:
         nbytes, _ = self._living.pop(key, (0, ()))
@@ -374,13 +380,14 @@ def trace(model: nn.Module, batch: int, length: int, *, recomputes: bool) -> Tra
     if recomputes:
         recompute(model)
     watch = _Watch(model)
-    forward, backward = Pass(), Pass()
+    forward, backward, kept = Pass(), Pass(), 0
     failed = ""
     with fake, without_gradients_kept(model), watch, _without_torchs_log():
         watch.now = forward
         try:
             tokens = torch.zeros(batch, length, dtype=torch.long)
             loss = model(input_ids=tokens, labels=tokens).loss
+            kept = _kinds(model, watch.living)["activations"]
             watch.now = backward
             loss.backward()
             del loss
@@ -397,6 +404,7 @@ def trace(model: nn.Module, batch: int, length: int, *, recomputes: bool) -> Tra
         backward=backward,
         peak=watch.peak,
         held=_kinds(model, watch.at_peak),
+        kept=kept,
         recomputes=recomputes,
     )
 
@@ -424,6 +432,7 @@ def grown(one: Trace, two: Trace, times: int) -> Trace:
         backward=Pass(line(one.backward.flops, two.backward.flops)),
         peak=line(one.peak, two.peak),
         held={kind: line(nbytes, two.held[kind]) for kind, nbytes in one.held.items()},
+        kept=line(one.kept, two.kept),
         recomputes=one.recomputes,
     )
 

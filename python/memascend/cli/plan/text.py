@@ -5,7 +5,16 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from memascend.cli.plan.answer import ENDURANCE_PER_TB, IMPORTS, REACHED, disk_seconds, forecast_of, moved, step_seconds
+from memascend.cli.plan.answer import (
+    ENDURANCE_PER_TB,
+    IMPORTS,
+    REACHED,
+    answer,
+    disk_seconds,
+    forecast_of,
+    moved,
+    step_seconds,
+)
 from memascend.plan.table import cost_of_format, format_table
 from memascend.session.decide import planned_formats
 from memascend.text import IN_MEMORY, OURS, bytes_shown, open_pyplot, seconds_shown, table
@@ -97,7 +106,7 @@ def _lines(question: Question) -> str:
         value = getattr(options, name)
         if value is not None:
             given.append(f"{name}={value!r}")
-    if options.accumulation_steps > 1:
+    if question.micro_batches > 1 and not question.by_layer:
         given.append(f"accumulation_steps={options.accumulation_steps}")
     lines = ["The lines to write:"]
     if not isinstance(question.trace, str) and question.trace.recomputes:
@@ -105,6 +114,8 @@ def _lines(question: Question) -> str:
         later = hasattr(question.model, "activation_checkpointing_enable")
         lines.append(f"  model.{'activation' if later else 'gradient'}_checkpointing_enable()")
     lines.append(f"  model, optimizer = memascend.offload(model, optimizer, {', '.join(given)})")
+    if question.by_layer:
+        lines.append(f"  optimizer.accumulate(loss_of, batches, scale=1 / {question.micro_batches})  # in each step")
     return "\n".join(lines)
 
 
@@ -131,7 +142,12 @@ def _torchs(question: Question) -> list[Row]:
         return []
     how = "blocks recomputed" if trace.recomputes else "blocks not recomputed"
     kinds = ", ".join(f"{kind} {bytes_shown(nbytes)}" for kind, nbytes in trace.held.items() if nbytes)
-    return [("  torch's", bytes_shown(trace.peak), f"{trace.tokens:,} tokens at once, {how}: {kinds}")]
+    rows = [("  torch's", bytes_shown(trace.peak), f"{trace.tokens:,} tokens at once, {how}: {kinds}")]
+    if question.by_layer:
+        more = bytes_shown(question.torchs - trace.peak)
+        what = "what each keeps from its forward to its backward, and gradients of parameters used in several places"
+        rows.append((f"  of {question.micro_batches - 1} more micro-batches", more, what))
+    return rows
 
 
 def _fewer(found: Answer) -> str:
@@ -189,10 +205,23 @@ def _time(question: Question, found: Answer, choices: Choices, speeds: Mapping[s
     rows.append(("a step", seconds_shown(found.seconds), f"mostly {found.bound}{_assumed(question)}"))
     trace = question.trace
     if not isinstance(trace, str):
-        tokens = trace.tokens * question.options.accumulation_steps * question.ranks
+        tokens = trace.tokens * question.micro_batches * question.ranks
         rows.append(("tokens a second", f"{tokens / found.seconds:,.0f}", _wider(found)))
+    rows += _in_turn(question, found.seconds)
     rows += _taken_over(choices.takeover)
     return [*rows, *_bought(found.seconds, choices)]
+
+
+def _in_turn(question: Question, now: float) -> list[Row]:
+    """What the same micro-batches take in a loop of backwards."""
+    if not question.by_layer:
+        return []
+    other = answer(question.one_after_the_other())
+    if other.seconds is None:
+        return []
+    what = f"{question.micro_batches} micro-batches one after the other"
+    note = f"a step, mostly {other.bound}, instead of {seconds_shown(now)} by layer (accumulate())"
+    return [(what, seconds_shown(other.seconds), note)]
 
 
 def _bought(now: float, choices: Choices) -> list[Row]:

@@ -176,7 +176,8 @@ class Settings:
             "device_memory": self.device_memory,
             "activations": self.activations,
             "max_grad_norm": self.max_grad_norm or None,
-            "accumulation_steps": self.accumulate // ranks,
+            # One rank's `accumulate()` needs none.
+            "accumulation_steps": 1 if ranks == 1 else self.accumulate // ranks,
             "state": self.state,
         }
 

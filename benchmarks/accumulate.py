@@ -1,0 +1,348 @@
+"""Measures steps of 1, 4, 8 and 16 micro-batches: by layer, one after the other, and torch's in memory.
+
+Each case trains in a process of its own; the processes take turns, so that all of them meet the same machine. Bytes are
+the kernel's counts for the process. Parts: `seconds` compares all three; `bytes` has both types and budgets, and
+clipping; `memory` recomputes blocks, and shows what M micro-batches hold beside one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+LAYERS, TURNS, MEMORY = "by layer", "one after the other", "torch in memory"
+_LENGTHS = (128, 512)
+_WARM_STEPS = 2
+_TARGETS = {"bytes": 1.05, "disk": 0.5, "compute": 1.05, "memory": 1.1}
+# The two workloads that have a target: the drive bounds the first, compute the second.
+_AT = 8
+_BYTES_CASES = {
+    "bf16, default": ("bfloat16", {"gradients": "fused"}),
+    "bf16, smallest": ("bfloat16", {"gradients": "fused", "host_memory": "smallest"}),
+    "fp32, default": ("float32", {"gradients": "fused"}),
+    "fp32, smallest": ("float32", {"gradients": "fused", "host_memory": "smallest"}),
+    "bf16, clipped": ("bfloat16", {"max_grad_norm": 1.0}),
+}
+_MEMORY_CASES = {"kept in memory": {}, 'activations="ssd"': {"activations": "ssd"}}
+
+
+def main() -> None:
+    """Measure every part that is asked for, print tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parameters", choices=("4M", "25M", "125M", "500M"), default="125M")
+    parser.add_argument("--parts", nargs="+", choices=_PARTS, default=list(_PARTS))
+    parser.add_argument("--counts", nargs="+", type=int, default=[1, 4, 8, 16], help="micro-batches of a step")
+    parser.add_argument("--lengths", nargs="+", type=int, default=list(_LENGTHS), help="tokens of a micro-batch")
+    parser.add_argument("--rounds", type=int, default=2, help="turns of each process")
+    parser.add_argument("--steps", type=int, default=2, help="steps of a turn")
+    parser.add_argument("--storage", default=".", help="a folder on the disk to measure")
+    parser.add_argument("--write", metavar="FOLDER", type=Path, help="keep accumulate.json, .txt and .png there")
+    parser.add_argument("--show", action="store_true", help="measure nothing: show what --write has kept")
+    parser.add_argument("--work", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.work:
+        _Worker(json.loads(options.work)).serve()
+        return
+    found = _kept(options.write)
+    if not options.show:
+        from memascend.cli.bench.io import described
+
+        found["machine"], found["parameters"] = described(), options.parameters
+        with tempfile.TemporaryDirectory(dir=options.storage, prefix=".memascend-accumulate-") as folder:
+            found |= {part: _PARTS[part](options, Path(folder)) for part in options.parts}
+    text = "\n\n".join(_SHOWN[part](found[part]) for part in _PARTS if part in found)
+    print(text)
+    if options.write:
+        options.write.mkdir(parents=True, exist_ok=True)
+        (options.write / "accumulate.json").write_text(json.dumps(found, indent=1) + "\n")
+        about = "\n".join(f"{name}: {value}" for name, value in found["machine"].items())
+        (options.write / "accumulate.txt").write_text(f"{about}\n{found['parameters']} parameters\n\n{text}\n")
+        if "seconds" in found:
+            _draw(found["seconds"], options.write / "accumulate.png")
+
+
+def _kept(folder: Path | None) -> dict[str, Any]:
+    """What earlier runs have measured, part by part."""
+    path = None if folder is None else folder / "accumulate.json"
+    found: dict[str, Any] = json.loads(path.read_text()) if path is not None and path.exists() else {}
+    return found
+
+
+class _Process:
+    """A case at work."""
+
+    def __init__(self, work: dict[str, Any]) -> None:
+        words = [sys.executable, "-m", "benchmarks.accumulate", "--work", json.dumps(work)]
+        self.peer = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def ask(self, **question: int) -> dict[str, Any]:
+        assert self.peer.stdin is not None
+        assert self.peer.stdout is not None
+        print(json.dumps(question), file=self.peer.stdin, flush=True)
+        for line in self.peer.stdout:
+            if line.startswith("{"):
+                answer: dict[str, Any] = json.loads(line)
+                return answer
+        raise SystemExit("a case ended before its time; what it said is above")
+
+    def end(self) -> None:
+        self.peer.kill()
+        self.peer.wait()
+
+
+def _seconds(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """All three, by number and length of micro-batches."""
+    processes = {}
+    try:
+        for name in (LAYERS, TURNS, MEMORY):
+            work = {"case": name, "parameters": options.parameters, "options": {"gradients": "fused"}}
+            processes[name] = _Process({**work, "storage": str(folder / f"{name}.store")})
+        rows = []
+        for length in options.lengths:
+            for count in options.counts:
+                turns: dict[str, list[dict[str, Any]]] = {name: [] for name in processes}
+                for _ in range(options.rounds):
+                    for name, process in processes.items():
+                        turns[name].append(process.ask(count=count, length=length, steps=options.steps))
+                rows.append({"length": length, "count": count, **{name: _joined(turns[name]) for name in turns}})
+        return rows
+    finally:
+        for process in processes.values():
+            process.end()
+
+
+def _joined(turns: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians over all steps of all turns, and the most memory."""
+    return {
+        "seconds": statistics.median(taken for turn in turns for taken in turn["seconds"]),
+        "moved": statistics.median(turn["read"] + turn["written"] for turn in turns),
+        "peak": max(turn["peak"] for turn in turns),
+        "processor": statistics.median(turn["processor"] for turn in turns),
+    }
+
+
+def _bytes(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """By layer, both types and budgets."""
+    rows = []
+    for name, (dtype, given) in _BYTES_CASES.items():
+        work = {"case": LAYERS, "parameters": options.parameters, "options": given, "dtype": dtype}
+        process = _Process({**work, "storage": str(folder / f"{name}.store")})
+        try:
+            for count in options.counts:
+                turn = process.ask(count=count, length=min(options.lengths), steps=options.steps)
+                rows.append({"case": name, "count": count, **turn})
+        finally:
+            process.end()
+    return rows
+
+
+def _memory(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """Blocks recomputed: the most that a step has in memory, each number in a process of its own."""
+    rows = []
+    for name, given in _MEMORY_CASES.items():
+        for count in options.counts:
+            work = {"case": LAYERS, "parameters": options.parameters, "options": {"gradients": "fused", **given}}
+            process = _Process({**work, "checkpoint": True, "storage": str(folder / f"{name} {count}.store")})
+            try:
+                turn = process.ask(count=count, length=max(options.lengths), steps=options.steps)
+                rows.append({"case": name, "count": count, "length": max(options.lengths), **turn})
+            finally:
+                process.end()
+    return rows
+
+
+_PARTS = {"seconds": _seconds, "bytes": _bytes, "memory": _memory}
+
+
+# --- what was measured ------------------------------------------------------------------------
+
+
+def _seconds_shown(rows: list[dict[str, Any]]) -> str:
+    from memascend.text import table
+
+    shown = [
+        (
+            f"{row['count']} x (1 x {row['length']})",
+            *(f"{row[name]['seconds']:.2f}" for name in (LAYERS, TURNS, MEMORY)),
+            f"{row[LAYERS]['seconds'] / row[TURNS]['seconds']:.2f}",
+            f"{row[LAYERS]['seconds'] / row[MEMORY]['seconds']:.2f}",
+            *(f"{row[name]['moved']:.1f}" for name in (LAYERS, TURNS)),
+            *(f"{row[name]['peak'] / 1e6:.0f}" for name in (LAYERS, TURNS, MEMORY)),
+        )
+        for row in rows
+    ]
+    columns = ("a step", "s by layer", "s in turn", "s in memory", "of in turn", "of in memory", "B/param by layer",
+               "B/param in turn", "MB by layer", "MB in turn", "MB in memory")  # fmt: skip
+    lines = [table(columns, shown), ""]
+    for row in rows:
+        if row["count"] != _AT:
+            continue
+        took = row[LAYERS]["seconds"]
+        if row["length"] == min(_LENGTHS):
+            lines.append(_judged(f"{_AT} x (1 x {row['length']}), of in turn", took / row[TURNS]["seconds"], "disk"))
+        else:
+            ratio = took / row[MEMORY]["seconds"]
+            lines.append(_judged(f"{_AT} x (1 x {row['length']}), of torch in memory", ratio, "compute"))
+    return "\n".join(lines)
+
+
+def _judged(what: str, ratio: float, target: str) -> str:
+    most = _TARGETS[target]
+    return f"{what}: {ratio:.3f} (at most {most}: {'met' if ratio <= most else 'MISSED'})"
+
+
+def _bytes_shown(rows: list[dict[str, Any]]) -> str:
+    from memascend.text import table
+
+    ones = {row["case"]: row["read"] + row["written"] for row in rows if row["count"] == 1}
+    shown, worst = [], 0.0
+    for row in rows:
+        ratio = (row["read"] + row["written"]) / ones[row["case"]]
+        worst = max(worst, ratio)
+        shown.append((row["case"], str(row["count"]), f"{row['read']:.2f}", f"{row['written']:.2f}", f"{ratio:.3f}"))
+    columns = ("by layer", "micro-batches", "read B/param", "written B/param", "of one micro-batch")
+    return f"{table(columns, shown)}\n\n{_judged('bytes, of one micro-batch', worst, 'bytes')}"
+
+
+def _memory_shown(rows: list[dict[str, Any]]) -> str:
+    from memascend.text import table
+
+    ones = {row["case"]: row for row in rows if row["count"] == 1}
+    shown, lines = [], []
+    for row in rows:
+        one = ones[row["case"]]
+        more = row["peak"] - one["peak"]
+        # What each further micro-batch keeps between blocks, and the sums of one unit's gradients.
+        due = (row["count"] - 1) * row["saved"] + (row["largest"] if row["count"] > 1 else 0)
+        away = "ssd" in row["case"]
+        ratio = row["peak"] / one["peak"]
+        cells = (row["case"], str(row["count"]), f"{row['peak'] / 1e6:.0f}", f"{more / 1e6:+.0f}")
+        shown.append((*cells, "" if away else f"{due / 1e6:.0f}", f"{ratio:.3f}"))
+        if row["count"] == 1:
+            continue
+        if away:
+            lines.append(_judged(f"{row['count']} micro-batches, of one's memory, {row['case']}", ratio, "memory"))
+        else:
+            met = "met" if more <= due else "MISSED"
+            lines.append(f"{row['count']} micro-batches: {more / 1e6:.0f} MB more (at most {due / 1e6:.0f}: {met})")
+    columns = ("what checkpoints save", "micro-batches", "MB", "beside one", "at most", "of one")
+    return "\n".join([table(columns, shown), "", *lines])
+
+
+_SHOWN = {"seconds": _seconds_shown, "bytes": _bytes_shown, "memory": _memory_shown}
+
+
+def _draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Bytes and seconds by number of micro-batches, one line for each."""
+    from memascend.text import IN_MEMORY, OURS, open_pyplot
+
+    plt = open_pyplot()
+    lengths = sorted({row["length"] for row in rows})
+    figure, axes = plt.subplots(1, 1 + len(lengths), figsize=(4.2 * (1 + len(lengths)), 3.8), layout="constrained")
+    styles = {LAYERS: {"color": OURS}, TURNS: {"color": OURS, "linestyle": ":"}, MEMORY: {"color": IN_MEMORY}}
+    panels = [("moved", lengths[0], "bytes moved for each parameter")]
+    panels += [("seconds", length, f"seconds a step, 1 x {length} each") for length in lengths]
+    for axis, (figure_of, length, label) in zip(axes, panels, strict=True):
+        chosen = [row for row in rows if row["length"] == length]
+        for name, style in styles.items():
+            values = [row[name][figure_of] for row in chosen]
+            axis.plot([row["count"] for row in chosen], values, marker="o", label=name, **style)
+        axis.set(xlabel="micro-batches of a step", ylabel=label, ylim=(0, None))
+        axis.grid(alpha=0.3)
+    axes[0].legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+# --- a case, in its own process -----------------------------------------------------------------
+
+
+class _Worker:
+    """Trains when it is told to."""
+
+    def __init__(self, work: dict[str, Any]) -> None:
+        from dataclasses import replace
+
+        from benchmarks.train.cell.systems.in_ram import InRam
+        from benchmarks.train.cell.workload import WORKLOADS, made
+
+        self.case = work["case"]
+        plain = WORKLOADS[f"{work['parameters']}-1x128"]
+        self.work = replace(plain, dtype=work.get("dtype", "bfloat16"), checkpoint=work.get("checkpoint", False))
+        self.model = made(self.work)
+        if self.case == MEMORY:
+            self.optimizer: Any = InRam(self.model)
+        else:
+            self.optimizer = self._offloaded(work)
+        for _ in range(_WARM_STEPS):
+            self._step(2, min(_LENGTHS))
+
+    def _offloaded(self, work: dict[str, Any]) -> Any:
+        import torch
+
+        import memascend
+        from benchmarks.train.cell.systems.ours import smallest_budget
+
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        options = {**work["options"], "storage": work["storage"], "device": "cpu"}
+        if options.get("host_memory") == "smallest":
+            del options["host_memory"]
+            options["host_memory"] = smallest_budget(self.model, optimizer, options)
+        return memascend.offload(self.model, optimizer, **options)[1]
+
+    def serve(self) -> None:
+        """Answer each line by one."""
+        for line in sys.stdin:
+            print(json.dumps(self._turn(**json.loads(line))), flush=True)
+
+    def _turn(self, count: int, length: int, steps: int) -> dict[str, Any]:
+        from memascend.cli.bench import process
+
+        # The first step of a turn finds more of the disk done than others do, and its memory as others left it.
+        self._step(count, length)
+        process.restart_peak()
+        before, seconds = process.counts(), []
+        for _ in range(steps):
+            began = time.perf_counter()
+            self._step(count, length)
+            seconds.append(time.perf_counter() - began)
+        moved = process.counts().since(before)
+        parameters = self.work.parameters
+        return {
+            "seconds": seconds,
+            "processor": moved["processor"] / steps,
+            "read": moved["read"] / steps / parameters,
+            "written": moved["written"] / steps / parameters,
+            "peak": process.resident_peak(),
+            # The input of each block, which is all that its checkpoint saves; and the largest unit.
+            "saved": self.work.layers * length * self.work.hidden * self.model.dtype.itemsize,
+            "largest": self.work.vocabulary * self.work.hidden * self.model.dtype.itemsize,
+        }
+
+    def _step(self, count: int, length: int) -> None:
+        import torch
+
+        batches = [(torch.arange(length) * 7919 % 9973 % self.work.vocabulary)[None] for _ in range(count)]
+
+        def loss_of(tokens: Any) -> Any:
+            return self.model(input_ids=tokens, labels=tokens).loss
+
+        if self.case == MEMORY:
+            for tokens in batches:
+                (loss_of(tokens) * (1 / count)).backward()
+            self.optimizer.update()
+            return
+        self.optimizer.accumulate(loss_of, batches, scale=1 / count, by_layer=self.case == LAYERS)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+if __name__ == "__main__":
+    main()
