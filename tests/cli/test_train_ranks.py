@@ -108,7 +108,7 @@ def test_kills_of_a_rank_and_other_numbers_of_ranks(folder, tmp_path, monkeypatc
             continue
         ends = run_ranks(monkeypatch, count, arguments(folder, run, *more), log, (killed, generator.uniform(0, 0.5)))
         assert ends[killed] in (0, -signal.SIGKILL)
-        assert all(end in (0, 1) for number, end in enumerate(ends) if number != killed)
+        assert all(end in (0, 1) for number, end in enumerate(ends) if number != killed), (count, killed, ends)
     assert run_ranks(monkeypatch, 2, arguments(folder, run, *more), log) == [0, 0]
     same_run(rank(log, 0), run, tmp_path / "calm", one)
 
