@@ -314,7 +314,9 @@ def gone_over(tmp_path, counts, last):
     for began, _, values, left in on_ranks(last, train, tmp_path, "run", 2, False, {}):
         assert began == 1
         assert all(map(same_bits, values, whole))
-        assert left == stores(last)
+        # Of those that were never filled a warning says that they can go: what looks unfilled may be damaged.
+        unfilled = {file for count, point in others if point == "root" and count != last for file in stores(count)}
+        assert set(left) - unfilled == set(stores(last))
 
 
 @pytest.mark.slow
