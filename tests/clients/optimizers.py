@@ -231,9 +231,10 @@ def heading(library: str) -> str:
 
 
 def written() -> dict[str, list[str]]:
-    """The rows of the page, by their headings."""
+    """The rows of the tables that `main` writes, by their headings."""
     found: dict[str, list[str]] = {}
-    for line in PAGE.read_text().splitlines():
+    _, tables = PAGE.read_text().split(_BEGIN)
+    for line in tables.splitlines():
         if line.startswith("## "):
             rows_of = found.setdefault(line, [])
         elif line.startswith("| ") and found and not line.startswith(("| class", "| ---")):
