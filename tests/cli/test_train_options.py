@@ -140,6 +140,8 @@ def test_the_folder_has_the_mode_that_the_user_wants(folder, tmp_path, capfd, ma
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == 0o777 & ~mask
+    files = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "out").iterdir()}
+    assert set(files.values()) == {0o666 & ~mask}, files
 
 
 def test_it_says_at_once_what_it_looks_at(folder, tmp_path, capfd):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import stat
 import sys
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -337,8 +338,7 @@ class Output:
                 with file_errors(new, "cannot be written"):
                     self._write_model(described, optimizer, new)
                     tokenizer.save_pretrained(new)
-                    for path in new.rglob("*"):
-                        sync(path)
+                    _finish(new)
                     _link(new, own)
                     _put(new / _RECORD, _text(record))
                     self._keep_others(new, dropped)
@@ -371,8 +371,7 @@ class Output:
             if self._ranks.rank == 0 and not self.merged.exists():
                 with new_folder(self.merged) as new:
                     make(new)
-                    for path in new.rglob("*"):
-                        sync(path)
+                    _finish(new)
                     put_in_place(self.merged, new)
 
         self._ranks.together(do_part)
@@ -409,6 +408,14 @@ def _link(new: Path, names: list[str]) -> None:
 
 def _text(record: Record) -> str:
     return json.dumps(asdict(record), indent=2) + "\n"
+
+
+def _finish(new: Path) -> None:
+    """Flush the files, and let them be read by whoever may read the folder: safetensors makes its own 0600."""
+    for path in new.rglob("*"):
+        if path.is_file():
+            path.chmod(stat.S_IMODE(new.stat().st_mode) & 0o666)
+        sync(path)
 
 
 def _put(path: Path, text: str) -> None:
