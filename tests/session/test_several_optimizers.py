@@ -234,6 +234,72 @@ def test_each_combination_has_the_bits_of_memory(tmp_path, optimizers, gradients
         compared(optimizers, tmp_path / "other", dtype=dtype, clips=True, resumes=2, **options)
 
 
+@pytest.mark.parametrize("limit", [0.5, 1e6])
+@pytest.mark.parametrize("gradients", ["auto", "ssd", "ram"])
+@pytest.mark.parametrize("optimizers", [muon_and_adamw, with_aux_adam])
+def test_the_norm_of_a_limit_is_that_of_all_members(tmp_path, optimizers, gradients, limit):
+    memory, model = InMemory(optimizers, torch.float32), made()
+    members = optimizers(dict(model.named_parameters()))
+    model, optimizer = memascend.offload(
+        model, members, storage=tmp_path / "store", gradients=gradients, max_grad_norm=limit
+    )
+    for index in range(4):
+        loss_of(memory.model, index).backward()
+        # The norm is exact here, so it is divided by as well as in memory.
+        named = {name: one.grad for name, one in memory.model.named_parameters()}
+        norm = torch.linalg.vector_norm(torch.cat([one.double().flatten() for one in named.values()]))
+        loss_of(model, index).backward()
+        assert (optimizer.step(), optimizer.grad_norm) == (None, pytest.approx(norm.item(), rel=1e-12))
+        optimizer.zero_grad()
+        factor = min(1.0, limit / (optimizer.grad_norm + 1e-6))
+        for one in named.values():
+            one.mul_(factor)
+        memory.step()
+        memory.zero_grad()
+    require_same(memory, model)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("gradients", ["auto", "fused", "ssd", "ram"])
+def test_an_overflow_skips_the_step_of_all_members(tmp_path, gradients):
+    memory, model = InMemory(muon_and_adamw, torch.float32), made()
+    model, optimizer = memascend.offload(
+        model, muon_and_adamw(dict(model.named_parameters())), storage=tmp_path / "store", gradients=gradients,
+        loss_scale="dynamic",
+    )  # fmt: skip
+    for index in range(5):
+        overflows = index == 2
+        optimizer.backward(loss_of(model, 2 * index) * (float("inf") if overflows else 1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+        if not overflows:
+            turn(memory, memory.model, index)
+    assert optimizer.steps == 4
+    require_same(memory, model)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("gradients", ["auto", "fused", "ssd", "ram"])
+@pytest.mark.parametrize("optimizers", [muon_and_adamw, in_stacks])
+def test_micro_batches_of_a_step_are_summed_for_all_members(tmp_path, optimizers, gradients):
+    memory, model = InMemory(optimizers, torch.float32), made()
+    members = optimizers(dict(model.named_parameters()))
+    model, optimizer = memascend.offload(model, members, storage=tmp_path / "store", gradients=gradients)
+    for index in range(3):
+        micro = range(3 * index, 3 * index + 3)
+        in_memory = []
+        for one in micro:
+            in_memory.append(loss_of(memory.model, one))
+            in_memory[-1].backward()
+        losses = optimizer.accumulate(lambda one: loss_of(model, one), micro)
+        assert all(same_bits(one.detach(), other) for one, other in zip(in_memory, losses, strict=True))
+        for run in (memory, optimizer):
+            run.step()
+            run.zero_grad()
+    require_same(memory, model)
+    optimizer.close()
+
+
 KILLED = """
 import os, signal, sys
 sys.path.insert(0, {tests!r})
