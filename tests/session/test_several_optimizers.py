@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 from support.bits import same_bits
-from support.orthogonal import BatchedMuon, CoupledStack, LowRank, MuonAlone, MuonWithAdam, StackedMuonWithAdam
+from support.orthogonal import (
+    BatchedMuon,
+    CoupledStack,
+    LowRank,
+    MuonAlone,
+    MuonOfRanks,
+    MuonWithAdam,
+    StackedMuonWithAdam,
+)
 from torch import nn
 
 import memascend
@@ -94,10 +102,10 @@ def by_zeros(named):
     return [MuonAlone(matrices), torch.optim.AdamW(rest, lr=1e-2, fused=True)]
 
 
-def with_aux_adam(named):
+def with_aux_adam(named, kind=MuonWithAdam):
     matrices, rest = parts(named)
     groups = [{"params": matrices, "use_muon": True}, {"params": rest, "use_muon": False, "lr": 1e-2}]
-    return [MuonWithAdam(groups)]
+    return [kind(groups)]
 
 
 def in_stacks(named, kind=StackedMuonWithAdam):
@@ -232,6 +240,19 @@ def test_each_combination_has_the_bits_of_memory(tmp_path, optimizers, gradients
     compared(optimizers, tmp_path / "store", dtype=dtype, steps=5, resumes=3, **options)
     if gradients in ("ssd", "ram"):
         compared(optimizers, tmp_path / "other", dtype=dtype, clips=True, resumes=2, **options)
+
+
+def of_ranks(named):
+    return with_aux_adam(named, MuonOfRanks)
+
+
+@pytest.mark.parametrize("gradients", GRADIENTS)
+def test_an_optimizer_that_divides_its_parameters_streams_in_a_group_of_one_rank(tmp_path, gradients):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    try:
+        compared(of_ranks, tmp_path / "store", gradients=gradients, resumes=2)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("limit", [0.5, 1e6])
