@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 REPOSITORY = "https://github.com/memascend/memascend/blob/main/"
 PICTURES = "https://raw.githubusercontent.com/memascend/memascend/main/"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-DOCUMENTS = [*PAGES, ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+DOCUMENTS = [*PAGES, *(ROOT / name for name in ("ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/NOTES.md"))]
 BLOCK = re.compile(r"^```(\w*)( client)?\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
