@@ -17,8 +17,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # What is not said, and what is said instead. Patterns ignore case and see neither code nor links' targets.
 RULES = {
-    r"(?<!in-memory )\bbits of training in memory|the bits of (?:that|a|the) (?:process|run|training)": "bit-identical to",
-    r"\bheld (?:entr|parameter|record)|\b(?:are|is) held in memory\b|what is held\b|\ball held\b": "kept in RAM (the RAM tier)",
+    r"\bbits of training in memory|the bits of (?:that|a|the) (?:process|run|training)": "bit-identical to",
+    r"\bheld (?:entr|parameter|record)|\b(?:are|is) held in memory\b": "kept in RAM (the RAM tier)",
+    r"\bwhat is held\b|\ball held\b": "kept in RAM (the RAM tier)",
     r"(?<!write-ahead )\blog of gradients": "write-ahead log of gradients, or gradient log",
     r"\bmasters\b": "fp32 master weights",
     r"\b(?:is|are|was|were) away\b": "offloaded",
@@ -26,16 +27,20 @@ RULES = {
     r"\brows? of data\b|\brows share\b": "example",
     r"\b(?:a|the) head\b(?! of a step| of the log| that| says)": "LM head",
     r"\bdivided by (?:`?fully_shard|torch)": "sharded",
-    r"\bbrings? (?:them |all )?together\b|\bhears? (?:of|from)\b": "rendezvous, notify",
-    r"\btold\b|\btells?\b|\bis let go\b|\blet go of\b|\b(?:is|are) given up\b|\bgives? up\b": "report, print, release, abandon",
+    r"\bbrings? (?:them |all )?together\b|\bhears? (?:of|from)\b": "rendezvous, is notified",
+    r"\btold\b|\btells?\b": "report, print, log",
+    r"\bis let go\b|\blet go of\b": "release",
+    r"\b(?:is|are) given up\b|\bgives? up\b": "abandon, drop",
     r"\brefused? by (?:its |the )?name": "rejected with an error that names it",
     r"\bposes? as\b|\bposing as\b": "simulated or mock device",
     r"\blearns? in\b|\blearnt\b": "detected in",
-    r"\b(?:what|that which) (?:is|was|lies) there\b|\bthose (?:that|who|which)\b|\bwhoever\b|\bwho (?:dies|kills|waits|asks)\b": "name the subject",
-    r"(?:^|[.;:] |, (?:and )?)what (?!(?:it|to|you|they|happens|happened)\b)[a-z-]+ (?:is|are|was|were|has|have|does|do)\b": "name the subject",
+    r"\b(?:what|that which) (?:is|was|lies) there\b": "name the subject",
+    r"\bthose (?:that|who|which)\b|\bwhoever\b|\bwho (?:dies|kills|waits|asks)\b": "name the subject",
+    r"(?:^|[.;:] |, (?:and )?)what (?!(?:it|to|you|they|happens|happened)\b)[a-z-]+ "
+    r"(?:is|are|was|were|has|have|does|do)\b": "name the subject",
     r"\bgo(?:es|ing)? on\b|\bwent on\b": "resume, continue",
     r"\bby chance\b": "stochastically",
-    r"\breckons?\b|\breckoned\b|\breckoning\b": "estimate",
+    r"\breckon(?:s|ed|ing)?\b": "estimate",
     r"\bpeers?\b": "baseline",
     r"\bstatus (?:is )?[0-9]\b|\bexit status\b": "exit code",
     r"\broom\b": "space, disk space; for a directory: package",
@@ -70,7 +75,7 @@ def prose(path: Path) -> Iterator[tuple[int, str]]:
             return
         fence = line.lstrip().startswith("```")
         code ^= fence
-        if fence or code or line.startswith("    ") or line.startswith(":::"):
+        if fence or code or line.startswith(("    ", ":::")):
             yield number, ""
         else:
             # A name in code counts as one word.
@@ -94,7 +99,7 @@ def sentences(lines: Iterator[tuple[int, str]]) -> Iterator[tuple[int, str]]:
         gathered.clear()
 
     for number, line in lines:
-        if not line.strip() or line.startswith(("|", "#")):
+        if not line.strip() or line.lstrip().startswith(("|", "#")):
             yield from ended()
         else:
             if re.match(r"\s*(?:[-*]|\d+\.) ", line):
@@ -109,7 +114,9 @@ def complaints(path: Path) -> Iterator[tuple[int, str]]:
         for rule, say in _RULES:
             for found in rule.finditer(line):
                 yield number, f'"{found[0].strip()}": say {say}'
-    long = [(number, text) for number, text in sentences(prose(path)) if len(re.findall(r"\w[\w'.,/-]*", text)) > WORDS_MAX]
+    long = [
+        (number, text) for number, text in sentences(prose(path)) if len(re.findall(r"\w[\w'.,/-]*", text)) > WORDS_MAX
+    ]
     if len(long) > LONG_MAX:
         for number, text in long:
             yield number, f"more than {WORDS_MAX} words, and {len(long)} such sentences in this file: {text[:60]}..."

@@ -18,7 +18,10 @@ ROOT = Path(__file__).resolve().parents[2]
 REPOSITORY = "https://github.com/memascend/memascend/blob/main/"
 PICTURES = "https://raw.githubusercontent.com/memascend/memascend/main/"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-DOCUMENTS = [*PAGES, *(ROOT / name for name in ("ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/NOTES.md"))]
+DOCUMENTS = [
+    *PAGES,
+    *(ROOT / name for name in ("ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/NOTES.md")),
+]
 BLOCK = re.compile(r"^```(\w*)( client)?\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
@@ -181,6 +184,16 @@ def test_the_messages_that_refused_explains_are_those_of_the_code():
     # The names of the errors stand in a table of their own.
     for part in quoted:
         assert part in sources or any(part in message for message in said), part
+
+
+def test_refused_lists_every_message_of_the_code():
+    made = runpy.run_path(str(ROOT / "docs/messages.py"))
+    _, begin, listed = (ROOT / "docs/refused.md").read_text().partition(made["BEGIN"])
+    assert begin
+    assert listed.strip() == made["section"](), "an error's message changed: run make refused"
+    # Some that Python raises, and some of Rust's.
+    assert listed.count("\n| `") > 300
+    assert "### rust/store" in listed
 
 
 def test_the_drawings_are_those_of_their_script(tmp_path):
