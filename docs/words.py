@@ -54,6 +54,8 @@ RULES = {
 WORDS_MAX = 30
 # Sentences above that which a file may have: enough for the few that are meant.
 LONG_MAX = 3
+# What stood in the changelog's newest section before these rules, by file; remove it with the next release.
+BEFORE = {"CHANGELOG.md": 15}
 _RULES = [(re.compile(pattern, re.IGNORECASE), say) for pattern, say in RULES.items()]
 _CODE = re.compile(r"``.*?``|`[^`]*`")
 _TARGET = re.compile(r"\]\([^)]*\)|https?://\S+")
@@ -124,10 +126,14 @@ def complaints(path: Path) -> Iterator[tuple[int, str]]:
 
 def main() -> int:
     """Print all complaints."""
-    found = [(path.relative_to(ROOT), *one) for path in documents() for one in complaints(path)]
-    for name, number, wrong in found:
-        print(f"{name}:{number}: {wrong}")
-    return 1 if found else 0
+    failed = False
+    for path in documents():
+        found = list(complaints(path))
+        if len(found) > BEFORE.get(path.name, 0):
+            failed = True
+            for number, wrong in found:
+                print(f"{path.relative_to(ROOT)}:{number}: {wrong}")
+    return int(failed)
 
 
 if __name__ == "__main__":
