@@ -135,16 +135,24 @@ def test_every_make_command_exists(document):
     assert named <= targets, named - targets
 
 
+def anchors(path):
+    """Of the headings of a page, as GitHub and the site name them."""
+    titles = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in titles}
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name)
 def test_links_lead_somewhere(document):
-    for link in re.findall(r"\]\(([^)#\s]+)", document.read_text()):
-        if link.startswith((REPOSITORY, PICTURES)):
-            target = ROOT / link.removeprefix(REPOSITORY).removeprefix(PICTURES)
-        elif link.startswith("http"):
+    for link in re.findall(r"\]\(([^)\s]+)", document.read_text()):
+        place, _, anchor = link.partition("#")
+        if place.startswith((REPOSITORY, PICTURES)):
+            target = ROOT / place.removeprefix(REPOSITORY).removeprefix(PICTURES)
+        elif place.startswith("http"):
             continue
         else:
-            target = document.parent / link
+            target = document.parent / place if place else document
         assert target.exists(), f"{name(document)} links to {link}"
+        assert not anchor or anchor in anchors(target), f"{name(document)} links to {link}"
 
 
 def test_readmes_links_work_from_a_package_index():
