@@ -47,7 +47,7 @@ def test_a_word_of_our_own_is_found(tmp_path, text):
     [
         "Results are bit-identical to in-memory training.",
         "A write-ahead log of gradients keeps steps durable, with fp32 master weights.",
-        "Run `memascend status 1`, or the [masters](https://masters.example/peer).",
+        "Run `memascend status 1`, or read [a page](https://masters.example/peer).",
         "```\nwhat is there goes on by chance\n```",
     ],
 )
