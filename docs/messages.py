@@ -1,8 +1,12 @@
-"""Lists the messages of all errors that the package raises, by the file that raises them: `python docs/messages.py`."""
+"""Lists the messages of all errors that the package raises: `python docs/messages.py` writes them into refused.md.
+
+Names and numbers that a message fills in are "...". Messages that are put together from parts elsewhere are not listed.
+"""
 
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,11 +14,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs/refused.md"
 PLACES = ("python/memascend", "triton_kernels")
+BEGIN = "<!-- made by `make refused`; what stands below is written anew -->"
+# The text of an error of Rust's, and the name that it has there.
+_RUST = re.compile(r'#\[error\(\s*"((?:[^"\\]|\\.)*)".*?\)\]\s*(\w+)', re.DOTALL)
 
 
 def messages() -> Iterator[tuple[Path, str, str]]:
-    """Each as (file, error, message), with "..." for what is filled in."""
+    """Each as (file, error, message)."""
     for place in PLACES:
         for path in sorted((ROOT / place).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -35,14 +43,36 @@ def said(node: ast.expr) -> str:
     return "..."
 
 
+def messages_of_rust() -> Iterator[tuple[Path, str, str]]:
+    """Those of the crates, likewise."""
+    for path in sorted((ROOT / "rust").glob("*/src/*.rs")):
+        for text, name in _RUST.findall(path.read_text(encoding="utf-8")):
+            joined = re.sub(r"\\\n\s*", "", text).replace('\\"', '"')
+            yield path.relative_to(ROOT), name, re.sub(r"\{[^}]*\}", "...", joined)
+
+
+def section() -> str:
+    """The part of the page that is made from the code: a table for each package and crate."""
+    ours = {node.name for node in ast.parse((ROOT / "python/memascend/errors.py").read_text()).body
+            if isinstance(node, ast.ClassDef)}  # fmt: skip
+    tables: dict[str, list[str]] = {}
+    for path, error, message in [*messages(), *messages_of_rust()]:
+        words = re.sub(r"\.{4,}", "...", " ".join(message.split())).replace("`", "'").replace("|", "/")
+        if (error in ours or path.suffix == ".rs") and len(re.findall(r"[a-z]+", words)) > 2:
+            package = "/".join(path.with_suffix("").parts[: 2 if path.suffix == ".rs" else 3])
+            row = f"| `{error}` | `{words}` |"
+            rows = tables.setdefault(package, [])
+            if row not in rows:
+                rows.append(row)
+    return "\n\n".join(
+        f"### {name}\n\n| error | message |\n|---|---|\n" + "\n".join(rows) for name, rows in tables.items()
+    )
+
+
 def main() -> None:
-    """Print them."""
-    file = None
-    for path, error, message in messages():
-        if path != file:
-            print(f"\n{path}")
-            file = path
-        print(f"  {error}: {message}")
+    """Write them."""
+    kept, _, _ = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    PAGE.write_text(f"{kept}{BEGIN}\n\n{section()}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

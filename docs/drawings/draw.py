@@ -52,16 +52,16 @@ class Drawing:
 
 def places() -> Drawing:
     """What lies where."""
-    made = Drawing(860, 300, "Where things are: on storage, in host memory, on the device")
+    made = Drawing(860, 300, "Where state lies: on storage, in host memory, on the device")
     made.box(10, 10, 250, 280, STORAGE, "Storage (SSD)", top=True)
     for at, words in enumerate(
-        ("values of all units", "masters and moments,\ntwice", "gradients that wait\n(clipping)")
+        ("values of all units", "master weights and\nmoments, twice", "gradients that wait\n(clipping)")
     ):
         made.box(30, 46 + 80 * at, 210, 58, PAPER, words)
     made.box(340, 10, 240, 280, HOST, "Host memory: the budget", top=True)
     made.box(360, 46, 200, 58, PAPER, "a CPU's units,\na GPU's on their way")
     made.box(360, 126, 200, 58, PAPER, "chunks through which\nthe update streams")
-    made.box(360, 206, 200, 30, PAPER, "held entries")
+    made.box(360, 206, 200, 30, PAPER, "the RAM tier")
     made.box(360, 246, 200, 30, PAPER, "index and checksums")
     made.box(650, 10, 200, 280, DEVICE, "What computes", top=True)
     for at, words in enumerate(("two units, or more", "one unit's gradients", "activations, logits\n(torch's own)")):
@@ -97,14 +97,14 @@ def step() -> Drawing:
     made.words(236, 222, "forward", middle=True, bold=True)
     made.words(236, 244, "a unit is read while the one before computes", middle=True)
     made.words(620, 222, "backward", middle=True, bold=True)
-    made.words(620, 244, "updates run beside it, to where nobody reads;", middle=True)
+    made.words(620, 244, "updates run beside it, into the other slot;", middle=True)
     made.words(620, 262, "step() writes the root", middle=True)
     return made
 
 
 def commit() -> Drawing:
-    """Two slots for each piece."""
-    made = Drawing(860, 210, "Two slots for each piece of state; the root says which one is valid")
+    """Two slots for each extent."""
+    made = Drawing(860, 210, "Two slots for each extent; the root says which one is valid")
     for column, (title, first, second, valid) in enumerate(
         (
             ("after step 7", "step 7", "step 6", "left"),

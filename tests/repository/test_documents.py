@@ -18,7 +18,10 @@ ROOT = Path(__file__).resolve().parents[2]
 REPOSITORY = "https://github.com/memascend/memascend/blob/main/"
 PICTURES = "https://raw.githubusercontent.com/memascend/memascend/main/"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-DOCUMENTS = [*PAGES, ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+DOCUMENTS = [
+    *PAGES,
+    *(ROOT / name for name in ("ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/NOTES.md")),
+]
 BLOCK = re.compile(r"^```(\w*)( client)?\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
@@ -132,16 +135,24 @@ def test_every_make_command_exists(document):
     assert named <= targets, named - targets
 
 
+def anchors(path):
+    """Of the headings of a page, as GitHub and the site name them."""
+    titles = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in titles}
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name)
 def test_links_lead_somewhere(document):
-    for link in re.findall(r"\]\(([^)#\s]+)", document.read_text()):
-        if link.startswith((REPOSITORY, PICTURES)):
-            target = ROOT / link.removeprefix(REPOSITORY).removeprefix(PICTURES)
-        elif link.startswith("http"):
+    for link in re.findall(r"\]\(([^)\s]+)", document.read_text()):
+        place, _, anchor = link.partition("#")
+        if place.startswith((REPOSITORY, PICTURES)):
+            target = ROOT / place.removeprefix(REPOSITORY).removeprefix(PICTURES)
+        elif place.startswith("http"):
             continue
         else:
-            target = document.parent / link
+            target = document.parent / place if place else document
         assert target.exists(), f"{name(document)} links to {link}"
+        assert not anchor or anchor in anchors(target), f"{name(document)} links to {link}"
 
 
 def test_readmes_links_work_from_a_package_index():
@@ -181,6 +192,16 @@ def test_the_messages_that_refused_explains_are_those_of_the_code():
     # The names of the errors stand in a table of their own.
     for part in quoted:
         assert part in sources or any(part in message for message in said), part
+
+
+def test_refused_lists_every_message_of_the_code():
+    made = runpy.run_path(str(ROOT / "docs/messages.py"))
+    _, begin, listed = (ROOT / "docs/refused.md").read_text().partition(made["BEGIN"])
+    assert begin
+    assert listed.strip() == made["section"](), "an error's message changed: run make refused"
+    # Some that Python raises, and some of Rust's.
+    assert listed.count("\n| `") > 300
+    assert "### rust/store" in listed
 
 
 def test_the_drawings_are_those_of_their_script(tmp_path):
