@@ -36,14 +36,12 @@ def compiled(kernel, signature, constants, capability, *, aligned=(), warps=4):
 
 
 def check(dtype, many, unscale, capability):
-    pointers = ["data", "table", "squares_out", "largest_out"]
     return compiled(
         check_jit.check_kernel,
-        {"data": f"*{dtype}", "numel": "i64", "table": "*i64", "count": "i32", "squares_out": "*fp64",
-         "largest_out": "*i32", "factor": "fp32"},
-        {"DTYPE": FLOATS[dtype], "MANY": many, "ALIGNED": True, "UNSCALE": unscale,
+        {"data": f"*{dtype}", "numel": "i64", "table": "*i64", "count": "i32", "sums": "*i64", "factor": "fp32"},
+        {"DTYPE": FLOATS[dtype], "MANY": many, "ALIGNED": True, "UNSCALE": unscale, "NARROW": dtype != "fp32",
          "CHUNK": check_jit.CHUNK, "BLOCK": check_jit.BLOCK},
-        capability, aligned=[*pointers, "numel"], warps=check_jit.WARPS,
+        capability, aligned=["data", "table", "sums", "numel"], warps=check_jit.WARPS,
     )  # fmt: skip
 
 
@@ -84,17 +82,23 @@ def test_check_compiles(dtype, many, unscale, capability):
     assert not FUSED.search(binary.asm["ptx"])
     # 16 bytes a lane, also where the address comes out of a table.
     assert re.search(r"ld\.global[.\w:]*\.v[48]\.b32", binary.asm["ptx"])
+    # All programs of a device add to whole numbers in its memory, of 64 bits; nothing else would be exact.
+    added = re.findall(r"\b(?:atom|red)\.[.\w]+", binary.asm["ptx"])
+    assert added
+    assert all(".add.u64" in one and ".gpu." in one for one in added), added
+    assert ".f64" not in binary.asm["ptx"]
+    # Each is read once: where a block is whole, and where it is not.
+    assert len(re.findall(r"tt\.load .*tensor<2048x", binary.asm["ttir"])) == 2
+    assert binary.metadata.shared < 48 << 10
 
 
 @pytest.mark.parametrize("capability", TARGETS)
 def test_fold_compiles(capability):
     binary = compiled(
-        check_jit.fold_kernel,
-        {"squares": "*fp64", "largest": "*i32", "programs": "i32", "squares_out": "*fp64", "found_out": "*u8"},
-        {"BLOCK": check_jit.FOLD_BLOCK},
-        capability,
+        check_jit.fold_kernel, {"sums": "*i64", "squares_out": "*fp64", "found_out": "*u8"}, {}, capability, warps=1
     )
     assert binary.asm["cubin"]
+    assert "cvt.rn.f64.s64" in binary.asm["ptx"]
     assert not FUSED.search(binary.asm["ptx"])
 
 
