@@ -9,7 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from memascend.kernels import adamw_jit, casts_jit, check_jit
+from memascend.kernels import adamw_jit, check_jit
 
 # Of Ampere, Hopper, and both of Blackwell.
 TARGETS = [80, 90, 100, 120]
@@ -53,13 +53,6 @@ def adamw(dtype, out, l2, from_gradient, capability):
         pointers | halves | {"numel": "i64"} | dict.fromkeys(SCALARS, "fp32"),
         {"L2": l2, "FROM_GRADIENT": from_gradient, "HAS_OUT": out is not None, "BLOCK": adamw_jit.BLOCK},
         capability, aligned=[*pointers, "grad", "out16", "numel"],
-    )  # fmt: skip
-
-
-def move(source, out, add, capability):
-    return compiled(
-        casts_jit.move_kernel, {"source": f"*{source}", "out": f"*{out}", "numel": "i64"},
-        {"ADD": add, "BLOCK": casts_jit.BLOCK}, capability, aligned=["source", "out", "numel"], warps=casts_jit.WARPS,
     )  # fmt: skip
 
 
@@ -121,20 +114,7 @@ def test_adamw_compiles(dtype, out, l2, from_gradient, capability):
     assert fused == (3 if l2 else 2) * lanes
 
 
-@pytest.mark.parametrize("capability", TARGETS)
-@pytest.mark.parametrize(
-    ("source", "out", "add"),
-    [("fp32", d, False) for d in FLOATS] + [(d, "fp32", add) for d in FLOATS for add in (False, True)],
-)
-def test_casts_compile(source, out, add, capability):
-    binary = move(source, out, add, capability)
-    assert out == "fp32" or f"cvt.rn.{out.replace('fp', 'f')}" in binary.asm["ptx"]
-    assert binary.asm["cubin"]
-    assert offsets_are_64_bit(binary)
-    assert not FUSED.search(binary.asm["ptx"])
-
-
-@pytest.mark.parametrize("module", [adamw_jit, casts_jit, check_jit], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [adamw_jit, check_jit], ids=lambda module: module.__name__)
 def test_every_launch_decides_about_fusion(module):
     """Triton's default depends on its version and on the environment, and it warns where nobody decides."""
     launches = [

@@ -7,9 +7,8 @@ import torch
 from support.bits import same_bits
 
 from memascend import kernels
-from memascend.kernels import adamw_jit, casts_jit, check_jit
+from memascend.kernels import adamw_jit, check_jit
 from memascend.kernels.adamw import adamw_reference
-from memascend.kernels.casts import accumulate_reference, cast_reference
 from memascend.kernels.check import check_and_unscale_reference
 from memascend.kernels.scalars import checked_scalars
 from memascend.kernels.sums import add_reference, found_in, new_sums
@@ -18,7 +17,7 @@ from memascend.tensors import rounded
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BLOCK, CHUNK = check_jit.BLOCK, check_jit.CHUNK
-LENGTHS = [1, 2, 15, BLOCK - 1, BLOCK, BLOCK + 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 77]
+LENGTHS = [1, 2, 15, BLOCK - 1, BLOCK, BLOCK + 1, CHUNK, CHUNK + 1]
 # The last and first elements of what is read, computed or summed at once, and of all.
 BOUNDARIES = [0, 15, 16, BLOCK - 1, BLOCK, CHUNK - 1, CHUNK, CHUNK + 40]
 
@@ -55,9 +54,10 @@ def folded(tensors, factor=1.0):
     return nonfinite.item(), squares.item()
 
 
-@pytest.mark.parametrize("values", [randoms, spread])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("numel", LENGTHS)
+@pytest.mark.parametrize(
+    ("numel", "values"), [*((numel, randoms) for numel in LENGTHS), (1, spread), (BLOCK + 1, spread)]
+)
 def test_a_sum_is_the_one_of_the_cpu(numel, dtype, values):
     """And that of Python's numbers, bit for bit."""
     tensor = values(numel, dtype)
@@ -71,7 +71,7 @@ def test_a_sum_is_the_one_of_the_cpu(numel, dtype, values):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("numel", LENGTHS)
+@pytest.mark.parametrize("numel", [1, 15, BLOCK, CHUNK + 1])
 def test_unscaled_values_are_summed(dtype, numel):
     tensor = randoms(numel, dtype)
     expected = tensor.clone()
@@ -87,7 +87,8 @@ def test_unscaled_values_are_summed(dtype, numel):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("where", BOUNDARIES)
 def test_one_nonfinite_is_found(bad, dtype, where):
-    tensor = randoms(CHUNK + 41, dtype)
+    # Zeros have no window: it is the borders that matter.
+    tensor = torch.zeros(CHUNK + 41, dtype=dtype)
     tensor[where] = bad
     (exact,), rounded_once = found([tensor]), folded([tensor], 0.5)
     for nonfinite, squares in (exact, rounded_once):
@@ -112,7 +113,7 @@ def test_a_result_that_overflows_its_dtype_is_found():
 @pytest.mark.parametrize("magnitude", [1e-45, 1e-30, 1e-20, 1.0, 1e19, 1e25, 1 - 2.0**-24, 3.4e38])
 def test_equal_magnitudes(magnitude):
     """Sums of a window's largest parts, whose last bits a float would lose."""
-    tensor = torch.full((CHUNK + 5,), magnitude)
+    tensor = torch.full((2 * BLOCK + 5,), magnitude)
     assert folded([tensor]) == (False, math.fsum(tensor.double().square().tolist()))
 
 
@@ -127,7 +128,7 @@ def test_a_tie_is_rounded_to_even_unless_the_smallest_square_is_beside_it(odd, t
 
 
 def test_many_tensors_of_all_dtypes_and_alignments():
-    base = [spread(1000 + 700 * i + CHUNK * (i % 3), DTYPES[i % 3], seed=i) for i in range(24)]
+    base = [randoms(1000 + 100 * i + CHUNK * (i % 8 == 1), DTYPES[i % 3], seed=i) for i in range(24)]
     tensors = [tensor[i % 5 :] for i, tensor in enumerate(base)]
     assert found(tensors) == [kernels.checked(tensor) for tensor in tensors]
     expected = [tensor.clone() for tensor in tensors]
@@ -163,27 +164,3 @@ def test_adamw(decoupled, betas, weight_decay, dtype, out):
         adamw_reference(*twin, scalars)
         for name, left, right in zip("pgmvo", state, twin, strict=True):
             assert left is None or same_bits(left, right), (name, step)
-
-
-@pytest.mark.parametrize("numel", [1, 2047, 2048, 5000])
-@pytest.mark.parametrize(
-    ("source", "out"),
-    [(torch.float32, d) for d in DTYPES] + [(d, torch.float32) for d in DTYPES[1:]],
-    ids=str,
-)
-def test_cast(numel, source, out):
-    tensor = randoms(numel, source, scale=1e4)
-    tensor[0] = math.inf
-    left, right = torch.zeros(numel, dtype=out), torch.zeros(numel, dtype=out)
-    casts_jit.launch(tensor, left, add=False)
-    cast_reference(tensor, right)
-    assert same_bits(left, right)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_accumulate(dtype):
-    total, grad = randoms(5000, torch.float32, 1), randoms(5000, dtype, 2)
-    expected = total.clone()
-    casts_jit.launch(grad, total, add=True)
-    accumulate_reference(grad, expected)
-    assert same_bits(total, expected)
