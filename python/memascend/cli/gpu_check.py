@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 import math
 import os
@@ -17,7 +16,7 @@ import warnings
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -41,6 +40,7 @@ _WIDTH, _BLOCKS, _BATCH, _STEPS = 256, 4, 64, 4
 _LR, _BETAS, _EPS, _DECAY = 1e-3, (0.9, 0.999), 1e-8, 0.1
 
 Figures = dict[str, Any]
+Waits = Literal["fused", "ssd", "ram"]
 
 
 def run(options: argparse.Namespace) -> int:
@@ -86,17 +86,17 @@ def checked(device: torch.device, folder: Path) -> dict[str, Any]:
         "kernels": lambda: _kernels(device),
         "training": lambda: _training(device, folder),
     }
-    entries = []
+    entries, ok = [], True
     for name, check in checks.items():
         began = time.perf_counter()
         results: list[dict[str, Any]] = []
         try:
             results.extend({**asdict(finding), "figures": figures} for finding, figures in check())
         except Exception as error:  # noqa: BLE001
-            finding = Finding(subject=name, found=f"{type(error).__name__}: {error}", verdict="fails")
-            results.append({**asdict(finding), "figures": {}, "trace": traceback.format_exc()})
+            failure = Finding(subject=name, found=f"{type(error).__name__}: {error}", verdict="fails")
+            results.append({**asdict(failure), "figures": {}, "trace": traceback.format_exc()})
+        ok = ok and all(result["verdict"] != "fails" for result in results)
         entries.append({"check": name, "seconds": round(time.perf_counter() - began, 3), "findings": results})
-    ok = all(finding["verdict"] != "fails" for entry in entries for finding in entry["findings"])
     return {"ok": ok, "machine": _machine(device), "checks": entries}
 
 
@@ -307,9 +307,8 @@ def _adam_bits(device: torch.device) -> tuple[dict[str, str], int, Figures]:
                 out = None if half is None else torch.zeros(numel, dtype=half, device="cpu")
                 sides = [[None if t is None else t.to(to, copy=True) for t in (*state, out)] for to in ("cpu", device)]
                 for side in sides:
-                    update(
-                        *side, lr=_LR, betas=_BETAS, eps=_EPS, weight_decay=_DECAY, step=7, grad_scale=0.3,
-                    )  # type: ignore[arg-type]  # fmt: skip
+                    given: Any = side
+                    update(*given, lr=_LR, betas=_BETAS, eps=_EPS, weight_decay=_DECAY, step=7, grad_scale=0.3)
                 counts = [0 if a is None or b is None else _differing(a, b) for a, b in zip(*sides, strict=True)]
                 if any(counts):
                     named = zip(("parameter", "gradient", "exp_avg", "exp_avg_sq", "16-bit"), counts, strict=True)
@@ -355,7 +354,7 @@ def _in_memory(device: torch.device, dtype: torch.dtype, clip: float | None) -> 
     said: list[Any] = []
     for step in range(_STEPS):
         loss = _loss(model, step, dtype, device)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         gradients = [p.grad.detach().cpu() for p in parameters if p.grad is not None]
         norm = math.sqrt(rounded(total(kernels.checked(g.reshape(-1))[1] for g in gradients)))
         factor = 1.0 if clip is None else min(1.0, clip / (norm + 1e-6))
@@ -373,7 +372,11 @@ def _in_memory(device: torch.device, dtype: torch.dtype, clip: float | None) -> 
 
 
 def _offloaded(
-    device: torch.device, dtype: torch.dtype, clip: float | None, folder: Path, gradients: str
+    device: torch.device,
+    dtype: torch.dtype,
+    clip: float | None,
+    folder: Path,
+    gradients: Waits,
 ) -> tuple[list[Any], list[torch.Tensor]]:
     model = _model(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LR, betas=_BETAS, eps=_EPS, weight_decay=_DECAY)
@@ -385,17 +388,21 @@ def _offloaded(
     with offloaded:
         for step in range(_STEPS):
             loss = _loss(model, step, dtype, device)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             offloaded.step()
             offloaded.zero_grad()
             said.append((loss.item(), offloaded.grad_norm))
-        return said, [copy.copy(value).clone() for value in model.state_dict().values()]
+        return said, [value.clone() for value in model.state_dict().values()]
 
 
 def _training(device: torch.device, folder: Path) -> Iterator[tuple[Finding, Figures]]:
     wrong: dict[str, str] = {}
     figures: Figures = {}
-    cases = [("fused", torch.float32, None), ("ssd", torch.bfloat16, 0.01), ("ram", torch.bfloat16, 0.01)]
+    cases: list[tuple[Waits, torch.dtype, float | None]] = [
+        ("fused", torch.float32, None),
+        ("ssd", torch.bfloat16, 0.01),
+        ("ram", torch.bfloat16, 0.01),
+    ]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for gradients, dtype, clip in cases:
