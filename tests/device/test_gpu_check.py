@@ -15,6 +15,13 @@ from memascend.cli import gpu_check, main
 CHECKS = ["pinning", "copies", "kernels", "training"]
 
 
+@pytest.fixture(autouse=True)
+def _small(monkeypatch):
+    """What a card does in a moment takes a processor a while."""
+    monkeypatch.setattr(gpu_check, "_SIZES", (1, 100, 2049))
+    monkeypatch.setattr(gpu_check, "_PINNED_BYTES", 4 << 20)
+
+
 def findings(report):
     return {finding["subject"]: finding for check in report["checks"] for finding in check["findings"]}
 
@@ -117,8 +124,13 @@ def test_on_the_device(device, tmp_path):
 @pytest.mark.timeout(300)
 def test_on_the_simulated_device_it_ends_and_writes_its_file(simulated_environment, tmp_path):
     """Kernels compute nothing there: bits differ, and that is what it says."""
+    program = (
+        "import sys; from memascend.cli import gpu_check, main\n"
+        "gpu_check._SIZES, gpu_check._PINNED_BYTES = (1, 2049), 32 << 20\n"
+        "sys.exit(main(['doctor', '--gpu']))"
+    )
     done = subprocess.run(
-        [sys.executable, "-m", "memascend", "doctor", "--gpu"],
+        [sys.executable, "-c", program],
         env=simulated_environment, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
     assert done.returncode == 1, done.stdout + done.stderr

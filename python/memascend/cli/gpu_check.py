@@ -81,7 +81,7 @@ def _missing() -> str | None:
 def checked(device: torch.device, folder: Path) -> dict[str, Any]:
     """All that is found; a check that fails says how, and the others go on."""
     checks: dict[str, Callable[[], Iterator[tuple[Finding, Figures]]]] = {
-        "pinning": _pinning,
+        "pinning": lambda: _pinning(device),
         "copies": lambda: _copies(device),
         "kernels": lambda: _kernels(device),
         "training": lambda: _training(device, folder),
@@ -151,8 +151,9 @@ def _link() -> str | None:
 # --- memory -------------------------------------------------------------------------
 
 
-def _pinning() -> Iterator[tuple[Finding, Figures]]:
+def _pinning(device: torch.device) -> Iterator[tuple[Finding, Figures]]:
     # Which makes the context that registering asks for.
+    torch.zeros(1, device=device)
     began = time.perf_counter()
     with Region(_PINNED_BYTES, owner="doctor") as region:
         seconds = time.perf_counter() - began
