@@ -53,16 +53,12 @@ def _move(source: torch.Tensor, out: torch.Tensor, source_name: str, out_name: s
     require_apart(((source_name, source), (out_name, out)))
     if not out.numel():
         return
-    taken = route(out.device).name
-    if taken == "rust":
+    if route(out.device).name == "rust":
         move = _core.kernel_accumulate if add else _core.kernel_cast
         read, written = ((tensor.data_ptr(), FLOATS.index(tensor.dtype)) for tensor in (source, out))
         move(read, written, out.numel(), threads)
-    elif taken == "triton":
-        from memascend.kernels.casts_jit import launch
-
-        launch(source, out, add=add)
     else:
+        # torch's own operations are one pass on a GPU.
         (accumulate_reference if add else cast_reference)(source, out)
         return
     torch.autograd.graph.increment_version([out])

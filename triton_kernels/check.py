@@ -12,13 +12,14 @@ from memascend.tensors import summed
 
 from .arguments import FLOATS, factor_of, flat, require, require_apart, threads_of
 from .routes import route
+from .sums import add_reference, new_sums
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from memascend.tensors import Squares
 
-__all__ = ["check_and_unscale", "check_and_unscale_reference", "checked"]
+__all__ = ["begin_check", "check_and_unscale", "check_and_unscale_reference", "checked"]
 
 # What the reference turns into float64 at a time: 32 MiB of temporaries, whatever the tensor.
 PIECE_ELEMENTS = 1 << 22
@@ -30,13 +31,12 @@ def check_and_unscale(
     """Multiplies gradients by `inv_scale` in place, looks for non-finites and takes their squared norm, in one pass.
 
     Each element is read as fp32, multiplied once, and rounded back to its own dtype; with `inv_scale` 1 nothing is
-    written. Flag and norm are those of the results. The flag is exact. On the CPU so is the sum of squares, which is
-    rounded once, at the end: no order, number of threads or division into tensors changes a bit. On a GPU squares are
-    summed in fp32 over at most a few thousand elements and these sums in float64, in an order that depends on the
-    sizes alone: the same bits on every run, and other last bits than the CPU's.
+    written. Flag and norm are those of the results, and exact: the sum of squares is rounded once, at the end, so that
+    no order, number of threads, division into tensors or device changes a bit. (Only a GPU without the kernels rounds
+    as it adds.)
 
-    On CUDA the call only queues work: two launches for each dtype in the list, however many tensors there are, and no
-    synchronisation until a result is read.
+    On CUDA the call only queues work: a launch for each dtype in the list, however many tensors there are, one for the
+    rounding, and no synchronisation until a result is read.
 
     Args:
         grads: a tensor or several, on one device, fp32, bf16 or fp16, contiguous. Sizes may be zero.
@@ -67,9 +67,11 @@ def check_and_unscale(
     if taken == "rust":
         result = _check_rust(filled, factor, count)
     elif taken == "triton":
-        from memascend.kernels.check_jit import launch
+        from memascend.kernels.check_jit import begin, fold
 
-        result = launch(filled, factor, device)
+        sums = new_sums(1, device)
+        begin([(0, tensor) for tensor in filled], factor, sums)
+        result = fold(sums)
     else:
         return check_and_unscale_reference(filled, factor, device)
     if factor != 1.0:
@@ -83,6 +85,24 @@ def checked(values: torch.Tensor) -> tuple[bool, Squares]:
     place = values.data_ptr(), FLOATS.index(values.dtype), values.numel()
     found, squares = _core.kernel_check([place] if values.numel() else [], 1.0, torch.get_num_threads())
     return found, summed(*squares)
+
+
+def begin_check(tensors: Sequence[torch.Tensor], sums: torch.Tensor) -> None:
+    """Begins to check tensors on a device; nothing waits.
+
+    Args:
+        tensors: as for `check_and_unscale`; only read, by the stream that is current.
+        sums: what `new_sums` gave for as many; each tensor adds to its own row, which `found_in` reads.
+    """
+    for index, tensor in enumerate(tensors):
+        require(f"tensors[{index}]", tensor)
+    placed = [(row, tensor) for row, tensor in enumerate(tensors) if tensor.numel()]
+    if route(sums.device).name == "triton":
+        from memascend.kernels.check_jit import begin
+
+        begin(placed, 1.0, sums)
+    else:
+        add_reference(placed, sums)
 
 
 def _check_rust(tensors: Sequence[torch.Tensor], factor: float, threads: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,7 +9,8 @@ from torch import nn
 
 import memascend
 from memascend import kernels
-from memascend.grads.backward import Norms, measure, read
+from memascend.grads import norms as of_norms
+from memascend.grads.norms import Norms
 from memascend.tensors import rounded, total
 
 WIDTH = 24
@@ -31,6 +32,12 @@ class Mixed(nn.Module):
 
 def batch(seed):
     return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def measured(gradient):
+    norms = Norms(kernels)
+    (found,) = norms.read([norms.measure(gradient)])
+    return found
 
 
 def norm_of(parameters):
@@ -98,17 +105,17 @@ def test_each_step_has_its_own_norm(pair):
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 0, 2), (1, 0, 2, 3)])
 def test_a_gradient_is_measured_in_any_order_and_dtype(dtype, order):
     gradient = torch.randn(3, 4, 5, 6, generator=torch.Generator().manual_seed(1)).to(dtype).permute(order)
-    ((bad, squared),) = read([measure(gradient, kernels.check_and_unscale, kernels.checked)])
+    bad, squared = measured(gradient)
     assert not bad
     assert rounded(squared) == pytest.approx(float(gradient.abs().double().square().sum()), rel=1e-6)
     gradient[(0,) * 4] = math.nan
-    assert read([measure(gradient, kernels.check_and_unscale, kernels.checked)])[0][0]
+    assert measured(gradient)[0]
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch, about torch
 def test_a_sparse_gradient_is_measured():
     gradient = torch.sparse_coo_tensor([[1, 3, 1]], torch.tensor([3.0, 4.0, 1.0]), (5,), check_invariants=True)
-    ((bad, squared),) = read([measure(gradient, kernels.check_and_unscale, kernels.checked)])
+    bad, squared = measured(gradient)
     assert not bad
     assert rounded(squared) == 32.0
 
@@ -130,8 +137,78 @@ def test_ranks_add_what_none_of_them_has_rounded():
     """As many ranks as it takes for their roundings to show."""
     values = torch.randn(999, generator=torch.Generator().manual_seed(5))
     figures = SimpleNamespace(everyone=lambda mine: [mine] * 1001)
-    norms = Norms(kernels.check_and_unscale, kernels.checked, figures)
+    norms = Norms(kernels, figures)
     gradient = SimpleNamespace(name="only")
     norms.measure_once(gradient, values)
     wanted = math.fsum(values.double().square().tolist() * 1001)
     assert norms.of([(gradient, values)]) == (True, math.sqrt(wanted))
+
+
+class Counted:
+    """The kernels, as for gradients on a device, and how many tensors each launch had."""
+
+    def __init__(self):
+        self.launches = []
+
+    def begin_check(self, tensors, sums):
+        self.launches.append(len(tensors))
+        kernels.begin_check(tensors, sums)
+
+    def __getattr__(self, name):
+        return getattr(kernels, name)
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    monkeypatch.setattr(of_norms, "_is_counted", lambda values: values.dtype in of_norms._FLOATS)
+    return Counted()
+
+
+def gradients(sizes, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(7)
+    return [
+        (SimpleNamespace(name=str(index)), torch.randn(size, generator=generator).to(dtype))
+        for index, size in enumerate(sizes)
+    ]
+
+
+def exact(present):
+    return math.sqrt(math.fsum(x for _, values in present for x in values.double().square().tolist()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gradients_in_a_devices_memory_are_measured_by_one_launch(counted, dtype):
+    norms, present = Norms(counted), gradients([1, 0, 333, 5000, 17], dtype)
+    for gradient, values in present:
+        norms.measure_once(gradient, values)
+        norms.measure_once(gradient, torch.zeros(1))
+    assert counted.launches == []
+    assert norms.of(present) == (True, exact(present))
+    assert counted.launches == [5]
+    present[2][1][7] = math.nan
+    norms.begin_step()
+    norms.measure_once(*present[2])
+    assert not norms.of(present[2:3])[0]
+
+
+def test_a_bucket_is_bounded(counted, monkeypatch):
+    monkeypatch.setattr(of_norms, "_BUCKET_BYTES", 1000)
+    norms, present = Norms(counted), gradients([100, 100, 100, 400, 10])
+    for gradient, values in present:
+        norms.measure_once(gradient, values)
+    assert norms.of(present) == (True, exact(present))
+    assert counted.launches == [3, 1, 1]
+
+
+def test_a_gradient_that_arrives_on_a_device_is_measured_at_once(counted):
+    """And read with all others: their rows are of a few blocks of memory."""
+    norms, present = Norms(counted), gradients([3] * 150)
+    arrived = [norms.measure(values) for _, values in present]
+    assert counted.launches == [1] * 150
+    blocks = {measure.untyped_storage().data_ptr() for measure in arrived}
+    assert len(blocks) == 3
+    for _, values in present:
+        values.zero_()
+    for (gradient, _), measure in zip(present, arrived, strict=True):
+        gradient.measure = lambda measure=measure: measure
+    assert norms.of(present) == (True, exact(gradients([3] * 150)))

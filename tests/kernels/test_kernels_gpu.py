@@ -36,13 +36,15 @@ def test_check_is_its_reference(dtype, numel, factor):
     assert found.is_cuda
     assert squares.is_cuda
     assert found.item() is False
-    assert squares.item() == pytest.approx(reference[1].item(), rel=1e-7, abs=0)
+    assert squares.item() == pytest.approx(reference[1].item(), rel=1e-12, abs=0)
+    # Bit for bit, as neither rounds but at the end.
+    assert squares.item() == kernels.check_and_unscale(expected.cpu())[1].item()
     if numel:
         tensor[numel // 2] = math.nan
         assert kernels.check_and_unscale(tensor)[0].item() is True
 
 
-def test_hundreds_of_tensors_take_two_launches_a_dtype():
+def test_hundreds_of_tensors_take_a_launch_a_dtype_and_one_more():
     tensors = [randoms(1000 + 37 * i, DTYPES[i % 3], seed=i) for i in range(300)]
     expected = [tensor.clone() for tensor in tensors]
     kernels.check_and_unscale(tensors, 1.0)
@@ -51,9 +53,18 @@ def test_hundreds_of_tensors_take_two_launches_a_dtype():
         torch.cuda.synchronize()
     launches = [event.name for event in profile.events() if "kernel" in event.name]
     assert len([name for name in launches if "check_kernel" in name or "fold_kernel" in name]) == 4
-    reference = check_and_unscale_reference(expected, 0.5, tensors[0].device)
-    assert squares.item() == pytest.approx(reference[1].item(), rel=1e-7)
+    check_and_unscale_reference(expected, 0.5, tensors[0].device)
+    assert squares.item() == kernels.check_and_unscale([tensor.cpu() for tensor in expected])[1].item()
     assert all(same_bits(a, b) for a, b in zip(tensors, expected, strict=True))
+
+
+def test_each_tensor_has_the_exact_sum_of_the_cpu():
+    exponents = torch.randint(-140, 120, (70_001,), generator=torch.Generator().manual_seed(1))
+    wide = (randoms(70_001).cpu().double() * 2.0**exponents).float().cuda()
+    tensors = [wide, wide.bfloat16(), randoms(0), randoms(1), randoms(33_000, torch.float16), wide[3:]]
+    sums = kernels.new_sums(len(tensors), wide.device)
+    kernels.begin_check(tensors, sums)
+    assert kernels.found_in(sums) == [kernels.checked(tensor.cpu()) for tensor in tensors]
 
 
 def test_nothing_waits_for_the_device():

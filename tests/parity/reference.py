@@ -137,13 +137,8 @@ class Reference(torch.optim.Optimizer):
         return torch.tensor(factor, dtype=torch.float32)
 
     def _squares(self, gradients):
-        parts = [
-            kernels.checked(g.reshape(-1))[1]
-            if g.device.type == "cpu"
-            else float(kernels.check_and_unscale(g.clone())[1])
-            for g in gradients.values()
-        ]
-        return tensors.rounded(tensors.total(parts))
+        # On a device, too, they are what the CPU finds.
+        return tensors.rounded(tensors.total(kernels.checked(g.cpu().reshape(-1))[1] for g in gradients.values()))
 
     def _rescale(self):
         if not self.dynamic:

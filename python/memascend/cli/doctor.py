@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import importlib.util
 import json
@@ -17,11 +18,12 @@ from memascend.errors import MemascendError
 from memascend.text import bytes_shown, table
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Callable, Iterable, Iterator
 
 
 _PROBE_BYTES = 8 << 20
+# In the folder that the command runs in.
+_GPU_FILE = "memascend-gpu.json"
 
 
 def examine_registration() -> Finding:
@@ -50,10 +52,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("--storage", metavar="P", help="also look at this folder, file or device")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--gpu", action="store_true", help="check the GPU instead, for two minutes, and write a file for a report"
+    )
+    parser.add_argument(
+        "--output", metavar="FILE", help=f"with --gpu: the file that is written (default: {_GPU_FILE}, here)"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the report; 1 where something will fail."""
+    if options.gpu:
+        from memascend.cli import gpu_check
+
+        options.output = options.output or _GPU_FILE
+        return gpu_check.run(options)
+    if options.output is not None:
+        raise argparse.ArgumentError(None, "--output is the file that --gpu writes: give both, or neither")
     findings = list(examine(options.storage))
     failed = any(finding.verdict == "fails" for finding in findings)
     if options.json:

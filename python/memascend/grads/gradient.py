@@ -28,8 +28,10 @@ if TYPE_CHECKING:
     from memascend.storage import Adam, Chunk, Engine, Late, Momentum, Store
 
 
-# Whether a gradient has a value that is not finite, and its squared norm: numbers, or tensors without dimensions.
-Measure = tuple[torch.Tensor, torch.Tensor] | tuple[bool, Squares]
+# Whether a gradient has a value that is not finite, and its squared norm.
+Numbers = tuple[bool, Squares]
+# The same as it was measured: numbers; on a device a row of sums, or, of dtypes without kernels, two tensors.
+Measure = Numbers | torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 class State(Enum):
@@ -97,6 +99,9 @@ class Receiver(Protocol):
 
     def add(self, gradient: Gradient, values: torch.Tensor) -> None:
         """A gradient came where there is one."""
+
+    def numbers(self, measure: Measure) -> Numbers:
+        """What was measured, once it is known."""
 
     def require_in_order(self, gradient: Gradient) -> None:
         """Refuse more of a gradient whose sum a call took for complete."""
@@ -334,16 +339,17 @@ class Gradient:
 
     def norm(self) -> float:
         """Its 2-norm, in double precision."""
-        squares = self._measured()[1]
-        return math.sqrt(float(squares) if isinstance(squares, torch.Tensor) else rounded(squares))
+        return math.sqrt(rounded(self._arrivals.numbers(self._measured())[1]))
 
     def nonfinite(self) -> bool:
         """Whether it has a value that is not finite."""
-        return bool(self._measured()[0])
+        return self._arrivals.numbers(self._measured())[0]
 
     def _measured(self) -> Measure:
         """As it was taken, or as it is stored."""
-        return self._arrivals.engine.spilled(self.name) if self.state.stored else self.found or (False, 0)
+        if self.state.stored:
+            return self._arrivals.engine.spilled(self.name)
+        return (False, 0) if self.found is None else self.found
 
     def noticed(self, what: Notice) -> None:
         """Somebody looked at it, or changed it. A second piece of it is told from accumulation where it is added."""

@@ -10,11 +10,12 @@ import torch
 from memascend import kernels
 from memascend.checkpoint.init import embody, move_buffers
 from memascend.device.device import refuse_graphs
-from memascend.grads.backward import Arrivals, Norms
+from memascend.grads.backward import Arrivals
 from memascend.grads.gradient import Updates
 from memascend.grads.gradients import Gradients
 from memascend.grads.loop import Loop, LossScale
 from memascend.grads.microbatches import Accumulation
+from memascend.grads.norms import Norms
 from memascend.optim.members import members_of
 from memascend.params.module_hooks import Frames
 from memascend.params.offloaded_param import Place
@@ -218,7 +219,7 @@ class Assembly:
         figures = None if subject.sharding is None else subject.sharding.figures
         loop = Loop(options.gradients, options.accumulation_steps, keeps=options.keeps, figures=figures)
         rule = Updates(subject.arithmetic, engine, resources.store, resident)
-        norms = Norms(kernels.check_and_unscale, kernels.checked, figures)
+        norms = Norms(kernels, figures)
         return Arrivals(engine, rule, scale, loop, norms, arrived, backward_begins)
 
     def _frames(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 import warnings
 
 import torch
@@ -145,3 +146,62 @@ def dispatched(where):
             assert value.device == before[name][0], name
         return {"refused": type(error).__name__, "why": str(error)}
     return steps_of(*offloaded)
+
+
+def tiny():
+    """A model of transformers, saved: the folder."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+    folder = tempfile.mkdtemp()
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def trained(model, optimizer, forward):
+    """Two steps of a model of transformers; what was wrong."""
+    with optimizer:
+        for _ in range(2):
+            forward(model)
+            optimizer.step()
+            optimizer.zero_grad()
+        return {"steps": optimizer.steps, "faults": runtime.faults()}
+
+
+def loaded(where):
+    """`from_pretrained(device_map=)`: the weights are on the device before the call, and what is saved is theirs."""
+    warnings.simplefilter("ignore")
+    from transformers import AutoModelForCausalLM
+
+    folder = tiny()
+    model = AutoModelForCausalLM.from_pretrained(folder, device_map=where)
+    assert {p.device.type for p in model.parameters()} == {"cuda"}
+    first = {name: value.cpu() for name, value in model.state_dict().items()}
+    ids = torch.zeros(2, 8, dtype=torch.int64, device="cuda")
+    model, optimizer = memascend.offload(model, made(model.parameters()), storage=None, device="cuda")
+    kept = model.state_dict()
+    assert all(torch.equal(kept[name], value) for name, value in first.items())
+    return trained(model, optimizer, lambda model: model(input_ids=ids, labels=ids).loss.backward())
+
+
+def prepared(before):
+    """`Accelerator.prepare()` on a CUDA device, of the model `before` the call, or of what it returned."""
+    warnings.simplefilter("ignore")
+    from accelerate import Accelerator
+
+    model, options = linear()
+    accelerator = Accelerator()
+    assert accelerator.device.type == "cuda"
+    if before:
+        model = accelerator.prepare(model)
+        assert next(model.parameters()).device.type == "cuda"
+    model, optimizer = memascend.offload(model, made(model.parameters()), **options)
+    if not before:
+        model, wrapped = accelerator.prepare(model, optimizer)
+        assert wrapped.optimizer is optimizer
+    x = torch.zeros(8, 64, device="cuda")
+    return trained(model, optimizer, lambda model: accelerator.backward(model(x).sum()))

@@ -1,6 +1,7 @@
 """Tests that what users do with CUDA works, or is refused with a way out."""
 
 import pytest
+from device.conftest import POSES
 from device.simulated.test_order import LONG, fine
 
 pytestmark = pytest.mark.posing
@@ -68,3 +69,18 @@ def test_a_device_map_that_divides(simulated, where):
     found = simulated("habits.dispatched", where=where)
     assert found["refused"] == "ConfigError"
     assert "without device_map=" in found["why"]
+
+
+@pytest.mark.parametrize("where", ["cuda", "auto"])
+@pytest.mark.slow
+@pytest.mark.skipif(not POSES, reason="make test-posing runs it")
+def test_a_model_that_transformers_has_placed(simulated, where):
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    assert simulated("habits.loaded", where=where) == {"steps": 2, "faults": []}
+
+
+@pytest.mark.parametrize("before", [pytest.param(True, marks=LONG), False])
+def test_accelerates_placement(simulated, before):
+    pytest.importorskip("accelerate")
+    assert simulated("habits.prepared", before=before) == {"steps": 2, "faults": []}

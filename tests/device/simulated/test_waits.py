@@ -39,6 +39,17 @@ def test_a_step_waits_once(simulated, gradients, options):
         assert not [line for line in part if line[1] == "copy host to device, pageable"], part
 
 
+@pytest.mark.parametrize(
+    ("gradients", "launches"), [("fused", (8, 0)), ("ram", (0, 1)), pytest.param("ssd", (0, 0), marks=LONG)]
+)
+def test_gradients_are_checked_by_few_launches(simulated, gradients, launches):
+    """One for each that is handed on, or for all that wait on the device, and none for those that storage has."""
+    found = simulated("waits.counted", gradients=gradients, kind="plain")
+    kernels = [{what: number for _, what, number in part if what.startswith("launch of ")} for part in found]
+    assert tuple(part.pop("launch of check_kernel", 0) for part in kernels) == launches
+    assert kernels == [{}, {}]
+
+
 @pytest.mark.parametrize("way", ["uploads", "downloads"])
 def test_copies_go_on_beside_what_computes(simulated, way):
     found = simulated(f"waits.{way}_go_on")

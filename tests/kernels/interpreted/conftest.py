@@ -19,14 +19,21 @@ def pytest_configure(config):
 
 @pytest.fixture(autouse=True)
 def _round_like_a_gpu(monkeypatch):
-    """The interpreter truncates fp32 to bf16; a GPU rounds to nearest even (test_triton_compiled.py looks for that)."""
-    truncating = interpreter.InterpreterBuilder.cast_impl
+    """The interpreter truncates fp32 to bf16 and loses denormals of bf16; a GPU rounds to nearest even, and has them.
+
+    test_triton_compiled.py looks for that.
+    """
+    inexact = interpreter.InterpreterBuilder.cast_impl
 
     def rounding(builder, source, target):
-        if source.dtype.scalar != tl.float32 or target.scalar != tl.bfloat16:
-            return truncating(builder, source, target)
-        values = torch.from_numpy(source.data.copy()).bfloat16()
-        return interpreter.TensorHandle(values.view(torch.uint16).numpy(), tl.bfloat16)
+        pair = source.dtype.scalar, target.scalar
+        if pair == (tl.float32, tl.bfloat16):
+            values = torch.from_numpy(source.data.copy()).bfloat16()
+            return interpreter.TensorHandle(values.view(torch.uint16).numpy(), tl.bfloat16)
+        if pair == (tl.bfloat16, tl.float32):
+            values = torch.from_numpy(source.data.copy()).view(torch.bfloat16).float()
+            return interpreter.TensorHandle(values.numpy(), tl.float32)
+        return inexact(builder, source, target)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "cast_impl", rounding)
     if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9):

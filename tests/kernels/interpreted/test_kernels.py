@@ -6,16 +6,20 @@ import pytest
 import torch
 from support.bits import same_bits
 
-from memascend.kernels import adamw_jit, casts_jit, check_jit
+from memascend import kernels
+from memascend.kernels import adamw_jit, check_jit
 from memascend.kernels.adamw import adamw_reference
-from memascend.kernels.casts import accumulate_reference, cast_reference
 from memascend.kernels.check import check_and_unscale_reference
 from memascend.kernels.scalars import checked_scalars
+from memascend.kernels.sums import add_reference, found_in, new_sums
+from memascend.tensors import rounded
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-CHUNK = check_jit.CHUNK
-LENGTHS = [1, 15, 2048, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 77]
+BLOCK, CHUNK = check_jit.BLOCK, check_jit.CHUNK
+LENGTHS = [1, 2, 15, BLOCK - 1, BLOCK, BLOCK + 1, CHUNK, CHUNK + 1]
+# The last and first elements of what is read, computed or summed at once, and of all.
+BOUNDARIES = [0, 15, 16, BLOCK - 1, BLOCK, CHUNK - 1, CHUNK, CHUNK + 40]
 
 # The interpreter computes with numpy, which warns where infinities meet; a GPU does not.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -25,67 +29,120 @@ def randoms(numel, dtype, seed=0, scale=1.0):
     return (torch.randn(numel, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
 
 
-def agree(result, expected):
-    found, squares = result
-    assert found.dtype == torch.bool
-    assert found.dim() == 0
-    assert squares.dtype == torch.float64
-    assert found.item() == expected[0].item()
-    if math.isfinite(expected[1].item()):
-        assert squares.item() == pytest.approx(expected[1].item(), rel=1e-6, abs=0)
-    else:
-        assert not math.isfinite(squares.item())
+def spread(numel, dtype, seed=0):
+    """Values of all exponents of a dtype, denormals among them."""
+    generator = torch.Generator().manual_seed(seed)
+    low, high = {torch.float32: (-149, 127), torch.bfloat16: (-133, 127), torch.float16: (-24, 14)}[dtype]
+    exponents = torch.randint(low, high, (numel,), generator=generator)
+    return (torch.randn(numel, generator=generator).clamp(-1.9, 1.9).double() * 2.0**exponents).to(dtype)
+
+
+def found(tensors, factor=1.0):
+    """What the kernel finds in each tensor, exactly."""
+    sums = new_sums(len(tensors), CPU)
+    check_jit.begin(list(enumerate(tensors)), factor, sums)
+    return found_in(sums)
+
+
+def folded(tensors, factor=1.0):
+    """What `check_and_unscale` returns of them."""
+    sums = new_sums(1, CPU)
+    check_jit.begin([(0, tensor) for tensor in tensors], factor, sums)
+    nonfinite, squares = check_jit.fold(sums)
+    assert (nonfinite.dtype, nonfinite.dim()) == (torch.bool, 0)
+    assert (squares.dtype, squares.dim()) == (torch.float64, 0)
+    return nonfinite.item(), squares.item()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("numel", LENGTHS)
-@pytest.mark.parametrize("factor", [1.0, 1 / 3])
-def test_check_of_one_tensor(dtype, numel, factor):
+@pytest.mark.parametrize(
+    ("numel", "values"), [*((numel, randoms) for numel in LENGTHS), (1, spread), (BLOCK + 1, spread)]
+)
+def test_a_sum_is_the_one_of_the_cpu(numel, dtype, values):
+    """And that of Python's numbers, bit for bit."""
+    tensor = values(numel, dtype)
+    before = tensor.clone()
+    assert found([tensor]) == [kernels.checked(tensor)]
+    assert folded([tensor]) == (False, math.fsum(tensor.double().square().tolist()))
+    assert same_bits(tensor, before)
+    reference = new_sums(1, CPU)
+    add_reference([(0, tensor)], reference)
+    assert found_in(reference) == [kernels.checked(tensor)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("numel", [1, 15, BLOCK, CHUNK + 1])
+def test_unscaled_values_are_summed(dtype, numel):
     tensor = randoms(numel, dtype)
     expected = tensor.clone()
-    result = check_jit.launch([tensor], factor, CPU)
-    agree(result, check_and_unscale_reference([expected], factor, CPU))
+    nonfinite, squares = folded([tensor], 1 / 3)
+    reference = check_and_unscale_reference([expected], 1 / 3, CPU)
     assert same_bits(tensor, expected)
+    assert nonfinite is reference[0].item() is False
+    assert squares == pytest.approx(reference[1].item(), rel=1e-12)
+    assert squares == rounded(kernels.checked(expected)[1])
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("where", [0, CHUNK - 1, CHUNK, CHUNK + 40])
+@pytest.mark.parametrize("where", BOUNDARIES)
 def test_one_nonfinite_is_found(bad, dtype, where):
-    tensor = randoms(CHUNK + 41, dtype)
+    # Zeros have no window: it is the borders that matter.
+    tensor = torch.zeros(CHUNK + 41, dtype=dtype)
     tensor[where] = bad
-    agree(check_jit.launch([tensor], 0.5, CPU), (torch.tensor(True), torch.tensor(math.inf)))
+    (exact,), rounded_once = found([tensor]), folded([tensor], 0.5)
+    for nonfinite, squares in (exact, rounded_once):
+        assert nonfinite is True
+        assert math.isnan(squares) if math.isnan(bad) else squares == math.inf
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_nan_beside_an_infinity_is_one(dtype):
+    tensor = torch.tensor([math.inf, 1.0, math.nan], dtype=dtype)
+    assert math.isnan(folded([tensor])[1])
+    assert math.isnan(found([tensor])[0][1])
 
 
 def test_a_result_that_overflows_its_dtype_is_found():
     tensor = torch.full((100,), 60000.0, dtype=torch.float16)
-    found, _ = check_jit.launch([tensor], 2.0, CPU)
-    assert found.item()
+    assert folded([tensor], 2.0) == (True, math.inf)
     assert tensor.isinf().all()
 
 
-@pytest.mark.parametrize("magnitude", [1e-44, 1e-30, 1e-20, 1e19, 1e25, 3e38])
-def test_squares_that_fp32_cannot_hold(magnitude):
-    tensor = torch.full((CHUNK + 5,), magnitude)
-    expected = tensor.double().square().sum().item()
-    found, squares = check_jit.launch([tensor], 1.0, CPU)
-    assert not found.item()
-    assert squares.item() == pytest.approx(expected, rel=1e-12)
+# The last but one has all bits of a window at its highest place.
+@pytest.mark.parametrize("magnitude", [1e-45, 1e-30, 1e-20, 1.0, 1e19, 1e25, 1 - 2.0**-24, 3.4e38])
+def test_equal_magnitudes(magnitude):
+    """Sums of a window's largest parts, whose last bits a float would lose."""
+    tensor = torch.full((2 * BLOCK + 5,), magnitude)
+    assert folded([tensor]) == (False, math.fsum(tensor.double().square().tolist()))
+
+
+@pytest.mark.parametrize("odd", [False, True])
+@pytest.mark.parametrize("tiny", [0.0, 2.0**-149])
+def test_a_tie_is_rounded_to_even_unless_the_smallest_square_is_beside_it(odd, tiny):
+    # 2^80, half of the last bit of which is 2^27; with `odd` that bit is set.
+    tie = [2.0**40, 2.0**13, 2.0**13, *([2.0**14] if odd else [])]
+    values = torch.tensor([*tie, tiny])
+    up = 2.0**28 * (2 if odd else 0) if not tiny else 2.0**28 * (2 if odd else 1)
+    assert folded([values]) == (False, 2.0**80 + up)
 
 
 def test_many_tensors_of_all_dtypes_and_alignments():
-    base = [randoms(1000 + 700 * i + CHUNK * (i % 3), DTYPES[i % 3], seed=i) for i in range(24)]
-    tensors = [t[i % 5 :] for i, t in enumerate(base)]
-    expected = [t.clone() for t in tensors]
-    agree(check_jit.launch(tensors, 0.125, CPU), check_and_unscale_reference(expected, 0.125, CPU))
+    base = [randoms(1000 + 100 * i + CHUNK * (i % 8 == 1), DTYPES[i % 3], seed=i) for i in range(24)]
+    tensors = [tensor[i % 5 :] for i, tensor in enumerate(base)]
+    assert found(tensors) == [kernels.checked(tensor) for tensor in tensors]
+    expected = [tensor.clone() for tensor in tensors]
+    check_and_unscale_reference(expected, 0.125, CPU)
+    _, squares = folded(tensors, 0.125)
     assert all(same_bits(a, b) for a, b in zip(tensors, expected, strict=True))
+    assert squares == float(kernels.check_and_unscale(expected)[1])
     tensors[17][-1] = math.nan
-    assert check_jit.launch(tensors, 1.0, CPU)[0].item()
+    assert [bad for bad, _ in found(tensors)].index(True) == 17
 
 
 def test_no_tensors():
-    found, squares = check_jit.launch([], 1.0, CPU)
-    assert (found.item(), squares.item()) == (False, 0.0)
+    assert folded([]) == (False, 0.0)
+    assert found([]) == []
 
 
 @pytest.mark.parametrize("decoupled", [True, False], ids=["adamw", "adam"])
@@ -107,27 +164,3 @@ def test_adamw(decoupled, betas, weight_decay, dtype, out):
         adamw_reference(*twin, scalars)
         for name, left, right in zip("pgmvo", state, twin, strict=True):
             assert left is None or same_bits(left, right), (name, step)
-
-
-@pytest.mark.parametrize("numel", [1, 2047, 2048, 5000])
-@pytest.mark.parametrize(
-    ("source", "out"),
-    [(torch.float32, d) for d in DTYPES] + [(d, torch.float32) for d in DTYPES[1:]],
-    ids=str,
-)
-def test_cast(numel, source, out):
-    tensor = randoms(numel, source, scale=1e4)
-    tensor[0] = math.inf
-    left, right = torch.zeros(numel, dtype=out), torch.zeros(numel, dtype=out)
-    casts_jit.launch(tensor, left, add=False)
-    cast_reference(tensor, right)
-    assert same_bits(left, right)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_accumulate(dtype):
-    total, grad = randoms(5000, torch.float32, 1), randoms(5000, dtype, 2)
-    expected = total.clone()
-    casts_jit.launch(grad, total, add=True)
-    accumulate_reference(grad, expected)
-    assert same_bits(total, expected)

@@ -1,0 +1,421 @@
+"""Checks a GPU in two minutes: pinning, copies, bits of kernels and of a small training; writes a file for a report."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+import memascend
+from memascend import kernels, memory
+from memascend.cli.storage import Finding
+from memascend.memory import Region
+from memascend.tensors import rounded, same_bits, total
+from memascend.text import table
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable, Iterator, Sequence
+
+_PINNED_BYTES = 256 << 20
+_COPIES = 8
+# Beside the sizes at which blocks of a kernel begin and end.
+_SIZES = (1, 2047, 2049, 32_769, 1_000_003)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_WIDTH, _BLOCKS, _BATCH, _STEPS = 256, 4, 64, 4
+_LR, _BETAS, _EPS, _DECAY = 1e-3, (0.9, 0.999), 1e-8, 0.1
+
+Figures = dict[str, Any]
+Waits = Literal["fused", "ssd", "ram"]
+
+
+def run(options: argparse.Namespace) -> int:
+    """Check the first device, print what was found, and write the file; 2 where there is no device, 1 for a failure."""
+    # Before the context is made: cuBLAS takes what it says for the same bits in each run.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if (missing := _missing()) is not None:
+        print(f"memascend doctor --gpu: {missing}; nothing was checked, and nothing written", file=sys.stderr)
+        return 2
+    output = Path(options.output)
+    if not output.parent.is_dir():
+        print(f"memascend doctor --gpu: there is no folder {output.parent} for --output", file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory(prefix=".memascend-gpu-", dir=output.parent) as folder:
+        report = checked(torch.device("cuda", torch.cuda.current_device()), Path(folder))
+    text = json.dumps(report, indent=1) + "\n"
+    partial = output.with_name(f".{output.name}.{os.getpid()}")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(output)
+    print(text if options.json else shown(report), end="")
+    print(f"{output}: attach this file to a report", file=sys.stderr if options.json else sys.stdout)
+    return 0 if report["ok"] else 1
+
+
+def _missing() -> str | None:
+    """Why there is no device to check."""
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is not a build for CUDA: install one as https://pytorch.org says"
+    with warnings.catch_warnings():
+        # Of torch, about the driver: the line below says where to look.
+        warnings.simplefilter("ignore")
+        there = torch.cuda.is_available()
+    if not there:
+        return "torch sees no CUDA device: look at nvidia-smi, the driver's version and CUDA_VISIBLE_DEVICES"
+    return None
+
+
+def checked(device: torch.device, folder: Path) -> dict[str, Any]:
+    """All that is found; a check that fails says how, and the others go on."""
+    checks: dict[str, Callable[[], Iterator[tuple[Finding, Figures]]]] = {
+        "pinning": lambda: _pinning(device),
+        "copies": lambda: _copies(device),
+        "kernels": lambda: _kernels(device),
+        "training": lambda: _training(device, folder),
+    }
+    entries, ok = [], True
+    for name, check in checks.items():
+        began = time.perf_counter()
+        results: list[dict[str, Any]] = []
+        try:
+            results.extend({**asdict(finding), "figures": figures} for finding, figures in check())
+        except Exception as error:  # noqa: BLE001
+            failure = Finding(subject=name, found=f"{type(error).__name__}: {error}", verdict="fails")
+            results.append({**asdict(failure), "figures": {}, "trace": traceback.format_exc()})
+        ok = ok and all(result["verdict"] != "fails" for result in results)
+        entries.append({"check": name, "seconds": round(time.perf_counter() - began, 3), "findings": results})
+    return {"ok": ok, "machine": _machine(device), "checks": entries}
+
+
+def shown(report: dict[str, Any]) -> str:
+    """The report as text."""
+    about = "\n".join(f"{name}: {value}" for name, value in report["machine"].items() if value is not None)
+    found = [finding for entry in report["checks"] for finding in entry["findings"]]
+    rows = [(finding["subject"], finding["verdict"], finding["found"]) for finding in found]
+    advice = [f"\n{finding['subject']}: {finding['advice']}\n" for finding in found if finding["advice"]]
+    return f"{about}\n\n{table(('what', 'verdict', 'found'), rows)}\n{''.join(advice)}"
+
+
+def _machine(device: torch.device) -> dict[str, Any]:
+    about: dict[str, Any] = {
+        "memascend": version("memascend"),
+        "torch": torch.__version__,
+        "CUDA": torch.version.cuda,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cores": len(os.sched_getaffinity(0)),
+        "host memory": memory.limits()["available"],
+        "device": str(device),
+    }
+    with contextlib.suppress(ImportError):
+        import triton
+
+        about["triton"] = triton.__version__
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        about["GPU"] = properties.name
+        about["compute capability"] = f"{properties.major}.{properties.minor}"
+        about["device memory"] = properties.total_memory
+        about["link"] = _link()
+    return about
+
+
+def _link() -> str | None:
+    """What the driver says of itself and of the bus."""
+    asked = "name,driver_version,pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current"
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(
+            ["nvidia-smi", f"--query-gpu={asked}", "--format=csv"],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=True,
+        )
+        return done.stdout.strip()
+    return None
+
+
+# --- memory -------------------------------------------------------------------------
+
+
+def _pinning(device: torch.device) -> Iterator[tuple[Finding, Figures]]:
+    # Which makes the context that registering asks for.
+    torch.zeros(1, device=device)
+    began = time.perf_counter()
+    with Region(_PINNED_BYTES, owner="doctor") as region:
+        seconds = time.perf_counter() - began
+        figures = {"pinned": region.pinned, "why_not": region.why_not, "bytes": _PINNED_BYTES, "seconds": seconds}
+        rate = _PINNED_BYTES / seconds / 1e9
+        if region.pinned == "cuda":
+            yield Finding(subject="pinning", found=f"registered with CUDA, {rate:.1f} GB/s"), figures
+            return
+        yield (
+            Finding(
+                subject="pinning",
+                found=f"refused; {region.pinned or 'nothing'} instead",
+                verdict="slower",
+                advice=f"{region.why_not}; {memory.UNREGISTERED}",
+            ),
+            figures,
+        )
+
+
+def _copies(device: torch.device) -> Iterator[tuple[Finding, Figures]]:
+    with memory.ChunkRing(_PINNED_BYTES, 1) as ring:
+        figures, same = _copied(device, ring.lease(owner="doctor").tensor(_PINNED_BYTES, torch.uint8))
+    wrong = "" if same else "what was copied to the device, or back, has other bits than it had"
+    found = ", ".join(f"{rate / 1e9:.1f} GB/s {way}" for way, rate in figures.items())
+    yield Finding(subject="copies", found=wrong or found, verdict="fine" if same else "fails", advice=wrong), figures
+
+
+def _copied(device: torch.device, host: torch.Tensor) -> tuple[Figures, bool]:
+    """Bytes a second of copies between halves of memory here and there; whether all of it has arrived."""
+    there = torch.empty_like(host, device=device)
+    (source, back), (first, second) = host.chunk(2), there.chunk(2)
+    # A prime: a part that is left out, or comes twice, shows.
+    pattern = (torch.arange(source.numel(), dtype=torch.int32, device="cpu") % 251).to(torch.uint8)
+    source.copy_(pattern)
+    back.zero_()
+    ways: dict[str, Sequence[Callable[[], Any]]] = {
+        "to the device": [lambda: first.copy_(source, non_blocking=True)],
+        "from the device": [lambda: back.copy_(first, non_blocking=True)],
+        "both at once, each way": [
+            lambda: second.copy_(source, non_blocking=True),
+            lambda: back.copy_(first, non_blocking=True),
+        ],
+    }
+    figures = {way: _rate(device, copies, source.nbytes) for way, copies in ways.items()}
+    return figures, torch.equal(back, pattern) and torch.equal(second.cpu(), pattern)
+
+
+def _rate(device: torch.device, copies: Sequence[Callable[[], Any]], nbytes: int) -> float:
+    """Bytes a second of each of several copies that go on at once, each on a stream of its own."""
+    streams = [torch.cuda.Stream(device) if device.type == "cuda" else None for _ in copies]
+    _wait(device)
+
+    def begin(rounds: int) -> None:
+        for _ in range(rounds):
+            for stream, begin_copy in zip(streams, copies, strict=True):
+                with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+                    begin_copy()
+        _wait(device)
+
+    begin(1)
+    began = time.perf_counter()
+    begin(_COPIES)
+    return _COPIES * nbytes / (time.perf_counter() - began)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# --- bits -----------------------------------------------------------------------------
+
+
+def _randoms(numel: int, seed: int) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed), device="cpu")
+
+
+def _differing(left: torch.Tensor, right: torch.Tensor) -> int:
+    """How many elements have other bits; a NaN has those of itself."""
+    kind = {2: torch.int16, 4: torch.int32}[left.element_size()]
+    return int((left.detach().cpu().contiguous().view(kind) != right.detach().cpu().contiguous().view(kind)).sum())
+
+
+def _compared(subject: str, wrong: dict[str, str], cases: int, figures: Figures) -> tuple[Finding, Figures]:
+    figures = {**figures, "cases": cases, "different": wrong}
+    if not wrong:
+        return Finding(subject=subject, found=f"the bits of the CPU in {cases} cases"), figures
+    first = next(iter(wrong.items()))
+    advice = f"{first[0]}: {first[1]}; the file has all: this is a bug, or the GPU is faulty: please report it"
+    return (
+        Finding(subject=subject, found=f"{len(wrong)} of {cases} cases DIFFER", verdict="fails", advice=advice),
+        figures,
+    )
+
+
+def _kernels(device: torch.device) -> Iterator[tuple[Finding, Figures]]:
+    route = kernels.route(device)
+    yield (
+        Finding(
+            subject="kernels",
+            found=f"{route.name} ({route.why})",
+            verdict="fine" if route.name == "triton" else "slower",
+            advice="" if route.name == "triton" else f"torch's own operations, because {route.why}",
+        ),
+        {"route": route.name, "why": route.why},
+    )
+    yield _compared("overflow check and norm", *_check_bits(device))
+    yield _compared("AdamW and Adam", *_adam_bits(device))
+
+
+def _check_bits(device: torch.device) -> tuple[dict[str, str], int, Figures]:
+    wrong: dict[str, str] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    for dtype in _DTYPES:
+        for numel in _SIZES:
+            values = (_randoms(numel, numel) * 2.0 ** (_randoms(numel, 1) * 12)).to(dtype)
+            tensors[f"{dtype} {numel}"] = values
+            for bad in (math.inf, math.nan):
+                # At the first, the last and one between: also where a block ends.
+                spoilt = values.clone()
+                spoilt[(numel - 1) if math.isnan(bad) else numel // 2] = bad
+                tensors[f"{dtype} {numel} with {bad}"] = spoilt
+    there = [values.to(device) for values in tensors.values()]
+    sums = kernels.new_sums(len(there), device)
+    kernels.begin_check(there, sums)
+    for (name, values), found in zip(tensors.items(), kernels.found_in(sums), strict=True):
+        expected = kernels.checked(values)
+        # As text: a NaN is another one's equal.
+        if str(found) != str(expected):
+            wrong[name] = f"found {found[0], rounded(found[1])}, and the CPU {expected[0], rounded(expected[1])}"
+    finite = [values for name, values in tensors.items() if "with" not in name]
+    scaled, expected_scaled = [values.to(device) for values in finite], [values.clone() for values in finite]
+    _, norm = kernels.check_and_unscale(scaled, 1 / 3)
+    _, norm_there = kernels.check_and_unscale(expected_scaled, 1 / 3)
+    if any(_differing(one, other) for one, other in zip(scaled, expected_scaled, strict=True)):
+        wrong["unscaled by 1/3"] = "values differ"
+    if kernels.route(device).name == "triton" and float(norm) != float(norm_there):
+        wrong["norm, unscaled"] = f"{float(norm)!r}, and the CPU {float(norm_there)!r}"
+    return wrong, len(tensors) + 2, {}
+
+
+def _adam_bits(device: torch.device) -> tuple[dict[str, str], int, Figures]:
+    wrong: dict[str, str] = {}
+    cases = 0
+    for update in (kernels.adamw, kernels.adam):
+        for dtype in _DTYPES:
+            for half in (None, torch.bfloat16, torch.float16):
+                cases += 1
+                numel = _SIZES[cases % len(_SIZES)]
+                state = [_randoms(numel, seed) for seed in range(1, 5)]
+                state[1], state[3] = state[1].to(dtype), state[3].square()
+                out = None if half is None else torch.zeros(numel, dtype=half, device="cpu")
+                sides = [[None if t is None else t.to(to, copy=True) for t in (*state, out)] for to in ("cpu", device)]
+                for side in sides:
+                    given: Any = side
+                    update(*given, lr=_LR, betas=_BETAS, eps=_EPS, weight_decay=_DECAY, step=7, grad_scale=0.3)
+                counts = [0 if a is None or b is None else _differing(a, b) for a, b in zip(*sides, strict=True)]
+                if any(counts):
+                    named = zip(("parameter", "gradient", "exp_avg", "exp_avg_sq", "16-bit"), counts, strict=True)
+                    wrong[f"{update.__name__}, {dtype} gradient, {half}, {numel}"] = ", ".join(
+                        f"{count} of {name}" for name, count in named if count
+                    )
+    return wrong, cases, {}
+
+
+# --- a training --------------------------------------------------------------------------
+
+
+class _Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(_WIDTH)
+        self.wide = torch.nn.Linear(_WIDTH, 4 * _WIDTH)
+        self.narrow = torch.nn.Linear(4 * _WIDTH, _WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = x + self.narrow(torch.nn.functional.gelu(self.wide(self.norm(x))))
+        return y
+
+
+def _model(dtype: torch.dtype) -> torch.nn.Sequential:
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(0)
+        return torch.nn.Sequential(*(_Block() for _ in range(_BLOCKS)), torch.nn.Linear(_WIDTH, 16)).to(dtype)
+
+
+def _loss(model: torch.nn.Module, step: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    x = _randoms(_BATCH * _WIDTH, 100 + step).view(_BATCH, _WIDTH).to(device, dtype)
+    loss: torch.Tensor = model(x).float().square().mean()
+    return loss
+
+
+def _in_memory(device: torch.device, dtype: torch.dtype, clip: float | None) -> tuple[list[Any], list[torch.Tensor]]:
+    """Computed by the device, updated by the CPU's kernel; losses and norms, and the parameters."""
+    model = _model(dtype).to(device)
+    parameters = list(model.parameters())
+    masters = [p.detach().float().cpu().clone() for p in parameters]
+    moments = [(torch.zeros_like(master), torch.zeros_like(master)) for master in masters]
+    said: list[Any] = []
+    for step in range(_STEPS):
+        loss = _loss(model, step, dtype, device)
+        loss.backward()
+        gradients = [p.grad.detach().cpu() for p in parameters if p.grad is not None]
+        norm = math.sqrt(rounded(total(kernels.checked(g.reshape(-1))[1] for g in gradients)))
+        factor = 1.0 if clip is None else min(1.0, clip / (norm + 1e-6))
+        for p, master, gradient, (first, second) in zip(parameters, masters, gradients, moments, strict=True):
+            out = torch.empty_like(master, dtype=dtype) if dtype != torch.float32 else None
+            kernels.adamw(
+                master, gradient, first, second, out, lr=_LR, betas=_BETAS, eps=_EPS, weight_decay=_DECAY,
+                step=step + 1, grad_scale=float(torch.tensor(factor, dtype=torch.float32)),
+            )  # fmt: skip
+            with torch.no_grad():
+                p.copy_(master if out is None else out)
+            p.grad = None
+        said.append((loss.item(), norm))
+    return said, [p.detach().cpu() for p in parameters]
+
+
+def _offloaded(
+    device: torch.device,
+    dtype: torch.dtype,
+    clip: float | None,
+    folder: Path,
+    gradients: Waits,
+) -> tuple[list[Any], list[torch.Tensor]]:
+    model = _model(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_LR, betas=_BETAS, eps=_EPS, weight_decay=_DECAY)
+    store = folder / f"{gradients}.store"
+    model, offloaded = memascend.offload(
+        model, optimizer, storage=store, device=device, gradients=gradients, max_grad_norm=clip
+    )
+    said: list[Any] = []
+    with offloaded:
+        for step in range(_STEPS):
+            loss = _loss(model, step, dtype, device)
+            loss.backward()
+            offloaded.step()
+            offloaded.zero_grad()
+            said.append((loss.item(), offloaded.grad_norm))
+        return said, [value.clone() for value in model.state_dict().values()]
+
+
+def _training(device: torch.device, folder: Path) -> Iterator[tuple[Finding, Figures]]:
+    wrong: dict[str, str] = {}
+    figures: Figures = {}
+    cases: list[tuple[Waits, torch.dtype, float | None]] = [
+        ("fused", torch.float32, None),
+        ("ssd", torch.bfloat16, 0.01),
+        ("ram", torch.bfloat16, 0.01),
+    ]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for gradients, dtype, clip in cases:
+            name = f"{gradients}, {dtype}"
+            said, expected = _in_memory(device, dtype, clip)
+            # The host computes with as many threads for both; what the device computes is compared with itself.
+            again, found = _offloaded(device, dtype, clip, folder, gradients)
+            figures[name] = {"losses": [str(loss) for loss, _ in again], "norms": [str(norm) for _, norm in again]}
+            if said != again:
+                wrong[f"{name}, losses and norms"] = f"{again}, and in memory {said}"
+            differing = sum(not same_bits(one, other) for one, other in zip(found, expected, strict=True))
+            if differing:
+                wrong[f"{name}, parameters"] = f"{differing} of {len(expected)} have other bits"
+    figures["warnings"] = sorted({str(one.message) for one in caught})
+    yield _compared(f"training of {_STEPS} steps", wrong, 2 * len(cases), figures)

@@ -1,0 +1,160 @@
+"""Measures gradients, once each, and takes the norm of all of a step: exact sums, on the host as on a device."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Protocol, cast
+
+import torch
+
+from memascend.tensors import flat, rounded, total
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from memascend.distributed.row_transfer import Figures
+    from memascend.grads.gradient import Gradient, Measure, Numbers
+
+
+class Kernels(Protocol):
+    """The kernels that measure: `memascend.kernels`."""
+
+    def checked(self, values: torch.Tensor, /) -> Numbers:
+        """Measure values in host memory."""
+
+    def new_sums(self, count: int, device: torch.device, /) -> torch.Tensor:
+        """Memory on a device for so many measures, a row for each."""
+
+    def begin_check(self, tensors: Sequence[torch.Tensor], sums: torch.Tensor, /) -> None:
+        """Begin to measure tensors on a device; nothing waits."""
+
+    def found_in(self, sums: torch.Tensor, /) -> list[Numbers]:
+        """The measures; waits for them."""
+
+
+# What the kernels compute with.
+_FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
+# Gradients that wait to be measured by one launch: what was laid out for them has so much memory at most.
+_BUCKET_BYTES = 64 << 20
+# Rows that are made, and zeroed, at once.
+_ROWS = 64
+
+
+class Norms:
+    """The norm of all gradients of a step, from a measure that was taken once of each."""
+
+    def __init__(self, kernels: Kernels, figures: Figures | None = None) -> None:
+        """Measure by the kernels; `figures` is what ranks tell each other, where there are several."""
+        self._kernels = kernels
+        self._figures = figures
+        # Of gradients that were measured in memory for this step, by name.
+        self._measures: dict[str, Measure] = {}
+        # Those on a device that are not measured yet.
+        self._bucket: dict[str, torch.Tensor] = {}
+        # Rows for gradients that arrive, by the device and the stream that zeroes them and adds to them.
+        self._rows: dict[object, list[torch.Tensor]] = {}
+
+    def begin_step(self) -> None:
+        """Forget what the step before has measured."""
+        self._measures.clear()
+        self._bucket.clear()
+        self._rows.clear()
+
+    def measure(self, gradient: torch.Tensor) -> Measure:
+        """Begin to measure a gradient that arrives; where it lies on a device, by one launch."""
+        values = _dense(gradient)
+        if not _is_counted(values):
+            return self._measured_here(values)
+        row = self._row(values.device)
+        self._kernels.begin_check([values], row)
+        return row[0]
+
+    def measure_once(self, gradient: Gradient, values: torch.Tensor) -> None:
+        """Take the measure that this gradient has for this step, of its values in memory.
+
+        Those on a device are measured together: nobody may write to them before the norm was asked for.
+        """
+        if gradient.name in self._measures or gradient.name in self._bucket:
+            return
+        values = _dense(values)
+        if not _is_counted(values):
+            self._measures[gradient.name] = self._measured_here(values)
+            return
+        self._bucket[gradient.name] = values
+        if sum(waiting.nbytes for waiting in self._bucket.values()) >= _BUCKET_BYTES:
+            self._measure_bucket()
+
+    def _measure_bucket(self) -> None:
+        if self._bucket:
+            waiting = list(self._bucket.values())
+            sums = self._kernels.new_sums(len(waiting), waiting[0].device)
+            self._kernels.begin_check(waiting, sums)
+            self._measures.update(zip(self._bucket, sums.unbind(), strict=True))
+            self._bucket.clear()
+
+    def _measure_of(self, gradient: Gradient) -> Measure:
+        measure = self._measures.get(gradient.name)
+        return gradient.measure() if measure is None else measure
+
+    def _row(self, device: torch.device) -> torch.Tensor:
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
+        rows = self._rows.setdefault((device, stream), [])
+        if not rows:
+            rows += self._kernels.new_sums(_ROWS, device).split(1)
+        return rows.pop()
+
+    def _measured_here(self, values: torch.Tensor) -> Measure:
+        """Of values in host memory, and of dtypes that the kernels do not have."""
+        if values.dtype in _FLOATS:
+            return self._kernels.checked(values)
+        found = ~torch.isfinite(values).all()
+        squared = values.double().square().sum()
+        return (bool(found), float(squared)) if values.device.type == "cpu" else (found, squared)
+
+    def read(self, measures: Sequence[Measure]) -> list[Numbers]:
+        """All of them as numbers; waits for the device once where it has any."""
+        rows = [index for index, measure in enumerate(measures) if isinstance(measure, torch.Tensor)]
+        found: dict[int, Numbers] = {}
+        if rows:
+            stacked = torch.stack([cast("torch.Tensor", measures[index]) for index in rows])
+            found.update(zip(rows, self._kernels.found_in(stacked), strict=True))
+        # Of dtypes that the kernels do not have, all others are numbers already.
+        return [found.get(index) or _numbers(measure) for index, measure in enumerate(measures)]
+
+    def of(self, gradients: Iterable[tuple[Gradient, torch.Tensor]]) -> tuple[bool, float]:
+        """Whether all of these are finite, and the norm of them all, in double precision.
+
+        The sum of all ranks is rounded once: neither order, nor device, nor the number of ranks changes the norm.
+        Nothing is read for it that was measured as it was handed on, written or used. What was done by scalars to one
+        on storage, as clipping does, counts as a factor.
+        """
+        self._measure_bucket()
+        numbers = self.read([self._measure_of(gradient) for gradient, _ in gradients])
+        # In the order of the parameters, whichever gradient came first.
+        bad, squares = any(bad for bad, _ in numbers), total(squared for _, squared in numbers)
+        if self._figures is not None:
+            # Each rank has measured its rows.
+            told = self._figures.everyone([bad, squares])
+            bad, squares = any(bad for bad, _ in told), total(squares for _, squares in told)
+        return not bad, math.sqrt(rounded(squares))
+
+
+def _is_counted(values: torch.Tensor) -> bool:
+    """Whether a kernel counts them on their device."""
+    return values.device.type != "cpu" and values.dtype in _FLOATS
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    """The elements of a gradient in whatever order they lie."""
+    values = (gradient.coalesce().values() if gradient.is_sparse else gradient).detach()
+    if values.is_complex():
+        values = torch.view_as_real(values.resolve_conj())
+    if not torch.ops.aten.is_non_overlapping_and_dense(values):
+        values = values.contiguous()
+    # Neither the flag nor the norm knows an order of dimensions, and the kernel takes few of them.
+    return flat(values)
+
+
+def _numbers(measure: Measure) -> Numbers:
+    bad, squared = cast("tuple[torch.Tensor, torch.Tensor] | Numbers", measure)
+    return bool(bad), float(squared) if isinstance(squared, torch.Tensor) else squared

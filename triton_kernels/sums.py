@@ -1,0 +1,79 @@
+"""Holds exact sums of squares on a device, as whole numbers that kernels add to, and reads what they come to."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from .arguments import flat
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from memascend.tensors import Squares
+
+__all__ = ["SUMS", "add_reference", "found_in", "new_sums"]
+
+# Exponents of fp32 that share a window. The units of a window are 2^(2 SPAN) times those of the one below it.
+SPAN = 14
+# Of exponents from 1 to 254.
+WINDOWS = -(-254 // SPAN)
+# A square is divided into its lower 24 bits and those above, and a sum of either into its lower 32 bits and the others.
+PARTS = 4
+_LOWER_BITS, _SUM_BITS = 24, 32
+INFINITE, NAN = WINDOWS * PARTS, WINDOWS * PARTS + 1
+# int64 of one sum: rows begin at multiples of 128 bytes.
+SUMS = 80
+
+# What a part counts, as a power of two of units of 2^-298.
+_POWERS = [
+    2 * SPAN * window + _LOWER_BITS * half + _SUM_BITS * part
+    for window in range(WINDOWS)
+    for half in range(2)
+    for part in range(2)
+]
+# What the reference computes at a time: its temporaries take about 50 bytes an element.
+_PIECE_ELEMENTS = 1 << 20
+
+
+def new_sums(count: int, device: torch.device) -> torch.Tensor:
+    """So many sums of nothing, a row for each."""
+    return torch.zeros(count, SUMS, dtype=torch.int64, device=device)
+
+
+def found_in(sums: torch.Tensor) -> list[tuple[bool, Squares]]:
+    """Whether something in each was not finite, and what its squares come to, exactly; waits for them."""
+    return [_found(row) for row in sums.tolist()]
+
+
+def _found(row: list[int]) -> tuple[bool, Squares]:
+    if row[NAN]:
+        return True, math.nan
+    if row[INFINITE]:
+        return True, math.inf
+    return False, sum(value << power for value, power in zip(row, _POWERS, strict=False) if value)
+
+
+def add_reference(placed: Sequence[tuple[int, torch.Tensor]], sums: torch.Tensor) -> None:
+    """What the kernel adds, in plain torch operations: parts may be others, and what they come to is the same."""
+    for row, tensor in placed:
+        for piece in torch.split(flat(tensor), _PIECE_ELEMENTS):
+            _add_piece(piece.float().view(torch.int32).long(), sums[row])
+
+
+def _add_piece(bits: torch.Tensor, row: torch.Tensor) -> None:
+    magnitudes = bits & 0x7FFFFFFF
+    exponents = magnitudes >> 23
+    row[INFINITE] += (magnitudes == 0x7F800000).sum()
+    row[NAN] += (magnitudes > 0x7F800000).sum()
+    squares = ((magnitudes & 0x7FFFFF) | ((exponents > 0).long() << 23)).square()
+    squares = torch.where(exponents < 0xFF, squares, 0)
+    places = exponents.clamp(1, 0xFE) - 1
+    for half in range(2):
+        part = (squares >> _LOWER_BITS * half) & ((1 << _LOWER_BITS) - 1)
+        part = part << 2 * (places % SPAN)
+        column = places // SPAN * PARTS + 2 * half
+        row.index_add_(0, column, part & ((1 << _SUM_BITS) - 1))
+        row.index_add_(0, column + 1, part >> _SUM_BITS)
